@@ -1,0 +1,242 @@
+"""What was compared and what was concluded, and how both look as JSON (paper, sections 5 and 9).
+
+Plain data: an ``EvidenceRecord`` is one comparison with its context, an ``Incident`` a conclusion
+together with the records that prove it. Time stamps belong to the recorder, not to the record.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from torchscout.decision.consensus import Status, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["SCHEMA", "Action", "EvidenceRecord", "Incident", "Manifestation", "Scope", "Surface", "from_json"]
+
+SCHEMA = 1
+"""Version of the JSON form; readers refuse what they do not know."""
+
+Surface = str
+"""The name of one compared thing: ``layer.3/output``, ``optimizer/param``, ``time/module``."""
+
+NOT_CHECKED = "not_checked"
+
+
+class Manifestation(str, Enum):
+    SDC = "sdc"
+    """A rank computes or holds other numbers than its peers."""
+    STRAGGLER = "straggler"
+    """A rank, group or machine is persistently slower on equal work."""
+    HANG = "hang"
+    """The job has stopped making progress."""
+
+
+class Scope(str, Enum):
+    """How precisely the evidence points."""
+
+    RANK = "rank"
+    MACHINE = "machine"
+    PEER_GROUP = "peer_group"
+    PROCESS_GROUP = "process_group"
+    JOB = "job"
+
+
+class Action(str, Enum):
+    """What recovery should do first."""
+
+    CONTINUE = "continue"
+    RESTART = "restart_in_place"
+    INSPECT = "inspect_hardware"
+    REPLACE = "replace_machine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceRecord:
+    """One comparison among peers, or the reason why there was none."""
+
+    step: int
+    surface: Surface
+    manifestation: Manifestation
+    """The failure this comparison can show."""
+    peers: tuple[int, ...]
+    """Global ranks in the order of the verdict's evidence."""
+    verdict: Verdict | None = None
+    """None when nothing was compared; ``reason`` then says why."""
+    reason: str | None = None
+    layer: str | None = None
+    mode: str | None = None
+    """What was replayed: ``forward``, ``backward``, ``optimizer``, or an input variant of them."""
+    shape: tuple[int, ...] | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)
+    """This rank's replay intervals in milliseconds."""
+    progress: Mapping[str, Any] | None = None
+    """Where this rank stood, for a hang."""
+    fingerprints: tuple[str, ...] = ()
+    """This rank's last collectives, oldest first."""
+    stall_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.verdict is None) == (self.reason is None):
+            raise ValueError(
+                f"{self.surface}: a record has either a verdict or a reason why it was not checked"
+            )
+        if self.verdict is not None and len(self.verdict.evidence) != len(self.peers):
+            raise ValueError(
+                f"{self.surface}: {len(self.verdict.evidence)} pieces of evidence for {len(self.peers)} peers"
+            )
+
+    @property
+    def status(self) -> str:
+        return NOT_CHECKED if self.verdict is None else self.verdict.status.value
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks the verdict names."""
+        return (
+            () if self.verdict is None else tuple(self.peers[position] for position in self.verdict.outliers)
+        )
+
+    @property
+    def scope(self) -> Scope | None:
+        """None unless peers disagreed."""
+        if self.verdict is None or self.verdict.agrees:
+            return None
+        return Scope.RANK if self.verdict.status is Status.ATTRIBUTED else Scope.PEER_GROUP
+
+    def to_json(self) -> dict[str, Any]:
+        verdict = self.verdict
+        return {
+            "kind": "evidence",
+            "step": self.step,
+            "manifestation": self.manifestation.value,
+            "scope": self.scope and self.scope.value,
+            "ranks": list(self.ranks),
+            "hosts": [],
+            "surface": self.surface,
+            "status": self.status,
+            "reason": self.reason,
+            "peers": list(self.peers),
+            "bitmap": list(verdict.bitmap) if verdict else [],
+            "evidence": [_encode(value) for value in verdict.evidence] if verdict else [],
+            "action": None,
+            "sentence": None,
+            **{name: _plain(getattr(self, name)) for name in _CONTEXT},
+        }
+
+
+_CONTEXT = ("layer", "mode", "shape", "timings", "progress", "fingerprints", "stall_seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """A conclusion a person or a recovery policy can act on."""
+
+    manifestation: Manifestation
+    scope: Scope
+    step: int
+    ranks: tuple[int, ...]
+    """Who is named; for a group scope, all its members."""
+    hosts: tuple[str, ...]
+    """The machines of those ranks, each once; empty where the mesh does not know them."""
+    records: tuple[EvidenceRecord, ...]
+    """The proof, the deciding record first."""
+    action: Action
+    sentence: str
+    """The conclusion in words."""
+
+    def __post_init__(self) -> None:
+        if not self.records:
+            raise ValueError(f"an incident needs the records that prove it: {self.sentence!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        deciding = self.records[0].to_json()
+        return {
+            "kind": "incident",
+            "step": self.step,
+            "manifestation": self.manifestation.value,
+            "scope": self.scope.value,
+            "ranks": list(self.ranks),
+            "hosts": list(self.hosts),
+            **{name: deciding[name] for name in ("surface", "status", "peers", "bitmap")},
+            "action": self.action.value,
+            "sentence": self.sentence,
+            "records": [record.to_json() for record in self.records],
+        }
+
+
+def from_json(line: Mapping[str, Any]) -> EvidenceRecord | Incident:
+    """Read back what ``to_json`` wrote; a ``ValueError`` says what is foreign about the line."""
+    readers: dict[str, Callable[[Mapping[str, Any]], EvidenceRecord | Incident]] = {
+        "evidence": _record_from_json,
+        "incident": _incident_from_json,
+    }
+    kind = str(line.get("kind"))
+    if kind not in readers:
+        raise ValueError(f"unknown kind {kind!r}")
+    try:
+        return readers[kind](line)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a whole {kind} line: {error!r}") from error
+
+
+def _record_from_json(line: Mapping[str, Any]) -> EvidenceRecord:
+    verdict = None
+    if line["status"] != NOT_CHECKED:
+        outliers = tuple(position for position, bit in enumerate(line["bitmap"]) if bit)
+        verdict = Verdict(
+            Status(line["status"]), outliers, tuple(_decode(value) for value in line["evidence"])
+        )
+    return EvidenceRecord(
+        step=line["step"],
+        surface=line["surface"],
+        manifestation=Manifestation(line["manifestation"]),
+        peers=tuple(line["peers"]),
+        verdict=verdict,
+        reason=line["reason"],
+        **{name: _frozen(line[name]) for name in _CONTEXT},
+    )
+
+
+def _incident_from_json(line: Mapping[str, Any]) -> Incident:
+    return Incident(
+        manifestation=Manifestation(line["manifestation"]),
+        scope=Scope(line["scope"]),
+        step=line["step"],
+        ranks=tuple(line["ranks"]),
+        hosts=tuple(line["hosts"]),
+        records=tuple(_record_from_json(record) for record in line["records"]),
+        action=Action(line["action"]),
+        sentence=line["sentence"],
+    )
+
+
+def _encode(value: Any) -> float | str:
+    """A time as a number, a signature as 16 hex digits.
+
+    JSON readers round integers beyond 2**53 and JSON has no word for infinity.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return f"{value & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+
+
+def _decode(value: float | str) -> float | int:
+    if not isinstance(value, str):
+        return float(value)
+    if len(value) < 16:
+        return float(value)
+    unsigned = int(value, 16)
+    return unsigned - (1 << 64) if unsigned >> 63 else unsigned
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,264 @@
+"""Where a rank sits in the job, and which ranks do the same work (paper, section 4).
+
+A rank's address is logical: adapters translate each framework's own groups into it once, and
+nothing else in torchscout knows how a framework lays ranks out. There is no default mesh: that
+all ranks are peers is never assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["AXES", "Axis", "Mesh", "MeshAddress", "PeerGroup", "Role"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MeshAddress:
+    """Coordinates of one rank; a dimension the job does not use stays 0."""
+
+    replica: int = 0
+    """Data-parallel replica, ``d`` in the paper."""
+    shard: int = 0
+    """FSDP state shard, ``s``."""
+    tensor: int = 0
+    """Tensor-parallel position, ``t``."""
+    pipeline: int = 0
+    """Pipeline stage, ``p``."""
+    context: int = 0
+    """Context-parallel position, ``c``."""
+    expert: int = 0
+    """Expert partition, ``e``."""
+
+
+AXES = tuple(field.name for field in fields(MeshAddress))
+
+
+class Axis(str, Enum):
+    """The one coordinate along which peers may differ."""
+
+    REPLICA = "replica"
+    SHARD = "shard"
+
+
+class Role(str, Enum):
+    """Which layers are compared, where experts are carved out of data parallelism."""
+
+    DENSE = "dense"
+    EXPERT = "expert"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGroup:
+    """Ranks that execute the same computation, in the order C3 gathers them."""
+
+    ranks: tuple[int, ...]
+    axis: Axis
+
+    def __post_init__(self) -> None:
+        if list(self.ranks) != sorted(set(self.ranks)):
+            raise ValueError(f"peer ranks must be unique and ascending, got {self.ranks}")
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def can_compare(self) -> bool:
+        return len(self.ranks) >= 2
+
+    @property
+    def can_attribute(self) -> bool:
+        """Two peers show that something differs; only three or more show who."""
+        return len(self.ranks) >= 3
+
+
+_Value = TypeVar("_Value")
+_Table = npt.NDArray[np.int64]  # one row of coordinates per rank, columns as AXES
+_Addresses = Sequence[MeshAddress] | Mapping[int, MeshAddress] | _Table
+
+
+class _Partition(NamedTuple):
+    """Ranks split into groups: group ``g`` is ``order[starts[g]:starts[g + 1]]``, ascending."""
+
+    order: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    group_of: npt.NDArray[np.int64]
+
+    def members(self, group: int) -> tuple[int, ...]:
+        return tuple(self.order[self.starts[group] : self.starts[group + 1]].tolist())
+
+    def all_members(self) -> list[tuple[int, ...]]:
+        flat, starts = self.order.tolist(), self.starts.tolist()
+        return [tuple(flat[begin:end]) for begin, end in pairwise(starts)]
+
+
+class Mesh:
+    """Every rank's address and host.
+
+    Expert parallelism is usually carved out of data parallelism: the same ranks are replicas
+    of a dense layer and hold different experts. Such a mesh has a second address table for
+    the expert layers, and ``role`` picks one. Without a role the expert coordinate counts,
+    as in the paper's formulas.
+    """
+
+    def __init__(
+        self,
+        addresses: _Addresses,
+        hosts: Sequence[str] | Mapping[int, str] | None = None,
+        *,
+        expert_addresses: _Addresses | None = None,
+    ) -> None:
+        dense = _table(addresses)
+        expert = dense if expert_addresses is None else _table(expert_addresses)
+        if len(dense) != len(expert):
+            raise ValueError(f"{len(dense)} dense addresses but {len(expert)} expert addresses")
+        if hosts is not None and len(hosts) != len(dense):
+            raise ValueError(f"{len(dense)} addresses but {len(hosts)} hosts")
+        self._tables = {Role.DENSE: dense, Role.EXPERT: expert}
+        self._hosts = None if hosts is None else tuple(_by_rank(hosts))
+        self._partitions: dict[tuple[str, Role], _Partition] = {}
+
+    @classmethod
+    def grid(
+        cls,
+        replica: int = 1,
+        shard: int = 1,
+        tensor: int = 1,
+        pipeline: int = 1,
+        context: int = 1,
+        expert: int = 1,
+        hosts: Sequence[str] | None = None,
+    ) -> Mesh:
+        """A full mesh, ranks row-major: the last axis varies fastest."""
+        degrees = (replica, shard, tensor, pipeline, context, expert)
+        for axis, degree in zip(AXES, degrees, strict=True):
+            if degree < 1:
+                raise ValueError(f"the degree of {axis} must be at least 1, got {degree}")
+        return cls(np.indices(degrees).reshape(len(AXES), -1).T.astype(np.int64), hosts)
+
+    def carve_experts(self, degree: int, *, out_of: Axis = Axis.REPLICA) -> Mesh:
+        """The same ranks with expert layers split over ``degree`` neighbours along ``out_of``."""
+        size = self.degree(out_of)
+        if degree < 1 or size % degree:
+            raise ValueError(f"cannot carve {degree} expert partitions out of {size} along {out_of.value}")
+        dense = self._tables[Role.DENSE]
+        expert, column = dense.copy(), AXES.index(out_of.value)
+        expert[:, AXES.index("expert")] = expert[:, column] % degree
+        expert[:, column] //= degree
+        return Mesh(dense, self._hosts, expert_addresses=expert)
+
+    def __len__(self) -> int:
+        return len(self._tables[Role.DENSE])
+
+    def address_of(self, rank: int, role: Role | str | None = None) -> MeshAddress:
+        return MeshAddress(*self._table(role)[self._known(rank)].tolist())
+
+    def degree(self, axis: Axis | str, role: Role | str | None = None) -> int:
+        return len(np.unique(self._table(role)[:, AXES.index(_axis(axis))]))
+
+    def peers_of(self, rank: int, role: Role | str | None = None) -> PeerGroup:
+        """Natural replicas where the job has them, else the ranks that shard one copy."""
+        axis = self.peer_axis(role)
+        return PeerGroup(self.ranks_along(axis, rank, role), axis)
+
+    def peer_groups(self, role: Role | str | None = None) -> list[PeerGroup]:
+        """Every peer group once."""
+        axis = self.peer_axis(role)
+        return [PeerGroup(ranks, axis) for ranks in self.groups_along(axis, role)]
+
+    def peer_axis(self, role: Role | str | None = None) -> Axis:
+        return Axis.REPLICA if self.degree(Axis.REPLICA, role) > 1 else Axis.SHARD
+
+    def ranks_along(self, axis: Axis | str, rank: int, role: Role | str | None = None) -> tuple[int, ...]:
+        """The process group of ``rank`` along ``axis``: equal in every other coordinate."""
+        partition = self._partition(_axis(axis), role)
+        return partition.members(int(partition.group_of[self._known(rank)]))
+
+    def groups_along(self, axis: Axis | str, role: Role | str | None = None) -> list[tuple[int, ...]]:
+        """Every process group along ``axis`` once."""
+        return self._partition(_axis(axis), role).all_members()
+
+    def host_of(self, rank: int) -> str | None:
+        """The machine of ``rank``, or None where the mesh was not told."""
+        return None if self._hosts is None else self._hosts[self._known(rank)]
+
+    def hosts_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """The known machines of ``ranks``, each once, in the order they first appear."""
+        return tuple(dict.fromkeys(host for rank in ranks if (host := self.host_of(rank)) is not None))
+
+    def ranks_on(self, host: str) -> tuple[int, ...]:
+        return tuple(rank for rank, name in enumerate(self._hosts or ()) if name == host)
+
+    def _table(self, role: Role | str | None) -> _Table:
+        return self._tables[Role.EXPERT if role is None else Role(role)]
+
+    def _known(self, rank: int) -> int:
+        if not 0 <= rank < len(self):
+            raise ValueError(f"rank {rank} is not in a mesh of {len(self)} ranks")
+        return rank
+
+    def _partition(self, axis: str, role: Role | str | None) -> _Partition:
+        key = (axis, Role.EXPERT if role is None else Role(role))
+        if key not in self._partitions:
+            self._partitions[key] = _split(self._table(role), AXES.index(axis))
+        return self._partitions[key]
+
+
+def _by_rank(values: Sequence[_Value] | Mapping[int, _Value]) -> list[_Value]:
+    """A list indexed by rank, from a list or from a mapping that names every rank once."""
+    if not isinstance(values, Mapping):
+        return list(values)
+    if sorted(values) != list(range(len(values))):
+        raise ValueError(f"ranks must be 0 to {len(values) - 1}, got {sorted(values)}")
+    return [values[rank] for rank in range(len(values))]
+
+
+def _table(addresses: _Addresses) -> _Table:
+    if not isinstance(addresses, np.ndarray):
+        rows = [astuple(address) for address in _by_rank(addresses)]
+        addresses = np.array(rows, dtype=np.int64).reshape(-1, len(AXES))
+    if negative := addresses[(addresses < 0).any(axis=1)].tolist():
+        raise ValueError(f"mesh coordinates must not be negative, got {MeshAddress(*negative[0])}")
+    _refuse_duplicates(addresses)
+    return addresses
+
+
+def _refuse_duplicates(table: _Table) -> None:
+    unique, counts = np.unique(_keys(table), return_counts=True)
+    if (counts > 1).any():
+        row = int(np.flatnonzero(_keys(table) == unique[counts > 1][0])[0])
+        ranks = np.flatnonzero((table == table[row]).all(axis=1)).tolist()
+        raise ValueError(f"ranks {ranks} share one mesh address {MeshAddress(*table[row].tolist())}")
+
+
+def _split(table: _Table, column: int) -> _Partition:
+    """Group the ranks that differ in ``column`` only."""
+    masked = table.copy()
+    masked[:, column] = 0
+    _, group_of = np.unique(_keys(masked), return_inverse=True)
+    order = np.argsort(group_of, kind="stable")
+    starts = np.searchsorted(group_of[order], np.arange(group_of.max(initial=-1) + 2))
+    return _Partition(order, starts, group_of)
+
+
+def _keys(table: _Table) -> npt.NDArray[np.int64]:
+    """One integer per row, equal for equal rows only."""
+    if not len(table):
+        return np.empty(0, dtype=np.int64)
+    # Coordinates become dense indices first, so that the product of degrees fits 64 bits
+    # however a framework numbers them.
+    dense = [np.unique(column, return_inverse=True)[1] for column in table.T]
+    return np.ravel_multi_index(dense, [int(column.max()) + 1 for column in dense]).astype(np.int64)
+
+
+def _axis(axis: Axis | str) -> str:
+    name = axis.value if isinstance(axis, Axis) else axis
+    if name not in AXES:
+        raise ValueError(f"unknown mesh axis {name!r}; the axes are {', '.join(AXES)}")
+    return name
