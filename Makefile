@@ -1,0 +1,37 @@
+# Every target sets itself up: a fresh clone needs Python 3.11 and make, nothing else.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: help demo test test-slow check format clean
+
+help:  ## what there is to run
+	@awk -F':.*## *' '/^[a-z-]+:.*##/ {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## one flipped bit on one of eight ranks, found and named
+	$(BIN)/scout demo
+
+test: $(READY)  ## every test that needs no accelerator and is not slow
+	$(BIN)/python -m pytest -n 2
+
+test-slow: $(READY)  ## the long ones
+	$(BIN)/python -m pytest -n 2 -m slow
+
+check: $(READY)  ## format, lint, types, spelling; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(READY)  ## put the code into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(READY): requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+clean:  ## remove what the other targets made
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
