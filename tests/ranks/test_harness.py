@@ -1,0 +1,159 @@
+"""The harness itself: results, tracebacks, stacks, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import RankError, run_ranks
+
+
+def summed(rank: int, offset: int) -> tuple[int, torch.Tensor]:
+    total = torch.tensor([rank + offset])
+    dist.all_reduce(total)
+    return rank, total
+
+
+def test_results_come_back_in_rank_order():
+    results = run_ranks(summed, 4, 10)
+    assert [rank for rank, _ in results] == [0, 1, 2, 3]
+    assert all(total.item() == 46 for _, total in results)
+
+
+def test_one_rank_is_enough():
+    assert run_ranks(summed, 1, 5)[0][1].item() == 5
+
+
+def raising(rank: int) -> None:
+    raise KeyError(f"boom {rank}")
+
+
+def test_every_traceback_is_in_the_message():
+    with pytest.raises(RankError, match=r"2 of 2 ranks failed") as caught:
+        run_ranks(raising, 2)
+    assert "KeyError: 'boom 0'" in str(caught.value)
+    assert "KeyError: 'boom 1'" in str(caught.value)
+    assert "in raising" in str(caught.value)
+
+
+def sleeping_in_rank_one(rank: int) -> None:
+    if rank == 1:
+        the_place_it_sleeps_at()
+    dist.barrier()
+
+
+def the_place_it_sleeps_at() -> None:
+    time.sleep(600)
+
+
+def test_a_timeout_shows_where_each_rank_is_stuck():
+    with pytest.raises(RankError) as caught:
+        run_ranks(sleeping_in_rank_one, 2, timeout=8.0)
+    first, second = str(caught.value).split("rank 1:")
+    assert "in barrier" in first
+    assert "in the_place_it_sleeps_at" in second
+
+
+def raising_in_rank_zero(rank: int) -> None:
+    if rank == 0:
+        raise KeyError("only me")
+    time.sleep(600)
+
+
+def test_one_failure_does_not_wait_for_the_timeout():
+    with pytest.raises(RankError, match="only me") as caught:
+        run_ranks(raising_in_rank_zero, 2, timeout=600.0)
+    assert "in raising_in_rank_zero" in str(caught.value).split("rank 1:")[1]
+
+
+def killed_and_stopped(rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL if rank == 0 else signal.SIGSTOP)
+
+
+def test_killed_and_stopped_ranks_are_reported_not_waited_for():
+    with pytest.raises(RankError) as caught:
+        run_ranks(killed_and_stopped, 2, timeout=30.0)
+    assert "rank 0: left without an answer, exit code -9" in str(caught.value)
+    assert "rank 1: did not answer in time and gave no stack" in str(caught.value)
+
+
+def unpicklable(rank: int) -> object:
+    return lambda: rank
+
+
+def test_a_result_that_cannot_travel_is_an_error():
+    with pytest.raises(RankError, match="its result cannot be pickled"):
+        run_ranks(unpicklable, 1)
+
+
+def starting_a_child(rank: int) -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+def test_children_of_a_rank_end_with_it():
+    for pid in run_ranks(starting_a_child, 2):
+        assert_gone(pid)
+
+
+def shared_tensor(rank: int) -> tuple[int, torch.Tensor]:
+    return os.getpid(), torch.full((1000,), float(rank)).share_memory_()
+
+
+def test_ranks_and_their_shared_memory_are_gone_and_results_outlive_them():
+    for rank, (pid, tensor) in enumerate(run_ranks(shared_tensor, 4)):
+        assert_gone(pid)
+        assert not list(Path("/dev/shm").glob(f"torch_{pid}_*"))
+        assert tensor.eq(rank).all()
+
+
+def assert_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and not is_zombie(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+
+
+def test_a_killed_parent_takes_its_ranks_along(tmp_path: Path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, sys\n"
+        "from torchscout.cli.local_ranks import run_ranks\n"
+        "from tests.ranks.test_harness import writing_its_pid\n"
+        "if __name__ == '__main__':\n"
+        "    run_ranks(writing_its_pid, 1, sys.argv[1])\n"
+    )
+    pid_file = tmp_path / "pid"
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen([sys.executable, script, pid_file], env={**os.environ, "PYTHONPATH": str(root)})
+    deadline = time.monotonic() + 60
+    while not pid_file.exists() or not pid_file.read_text():
+        assert time.monotonic() < deadline, "the rank never started"
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    assert_gone(int(pid_file.read_text()))
+
+
+def writing_its_pid(rank: int, path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_a_world_needs_a_rank():
+    with pytest.raises(ValueError, match="got 0"):
+        run_ranks(shared_tensor, 0)

@@ -1,0 +1,10 @@
+"""Real Gloo ranks inside an ordinary pytest test; the machinery is the demo's own."""
+
+from __future__ import annotations
+
+from torchscout.cli.local_ranks import RankError, preload, run_ranks
+
+__all__ = ["RankError", "run_ranks"]
+
+# Test modules import these; a rank that inherits them starts in milliseconds.
+preload("pytest", "torch.distributed.device_mesh", "torch.nn.parallel", "torchscout.decision.c3")
