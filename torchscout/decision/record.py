@@ -153,6 +153,12 @@ class Incident:
         if not self.records:
             raise ValueError(f"an incident needs the records that prove it: {self.sentence!r}")
 
+    @property
+    def reporter(self) -> int:
+        """The one rank that should write this down: a peer that is not itself suspect, if there is one."""
+        peers = self.records[0].peers
+        return next((rank for rank in peers if rank not in self.ranks), peers[0])
+
     def to_json(self) -> dict[str, Any]:
         deciding = self.records[0].to_json()
         return {

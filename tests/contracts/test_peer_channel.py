@@ -1,0 +1,180 @@
+"""One suite for every ``PeerChannel``: each test body runs unchanged on all of them."""
+
+from __future__ import annotations
+
+import datetime
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from torchscout.decision import c3
+from torchscout.decision.channel import PeerChannel, ProcessGroupChannel, ThreadChannel
+from torchscout.decision.consensus import Status
+from torchscout.errors import ChannelError
+from torchscout.mesh import Axis, PeerGroup
+
+Body = Callable[..., Any]
+
+
+def over_threads(body: Body, size: int, *args: Any) -> list[Any]:
+    channels = ThreadChannel.create_all(PeerGroup(tuple(range(size)), Axis.REPLICA), timeout=2.0)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda channel: body(channel, *args), channels))
+
+
+def over_gloo(body: Body, size: int, *args: Any) -> list[Any]:
+    return run_ranks(on_a_gloo_rank, size, body, args)
+
+
+def on_a_gloo_rank(rank: int, body: Body, args: tuple[Any, ...]) -> Any:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    return body(
+        ProcessGroupChannel(PeerGroup(tuple(range(dist.get_world_size())), Axis.REPLICA), group), *args
+    )
+
+
+@pytest.fixture(params=[over_threads, over_gloo], ids=["threads", "gloo"])
+def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    return request.param
+
+
+def gathering(channel: PeerChannel, sizes: list[int]) -> list[bytes]:
+    return channel.gather(payload_of(channel.position, sizes))
+
+
+def payload_of(position: int, sizes: list[int]) -> bytes:
+    return bytes([position + 1]) * sizes[position]
+
+
+@pytest.mark.parametrize("sizes", [[5, 5, 5], [0, 0, 0], [3, 0, 4088], [4089, 1, 0], [100_000, 4088, 9]])
+def test_gather_returns_every_payload_in_peer_order(run, sizes: list[int]):
+    assert run(gathering, 3, sizes) == [[payload_of(position, sizes) for position in range(3)]] * 3
+
+
+def broadcasting(channel: PeerChannel, size: int) -> list[bytes]:
+    return [channel.broadcast(bytes([channel.position + 1]) * size, source=source) for source in range(3)]
+
+
+@pytest.mark.parametrize("size", [0, 7, 4088, 4089, 50_000])
+def test_broadcast_returns_the_sources_payload(run, size: int):
+    assert run(broadcasting, 3, size) == [[bytes([source + 1]) * size for source in range(3)]] * 3
+
+
+def alone(channel: PeerChannel) -> tuple[int, list[bytes], bytes]:
+    return channel.position, channel.gather(b"me"), channel.broadcast(b"me", source=0)
+
+
+def test_one_peer_hears_itself(run):
+    assert run(alone, 1) == [(0, [b"me"], b"me")]
+
+
+def leaving_one_out(channel: PeerChannel) -> str:
+    if channel.position == 1:
+        return "stayed away"
+    try:
+        channel.gather(b"hello")
+    except ChannelError as error:
+        return str(error)
+    return "gathered"
+
+
+def test_a_missing_peer_is_an_error_not_an_endless_wait(run):
+    answers = run(leaving_one_out, 3)
+    assert answers[1] == "stayed away"
+    assert "ranks (0, 1, 2)" in answers[0]
+    assert "ranks (0, 1, 2)" in answers[2]
+
+
+def comparing(channel: PeerChannel) -> dict[str, tuple[str, tuple[int, ...]]]:
+    me = channel.position
+    verdicts = c3.compare(
+        channel,
+        exact={"output": -5, "grad_input": 8 if me == 2 else 3, "split": me % 2},
+        times={"time/module": 50.0 if me == 1 else 1.0 + me / 100, "time/all_gather": 2.0},
+    )
+    return {surface: (verdict.status.value, verdict.outliers) for surface, verdict in verdicts.items()}
+
+
+def test_c3_decides_alike_everywhere_and_each_surface_apart(run):
+    expected = {
+        "output": ("agree", ()),
+        "grad_input": ("attributed", (2,)),
+        "split": ("inconclusive", ()),
+        "time/module": ("attributed", (1,)),
+        "time/all_gather": ("agree", ()),
+    }
+    assert run(comparing, 4) == [expected] * 4
+
+
+class Counted:
+    """A channel that counts its exchanges."""
+
+    def __init__(self, channel: PeerChannel) -> None:
+        self.peers, self.position, self.exchanges, self._channel = channel.peers, channel.position, 0, channel
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        self.exchanges += 1
+        return self._channel.gather(payload)
+
+    def broadcast(self, payload: bytes, *, source: int) -> bytes:
+        self.exchanges += 1
+        return self._channel.broadcast(payload, source=source)
+
+
+def comparing_many(channel: PeerChannel) -> tuple[int, int]:
+    counted = Counted(channel)
+    verdicts = c3.compare(counted, exact={f"layer.{i}/output": i for i in range(400)})
+    return counted.exchanges, sum(verdict.status is Status.AGREE for verdict in verdicts.values())
+
+
+def test_many_surfaces_share_one_exchange(run):
+    assert run(comparing_many, 2) == [(1, 400)] * 2
+
+
+def out_of_step(channel: PeerChannel, other: dict[str, int]) -> str:
+    with pytest.raises(ValueError, match="different surfaces") as caught:
+        c3.compare(channel, exact=other if channel.position == 1 else {"a": 1, "b": 2})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("other", "count"), [({"b": 2, "a": 1}, 2), ({"a": 1}, 1), ({}, 0)])
+def test_peers_out_of_step_are_told_so_alike(run, other: dict[str, int], count: int):
+    told = f"ranks [0, 2] sent 2 values; ranks [1] sent {count} values"
+    answers = run(out_of_step, 3, other)
+    assert len(set(answers)) == 1
+    assert told in answers[0]
+
+
+def bad_arguments(channel: PeerChannel) -> None:
+    with pytest.raises(ValueError, match="both exactly and statistically: a"):
+        c3.compare(channel, exact={"a": 1}, times={"a": 1.0})
+    with pytest.raises(ValueError, match=f"a: {1 << 63} does not fit 64 bits"):
+        c3.compare(channel, exact={"a": 1 << 63})
+
+
+def test_bad_arguments_are_refused_before_anything_is_sent(run):
+    run(bad_arguments, 1)
+
+
+def wrong_peers(rank: int) -> str:
+    with pytest.raises(ValueError, match="process group has ranks") as caught:
+        ProcessGroupChannel(PeerGroup((0, 2), Axis.REPLICA), dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_a_channel_refuses_a_group_of_other_ranks():
+    assert run_ranks(wrong_peers, 2)[0] == "the process group has ranks (0, 1), its peers are (0, 2)"
+
+
+def test_the_header_is_not_confused_with_content():
+    tricky = struct.pack("<q", 1 << 40)
+    assert over_gloo(echoing, 2, tricky) == [[tricky, tricky]] * 2
+
+
+def echoing(channel: PeerChannel, payload: bytes) -> list[bytes]:
+    return channel.gather(payload)

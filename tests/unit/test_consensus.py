@@ -1,0 +1,93 @@
+"""The two rules, case by case."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from torchscout.decision.consensus import Status, exact, robust_scale, statistical
+
+AGREE, ATTRIBUTED, INCONCLUSIVE = Status.AGREE, Status.ATTRIBUTED, Status.INCONCLUSIVE
+nan, inf = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("evidence", "status", "outliers"),
+    [
+        ([7], AGREE, ()),
+        ([7, 7], AGREE, ()),
+        ([7, 7, 7], AGREE, ()),
+        ([7, 9, 7], ATTRIBUTED, (1,)),
+        ([1, 2, 7, 7, 7], ATTRIBUTED, (0, 1)),  # 3-1-1: both minorities
+        ([2, 2, 7, 7, 7], ATTRIBUTED, (0, 1)),
+        ([7, 9], INCONCLUSIVE, ()),
+        ([7, 7, 9, 9], INCONCLUSIVE, ()),
+        ([1, 2, 3], INCONCLUSIVE, ()),
+        ([7, 7, 7, 1, 2, 3], INCONCLUSIVE, ()),  # half is not a strict majority
+    ],
+)
+def test_exact(evidence: list[int], status: Status, outliers: tuple[int, ...]):
+    verdict = exact(evidence)
+    assert (verdict.status, verdict.outliers) == (status, outliers)
+    assert verdict.bitmap == tuple(int(i in outliers) for i in range(len(evidence)))
+    assert verdict.evidence == tuple(evidence)
+    assert verdict.agrees is (status is AGREE)
+
+
+@pytest.mark.parametrize(
+    ("times", "status", "outliers"),
+    [
+        ([1.0], AGREE, ()),
+        ([1.0, 1.0, 1.0], AGREE, ()),
+        ([1.0, 1.0, 100.0], ATTRIBUTED, (2,)),
+        ([100.0, 1.0, 1.0, 1.0], ATTRIBUTED, (0,)),
+        ([1.0, 1.01, 0.99, 1.02, 2.0], ATTRIBUTED, (4,)),
+        ([1.0, 1.01, 0.99, 1.02, 0.1], ATTRIBUTED, (4,)),  # which direction matters is not for this rule
+        ([1.0, 1.1, 0.9, 1.2, 0.8], AGREE, ()),
+        ([1.0, 1.05], AGREE, ()),
+        ([1.0, 1.2], INCONCLUSIVE, ()),
+        ([0.0, 1.0], INCONCLUSIVE, ()),
+        ([0.0, 0.0], AGREE, ()),
+        ([1.0, nan, 1.0], ATTRIBUTED, (1,)),
+        ([1.0, inf, 1.0, 1.0], ATTRIBUTED, (1,)),
+        ([1.0, -inf, 1.0, 50.0, 1.0, 1.0], ATTRIBUTED, (1, 3)),
+        ([nan], INCONCLUSIVE, ()),
+        ([1.0, nan], INCONCLUSIVE, ()),
+        ([nan, nan, 1.0], INCONCLUSIVE, ()),
+        ([nan, 1.0, 2.0], INCONCLUSIVE, ()),  # two finite ones are a pair again
+        ([inf, inf, inf], INCONCLUSIVE, ()),
+    ],
+)
+def test_statistical(times: list[float], status: Status, outliers: tuple[int, ...]):
+    verdict = statistical(times)
+    assert (verdict.status, verdict.outliers) == (status, outliers)
+
+
+def test_kappa_is_the_sensitivity():
+    times = [1.0, 1.01, 0.99, 1.02, 1.1]
+    assert statistical(times, kappa=5).outliers == (4,)
+    assert statistical(times, kappa=50).agrees
+
+
+def test_the_scale_falls_back_and_is_zero_only_for_equal_values():
+    assert robust_scale([1.0, 2.0, 3.0]) == pytest.approx(1.4826)
+    assert robust_scale([1, 1, 1, 1, 1, 2, 2, 2, 2]) == pytest.approx(1 / 1.349)  # MAD 0, quartiles apart
+    assert robust_scale([1.0, 1.0, 100.0]) == pytest.approx(9.9)  # quartiles equal: the range
+    assert robust_scale([3.0, 3.0]) == 0
+    generator = random.Random(0)
+    for _ in range(500):
+        values = [generator.choice([1.0, 1.5, 2.0, 40.0]) for _ in range(generator.randint(2, 9))]
+        assert (robust_scale(values) == 0) == (len(set(values)) == 1), values
+
+
+@pytest.mark.parametrize("rule", [exact, statistical])
+def test_no_evidence_is_refused(rule):
+    with pytest.raises(ValueError, match="at least one peer"):
+        rule([])
+
+
+def test_kappa_must_be_positive():
+    with pytest.raises(ValueError, match="got -1"):
+        statistical([1.0], kappa=-1)

@@ -1,0 +1,140 @@
+"""Peer groups: the paper's cases, its table of published jobs, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchscout.mesh import Axis, Mesh, MeshAddress, PeerGroup
+
+
+def test_the_papers_example_of_replica_peers():
+    mesh = Mesh.grid(replica=4, tensor=2)
+    assert mesh.peers_of(0) == PeerGroup((0, 2, 4, 6), Axis.REPLICA)
+    assert mesh.peers_of(1) == PeerGroup((1, 3, 5, 7), Axis.REPLICA)
+    assert mesh.peers_of(6) == mesh.peers_of(0)
+
+
+def test_pure_fsdp_compares_shards():
+    assert Mesh.grid(shard=4, tensor=2).peers_of(5) == PeerGroup((1, 3, 5, 7), Axis.SHARD)
+
+
+def test_replicas_win_over_shards_where_both_exist():
+    mesh = Mesh.grid(replica=2, shard=4)
+    assert mesh.peers_of(1) == PeerGroup((1, 5), Axis.REPLICA)
+    assert mesh.groups_along("shard") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "expert"])
+def test_model_parallel_ranks_are_never_peers(axis: str):
+    mesh = Mesh.grid(replica=3, **{axis: 4})
+    for rank in range(len(mesh)):
+        coordinates = {getattr(mesh.address_of(peer), axis) for peer in mesh.peers_of(rank).ranks}
+        assert coordinates == {getattr(mesh.address_of(rank), axis)}
+
+
+def test_a_lone_rank_has_no_peers():
+    assert Mesh.grid(tensor=4).peers_of(2) == PeerGroup((2,), Axis.SHARD)
+
+
+@pytest.mark.parametrize(
+    ("size", "compare", "attribute"), [(1, False, False), (2, True, False), (3, True, True)]
+)
+def test_size_rules(size: int, compare: bool, attribute: bool):
+    peers = Mesh.grid(replica=size).peers_of(0)
+    assert (peers.can_compare, peers.can_attribute, len(peers)) == (compare, attribute, size)
+
+
+@pytest.mark.parametrize(
+    ("job", "ranks", "degrees", "peers"),
+    [
+        ("Megatron 1T", 3_072, {"tensor": 8, "pipeline": 64, "replica": 6}, 6),
+        ("MegaScale 175B", 12_288, {"tensor": 8, "pipeline": 8, "replica": 192}, 192),
+        ("GLM-130B", 768, {"tensor": 4, "pipeline": 8, "replica": 24}, 24),
+        ("Llama 3 405B", 16_384, {"tensor": 8, "pipeline": 16, "replica": 128}, 128),
+        ("Skywork-MoE", 1_536, {"pipeline": 12, "expert": 4, "replica": 32}, 32),
+        ("MegaScale-MoE", 1_440, {"pipeline": 15, "expert": 8, "replica": 12}, 12),
+    ],
+)
+def test_the_papers_table_of_published_jobs(job: str, ranks: int, degrees: dict[str, int], peers: int):
+    mesh = Mesh.grid(**degrees)
+    assert len(mesh) == ranks, job
+    groups = mesh.peer_groups()
+    assert {len(group) for group in groups} == {peers}
+    assert sorted(rank for group in groups for rank in group.ranks) == list(range(ranks))
+
+
+def test_experts_carved_out_of_replicas_leave_dense_layers_their_peers():
+    mesh = Mesh.grid(replica=4, tensor=2).carve_experts(2)
+    assert mesh.peers_of(0, role="dense").ranks == (0, 2, 4, 6)
+    assert mesh.peers_of(0, role="expert").ranks == (0, 4)
+    assert mesh.peers_of(0) == mesh.peers_of(0, role="expert")  # the paper's formula matches e
+    assert mesh.groups_along("expert") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+
+
+def test_expert_parallelism_as_wide_as_data_parallelism():
+    mesh = Mesh.grid(replica=4).carve_experts(4)
+    assert mesh.peers_of(1, role="dense").can_attribute
+    assert not mesh.peers_of(1, role="expert").can_compare
+
+
+def test_experts_carved_out_of_shards():
+    mesh = Mesh.grid(replica=2, shard=4).carve_experts(2, out_of=Axis.SHARD)
+    assert mesh.peers_of(0, role="expert") == PeerGroup((0, 4), Axis.REPLICA)
+    assert mesh.groups_along("shard", role="expert") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+
+
+def test_a_role_without_carved_experts_is_the_only_table():
+    mesh = Mesh.grid(replica=3, expert=2)
+    assert mesh.peers_of(0, role="dense") == mesh.peers_of(0, role="expert") == mesh.peers_of(0)
+
+
+def test_hosts():
+    mesh = Mesh.grid(replica=2, tensor=2, hosts=["a", "a", "b", "b"])
+    assert (mesh.host_of(2), mesh.ranks_on("a"), mesh.hosts_of((3, 0, 1))) == ("b", (0, 1), ("b", "a"))
+    unknown = Mesh.grid(replica=2)
+    assert (unknown.host_of(0), unknown.hosts_of((0, 1)), unknown.ranks_on("a")) == (None, (), ())
+
+
+def test_addresses_in_any_order_and_numbering():
+    addresses = {
+        0: MeshAddress(replica=7, tensor=1),
+        1: MeshAddress(replica=2),
+        2: MeshAddress(replica=2, tensor=1),
+    }
+    mesh = Mesh(addresses, {0: "a", 1: "b", 2: "c"})
+    assert mesh.peers_of(0).ranks == (0, 2)
+    assert mesh.address_of(0) == MeshAddress(replica=7, tensor=1)
+    assert mesh.host_of(2) == "c"
+
+
+def test_all_peer_groups_of_131072_ranks():
+    mesh = Mesh.grid(replica=2, shard=512, tensor=8, pipeline=16)
+    groups = mesh.peer_groups()
+    assert (len(mesh), len(groups)) == (131_072, 65_536)
+    assert groups[5].ranks == (5, 5 + 65_536)
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (lambda: Mesh.grid(replica=-1), "replica must be at least 1, got -1"),
+        (lambda: Mesh.grid(tensor=0), "tensor must be at least 1, got 0"),
+        (lambda: Mesh([MeshAddress(shard=-3)]), r"negative, got MeshAddress\(replica=0, shard=-3"),
+        (lambda: Mesh([MeshAddress(2), MeshAddress(), MeshAddress(2)]), r"ranks \[0, 2\] share .*replica=2"),
+        (lambda: Mesh([MeshAddress()], ["a", "b"]), "1 addresses but 2 hosts"),
+        (lambda: Mesh([MeshAddress()], [], expert_addresses=[]), "1 dense addresses but 0 expert addresses"),
+        (lambda: Mesh({0: MeshAddress(), 2: MeshAddress(1)}), r"0 to 1, got \[0, 2\]"),
+        (lambda: Mesh.grid(replica=4).peers_of(4), "rank 4 is not in a mesh of 4 ranks"),
+        (lambda: Mesh.grid(replica=4).peers_of(-1), "rank -1 is not"),
+        (lambda: Mesh.grid().groups_along("batch"), "unknown mesh axis 'batch'; the axes are replica, shard"),
+        (lambda: Mesh.grid(replica=4).peers_of(0, role="sparse"), "'sparse' is not a valid Role"),
+        (
+            lambda: Mesh.grid(replica=4).carve_experts(3),
+            "cannot carve 3 expert partitions out of 4 along replica",
+        ),
+        (lambda: PeerGroup((3, 1), Axis.REPLICA), r"ascending, got \(3, 1\)"),
+    ],
+)
+def test_bad_input_is_refused_with_the_value(build, told: str):
+    with pytest.raises(ValueError, match=told):
+        build()

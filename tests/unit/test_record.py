@@ -1,0 +1,167 @@
+"""Records keep all of their context through JSON and back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from torchscout.decision import recorder
+from torchscout.decision.consensus import Status, Verdict, exact, statistical
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope, from_json
+from torchscout.decision.recorder import CallbackRecorder, JsonlRecorder, LogRecorder, Problem, Stamped, Tee
+
+CONTRACT = {"schema", "kind", "time", "step", "manifestation", "scope", "ranks", "hosts", "surface"}
+CONTRACT |= {"status", "peers", "bitmap", "action", "sentence"}
+
+EVIDENCE = EvidenceRecord(
+    step=7,
+    surface="layer.3/grad_input",
+    manifestation=Manifestation.SDC,
+    peers=(1, 3, 5, 7),
+    verdict=exact([-1, -1, 5, -1]),
+    layer="layer.3",
+    mode="backward",
+    shape=(2, 16, 64),
+    timings={"time/module": 1.25},
+    progress={"step": 7, "phase": "backward"},
+    fingerprints=("all_reduce:f32[64]", "barrier"),
+    stall_seconds=6.5,
+)
+TIMES = EvidenceRecord(
+    step=8,
+    surface="time/module",
+    manifestation=Manifestation.STRAGGLER,
+    peers=(0, 2, 4),
+    verdict=statistical([1.5, math.inf, 1.5]),
+)
+NOT_CHECKED = EvidenceRecord(
+    step=9,
+    surface="layer.1/output",
+    manifestation=Manifestation.SDC,
+    peers=(0, 1),
+    reason="reentrant checkpointing",
+)
+INCIDENT = Incident(
+    manifestation=Manifestation.SDC,
+    scope=Scope.RANK,
+    step=7,
+    ranks=(5,),
+    hosts=("node-2",),
+    records=(EVIDENCE, TIMES),
+    action=Action.REPLACE,
+    sentence="rank 5 on node-2 computes another gradient",
+)
+
+
+@pytest.mark.parametrize(
+    "item", [EVIDENCE, TIMES, NOT_CHECKED, INCIDENT], ids=lambda item: type(item).__name__
+)
+def test_nothing_is_lost_through_json(item):
+    assert from_json(json.loads(json.dumps(item.to_json(), allow_nan=False))) == item
+
+
+def test_what_a_verdict_names_is_derived():
+    assert (EVIDENCE.ranks, EVIDENCE.scope, EVIDENCE.status) == ((5,), Scope.RANK, "attributed")
+    assert (NOT_CHECKED.ranks, NOT_CHECKED.scope, NOT_CHECKED.status) == ((), None, "not_checked")
+    pair = EvidenceRecord(
+        step=1, surface="s", manifestation=Manifestation.SDC, peers=(4, 5), verdict=exact([1, 2])
+    )
+    assert (pair.ranks, pair.scope, pair.status) == ((), Scope.PEER_GROUP, "inconclusive")
+
+
+def test_an_incident_is_reported_by_a_healthy_peer():
+    assert INCIDENT.reporter == 1
+
+
+def test_a_record_needs_a_verdict_or_a_reason():
+    with pytest.raises(ValueError, match="s: a record has either"):
+        EvidenceRecord(step=1, surface="s", manifestation=Manifestation.SDC, peers=(0,))
+    with pytest.raises(ValueError, match="2 pieces of evidence for 3 peers"):
+        EvidenceRecord(
+            step=1, surface="s", manifestation=Manifestation.SDC, peers=(0, 1, 2), verdict=exact([1, 1])
+        )
+
+
+def test_the_run_directory(tmp_path: Path):
+    writer = JsonlRecorder(tmp_path, rank=3)
+    for item in (EVIDENCE, NOT_CHECKED, INCIDENT):
+        writer.record(item)
+    writer.close()
+    assert [line.item for line in recorder.read(tmp_path / "records" / "rank-3.jsonl")] == [
+        EVIDENCE,
+        NOT_CHECKED,
+    ]
+    (line,) = recorder.read(tmp_path / "incidents.jsonl")
+    assert isinstance(line, Stamped)
+    assert line.item == INCIDENT
+    assert line.time > 1e9
+    assert line.monotonic >= 0
+
+
+@pytest.mark.parametrize("name", ["incidents.jsonl", "records/rank-0.jsonl"])
+def test_the_keys_other_tools_rely_on(tmp_path: Path, name: str):
+    writer = JsonlRecorder(tmp_path, rank=0)
+    writer.record(EVIDENCE)
+    writer.record(INCIDENT)
+    writer.close()
+    line = json.loads((tmp_path / name).read_text())
+    assert line.keys() >= CONTRACT
+    assert (line["schema"], line["manifestation"], line["scope"]) == (1, "sdc", "rank")
+    assert (line["ranks"], line["peers"], line["bitmap"]) == ([5], [1, 3, 5, 7], [0, 0, 1, 0])
+
+
+def test_truncated_and_foreign_lines_are_named_and_skipped(tmp_path: Path):
+    path = tmp_path / "incidents.jsonl"
+    writer = JsonlRecorder(tmp_path, rank=0)
+    writer.record(INCIDENT)
+    writer.close()
+    whole = path.read_bytes()
+    foreign = [
+        b'{"schema": 99, "kind": "incident"}',
+        b"[1, 2]",
+        b'{"schema": 1, "kind": "poem"}',
+        b"\xff\xfe",
+        b"",
+    ]
+    lacking = json.dumps({**json.loads(whole), "scope": "galaxy"}).encode()
+    path.write_bytes(whole + b"\n".join([*foreign, lacking]) + b"\n" + whole + whole[: len(whole) // 2])
+    writer = JsonlRecorder(tmp_path, rank=0)  # a new life of the job goes on after the cut
+    writer.record(INCIDENT)
+    writer.close()
+    lines = list(recorder.read(path))
+    assert sum(isinstance(line, Stamped) for line in lines) == 3
+    problems = [line for line in lines if isinstance(line, Problem)]
+    assert [problem.line for problem in problems] == [2, 3, 4, 5, 7, 9]
+    assert str(problems[0]) == f"{path}:2: schema 99, this version reads 1"
+    assert "poem" in problems[2].reason
+    assert "galaxy" in problems[4].reason
+
+
+def test_log_and_callback(caplog: pytest.LogCaptureFixture):
+    seen: list[Incident] = []
+    both = Tee([LogRecorder(logging.getLogger("torchscout.test")), CallbackRecorder(seen.append)])
+    agreeing = EvidenceRecord(
+        step=1, surface="quiet", manifestation=Manifestation.SDC, peers=(0, 1), verdict=exact([1, 1])
+    )
+    with caplog.at_level(logging.DEBUG):
+        for item in (EVIDENCE, NOT_CHECKED, agreeing, INCIDENT):
+            both.record(item)
+    both.close()
+    assert seen == [INCIDENT]
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "step 7: layer.3/grad_input attributed: ranks [5] differ"),
+        ("INFO", "step 9: layer.1/output not checked: reentrant checkpointing"),
+        ("ERROR", "step 7: rank 5 on node-2 computes another gradient"),
+    ]
+
+
+def test_a_verdict_is_not_rewritten_by_the_round_trip():
+    verdict = Verdict(Status.ATTRIBUTED, (0,), (-(1 << 63), (1 << 63) - 1, (1 << 63) - 1))
+    record = EvidenceRecord(
+        step=1, surface="s", manifestation=Manifestation.SDC, peers=(0, 1, 2), verdict=verdict
+    )
+    assert from_json(record.to_json()) == record

@@ -1,0 +1,148 @@
+"""How peers exchange evidence; the one place where C3 touches torch.distributed.
+
+Payloads are bytes, never pickles: what a peer sends is data, not code.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from torchscout.errors import ChannelError
+from torchscout.mesh import PeerGroup
+
+__all__ = ["PeerChannel", "ProcessGroupChannel", "ThreadChannel"]
+
+
+class PeerChannel(Protocol):
+    """One rank's end of the exchange among ``peers``.
+
+    Every peer calls the same methods in the same order. A peer that is gone or late beyond
+    the channel's own patience is a ``ChannelError``, never an endless wait.
+    """
+
+    @property
+    def peers(self) -> PeerGroup: ...
+
+    @property
+    def position(self) -> int:
+        """Where this rank stands in ``peers.ranks``."""
+        ...
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Called with this rank's payload, of any length; returns every peer's, in peer order."""
+        ...
+
+    def broadcast(self, payload: bytes, *, source: int) -> bytes:
+        """Called by all with the same source position; returns the source's payload."""
+        ...
+
+
+_HEADER = struct.Struct("<q")  # the payload's length
+_BLOCK = 4096  # what the first exchange carries; hundreds of surfaces need no second one
+
+
+class ProcessGroupChannel:
+    """A channel over a process group that training does not use.
+
+    ``device`` is where the group's backend wants its tensors: ``cpu`` for Gloo, the rank's
+    own device for NCCL.
+    """
+
+    def __init__(
+        self, peers: PeerGroup, group: dist.ProcessGroup, *, device: torch.device | str = "cpu"
+    ) -> None:
+        members = tuple(dist.get_process_group_ranks(group))
+        if members != peers.ranks:
+            raise ValueError(f"the process group has ranks {members}, its peers are {peers.ranks}")
+        self.peers = peers
+        self.position = dist.get_rank(group)
+        self._group = group
+        self._device = torch.device(device)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        # Peers out of step may send other lengths. A fixed first block lets everyone see that
+        # and go on together, where an all-gather of unequal tensors would hang.
+        firsts = self._all_gather(_HEADER.pack(len(payload)) + payload, _BLOCK)
+        lengths = [_HEADER.unpack_from(first)[0] for first in firsts]
+        carried = _BLOCK - _HEADER.size
+        if (rest := max(lengths) - carried) <= 0:
+            return [_body(first, length) for first, length in zip(firsts, lengths, strict=True)]
+        seconds = self._all_gather(payload[carried:], rest)
+        wholes = [first + second for first, second in zip(firsts, seconds, strict=True)]
+        return [_body(whole, length) for whole, length in zip(wholes, lengths, strict=True)]
+
+    def broadcast(self, payload: bytes, *, source: int) -> bytes:
+        first = self._broadcast(_HEADER.pack(len(payload)) + payload, _BLOCK, source)
+        (length,) = _HEADER.unpack_from(first)
+        carried = _BLOCK - _HEADER.size
+        if length <= carried:
+            return _body(first, length)
+        return _body(first + self._broadcast(payload[carried:], length - carried, source), length)
+
+    def _all_gather(self, payload: bytes, size: int) -> list[bytes]:
+        local = self._tensor(payload, size)
+        gathered = [torch.empty_like(local) for _ in self.peers.ranks]
+        try:
+            dist.all_gather(gathered, local, group=self._group)
+        except RuntimeError as error:
+            raise ChannelError(f"gather among ranks {self.peers.ranks} failed: {error}") from error
+        return [_bytes(tensor) for tensor in gathered]
+
+    def _broadcast(self, payload: bytes, size: int, source: int) -> bytes:
+        tensor = self._tensor(payload, size)
+        try:
+            dist.broadcast(tensor, src=self.peers.ranks[source], group=self._group)
+        except RuntimeError as error:
+            raise ChannelError(f"broadcast among ranks {self.peers.ranks} failed: {error}") from error
+        return _bytes(tensor)
+
+    def _tensor(self, payload: bytes, size: int) -> torch.Tensor:
+        padded = bytearray(payload[:size].ljust(size, b"\0"))
+        return torch.frombuffer(padded, dtype=torch.uint8).to(self._device)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
+
+
+def _body(block: bytes, length: int) -> bytes:
+    return block[_HEADER.size : _HEADER.size + length]
+
+
+class ThreadChannel:
+    """A channel among threads of one process, for tests and for reading the code."""
+
+    def __init__(
+        self, peers: PeerGroup, position: int, board: list[bytes], barrier: threading.Barrier
+    ) -> None:
+        self.peers = peers
+        self.position = position
+        self._board, self._barrier = board, barrier
+
+    @classmethod
+    def create_all(cls, peers: PeerGroup, *, timeout: float = 10.0) -> Sequence[ThreadChannel]:
+        """One end for each peer, in peer order."""
+        board, barrier = [b""] * len(peers), threading.Barrier(len(peers), timeout=timeout)
+        return [cls(peers, position, board, barrier) for position in range(len(peers))]
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        self._board[self.position] = payload
+        self._meet()
+        gathered = list(self._board)
+        self._meet()  # nobody may overwrite the board before all have read it
+        return gathered
+
+    def broadcast(self, payload: bytes, *, source: int) -> bytes:
+        return self.gather(payload)[source]
+
+    def _meet(self) -> None:
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise ChannelError(f"a peer among ranks {self.peers.ranks} did not come") from error
