@@ -1,0 +1,114 @@
+"""Which fault happens where and when, and what a perfect detector would say about it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchscout.decision.record import Manifestation
+from torchscout.faults.effects import (
+    FlipBit,
+    ProcessEffect,
+    Scale,
+    SetValue,
+    Signal,
+    Sleep,
+    TensorEffect,
+)
+
+__all__ = ["Fault", "Faults", "Truth"]
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What is really wrong, for holding a verdict against."""
+
+    manifestation: Manifestation
+    rank: int
+    at: str
+    steps: range
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One effect on one rank at one place, once in each of ``steps``."""
+
+    rank: int
+    at: str
+    """A place: ``MODULE/what``, or ``step`` for the moment before the optimizer runs.
+
+    ``what`` is ``output``, ``input``, ``grad_output``, ``grad_input``, ``forward`` or ``backward`` (the
+    moments before those passes), a parameter's name, or ``PARAMETER.grad`` and ``PARAMETER.SLOT``
+    for its gradient and its optimizer state.
+    """
+    steps: range
+    """Training steps, counted from 1; the step ends with the optimizer."""
+    effect: ProcessEffect | TensorEffect
+    manifestation: Manifestation
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"rank must not be negative, got {self.rank}")
+        if not self.steps or min(self.steps) < 1:
+            raise ValueError(f"steps are counted from 1, got {self.steps}")
+
+    @property
+    def truth(self) -> Truth:
+        return Truth(self.manifestation, self.rank, self.at, self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """A plan of faults, built link by link; plain data that travels to every rank.
+
+    ``Faults().flip_bit(rank=5, at="layer.2/weight", step=7, bit=30).delay(rank=1, ...)``
+
+    ``step`` is one step or a ``range`` of them. ``Injector`` carries the plan out.
+    """
+
+    planned: tuple[Fault, ...] = ()
+
+    def __iter__(self) -> Iterator[Fault]:
+        return iter(self.planned)
+
+    def __len__(self) -> int:
+        return len(self.planned)
+
+    @property
+    def truth(self) -> tuple[Truth, ...]:
+        return tuple(fault.truth for fault in self.planned)
+
+    def flip_bit(self, *, rank: int, at: str, step: int | range, bit: int, index: int = 0) -> Faults:
+        """Flip one bit of one element; bit 0 is the least significant."""
+        return self._add(rank, at, step, FlipBit(bit, index), Manifestation.SDC)
+
+    def set_value(self, *, rank: int, at: str, step: int | range, value: float, index: int = 0) -> Faults:
+        return self._add(rank, at, step, SetValue(value, index), Manifestation.SDC)
+
+    def scale(self, *, rank: int, at: str, step: int | range, factor: float) -> Faults:
+        """Multiply a whole tensor."""
+        return self._add(rank, at, step, Scale(factor), Manifestation.SDC)
+
+    def delay(self, *, rank: int, at: str, step: int | range, seconds: float) -> Faults:
+        """Be slow, and go on: a straggler."""
+        return self._add(rank, at, step, Sleep(seconds), Manifestation.STRAGGLER)
+
+    def stall(self, *, rank: int, at: str, step: int | range, seconds: float) -> Faults:
+        """Stop for so long that the job hangs."""
+        return self._add(rank, at, step, Sleep(seconds), Manifestation.HANG)
+
+    def signal(self, *, rank: int, step: int | range, number: signal.Signals, at: str = "step") -> Faults:
+        """Send this process a signal: SIGKILL, SIGSTOP, ..."""
+        return self._add(rank, at, step, Signal(number), Manifestation.HANG)
+
+    def _add(
+        self,
+        rank: int,
+        at: str,
+        step: int | range,
+        effect: ProcessEffect | TensorEffect,
+        manifestation: Manifestation,
+    ) -> Faults:
+        steps = range(step, step + 1) if isinstance(step, int) else step
+        return Faults((*self.planned, Fault(rank, at, steps, effect, manifestation)))
