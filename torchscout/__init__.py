@@ -1,1 +1,63 @@
-"""Names the sick rank, machine or process group of a distributed training job, while it runs."""
+"""Names the sick rank, machine or process group of a distributed training job, while it runs.
+
+The public names are imported on first use: whoever needs only part of torchscout, as the hang
+observer does, must not pay for importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchscout.decision.consensus import Status, Verdict
+    from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+    from torchscout.decision.signature import signature, signatures
+    from torchscout.errors import ChannelError, ScoutError
+    from torchscout.mesh import Mesh, MeshAddress, PeerGroup
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Action": "decision.record",
+    "ChannelError": "errors",
+    "EvidenceRecord": "decision.record",
+    "Incident": "decision.record",
+    "Manifestation": "decision.record",
+    "Mesh": "mesh",
+    "MeshAddress": "mesh",
+    "PeerGroup": "mesh",
+    "Scope": "decision.record",
+    "ScoutError": "errors",
+    "Status": "decision.consensus",
+    "Verdict": "decision.consensus",
+    "signature": "decision.signature",
+    "signatures": "decision.signature",
+}
+
+__all__ = [
+    "Action",
+    "ChannelError",
+    "EvidenceRecord",
+    "Incident",
+    "Manifestation",
+    "Mesh",
+    "MeshAddress",
+    "PeerGroup",
+    "Scope",
+    "ScoutError",
+    "Status",
+    "Verdict",
+    "signature",
+    "signatures",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

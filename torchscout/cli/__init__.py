@@ -1,0 +1,1 @@
+"""The `scout` command and what it runs on this machine."""

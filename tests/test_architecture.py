@@ -1,0 +1,139 @@
+"""The layout is a promise; these tests keep it. They read the syntax tree and run nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "torchscout"
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 500, 60, 8
+
+# Each floor with the floors it may import from, besides itself. What stands alone at the
+# package's root (mesh, config, errors) is the ground.
+FLOORS = {
+    "ground": set(),
+    "decision": {"ground"},
+    "evidence": {"ground", "decision"},
+    "checkpoint": {"ground", "decision"},
+    "recovery": {"ground", "decision", "checkpoint"},
+    "integration": {"ground", "decision", "evidence", "checkpoint", "recovery"},
+    "faults": {"ground", "decision", "evidence", "checkpoint", "recovery", "integration"},
+    "simulate": {"ground", "decision", "evidence", "checkpoint", "recovery", "integration"},
+    "report": {"ground", "decision", "evidence", "checkpoint", "recovery", "integration"},
+}
+FLOORS["cli"] = set(FLOORS)
+
+TORCH_IN_DECISION = {"channel.py", "signature.py", "fold_kernel.py"}
+
+# Where a broad except is the boundary itself: whatever ends a rank's body is that rank's answer.
+BROAD_EXCEPT = {"cli/local_ranks.py": 2}
+
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+LIBRARY = [module for module in MODULES if module != "__init__.py"]  # that one re-exports lazily
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse((PACKAGE / module).read_text())
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def floor_of(dotted: str) -> str:
+    """The floor of a module given as ``torchscout.floor.module.name``."""
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in FLOORS else "ground"
+
+
+def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@pytest.mark.parametrize("module", LIBRARY)
+def test_imports_point_one_way(module: str):
+    here = floor_of("torchscout." + module.replace("/", "."))
+    for name in imports_of(tree_of(module)):
+        if name.split(".")[0] == "torchscout":
+            there = floor_of(name)
+            assert there == here or there in FLOORS[here], f"{here} must not import {name}"
+
+
+@pytest.mark.parametrize("module", LIBRARY)
+def test_only_the_named_files_of_the_lower_floors_import_torch(module: str):
+    if floor_of("torchscout." + module.replace("/", ".")) not in {"ground", "decision"}:
+        return
+    torch = [name for name in imports_of(tree_of(module)) if name.split(".")[0] in {"torch", "triton"}]
+    assert not torch or Path(module).name in TORCH_IN_DECISION, f"{module} imports {torch}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_and_functions_stay_small(module: str):
+    assert (PACKAGE / module).read_text().count("\n") <= MAX_FILE_LINES
+    for function in functions_of(tree_of(module)):
+        length = (function.end_lineno or function.lineno) - function.lineno + 1
+        assert length <= MAX_FUNCTION_LINES, f"{function.name} has {length} lines"
+        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        taken = [argument.arg for argument in arguments if argument.arg not in {"self", "cls"}]
+        assert len(taken) <= MAX_PARAMETERS, f"{function.name} takes {len(taken)} parameters"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_broad_except_outside_the_boundary(module: str):
+    handlers = [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.ExceptHandler)]
+    assert sum(map(is_broad, handlers)) == BROAD_EXCEPT.get(module, 0)
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    caught = (
+        []
+        if handler.type is None
+        else [node for node in ast.walk(handler.type) if isinstance(node, ast.Name)]
+    )
+    return handler.type is None or any(name.id in {"Exception", "BaseException"} for name in caught)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_it_is_for(module: str):
+    assert ast.get_docstring(tree_of(module)), f"{module} has no docstring"
+
+
+def test_production_never_imports_faults():
+    for module in LIBRARY:
+        if not module.startswith(("faults/", "cli/")):
+            assert not [name for name in imports_of(tree_of(module)) if name.startswith("torchscout.faults")]
+
+
+@pytest.mark.parametrize(
+    ("source", "broad"),
+    [
+        ("try:\n a\nexcept:\n b", True),
+        ("try:\n a\nexcept Exception:\n b", True),
+        ("try:\n a\nexcept (OSError, BaseException) as e:\n b", True),
+        ("try:\n a\nexcept (OSError, KeyError):\n b", False),
+    ],
+)
+def test_the_rule_against_broad_excepts_can_fail(source: str, broad: bool):
+    (handler,) = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler))
+    assert is_broad(handler) is broad
+
+
+@pytest.mark.parametrize(
+    ("dotted", "floor"),
+    [
+        ("torchscout.mesh.Mesh", "ground"),
+        ("torchscout.decision.c3", "decision"),
+        ("torchscout.decision.c3.compare", "decision"),
+        ("torchscout.cli", "cli"),
+    ],
+)
+def test_floors_are_told_apart(dotted: str, floor: str):
+    assert floor_of(dotted) == floor
