@@ -1,0 +1,179 @@
+"""The fold of ``signature`` as one pass over CUDA memory (paper, section 5.2).
+
+Imported on first use, because Triton is optional. The kernel only adds folds to integers on the
+device; what a fold is and why is said in [Note: every single-bit flip changes the fold].
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import driver
+
+from torchscout.decision.signature import MULTIPLIER, SALT, dense
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["LAUNCH", "FoldKernel", "Launch", "fold_with_triton"]
+
+
+class Launch(NamedTuple):
+    """How the work is spread; it changes the speed and never the result."""
+
+    block: int
+    """Words one program reads at a time, a power of two."""
+    warps: int
+    """Warps of one program."""
+    programs: int
+    """Most programs for each multiprocessor; a program takes blocks in turn until none is left."""
+
+
+LAUNCH = Launch(block=2048, warps=4, programs=16)  # the best of a sweep on an H200
+
+
+# [Note: the scratch cleans itself]
+#
+# Programs add what they folded to a word in device memory that must be zero when the kernel starts. To
+# allocate and clear one for every call would cost more than to fold 16 MiB. So a word is kept for every
+# stream, whose kernels run one after another, next to a counter of finished programs: the last
+# program takes the total out, and leaves both words at zero for the next kernel.
+
+
+def fold_with_triton(tensors: Sequence[Tensor], launch: Launch = LAUNCH) -> Tensor:
+    """The folds of tensors on one CUDA device, on that device; needs 8 bytes for each."""
+    device = tensors[0].device
+    if device.index != torch.cuda.current_device():  # asking is cheaper than switching
+        with torch.cuda.device(device):
+            return fold_with_triton(tensors, launch)
+    folds = torch.empty(len(tensors), dtype=torch.int64, device=device)
+    result = folds.data_ptr()
+    kernel = _kernel_for(device.index, launch)
+    scratch = _scratch_for(device.index, driver.active.get_current_stream(device.index)).data_ptr()
+    for tensor in tensors:
+        data = dense(tensor)
+        kernel.fold(result, scratch, data.data_ptr(), data.nbytes)
+        result += 8
+    return folds
+
+
+@functools.cache
+def _kernel_for(device: int, launch: Launch) -> FoldKernel:
+    return FoldKernel(launch, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _scratch_for(device: int, stream: int) -> Tensor:  # noqa: ARG001  one for each stream
+    """See [Note: the scratch cleans itself]."""
+    return torch.zeros(2, dtype=torch.int64, device=f"cuda:{device}")
+
+
+class FoldKernel:
+    """The compiled kernel of one device, which must be current in every call.
+
+    It takes addresses instead of tensors and is kept compiled here: one kernel then serves every
+    dtype and size, and a launch does without Triton's own dispatch, which looks at all arguments
+    anew and takes longer than to fold 16 MiB.
+    """
+
+    def __init__(self, launch: Launch, processors: int) -> None:
+        self._launch = launch
+        self._most_programs = launch.programs * processors
+        self._compiled: dict[int, Any] = {}  # by alignment
+
+    def fold(self, result: int, scratch: int, address: int, size: int) -> None:
+        """Write the fold of ``size`` bytes at ``address`` to ``result``; ``scratch`` are two zero words."""
+        block = self._launch.block
+        programs = min(size // (8 * block) + 1, self._most_programs)
+        alignment = min(address & -address, 16) or 16  # an empty tensor may have no address
+        kernel = self._compiled.get(alignment) or self._compile(alignment)
+        kernel[programs, 1, 1](result, scratch, address, size, alignment, block)
+
+    def _compile(self, alignment: int) -> Any:
+        kernel, launch = _fold_kernel, self._launch
+        if isinstance(kernel, triton.JITFunction):  # else Triton's interpreter runs it as it is
+            wide = 1 << 40  # any value that does not fit 32 bits
+            kernel = kernel.warmup(
+                wide, wide, wide, wide, alignment, launch.block, num_warps=launch.warps, grid=(1,)
+            )
+        self._compiled[alignment] = kernel
+        return kernel
+
+
+_SALT = tl.constexpr(SALT)
+_MULTIPLIER = tl.constexpr(MULTIPLIER)
+
+
+# Nothing is specialized on values: the kernel is compiled once and launched with any address and size.
+@triton.jit(do_not_specialize=["result", "scratch", "address", "size"])  # type: ignore[untyped-decorator]
+def _fold_kernel(
+    result: tl.int64,
+    scratch: tl.int64,
+    address: tl.int64,
+    size: tl.int64,
+    alignment: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    size = size.to(tl.int64)
+    words, blocks = size // 8, size // (8 * block)
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lane = tl.arange(0, block)
+    salt = (lane + 1).to(tl.uint64) * _SALT
+    folded = tl.zeros([block], tl.uint64)
+    for number in range(program, blocks, programs):
+        first = number * block
+        word = _load_words(address + first * 8, lane, None, alignment)
+        folded += _avalanche(word + (salt + first.to(tl.uint64) * _SALT))
+    if program == blocks % programs:  # whose turn the last, partial block is
+        first = blocks * block
+        index = first + lane
+        word = _load_words(address + first * 8, lane, index < words, alignment)
+        word = tl.where(index < words, word, _load_tail(address + words * 8, size - words * 8))
+        last = _avalanche(word + (salt + first.to(tl.uint64) * _SALT))
+        folded += tl.where(index * 8 < size, last, 0)
+    total = scratch.to(tl.pointer_type(tl.uint64))
+    finished = total + 1
+    tl.atomic_add(total, tl.sum(folded), sem="relaxed")
+    if tl.atomic_add(finished, 1, sem="acq_rel") == (programs - 1).to(tl.uint64):  # the last one
+        tl.store(result.to(tl.pointer_type(tl.uint64)), tl.atomic_xchg(total, 0, sem="relaxed"))
+        tl.atomic_xchg(finished, 0, sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _avalanche(word: tl.tensor) -> tl.tensor:
+    word ^= word >> 32
+    word *= _MULTIPLIER
+    word ^= word >> 32
+    word *= _MULTIPLIER
+    return word ^ (word >> 32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_words(
+    address: tl.tensor, lane: tl.tensor, mask: tl.tensor | None, alignment: tl.constexpr
+) -> tl.tensor:
+    """The 64-bit words from ``address`` on, in the widest pieces its alignment allows."""
+    if alignment >= 8:
+        pointer = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), alignment)
+        return tl.load(pointer + lane, mask=mask)
+    pieces: tl.constexpr = 8 // alignment
+    kind: tl.constexpr = tl.uint32 if alignment == 4 else (tl.uint16 if alignment == 2 else tl.uint8)
+    pointer = address.to(tl.pointer_type(kind)) + lane * pieces
+    word = tl.load(pointer, mask=mask).to(tl.uint64)
+    for piece in tl.static_range(1, pieces):
+        word |= tl.load(pointer + piece, mask=mask).to(tl.uint64) << (64 // pieces * piece)
+    return word
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_tail(address: tl.tensor, size: tl.tensor) -> tl.tensor:
+    """The last ``size`` bytes, fewer than 8, as one word padded with zeros."""
+    place = tl.arange(0, 8)
+    byte = tl.load(address.to(tl.pointer_type(tl.uint8)) + place, mask=place < size, other=0)
+    return tl.sum(byte.to(tl.uint64) << (8 * place).to(tl.uint64))
