@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-__all__ = ["KAPPA", "MATERIAL_RATIO", "StragglerConfig"]
+__all__ = ["KAPPA", "MATERIAL_RATIO", "BaselineConfig", "ObserverConfig", "StragglerConfig"]
 
 KAPPA = 5.0
 """Robust scales a time may lie from the peers' median before it is an outlier."""
@@ -24,6 +24,10 @@ class StragglerConfig:
     """Nor is one below this many milliseconds."""
     confirmations: int = 2
     """Consecutive rounds a rank must be slow; noisy jobs need more, and get it by themselves."""
+    chance: float = 1 / 4000
+    """Incidents per round that coincidence may cause at most; smaller asks noisy jobs for more rounds."""
+    history: int = 128
+    """Rounds per surface over which a job's ordinary noise is estimated."""
 
     def __post_init__(self) -> None:
         if self.kappa <= 0:
@@ -34,3 +38,90 @@ class StragglerConfig:
             raise ValueError(f"material_ms must not be negative, got {self.material_ms}")
         if self.confirmations < 1:
             raise ValueError(f"confirmations must be at least 1, got {self.confirmations}")
+        if not 0 < self.chance < 1:
+            raise ValueError(f"chance must lie between 0 and 1, got {self.chance}")
+        if self.history < 1:
+            raise ValueError(f"history must be at least 1 round, got {self.history}")
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineConfig:
+    """When a slowdown that all peers share is worth an incident."""
+
+    kappa: float = KAPPA
+    """Robust scales of the clean history above its median; larger is less sensitive."""
+    material_ratio: float = 1.2
+    """A slowdown below this ratio to the clean history is never reported."""
+    material_ms: float = 1.0
+    """Nor is one below this many milliseconds."""
+    confirmations: int = 3
+    """Consecutive rounds that must be slow."""
+    warmup: int = 8
+    """Clean rounds to learn from before anything is reported."""
+    history: int = 64
+    """Clean rounds kept per surface and shape."""
+
+    def __post_init__(self) -> None:
+        if self.kappa <= 0:
+            raise ValueError(f"kappa must be positive, got {self.kappa}")
+        if self.material_ratio < 1:
+            raise ValueError(f"material_ratio must be at least 1, got {self.material_ratio}")
+        if self.material_ms < 0:
+            raise ValueError(f"material_ms must not be negative, got {self.material_ms}")
+        if self.confirmations < 1:
+            raise ValueError(f"confirmations must be at least 1, got {self.confirmations}")
+        if not 1 <= self.warmup <= self.history:
+            raise ValueError(f"warmup must lie between 1 and history ({self.history}), got {self.warmup}")
+
+
+@dataclass(frozen=True, slots=True)
+class ObserverConfig:
+    """When silence is too long, and how observers confer about it."""
+
+    floor_seconds: float = 5.0
+    """A rank that published nothing for a shorter time is never called silent."""
+    multiple: float = 3.0
+    """Nor is one silent for less than this many of its own recent (99th percentile) steps."""
+    start_seconds: float = 600.0
+    """Silence allowed until the first step is done: loading, compiling, first connections."""
+    checkpoint_read_seconds: float = 600.0
+    """Silence allowed while a checkpoint is read."""
+    checkpoint_write_seconds: float = 600.0
+    """Silence allowed while one is written."""
+    evaluation_seconds: float = 600.0
+    """Silence allowed during evaluation."""
+    repeat_seconds: float = 10.0
+    """A silence that lasts is looked at again after this time, then after twice as long, and so on."""
+    poll_seconds: float = 0.2
+    """How often an observer looks at its trainer's progress."""
+    round_deadline_seconds: float = 1.0
+    """How long a round waits for all observers to post; who has not posted by then is absent."""
+    failover_seconds: float = 0.5
+    """The standby is asked when the hub has not answered for this long."""
+    stack_seconds: float = 0.4
+    """How long a trainer may take to write its stacks; well below the round's deadline."""
+    stack_signal: int = 46
+    """The real-time signal that asks a trainer for its stacks; 35 to 64 on Linux."""
+    grace_seconds: float = 30.0
+    """How long an observer may outlive its trainer, if the verdict takes that long."""
+    address: str = "*"
+    """Interface or address on which the hub listens; ``*`` is all of them."""
+    port: int = 0
+    """The hub's port, the standby's is the next one; 0 takes any that is free."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_seconds") and not 0 < value < float("inf"):
+                raise ValueError(f"{field.name} must be positive and finite, got {value}")
+        if self.multiple < 1:
+            raise ValueError(f"multiple must be at least 1, got {self.multiple}")
+        if self.stack_seconds >= self.round_deadline_seconds:
+            raise ValueError(
+                f"stack_seconds must be below round_deadline_seconds ({self.round_deadline_seconds}), "
+                f"got {self.stack_seconds}"
+            )
+        if not 35 <= self.stack_signal <= 64:
+            raise ValueError(f"stack_signal must be a real-time signal, 35 to 64, got {self.stack_signal}")
+        if not 0 <= self.port < 65535:
+            raise ValueError(f"port must lie between 0 and 65534, got {self.port}")

@@ -1,0 +1,229 @@
+"""The figures that ``persistence`` promises, and the reasons behind its rules."""
+
+import pickle
+from functools import partial
+
+import numpy as np
+import pytest
+
+from torchscout.config import StragglerConfig
+from torchscout.decision.consensus import statistical
+from torchscout.decision.persistence import Persistence
+from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.decision.replay_diagnosis import ReplayDiagnosis
+from torchscout.mesh import Mesh
+
+SIZES = [8, 64, 128]
+STRAGGLERS = [pytest.param(0.1, 2.0, id="2x in 10%"), pytest.param(0.01, 1.15, id="1.15x in 1%")]
+RANDOM = [pytest.param(0.0, id="quiet"), pytest.param(0.01, id="random")]
+
+
+def timed(times, surface="time/module"):
+    return EvidenceRecord(
+        step=0,
+        surface=surface,
+        manifestation=Manifestation.STRAGGLER,
+        peers=tuple(range(len(times))),
+        verdict=statistical([float(time) for time in times]),
+    )
+
+
+def noise(rng, rounds, peers, *, sigma=0.1, random=0.0):
+    """Times around 50 ms; a share of ``random`` rank-rounds takes three times as long."""
+    times = 50 * rng.lognormal(0, sigma, (rounds, peers))
+    return np.where(rng.random(times.shape) < random, 3 * times, times)
+
+
+def named(diagnosis, rounds):
+    return [incident.ranks for times in rounds for incident in diagnosis.observe([timed(times)])]
+
+
+def fresh(peers):
+    return ReplayDiagnosis(Mesh.grid(replica=peers), StragglerConfig())
+
+
+def found(rng, start, peers, straggler, *, trials, sigma, random):
+    """In how many trials exactly the straggler is named, within 4 rounds of its first."""
+    hits = 0
+    for _ in range(trials):
+        rounds, rank = noise(rng, 4, peers, sigma=sigma, random=random), int(rng.integers(peers))
+        rounds[:, rank] *= straggler
+        hits += named(start(), rounds) == [(rank,)]
+    return hits
+
+
+def check_noise(peers, rounds, random, at_most):
+    assert (
+        len(named(fresh(peers), noise(np.random.default_rng(peers), rounds, peers, random=random))) <= at_most
+    )
+
+
+def check_fresh(peers, sigma, straggler, random, trials):
+    rng = np.random.default_rng(peers)
+    hits = found(rng, partial(fresh, peers), peers, straggler, trials=trials, sigma=sigma, random=random)
+    assert hits >= 0.99 * trials
+
+
+def check_after_history(peers, sigma, straggler, random, *, histories, trials):
+    rng, hits = np.random.default_rng(peers), 0
+    for _ in range(histories):
+        diagnosis = fresh(peers)
+        named(diagnosis, noise(rng, 199, peers, sigma=sigma, random=random))
+        # A rank that happens to be slow just now would be a second suspect from the start.
+        named(diagnosis, noise(rng, 1, peers, sigma=0.001))
+        state = pickle.dumps(diagnosis)
+        hits += found(
+            rng, partial(pickle.loads, state), peers, straggler, trials=trials, sigma=sigma, random=random
+        )
+    assert hits >= 0.99 * histories * trials
+
+
+@pytest.mark.parametrize("peers", SIZES)
+def test_ordinary_noise_is_silent(peers):
+    check_noise(peers, 1500, random=0.0, at_most=0)
+
+
+@pytest.mark.parametrize("peers", SIZES)
+def test_random_slowness_is_rarely_reported(peers):
+    check_noise(peers, 1500, random=0.01, at_most=1)
+
+
+@pytest.mark.parametrize("random", RANDOM)
+@pytest.mark.parametrize(("sigma", "straggler"), STRAGGLERS)
+@pytest.mark.parametrize("peers", SIZES)
+def test_a_straggler_from_the_first_round_is_named_within_four(peers, sigma, straggler, random):
+    check_fresh(peers, sigma, straggler, random, trials=200)
+
+
+@pytest.mark.parametrize("random", RANDOM)
+@pytest.mark.parametrize(("sigma", "straggler"), STRAGGLERS)
+@pytest.mark.parametrize("peers", SIZES)
+def test_a_straggler_after_a_long_history_is_named_within_four(peers, sigma, straggler, random):
+    check_after_history(peers, sigma, straggler, random, histories=1, trials=100 if peers == 8 else 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peers", SIZES)
+def test_ten_thousand_rounds_of_ordinary_noise_are_silent(peers):
+    check_noise(peers, 10_000, random=0.0, at_most=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peers", SIZES)
+def test_random_slowness_is_reported_less_than_once_in_a_thousand_rounds(peers):
+    check_noise(peers, 10_000, random=0.01, at_most=9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("random", RANDOM)
+@pytest.mark.parametrize(("sigma", "straggler"), STRAGGLERS)
+@pytest.mark.parametrize("peers", SIZES)
+def test_a_thousand_stragglers_from_the_first_round(peers, sigma, straggler, random):
+    check_fresh(peers, sigma, straggler, random, trials=1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("random", RANDOM)
+@pytest.mark.parametrize(("sigma", "straggler"), STRAGGLERS)
+@pytest.mark.parametrize("peers", SIZES)
+def test_a_thousand_stragglers_after_long_histories(peers, sigma, straggler, random):
+    check_after_history(peers, sigma, straggler, random, histories=10, trials=100)
+
+
+@pytest.mark.parametrize("peers", [3, 4])
+def test_small_groups_are_no_storm_and_still_find_a_straggler(peers):
+    """Three or four ranks know little about their noise: chance costs up to its configured share."""
+    check_noise(peers, 4000, random=0.0, at_most=4)
+    rng = np.random.default_rng(peers)
+    hits = found(rng, partial(fresh, peers), peers, 2.0, trials=200, sigma=0.1, random=0.0)
+    assert hits >= 190
+
+
+# The reasons
+
+
+def run(persistence, rounds):
+    """(round, rank) of every confirmed run, rounds counted from 1."""
+    confirmed = ((number, persistence.observe([timed(times)])) for number, times in enumerate(rounds, 1))
+    return [(number, slow.rank) for number, runs in confirmed for slow in runs]
+
+
+def steady(peers, slow=(), factor=2.0):
+    """One quiet round in which some ranks are slow."""
+    return [(50 + 0.1 * (rank % 3)) * (factor if rank in slow else 1) for rank in range(peers)]
+
+
+def test_a_small_quiet_job_needs_the_configured_rounds_only():
+    assert run(Persistence(StragglerConfig()), [steady(4, {1})] * 5) == [(2, 1)]
+    assert run(Persistence(StragglerConfig(confirmations=4)), [steady(4, {1})] * 5) == [(4, 1)]
+
+
+def test_a_restless_job_needs_more_rounds():
+    restless = [steady(8, {3 + number % 5} if number % 2 else ()) for number in range(60)]
+    persistence = Persistence(StragglerConfig())
+    assert run(persistence, restless) == []
+    ((number, rank),) = run(persistence, [steady(8, {1})] * 10)
+    assert rank == 1
+    assert number > 3
+
+
+def test_a_straggler_does_not_raise_its_own_bar():
+    flapping = [steady(8, {1} if number % 2 else ()) for number in range(60)]
+    persistence = Persistence(StragglerConfig())
+    assert run(persistence, flapping) == []
+    assert run(persistence, [steady(8)] + [steady(8, {1})] * 5) == [(3, 1)]
+
+
+def test_a_persistent_straggler_does_not_hide_the_next():
+    persistence = Persistence(StragglerConfig())
+    assert run(persistence, [steady(8, {1})] * 100) == [(2, 1)]
+    assert run(persistence, [steady(8, {1, 2})] * 5) == [(2, 2)]
+
+
+def test_a_slow_machine_is_found_whole_and_soon():
+    machine = range(8, 16)
+    confirmed = run(Persistence(StragglerConfig()), [steady(64, machine)] * 6)
+    assert confirmed == [(4, rank) for rank in machine]
+
+
+def test_nobody_is_named_whom_no_verdict_named():
+    persistence = Persistence(StragglerConfig())
+    run(persistence, [steady(8)] * 50)
+    wide = [30.0, 38.0, 46.0, 54.0, 62.0, 70.0, 78.0, 86.0]
+    assert timed(wide).ranks == ()
+    assert run(persistence, [wide] * 10) == []
+
+
+def test_the_round_of_one_straggler_does_not_widen_its_own_scale():
+    """Among four, a straggler's time would take part in the median of the deviations."""
+    rounds = [[48.0, 50.0, 52.0, 58.5]] * 4
+    assert timed(rounds[0]).ranks == ()
+    assert run(Persistence(StragglerConfig(kappa=2.5)), rounds) == []
+    named_once = [[48.0, 50.0, 52.0, 90.0], *rounds]
+    assert run(Persistence(StragglerConfig(kappa=2.5)), named_once) == [(2, 3)]
+
+
+def test_who_is_confirmed_and_who_is_not_yet():
+    persistence = Persistence(StragglerConfig())
+    run(persistence, [steady(8, {1})] * 3 + [steady(8, {1, 2})])
+    assert (persistence.confirmed, persistence.unconfirmed) == ({1}, {2})
+    run(persistence, [steady(8)])
+    assert (persistence.confirmed, persistence.unconfirmed) == (set(), set())
+
+
+def test_behind_is_not_yet_slow():
+    persistence = Persistence(StragglerConfig())
+    run(persistence, [[50.0, 52.0, 48.0, 51.0, 49.0, 50.5, 49.5, 57.0]] * 3)
+    assert (persistence.confirmed, persistence.unconfirmed) == (set(), set())
+
+
+@pytest.mark.parametrize(("chance", "rounds"), [(1e-3, 2), (1e-8, 4)])
+def test_the_tolerated_chance_is_the_users_to_set(chance, rounds):
+    assert run(Persistence(StragglerConfig(chance=chance)), [steady(8, {1})] * 10) == [(rounds, 1)]
+
+
+@pytest.mark.parametrize("wrong", [{"chance": 0.0}, {"chance": 1.0}, {"history": 0}], ids=str)
+def test_a_wrong_setting_is_refused(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} .*{value}"):
+        StragglerConfig(**wrong)

@@ -1,0 +1,309 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from torchscout.config import StragglerConfig
+from torchscout.decision.consensus import Status, exact, statistical
+from torchscout.decision.record import Action, EvidenceRecord, Manifestation, Scope
+from torchscout.decision.replay_diagnosis import Repeatability, ReplayDiagnosis, repeatability, settle
+from torchscout.mesh import Mesh
+
+NAN = math.nan
+
+
+def diagnosis(peers=4, *, hosts=None, **config):
+    return ReplayDiagnosis(Mesh.grid(replica=peers, hosts=hosts), StragglerConfig(**config))
+
+
+def signed(values, *, surface="layer.3/output", step=120, peers=None, **context):
+    return EvidenceRecord(
+        step=step,
+        surface=surface,
+        manifestation=Manifestation.SDC,
+        peers=peers or tuple(range(len(values))),
+        verdict=exact(values),
+        **context,
+    )
+
+
+def timed(values, *, surface="time/module", step=120, **context):
+    return EvidenceRecord(
+        step=step,
+        surface=surface,
+        manifestation=Manifestation.STRAGGLER,
+        peers=tuple(range(len(values))),
+        verdict=statistical([float(value) for value in values]),
+        **context,
+    )
+
+
+def not_checked(manifestation=Manifestation.SDC, surface="layer.3/output", peers=(0, 1, 2, 3)):
+    return EvidenceRecord(
+        step=120, surface=surface, manifestation=manifestation, peers=peers, reason="no gradient"
+    )
+
+
+SLOW = [50.0, 50.4, 100.0, 49.7]
+CLEAN = [50.0, 50.4, 50.2, 49.7]
+
+
+# Silent data corruption
+
+
+def test_a_wrong_result_names_the_rank_its_host_and_the_vote():
+    record = signed([7, 7, 9, 7], layer="3")
+    (incident,) = diagnosis(hosts=["a", "a", "b", "b"]).observe([record])
+    assert (incident.manifestation, incident.scope) == (Manifestation.SDC, Scope.RANK)
+    assert (incident.ranks, incident.hosts, incident.step) == ((2,), ("b",), 120)
+    assert (incident.action, incident.records) == (Action.REPLACE, (record,))
+    assert incident.sentence == (
+        "Rank 2 on b has other numbers than its peers in layer.3/output (layer 3) at step 120: "
+        "3 of 4 peers agree against it."
+    )
+
+
+def test_ranks_are_global_not_positions():
+    (incident,) = diagnosis(8).observe([signed([7, 9, 7], peers=(1, 3, 5))])
+    assert incident.ranks == (3,)
+
+
+def test_agreement_and_what_was_not_checked_are_no_incident():
+    assert diagnosis().observe([signed([7, 7, 7, 7]), not_checked()]) == []
+
+
+@pytest.mark.parametrize("values", [[7, 9], [7, 7, 9, 9], [1, 2, 3]])
+def test_without_a_majority_the_whole_group_is_in_question(values):
+    (incident,) = diagnosis().observe([signed(values)])
+    assert (incident.scope, incident.ranks) == (Scope.PEER_GROUP, tuple(range(len(values))))
+    assert incident.action is Action.INSPECT
+    assert "no majority" in incident.sentence
+
+
+def test_surfaces_that_name_the_same_ranks_are_one_incident():
+    output, gradient = signed([7, 7, 9, 7]), signed([1, 1, 2, 1], surface="layer.3/grad_input")
+    other = signed([1, 5, 1, 1], surface="optimizer/param")
+    first, second = diagnosis().observe([output, other, gradient])
+    assert (first.ranks, first.records) == ((2,), (output, gradient))
+    assert "layer.3/output and layer.3/grad_input" in first.sentence
+    assert (second.ranks, second.records) == ((1,), (other,))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "scope"),
+    [
+        (["a", "b", "b", "c", "d"], Scope.MACHINE),
+        (["a", "b", "c", "c", "d"], Scope.RANK),
+        (None, Scope.RANK),
+    ],
+)
+def test_outliers_that_share_a_known_host_make_it_the_machine(hosts, scope):
+    (incident,) = diagnosis(5, hosts=hosts).observe([signed([7, 8, 9, 7, 7])])
+    assert (incident.scope, incident.ranks) == (scope, (1, 2))
+    assert "agree against them" in incident.sentence
+
+
+def test_a_long_list_is_cut_short_in_the_sentence_only():
+    records = [signed([7, 7, 9, 7], surface=f"layer.{i}/weight") for i in range(40)]
+    (incident,) = diagnosis().observe(records)
+    assert "layer.0/weight, layer.1/weight, layer.2/weight and 37 more at step" in incident.sentence
+    assert incident.records == tuple(records)
+
+
+def test_a_cold_round_hides_no_wrong_numbers():
+    assert diagnosis().observe([signed([7, 7, 9, 7])], cold=True)[0].ranks == (2,)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([7, 7, 9, 7], [7, 7, 9, 7], Repeatability.PERSISTENT),
+        ([7, 7, 9, 7], [7, 7, 8, 7], Repeatability.INTERMITTENT),
+        ([7, 7, 9, 7], [7, 7, 7, 7], Repeatability.INTERMITTENT),
+        ([7, 7, 9, 7], [7, 5, 7, 7], Repeatability.NONDETERMINISTIC),
+        ([7, 7, 9, 7], [7, 5, 9, 7], Repeatability.NONDETERMINISTIC),
+        ([7, 9], [7, 9], Repeatability.PERSISTENT),
+        ([7, 9], [7, 8], Repeatability.INTERMITTENT),
+        ([7, 9], [6, 8], Repeatability.NONDETERMINISTIC),
+        ([1, 2, 3, 4], [1, 5, 6, 7], Repeatability.NONDETERMINISTIC),
+    ],
+)
+def test_a_second_replay_tells_what_kind_of_disagreement_it_is(first, second, expected):
+    assert repeatability(exact(first), exact(second)) is expected
+
+
+@pytest.mark.parametrize(("again", "word"), [(9, "persistent"), (8, "intermittent")])
+def test_the_sentence_says_whether_it_repeated(again, word):
+    record, repeat = signed([7, 7, 9, 7]), signed([7, 7, again, 7])
+    (incident,) = diagnosis().observe([record], repeats=[repeat])
+    assert incident.ranks == (2,)
+    assert f"({word})" in incident.sentence
+    assert incident.records == (record, repeat)
+
+
+def test_a_nondeterministic_kernel_is_nobodys_fault_and_no_clean_evidence():
+    noisy, sound = signed([7, 7, 9, 7]), signed([1, 1, 1, 1], surface="layer.3/grad_input")
+    repeat = signed([7, 6, 5, 7])
+    assert diagnosis().observe([noisy, sound], repeats=[repeat]) == []
+    kept, untouched = settle([noisy, sound], [repeat])
+    assert (kept.status, kept.verdict) == ("not_checked", None)
+    assert kept.reason == (
+        "nondeterministic kernel: replayed again, ranks 1 and 2 did not repeat the same numbers"
+    )
+    assert untouched is sound
+
+
+def test_the_repeat_of_other_work_excuses_nobody():
+    record, repeat = signed([7, 7, 9, 7], layer="3"), signed([6, 5, 4, 3], layer="4")
+    assert diagnosis().observe([record], repeats=[repeat])[0].ranks == (2,)
+    assert settle([record], [repeat]) == [record]
+
+
+def test_times_need_not_repeat():
+    record = timed(SLOW)
+    assert settle([record], [timed([51.0, 50.0, 99.0, 50.1])]) == [record]
+
+
+# Stragglers
+
+
+def feed(scout, rounds, **context):
+    """The incidents of each round."""
+    return [scout.observe([timed(values, step=step, **context)]) for step, values in enumerate(rounds)]
+
+
+def test_a_rank_slow_twice_running_is_named():
+    scout = diagnosis(hosts=["a", "a", "b", "b"])
+    first, second = timed(SLOW, step=100), timed(SLOW, step=120, layer="3")
+    assert scout.observe([first]) == []
+    (incident,) = scout.observe([second])
+    assert (incident.manifestation, incident.scope) == (Manifestation.STRAGGLER, Scope.RANK)
+    assert (incident.ranks, incident.hosts, incident.step) == ((2,), ("b",), 120)
+    assert (incident.action, incident.records) == (Action.INSPECT, (second, first))
+    assert incident.sentence == (
+        "Rank 2 on b is slow in time/module (layer 3) at step 120: "
+        "100.0 ms against 50.2 ms among 4 peers, slow in 2 rounds since step 100."
+    )
+
+
+def test_equal_ranks_are_silent():
+    assert feed(diagnosis(), [CLEAN] * 20) == [[]] * 20
+
+
+def test_two_ranks_are_blamed_together():
+    scout = diagnosis(2)
+    assert scout.observe([timed([50, 100])]) == []
+    (incident,) = scout.observe([timed([50, 100])])
+    assert (incident.scope, incident.ranks) == (Scope.PEER_GROUP, (0, 1))
+    assert incident.records[0].verdict.status is Status.INCONCLUSIVE
+    assert "rank 1 is the slower, but two peers have no majority" in incident.sentence
+
+
+def test_of_two_ranks_the_faster_is_the_measure():
+    (incident,) = feed(diagnosis(2), [[50, 58]] * 2)[1]
+    assert "58.0 ms against 50.0 ms" in incident.sentence
+
+
+def test_two_ranks_that_take_turns_are_not():
+    assert feed(diagnosis(2), [[50, 100], [100, 50]] * 5) == [[]] * 10
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        pytest.param([50.0, 50.4, 20.0, 49.7], id="fast"),
+        pytest.param([50.0, 50.1, 54.0, 49.9], id="below the ratio"),
+        pytest.param([2.0, 2.01, 2.9, 1.99], id="below a millisecond"),
+    ],
+)
+def test_outliers_that_do_not_matter_are_silent(times):
+    assert timed(times).ranks == (2,)
+    assert feed(diagnosis(), [times] * 10) == [[]] * 10
+
+
+def test_materiality_is_the_users_to_set():
+    quiet = [[50.0, 50.1, 54.0, 49.9]] * 2
+    assert feed(diagnosis(material_ratio=1.05), quiet)[1][0].ranks == (2,)
+    short = [[2.0, 2.01, 2.9, 1.99]] * 2
+    assert feed(diagnosis(material_ms=0.5), short)[1][0].ranks == (2,)
+    patient = feed(diagnosis(confirmations=4), [SLOW] * 4)
+    assert [len(incidents) for incidents in patient] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("surface", ["time/all_gather", "time/reduce_scatter", "time/all_to_all", "time/new"])
+def test_communication_is_never_blamed_on_an_endpoint(surface):
+    assert feed(diagnosis(), [SLOW] * 5, surface=surface) == [[]] * 5
+
+
+def test_cold_rounds_never_count():
+    scout = diagnosis()
+    assert [scout.observe([timed(SLOW)], cold=True) for _ in range(5)] == [[]] * 5
+    assert scout.observe([timed(SLOW)]) == []
+    assert scout.observe([timed(SLOW)]) != []
+
+
+def test_a_straggler_is_reported_once_and_again_only_after_it_was_clean():
+    rounds = feed(diagnosis(), [SLOW] * 30 + [CLEAN] + [SLOW] * 3)
+    assert [step for step, incidents in enumerate(rounds) if incidents] == [1, 32]
+
+
+def test_what_most_peers_could_not_time_proves_nothing():
+    assert feed(diagnosis(6), [[50.0, 50.4, 100.0, NAN, NAN, NAN]] * 10) == [[]] * 10
+
+
+def test_one_slow_round_is_not_a_straggler():
+    assert feed(diagnosis(), [SLOW, CLEAN] * 10) == [[]] * 20
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        pytest.param([timed([50.0, 50.4, NAN, 49.7])], id="no time"),
+        pytest.param([timed([NAN, NAN, 50.0, NAN])], id="no majority"),
+        pytest.param([not_checked(Manifestation.STRAGGLER, "time/module")], id="not checked"),
+        pytest.param([], id="not due"),
+        pytest.param([timed(SLOW, surface="time/optimizer")], id="another surface"),
+        pytest.param([timed([50.0, 52.0, 56.5, 47.0])], id="still behind"),
+    ],
+)
+def test_such_a_round_neither_confirms_nor_clears(between):
+    scout = diagnosis()
+    assert scout.observe([timed(SLOW)]) == []
+    assert scout.observe(between) == []
+    assert scout.observe([timed(SLOW)])[0].ranks == (2,)
+
+
+def test_another_ranks_slow_round_does_not_confirm():
+    assert feed(diagnosis(), [SLOW, [100.0, 50.4, 50.2, 49.7], SLOW]) == [[]] * 3
+
+
+def test_surfaces_confirmed_together_are_one_incident():
+    scout = diagnosis()
+    records = [timed(SLOW), timed(SLOW, surface="time/module_backward")]
+    scout.observe(records)
+    (incident,) = scout.observe(records)
+    assert incident.ranks == (2,)
+    assert len(incident.records) == 4
+    assert "time/module and time/module_backward" in incident.sentence
+
+
+def test_slow_in_one_layer_of_the_round_is_slow():
+    scout = diagnosis()
+    slightly = timed([50.0, 50.4, 70.0, 49.7], layer="2")
+    records = [timed(CLEAN, layer="0"), slightly, timed(SLOW, layer="1"), slightly]
+    scout.observe(records)
+    (incident,) = scout.observe(records)
+    assert [record.layer for record in incident.records] == ["1", "1"]
+
+
+def test_two_stragglers_are_two_incidents():
+    both = [50.0, 50.4, 100.0, 49.7, 50.1, 120.0, 49.9, 50.3]
+    rounds = feed(diagnosis(8), [both] * 4)
+    assert [[incident.ranks for incident in incidents] for incidents in rounds] == [[], [], [(2,), (5,)], []]
+
+
+def test_peer_groups_are_judged_apart():
+    scout = diagnosis(8)
+    scout.observe([replace(timed(SLOW), peers=(0, 2, 4, 6))])
+    assert scout.observe([replace(timed(SLOW), peers=(1, 3, 4, 7))]) == []
+    assert scout.observe([replace(timed(SLOW), peers=(0, 2, 4, 6))])[0].ranks == (4,)

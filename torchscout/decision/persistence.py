@@ -1,0 +1,217 @@
+"""Slow by chance, or persistently slow? (paper, sections 5.4 and 6.1; evaluation: two confirmations.)
+
+The one place that knows direction (only slow counts), materiality and persistence. It remembers the
+recent warm rounds of one surface among one peer group and says which ranks stayed slow until chance
+no longer explains it. It does not compare peers, which is ``consensus``, and it concludes nothing,
+which is ``replay_diagnosis``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from torchscout.decision.consensus import Status, robust_scale
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchscout.config import StragglerConfig
+    from torchscout.decision.record import EvidenceRecord
+
+__all__ = ["Persistence", "SlowRun", "Times"]
+
+# [Note: A slow round]
+#
+# Among few peers the scale of one round is itself noise: with 10% jitter and eight equal ranks, kappa
+# 5 finds a slow outlier in 4% of all rounds, and loses a rank at twice the median in 8% of them. So a
+# round is slow for a rank when it lies beyond kappa *pooled* scales: the median of the recent rounds'
+# scales, each relative to its own round. In a round whose slowest rank it was, its own time is left
+# out of the scale; otherwise a straggler among few widens the very scale it is measured with. Rounds
+# of an unfinished run are judged again as the pooled scale improves, so that the first, noisiest
+# estimate of a fresh job decides nothing for good.
+#
+# The round's own verdict must have named the rank at least once in its run: nobody is reported whom
+# C3 never named, and a surface that mixes quiet and noisy layers, whose pooled scale is too small for
+# some of them, keeps that protection. Asking for it in every round would lose too many stragglers.
+#
+# [Note: A run]
+#
+# A run lasts while the rank does not return to its peers. A round in which it is materially slower,
+# yet within kappa, neither confirms nor ends the run; nor does a round that did not measure it.
+# Otherwise the jitter that delays one confirmation would also void those before it.
+#
+# [Note: How many rounds]
+#
+# Were a rank slow by chance in a share p of its rounds, some one of N ranks would be slow k times
+# running about N * p**k times a round. The needed k is the smallest that keeps this within ``chance``,
+# and at least ``confirmations``. p is counted among the *other* ranks, so that a straggler does not
+# raise its own bar, and it counts beginnings of runs, so that one straggler, which is one event
+# however long it lasts, does not hide the next. The prior lets a small quiet job speak after
+# ``confirmations`` rounds, and a few rounds of a large job outweigh it.
+_PRIOR_SLOW, _PRIOR_SEEN = 0.5, 100.0
+
+
+class Spread(NamedTuple):
+    """How far the times of one round lie apart, relative to its reference."""
+
+    slowest: int
+    scale: float
+    scale_without_slowest: float
+
+    def scale_for(self, rank: int) -> float:
+        return self.scale_without_slowest if rank == self.slowest else self.scale
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The usable durations of one comparison, in milliseconds."""
+
+    of_rank: dict[int, float]
+    """Finite times only: what could not be measured says nothing about speed."""
+    reference: float
+    """The peers' median; of two, the faster, since the middle of a pair is nobody's time."""
+    spread: Spread
+
+    @classmethod
+    def of(cls, record: EvidenceRecord) -> Times | None:
+        """None where too few peers were timed to compare any."""
+        if record.verdict is None:
+            return None
+        evidence = cast("tuple[float, ...]", record.verdict.evidence)
+        timed = zip(record.peers, evidence, strict=True)
+        of_rank = {rank: time for rank, time in timed if math.isfinite(time) and time > 0}
+        # Two that disagree are a case for the group; any other inconclusive round was not timed by most.
+        pair, unsettled = len(of_rank) == 2, record.verdict.status is Status.INCONCLUSIVE
+        if len(of_rank) < 2 or (unsettled and not pair):
+            return None
+        ordered = sorted(of_rank.values())
+        reference = ordered[0] if pair else statistics.median(ordered)
+        spread = Spread(
+            slowest=max(of_rank, key=of_rank.__getitem__),
+            scale=robust_scale(ordered) / reference,
+            scale_without_slowest=robust_scale(ordered if pair else ordered[:-1]) / reference,
+        )
+        return cls(of_rank, reference, spread)
+
+    def excess(self, rank: int) -> float:
+        """How much slower than the reference, relative to it."""
+        return self.of_rank[rank] / self.reference - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRun:
+    """A rank whose slowness this round has confirmed."""
+
+    rank: int
+    records: tuple[EvidenceRecord, ...]
+    """Its slow rounds: first the latest whose own verdict shows it, then the others, oldest first."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """The rounds since a rank fell behind its peers."""
+
+    rounds: deque[tuple[float, EvidenceRecord]]
+    """Its excess in each, with the record that shows it."""
+    begun: bool = False
+    """Whether one of them was slow."""
+    reported: bool = False
+
+
+class _Round(NamedTuple):
+    measured: int
+    begun: tuple[int, ...]
+    """The ranks whose run began with it."""
+
+
+class Persistence:
+    """Recent warm rounds of one surface among one peer group, and who is behind in them now."""
+
+    def __init__(self, config: StragglerConfig) -> None:
+        self._config = config
+        self._spreads: deque[Spread] = deque(maxlen=config.history)
+        self._rounds: deque[_Round] = deque(maxlen=config.history)
+        self._runs: dict[int, _Run] = {}
+
+    @property
+    def confirmed(self) -> set[int]:
+        """Ranks found persistently slow and not back with their peers since."""
+        return {rank for rank, run in self._runs.items() if run.reported}
+
+    @property
+    def unconfirmed(self) -> set[int]:
+        """Ranks that have been slow, but not often enough to exclude chance."""
+        return {rank for rank, run in self._runs.items() if run.begun and not run.reported}
+
+    def observe(self, records: Sequence[EvidenceRecord]) -> list[SlowRun]:
+        """Take in one warm round; return the runs it confirms.
+
+        A round may time the surface in several layers; behind in one of them is behind.
+        """
+        timed = [(record, times) for record in records if (times := Times.of(record)) is not None]
+        if not timed:
+            return []
+        self._spreads.extend(times.spread for record, times in timed if not _unsettled(record))
+        behind = self._behind(timed)
+        measured = {rank for _, times in timed for rank in times.of_rank}
+        for rank in self._runs.keys() & (measured - behind.keys()):
+            del self._runs[rank]
+        slow = {rank: self._slow_rounds(rank, *behind[rank]) for rank in sorted(behind)}
+        begun = tuple(rank for rank, proof in slow.items() if proof and self._begins(rank))
+        self._rounds.append(_Round(len(measured), begun))
+        return [run for rank, proof in slow.items() if (run := self._confirm(rank, proof, len(measured)))]
+
+    def _behind(
+        self, timed: Sequence[tuple[EvidenceRecord, Times]]
+    ) -> dict[int, tuple[float, EvidenceRecord]]:
+        """Every rank that is materially slower, with its largest excess."""
+        behind: dict[int, tuple[float, EvidenceRecord]] = {}
+        for record, times in timed:
+            floor = max(
+                self._config.material_ratio * times.reference, times.reference + self._config.material_ms
+            )
+            for rank in (rank for rank, time in times.of_rank.items() if time >= floor):
+                if rank not in behind or behind[rank][0] < times.excess(rank):
+                    behind[rank] = times.excess(rank), record
+        return behind
+
+    def _slow_rounds(self, rank: int, excess: float, record: EvidenceRecord) -> list[EvidenceRecord]:
+        """Add a round to the run and return its slow ones. See [Note: A slow round]."""
+        run = self._runs.setdefault(rank, _Run(deque(maxlen=self._config.history)))
+        if run.reported:
+            return []
+        run.rounds.append((excess, record))
+        # A pair that never agreed has no scale: its rounds count by materiality alone.
+        scales = [spread.scale_for(rank) for spread in self._spreads]
+        limit = self._config.kappa * statistics.median(scales) if scales else 0.0
+        return [record for excess, record in run.rounds if excess > limit]
+
+    def _begins(self, rank: int) -> bool:
+        run = self._runs[rank]
+        begins, run.begun = not run.begun, True
+        return begins
+
+    def _confirm(self, rank: int, proof: list[EvidenceRecord], peers: int) -> SlowRun | None:
+        named = [place for place, record in enumerate(proof) if rank in record.ranks]
+        shown = named or [place for place, record in enumerate(proof) if _unsettled(record)]
+        if not shown or len(proof) < self._needed(rank, peers):
+            return None
+        self._runs[rank].reported = True
+        self._runs[rank].rounds.clear()
+        return SlowRun(rank, (proof.pop(shown[-1]), *proof))
+
+    def _needed(self, rank: int, peers: int) -> int:
+        """See [Note: How many rounds]."""
+        others = sum(other != rank for past in self._rounds for other in past.begun)
+        seen = sum(past.measured - 1 for past in self._rounds)
+        rate = (_PRIOR_SLOW + others) / (_PRIOR_SEEN + seen)
+        repeats = math.log(peers / self._config.chance) / -math.log(rate)
+        return max(self._config.confirmations, math.ceil(repeats))
+
+
+def _unsettled(record: EvidenceRecord) -> bool:
+    return record.verdict is not None and record.verdict.status is Status.INCONCLUSIVE

@@ -1,0 +1,227 @@
+"""What the comparisons of a replay mean: corrupted numbers, or a slow rank (paper, sections 5.3, 5.4, 6.1).
+
+Every peer is fed the same records and concludes alike. Wrong numbers are reported at once, slowness
+when ``persistence`` confirms it. Communication times are left to ``cross_group``, slowdowns that all
+peers share to ``baseline``, and what to do about an incident to the recovery policy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+
+from torchscout.config import StragglerConfig
+from torchscout.decision.consensus import Status, Verdict
+from torchscout.decision.persistence import Persistence, SlowRun, Times
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope, Surface
+from torchscout.decision.wording import listed, named
+from torchscout.mesh import Mesh
+
+__all__ = ["COMPUTATION", "Repeatability", "ReplayDiagnosis", "repeatability", "settle"]
+
+COMPUTATION: frozenset[Surface] = frozenset({"time/module", "time/module_backward", "time/optimizer"})
+"""The times a rank spends by itself. Every other ``time/`` surface holds up all members of a process
+group alike, so that it must never be blamed on an endpoint."""
+
+
+class Repeatability(str, Enum):
+    """What a second replay of the same input says about a disagreement."""
+
+    PERSISTENT = "persistent"
+    """Everybody repeats itself: the wrong numbers are wrong in the same way."""
+    INTERMITTENT = "intermittent"
+    """Only suspects fail to repeat themselves."""
+    NONDETERMINISTIC = "nondeterministic"
+    """Others fail to as well: the kernel, not a rank, makes the numbers differ."""
+
+
+def repeatability(first: Verdict, second: Verdict) -> Repeatability:
+    """Compare every peer with itself, after a disagreement."""
+    assert not first.agrees, "only a disagreement is replayed again"
+    changed = _changed(first, second)
+    if not changed:
+        return Repeatability.PERSISTENT
+    if first.status is Status.ATTRIBUTED:
+        # One changed peer of the majority is enough: a kernel that rarely differs names another each time.
+        innocent = changed - set(first.outliers)
+        return Repeatability.NONDETERMINISTIC if innocent else Repeatability.INTERMITTENT
+    # Without a majority everybody is a suspect; the kernel is to blame if most of them changed.
+    most = 2 * len(changed) > len(first.evidence)
+    return Repeatability.NONDETERMINISTIC if most else Repeatability.INTERMITTENT
+
+
+def settle(records: Iterable[EvidenceRecord], repeats: Iterable[EvidenceRecord]) -> list[EvidenceRecord]:
+    """The records as they should be kept, once every peer has replayed again.
+
+    What a nondeterministic kernel computed cannot be compared: neither a disagreement nor clean
+    evidence, hence not checked, with the reason.
+    """
+    return [_settle(record, again) for record, again in _with_repeats(records, repeats)]
+
+
+class ReplayDiagnosis:
+    """Turns the records of each round into incidents; remembers only what persistence needs."""
+
+    def __init__(self, mesh: Mesh, config: StragglerConfig) -> None:
+        self._mesh = mesh
+        self._config = config
+        self._histories: dict[tuple[tuple[int, ...], Surface], Persistence] = {}
+
+    def observe(
+        self, records: Sequence[EvidenceRecord], *, repeats: Sequence[EvidenceRecord] = (), cold: bool = False
+    ) -> list[Incident]:
+        """Take in the records of one round.
+
+        ``repeats`` are those of the second replay, where a disagreement called for one. The times of
+        a ``cold`` round (compilation, first touch of memory) never count; its numbers do.
+        """
+        return [*self._sdc(records, repeats), *([] if cold else self._stragglers(records))]
+
+    def _sdc(self, records: Sequence[EvidenceRecord], repeats: Sequence[EvidenceRecord]) -> list[Incident]:
+        # Surfaces that name the same ranks, or that leave the same peers undecided, are one incident.
+        alike: dict[Hashable, list[tuple[EvidenceRecord, EvidenceRecord | None]]] = defaultdict(list)
+        for record, again in _with_repeats(records, repeats):
+            if record.manifestation is Manifestation.SDC and _settle(record, again).scope is not None:
+                alike[record.peers, record.ranks].append((record, again))
+        return [self._sdc_incident(found) for found in alike.values()]
+
+    def _sdc_incident(self, found: Sequence[tuple[EvidenceRecord, EvidenceRecord | None]]) -> Incident:
+        (deciding, again), records = found[0], [record for record, _ in found]
+        ranks, attributed = deciding.ranks or deciding.peers, bool(deciding.ranks)
+        return Incident(
+            manifestation=Manifestation.SDC,
+            scope=self._scope(ranks) if attributed else Scope.PEER_GROUP,
+            step=deciding.step,
+            ranks=ranks,
+            hosts=self._mesh.hosts_of(ranks),
+            records=(*records, *(repeat for _, repeat in found if repeat is not None)),
+            action=Action.REPLACE if attributed else Action.INSPECT,
+            sentence=f"{self._who(ranks)} {_has(ranks, attributed=attributed)} in {_where(records)} "
+            f"at step {deciding.step}: {_vote(deciding)}{_repeated(deciding, again)}.",
+        )
+
+    def _stragglers(self, records: Sequence[EvidenceRecord]) -> list[Incident]:
+        timed: dict[tuple[tuple[int, ...], Surface], list[EvidenceRecord]] = defaultdict(list)
+        for record in records:
+            if record.manifestation is Manifestation.STRAGGLER and record.surface in COMPUTATION:
+                timed[record.peers, record.surface].append(record)
+        slow: dict[int, list[SlowRun]] = defaultdict(list)
+        for key, found in timed.items():
+            history = self._histories.setdefault(key, Persistence(self._config))
+            for run in history.observe(found):
+                slow[run.rank].append(run)
+        return [self._straggler_incident(runs, records[0].step) for runs in slow.values()]
+
+    def _straggler_incident(self, runs: Sequence[SlowRun], step: int) -> Incident:
+        """One rank, slow on one surface or several."""
+        rank, deciding = runs[0].rank, runs[0].records[0]
+        attributed = rank in deciding.ranks
+        ranks = (rank,) if attributed else deciding.peers
+        where = _where([run.records[0] for run in runs])
+        outcome = f"is slow in {where}" if attributed else f"differ in speed in {where}"
+        doubt = "" if attributed else f"; rank {rank} is the slower, but two peers have no majority"
+        return Incident(
+            manifestation=Manifestation.STRAGGLER,
+            scope=Scope.RANK if attributed else Scope.PEER_GROUP,
+            step=step,
+            ranks=ranks,
+            hosts=self._mesh.hosts_of(ranks),
+            records=tuple(record for run in runs for record in run.records),
+            action=Action.INSPECT,
+            sentence=f"{self._who(ranks)} {outcome} at step {step}: {_pace(runs[0])}{doubt}.",
+        )
+
+    def _scope(self, outliers: tuple[int, ...]) -> Scope:
+        hosts = {self._mesh.host_of(rank) for rank in outliers}
+        return Scope.MACHINE if len(outliers) > 1 and len(hosts) == 1 and None not in hosts else Scope.RANK
+
+    def _who(self, ranks: tuple[int, ...]) -> str:
+        hosts = self._mesh.hosts_of(ranks)
+        names = named(ranks).capitalize()
+        return f"{names} on {listed(hosts)}" if hosts else names
+
+
+def _with_repeats(
+    records: Iterable[EvidenceRecord], repeats: Iterable[EvidenceRecord]
+) -> list[tuple[EvidenceRecord, EvidenceRecord | None]]:
+    """Each record with that of the second replay of the same work, where there was one.
+
+    Numbers only: times never repeat exactly.
+    """
+    again: Mapping[Hashable, EvidenceRecord] = {
+        _work(repeat): repeat
+        for repeat in repeats
+        if repeat.verdict is not None and repeat.manifestation is Manifestation.SDC
+    }
+    return [(record, again.get(_work(record))) for record in records]
+
+
+def _work(record: EvidenceRecord) -> Hashable:
+    return record.peers, record.surface, record.layer, record.mode, record.shape
+
+
+def _settle(record: EvidenceRecord, again: EvidenceRecord | None) -> EvidenceRecord:
+    if _repeatability(record, again) is not Repeatability.NONDETERMINISTIC:
+        return record
+    assert record.verdict is not None
+    assert again is not None
+    assert again.verdict is not None
+    changed = [record.peers[position] for position in sorted(_changed(record.verdict, again.verdict))]
+    reason = f"nondeterministic kernel: replayed again, {named(changed)} did not repeat the same numbers"
+    return replace(record, verdict=None, reason=reason)
+
+
+def _repeatability(record: EvidenceRecord, again: EvidenceRecord | None) -> Repeatability | None:
+    """None where nothing was replayed again, or nothing had to be."""
+    if again is None or record.scope is None:
+        return None
+    assert record.verdict is not None
+    assert again.verdict is not None
+    return repeatability(record.verdict, again.verdict)
+
+
+def _changed(first: Verdict, second: Verdict) -> set[int]:
+    """Positions of the peers that did not repeat themselves."""
+    pairs = zip(first.evidence, second.evidence, strict=True)
+    return {position for position, (before, after) in enumerate(pairs) if before != after}
+
+
+def _has(ranks: Sequence[int], *, attributed: bool) -> str:
+    if not attributed:
+        return "have different numbers"
+    return "has other numbers than its peers" if len(ranks) == 1 else "have other numbers than their peers"
+
+
+def _vote(record: EvidenceRecord) -> str:
+    assert record.verdict is not None
+    agreed = max(Counter(record.verdict.evidence).values())
+    if not record.ranks:
+        return f"at most {agreed} of {len(record.peers)} peers agree, so that no majority says who is right"
+    return f"{agreed} of {len(record.peers)} peers agree against {'it' if len(record.ranks) == 1 else 'them'}"
+
+
+def _repeated(record: EvidenceRecord, again: EvidenceRecord | None) -> str:
+    kind = _repeatability(record, again)
+    if kind is None:
+        return ""
+    outcome = "the same" if kind is Repeatability.PERSISTENT else "other numbers again"
+    return f"; a second replay gave {outcome} ({kind.value})"
+
+
+def _pace(run: SlowRun) -> str:
+    times = Times.of(run.records[0])
+    assert times is not None
+    slow = (
+        f"{times.of_rank[run.rank]:.1f} ms against {times.reference:.1f} ms among {len(times.of_rank)} peers"
+    )
+    since = min(record.step for record in run.records)
+    rounds = "1 round" if len(run.records) == 1 else f"{len(run.records)} rounds"
+    return f"{slow}, slow in {rounds} since step {since}"
+
+
+def _where(records: Sequence[EvidenceRecord]) -> str:
+    surfaces = listed(dict.fromkeys(record.surface for record in records))
+    layers = dict.fromkeys(record.layer for record in records if record.layer is not None)
+    return f"{surfaces} (layer {listed(layers)})" if layers else surfaces
