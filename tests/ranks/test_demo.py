@@ -1,0 +1,64 @@
+"""`scout demo` as a newcomer runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchscout.decision import recorder
+from torchscout.decision.recorder import Stamped
+
+SCOUT = Path(sys.executable).with_name("scout")
+
+
+def scout(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([SCOUT, *arguments], capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "at", "bit", "peers"),
+    [
+        (5, 7, "layer.2.attention.query/weight", 12, [1, 3, 5, 7]),  # a shard of a tensor-parallel weight
+        (0, 1, "layer.0.mlp_norm/bias", 0, [0, 2, 4, 6]),  # the lowest bit of a replicated one, at once
+    ],
+)
+def test_the_flipped_bit_is_named_exactly(tmp_path: Path, rank, step, at, bit, peers):
+    fault = ["--rank", str(rank), "--step", str(step), "--at", at, "--bit", str(bit)]
+    done = scout("demo", *fault, "--run-dir", tmp_path, "--json", "--output", tmp_path / "report.json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    (firing,), (incident,) = report["injected"], report["incidents"]
+    assert (firing["rank"], firing["step"], firing["at"]) == (rank, step, at)
+    assert (incident["ranks"], incident["step"], incident["surface"]) == ([rank], step, at)
+    assert (incident["manifestation"], incident["scope"], incident["peers"]) == ("sdc", "rank", peers)
+    assert report["exact"]
+
+    (line,) = recorder.read(tmp_path / "incidents.jsonl")
+    assert isinstance(line, Stamped)
+    assert line.item.to_json() == incident
+    records = [line.item for line in recorder.read(tmp_path / "records" / f"rank-{rank}.jsonl")]
+    assert len(records) == 10 * report["tensors_compared"]
+    disagreeing = {(record.step, record.surface) for record in records if record.status != "agree"}
+    assert min(disagreeing) == (step, at)
+    assert {surface for _, surface in disagreeing} == {at}  # though rounding may heal a low bit later
+
+
+def test_without_a_fault_nobody_is_named(tmp_path: Path):
+    done = scout("demo", "--clean", "--run-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "named      nobody" in done.stdout
+    assert not (tmp_path / "incidents.jsonl").exists()
+    assert len(list((tmp_path / "records").iterdir())) == 8
+    assert done.stderr.count("loss") == 10  # progress, for who watches
+
+
+def test_a_mistyped_tensor_is_refused_before_anything_runs():
+    done = scout("demo", "--at", "layer.2.attention.qeury/weight")
+    assert done.returncode == 2
+    assert "layer.2.attention.query/weight" in done.stderr
+    assert "step" not in done.stdout

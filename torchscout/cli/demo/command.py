@@ -1,0 +1,90 @@
+"""The demo's command and its screen."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["demo"]
+
+STAGE = "Eight CPU ranks train a small Transformer: 4 replicas x 2 tensor shards."
+
+
+def demo(
+    rank: Annotated[int, typer.Option(min=0, max=7, help="The rank whose memory goes bad.")] = 5,
+    step: Annotated[int, typer.Option(min=1, max=10, help="The training step after which it does.")] = 7,
+    at: Annotated[str, typer.Option(help="MODULE/PARAMETER to hit.")] = "layer.2.attention.query/weight",
+    bit: Annotated[int, typer.Option(min=0, max=31, help="The bit to flip; 0 is the lowest.")] = 12,
+    clean: Annotated[bool, typer.Option("--clean", help="Inject nothing: the replicas must agree.")] = False,
+    run_dir: Annotated[Path | None, typer.Option(help="Where to keep the evidence.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")] = None,
+) -> None:
+    """Flip one bit of one weight on one of eight training ranks, and see it found and named."""
+    from torchscout.cli.local_ranks import preload, run_ranks
+    from torchscout.faults.fault import Faults
+
+    preload("torchscout.cli.demo.job")
+    from torchscout.cli.demo.job import RANKS, surfaces, train
+
+    if at not in (known := surfaces()):
+        near = difflib.get_close_matches(at, known, n=3, cutoff=0.0)
+        raise typer.BadParameter(f"the model has no {at!r}; there is {', '.join(near)}", param_hint="--at")
+    run_dir = run_dir or Path(tempfile.mkdtemp(prefix="scout-demo-"))
+    faults = Faults() if clean else Faults().flip_bit(rank=rank, at=at, step=step, bit=bit)
+    print(f"{STAGE}\nThey vote on every weight after every step.\n", file=sys.stderr, flush=True)
+    outcomes = run_ranks(train, RANKS, faults, run_dir, timeout=300.0)
+    report = summarize(outcomes, faults, run_dir)
+    if output is not None:
+        output.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2) if as_json else screen(report))
+    raise typer.Exit(0 if report["exact"] else 1)
+
+
+def summarize(outcomes: list[Any], faults: Any, run_dir: Path) -> dict[str, Any]:
+    """One document: what was done to the job, what was found, and whether the two are the same."""
+    incidents = [incident.to_json() for outcome in outcomes for incident in outcome.incidents]
+    fired = [asdict(firing) for outcome in outcomes for firing in outcome.fired]
+    found = [(each["manifestation"], each["ranks"], each["surface"], each["step"]) for each in incidents]
+    true = [
+        (truth.manifestation.value, [truth.rank], truth.at, truth.steps[0])
+        for truth, _ in zip(faults.truth, fired, strict=True)  # every planned fault was seen to happen
+    ]
+    return {
+        "exact": found == true,
+        "injected": fired,
+        "incidents": incidents,
+        "losses": outcomes[0].losses,
+        "tensors_compared": outcomes[0].compared,
+        "run_dir": str(run_dir),
+    }
+
+
+def screen(report: dict[str, Any]) -> str:
+    lines = [
+        "",
+        *(
+            f"injected   step {fault['step']}, rank {fault['rank']}, {fault['at']}: {fault['detail']}"
+            for fault in report["injected"]
+        ),
+    ]
+    for incident in report["incidents"]:
+        named = ", ".join(f"rank {rank}" for rank in incident["ranks"])
+        lines.append(f"named      step {incident['step']}, {named}, {incident['surface']}")
+        votes = zip(incident["peers"], incident["records"][0]["evidence"], strict=True)
+        lines += [f"           rank {peer} holds {signature}" for peer, signature in votes]
+    if not report["incidents"]:
+        lines.append("named      nobody: the replicas agreed on every weight after every step")
+    lines.append(f"loss       {' '.join(f'{loss:.2f}' for loss in report['losses'])}")
+    lines.append(f"evidence   {report['run_dir']}/incidents.jsonl and records/")
+    outcome = "Exactly what was injected was named." if report["exact"] else "This is NOT what was injected."
+    return "\n".join([*lines, "", outcome])

@@ -1,0 +1,23 @@
+"""The `scout` command."""
+
+from __future__ import annotations
+
+import typer
+
+from torchscout.cli.demo.command import demo
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Names the sick rank, machine or process group of a distributed training job.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+
+
+@app.callback()
+def main() -> None:
+    """Without this, a single command would swallow its own name."""
