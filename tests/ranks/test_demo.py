@@ -58,7 +58,7 @@ def test_without_a_fault_nobody_is_named(tmp_path: Path):
 
 
 def test_a_mistyped_tensor_is_refused_before_anything_runs():
-    done = scout("demo", "--at", "layer.2.attention.qeury/weight")
+    done = scout("demo", "--at", "layer.2.attention.queries/weight")
     assert done.returncode == 2
     assert "layer.2.attention.query/weight" in done.stderr
     assert "step" not in done.stdout

@@ -200,7 +200,7 @@ def test_autograd_does_not_notice():
             lambda: train(Faults().delay(rank=0, at="layer.3/output", step=1, seconds=1)),
             "no module 'layer.3'",
         ),
-        (lambda: train(Faults().scale(rank=0, at="layer.1/wieght", step=1, factor=1)), "'layer.1.weight'"),
+        (lambda: train(Faults().scale(rank=0, at="layer.1/weights", step=1, factor=1)), "'layer.1.weight'"),
     ],
 )
 def test_bad_plans_are_refused(plan, told: str):
