@@ -26,10 +26,12 @@ FLOORS = {
 }
 FLOORS["cli"] = set(FLOORS)
 
-TORCH_IN_DECISION = {"channel.py", "signature.py", "fold_kernel.py"}
+TORCH_IN_DECISION = {"channel.py", "fold.py", "fold_kernel.py", "signature.py"}
 
-# Where a broad except is the boundary itself: whatever ends a rank's body is that rank's answer.
-BROAD_EXCEPT = {"cli/local_ranks.py": 2}
+# Where a broad except is the boundary itself: whatever ends a rank's body is that rank's answer,
+# what a listener raises in the middle of a collective must not reach training, and neither may
+# what the session suffers.
+BROAD_EXCEPT = {"cli/local_ranks.py": 2, "evidence/collectives.py": 1, "integration/session.py": 1}
 
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 LIBRARY = [module for module in MODULES if module != "__init__.py"]  # that one re-exports lazily

@@ -29,7 +29,7 @@ PUBLIC = [
     "signatures",
 ]
 PACKAGE = Path(torchscout.__file__).parent
-WITH_TORCH = {"channel", "signature", "fold_kernel"}
+WITH_TORCH = {"channel", "fold", "fold_kernel", "signature"}
 DECISION = {path.stem for path in (PACKAGE / "decision").glob("[!_]*.py")}
 TORCH_FREE = [
     "torchscout",

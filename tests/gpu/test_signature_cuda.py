@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchscout.decision.signature import Algorithm, fold_with_torch, signature, signatures
+from torchscout.decision.fold import fold_with_torch
+from torchscout.decision.signature import Algorithm, signature, signatures
 
 pytestmark = [
     pytest.mark.gpu,

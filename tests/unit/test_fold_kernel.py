@@ -29,8 +29,8 @@ def run_cases() -> dict[str, dict[str, list[int]]]:
     """Kernel and torch side by side for every case."""
     import torch
 
+    from torchscout.decision.fold import fold_with_torch
     from torchscout.decision.fold_kernel import LAUNCH, FoldKernel, Launch
-    from torchscout.decision.signature import fold_with_torch
 
     def both(data: torch.Tensor, launch: Launch, processors: int) -> list[int]:
         result, scratch = torch.full((3,), 5), torch.tensor([5, 0, 0, 5])

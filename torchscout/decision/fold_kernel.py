@@ -1,4 +1,4 @@
-"""The fold of ``signature`` as one pass over CUDA memory (paper, section 5.2).
+"""The fold as one pass over CUDA memory (paper, section 5.2).
 
 Imported on first use, because Triton is optional. The kernel only adds folds to integers on the
 device; what a fold is and why is said in [Note: every single-bit flip changes the fold].
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-from torchscout.decision.signature import MULTIPLIER, SALT, dense
+from torchscout.decision.fold import MULTIPLIER, SALT, dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

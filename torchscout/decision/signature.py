@@ -16,45 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
+from torchscout.decision.fold import avalanche, fold_with_torch, memory_of, signed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
 __all__ = ["Algorithm", "signature", "signatures"]
-
-# [Note: every single-bit flip changes the fold]
-#
-# The bytes, in row-major order, are little-endian 64-bit words w[0], w[1], ...; the last one is
-# padded with zeros. With all arithmetic modulo 2**64,
-#
-#     fold      = avalanche(w[0] + 1 * SALT) + avalanche(w[1] + 2 * SALT) + ...
-#     signature = avalanche(fold + tag)        tag = xxh3(algorithm, dtype, shape, length in bytes)
-#
-# A flipped bit changes one word. Adding a constant is a bijection; so is x ^= x >> 32 with a
-# logical shift (the upper half stays and undoes the lower), and so is multiplying by an odd
-# number (it has an inverse). Hence that word's term changes, the other terms do not, one changed
-# term always changes a sum, and for a fixed tag the last line is a bijection again.
-#
-# What would break it: an even multiplier drops high bits, which are signs and exponents. int64 >>
-# is arithmetic in torch and in Triton, and x ^ (x >> 32) is then the same for x and for its
-# complement; so the torch version xors the 32-bit halves, and the kernel computes in uint64. And
-# a term that is linear in its word changes by exactly 2**63 when the word's top bit flips, whatever
-# the word: two such changes cancel, and x collides with -x. Hence shifts *between* multiplications.
-#
-# Changes of several words can cancel, by a chance of 2**-64. One wrapping sum is all that combines
-# words: it does not depend on order, so tiling, block size, launch configuration and the order of
-# atomic additions have no influence on the result.
-#
-# SALT is 2**64 / golden ratio (Knuth): its multiples lie far apart. MULTIPLIER is the public
-# "degski64" constant, found for just this mixer. Shifts by 32 are cheap on a GPU, where a word is
-# two registers and only one of them changes.
-SALT = 0x9E37_79B9_7F4A_7C15
-MULTIPLIER = 0xD6E8_FEB8_6659_FD93
-
-_WORD = 8
-_MASK = (1 << 64) - 1
-_CHUNK = 1 << 18  # words the torch version holds at a time, in buffers of 2 MiB
 
 
 class Algorithm(str, Enum):
@@ -96,33 +65,6 @@ def signatures(tensors: Iterable[Tensor], *, algorithm: Algorithm | str | None =
         next(folded[tensor.device]) if used is Algorithm.FOLD else _xxh3(tensor) for tensor, used in work
     ]
     return [_finished(digest, tag) for digest, tag in zip(digests, tags, strict=True)]
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """A tensor whose memory holds the same bytes row-major, the tensor itself where it does already."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    tensor = tensor.detach()
-    if tensor.dtype is torch.bool:
-        tensor = tensor.view(torch.uint8)  # a strided copy of booleans turns every byte into 0 or 1
-    return tensor.resolve_conj().resolve_neg().contiguous()
-
-
-def fold_with_torch(tensor: Tensor) -> Tensor:
-    """The fold in torch operations, chunk by chunk, as a zero-dimensional tensor on the same device."""
-    data = _bytes(tensor)
-    size = data.numel()
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    count = min(-(-size // _WORD), _CHUNK)
-    salts = torch.arange(1, count + 1, dtype=torch.int64, device=data.device) * _signed(SALT)
-    for first in range(0, size, _CHUNK * _WORD):
-        piece = data[first : first + _CHUNK * _WORD]
-        words = torch.zeros(-(-len(piece) // _WORD), dtype=torch.int64, device=data.device)
-        words.view(torch.uint8)[: len(piece)] = piece  # aligns and pads
-        words += salts[: len(words)]
-        words += _signed(first // _WORD * SALT)
-        total += _avalanche_in_place(words).sum()
-    return total
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -176,12 +118,8 @@ def _algorithm_for(tensor: Tensor, requested: Algorithm | str | None) -> Algorit
     return algorithm
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return dense(tensor).detach().view(-1).view(torch.uint8)
-
-
 def _xxh3(tensor: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(_bytes(tensor).numpy().data)
+    return xxhash.xxh3_64_intdigest(memory_of(tensor).numpy().data)
 
 
 def _fold(tensors: Sequence[Tensor]) -> Tensor:
@@ -207,28 +145,4 @@ def _tag(tensor: Tensor, algorithm: Algorithm) -> int:
 
 
 def _finished(digest: int, tag: int) -> int:
-    return _signed(_avalanche(digest + tag))
-
-
-def _avalanche(word: int) -> int:
-    word &= _MASK
-    word ^= word >> 32
-    word = word * MULTIPLIER & _MASK
-    word ^= word >> 32
-    word = word * MULTIPLIER & _MASK
-    return word ^ word >> 32
-
-
-def _avalanche_in_place(words: Tensor) -> Tensor:
-    lower, upper = words.view(torch.int32).view(-1, 2).unbind(1)
-    lower ^= upper
-    words *= _signed(MULTIPLIER)
-    lower ^= upper
-    words *= _signed(MULTIPLIER)
-    lower ^= upper
-    return words
-
-
-def _signed(word: int) -> int:
-    """The residue of ``word`` modulo 2**64 that fits torch.int64."""
-    return (word + (1 << 63) & _MASK) - (1 << 63)
+    return signed(avalanche(digest + tag))
