@@ -1,0 +1,38 @@
+"""A rank's standing survives the way over the board."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from torchscout.decision.progress import Issued, Phase, Process, Progress, Standing
+
+BARRIER = Issued("world", 4, fingerprint=-5, digest=(1 << 62) + 1, text="barrier")
+EXCHANGE = Issued("expert", 1, 7, 8, "all_to_all float32", sends=(3, 0), receives=(1, 2))
+PROGRESS = Progress(
+    rank=3,
+    step=12,
+    operation=40,
+    phase=Phase.CHECKPOINT_WRITE,
+    issued={"world": 4, "expert": 1},
+    recent=(BARRIER, EXCHANGE),
+    at_communication=True,
+    silent_seconds=6.25,
+    device_step=11,
+)
+
+
+@pytest.mark.parametrize(
+    "standing",
+    [
+        Standing(3, Process.RUNNING, PROGRESS, waiting=True, stack="File ..."),
+        Standing(0, Process.GONE, None),
+    ],
+)
+def test_nothing_is_lost_through_json(standing: Standing):
+    assert Standing.from_json(json.loads(json.dumps(standing.to_json()))) == standing
+
+
+def test_coordinates_order_a_ranks_life():
+    assert PROGRESS.coordinate == (12, 40)

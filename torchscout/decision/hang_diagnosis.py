@@ -1,0 +1,199 @@
+"""Progress of all ranks -> who holds the job up, and why (paper, section 7; DESIGN.md, "Who is to blame").
+
+A vote on coordinates alone blames victims, who lag too. So the order of evidence is: who broke the
+protocol (``protocol``), who is waited for and does not wait (``wait_graph``), who waits in a circle,
+and, if nobody is behind, which process group is stuck. The vote of equivalent peers goes along as a
+record: it corroborates and does not overrule, so that a minority that is ahead is not blamed.
+
+It looks at one round. That nobody moves is for the observers to know before they ask: ranks inside
+collectives that are just about to finish look the same. What to do about a hang is for the recovery
+policy; the action here only says which kind of failure it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from torchscout.decision import hang_records, hang_sentence
+from torchscout.decision.consensus import exact
+from torchscout.decision.progress import Issued, Line, Process, Standing
+from torchscout.decision.protocol import Divergence, culprits, divergences
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.roll_call import RollCall
+from torchscout.decision.wait_graph import WaitGraph
+from torchscout.mesh import Mesh
+
+__all__ = ["diagnose"]
+
+_Missed = Mapping[int, Sequence[Issued]]
+"""Per suspect, the operations that do not finish without it."""
+
+
+def diagnose(
+    standings: Mapping[int, Standing] | Iterable[Standing], lines: Mapping[str, Line], mesh: Mesh
+) -> Incident | None:
+    """Explain why nobody moves; None when no communication holds anybody up.
+
+    ``standings`` are those of the ranks that answered. Silence without a wait is a pause: evaluation, a
+    long computation, a debugger on a rank that nobody needs yet.
+    """
+    call = RollCall(standings.values() if isinstance(standings, Mapping) else standings, lines, mesh)
+    graph = WaitGraph(call)
+    if found := divergences(call, _lines_in_use(call)):
+        return _broken_protocol(call, found)
+    if graph.sources:
+        missed = {rank: graph.missing(rank) for rank in graph.sources}
+        return _late(call, missed, len(graph.waiters(missed)))
+    if graph.cycles:
+        return _deadlock(call, [graph.inside(cycle) for cycle in graph.cycles])
+    return _stall(call, graph) if graph.held.lines else None
+
+
+def _lines_in_use(call: RollCall) -> set[str]:
+    """Lines on which a difference may be what somebody waits for; none while nobody seems to wait."""
+    if not any(map(call.in_communication, call.standings)):
+        return set()
+    unsure = (rank for rank, standing in call.standings.items() if standing.waiting is not False)
+    return {each.line for rank in unsure for each in call.recent(rank)}
+
+
+def _broken_protocol(call: RollCall, found: Sequence[Divergence]) -> Incident:
+    named = culprits(found)
+    proof = [each for each in found if not named or not set(named).isdisjoint(each.line.members)]
+    # The deciding record first: one that names somebody, then one that shows the operation.
+    proof.sort(key=lambda each: (not each.ranks, each.compared == "digest"))
+    return _incident(
+        call,
+        Scope.RANK if named else Scope.PROCESS_GROUP,
+        named or tuple(sorted({rank for each in proof for rank in each.line.members})),
+        hang_records.of_divergence(call, proof),
+        Action.RESTART,
+        hang_sentence.different(proof, named, call.mesh),
+    )
+
+
+def _late(call: RollCall, missed: _Missed, waiters: int) -> Incident:
+    """Ranks that others wait for and that wait for nobody."""
+    # Of a lost machine all ranks are lost, also those that nobody has come to wait for.
+    machines = set(call.mesh.hosts_of([rank for rank in missed if rank in call.lost]))
+    lost = {rank for rank in call.lost if call.mesh.host_of(rank) in machines}
+    ranks = tuple(sorted(lost | missed.keys()))
+    if lost == set(ranks):
+        sentence = hang_sentence.lost_machines(call.mesh, ranks, waiters)
+    else:
+        sentence = hang_sentence.late(call, {rank: each[0] for rank, each in missed.items()}, waiters)
+    scope, action = _scope_and_action(call, ranks)
+    lines = [each.line for operations in missed.values() for each in operations]
+    records = hang_records.of_lines(call, lines, ranks)
+    if _device_unknown(call, ranks):
+        scope, ranks = Scope.PROCESS_GROUP, tuple(sorted({*ranks, *call.lines[lines[0]].members}))
+        sentence += "; its device was not observed and may itself be held up"
+    return _incident(call, scope, ranks, records, action, sentence)
+
+
+def _deadlock(call: RollCall, cycles: Sequence[Mapping[int, Issued]]) -> Incident:
+    """Who waits for whom tells nobody in a cycle from the others: here, if anything, a majority does."""
+    votes = []
+    for cycle in cycles:
+        entered = [_key(issued) for issued in cycle.values()]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(entered))}
+        votes.append(hang_records.of_cycle(call, tuple(cycle), exact([numbers[key] for key in entered])))
+    decided = all(vote.ranks for vote in votes)
+    ranks = tuple(sorted(rank for vote in votes for rank in (vote.ranks if decided else vote.peers)))
+    lines = [issued.line for cycle in cycles for issued in cycle.values()]
+    return _incident(
+        call,
+        Scope.RANK if decided else Scope.PROCESS_GROUP,
+        ranks,
+        [*votes[: hang_records.MOST], *hang_records.of_lines(call, lines, ranks)],
+        Action.RESTART,
+        hang_sentence.deadlock(call, cycles),
+    )
+
+
+def _stall(call: RollCall, graph: WaitGraph) -> Incident:
+    """All that answered have entered. Suspects are the absent and the dead, then whose device is behind."""
+    held = sorted(graph.held.lines.values(), key=_key)
+    members = {rank for each in held for rank in call.lines[each.line].members}
+    if suspects := members & (call.unheard | call.dead) or _devices_behind(call, members):
+        missed: dict[int, list[Issued]] = {rank: [] for rank in sorted(suspects)}
+        for each in held:
+            for rank in suspects.intersection(call.lines[each.line].members):
+                missed[rank].append(each)
+        return _late(call, missed, len(members | graph.waiters(members)) - len(suspects))
+    everybody = len(held) > 1 and len(members) == len(call.mesh)
+    return _incident(
+        call,
+        Scope.JOB if everybody else Scope.PROCESS_GROUP,
+        tuple(sorted(members)),
+        hang_records.of_lines(call, [each.line for each in held], ()),
+        Action.INSPECT,
+        hang_sentence.stall(call, held, call.silence(members)),
+    )
+
+
+def _scope_and_action(call: RollCall, ranks: Sequence[int]) -> tuple[Scope, Action]:
+    mesh, lost = call.mesh, [rank for rank in ranks if rank in call.lost]
+    suspects, lost_hosts = Counter(mesh.host_of(rank) for rank in ranks), mesh.hosts_of(lost)
+    together = None not in suspects and all(
+        count > 1 or host in lost_hosts for host, count in suspects.items()
+    )
+    scope = Scope.MACHINE if together else Scope.RANK
+    # One crashed trainer does not make a lost machine, even if it was alone there: its observer answered.
+    sizes = Counter(mesh.host_of(rank) for rank in range(len(mesh)))
+    emptied = together and all(sizes[host] == count for host, count in suspects.items())
+    processes = {_process(call, rank) for rank in ranks}
+    if lost or (emptied and processes == {Process.GONE}):
+        return scope, Action.REPLACE
+    understood = processes <= {Process.RUNNING, Process.GONE}
+    return scope, Action.RESTART if understood and not together else Action.INSPECT
+
+
+def _process(call: RollCall, rank: int) -> Process | None:
+    """None where nobody answered."""
+    standing = call.standings.get(rank)
+    return None if standing is None else standing.process
+
+
+def _device_unknown(call: RollCall, ranks: Sequence[int]) -> bool:
+    """Whether a suspect's host may only seem late: where devices run ahead, a host waits for its own."""
+    everybody = (each.progress for each in call.standings.values())
+    runs_ahead = any(progress is not None and progress.device_step is not None for progress in everybody)
+    suspects = (progress for rank in ranks if (progress := call.progress(rank)) is not None)
+    alive = (progress for progress in suspects if progress.rank not in call.dead)
+    return runs_ahead and any(progress.device_step is None for progress in alive)
+
+
+def _devices_behind(call: RollCall, members: Iterable[int]) -> set[int]:
+    """Members whose device has finished fewer steps than the others', if they are not the majority."""
+    known = {rank: progress for rank in members if (progress := call.progress(rank)) is not None}
+    steps = {rank: each.device_step for rank, each in known.items() if each.device_step is not None}
+    behind = {rank for rank, step in steps.items() if step < max(steps.values())}
+    return behind if 2 * len(behind) <= len(steps) else set()
+
+
+def _key(issued: Issued) -> tuple[str, int]:
+    return issued.line, issued.number
+
+
+def _incident(
+    call: RollCall,
+    scope: Scope,
+    ranks: tuple[int, ...],
+    records: Sequence[EvidenceRecord],
+    action: Action,
+    sentence: str,
+) -> Incident:
+    if others := sorted(call.unheard.difference(ranks)):
+        sentence += hang_sentence.unheard(others)
+    return Incident(
+        manifestation=Manifestation.HANG,
+        scope=scope,
+        step=records[0].step,
+        ranks=ranks,
+        hosts=call.mesh.hosts_of(ranks),
+        records=(*records, *hang_records.of_coordinates(call, ranks)),
+        action=action,
+        sentence=sentence,
+    )

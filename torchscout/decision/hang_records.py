@@ -1,0 +1,113 @@
+"""The comparisons that prove a hang, as records (paper, sections 5 and 7). Nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from torchscout.decision.consensus import Verdict, exact
+from torchscout.decision.protocol import Divergence
+from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
+from torchscout.decision.roll_call import RollCall
+
+__all__ = ["MOST", "of_coordinates", "of_cycle", "of_divergence", "of_lines"]
+
+MOST = 8
+"""Records of one kind that go with an incident: the hang of a large job touches thousands of lines."""
+
+
+def of_lines(call: RollCall, lines: Iterable[str], suspects: Collection[int]) -> list[EvidenceRecord]:
+    """How many operations the members of each line have issued; -1 for a suspect that did not answer."""
+    records = []
+    for key in list(dict.fromkeys(lines))[:MOST]:
+        line = call.lines[key]
+        peers = _heard(call, line.members, suspects)
+        verdict = exact([call.issued(rank, key) for rank in peers])
+        records.append(_record(call, f"issued/{line.name}", peers, verdict, suspects))
+    return records
+
+
+def of_divergence(call: RollCall, found: Sequence[Divergence]) -> list[EvidenceRecord]:
+    """What members issued as the same number."""
+    return [
+        _record(call, f"{each.compared}/{each.line.name}", tuple(each.issued), each.verdict, each.ranks)
+        for each in found[:MOST]
+    ]
+
+
+def of_cycle(call: RollCall, ranks: tuple[int, ...], verdict: Verdict) -> EvidenceRecord:
+    """Which operation, numbered as they come, each rank of a cycle is in."""
+    return _record(call, "deadlock", ranks, verdict, ranks)
+
+
+def of_coordinates(call: RollCall, ranks: Sequence[int]) -> list[EvidenceRecord]:
+    """Where the equivalent peers of ``ranks`` stand: step * 2**32 + operation."""
+    # Bounded before peers are looked up: a whole job may be named.
+    groups = dict.fromkeys(call.mesh.peers_of(rank) for rank in ranks[: MOST * MOST])
+    records = []
+    for group in list(groups)[:MOST]:
+        peers = _heard(call, group.ranks, ranks)
+        if len(peers) > 1:
+            verdict = exact([_coordinate(call, rank) for rank in peers])
+            records.append(_record(call, "coordinate", peers, verdict, ranks))
+        else:
+            reason = f"rank {group.ranks[0]} has no equivalent peer that answered"
+            records.append(_record(call, "coordinate", peers, None, ranks, reason))
+    return records
+
+
+def _record(
+    call: RollCall,
+    surface: Surface,
+    peers: tuple[int, ...],
+    verdict: Verdict | None,
+    suspects: Collection[int],
+    reason: str | None = None,
+) -> EvidenceRecord:
+    """The context is that of the first suspect among the peers, or of the first peer."""
+    named = set(suspects)
+    subject = next((rank for rank in peers if rank in named), peers[0])
+    known = [each for rank in peers if (each := call.progress(rank)) is not None]
+    return EvidenceRecord(
+        step=max((progress.step for progress in known), default=0),
+        surface=surface,
+        manifestation=Manifestation.HANG,
+        peers=peers,
+        verdict=verdict,
+        reason=reason,
+        progress=_standing(call, subject),
+        fingerprints=tuple(each.text for each in call.recent(subject)),
+        stall_seconds=call.silence(peers),
+    )
+
+
+def _heard(call: RollCall, ranks: Sequence[int], suspects: Collection[int]) -> tuple[int, ...]:
+    # Who did not answer has no evidence to compare; a suspect is shown all the same.
+    named = set(suspects)
+    return tuple(rank for rank in ranks if rank in call.standings or rank in named)
+
+
+def _coordinate(call: RollCall, rank: int) -> int:
+    progress = call.progress(rank)
+    return -1 if progress is None else (progress.step << 32) + progress.operation
+
+
+def _standing(call: RollCall, rank: int) -> dict[str, Any]:
+    """Where ``rank`` stood, as plain JSON."""
+    standing, progress = call.standings.get(rank), call.progress(rank)
+    known: dict[str, Any] = {
+        "rank": rank,
+        "process": "absent" if standing is None else standing.process.value,
+    }
+    if standing is not None:
+        known |= {"waiting": standing.waiting, "stack": standing.stack}
+    if progress is not None:
+        known |= {
+            "step": progress.step,
+            "operation": progress.operation,
+            "phase": progress.phase.value,
+            "at_communication": progress.at_communication,
+            "silent_seconds": progress.silent_seconds,
+            "device_step": progress.device_step,
+        }
+    return known

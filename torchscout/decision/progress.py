@@ -1,0 +1,135 @@
+"""Where every rank stands: what a hang is diagnosed from (paper, section 7).
+
+Plain data, torch-free. The evidence floor writes and reads it through shared memory; here it
+only has its shape and its JSON form, which travels over the observers' board.
+
+A *line* is whatever communication is counted on: a process group, or one direction of
+point-to-point traffic ``(source, destination, tag)``, which is a line of two members. Issuing
+number ``n`` on a line means to be about to enter its ``n``-th operation, counted from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+__all__ = ["Issued", "Line", "Phase", "Process", "Progress", "Standing"]
+
+
+class Phase(str, Enum):
+    """What a trainer is busy with."""
+
+    START = "start"
+    INPUT = "input"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    CHECKPOINT_READ = "checkpoint_read"
+    CHECKPOINT_WRITE = "checkpoint_write"
+    EVALUATION = "evaluation"
+    IDLE = "idle"
+
+
+class Process(str, Enum):
+    """What the operating system says of a trainer."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    """Stopped by a signal or a debugger."""
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Something communication is counted on."""
+
+    key: str
+    """The same on every member, unique in the job."""
+    members: tuple[int, ...]
+    """Global ranks; for point-to-point the source, then the destination."""
+    name: str
+    """For a person: the group's description, or ``2 -> 3``."""
+    pair: bool = False
+    """Point-to-point: source and destination issue different operations that match."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """One operation, published before it is entered."""
+
+    line: str
+    number: int
+    fingerprint: int
+    """Equal for healthy members: operation, dtype, fixed shape, reduction, root."""
+    digest: int
+    """Order-sensitive hash of all fingerprints on this line up to this one."""
+    text: str
+    """The fingerprint for a person: ``all_reduce float32[1024] sum``."""
+    sends: tuple[int, ...] | None = None
+    """AllToAll: elements for each member, in group order; compared by compatibility, not equality."""
+    receives: tuple[int, ...] | None = None
+    """AllToAll: elements expected from each member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one trainer has published."""
+
+    rank: int
+    step: int
+    operation: int
+    """Coordinates published since the step began; (step, operation) orders a rank's life."""
+    phase: Phase
+    issued: Mapping[str, int]
+    """Line -> how many operations this rank has issued on it."""
+    recent: tuple[Issued, ...]
+    """The last operations, oldest first, over all lines."""
+    at_communication: bool
+    """The last thing published is the newest of ``recent``: nothing of the rank was seen since."""
+    silent_seconds: float
+    """Since the last publication, by the clock of the rank's own machine."""
+    device_step: int | None = None
+    """The last step the accelerator is known to have finished; None where that is not known."""
+
+    @property
+    def coordinate(self) -> tuple[int, int]:
+        return self.step, self.operation
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """All that one rank's observer can say in a round."""
+
+    rank: int
+    process: Process
+    progress: Progress | None
+    """None when the trainer died before it published anything."""
+    waiting: bool | None = None
+    """Whether the trainer's stack shows it waiting for a communication; None where it gave no stack."""
+    stack: str = ""
+    """Python stacks of the trainer, most recent call first."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> Standing:
+        progress = line["progress"]
+        return cls(
+            rank=line["rank"],
+            process=Process(line["process"]),
+            progress=None if progress is None else _progress(progress),
+            waiting=line["waiting"],
+            stack=line["stack"],
+        )
+
+
+def _progress(line: Mapping[str, Any]) -> Progress:
+    recent = tuple(Issued(**{**each, **_splits(each)}) for each in line["recent"])
+    return Progress(**{**line, "phase": Phase(line["phase"]), "recent": recent})
+
+
+def _splits(issued: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    return {name: None if issued[name] is None else tuple(issued[name]) for name in ("sends", "receives")}
