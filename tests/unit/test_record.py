@@ -11,7 +11,15 @@ import pytest
 
 from torchscout.decision import recorder
 from torchscout.decision.consensus import Status, Verdict, exact, statistical
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope, from_json
+from torchscout.decision.record import (
+    Action,
+    EvidenceRecord,
+    Incident,
+    Manifestation,
+    Resolved,
+    Scope,
+    from_json,
+)
 from torchscout.decision.recorder import CallbackRecorder, JsonlRecorder, LogRecorder, Problem, Stamped, Tee
 
 CONTRACT = {"schema", "kind", "time", "step", "manifestation", "scope", "ranks", "hosts", "surface"}
@@ -55,10 +63,11 @@ INCIDENT = Incident(
     action=Action.REPLACE,
     sentence="rank 5 on node-2 computes another gradient",
 )
+RESOLVED = Resolved(step=7, ranks=(5,), sentence=INCIDENT.sentence, stalled_seconds=12.5)
 
 
 @pytest.mark.parametrize(
-    "item", [EVIDENCE, TIMES, NOT_CHECKED, INCIDENT], ids=lambda item: type(item).__name__
+    "item", [EVIDENCE, TIMES, NOT_CHECKED, INCIDENT, RESOLVED], ids=lambda item: type(item).__name__
 )
 def test_nothing_is_lost_through_json(item):
     assert from_json(json.loads(json.dumps(item.to_json(), allow_nan=False))) == item
@@ -88,16 +97,16 @@ def test_a_record_needs_a_verdict_or_a_reason():
 
 def test_the_run_directory(tmp_path: Path):
     writer = JsonlRecorder(tmp_path, rank=3)
-    for item in (EVIDENCE, NOT_CHECKED, INCIDENT):
+    for item in (EVIDENCE, NOT_CHECKED, INCIDENT, RESOLVED):
         writer.record(item)
     writer.close()
     assert [line.item for line in recorder.read(tmp_path / "records" / "rank-3.jsonl")] == [
         EVIDENCE,
         NOT_CHECKED,
     ]
-    (line,) = recorder.read(tmp_path / "incidents.jsonl")
+    line, end = recorder.read(tmp_path / "incidents.jsonl")
     assert isinstance(line, Stamped)
-    assert line.item == INCIDENT
+    assert (line.item, end.item) == (INCIDENT, RESOLVED)
     assert line.time > 1e9
     assert line.monotonic >= 0
 
@@ -148,7 +157,7 @@ def test_log_and_callback(caplog: pytest.LogCaptureFixture):
         step=1, surface="quiet", manifestation=Manifestation.SDC, peers=(0, 1), verdict=exact([1, 1])
     )
     with caplog.at_level(logging.DEBUG):
-        for item in (EVIDENCE, NOT_CHECKED, agreeing, INCIDENT):
+        for item in (EVIDENCE, NOT_CHECKED, agreeing, INCIDENT, RESOLVED):
             both.record(item)
     both.close()
     assert seen == [INCIDENT]
@@ -156,6 +165,7 @@ def test_log_and_callback(caplog: pytest.LogCaptureFixture):
         ("WARNING", "step 7: layer.3/grad_input attributed: ranks [5] differ"),
         ("INFO", "step 9: layer.1/output not checked: reentrant checkpointing"),
         ("ERROR", "step 7: rank 5 on node-2 computes another gradient"),
+        ("INFO", "resolved after 12.5 s: rank 5 on node-2 computes another gradient"),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torchscout.decision.progress import Issued, Line, Process
+from torchscout.decision.progress import Issued, Line, Phase, Process
 from torchscout.decision.protocol import Divergence
 from torchscout.decision.roll_call import RollCall
 from torchscout.decision.wording import listed, named
@@ -12,6 +12,7 @@ from torchscout.mesh import Mesh
 
 __all__ = ["deadlock", "different", "late", "lost_machines", "stall", "unheard"]
 
+_DOING = {Phase.IDLE: "is between steps"}
 _SHOWN = 2
 """Ranks that are described one by one."""
 
@@ -96,7 +97,7 @@ def _state(call: RollCall, rank: int) -> str:
         return f"its process is {standing.process.value}"
     if progress is None:
         return "it has published nothing yet"
-    doing = f"is in {progress.phase.value.replace('_', ' ')}"
+    doing = _DOING.get(progress.phase, f"is in {progress.phase.value.replace('_', ' ')}")
     if standing.waiting:
         doing = "waits for a communication that was not observed"
     return f"it {doing} since {progress.silent_seconds:.1f} s"

@@ -1,7 +1,8 @@
 """What was compared and what was concluded, and how both look as JSON (paper, sections 5 and 9).
 
 Plain data: an ``EvidenceRecord`` is one comparison with its context, an ``Incident`` a conclusion
-together with the records that prove it. Time stamps belong to the recorder, not to the record.
+together with the records that prove it, ``Resolved`` the news that a hang is over. Time stamps belong
+to the recorder, not to the record.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from torchscout.decision.consensus import Status, Verdict
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["SCHEMA", "Action", "EvidenceRecord", "Incident", "Manifestation", "Scope", "Surface", "from_json"]
+__all__ = [
+    "SCHEMA",
+    "Action",
+    "EvidenceRecord",
+    "Incident",
+    "Manifestation",
+    "Resolved",
+    "Scope",
+    "Surface",
+    "from_json",
+]
 
 SCHEMA = 1
 """Version of the JSON form; readers refuse what they do not know."""
@@ -175,11 +186,35 @@ class Incident:
         }
 
 
-def from_json(line: Mapping[str, Any]) -> EvidenceRecord | Incident:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """The ranks that an incident named move again."""
+
+    step: int
+    """Of the incident."""
+    ranks: tuple[int, ...]
+    """Who was named."""
+    sentence: str
+    """The incident's own, by which it is known."""
+    stalled_seconds: float
+    """The longest silence among those ranks, up to when they moved."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": "resolved",
+            "step": self.step,
+            "ranks": list(self.ranks),
+            "sentence": self.sentence,
+            "stalled_seconds": self.stalled_seconds,
+        }
+
+
+def from_json(line: Mapping[str, Any]) -> EvidenceRecord | Incident | Resolved:
     """Read back what ``to_json`` wrote; a ``ValueError`` says what is foreign about the line."""
-    readers: dict[str, Callable[[Mapping[str, Any]], EvidenceRecord | Incident]] = {
+    readers: dict[str, Callable[[Mapping[str, Any]], EvidenceRecord | Incident | Resolved]] = {
         "evidence": _record_from_json,
         "incident": _incident_from_json,
+        "resolved": _resolved_from_json,
     }
     kind = str(line.get("kind"))
     if kind not in readers:
@@ -218,6 +253,15 @@ def _incident_from_json(line: Mapping[str, Any]) -> Incident:
         records=tuple(_record_from_json(record) for record in line["records"]),
         action=Action(line["action"]),
         sentence=line["sentence"],
+    )
+
+
+def _resolved_from_json(line: Mapping[str, Any]) -> Resolved:
+    return Resolved(
+        step=line["step"],
+        ranks=tuple(line["ranks"]),
+        sentence=line["sentence"],
+        stalled_seconds=line["stalled_seconds"],
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchscout.decision.record import SCHEMA, EvidenceRecord, Incident, from_json
+from torchscout.decision.record import SCHEMA, EvidenceRecord, Incident, Resolved, from_json
 
 __all__ = [
     "CallbackRecorder",
@@ -28,12 +28,12 @@ __all__ = [
     "read",
 ]
 
-Recordable = EvidenceRecord | Incident
+Recordable = EvidenceRecord | Incident | Resolved
 
 
 class Recorder(Protocol):
     def record(self, item: Recordable) -> None:
-        """Called once for every comparison and every incident, in order."""
+        """Called once for every comparison, every incident and every end of one, in order."""
         ...
 
     def close(self) -> None:
@@ -47,6 +47,7 @@ class JsonlRecorder:
     def __init__(self, run_dir: Path | str, rank: int) -> None:
         self._paths = {
             "incident": Path(run_dir) / "incidents.jsonl",
+            "resolved": Path(run_dir) / "incidents.jsonl",
             "evidence": Path(run_dir) / "records" / f"rank-{rank}.jsonl",
         }
         self._files: dict[str, int] = {}
@@ -80,6 +81,8 @@ class LogRecorder:
     def record(self, item: Recordable) -> None:
         if isinstance(item, Incident):
             self._logger.error("step %d: %s", item.step, item.sentence)
+        elif isinstance(item, Resolved):
+            self._logger.info("resolved after %.1f s: %s", item.stalled_seconds, item.sentence)
         elif item.verdict is None:
             self._logger.info("step %d: %s not checked: %s", item.step, item.surface, item.reason)
         elif not item.verdict.agrees:

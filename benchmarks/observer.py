@@ -1,0 +1,260 @@
+"""What the hang observer costs a trainer, and what it costs by itself.
+
+    python benchmarks/observer.py [--part NAME ...] [--json] [--output FILE]
+
+A part is a function that returns figures; add one to ``PARTS`` and it is run, printed and written. A
+figure with a ``goal`` says whether it is reached. Times are of single calls by the wall clock, cost of
+reading the clock included, which is given too; a percentile is the median of those of several rounds,
+so that a burst of somebody else's work does not pass for ours. ``ratio`` is to a reference timed in the
+same run, call by call in turn: one ``struct.pack_into`` of the same size and the time that goes into it,
+the least that any publication from Python can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import platform
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchscout.decision.progress import Line, Phase
+from torchscout.evidence.observer.progress import ProgressWriter
+
+ROUNDS = 11
+"""The first one warms up."""
+CALLS = 5_000
+SHARED_MEMORY = Path("/dev/shm")
+
+Figures = dict[str, dict[str, Any]]
+"""What was measured -> its figures."""
+
+
+def main() -> None:
+    arguments = parsed_arguments()
+    report = environment()
+    report["results"] = {name: PARTS[name]() for name in arguments.part or PARTS}
+    document = json.dumps(report, indent=2)
+    if arguments.output:
+        arguments.output.write_text(document + "\n")
+    print(document if arguments.json else table(report))
+
+
+def parsed_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; may be repeated")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
+    return parser.parse_args()
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "benchmark": "observer",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": processor(),
+        "versions": {"python": platform.python_version()},
+    }
+
+
+def processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def coordinate_publication() -> Figures:
+    """A coordinate at a layer's boundary, and the end of a step."""
+    with a_writer() as writer:
+        phases = itertools.cycle([Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER])
+        calls = {
+            "advance": lambda: writer.advance(next(phases)),
+            "next_step": writer.next_step,
+        }
+        return times_of(calls, goals={"advance": {"p50_us": 2.0, "p99_us": 10.0}})
+
+
+def issue() -> Figures:
+    """A collective's intent, as far as the record is concerned: its fingerprint is known already."""
+    with a_writer() as writer:
+        lines = itertools.cycle([writer.declare(Line(key, tuple(range(64)), key)) for key in "abc"])
+        phrase = writer.phrase("all_reduce float32[1048576] sum", 0xFEED_5EED_0123_4567)
+        calls = {
+            "issue": lambda: writer.issue(next(lines), phrase),
+            **{
+                f"issue, splits of {members}": lambda splits=tuple(range(members)): writer.issue(
+                    next(lines), phrase, splits, splits
+                )
+                for members in (8, 64)
+            },
+        }
+        return times_of(calls, goals={"issue": {"p50_us": 5.0}})
+
+
+def collective_intent() -> Figures:
+    """A one-rank Gloo all-reduce, bare and with its intent published, block by block in turn."""
+    import torch
+    import torch.distributed as dist
+
+    from torchscout.evidence.collectives import listen, uninstall
+    from torchscout.evidence.observer.publisher import Publisher
+
+    torch.set_num_threads(1)
+    tensor = torch.ones(1024)
+    with tempfile.TemporaryDirectory() as folder, a_writer() as writer:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+        times: dict[str, list[float]] = {"bare": [], "published": []}
+        for _ in range(ROUNDS):
+            times["bare"].append(block(lambda: dist.all_reduce(tensor)))
+            with listen(Publisher(writer)):
+                times["published"].append(block(lambda: dist.all_reduce(tensor)))
+            uninstall()
+        dist.destroy_process_group()
+    bare, published = (statistics.median(values[1:]) for values in times.values())
+    added = {"p50_us": round(published - bare, 2), "of_a_bare_call": round((published - bare) / bare, 2)}
+    goal = {"of_a_bare_call": 0.75}
+    reached = added["of_a_bare_call"] <= goal["of_a_bare_call"]
+    return {
+        "bare all_reduce": {"p50_us": round(bare, 2)},
+        "published": {"p50_us": round(published, 2)},
+        "added": {**added, "goal": goal, "reached": reached},
+    }
+
+
+def block(call: Callable[[], object], calls: int = 1000) -> float:
+    """The median call, in microseconds."""
+    return statistics.median(timed(call) for _ in range(calls)) / 1e3
+
+
+def idle_observer() -> Figures:
+    """An observer that watches a trainer which moves; no job, hence no hub to talk to."""
+    from torchscout.config import ObserverConfig
+    from torchscout.evidence.observer.assignment import Assignment
+    from torchscout.evidence.observer.launch import launch
+
+    with a_writer() as writer, tempfile.TemporaryDirectory() as run_dir:
+        observer = launch(
+            Assignment(
+                rank=0,
+                size=2,
+                record=str(writer.path),
+                run_dir=run_dir,
+                token="benchmark" * 4,
+                config=ObserverConfig(),
+            )
+        )
+        observer.configure([("127.0.0.1", 9)])  # nobody listens there
+        time.sleep(2)
+        begin, spent = time.monotonic(), cpu_seconds(observer.pid)
+        while time.monotonic() - begin < 20:
+            writer.advance(Phase.FORWARD)
+            time.sleep(0.05)
+        share = (cpu_seconds(observer.pid) - spent) / (time.monotonic() - begin)
+        memory = resident_mib(observer.pid)
+        assert observer.is_running
+        writer.finished()
+        observer.close()
+    figures = {"core_percent": round(100 * share, 2), "resident_mib": round(memory, 1)}
+    goal = {"core_percent": 1.0, "resident_mib": 40.0}
+    reached = all(figures[name] <= limit for name, limit in goal.items())
+    return {"idle observer": {**figures, "goal": goal, "reached": reached}}
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+PARTS: dict[str, Callable[[], Figures]] = {
+    "coordinate publication": coordinate_publication,
+    "issue": issue,
+    "collective intent": collective_intent,
+    "idle observer": idle_observer,
+}
+
+
+@contextmanager
+def a_writer() -> Iterator[ProgressWriter]:
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(dir=base) as directory:
+        writer = ProgressWriter.create(Path(directory), rank=0)
+        yield writer
+        writer.close()
+
+
+def times_of(calls: dict[str, Callable[[], object]], goals: dict[str, dict[str, float]]) -> Figures:
+    """Percentiles of each call; calls, reference and the bare clock take turns."""
+    every = {**calls, "reference": a_bare_store(), "clock": None}
+    rounds = [one_round(every) for _ in range(ROUNDS)][1:]
+    figures = {
+        name: {
+            "p50_us": round(statistics.median(each[name][0] for each in rounds), 3),
+            "p99_us": round(statistics.median(each[name][1] for each in rounds), 3),
+            "ratio": round(statistics.median(each[name][0] / each["reference"][0] for each in rounds), 2),
+        }
+        for name in every
+    }
+    for name, goal in goals.items():
+        reached = all(figures[name][percentile] <= limit for percentile, limit in goal.items())
+        figures[name] |= {"goal": goal, "reached": reached}
+    return figures
+
+
+def one_round(calls: dict[str, Callable[[], object] | None]) -> dict[str, tuple[float, float]]:
+    """Median and 99th percentile of each, in microseconds."""
+    samples: dict[str, list[int]] = {name: [] for name in calls}
+    for _ in range(CALLS):
+        for name, call in calls.items():
+            samples[name].append(timed(call))
+    cuts = {name: statistics.quantiles(values, n=100) for name, values in samples.items()}
+    return {name: (cut[49] / 1e3, cut[98] / 1e3) for name, cut in cuts.items()}
+
+
+def timed(call: Callable[[], object] | None) -> int:
+    if call is None:
+        begin = time.perf_counter_ns()
+        return time.perf_counter_ns() - begin
+    begin = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - begin
+
+
+def a_bare_store() -> Callable[[], object]:
+    store, memory, numbers = struct.Struct("6qdq").pack_into, memoryview(bytearray(64)), itertools.count()
+    return lambda: store(memory, 0, next(numbers), 2, 3, 4, 5, 6, time.monotonic(), 8)
+
+
+def table(report: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = [f"{report['device']}; {versions}; {report['date']}"]
+    for part, figures in report["results"].items():
+        lines += ["", part]
+        lines += [f"  {name:22} {row(values)}" for name, values in figures.items()]
+    return "\n".join(lines)
+
+
+def row(values: dict[str, Any]) -> str:
+    plain = [f"{name} {value:<8}" for name, value in values.items() if name not in {"goal", "reached"}]
+    if "goal" not in values:
+        return " ".join(plain)
+    goal = ", ".join(f"{name} {limit}" for name, limit in values["goal"].items())
+    return " ".join([*plain, f"goal {goal}: {'reached' if values['reached'] else 'MISSED'}"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""Real observers beside real, torch-free trainers: what they find, and that nothing stops the trainers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.small_job import QUICK, SmallJob, is_alive, small_job, until
+from torchscout.decision.progress import Phase
+from torchscout.decision.record import Incident, Resolved
+from torchscout.errors import ObserverError
+from torchscout.evidence.observer.assignment import Assignment, describe_mesh
+from torchscout.evidence.observer.keys import new_token
+from torchscout.evidence.observer.launch import Observer, launch
+from torchscout.evidence.observer.progress import ProgressWriter
+from torchscout.mesh import Mesh
+
+LONG = 600.0
+
+
+def incident_of(job: SmallJob) -> Incident:
+    return until(job.lines, "an incident is written")[0]
+
+
+def goes_on(job: SmallJob) -> None:
+    before = min(job.steps)
+    until(lambda: min(job.steps) > before + 20, "training goes on")
+
+
+def test_a_healthy_job_is_silent_and_a_late_rank_is_named_until_it_moves(tmp_path: Path):
+    with small_job(3, tmp_path, floor_seconds=30.0, grace_seconds=120.0) as job:
+        goes_on(job)
+        statuses = [job.ask(rank, do="status") for rank in range(3)]
+        assert [status["messages"] for status in statuses] == [0, 0, 0]
+        assert [status["connected"] for status in statuses] == [[True, True]] * 3
+        assert statuses[0]["threshold_seconds"] == 30.0
+        for rank in range(3):
+            job.order(rank, do="change", floor_seconds=0.6)
+        until(lambda: job.ask(0, do="status")["threshold_seconds"] == 0.6, "the new threshold holds")
+        job.order(1, do="sleep", seconds=3.0)
+        incident = incident_of(job)
+        assert incident.ranks == (1,)
+        assert "2 ranks wait for it" in incident.sentence
+        stacks = {
+            record.progress["rank"]: record.progress["stack"]
+            for record in incident.records
+            if record.progress
+        }
+        assert sorted(stacks) == [0, 1, 2]
+        assert "in _do_sleep" in stacks[1]
+        assert "in _hear" in stacks[2]
+        resolved = until(lambda: job.lines()[1:], "it is resolved")[0]
+        assert isinstance(resolved, Resolved)
+        assert (resolved.ranks, resolved.sentence) == ((1,), incident.sentence)
+        assert resolved.stalled_seconds >= 3.0
+        for rank in range(3):
+            job.order(rank, do="finish")
+        until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
+        assert [trainer.wait() for trainer in job.trainers] == [0, 0, 0]
+        assert len(job.lines()) == 2
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["incidents.jsonl", "observers"]
+        assert list((tmp_path / "observers").iterdir()) == []
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_killed_trainer_is_named_though_nobody_is_silent(tmp_path: Path, rank: int):
+    with small_job(3, tmp_path, floor_seconds=60.0) as job:
+        job.trainers[rank].kill()
+        incident = incident_of(job)
+        assert incident.ranks == (rank,)
+        assert f"the trainer of rank {rank} ended before it had finished" in incident.sentence
+        for other in {0, 1, 2} - {rank}:
+            job.trainers[other].kill()
+        until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
+        assert len(job.lines()) == 1, "whoever ended later was taken along"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGSTOP, id="stopped"),
+        pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow),
+    ],
+)
+def test_without_the_hub_training_goes_on_and_the_standby_concludes(tmp_path: Path, how: signal.Signals):
+    with small_job(3, tmp_path) as job:
+        os.kill(job.observers[0], how)
+        goes_on(job)
+        job.order(1, do="sleep", seconds=4.0)
+        assert incident_of(job).ranks == (1,)
+        if how is signal.SIGSTOP:
+            os.kill(job.observers[0], signal.SIGCONT)
+        until(lambda: len(job.lines()) > 1, "it is resolved")
+        goes_on(job)
+        assert [type(line) for line in job.lines()] == [Incident, Resolved]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_any_hub_each_observer_says_so_and_training_goes_on(tmp_path: Path, how: signal.Signals):
+    with small_job(3, tmp_path) as job:
+        for rank in (0, 2):
+            os.kill(job.observers[rank], how)
+        goes_on(job)
+        job.order(0, do="sleep", seconds=3.0)
+        record = until(lambda: job.records(1), "rank 1's observer writes down what it knows")[0]
+        assert record.status == "not_checked"
+        assert "neither the hub nor its standby answers" in record.reason
+        goes_on(job)
+        assert job.lines() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_one_observer_the_others_conclude(tmp_path: Path, how: signal.Signals):
+    with small_job(4, tmp_path) as job:
+        os.kill(job.observers[1], how)
+        goes_on(job)
+        job.order(2, do="sleep", seconds=LONG)
+        incident = incident_of(job)
+        assert incident.ranks == (2,)
+        assert "rank 1 did not answer" in incident.sentence
+
+
+@pytest.mark.slow
+def test_a_trainer_that_holds_the_interpreter_lock_is_named_with_its_stack(tmp_path: Path):
+    with small_job(3, tmp_path) as job:
+        job.order(1, do="hold the lock", seconds=20.0)
+        incident = incident_of(job)
+        assert incident.ranks == (1,)
+        assert "in _do_hold_the_lock" in incident.records[0].progress["stack"]
+
+
+@pytest.mark.slow
+def test_a_stopped_trainer_is_named(tmp_path: Path):
+    with small_job(3, tmp_path) as job:
+        job.trainers[2].send_signal(signal.SIGSTOP)
+        incident = incident_of(job)
+        assert incident.ranks == (2,)
+        assert "stopped" in incident.sentence
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_something_else_is_named(tmp_path: Path):
+    with small_job(4, tmp_path) as job:
+        job.order(0, do="sleep", seconds=LONG)  # or the others would go on
+        job.order(1, do="differ")
+        incident = incident_of(job)
+        assert incident.ranks == (1,)
+        assert "broadcast" in incident.sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["pause", "checkpoint"])
+def test_a_rank_that_may_be_silent_is_not_blamed(tmp_path: Path, what: str):
+    with small_job(3, tmp_path) as job:
+        job.order(1, do=what, seconds=4.0)
+        until(lambda: job.steps[0] == job.steps[1] + 1, "the others wait")
+        goes_on(job)
+        assert job.ask(0, do="status")["rounds"] > 0
+        assert job.lines() == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_finished_early_is_named_by_those_who_wait_for_it(tmp_path: Path):
+    with small_job(3, tmp_path) as job:
+        job.order(2, do="finish")
+        incident = incident_of(job)
+        assert incident.ranks == (2,)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_asked_to_end_is_no_incident(tmp_path: Path):
+    with small_job(3, tmp_path) as job:
+        for trainer in job.trainers:
+            trainer.terminate()
+        until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
+        assert job.lines() == []
+
+
+@pytest.mark.slow
+def test_one_trainer_that_was_asked_to_end_is_named_by_those_who_wait_for_it(tmp_path: Path):
+    with small_job(3, tmp_path) as job:
+        job.trainers[1].terminate()
+        incident = incident_of(job)
+        assert incident.ranks == (1,)
+        assert "ranks wait for it" in incident.sentence
+
+
+@pytest.mark.slow
+def test_two_jobs_on_one_machine_do_not_meet(tmp_path: Path):
+    with small_job(2, tmp_path / "one") as one, small_job(2, tmp_path / "two") as two:
+        one.order(1, do="sleep", seconds=LONG)
+        assert incident_of(one).ranks == (1,)
+        goes_on(two)
+        assert two.lines() == []
+        assert two.ask(0, do="status")["messages"] == 0
+
+
+def test_an_observer_needs_neither_torch_nor_numpy():
+    code = "import torchscout.evidence.observer.process, sys; print({'torch', 'numpy'} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert answer.stdout.strip() == "set()"
+
+
+@pytest.fixture
+def assignment(tmp_path: Path) -> Iterator[Assignment]:
+    """For an observer of this very process."""
+    writer = ProgressWriter.create(tmp_path / "progress", 0)
+    writer.advance(Phase.FORWARD)
+    yield Assignment(
+        rank=0,
+        size=1,
+        record=str(writer.path),
+        run_dir=str(tmp_path / "run"),
+        token=new_token(),
+        config=QUICK,
+        hub=0,
+        mesh=describe_mesh(Mesh.grid()),
+    )
+    writer.close()
+
+
+@pytest.fixture
+def observer(assignment: Assignment) -> Iterator[Observer]:
+    observer = launch(assignment)
+    yield observer
+    if observer.is_running:
+        os.kill(observer.pid, signal.SIGKILL)
+    observer.close()
+
+
+def test_settings_are_changed_where_they_are_valid(observer: Observer):
+    observer.configure([("127.0.0.1", observer.port)])
+    observer.change(start_seconds=42.0)
+    assert observer.config.start_seconds == 42.0
+    status = observer.status(timeout=20)
+    assert (status["threshold_seconds"], status["config"]["start_seconds"]) == (42.0, 42.0)
+    with pytest.raises(ValueError, match="multiple must be at least 1, got 0"):
+        observer.change(multiple=0)
+    assert observer.status(timeout=20)["config"]["multiple"] == QUICK.multiple
+
+
+def test_an_observer_is_in_a_session_of_its_own(observer: Observer):
+    assert os.getsid(observer.pid) == observer.pid != os.getsid(0)
+
+
+def test_it_leaves_when_it_is_told_to(observer: Observer):
+    observer.configure([("127.0.0.1", observer.port)])
+    observer.close(timeout=20)
+    assert not observer.is_running
+    observer.close()
+
+
+def test_a_stopped_observer_does_not_hold_its_trainer_up(observer: Observer):
+    os.kill(observer.pid, signal.SIGSTOP)
+    with pytest.raises(ObserverError, match="the observer of rank 0 does not answer"):
+        observer.status(timeout=0.1)
+    with pytest.raises(ObserverError, match="takes no message"):
+        fill_its_pipe(observer)
+
+
+def fill_its_pipe(observer: Observer) -> None:
+    while True:
+        observer.change(timeout=0.01, floor_seconds=5.0)
+
+
+def test_a_killed_observer_is_an_error_to_whoever_asks(observer: Observer):
+    os.kill(observer.pid, signal.SIGKILL)
+    until(lambda: not observer.is_running, "it is gone")
+    with pytest.raises(ObserverError, match="the observer of rank 0 is gone"):
+        observer.status()
+
+
+def test_a_failure_to_start_says_why(assignment: Assignment):
+    with pytest.raises(ObserverError, match=r"(?s)is gone; its log ends: .*No such file or directory"):
+        launch(replace(assignment, record="/nowhere/progress"))
+
+
+def test_a_start_takes_only_so_long(assignment: Assignment):
+    began = time.monotonic()
+    with pytest.raises(ObserverError, match="does not answer"):
+        launch(assignment, timeout=0.0)
+    assert time.monotonic() - began < 20, "it did not wait for the observer"

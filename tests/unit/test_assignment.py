@@ -1,0 +1,56 @@
+"""What an observer is told, and who hosts the hubs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from torchscout.config import ObserverConfig
+from torchscout.evidence.observer.assignment import Assignment, describe_mesh, hub_ranks, mesh_from
+from torchscout.mesh import Mesh
+
+PLAIN = Assignment(rank=1, size=2, record="/r", run_dir="/runs", token="t" * 16, config=ObserverConfig())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks"),
+    [
+        (["a"], (0,)),
+        (["a", "a", "a"], (0, 2)),
+        ([None, None], (0, 1)),
+        (["a", "a", "b", "b", "a"], (0, 3)),  # not on the machine of the hub
+    ],
+)
+def test_the_standby_does_not_share_the_hubs_fate(hosts: list[str | None], ranks: tuple[int, ...]):
+    assert hub_ranks(hosts) == ranks
+
+
+def test_nothing_is_lost_on_the_way():
+    assert Assignment.from_json(json.loads(json.dumps(PLAIN.to_json()))) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 2}, "rank 2 is not in a job of 2 ranks"),
+        ({"run_dir": "runs"}, "run_dir must be an absolute path, got 'runs'"),
+        ({"hub": 0}, "rank 1 hosts a hub, which needs the mesh"),
+    ],
+)
+def test_mistakes_are_refused(changes: dict[str, object], message: str):
+    document = {**PLAIN.to_json(), **changes}
+    with pytest.raises(ValueError, match=message):
+        Assignment.from_json(document)
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh.grid(replica=4, tensor=2, hosts=list("aabbccdd")), Mesh.grid(replica=4).carve_experts(2)]
+)
+def test_a_mesh_survives_the_way(mesh: Mesh):
+    again = mesh_from(json.loads(json.dumps(describe_mesh(mesh))))
+    assert len(again) == len(mesh)
+    for rank in range(len(mesh)):
+        for role in ("dense", "expert"):
+            assert again.address_of(rank, role) == mesh.address_of(rank, role)
+        assert again.host_of(rank) == mesh.host_of(rank)

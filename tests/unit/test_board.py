@@ -1,0 +1,403 @@
+"""The observers' board over real sockets; hub and clients are driven by hand, and told the time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from torchscout.config import ObserverConfig
+from torchscout.decision.consensus import exact
+from torchscout.decision.progress import Line, Process, Standing
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Resolved, Scope
+from torchscout.evidence.observer import keys
+from torchscout.evidence.observer.board import LIMIT, Client, Message, connect
+from torchscout.evidence.observer.docket import Finding
+from torchscout.evidence.observer.hub import Hub
+from torchscout.evidence.observer.post import Post
+
+TOKEN = keys.new_token()
+CONFIG = ObserverConfig(address="127.0.0.1")
+LINE = Line("world", (0, 1, 2), "world")
+
+
+def incident(*ranks: int) -> Incident:
+    record = EvidenceRecord(
+        step=3, surface="issued/world", manifestation=Manifestation.HANG, peers=(0, 1), verdict=exact([5, 4])
+    )
+    return Incident(
+        manifestation=Manifestation.HANG,
+        scope=Scope.RANK,
+        step=3,
+        ranks=ranks,
+        hosts=(),
+        records=(record,),
+        action=Action.RESTART,
+        sentence=f"ranks {ranks} are late",
+    )
+
+
+def post(
+    rank: int,
+    process: Process = Process.RUNNING,
+    gone_seconds: float | None = None,
+    moving: bool = True,
+) -> dict[str, Any]:
+    standing = Standing(rank, process, None)
+    return Post(standing, (LINE,), moving=moving, gone_seconds=gone_seconds).to_json()
+
+
+class Board:
+    """A hub and the clients that reached it."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context = zmq.Context()
+        self.rounds: list[tuple[dict[int, Post], bool]] = []
+        self.written: list[Any] = []
+        self.verdict: Incident | None = None
+        self.clients: dict[int, Client] = {}
+        self.heard: dict[int, list[Message]] = {}
+        self.now = 0.0
+        self.hub = Hub(
+            self.context,
+            size=3,
+            token=TOKEN,
+            config=CONFIG,
+            conclude=self._conclude,
+            record=self.written.append,
+        )
+
+    def _conclude(self, posts: dict[int, Post], insistent: bool) -> Incident | None:
+        self.rounds.append((dict(posts), insistent))
+        return self.verdict
+
+    def join(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.clients[rank] = Client(self.context, rank, TOKEN, [("127.0.0.1", self.hub.port)])
+            self.heard[rank] = []
+            self.until(lambda rank=rank: self.reaches(rank))
+            self.clients[rank].sockets[0].recv()
+
+    def reaches(self, rank: int) -> bool:
+        """Whether the hub can send to ``rank``; past the ends, so that it is not counted."""
+        try:
+            self.hub.socket.send_multipart([str(rank).encode(), b"probe"], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def turn(self) -> None:
+        self.hub.tick(self.now)
+        for rank, client in self.clients.items():
+            self.heard[rank] += [message for _, message in client.receive()]
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, "it never came to that"
+            self.turn()
+            time.sleep(0.001)
+
+    def kinds(self, rank: int) -> list[str]:
+        return [message["kind"] for message in self.heard[rank]]
+
+    def post_all(self, *ranks: int) -> None:
+        """Everybody answers the latest question."""
+        for rank in ranks:
+            self.until(lambda rank=rank: "ask" in self.kinds(rank))
+            asked = [message for message in self.heard[rank] if message["kind"] == "ask"][-1]
+            self.clients[rank].send(0, "post", round=asked["round"], post=post(rank))
+
+    def hold_round(self, *ranks: int) -> None:
+        concluded = len(self.rounds)
+        for heard in self.heard.values():
+            heard.clear()
+        self.clients[ranks[0]].send(0, "announce", insistent=False)
+        self.post_all(*ranks)
+        self.until(lambda: len(self.rounds) > concluded)
+        for rank in ranks:
+            self.until(lambda rank=rank: "outcome" in self.kinds(rank))
+
+    def messages(self) -> int:
+        ends = [self.hub, *self.clients.values()]
+        return sum(end.tally.sent + end.tally.received for end in ends)
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    board = Board()
+    yield board
+    for end in (*board.clients.values(), board.hub):
+        end.close()
+    board.context.destroy(linger=0)
+
+
+def test_nothing_is_exchanged_until_somebody_announces(board: Board):
+    board.join(0, 1, 2)
+    for _ in range(50):
+        board.turn()
+        time.sleep(0.002)
+    assert board.messages() == 0
+
+
+def test_a_round_asks_everybody_and_tells_everybody(board: Board):
+    board.join(0, 1, 2)
+    board.verdict = incident(2)
+    board.hold_round(1, 0, 2)
+    ((posts, insistent),) = board.rounds
+    assert sorted(posts) == [0, 1, 2]
+    assert posts[2].standing.rank == 2
+    assert posts[2].lines == (LINE,)
+    assert not insistent
+    assert board.written == [board.verdict]
+    assert board.kinds(1) == ["heard", "ask", "outcome"]
+    assert board.kinds(2) == ["ask", "outcome"]
+    finding = Finding.of(board.verdict, posts)
+    assert Finding.from_json(board.heard[0][-1]["finding"]) == finding
+
+
+def test_the_same_conclusion_is_written_once(board: Board):
+    board.join(0, 1, 2)
+    board.verdict = incident(2)
+    board.hold_round(1, 0, 2)
+    board.hold_round(0, 1, 2)
+    assert len(board.rounds) == 2
+    assert board.written == [board.verdict]
+
+
+def test_a_round_without_a_finding_writes_nothing(board: Board):
+    board.join(0, 1, 2)
+    board.hold_round(0, 1, 2)
+    assert board.written == []
+    assert board.heard[2][-1] == {"kind": "outcome", "finding": None}
+
+
+def test_who_is_not_connected_is_not_waited_for(board: Board):
+    board.join(0, 2)
+    board.hold_round(0, 2)
+    assert sorted(board.rounds[0][0]) == [0, 2]
+    assert board.now == 0.0
+
+
+def test_who_does_not_post_is_absent_after_the_deadline(board: Board):
+    board.join(0, 1, 2)
+    board.clients[0].send(0, "announce", insistent=False)
+    board.post_all(0, 1)
+    board.until(lambda: board.hub.tally.received == 3)
+    board.now = CONFIG.round_deadline_seconds - 0.01
+    board.turn()
+    assert board.rounds == []
+    board.now = CONFIG.round_deadline_seconds
+    board.turn()
+    assert sorted(board.rounds[0][0]) == [0, 1]
+
+
+def test_stacks_are_asked_for_when_all_have_posted_and_only_of_the_still(board: Board):
+    board.join(0, 1, 2)
+    board.clients[0].send(0, "announce", insistent=False)
+    board.clients[0].send(0, "post", round=1, post=post(0, moving=False))
+    board.clients[1].send(0, "post", round=1, post=post(1, moving=False))
+    board.clients[0].send(0, "stack", round=1, stack="too early", waiting=True)
+    board.until(lambda: board.hub.tally.received == 4)
+    assert "show" not in board.kinds(0) + board.kinds(1)
+    board.clients[2].send(0, "post", round=1, post=post(2, moving=True))
+    for rank in (0, 1):
+        board.until(lambda rank=rank: "show" in board.kinds(rank))
+        board.clients[rank].send(0, "post", round=1, post=post(rank, Process.STOPPED))  # too late
+        board.clients[rank].send(0, "stack", round=1, stack=f"File {rank}", waiting=rank == 0)
+    board.until(lambda: board.rounds)
+    standings = {rank: post.standing for rank, post in board.rounds[0][0].items()}
+    assert [standings[rank].stack for rank in range(3)] == ["File 0", "File 1", ""]
+    assert [standings[rank].waiting for rank in range(3)] == [True, False, None]
+    assert standings[0].process is standings[1].process is Process.RUNNING
+    assert "show" not in board.kinds(2)
+
+
+def test_a_stack_that_does_not_come_is_not_waited_for(board: Board):
+    board.join(0)
+    board.clients[0].send(0, "announce", insistent=False)
+    board.clients[0].send(0, "post", round=1, post=post(0, moving=False))
+    board.until(lambda: "show" in board.kinds(0))
+    assert board.rounds == []
+    board.now = CONFIG.stack_seconds + 0.3
+    board.turn()
+    assert board.rounds[0][0][0].standing.waiting is None
+
+
+def test_announcements_during_a_round_join_it(board: Board):
+    board.join(0, 1, 2)
+    for rank in (0, 1, 2):
+        board.clients[rank].send(0, "announce", insistent=rank == 1)
+    board.until(lambda: board.hub.tally.received == 3)
+    board.post_all(0, 1, 2)
+    board.until(lambda: board.rounds)
+    assert [insistent for _, insistent in board.rounds] == [True]
+    assert board.kinds(2).count("ask") == 1
+
+
+def test_a_post_of_an_earlier_round_is_not_taken(board: Board):
+    board.join(0, 1, 2)
+    board.hold_round(0, 1, 2)
+    board.clients[0].send(0, "announce", insistent=False)
+    board.clients[2].send(0, "post", round=1, post=post(2))
+    board.until(lambda: board.hub.tally.received == 6)
+    board.now = 5.0
+    board.turn()
+    assert board.rounds[1][0] == {}
+
+
+def test_who_left_is_not_asked_and_its_last_word_counts(board: Board):
+    board.join(0, 1, 2)
+    board.clients[2].send(0, "leave", post=post(2, Process.GONE, gone_seconds=1.0))
+    board.until(lambda: board.hub.left == {2})
+    board.now = 4.0
+    board.clients[0].send(0, "announce", insistent=False)
+    board.post_all(0, 1)
+    board.until(lambda: board.rounds)
+    assert board.rounds[0][0][2].gone_seconds == 5.0
+    assert board.kinds(2) == []
+
+
+def test_a_round_that_another_hub_took_over_is_called_off(board: Board):
+    board.join(0, 1, 2)
+    board.clients[0].send(0, "announce", insistent=False)
+    board.until(lambda: "ask" in board.kinds(0))
+    board.clients[0].send(0, "elsewhere", round=1)
+    board.until(lambda: board.hub.deadline is None)
+    board.now = 5.0
+    board.turn()
+    assert board.rounds == []
+
+
+def test_after_a_death_the_verdict_stands(board: Board):
+    board.join(0, 1, 2)
+    board.clients[1].send(0, "leave", post=post(1, Process.GONE, gone_seconds=0.0))
+    board.until(lambda: board.hub.left == {1})
+    board.verdict = incident(1)
+    board.hold_round(0, 2)
+    board.heard[2].clear()
+    board.clients[2].send(0, "announce", insistent=False)
+    board.until(lambda: board.kinds(2))
+    assert board.heard[2][0]["finding"]["ranks"] == [1]
+    assert len(board.rounds) == 1
+
+
+def test_the_end_of_an_incident_is_written_once_all_that_were_named_move(board: Board):
+    board.join(0, 1, 2)
+    board.verdict = incident(1, 2)
+    board.hold_round(0, 1, 2)
+    for rank, seconds in ((0, 50.0), (2, 7.5), (1, 7.0)):
+        board.clients[rank].send(0, "moved", seconds=seconds)
+    board.until(lambda: len(board.written) == 2)
+    assert board.written[1] == Resolved(
+        step=3, ranks=(1, 2), sentence="ranks (1, 2) are late", stalled_seconds=7.5
+    )
+
+
+def test_what_the_other_hub_said_is_not_said_again(board: Board):
+    board.join(0, 1, 2)
+    board.verdict = incident(2)
+    board.hub.adopt(Finding.of(board.verdict, {}))
+    board.hold_round(0, 1, 2)
+    board.clients[2].send(0, "moved", seconds=7.5)
+    board.hold_round(0, 1, 2)
+    assert board.written == [board.verdict], "only what was found after the first was over"
+
+
+def test_a_wrong_token_is_refused(board: Board):
+    board.join(0)
+    stranger = Client(board.context, 1, keys.new_token(), [("127.0.0.1", board.hub.port)])
+    with socket.create_connection(("127.0.0.1", board.hub.port)) as plain:
+        plain.sendall(b"announce\n" * 100)
+        for _ in range(100):
+            board.turn()
+            time.sleep(0.005)
+    assert stranger.connected() == [False]
+    assert not stranger.send(0, "announce", insistent=False)
+    assert board.hub.tally.received == board.hub.tally.malformed == 0
+    board.hold_round(0)
+    assert sorted(board.rounds[0][0]) == [0], "rank 1 was not asked: nobody with its token is there"
+    stranger.close()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[1]",
+        b'{"kind": 3}',
+        b'{"kind": "dance"}',
+        b'{"kind": "announce"}',
+        b'{"kind": "post", "round": 1}',
+        b'{"kind": "post", "round": 1, "post": 7}',
+        b'{"kind": "moved", "seconds": []}',
+        b'{"kind": "stack", "round": 1, "stack": "", "waiting": "perhaps"}',
+        b'{"kind": "share", "channel": "c", "number": 1, "peers": [0, 2], "payload": ""}',
+        json.dumps({"kind": "leave", "post": post(2)}).encode(),
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_malformed_is_counted_and_dropped(board: Board, raw: bytes):
+    board.join(0, 1)
+    board.clients[1].sockets[0].send(raw)
+    board.until(lambda: board.hub.tally.malformed == 1)
+    board.hold_round(0, 1)
+    assert sorted(board.rounds[0][0]) == [0, 1]
+
+
+def test_a_stranger_rank_is_dropped(board: Board):
+    board.join(0)
+    for rank in (3, -1):
+        board.clients[rank] = Client(board.context, rank, TOKEN, [("127.0.0.1", board.hub.port)])
+        board.heard[rank] = []
+        board.until(lambda rank=rank: board.clients[rank].send(0, "announce", insistent=False))
+    board.until(lambda: board.hub.tally.malformed == 2)
+    assert board.hub.deadline is None
+
+
+def test_a_message_beyond_the_limit_ends_its_connection_only(board: Board):
+    board.join(0, 1)
+    assert not board.clients[1].send(0, "announce", insistent="x" * LIMIT)
+    board.clients[1].sockets[0].send(b"x" * (LIMIT + 1))
+    time.sleep(0.2)
+    board.until(lambda: board.clients[1].connected() == [True] and board.reaches(1))  # anew
+    board.hold_round(0, 1)
+    assert board.hub.tally.malformed == 0
+
+
+def test_a_client_knows_when_its_hub_is_gone(board: Board):
+    board.join(0)
+    board.hub.close()
+    deadline = time.monotonic() + 10
+    while board.clients[0].connected() == [True]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not board.clients[0].send(0, "announce", insistent=False)
+
+
+def test_a_client_that_connects_anew_replaces_its_lost_connection(board: Board):
+    board.join(0, 1, 2)
+    again = connect(board.context, TOKEN, 2, ("127.0.0.1", board.hub.port))
+    board.until(lambda: board.reaches(2) and again.poll(10))
+    again.recv()
+    board.clients[0].send(0, "announce", insistent=False)
+    board.until(lambda: again.poll(0))
+    while again.poll(0):
+        last = again.recv()
+    assert json.loads(last) == {"kind": "ask", "round": 1}
+    again.close()
+
+
+def test_both_ends_derive_the_same_keys_from_the_token_and_nothing_else_does():
+    assert keys.hub_keys(TOKEN) == keys.hub_keys(TOKEN)
+    pairs = [keys.hub_keys(TOKEN), keys.client_keys(TOKEN), keys.hub_keys(TOKEN + "x")]
+    assert len({pair.secret for pair in pairs}) == len({pair.public for pair in pairs}) == 3
+    with pytest.raises(ValueError, match="at least 16 characters, got 5"):
+        keys.hub_keys("short")

@@ -1,0 +1,119 @@
+"""From the posts of a round to an incident: who moves, who is excused, who was gone first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchscout.decision.progress import Issued, Line, Phase, Process, Progress, Standing
+from torchscout.decision.record import Action, Scope
+from torchscout.evidence.observer.conclusion import conclude
+from torchscout.evidence.observer.post import Post
+from torchscout.mesh import Mesh
+
+SIZE = 4
+WORLD = Line("world", tuple(range(SIZE)), "world")
+MESH = Mesh.grid(replica=SIZE, hosts=["a", "a", "b", "b"])
+
+
+def post(rank: int, issued: int = 5, *, stack: str = "File ...", last: int = 7, **more) -> Post:
+    prints = {number: last if number == issued else 7 for number in range(1, issued + 1)}
+    recent = tuple(Issued("world", number, each, number * each, "barrier") for number, each in prints.items())
+    progress = Progress(
+        rank,
+        step=3,
+        operation=2,
+        phase=Phase.FORWARD,
+        issued={"world": issued},
+        recent=recent,
+        at_communication=issued == 5,
+        silent_seconds=6.0,
+    )
+    return Post(Standing(rank, Process.RUNNING, progress, stack=stack), (WORLD,), **more)
+
+
+def gone(rank: int, seconds: float) -> Post:
+    alive = post(rank, 4, stack="", gone_seconds=seconds)
+    return replace(alive, standing=replace(alive.standing, process=Process.GONE))
+
+
+def round_of(*different: Post) -> dict[int, Post]:
+    """Everybody waits in number 5, but for these."""
+    return {rank: post(rank) for rank in range(SIZE)} | {each.standing.rank: each for each in different}
+
+
+def test_who_has_not_entered_is_named_with_its_stack_and_those_of_a_few_others():
+    incident = conclude(round_of(post(2, 4, stack="File lagging")), MESH)
+    assert (incident.scope, incident.ranks, incident.hosts) == (Scope.RANK, (2,), ("b",))
+    stacks = {record.progress["rank"]: record.progress["stack"] for record in incident.records}
+    assert stacks == {2: "File lagging", 0: "File ...", 1: "File ...", 3: "File ..."}
+
+
+def test_while_one_moves_nobody_is_blamed_at_first():
+    posts = round_of(post(2, 4, moving=True))
+    assert conclude(posts, MESH) is None
+    assert conclude(posts, MESH, insistent=True).ranks == (2,)
+
+
+@pytest.mark.parametrize("insistent", [False, True])
+def test_an_excused_rank_is_not_blamed(insistent: bool):
+    assert conclude(round_of(post(2, 4, excused=True)), MESH, insistent=insistent) is None
+
+
+def test_a_rank_beside_an_excused_one_is():
+    assert conclude(round_of(post(1, 4), post(2, 4, excused=True)), MESH).ranks == (1, 2)
+
+
+def test_who_ended_is_named_though_everybody_else_moves():
+    posts = {rank: post(rank, 4, moving=True) for rank in range(SIZE)} | {1: gone(1, 0.001)}
+    incident = conclude(posts, MESH)
+    assert (incident.scope, incident.ranks, incident.action) == (Scope.RANK, (1,), Action.RESTART)
+    assert (
+        incident.sentence == "the trainer of rank 1 on a ended before it had finished, in forward of step 3"
+    )
+    assert (incident.records[0].surface, incident.records[0].ranks) == ("process", (1,))
+
+
+def test_who_did_something_else_is_named_though_the_library_ended_another():
+    posts = {rank: post(rank, moving=True) for rank in range(SIZE)} | {2: post(2, last=8, moving=True)}
+    alive = posts[1]
+    posts[1] = replace(alive, gone_seconds=0.001, standing=replace(alive.standing, process=Process.GONE))
+    incident = conclude(posts, MESH)
+    assert (incident.ranks, incident.records[0].surface) == ((2,), "fingerprint/world")
+
+
+def test_who_ended_first_took_the_others_along():
+    posts = {0: post(0, moving=True), 1: gone(1, 0.5), 2: gone(2, 0.1), 3: gone(3, 0.499)}
+    assert conclude(posts, MESH).ranks == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "scope", "action"),
+    [
+        ((2, 3), Scope.MACHINE, Action.INSPECT),
+        ((1, 2), Scope.RANK, Action.RESTART),
+        ((0, 1, 2, 3), Scope.JOB, Action.RESTART),
+    ],
+)
+def test_several_that_ended_together(ranks: tuple[int, ...], scope: Scope, action: Action):
+    posts = {rank: post(rank, moving=True) for rank in range(SIZE)} | {
+        rank: gone(rank, 1.0) for rank in ranks
+    }
+    incident = conclude(posts, MESH)
+    assert (incident.scope, incident.ranks, incident.action) == (scope, ranks, action)
+
+
+def test_when_all_are_silent_the_diagnosis_says_what_the_death_meant():
+    incident = conclude(round_of(gone(2, 6.0)), MESH)
+    assert incident.ranks == (2,)
+    assert "barrier number 5" in incident.sentence
+
+
+def test_a_pause_of_all_is_no_incident():
+    assert conclude({rank: post(rank, 4) for rank in range(SIZE)}, MESH) is None
+
+
+def test_a_post_survives_the_way_over_the_board():
+    for each in (post(1, excused=True), post(2, moving=True), gone(3, 0.25)):
+        assert Post.from_json(each.to_json()) == each

@@ -1,0 +1,103 @@
+"""Hubs say everything once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from torchscout.decision.consensus import exact
+from torchscout.decision.progress import Process, Standing
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Resolved, Scope
+from torchscout.evidence.observer.docket import Docket, Finding
+from torchscout.evidence.observer.post import Post
+
+LATE = Finding("rank", "issued/world", 3, (2,), "rank 2 is late since 6 s", names_gone=False)
+
+
+def test_the_same_conclusion_is_news_once():
+    docket = Docket()
+    assert docket.enter(LATE)
+    assert not docket.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
+    assert docket.finding == LATE
+
+
+@pytest.mark.parametrize(
+    "change", [{"ranks": (1, 2)}, {"scope": "machine"}, {"step": 4}, {"surface": "fingerprint/world"}]
+)
+def test_another_conclusion_is_news(change: dict[str, object]):
+    docket = Docket()
+    docket.enter(LATE)
+    assert docket.enter(replace(LATE, **change))
+    assert docket.finding == replace(LATE, **change)
+
+
+def test_whoever_ends_after_the_job_has_stopped_is_no_news():
+    docket = Docket()
+    docket.enter(LATE)
+    assert not docket.enter(replace(LATE, ranks=(0,), names_gone=True))
+    assert docket.finding == LATE
+
+
+def test_after_a_death_nothing_is_news():
+    docket = Docket()
+    assert docket.enter(replace(LATE, ranks=(1,), names_gone=True))
+    assert not docket.enter(LATE)
+
+
+def test_it_is_resolved_when_all_that_were_named_move():
+    docket = Docket()
+    docket.enter(replace(LATE, ranks=(1, 2)))
+    assert docket.moved(0, 99.0) is None
+    assert docket.moved(2, 7.5) is None
+    assert docket.moved(2, 99.0) is None  # told before
+    assert docket.moved(1, 7.0) == Resolved(step=3, ranks=(1, 2), sentence=LATE.sentence, stalled_seconds=7.5)
+    assert docket.finding is None
+    assert docket.enter(LATE), "the same again is news again"
+
+
+def test_what_another_hub_found_is_no_news_and_its_end_is_not_written_here():
+    docket = Docket()
+    docket.adopt(LATE)
+    assert not docket.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
+    assert docket.moved(2, 7.5) is None
+    assert docket.finding is None
+
+
+def test_what_was_found_here_stays_ones_own_when_another_hub_repeats_it():
+    docket = Docket()
+    docket.enter(LATE)
+    docket.adopt(replace(LATE, sentence="rank 2 is late since 16 s"))
+    assert docket.moved(2, 7.5).sentence == LATE.sentence
+
+
+def test_another_hub_takes_back_only_what_it_found_itself():
+    docket = Docket()
+    docket.adopt(LATE)
+    docket.adopt(None)
+    assert docket.finding is None
+    docket.enter(LATE)
+    docket.adopt(None)
+    assert docket.finding == LATE
+
+
+@pytest.mark.parametrize(("process", "names_gone"), [(Process.RUNNING, False), (Process.GONE, True)])
+def test_a_finding_is_the_incident_in_short(process: Process, names_gone: bool):
+    record = EvidenceRecord(
+        step=3, surface="issued/world", manifestation=Manifestation.HANG, peers=(1, 2), verdict=exact([5, 4])
+    )
+    incident = Incident(
+        manifestation=Manifestation.HANG,
+        scope=Scope.RANK,
+        step=3,
+        ranks=(2,),
+        hosts=(),
+        records=(record,),
+        action=Action.RESTART,
+        sentence=LATE.sentence,
+    )
+    posts = {1: Post(Standing(1, Process.GONE, None), ()), 2: Post(Standing(2, process, None), ())}
+    finding = Finding.of(incident, posts if names_gone else {2: posts[2]})
+    assert finding == replace(LATE, names_gone=names_gone)
+    assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding

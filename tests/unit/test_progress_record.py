@@ -1,0 +1,729 @@
+"""The progress record: what a trainer publishes is what its observer reads, whatever happens to the trainer.
+
+Real processes throughout: the functions under "What other processes run" are their programs.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchscout.decision.progress import Issued, Line, Phase, Process, Progress, Standing
+from torchscout.errors import TornRecordError
+from torchscout.evidence.observer import layout
+from torchscout.evidence.observer.liveness import Identity
+from torchscout.evidence.observer.progress import (
+    NOWHERE,
+    ProgressReader,
+    ProgressWriter,
+    digest_after,
+    reclaim,
+)
+
+WORLD = Line("world", (0, 1, 2, 3), "default group")
+EXPERT = Line("expert", (0, 2), "expert group")
+ARROW = Line("2>3/7", (2, 3), "2 -> 3", pair=True)
+SUM, EXCHANGE = ("all_reduce float32[8] sum", 0x1234), ("all_to_all float32", (1 << 64) - 5)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[ProgressWriter]:
+    writer = ProgressWriter.create(tmp_path / "job", rank=2)
+    yield writer
+    writer.close()
+
+
+# ---------------------------------------------------------------- What other processes run
+
+
+def answer(path: str) -> None:
+    """An observer: for every line of standard input, what it reads."""
+    reader = ProgressReader(Path(path))
+    for _ in sys.stdin:
+        told = {
+            "standing": Standing(reader.rank, reader.trainer(), reader.read()).to_json(),
+            "lines": {key: [line.members, line.name, line.pair] for key, line in reader.lines().items()},
+            "steps": reader.step_seconds(),
+            "input": reader.phase_seconds(Phase.INPUT),
+            "flags": [reader.paused, reader.has_finished],
+            "dropped": reader.dropped,
+            "pid": reader.pid,
+        }
+        print(json.dumps(told), flush=True)
+
+
+def hold(directory: str) -> None:
+    """A trainer that publishes once and is then in a communication for ever."""
+    writer = ProgressWriter.create(Path(directory), rank=5)
+    writer.issue(writer.declare(WORLD), writer.phrase(*SUM))
+    print(writer.path, flush=True)
+    time.sleep(600)
+
+
+def hammer(directory: str) -> None:
+    """A trainer that does nothing but publish, from two threads."""
+    sys.setswitchinterval(1e-5)  # or they would hardly meet
+    writer = ProgressWriter.create(Path(directory), rank=0)
+    fingerprints = {"left": 11, "right": (1 << 64) - 3, "shared": 1 << 40}
+    indices = {
+        key: (writer.declare(Line(key, (0, 1), key)), writer.phrase(f"text of {key}", fingerprint))
+        for key, fingerprint in fingerprints.items()
+    }
+    print(writer.path, flush=True)
+
+    def publish(own: str, seed: int) -> None:
+        for turn in range(10**9):
+            for key in (own, "shared"):
+                splits = (turn,) * (turn % 9) if turn % 3 else None
+                writer.issue(*indices[key], splits, splits)
+                writer.advance(Phase.FORWARD)
+            writer.time_phase(Phase.INPUT, 0.5)
+            writer.device_step(turn)
+            if turn % 7 == seed:
+                writer.next_step()
+            if turn % 1000 == 0:
+                writer.declare(Line(f"{own} {turn}", tuple(range(turn)), "late"))
+
+    threading.Thread(target=publish, args=("left", 0), daemon=True).start()
+    publish("right", 3)
+
+
+def interrupt(directory: str) -> None:
+    """A trainer whose signal handler publishes too, in the middle of publications."""
+    writer = ProgressWriter.create(Path(directory), rank=0)
+    world, phrase = writer.declare(WORLD), writer.phrase(*SUM)
+    handled = 0
+
+    def handler(*_: object) -> None:
+        nonlocal handled
+        handled += 1
+        writer.advance(Phase.CHECKPOINT_WRITE)
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    issued = 0
+    while handled < 1000:
+        writer.issue(world, phrase)
+        issued += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    progress = ProgressReader(writer.path).read()
+    print(issued, progress.issued["world"], flush=True)
+    writer.close()
+
+
+@contextmanager
+def running(program: str, argument: Path) -> Iterator[subprocess.Popen[str]]:
+    code = f"import sys; from {__name__} import {program}; {program}(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(argument)]
+    root = Path(__file__).parent.parent.parent
+    process = subprocess.Popen(
+        command, cwd=root, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line_from(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def ask(process: subprocess.Popen[str]) -> dict:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    return json.loads(line_from(process))
+
+
+# ---------------------------------------------------------------- What is published is what is read
+
+
+def chain(fingerprints: list[int]) -> list[int]:
+    """The digests of a line that issues these, worked out by hand from the documented rule."""
+    digests, digest = [], 0x243F6A8885A308D3
+    for fingerprint in fingerprints:
+        mixed = (digest * 0x9E3779B97F4A7C15 + fingerprint) % 2**64
+        digest = mixed ^ (mixed >> 32)
+        digests.append(digest)
+    return digests
+
+
+def test_another_process_reads_all_of_it(writer: ProgressWriter):
+    world, expert, arrow = (writer.declare(line) for line in (WORLD, EXPERT, ARROW))
+    total, exchange = writer.phrase(*SUM), writer.phrase(*EXCHANGE)
+    writer.next_step()
+    writer.next_step()
+    writer.advance(Phase.FORWARD)
+    assert [writer.issue(world, total), writer.issue(arrow, total), writer.issue(world, total)] == [1, 1, 2]
+    writer.advance(Phase.BACKWARD)
+    assert writer.issue(expert, exchange, (3, 0), (1, 1 << 40)) == 1
+    writer.time_phase(Phase.INPUT, 0.25)
+    writer.device_step(1)
+    writer.pause()
+    writer.finished()
+    with running("answer", writer.path) as observer:
+        told = ask(observer)
+
+    standing = Standing.from_json(told["standing"])
+    first, second = chain([SUM[1], SUM[1]])
+    (exchanged,) = chain([EXCHANGE[1]])
+    assert standing.process is Process.RUNNING
+    assert standing.progress is not None
+    assert replace(standing.progress, silent_seconds=0.0) == Progress(
+        rank=2,
+        step=2,
+        operation=6,
+        phase=Phase.BACKWARD,
+        issued={"world": 2, "expert": 1, "2>3/7": 1},
+        recent=(
+            Issued("world", 1, SUM[1], first, SUM[0]),
+            Issued("2>3/7", 1, SUM[1], first, SUM[0]),
+            Issued("world", 2, SUM[1], second, SUM[0]),
+            Issued("expert", 1, EXCHANGE[1], exchanged, EXCHANGE[0], (3, 0), (1, 1 << 40)),
+        ),
+        at_communication=True,
+        silent_seconds=0.0,
+        device_step=1,
+    )
+    assert told["lines"] == {
+        line.key: [list(line.members), line.name, line.pair] for line in (WORLD, EXPERT, ARROW)
+    }
+    assert len(told["steps"]) == 1
+    assert 0 < told["steps"][0] < 60
+    assert told["input"] == [0.25]
+    assert told["flags"] == [True, True]
+    assert told["dropped"] == 0
+    assert told["pid"] == os.getpid()
+
+
+def test_another_process_sees_what_is_published_later(writer: ProgressWriter):
+    with running("answer", writer.path) as observer:
+        before = ask(observer)["standing"]["progress"]
+        index = writer.declare(WORLD)
+        writer.issue(index, writer.phrase(*SUM))
+        after = ask(observer)
+    assert (before["step"], before["operation"], before["phase"], before["issued"]) == (0, 0, "start", {})
+    assert after["standing"]["progress"]["issued"] == {"world": 1}
+    assert after["standing"]["progress"]["recent"][0]["text"] == SUM[0]
+    assert list(after["lines"]) == ["world"]
+
+
+def test_the_observers_end_needs_neither_torch_nor_numpy():
+    code = "import sys, torchscout.evidence.observer.progress; print({'torch', 'numpy'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_communication_is_the_last_event_until_something_else_is_published(writer: ProgressWriter):
+    reader = ProgressReader(writer.path)
+    index, phrase = writer.declare(WORLD), writer.phrase(*SUM)
+    assert not reader.read().at_communication
+    writer.issue(index, phrase)
+    writer.device_step(4)
+    writer.pause()
+    writer.resume()
+    assert reader.read().at_communication
+    writer.advance(Phase.FORWARD)
+    assert not reader.read().at_communication
+    writer.issue(index, phrase)
+    writer.next_step()
+    assert not reader.read().at_communication
+
+
+def test_a_glance_is_a_reading_without_the_operations(writer: ProgressWriter):
+    writer.next_step()
+    writer.issue(writer.declare(WORLD), writer.phrase(*SUM))
+    reader = ProgressReader(writer.path)
+    whole = reader.read(now=1e9)
+    assert whole.recent
+    assert reader.glance(now=1e9) == replace(whole, issued={}, recent=())
+
+
+def test_the_ring_keeps_the_last_64(writer: ProgressWriter):
+    reader = ProgressReader(writer.path)
+    world, expert, phrase = writer.declare(WORLD), writer.declare(EXPERT), writer.phrase(*SUM)
+    writer.issue(expert, phrase)
+    for _ in range(1000):
+        writer.issue(world, phrase)
+    progress = reader.read()
+    assert [each.number for each in progress.recent] == list(range(937, 1001))
+    assert progress.issued == {"world": 1000, "expert": 1}
+    digests = chain([SUM[1]] * 1000)
+    assert [each.digest for each in progress.recent] == digests[936:]
+
+
+def test_silence_is_counted_from_the_last_news(writer: ProgressWriter):
+    reader = ProgressReader(writer.path)
+    writer.advance(Phase.INPUT)
+    later = time.monotonic() + 1000
+    assert reader.read(later).silent_seconds == pytest.approx(1000, abs=60)
+    assert reader.read(later - 2000).silent_seconds == 0
+
+    published = reader.read(later).silent_seconds
+    writer.time_phase(Phase.INPUT, 1.0)
+    writer.pause()
+    assert reader.read(later).silent_seconds == published
+    writer.resume()
+    resumed = reader.read(later).silent_seconds
+    writer.device_step(3)
+    news = reader.read(later).silent_seconds
+    writer.device_step(3)
+    assert published > resumed > news == reader.read(later).silent_seconds
+
+
+def test_the_first_a_paused_and_a_checkpointing_step_do_not_look_slow(writer: ProgressWriter):
+    reader, begin = ProgressReader(writer.path), time.monotonic()
+    time.sleep(0.05)  # start-up, compilation
+    writer.next_step()
+    assert reader.step_seconds() == []
+    time.sleep(0.05)
+    writer.time_phase(Phase.CHECKPOINT_WRITE, 0.05)
+    writer.next_step()
+    writer.pause()
+    time.sleep(0.05)
+    writer.resume()
+    writer.next_step()
+    writer.next_step()
+    assert len(reader.step_seconds()) == 2
+    assert reader.phase_seconds(Phase.CHECKPOINT_WRITE) == [0.05]
+    # However slow this machine is, none of the three was counted.
+    assert 0 < sum(reader.step_seconds()) <= time.monotonic() - begin - 0.15
+
+
+def test_recent_durations_are_kept_oldest_first(writer: ProgressWriter):
+    reader = ProgressReader(writer.path)
+    for number in range(100):
+        writer.time_phase(Phase.CHECKPOINT_READ, float(number))
+    assert reader.phase_seconds(Phase.CHECKPOINT_READ) == [float(number) for number in range(36, 100)]
+    assert reader.phase_seconds(Phase.CHECKPOINT_WRITE) == []
+
+
+def test_digests_tell_order_and_history():
+    def digest(*fingerprints: int) -> int:
+        value = 0
+        for fingerprint in fingerprints:
+            value = digest_after(value, fingerprint)
+        return value
+
+    assert digest(1, 2, 3) == digest(1, 2, 3)
+    different = [digest(1, 2, 3), digest(3, 2, 1), digest(1, 3, 2), digest(1, 2), digest(1, 2, 3 ^ 1 << 63)]
+    assert len(set(different)) == len(different)
+    assert all(0 <= value < 1 << 64 for value in different)
+
+
+# ---------------------------------------------------------------- What does not fit
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        tuple(range(100_000)),
+        tuple(range(3, 100_000, 8)),
+        tuple(node * 8 + place for node in range(500) for place in (1, 5)),
+        (7, 7, 2, 9, *range(20, 30), 1, 40),
+        (4,),
+        (),
+    ],
+    ids=["all", "strided", "two of eight", "irregular", "one", "none"],
+)
+def test_long_lists_of_members_come_through(writer: ProgressWriter, members: tuple[int, ...]):
+    line = Line("key", members, "name")
+    assert writer.declare(line) == writer.declare(line) == 0
+    assert ProgressReader(writer.path).lines() == {"key": line}
+
+
+def test_too_many_lines_are_counted_and_change_nothing_else(writer: ProgressWriter):
+    reader, phrase = ProgressReader(writer.path), writer.phrase(*SUM)
+    indices = [writer.declare(Line(str(number), (0, 1), "")) for number in range(layout.LINES + 3)]
+    assert indices == [*range(layout.LINES), *[NOWHERE] * 3]
+    assert writer.declare(Line("5", (0, 1), "")) == 5
+    writer.issue(5, phrase)
+    assert writer.issue(NOWHERE, phrase) == 0
+    progress = reader.read()
+    assert (reader.dropped, len(progress.issued), progress.issued["5"]) == (3, layout.LINES, 1)
+    assert (progress.operation, progress.at_communication) == (2, False)
+
+
+def test_too_many_phrases_lose_their_text_but_not_their_fingerprint(writer: ProgressWriter):
+    reader, world = ProgressReader(writer.path), writer.declare(WORLD)
+    phrases = [writer.phrase(f"operation {number}", number) for number in range(3000)]
+    assert writer.phrase("operation 7", 7) == phrases[7]
+    writer.issue(world, phrases[7])
+    writer.issue(world, phrases[2999])
+    kept, lost = reader.read().recent
+    assert (kept.text, kept.fingerprint) == ("operation 7", 7)
+    assert (lost.text, lost.fingerprint) == ("unlisted 0000000000000bb7", 2999)
+    assert [kept.digest, lost.digest] == chain([7, 2999])
+    assert 0 < reader.dropped < 1000
+
+
+def test_a_full_journal_drops_and_counts(writer: ProgressWriter):
+    reader = ProgressReader(writer.path)
+    irregular = tuple(rank * rank for rank in range(40_000))
+    indices = [writer.declare(Line(str(number), irregular, "")) for number in range(4)]
+    assert indices[0] == 0
+    assert indices[-1] == NOWHERE
+    assert reader.dropped == indices.count(NOWHERE)
+    assert list(reader.lines()) == [str(number) for number in range(4) if indices[number] != NOWHERE]
+
+
+def test_splits_of_many_members_are_left_out(writer: ProgressWriter):
+    world, phrase = writer.declare(WORLD), writer.phrase(*EXCHANGE)
+    writer.issue(world, phrase, range(64), range(65))
+    writer.issue(world, phrase, range(65), range(65))
+    first, second = ProgressReader(writer.path).read().recent
+    assert (first.sends, first.receives) == (tuple(range(64)), None)
+    assert (second.sends, second.receives) == (None, None)
+
+
+# ---------------------------------------------------------------- Never torn
+
+
+def test_a_reader_never_sees_half_a_record(tmp_path: Path):
+    fingerprints = {"left": 11, "right": (1 << 64) - 3, "shared": 1 << 40}
+    digests = {key: [0, *chain([fingerprint])] for key, fingerprint in fingerprints.items()}
+    with running("hammer", tmp_path / "job") as trainer:
+        reader = ProgressReader(Path(line_from(trainer)))
+        last, reads, until = reader.read(), 0, time.monotonic() + 3
+        while time.monotonic() < until:
+            progress = reader.read()
+            reads += 1
+            check_against(last, progress)
+            for each in progress.recent:
+                known = digests[each.line]
+                while len(known) <= each.number:
+                    known.append(digest_after(known[-1], fingerprints[each.line]))
+                assert each.digest == known[each.number]
+                assert (each.text, each.fingerprint) == (f"text of {each.line}", fingerprints[each.line])
+            last = progress
+    assert last.step > 100
+    assert reads > 100
+
+
+def test_heads_never_go_back(tmp_path: Path):
+    with running("hammer", tmp_path / "job") as trainer:
+        path = Path(line_from(trainer))
+        with path.open("rb") as file:
+            memory = layout.Memory(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        last, until = 0, time.monotonic() + 2
+        while time.monotonic() < until:
+            for _ in range(1000):
+                head = memory.head()
+                if head is not None:
+                    assert head.number >= last
+                    last = head.number
+    assert last > 1000
+
+
+def check_against(last: Progress, progress: Progress) -> None:
+    """What holds for any two snapshots of ``hammer``, the later one being ``progress``."""
+    assert progress.coordinate >= last.coordinate
+    assert progress.silent_seconds < 60
+    assert progress.operation < 100, "there are a few dozen operations in a step"
+    assert all(progress.issued[key] >= count for key, count in last.issued.items())
+    assert abs(progress.issued["left"] + progress.issued["right"] - progress.issued["shared"]) <= 2
+    numbers: dict[str, list[int]] = {}
+    for each in progress.recent:
+        numbers.setdefault(each.line, []).append(each.number)
+        assert each.sends == each.receives
+        assert each.sends is None or len(set(each.sends)) <= 1
+    for key, seen in numbers.items():
+        assert seen == list(range(seen[0], seen[0] + len(seen)))
+        assert seen[-1] == progress.issued[key]
+
+
+@pytest.mark.parametrize("splits", [None, (5, 6, 7)])
+def test_a_write_cut_short_anywhere_leaves_the_last_whole_record(
+    writer: ProgressWriter, tmp_path: Path, splits: tuple[int, ...] | None
+):
+    """Any part of the bytes of an interrupted store may be there: a reader sees before or after."""
+    world, expert, phrase = writer.declare(WORLD), writer.declare(EXPERT), writer.phrase(*SUM)
+    writer.issue(expert, phrase)
+    for _ in range(200):
+        writer.issue(world, phrase)
+    image = Image(writer.path, tmp_path / "cut short")
+    before = image.read()
+    writer.issue(expert, phrase, splits, splits)
+    after_bytes = writer.path.read_bytes()
+    after = ProgressReader(writer.path).read(now=0.0)
+    assert (before.issued["expert"], after.issued["expert"]) == (1, 2)
+
+    dice = random.Random(1)
+    outcomes = []
+    in_order = (layout.RING_AT, layout.JOURNAL_AT), (layout.HEADS_AT, layout.RING_AT), (0, layout.HEADS_AT)
+    for begin, end in in_order:
+        changed = [at for at in range(begin, end) if image.bytes[at] != after_bytes[at]]
+        assert changed
+        for _ in range(100):
+            image.take(dice.sample(changed, dice.randrange(len(changed))), after_bytes)
+            outcomes.append(image.read() == after)
+            assert outcomes[-1] or image.read() == before
+            image.restore()
+        image.keep(changed, after_bytes)
+    assert outcomes == sorted(outcomes), "once it is there, it stays"
+    assert image.read() == after
+
+
+class Image:
+    """A copy of a record in which single bytes can be those of a later one."""
+
+    def __init__(self, record: Path, path: Path) -> None:
+        self.bytes = bytearray(record.read_bytes())
+        path.touch(mode=0o600)
+        path.write_bytes(self.bytes)
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self._reader = ProgressReader(path)
+        self._taken: list[int] = []
+
+    def read(self) -> Progress:
+        return self._reader.read(now=0.0)
+
+    def take(self, places: list[int], later: bytes) -> None:
+        self._taken = places
+        for at in places:
+            self._memory[at] = later[at]
+
+    def restore(self) -> None:
+        for at in self._taken:
+            self._memory[at] = self.bytes[at]
+
+    def keep(self, places: list[int], later: bytes) -> None:
+        for at in places:
+            self._memory[at] = self.bytes[at] = later[at]
+
+
+def test_a_trainer_killed_at_any_moment_leaves_a_record(tmp_path: Path):
+    for attempt in range(6):
+        with running("hammer", tmp_path / "job") as trainer:
+            reader = ProgressReader(Path(line_from(trainer)))
+            time.sleep(0.05 + 0.003 * attempt)
+            trainer.kill()
+            trainer.wait()
+            progress = reader.read()
+            assert len(progress.recent) == 64
+            assert progress == replace(reader.read(), silent_seconds=progress.silent_seconds)
+            assert reader.trainer() is Process.GONE
+
+
+def test_heads_that_are_never_whole_are_said_to_be_torn(writer: ProgressWriter, tmp_path: Path):
+    writer.advance(Phase.FORWARD)
+    assert_torn(Image(writer.path, tmp_path / "torn"), layout.HEADS_AT, layout.RING_AT, stride=64)
+
+
+def test_an_operation_that_is_never_whole_is_said_to_be_torn(writer: ProgressWriter, tmp_path: Path):
+    writer.issue(writer.declare(WORLD), writer.phrase(*EXCHANGE), (5, 6), (7, 8))
+    assert_torn(Image(writer.path, tmp_path / "torn"), layout.RING_AT, layout.JOURNAL_AT, stride=1 << 20)
+
+
+def assert_torn(image: Image, begin: int, end: int, stride: int) -> None:
+    """Whichever bit is wrong between ``begin`` and ``end``, there and at every ``stride`` further on."""
+    flipped, whole = bytes(byte ^ 1 for byte in image.bytes), image.read()
+    places = [at for at in range(begin, min(end, begin + stride)) if image.bytes[at]]
+    assert len(places) > 5
+    for at in places[::3]:
+        image.take(list(range(at, end, stride)), flipped)
+        with pytest.raises(TornRecordError, match="torn"):
+            image.read()
+        image.restore()
+    assert image.read() == whole
+
+
+def test_a_signal_handler_may_publish_in_the_middle_of_a_publication(tmp_path: Path):
+    with running("interrupt", tmp_path / "job") as trainer:
+        out, _ = trainer.communicate(timeout=60)
+    issued, read = out.split()
+    assert issued == read
+
+
+# ---------------------------------------------------------------- The file
+
+
+def test_only_the_owner_can_use_it_and_nobody_guesses_its_name(tmp_path: Path):
+    writers = [ProgressWriter.create(tmp_path / "new" / "job", rank=1) for _ in range(2)]
+    assert stat.S_IMODE((tmp_path / "new" / "job").stat().st_mode) == 0o700
+    for writer in writers:
+        assert stat.S_IMODE(writer.path.stat().st_mode) == 0o600
+        assert len(writer.path.name.rpartition("-")[2]) == 32
+    assert writers[0].path != writers[1].path
+    for writer in writers:
+        writer.close()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_directory_that_others_can_use_is_refused(tmp_path: Path, mode: int):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    with pytest.raises(ValueError, match="open must be a directory"):
+        ProgressWriter.create(tmp_path / "open", rank=0)
+
+
+def test_a_link_to_a_directory_is_refused(tmp_path: Path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(ValueError, match="link must be a directory"):
+        ProgressWriter.create(tmp_path / "link", rank=0)
+
+
+def test_closing_removes_it_and_late_calls_do_no_harm(writer: ProgressWriter):
+    reader = ProgressReader(writer.path)
+    index, phrase = writer.declare(WORLD), writer.phrase(*SUM)
+    writer.advance(Phase.FORWARD)
+    writer.close()
+    writer.close()
+    assert list(writer.path.parent.iterdir()) == []
+    writer.advance(Phase.BACKWARD)
+    writer.issue(index, phrase)
+    writer.declare(ARROW)
+    writer.next_step()
+    progress = reader.read()
+    assert (progress.coordinate, progress.phase) == ((0, 1), Phase.FORWARD)
+
+
+def test_a_forked_child_leaves_the_record_alone(writer: ProgressWriter):
+    stop = threading.Event()
+
+    def publish() -> None:
+        while not stop.is_set():
+            writer.advance(Phase.FORWARD)
+
+    thread = threading.Thread(target=publish)
+    thread.start()  # so that many forks happen while the lock is held
+    try:
+        children = [fork_and_publish(writer) for _ in range(30)]
+    finally:
+        stop.set()
+        thread.join()
+    until = time.monotonic() + 20
+    assert [exit_status(child, until) for child in children] == [0] * 30
+    progress = ProgressReader(writer.path).read()
+    assert (progress.step, progress.phase) == (0, Phase.FORWARD)
+
+
+def fork_and_publish(writer: ProgressWriter) -> int:
+    child = os.fork()
+    if child == 0:
+        writer.next_step()
+        writer.advance(Phase.INPUT)
+        writer.close()
+        os._exit(0)
+    return child
+
+
+def exit_status(child: int, until: float) -> int | None:
+    """None if it does not end in time."""
+    while time.monotonic() < until:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return status
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def corrupted(writer: ProgressWriter, at: int, value: bytes) -> Path:
+    with writer.path.open("r+b") as file:
+        file.seek(at)
+        file.write(value)
+    return writer.path
+
+
+def test_foreign_files_are_refused_by_name(writer: ProgressWriter, tmp_path: Path):
+    foreign = tmp_path / "foreign"
+    foreign.touch(mode=0o600)
+    for content in (b"", b"#!/bin/sh", bytes(layout.SIZE)):
+        foreign.write_bytes(content)
+        with pytest.raises(ValueError, match="foreign is not a progress record"):
+            ProgressReader(foreign)
+    foreign.write_bytes(writer.path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"foreign has {layout.SIZE - 1} bytes"):
+        ProgressReader(foreign)
+    with pytest.raises(ValueError, match=f"{writer.path} is a progress record of version 77"):
+        ProgressReader(corrupted(writer, 8, b"\x4d"))
+    with pytest.raises(ValueError, match=f"{writer.path} is not a progress record"):
+        ProgressReader(corrupted(writer, 0, b"x"))
+
+
+def test_a_file_that_others_can_write_is_refused(writer: ProgressWriter):
+    writer.path.chmod(0o620)
+    with pytest.raises(ValueError, match="not a file that belongs to this user alone"):
+        ProgressReader(writer.path)
+
+
+# ---------------------------------------------------------------- The trainer
+
+
+def test_what_the_system_says_of_the_trainer(tmp_path: Path):
+    with running("hold", tmp_path / "job") as trainer:
+        reader = ProgressReader(Path(line_from(trainer)))
+        assert (reader.pid, reader.rank) == (trainer.pid, 5)
+        assert reader.trainer() is Process.RUNNING
+        trainer.send_signal(signal.SIGSTOP)
+        wait_until(lambda: reader.trainer() is Process.STOPPED)
+        trainer.send_signal(signal.SIGCONT)
+        wait_until(lambda: reader.trainer() is Process.RUNNING)
+        trainer.kill()
+        os.waitid(os.P_PID, trainer.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
+        assert Path(f"/proc/{trainer.pid}").exists()
+        assert reader.trainer() is Process.GONE
+        trainer.wait()
+        assert reader.trainer() is Process.GONE
+        progress = reader.read()
+        assert (progress.issued, progress.at_communication) == ({"world": 1}, True)
+
+
+def wait_until(condition) -> None:
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_recycled_number_or_another_boot_is_not_the_trainer():
+    own = Identity.own()
+    assert own.process() is Process.RUNNING
+    assert own._replace(started=own.started + 1).process() is Process.GONE
+    assert own._replace(boot=bytes(16)).process() is Process.GONE
+
+
+def test_only_records_of_the_dead_are_reclaimed(tmp_path: Path):
+    directory = tmp_path / "job"
+    alive = ProgressWriter.create(directory, rank=0)
+    recycled = ProgressWriter.create(directory, rank=1)
+    started = layout.HEADER.unpack(recycled.path.read_bytes()[: layout.HEADER.size])[4]
+    corrupted(recycled, 32, (started + 1).to_bytes(8, sys.byteorder))
+    with running("hold", directory) as trainer:
+        killed, dead = Path(line_from(trainer)), ProgressReader(recycled.path)
+        trainer.send_signal(signal.SIGSTOP)
+        assert reclaim(directory) == [recycled.path]
+        trainer.kill()
+        trainer.wait()
+    (directory / "progress-7-in-the-making").touch()
+    (directory / "notes").write_text("a user's own")
+    (directory / "progress-8-link").symlink_to(killed)
+    assert reclaim(directory) == [killed]
+    left = sorted(path.name for path in directory.iterdir())
+    assert left == sorted(["notes", "progress-7-in-the-making", "progress-8-link", alive.path.name])
+    assert dead.read().coordinate == (0, 0)
+    alive.close()
+    recycled.close()
+
+
+def test_there_is_nothing_to_reclaim_where_nothing_was(tmp_path: Path):
+    assert reclaim(tmp_path / "never made") == []

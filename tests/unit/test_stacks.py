@@ -1,0 +1,184 @@
+"""A trainer's stacks: asked for by a signal, and what they say about waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from torchscout.evidence.observer import stacks
+
+SIGNAL = 46
+TORCH = "/env/lib/python3.11/site-packages/torch"
+
+WAITING = [
+    ("distributed/distributed_c10d.py", "all_reduce"),
+    ("distributed/distributed_c10d.py", "barrier"),
+    ("distributed/distributed_c10d.py", "monitored_barrier"),
+    ("distributed/distributed_c10d.py", "recv"),
+    ("distributed/pipelining/schedules.py", "_wait_batch_p2p"),
+    ("nn/parallel/distributed.py", "_distributed_broadcast_coalesced"),
+    ("distributed/utils.py", "_sync_params_and_buffers"),
+]
+WORKING = [
+    ("distributed/distributed_c10d.py", "_object_to_tensor"),
+    ("serialization.py", "_save"),
+    ("utils/data/_utils/fetch.py", "fetch"),
+    ("distributed/checkpoint/filesystem.py", "_write_item"),
+]
+UNKNOWN = [
+    ("autograd/graph.py", "_engine_run_backward"),
+    ("nn/modules/linear.py", "forward"),
+    ("distributed/pipelining/schedules.py", "_step_microbatches"),
+]
+
+
+def thread(*frames: tuple[str, str], current: bool = True) -> str:
+    head = "Current thread" if current else "Thread"
+    lines = "".join(f'  File "{file}", line 12 in {function}\n' for file, function in frames)
+    return f"{head} 0x00007f26f8c2eb80 (most recent call first):\n{lines}"
+
+
+MINE = ("/home/me/train.py", "main")
+BACKWARD = thread((f"{TORCH}/autograd/graph.py", "_engine_run_backward"), MINE)
+COMMUNICATING = thread((f"{TORCH}/distributed/distributed_c10d.py", "all_reduce"), MINE, current=False)
+JOINING = thread(("/usr/lib/python3.11/threading.py", "join"), MINE)
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "expected"),
+    [(*frame, True) for frame in WAITING]
+    + [(*frame, False) for frame in WORKING]
+    + [(*frame, None) for frame in UNKNOWN],
+)
+def test_the_topmost_frame_decides(file: str, function: str, expected: bool | None):
+    assert stacks.is_waiting(thread((f"{TORCH}/{file}", function), MINE)) is expected
+
+
+def test_what_stands_between_a_wait_and_its_caller_is_looked_through():
+    dispatcher = (f"{TORCH}/_ops.py", "__call__")
+    wait = (f"{TORCH}/distributed/_functional_collectives.py", "wait_tensor")
+    ours = ("/env/lib/python3.11/site-packages/torchscout/evidence/collectives.py", "kernel")
+    barrier = (f"{TORCH}/distributed/distributed_c10d.py", "monitored_barrier")
+    assert stacks.is_waiting(thread(dispatcher, wait, MINE)) is True
+    assert stacks.is_waiting(thread(dispatcher, ours, barrier, MINE)) is True
+    assert stacks.is_waiting(thread(dispatcher, MINE)) is None
+
+
+def test_a_users_own_frame_may_sleep_or_wait():
+    assert stacks.is_waiting(thread(MINE)) is None
+
+
+def test_the_standard_library_does_not_communicate():
+    assert stacks.is_waiting(thread(("/usr/lib/python3.11/queue.py", "get"), MINE)) is False
+    assert stacks.is_waiting(thread(("<frozen importlib._bootstrap>", "_load"), MINE)) is False
+    assert stacks.is_waiting(thread(("/env/lib/python3.11/site-packages/a.py", "b"), MINE)) is None
+
+
+@pytest.mark.parametrize(
+    ("main", "expected"),
+    [
+        (BACKWARD, True),  # backward hooks run in threads of their own
+        (JOINING, None),  # perhaps for that thread
+        (thread(MINE), None),
+        (thread((f"{TORCH}/serialization.py", "_save"), MINE), None),
+    ],
+)
+def test_other_threads_count_where_the_main_one_hands_over(main: str, expected: bool | None):
+    assert stacks.is_waiting(COMMUNICATING + "\n" + main) is expected
+
+
+def test_the_main_thread_is_the_last():
+    assert stacks.is_waiting(JOINING + "\n" + COMMUNICATING) is True
+
+
+@pytest.mark.parametrize("text", ["", "\n", "garbage", thread()])
+def test_no_stack_says_nothing(text: str):
+    assert stacks.is_waiting(text) is None
+
+
+def test_trimming_keeps_whole_threads_and_the_main_one_first():
+    text = COMMUNICATING * 9 + BACKWARD
+    trimmed = stacks.trim(text, len(BACKWARD) + 2 * len(COMMUNICATING) + 5)
+    assert trimmed == BACKWARD + 2 * COMMUNICATING
+    assert stacks.trim(BACKWARD, 10) == BACKWARD[:10]
+    assert stacks.trim("", 10) == ""
+
+
+TRAINER = """
+import ctypes, sys, time
+from pathlib import Path
+from torchscout.evidence.observer import stacks
+registration = stacks.register(Path(sys.argv[1]), {signal})
+def business():
+    print(registration.path, flush=True)
+    {business}
+business()
+"""
+
+
+@contextmanager
+def trainer(folder: Path, business: str) -> Iterator[tuple[int, Path]]:
+    """A process that does its business; its pid and its file."""
+    code = textwrap.dedent(TRAINER).format(signal=SIGNAL, business=business)
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process.pid, Path(process.stdout.readline().strip())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("business", ["time.sleep(60)", "while True: ctypes.PyDLL(None).pause()"])
+def test_a_blocked_trainer_gives_its_stack(tmp_path: Path, business: str):
+    """Also one that holds the interpreter lock for good."""
+    with trainer(tmp_path, business) as (pid, path):
+        assert path.stat().st_mode & 0o777 == 0o600
+        for _ in range(2):  # only what is new
+            stack = stacks.take(pid, path, SIGNAL, 10.0)
+            assert stack.startswith("Current thread")
+            assert stack.count(" in business") == 1
+
+
+def test_a_stopped_trainer_gives_none(tmp_path: Path):
+    with trainer(tmp_path, "time.sleep(60)") as (pid, path):
+        os.kill(pid, signal.SIGSTOP)
+        while Path(f"/proc/{pid}/stat").read_text().split()[2] != "T":
+            pass
+        assert stacks.take(pid, path, SIGNAL, 10.0) == ""
+
+
+def test_a_trainer_that_took_it_back_is_left_alone(tmp_path: Path):
+    with trainer(tmp_path, "registration.unregister(); time.sleep(60)") as (pid, path):
+        while path.exists():
+            pass
+        assert stacks.take(pid, path, SIGNAL, 10.0) == ""
+        os.kill(pid, SIGNAL)  # even a request that was under way does not end it
+        time.sleep(0.1)
+        assert Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+def test_a_process_that_never_registered_is_not_sent_the_signal(tmp_path: Path):
+    process = subprocess.Popen(["sleep", "60"])
+    (tmp_path / "file").touch()
+    assert stacks.take(process.pid, tmp_path / "file", SIGNAL, 0.1) == ""
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert stacks.take(process.pid, tmp_path / "file", SIGNAL, 10.0) == ""
+
+
+def test_a_signal_in_use_is_refused(tmp_path: Path):
+    previous = signal.signal(SIGNAL, lambda *_: None)
+    try:
+        with pytest.raises(ValueError, match="signal 46 is in use here"):
+            stacks.register(tmp_path, SIGNAL)
+    finally:
+        signal.signal(SIGNAL, previous)

@@ -1,0 +1,135 @@
+"""When silence is too long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchscout.config import ObserverConfig
+from torchscout.decision.progress import Phase, Progress
+from torchscout.evidence.observer.watch import Watch, allowance, threshold
+
+CONFIG = ObserverConfig(floor_seconds=5, multiple=3, start_seconds=300, repeat_seconds=10, poll_seconds=1)
+STEADY = [1.0] * 20
+
+
+def progress(
+    silent: float = 0.0, *, step: int = 7, operation: int = 3, phase: Phase = Phase.FORWARD
+) -> Progress:
+    return Progress(0, step, operation, phase, {}, (), at_communication=False, silent_seconds=silent)
+
+
+@pytest.mark.parametrize(
+    ("phase", "steps", "seconds"),
+    [
+        (Phase.FORWARD, STEADY, 5.0),  # the floor
+        (Phase.BACKWARD, [1.0, 4.0, 1.0], 12.0),  # three of the slowest recent steps
+        (Phase.OPTIMIZER, [1.0] * 990 + [50.0] * 10, 5.0),  # one step in a hundred may be longer
+        (Phase.OPTIMIZER, [1.0] * 980 + [50.0] * 20, 150.0),
+        (Phase.FORWARD, [], 300.0),  # the first step compiles
+        (Phase.START, STEADY, 300.0),
+        (Phase.CHECKPOINT_WRITE, STEADY, 600.0),
+        (Phase.CHECKPOINT_READ, [], 600.0),
+        (Phase.EVALUATION, [500.0], 1500.0),  # an allowance never shortens the usual
+    ],
+)
+def test_the_threshold(phase: Phase, steps: list[float], seconds: float):
+    assert threshold(CONFIG, phase, steps) == seconds
+
+
+def test_an_allowance_is_told_from_the_usual():
+    assert allowance(CONFIG, Phase.FORWARD, STEADY) is None
+    assert allowance(CONFIG, Phase.EVALUATION, STEADY) == 600.0
+    assert allowance(CONFIG, Phase.FORWARD, []) == 300.0
+
+
+class Clock:
+    """A trainer that went silent at 0, polled every second."""
+
+    def __init__(self, config: ObserverConfig = CONFIG) -> None:
+        self.watch = Watch(config)
+        self.now = 0.0
+
+    def due_until(
+        self, end: float, *, paused: bool = False, since: float = 0.0, step: int = 7
+    ) -> list[float]:
+        """When a round was due; each is held at once."""
+        times = []
+        while self.now < end:
+            self.now += 1
+            seen = progress(self.now - since, step=step)
+            if self.watch.is_due(seen, STEADY, paused=paused, now=self.now):
+                times.append(self.now)
+                self.watch.round_held(seen.coordinate, self.now)
+        return times
+
+
+def test_a_lasting_silence_is_looked_at_again_after_growing_intervals():
+    clock = Clock()
+    assert clock.due_until(100) == [6, 16, 36, 76]
+    assert clock.watch.rounds == 4
+    assert clock.due_until(3000)[-2:] == [2416, 2716]  # never longer than five minutes
+
+
+def test_a_rank_that_moved_starts_anew():
+    clock = Clock()
+    clock.due_until(20)
+    assert clock.due_until(30, since=21.0, step=8) == [27]
+    assert clock.watch.rounds == 1
+
+
+def test_a_round_called_by_others_counts():
+    clock = Clock()
+    clock.due_until(4)
+    clock.watch.round_held(progress().coordinate, clock.now)
+    assert clock.due_until(20) == [14]
+
+
+def test_a_round_while_the_rank_moved_does_not_quiet_its_later_silence():
+    clock = Clock()
+    clock.watch.round_held((6, 0), 0.0)
+    assert clock.due_until(10) == [6]
+
+
+def test_nothing_is_due_while_paused_nor_right_after():
+    clock = Clock()
+    assert clock.due_until(50, paused=True) == []
+    assert clock.due_until(60) == [56]  # though nothing was published for 50 s before
+
+
+def test_time_that_the_observer_itself_slept_is_nobodys_silence():
+    clock = Clock()
+    clock.due_until(2)
+    clock.now = 1000.0  # the job was suspended
+    assert clock.due_until(1010) == [1007]
+    assert clock.watch.silent_seconds(progress(1010.0), 1010.0) == 9.0
+
+
+def test_a_poll_that_is_a_little_late_changes_nothing():
+    clock = Clock()
+    clock.due_until(2)
+    clock.now += 2.5
+    assert clock.due_until(8) == [5.5]
+
+
+def test_settings_can_change_while_it_watches():
+    clock = Clock()
+    assert clock.due_until(4) == []
+    clock.watch.config = replace(CONFIG, floor_seconds=2.0, multiple=1.0)
+    assert clock.due_until(5) == [5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"floor_seconds": 0.0}, "floor_seconds must be positive and finite, got 0.0"),
+        ({"evaluation_seconds": float("inf")}, "evaluation_seconds must be positive and finite, got inf"),
+        ({"multiple": 0.5}, "multiple must be at least 1, got 0.5"),
+        ({"stack_signal": 10}, "stack_signal must be a real-time signal, 35 to 64, got 10"),
+        ({"port": 65535}, "port must lie between 0 and 65534, got 65535"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, float], message: str):
+    with pytest.raises(ValueError, match=message):
+        ObserverConfig(**settings)

@@ -1,0 +1,91 @@
+"""What a trainer tells its observer, and which ranks host the hubs (DESIGN.md, section 3).
+
+It travels over the observer's standard input: the job's token must not show in a list of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchscout.config import ObserverConfig
+
+if TYPE_CHECKING:
+    from torchscout.mesh import Mesh
+
+__all__ = ["Assignment", "describe_mesh", "hub_ranks", "mesh_from"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One observer's duties."""
+
+    rank: int
+    size: int
+    """Ranks in the job."""
+    record: str
+    """The trainer's progress record."""
+    run_dir: str
+    """Where incidents are written; an absolute path."""
+    token: str
+    """The job's own secret; the same on all ranks and of this run only."""
+    config: ObserverConfig
+    stack: str | None = None
+    """The file its trainer writes its stacks to; None where it registered no signal."""
+    hub: int | None = None
+    """Its place in ``hub_ranks``: 0 hosts the hub, 1 the standby; None hosts neither."""
+    mesh: Mapping[str, Any] | None = None
+    """As ``describe_mesh`` has it; only a host of a hub needs one."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is not in a job of {self.size} ranks")
+        if not Path(self.run_dir).is_absolute():
+            raise ValueError(f"run_dir must be an absolute path, got {self.run_dir!r}")
+        if self.hub is not None and self.mesh is None:
+            raise ValueError(f"rank {self.rank} hosts a hub, which needs the mesh")
+
+    @property
+    def log(self) -> Path:
+        """Where the observer's own errors go; there is no such file where there are none."""
+        return Path(self.run_dir) / "observers" / f"rank-{self.rank}.log"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Assignment:
+        return cls(**{**document, "config": ObserverConfig(**document["config"])})
+
+
+def hub_ranks(hosts: Sequence[str | None]) -> tuple[int, ...]:
+    """Who hosts the hub and its standby: the first rank, and one that does not share its fate.
+
+    The last rank of another machine, or where there is none the last rank; in a job of one
+    rank there is no standby.
+    """
+    if len(hosts) < 2:
+        return (0,)
+    last = len(hosts) - 1
+    return 0, max((rank for rank, host in enumerate(hosts) if host != hosts[0]), default=last)
+
+
+def describe_mesh(mesh: Mesh) -> dict[str, Any]:
+    """A mesh as plain JSON."""
+    ranks = range(len(mesh))
+    hosts = [mesh.host_of(rank) for rank in ranks]
+    return {
+        "dense": [astuple(mesh.address_of(rank, "dense")) for rank in ranks],
+        "expert": [astuple(mesh.address_of(rank, "expert")) for rank in ranks],
+        "hosts": None if None in hosts else hosts,
+    }
+
+
+def mesh_from(document: Mapping[str, Any]) -> Mesh:
+    # Not above: it brings numpy, and most observers never need a mesh.
+    from torchscout.mesh import Mesh, MeshAddress
+
+    dense, expert = ([MeshAddress(*row) for row in document[table]] for table in ("dense", "expert"))
+    return Mesh(dense, document["hosts"], expert_addresses=expert)

@@ -1,0 +1,145 @@
+"""Messages among observers, and an observer's connections to the hub and its standby (paper, section 7).
+
+A board instead of the paper's Gloo group: a collective waits for exactly the observer that is gone.
+Messages are JSON objects of bounded size, never pickles. Nothing here waits: what cannot be
+sent now is not sent, and what is malformed is counted and dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from torchscout.evidence.observer import keys
+
+__all__ = ["LIMIT", "Address", "Client", "Message", "Tally", "connect", "decode", "encode", "listen"]
+
+LIMIT = 4 << 20
+"""Bytes of a message; whoever sends more is disconnected."""
+_KEEPALIVE_SECONDS = 60
+_RECONNECT_MS, _RECONNECT_MOST_MS = 100, 5000
+_FLUSH_MS = 200
+
+Address = tuple[str, int]
+"""Host and port."""
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Messages of one process; all zero in a job that is healthy."""
+
+    sent: int = 0
+    received: int = 0
+    malformed: int = 0
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    return json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False).encode()
+
+
+def decode(frame: bytes, tally: Tally) -> Message | None:
+    """None, and counted, unless it is a JSON object that says its kind."""
+    tally.received += 1
+    try:
+        message = json.loads(frame)
+    except (ValueError, RecursionError):
+        message = None
+    if isinstance(message, dict) and isinstance(message.get("kind"), str):
+        return message
+    tally.malformed += 1
+    return None
+
+
+def listen(context: zmq.Context[zmq.Socket[bytes]], token: str, address: str, port: int) -> zmq.Socket[bytes]:
+    """A hub's socket; ``port`` 0 takes a free one."""
+    socket = _socket(context, zmq.ROUTER)
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = keys.hub_keys(token)
+    socket.router_mandatory = True  # to learn at once who is not connected
+    socket.router_handover = True  # a client that connects anew replaces its lost connection
+    socket.backlog = 4096
+    host = f"[{address}]" if ":" in address else address
+    socket.bind(f"tcp://{host}:{port or '*'}")
+    return socket
+
+
+def connect(
+    context: zmq.Context[zmq.Socket[bytes]], token: str, rank: int, address: Address
+) -> zmq.Socket[bytes]:
+    """A client's socket. The handshake carries the rank: a hub can ask who never sent anything."""
+    socket = _socket(context, zmq.DEALER)
+    socket.curve_serverkey = keys.hub_keys(token).public
+    socket.curve_publickey, socket.curve_secretkey = keys.client_keys(token)
+    socket.routing_id = str(rank).encode()
+    socket.immediate = True  # nothing is queued for a hub that is not there
+    socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _RECONNECT_MOST_MS
+    host, port = address
+    socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+    return socket
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.ipv6 = True
+    socket.linger = _FLUSH_MS
+    socket.maxmsgsize = LIMIT
+    # By the kernel, so that a vanished machine is noticed and no message of ours is needed.
+    socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, _KEEPALIVE_SECONDS
+    return socket
+
+
+class Client:
+    """One observer's idle connections, to the hub and to its standby."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        rank: int,
+        token: str,
+        hubs: Sequence[Address],
+        tally: Tally | None = None,
+    ) -> None:
+        self.tally = Tally() if tally is None else tally
+        self.sockets = [connect(context, token, rank, address) for address in hubs]
+        self._set_aside: list[tuple[int, Message]] = []
+
+    def is_connected(self, hub: int) -> bool:
+        return bool(self.sockets[hub].poll(0, zmq.POLLOUT))
+
+    def connected(self) -> list[bool]:
+        return [self.is_connected(hub) for hub in range(len(self.sockets))]
+
+    def send(self, hub: int, kind: str, **fields: Any) -> bool:
+        """Whether the message is on its way; a hub that is stopped looks like one that listens."""
+        message = encode(kind, **fields)
+        if len(message) > LIMIT:
+            return False
+        try:
+            self.sockets[hub].send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self.tally.sent += 1
+        return True
+
+    def receive(self) -> Iterator[tuple[int, Message]]:
+        """All that has arrived, each message with the hub it is from."""
+        aside, self._set_aside = self._set_aside, []
+        yield from aside
+        for hub, socket in enumerate(self.sockets):
+            while socket.poll(0, zmq.POLLIN):
+                message = decode(socket.recv(zmq.NOBLOCK), self.tally)
+                if message is not None:
+                    yield hub, message
+
+    def set_aside(self, hub: int, message: Message) -> None:
+        """Keep a message that was not for the caller, for the next ``receive``."""
+        self._set_aside.append((hub, message))
+
+    def close(self) -> None:
+        for socket in self.sockets:
+            socket.close()

@@ -1,0 +1,135 @@
+"""From the posts of one round to an incident, or to none (paper, section 7). Pure.
+
+It knows what a diagnosis of a single round cannot: who is moving, who is excused and who was gone first.
+Who holds the job up is for ``hang_diagnosis`` to say. Only hubs import this, and only when they must.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torchscout.decision.consensus import Status, Verdict
+from torchscout.decision.hang_diagnosis import diagnose
+from torchscout.decision.progress import Process
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.evidence.observer.post import Post
+from torchscout.mesh import Mesh
+
+__all__ = ["conclude"]
+
+_TOGETHER_SECONDS = 0.02
+"""Trainers that ended within this time of the first one ended together; later ones were taken along:
+a lost connection, or a launcher that cleans up, ends the others soon after."""
+_SUSPECTS, _VICTIMS = 8, 3
+"""Whose stacks go with an incident, at most."""
+
+_PROTOCOL = ("fingerprint", "digest", "splits")
+"""What the surface of a record begins with that shows members doing different things; see ``protocol``."""
+
+_Posts = Mapping[int, Post]
+
+
+def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident | None:
+    """What the round shows; ``insistent`` when the same silence was looked at before.
+
+    A rank that moves may be about to end everybody's wait, so the first round does not blame
+    anybody while one does. If the others are still waiting the next time, it does.
+    """
+    gone, moving = _first_gone(posts), any(post.moving for post in posts.values())
+    if moving and not insistent and not gone:
+        return None
+    incident = diagnose(
+        [post.standing for post in posts.values()],
+        {line.key: line for post in posts.values() for line in post.lines},
+        mesh,
+    )
+    if gone and not _explains(incident, gone, moving=moving):
+        incident = _departure(posts, gone, mesh)
+    if incident is None or all(rank in posts and posts[rank].excused for rank in incident.ranks):
+        return None
+    return replace(incident, records=(*incident.records, *_stacks(posts, incident)))
+
+
+def _explains(incident: Incident | None, gone: Sequence[int], *, moving: bool) -> bool:
+    """Whether a diagnosis says more than that somebody is gone."""
+    if incident is None:
+        return False
+    if incident.records[0].surface.partition("/")[0] in _PROTOCOL:
+        return True  # the library may end a process over what another one did
+    # While somebody moves, who waits for whom is of the moment.
+    return not moving and not set(gone).isdisjoint(incident.ranks)
+
+
+def _first_gone(posts: _Posts) -> tuple[int, ...]:
+    since = {rank: post.gone_seconds for rank, post in posts.items() if post.gone_seconds is not None}
+    longest = max(since.values(), default=0.0)
+    return tuple(sorted(rank for rank, seconds in since.items() if seconds >= longest - _TOGETHER_SECONDS))
+
+
+def _departure(posts: _Posts, gone: Sequence[int], mesh: Mesh) -> Incident:
+    """Trainers that ended before they had finished. It takes no vote: their observers saw it."""
+    ranks = sorted(posts)
+    # Causal evidence, as in the wait graph: it names a rank in a job of any size.
+    ended = tuple(int(posts[rank].standing.process is Process.GONE) for rank in ranks)
+    verdict = Verdict(Status.ATTRIBUTED, tuple(ranks.index(rank) for rank in gone), ended)
+    known = [post.standing.progress for post in posts.values() if post.standing.progress is not None]
+    record = EvidenceRecord(
+        step=max((progress.step for progress in known), default=0),
+        surface="process",
+        manifestation=Manifestation.HANG,
+        peers=tuple(ranks),
+        verdict=verdict,
+        stall_seconds=max((progress.silent_seconds for progress in known), default=0.0),
+    )
+    hosts = Counter(mesh.host_of(rank) for rank in gone)
+    everybody = 1 < len(gone) == len(mesh)
+    together = len(gone) > 1 and len(hosts) == 1 and None not in hosts
+    scope = Scope.JOB if everybody else Scope.MACHINE if together else Scope.RANK
+    return Incident(
+        manifestation=Manifestation.HANG,
+        scope=scope,
+        step=record.step,
+        ranks=tuple(gone),
+        hosts=mesh.hosts_of(gone),
+        records=(record,),
+        action=Action.INSPECT if scope is Scope.MACHINE else Action.RESTART,
+        sentence=_sentence(posts, gone, mesh),
+    )
+
+
+def _sentence(posts: _Posts, gone: Sequence[int], mesh: Mesh) -> str:
+    if len(gone) > 1:
+        shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
+        return f"the trainers of ranks {shown} ended before they had finished"
+    (rank,) = gone
+    host, progress = mesh.host_of(rank), posts[rank].standing.progress
+    who = f"rank {rank}" if host is None else f"rank {rank} on {host}"
+    where = (
+        "" if progress is None else f", in {progress.phase.value.replace('_', ' ')} of step {progress.step}"
+    )
+    return f"the trainer of {who} ended before it had finished{where}"
+
+
+def _stacks(posts: _Posts, incident: Incident) -> list[EvidenceRecord]:
+    """Where suspects, and a few of the others, stood, unless the records show it already."""
+    shown = {record.progress["rank"] for record in incident.records if record.progress is not None}
+    with_stack = [rank for rank in sorted(posts) if posts[rank].standing.stack and rank not in shown]
+    suspects = [rank for rank in with_stack if rank in incident.ranks][:_SUSPECTS]
+    victims = [rank for rank in with_stack if rank not in incident.ranks][:_VICTIMS]
+    return [_stack(posts[rank], incident, "named") for rank in suspects] + [
+        _stack(posts[rank], incident, "not named") for rank in victims
+    ]
+
+
+def _stack(post: Post, incident: Incident, role: str) -> EvidenceRecord:
+    standing = post.standing
+    return EvidenceRecord(
+        step=incident.step,
+        surface="stack",
+        manifestation=Manifestation.HANG,
+        peers=(standing.rank,),
+        reason=f"the stacks of rank {standing.rank}, which is {role}: shown, not compared",
+        progress={"rank": standing.rank, "waiting": standing.waiting, "stack": standing.stack},
+    )

@@ -1,0 +1,106 @@
+"""What the hubs have already said, so that they say everything once (paper, section 7). Pure.
+
+Rounds repeat while a silence lasts, a standby may have concluded the last one, and failures follow from
+failures: a job that hangs is in the end killed, rank by rank. Here it is decided what of that is news.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torchscout.decision.progress import Process
+from torchscout.decision.record import Incident, Resolved
+from torchscout.evidence.observer.post import Post
+
+__all__ = ["Docket", "Finding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An incident in short, as the hubs tell it to everybody."""
+
+    scope: str
+    surface: str
+    """Of the deciding record."""
+    step: int
+    ranks: tuple[int, ...]
+    sentence: str
+    names_gone: bool
+    """Whether the trainer of one of ``ranks`` is gone: the job cannot go on."""
+
+    @classmethod
+    def of(cls, incident: Incident, posts: Mapping[int, Post]) -> Finding:
+        gone = (rank for rank, post in posts.items() if post.standing.process is Process.GONE)
+        return cls(
+            scope=incident.scope.value,
+            surface=incident.records[0].surface,
+            step=incident.step,
+            ranks=incident.ranks,
+            sentence=incident.sentence,
+            names_gone=not set(incident.ranks).isdisjoint(gone),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Finding:
+        return cls(**{**document, "ranks": tuple(document["ranks"])})
+
+    def says_the_same_as(self, other: Finding) -> bool:
+        """Conclusions may differ in seconds and proof."""
+        mine = (self.scope, self.surface, self.step, self.ranks)
+        return mine == (other.scope, other.surface, other.step, other.ranks)
+
+
+class Docket:
+    """One hub's knowledge of the finding that stands, if any."""
+
+    def __init__(self) -> None:
+        self.finding: Finding | None = None
+        self._is_own = True
+        self._still: set[int] = set()
+        self._stalled_seconds = 0.0
+
+    def enter(self, finding: Finding) -> bool:
+        """Whether it is news; from then on it stands."""
+        standing = self.finding
+        if standing is not None:
+            # Whoever ends after the job has stopped was ended because of it.
+            follows = standing.names_gone or finding.names_gone
+            if follows or finding.says_the_same_as(standing):
+                return False
+        self._set(finding, is_own=True)
+        return True
+
+    def adopt(self, finding: Finding | None) -> None:
+        """What another hub says stands. Whoever found it also writes down its end."""
+        if finding is None:
+            self.finding = self.finding if self._is_own else None
+        elif self.finding is None or not finding.says_the_same_as(self.finding):
+            self._set(finding, is_own=False)
+
+    def moved(self, rank: int, stalled_seconds: float) -> Resolved | None:
+        """A rank that was named moves again; what to write down once all of them do."""
+        finding = self.finding
+        if finding is None or rank not in self._still:
+            return None
+        self._still.discard(rank)
+        self._stalled_seconds = max(self._stalled_seconds, stalled_seconds)
+        if self._still:
+            return None
+        self.finding = None
+        if not self._is_own:
+            return None
+        return Resolved(
+            step=finding.step,
+            ranks=finding.ranks,
+            sentence=finding.sentence,
+            stalled_seconds=self._stalled_seconds,
+        )
+
+    def _set(self, finding: Finding, *, is_own: bool) -> None:
+        self.finding, self._is_own = finding, is_own
+        self._still, self._stalled_seconds = set(finding.ranks), 0.0

@@ -1,0 +1,245 @@
+"""The one place where a round comes together, inside an observer's process (paper, section 7).
+
+    an observer  announce  ->  hub          my trainer is silent, or gone
+    hub          heard     ->  that one
+    hub          ask       ->  everybody    post where you stand
+    everybody    post      ->  hub          or, ``elsewhere``: another hub asked me already
+    hub          show      ->  the still    now that all have been read: show your trainer's stacks
+    the still    stack     ->  hub
+    hub          outcome   ->  everybody    once it is written down
+
+Besides, ``leave`` is the last word of an observer, with its last post, ``moved`` says that a rank
+that was named goes on, and ``share`` carries the exchanges of ``BoardChannel``. Between rounds
+nothing is sent. Nobody is waited for longer than a round's deadline: absence is evidence.
+
+The standby is a hub like the other, which is only asked when that one does not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import zmq
+
+from torchscout.config import ObserverConfig
+from torchscout.decision.record import Incident, Resolved
+from torchscout.evidence.observer.board import LIMIT, Message, Tally, decode, encode, listen
+from torchscout.evidence.observer.docket import Docket, Finding
+from torchscout.evidence.observer.exchange import Exchanges
+from torchscout.evidence.observer.post import Post
+
+__all__ = ["Conclude", "Hub", "Round"]
+
+_ON_THE_WAY_SECONDS = 0.2
+"""For the stacks to be asked for and sent, besides the time to take them."""
+
+Conclude = Callable[[Mapping[int, Post], bool], Incident | None]
+"""From the posts of a round, and whether its silence was looked at before, to an incident."""
+
+
+class Round:
+    """Posts, and then stacks, as they come in.
+
+    Not together: to be asked for its stacks interrupts a trainer, and may end the very wait that
+    the others are to tell of.
+    """
+
+    def __init__(self, number: int, deadline: float, *, insistent: bool) -> None:
+        self.number = number
+        self.deadline = deadline
+        self.insistent = insistent
+        self.awaited: set[int] = set()
+        self.posts: dict[int, Post] = {}
+        self.has_posts = False
+        """Whether it is the stacks' turn."""
+
+    def add(self, rank: int, post: Post) -> None:
+        if rank in self.awaited and not self.has_posts:
+            self.awaited.discard(rank)
+            self.posts[rank] = post
+
+    def add_stack(self, rank: int, stack: str, waiting: bool | None) -> None:
+        if rank in self.awaited and self.has_posts:
+            self.awaited.discard(rank)
+            standing = replace(self.posts[rank].standing, stack=stack, waiting=waiting)
+            self.posts[rank] = replace(self.posts[rank], standing=standing)
+
+    def is_over(self, now: float) -> bool:
+        return not self.awaited or now >= self.deadline
+
+
+class Hub:
+    """It reads what has arrived, answers, and never waits."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        size: int,
+        token: str,
+        config: ObserverConfig,
+        conclude: Conclude,
+        record: Callable[[Incident | Resolved], None],
+        port: int = 0,
+    ) -> None:
+        self.tally = Tally()
+        self.socket = listen(context, token, config.address, port)
+        self.port = int(self.socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._size = size
+        self.config = config
+        self._conclude = conclude
+        self._record = record
+        self._round: Round | None = None
+        self._rounds = 0
+        self._left: dict[int, tuple[Post, float]] = {}
+        self._docket = Docket()
+        self._exchanges = Exchanges()
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``tick`` is due, should nothing arrive before."""
+        return None if self._round is None else self._round.deadline
+
+    @property
+    def left(self) -> frozenset[int]:
+        """Ranks whose observers have said goodbye."""
+        return frozenset(self._left)
+
+    def tick(self, now: float) -> None:
+        """Read what has arrived, and conclude a round that is over."""
+        while self.socket.poll(0, zmq.POLLIN):
+            identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            message = decode(b"".join(frames), self.tally)
+            if message is not None:
+                self._take(identity, message, now)
+        if self._round is not None and self._round.is_over(now) and not self._round.has_posts:
+            self._ask_for_stacks(self._round, now)
+        if self._round is not None and self._round.is_over(now):
+            self._finish(self._round)
+
+    def adopt(self, finding: Finding | None) -> None:
+        """The other hub has concluded a round."""
+        self._docket.adopt(finding)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _take(self, identity: bytes, message: Message, now: float) -> None:
+        # What a peer sends is data: if it does not have the shape it should have, it is dropped.
+        try:
+            rank = int(identity)
+            if not 0 <= rank < self._size:
+                raise ValueError(f"rank {rank} of {self._size}")
+            self._act_on(rank, message, now)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            self.tally.malformed += 1
+
+    def _act_on(self, rank: int, message: Message, now: float) -> None:
+        match message["kind"]:
+            case "announce":
+                self._hold_round(rank, now, insistent=bool(message["insistent"]))
+            case "post":
+                self._add(rank, _post_of(rank, message), message["round"])
+            case "stack":
+                self._add_stack(rank, message)
+            case "elsewhere":
+                self._call_off(message["round"])
+            case "leave":
+                self._say_goodbye(rank, _post_of(rank, message), now)
+            case "moved":
+                self._resolve(rank, float(message["seconds"]))
+            case "share":
+                for peer, fields in self._exchanges.add(rank, message, now):
+                    self._send(peer, "shared", **fields)
+            case kind:
+                raise ValueError(f"unknown kind {kind}")
+
+    def _hold_round(self, rank: int, now: float, *, insistent: bool) -> None:
+        standing = self._docket.finding
+        if standing is not None and standing.names_gone:
+            self._tell_outcome(rank)
+            return
+        self._send(rank, "heard")
+        if self._round is not None:
+            self._round.insistent |= insistent
+            return
+        self._rounds += 1
+        deadline = now + self.config.round_deadline_seconds
+        self._round = Round(self._rounds, deadline, insistent=insistent)
+        self._round.posts |= {other: _aged(post, now - at) for other, (post, at) in self._left.items()}
+        for other in range(self._size):
+            if other not in self._left and self._send(other, "ask", round=self._rounds):
+                self._round.awaited.add(other)
+
+    def _add(self, rank: int, post: Post, number: object) -> None:
+        if self._round is not None and self._round.number == number:
+            self._round.add(rank, post)
+
+    def _add_stack(self, rank: int, message: Message) -> None:
+        stack, waiting = str(message["stack"]), message["waiting"]
+        if waiting not in {True, False, None}:
+            raise ValueError(f"waiting is {waiting!r}")
+        if self._round is not None and self._round.number == message["round"]:
+            self._round.add_stack(rank, stack, waiting)
+
+    def _ask_for_stacks(self, posted: Round, now: float) -> None:
+        posted.has_posts = True
+        posted.deadline = now + self.config.stack_seconds + _ON_THE_WAY_SECONDS
+        still = [rank for rank, post in posted.posts.items() if post.is_still and rank not in self._left]
+        posted.awaited = {rank for rank in still if self._send(rank, "show", round=posted.number)}
+
+    def _call_off(self, number: object) -> None:
+        if self._round is not None and self._round.number == number:
+            self._round = None
+
+    def _resolve(self, rank: int, seconds: float) -> None:
+        resolved = self._docket.moved(rank, seconds)
+        if resolved is not None:
+            self._record(resolved)
+
+    def _say_goodbye(self, rank: int, post: Post, now: float) -> None:
+        self._left[rank] = post, now
+        if self._round is not None:
+            self._round.add(rank, post)
+
+    def _finish(self, finished: Round) -> None:
+        self._round = None
+        incident = self._conclude(finished.posts, finished.insistent)
+        if incident is not None and self._docket.enter(Finding.of(incident, finished.posts)):
+            self._record(incident)
+        for rank in range(self._size):
+            if rank not in self._left:
+                self._tell_outcome(rank)
+
+    def _tell_outcome(self, rank: int) -> None:
+        """What stands, whether of this round or of an earlier one."""
+        finding = self._docket.finding
+        self._send(rank, "outcome", finding=None if finding is None else finding.to_json())
+
+    def _send(self, rank: int, kind: str, **fields: Any) -> bool:
+        """Whether ``rank`` is connected."""
+        message = encode(kind, **fields)
+        if len(message) > LIMIT:
+            return False
+        try:
+            self.socket.send_multipart([str(rank).encode(), message], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
+                raise
+            return False
+        self.tally.sent += 1
+        return True
+
+
+def _post_of(rank: int, message: Message) -> Post:
+    post = Post.from_json(message["post"])
+    if post.standing.rank != rank:
+        raise ValueError(f"rank {rank} posts for rank {post.standing.rank}")
+    return post
+
+
+def _aged(post: Post, seconds: float) -> Post:
+    """What an observer said that left so long ago."""
+    return post if post.gone_seconds is None else replace(post, gone_seconds=post.gone_seconds + seconds)

@@ -1,0 +1,218 @@
+"""What an observer does from moment to moment: watch, announce, post, give up (paper, section 7).
+
+It is told the time and what has arrived; sockets, pipes and the end of the process are for ``process``.
+Input and checkpoint stragglers, from the phase durations that the record samples
+(``ProgressReader.phase_seconds``), are not compared yet: that exchange belongs into ``tick``, over a
+``BoardChannel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torchscout.config import ObserverConfig
+from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.evidence.observer import stacks
+from torchscout.evidence.observer.board import Client, Message
+from torchscout.evidence.observer.docket import Finding
+from torchscout.evidence.observer.trainer import Ending, Trainer
+from torchscout.evidence.observer.watch import Watch
+
+__all__ = ["Lookout"]
+
+_CONCLUDING_SECONDS = 2.0
+"""What a hub may take to conclude, once the deadline of the posts has passed."""
+_AFTERWARDS_SECONDS = 1.0
+"""How long an observer stays after the verdict on its trainer's death: others may be asking."""
+
+
+@dataclass(slots=True)
+class _Announcement:
+    """A round that was asked for and has no outcome yet."""
+
+    hub: int | None
+    """Who was asked; None while a connection may be coming up."""
+    until: float
+    """When the hub counts as lost, or both do."""
+
+
+class _Place(NamedTuple):
+    """Where this rank stood when it posted."""
+
+    step: int
+    since: float
+    """When its silence began."""
+
+
+class Lookout:
+    """One rank's."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        client: Client,
+        config: ObserverConfig,
+        record: Callable[[EvidenceRecord], None],
+        on_outcome: Callable[[int, Finding | None], None],
+    ) -> None:
+        self.trainer = trainer
+        self.watch = Watch(config)
+        self.rounds = 0
+        """Rounds taken part in."""
+        self._client = client
+        self._record = record
+        self._on_outcome = on_outcome
+        self._announcement: _Announcement | None = None
+        self._hub_in_charge: int | None = None
+        """Who was asked for the rounds of the present silence."""
+        self._posted: _Place | None = None
+        self._named: _Place | None = None
+        """Where it stood when it became part of an incident that stands."""
+        self._has_announced_end = False
+        self._concluded_at: float | None = None
+        self._has_left = False
+
+    @property
+    def is_conferring(self) -> bool:
+        return self._announcement is not None
+
+    def tick(self, now: float) -> None:
+        """Act on what the last look at the trainer showed, and on what is overdue."""
+        if self.trainer.ending is None:
+            self._mind_silence(now)
+        elif self.trainer.ending is Ending.FAILED and not self._has_announced_end:
+            self._has_announced_end, self._concluded_at = True, None
+            self._announce(now)
+        self._mind_hub(now)
+        self._mind_incident(now)
+
+    def hear(self, hub: int, message: Message, now: float) -> None:
+        """A hub says something."""
+        kind, number = message["kind"], message.get("round")
+        if kind == "heard":
+            self._grant_time(hub, now)
+        elif kind == "ask":
+            self._answer(hub, number, now)
+        elif kind == "show":
+            stack = self.trainer.stack(self.watch.config)
+            self._client.send(hub, "stack", round=number, stack=stack, waiting=stacks.is_waiting(stack))
+        elif kind == "outcome":
+            self._take_outcome(hub, message.get("finding"), now)
+
+    def is_done(self, now: float) -> bool:
+        """Its trainer is at its end, and there is nothing more to learn from it."""
+        if self.trainer.ending is not Ending.FAILED:
+            return self.trainer.ending is not None
+        concluded = self._concluded_at
+        return self._has_announced_end and concluded is not None and now - concluded > _AFTERWARDS_SECONDS
+
+    def leave(self, now: float) -> None:
+        """The last word; what this rank has issued still counts when others wait."""
+        if self._has_left:
+            return
+        self._has_left = True
+        self._mind_incident(now)
+        post = self.trainer.post(self.watch.config, 0.0, now).to_json()
+        for hub in range(len(self._client.sockets)):
+            self._client.send(hub, "leave", post=post)
+
+    def _mind_silence(self, now: float) -> None:
+        progress, reader = self.trainer.progress, self.trainer.reader
+        if progress is None:
+            return
+        due = self.watch.is_due(progress, reader.step_seconds(), paused=reader.paused, now=now)
+        if due and self._announcement is None:
+            self._announce(now)
+        elif self.watch.rounds == 0 and self._announcement is None:
+            self._hub_in_charge = None
+
+    def _announce(self, now: float) -> None:
+        self._announcement = _Announcement(None, now + self.watch.config.failover_seconds)
+        self._call(0, now)
+
+    def _call(self, first: int, now: float) -> None:
+        """Ask the next hub for a round. Where none is reachable, say so locally, unless it was only now."""
+        assert self._announcement is not None
+        for hub in range(first, len(self._client.sockets)):
+            if self._client.send(hub, "announce", insistent=self.watch.rounds > 0):
+                self._announcement = _Announcement(hub, now + self.watch.config.failover_seconds)
+                self._hub_in_charge = hub
+                return
+        if first > 0 or now >= self._announcement.until:
+            self._announcement = None
+            self._give_up(now)
+
+    def _mind_hub(self, now: float) -> None:
+        announcement = self._announcement
+        if announcement is None:
+            return
+        if announcement.hub is None:
+            self._call(0, now)
+        elif now >= announcement.until or not self._client.is_connected(announcement.hub):
+            self._call(announcement.hub + 1, now)
+
+    def _mind_incident(self, now: float) -> None:
+        """Tell whoever named this rank that it goes on."""
+        named, progress = self._named, self.trainer.progress
+        if named is None or progress is None:
+            return
+        if progress.step > named.step or self.trainer.ending is Ending.FINISHED:
+            for hub in range(len(self._client.sockets)):
+                self._client.send(hub, "moved", seconds=now - named.since)
+            self._named = None
+
+    def _grant_time(self, hub: int, now: float) -> None:
+        if self._announcement is not None and self._announcement.hub == hub:
+            patience = self.watch.config.round_deadline_seconds + _CONCLUDING_SECONDS
+            self._announcement.until = now + patience
+
+    def _answer(self, hub: int, number: object, now: float) -> None:
+        if self._hub_in_charge is not None and self._hub_in_charge > hub:
+            # It did not answer and was passed over. Now it is back, with what it was told long ago.
+            self._client.send(hub, "elsewhere", round=number)
+            return
+        self._grant_time(hub, now)
+        self.rounds += 1
+        self.trainer.look(now)
+        progress = self.trainer.progress
+        silent = 0.0 if progress is None else self.watch.silent_seconds(progress, now)
+        post = self.trainer.post(self.watch.config, silent, now)
+        self._client.send(hub, "post", round=number, post=post.to_json())
+        if progress is not None:
+            self._posted = _Place(progress.step, now - progress.silent_seconds)
+        self.watch.round_held(None if progress is None else progress.coordinate, now)
+
+    def _take_outcome(self, hub: int, document: Mapping[str, Any] | None, now: float) -> None:
+        try:
+            finding = None if document is None else Finding.from_json(document)
+        except (LookupError, TypeError):
+            self._client.tally.malformed += 1
+            return
+        self._announcement = None
+        self._concluded_at = now
+        self._on_outcome(hub, finding)
+        if finding is not None and self.trainer.rank in finding.ranks and self._named is None:
+            self._named = self._posted
+
+    def _give_up(self, now: float) -> None:
+        """Nobody to confer with: what is known here is written down here."""
+        progress, rank = self.trainer.progress, self.trainer.rank
+        silent = 0.0 if progress is None else progress.silent_seconds
+        state = (
+            f"is silent for {silent:.1f} s" if self.trainer.ending is None else "ended before it had finished"
+        )
+        self._record(
+            EvidenceRecord(
+                step=0 if progress is None else progress.step,
+                surface="progress",
+                manifestation=Manifestation.HANG,
+                peers=(rank,),
+                reason=f"the trainer of rank {rank} {state}; neither the hub nor its standby answers",
+                progress=None if progress is None else {"step": progress.step, "phase": progress.phase.value},
+                stall_seconds=silent,
+            )
+        )
+        self._hub_in_charge, self._concluded_at = None, now
+        self.watch.round_held(None if progress is None else progress.coordinate, now)

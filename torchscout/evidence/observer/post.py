@@ -1,0 +1,53 @@
+"""What an observer posts in a round, and its JSON form (paper, section 7). Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchscout.decision.progress import Line, Process, Standing
+from torchscout.evidence.observer.journal import Journal, line_text
+
+__all__ = ["Post"]
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """One rank's standing, and how its observer understands its silence."""
+
+    standing: Standing
+    lines: tuple[Line, ...]
+    """Everything the rank communicates on."""
+    moving: bool = False
+    """It published something a moment ago: not silent, whatever it waits for."""
+    excused: bool = False
+    """It is paused, or within the allowance for what it is doing: its silence means nothing yet."""
+    gone_seconds: float | None = None
+    """Since its trainer was seen to have ended before it finished."""
+
+    @property
+    def is_still(self) -> bool:
+        """Whether the trainer's stacks would tell something."""
+        return not self.moving and self.standing.process is Process.RUNNING
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "standing": self.standing.to_json(),
+            "lines": b"".join(map(line_text, self.lines)).decode(),
+            "moving": self.moving,
+            "excused": self.excused,
+            "gone_seconds": self.gone_seconds,
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Post:
+        journal = Journal()
+        journal.extend(document["lines"].encode())
+        return cls(
+            standing=Standing.from_json(document["standing"]),
+            lines=tuple(journal.lines),
+            moving=document["moving"],
+            excused=document["excused"],
+            gone_seconds=document["gone_seconds"],
+        )

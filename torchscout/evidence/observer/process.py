@@ -1,0 +1,259 @@
+"""The observer's own process: ``python -m torchscout.evidence.observer.process`` (paper, section 7).
+
+Standard input carries JSON lines from the trainer: its ``Assignment``; ``{"hubs": [[host, port], ...]}``,
+once all ports are known; then, at any time, ``{"config": {...}}`` to change settings, ``{"status": true}``
+to be told on standard output how things stand, and ``{"close": true}`` to leave. The first line of
+output is ``{"ready": true, "port": ...}``, with the port of the hub that is hosted here, if any.
+
+It runs in a session of its own, so that what is sent to the trainer's process group does not reach it,
+and it was not forked: a user's script needs no ``__main__`` guard. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved
+from torchscout.decision.recorder import JsonlRecorder
+from torchscout.evidence.observer.assignment import Assignment, mesh_from
+from torchscout.evidence.observer.board import Address, Client
+from torchscout.evidence.observer.docket import Finding
+from torchscout.evidence.observer.hub import Hub
+from torchscout.evidence.observer.lookout import Lookout
+from torchscout.evidence.observer.post import Post
+from torchscout.evidence.observer.trainer import Trainer
+from torchscout.evidence.observer.watch import threshold
+
+__all__ = ["Observing", "main"]
+
+_INPUT, _OUTPUT = 0, 1
+_CONFERRING_SECONDS = 0.05
+"""How often the clock is looked at while a hub's answer is awaited."""
+
+
+class Observing:
+    """One observer's life."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.config = assignment.config
+        self._assignment = assignment
+        self._recorder = JsonlRecorder(assignment.run_dir, assignment.rank)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._trainer = Trainer(Path(assignment.record), Path(assignment.stack) if assignment.stack else None)
+        self._hub = None if assignment.hub is None else self._host_hub(assignment.hub)
+        self._client: Client | None = None
+        self._lookout: Lookout | None = None
+        self._done_since: float | None = None
+        self._poller = zmq.Poller()
+
+    @property
+    def port(self) -> int | None:
+        return None if self._hub is None else self._hub.port
+
+    def run(self, lines: Lines) -> None:
+        """Until there is nothing more to watch."""
+        self._poller.register(_INPUT, zmq.POLLIN)
+        if self._hub is not None:
+            self._poller.register(self._hub.socket, zmq.POLLIN)
+        if self._trainer.pidfd is not None:
+            self._poller.register(self._trainer.pidfd, zmq.POLLIN)
+        while not self._is_over():
+            ready = dict(self._poller.poll(int(1000 * self._patience()) + 1))
+            if _INPUT in ready:
+                for line in lines.read():
+                    self._obey(line)
+                if lines.at_end:
+                    self._poller.unregister(_INPUT)
+            if self._trainer.pidfd in ready:  # and ever after
+                self._poller.unregister(self._trainer.pidfd)
+            self._act()
+        self._close()
+
+    def _act(self) -> None:
+        self._trainer.look(time.monotonic())
+        if self._hub is not None:
+            self._hub.tick(time.monotonic())
+        if self._client is not None and self._lookout is not None:
+            for hub, message in self._client.receive():
+                self._lookout.hear(hub, message, time.monotonic())
+            self._lookout.tick(time.monotonic())
+
+    def _patience(self) -> float:
+        conferring = self._lookout is not None and self._lookout.is_conferring
+        seconds = _CONFERRING_SECONDS if conferring else self.config.poll_seconds
+        if self._hub is not None and self._hub.deadline is not None:
+            seconds = min(seconds, max(0.0, self._hub.deadline - time.monotonic()))
+        return seconds
+
+    def _is_over(self) -> bool:
+        """Whoever hosts a hub stays for the others, but nobody stays for long."""
+        now = time.monotonic()
+        if self._trainer.ending is not None and self._done_since is None:
+            self._done_since = now
+        if self._done_since is None:
+            return False
+        if now - self._done_since > self.config.grace_seconds:
+            return True
+        if self._lookout is not None:
+            if not self._lookout.is_done(now):
+                return False
+            self._lookout.leave(now)
+        others = set(range(self._assignment.size)) - {self._assignment.rank}
+        return self._hub is None or others <= self._hub.left
+
+    def _obey(self, line: Mapping[str, Any]) -> None:
+        if "hubs" in line:
+            self._join([(str(host), int(port)) for host, port in line["hubs"]])
+        if "config" in line:
+            self.config = replace(self.config, **line["config"])
+            if self._hub is not None:
+                self._hub.config = self.config
+            if self._lookout is not None:
+                self._lookout.watch.config = self.config
+        if "status" in line:
+            _say(self._status())
+        if "close" in line:
+            self._trainer.dismiss()
+
+    def _join(self, hubs: list[Address]) -> None:
+        assert self._client is None, "the hubs are told once"
+        self._client = Client(self._context, self._assignment.rank, self._assignment.token, hubs)
+        self._lookout = Lookout(self._trainer, self._client, self.config, self._write, self._hear_outcome)
+        for socket in self._client.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def _hear_outcome(self, hub: int, finding: Finding | None) -> None:
+        if self._hub is not None and hub != self._assignment.hub:
+            self._hub.adopt(finding)
+
+    def _status(self) -> dict[str, Any]:
+        self._trainer.look(time.monotonic())
+        progress, steps = self._trainer.progress, self._trainer.reader.step_seconds()
+        tallies = [end.tally for end in (self._hub, self._client) if end is not None]
+        return {
+            "silent_seconds": progress and progress.silent_seconds,
+            "threshold_seconds": progress and threshold(self.config, progress.phase, steps),
+            "rounds": 0 if self._lookout is None else self._lookout.rounds,
+            "messages": sum(tally.sent + tally.received for tally in tallies),
+            "malformed": sum(tally.malformed for tally in tallies),
+            "connected": [] if self._client is None else self._client.connected(),
+            "config": asdict(self.config),
+        }
+
+    def _host_hub(self, place: int) -> Hub:
+        _allow_many_connections()
+        return Hub(
+            self._context,
+            size=self._assignment.size,
+            token=self._assignment.token,
+            config=self.config,
+            conclude=self._conclude,
+            record=self._write,
+            port=self.config.port and self.config.port + place,
+        )
+
+    def _conclude(self, posts: Mapping[int, Post], insistent: bool) -> Incident | None:
+        # Not above: it brings numpy, and most jobs never hang.
+        from torchscout.evidence.observer.conclusion import conclude
+
+        assert self._assignment.mesh is not None
+        try:
+            return conclude(posts, mesh_from(self._assignment.mesh), insistent=insistent)
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+            # A mistake of ours, or of a peer. The standby would make it too, so the hub lives on and says so.
+            traceback.print_exc()
+            reason = f"the diagnosis of a round failed: {error!r}"
+            steps = (post.standing.progress.step for post in posts.values() if post.standing.progress)
+            self._write(
+                EvidenceRecord(
+                    step=max(steps, default=0),
+                    surface="progress",
+                    manifestation=Manifestation.HANG,
+                    peers=tuple(sorted(posts)),
+                    reason=reason,
+                )
+            )
+            return None
+
+    def _write(self, item: EvidenceRecord | Incident | Resolved) -> None:
+        try:
+            self._recorder.record(item)
+        except OSError:  # a full disk must not end the watch
+            traceback.print_exc()
+
+    def _close(self) -> None:
+        if self._lookout is not None:
+            self._lookout.leave(time.monotonic())
+        for end in (self._client, self._hub):
+            if end is not None:
+                end.close()
+        self._context.term()  # the last words get a moment to leave
+        self._recorder.close()
+
+
+class Lines:
+    """JSON objects from standard input, as they come."""
+
+    def __init__(self) -> None:
+        self.at_end = False
+        self._rest = b""
+
+    def first(self) -> Mapping[str, Any]:
+        while b"\n" not in self._rest and not self.at_end:
+            self._fill()
+        line, _, self._rest = self._rest.partition(b"\n")
+        return _object(line)
+
+    def read(self) -> Iterator[Mapping[str, Any]]:
+        """What has arrived; called when there is something to read."""
+        self._fill()
+        *lines, self._rest = self._rest.split(b"\n")
+        yield from map(_object, lines)
+
+    def _fill(self) -> None:
+        chunk = os.read(_INPUT, 1 << 16)
+        self._rest += chunk
+        self.at_end = not chunk
+
+
+def _object(line: bytes) -> Mapping[str, Any]:
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError(f"not a JSON object: {line!r:.80}")
+    return value
+
+
+def _say(line: Mapping[str, Any]) -> None:
+    with suppress(OSError):  # nobody listens any more
+        os.write(_OUTPUT, json.dumps(line).encode() + b"\n")
+
+
+def _allow_many_connections() -> None:
+    """A hub has a connection to each observer of the job."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def main() -> None:
+    lines = Lines()
+    assignment = Assignment.from_json(lines.first())
+    observing = Observing(assignment)
+    _say({"ready": True, "port": observing.port})
+    observing.run(lines)
+    if not assignment.log.stat().st_size:
+        assignment.log.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Publishes a trainer's progress: layers, optimizer, input, checkpoints, collectives (paper, section 7).
+
+Intent is published before the operation that may block. Everything goes through PyTorch's public
+hooks and the one interceptor of collectives; nothing of the user's is patched or replaced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from torchscout.decision.progress import Phase
+from torchscout.evidence.call import Call
+from torchscout.evidence.collectives import Pending
+from torchscout.evidence.observer import fingerprint
+from torchscout.evidence.observer.fingerprint import Fingerprint
+from torchscout.evidence.observer.progress import NOWHERE, ProgressWriter
+
+__all__ = ["Publisher", "WatchedInput"]
+
+_Batch = TypeVar("_Batch")
+_REMEMBERED = 4096
+
+
+class Publisher:
+    """Everything that writes a trainer's progress record. Listens to collectives."""
+
+    def __init__(self, writer: ProgressWriter, own_groups: Iterable[str] = ()) -> None:
+        self._writer = writer
+        self._own_groups = frozenset(own_groups)
+        """Names of groups that are not the job's: SCOUT's."""
+        self._lines: dict[tuple[Any, ...], int] = {}
+        self._phrases: dict[Fingerprint, int] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def before(self, call: Call) -> None:
+        """Publish the intent to enter a collective."""
+        group = call.group
+        if group.name in self._own_groups:
+            return
+        key = (group, call.operation, call.peer, call.tag) if call.tag is not None else (group,)
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = self._declare(call)
+        shared = fingerprint.read(call)
+        phrase = self._phrases.get(shared)
+        if phrase is None:
+            phrase = self._writer.phrase(shared.text, shared.number)
+            if len(self._phrases) < _REMEMBERED:  # shapes that never repeat must not fill the memory
+                self._phrases[shared] = phrase
+        splits = call.splits
+        if splits is None:
+            self._writer.issue(line, phrase)
+        else:
+            self._writer.issue(line, phrase, splits.sent, splits.received)
+
+    def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
+        """That the backend has it says nothing about the others."""
+
+    def _declare(self, call: Call) -> int:
+        line = fingerprint.line_of(call)
+        return NOWHERE if line is None else self._writer.declare(line)
+
+    def watch_layers(self, layers: Iterable[torch.nn.Module]) -> None:
+        """Publish a coordinate whenever a layer's forward or backward begins."""
+        writer = self._writer
+
+        def before_backward(_: torch.Tensor) -> None:
+            writer.advance(Phase.BACKWARD)
+
+        def before_forward(_: torch.nn.Module, __: Any) -> None:
+            # Dynamo would trace the hook into the user's graph; it sees a constant instead.
+            if not torch.compiler.is_compiling():
+                writer.advance(Phase.FORWARD)
+
+        def after_forward(_: torch.nn.Module, __: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            # A hook on the tensor, not on the module: the latter would put a node of its own into
+            # the user's graph, and forbid changing the output in place.
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(before_backward)  # type: ignore[no-untyped-call]
+                    break
+
+        for layer in layers:
+            self._handles.append(layer.register_forward_pre_hook(before_forward))
+            self._handles.append(layer.register_forward_hook(after_forward))
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer, finished: Callable[[], None]) -> None:
+        """Publish the optimizer's boundary; ``finished`` is called at the end of each step."""
+
+        def before_step(*_: Any) -> None:
+            self._writer.advance(Phase.OPTIMIZER)
+
+        def after_step(*_: Any) -> None:
+            self._writer.next_step()
+            finished()
+
+        self._handles.append(optimizer.register_step_pre_hook(before_step))
+        self._handles.append(optimizer.register_step_post_hook(after_step))
+
+    def watch_input(self, source: Iterable[_Batch]) -> WatchedInput[_Batch]:
+        return WatchedInput(source, self)
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Publish that a phase has begun and, at its end, that it is over and how long it took."""
+        self._writer.advance(phase)
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._writer.time_phase(phase, time.monotonic() - begin)
+            self._writer.advance(Phase.IDLE)
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class WatchedInput(Generic[_Batch]):
+    """The user's own source of batches; whatever else it has is reached through this one."""
+
+    def __init__(self, source: Iterable[_Batch], publisher: Publisher) -> None:
+        self._source, self._publisher = source, publisher
+
+    def __iter__(self) -> Iterator[_Batch]:
+        batches = iter(self._source)
+        while True:
+            with self._publisher.during(Phase.INPUT):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._source)  # type: ignore[arg-type]  # as the source itself would
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)

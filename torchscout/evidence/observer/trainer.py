@@ -1,0 +1,127 @@
+"""A trainer as its observer sees it: its progress, its process, its stacks (paper, section 7). Linux only."""
+
+from __future__ import annotations
+
+import os
+import signal
+from enum import Enum
+from pathlib import Path
+
+from torchscout.config import ObserverConfig
+from torchscout.decision.progress import Line, Process, Progress, Standing
+from torchscout.errors import TornRecordError
+from torchscout.evidence.observer import stacks
+from torchscout.evidence.observer.post import Post
+from torchscout.evidence.observer.progress import ProgressReader
+from torchscout.evidence.observer.watch import allowance
+
+__all__ = ["Ending", "Trainer"]
+
+_STACK_CHARACTERS = 8192
+_ASKED = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
+
+
+class Ending(Enum):
+    """How a trainer came to its end."""
+
+    FINISHED = "finished"
+    """On purpose: it said so, or exited with status 0."""
+    ASKED = "asked"
+    """Somebody sent it SIGTERM, SIGINT or SIGHUP: most often the whole job is being ended."""
+    FAILED = "failed"
+    """Any other way, or nobody can tell."""
+
+
+class Trainer:
+    """What was seen at the last ``look``. The trainer is never waited for, but for its stacks, a moment."""
+
+    def __init__(self, record: Path, stack: Path | None) -> None:
+        self.reader = ProgressReader(record)
+        self.progress: Progress | None = None
+        """Where it stands; its operations are read for a post only."""
+        self.ending: Ending | None = None
+        """None as long as it has not ended."""
+        self._stack = stack
+        self._gone_since: float | None = None  # and had not finished
+        self.pidfd = self._open_pidfd()
+        """Readable once the process has ended; None where the kernel has no such thing."""
+
+    @property
+    def rank(self) -> int:
+        return self.reader.rank
+
+    def look(self, now: float) -> None:
+        self.progress = self.reader.glance(now) or self.progress
+        if self.ending is not None:
+            return
+        if self.reader.has_finished:
+            self.ending = Ending.FINISHED
+        elif self.reader.trainer() is Process.GONE:
+            self.ending = _ending_of(self.reader.pid)
+            self._gone_since = None if self.ending is Ending.FINISHED else now
+
+    def dismiss(self) -> None:
+        """It wants to be watched no longer, which is as good as finished."""
+        self.ending = self.ending or Ending.FINISHED
+
+    def post(self, config: ObserverConfig, silent_seconds: float, now: float) -> Post:
+        """What to say in a round, but for the stacks."""
+        if self.ending is not None:
+            gone = None if self._gone_since is None else now - self._gone_since
+            return Post(self._last_standing(), self._lines(), gone_seconds=gone)
+        standing = Standing(self.rank, self.reader.trainer(), self._read())
+        moving = silent_seconds < config.floor_seconds / 2
+        return Post(standing, self._lines(), moving, self._is_excused(config, silent_seconds))
+
+    def stack(self, config: ObserverConfig) -> str:
+        """Where it stands, in as few words as a message should have."""
+        if self._stack is None or self.ending is not None:
+            return ""
+        stack = stacks.take(self.reader.pid, self._stack, config.stack_signal, config.stack_seconds)
+        return stacks.trim(stack, _STACK_CHARACTERS)
+
+    def _last_standing(self) -> Standing:
+        if self.ending is Ending.FINISHED:
+            # Not gone, as a diagnosis means it: nothing is wrong with it, unless somebody waits for it.
+            return Standing(self.rank, Process.RUNNING, self._read(), waiting=False)
+        return Standing(self.rank, Process.GONE, self._read())
+
+    def _lines(self) -> tuple[Line, ...]:
+        return tuple(self.reader.lines().values())
+
+    def _read(self) -> Progress | None:
+        try:
+            return self.reader.read()
+        except TornRecordError:  # it publishes faster than one can read: it is well
+            return self.progress
+
+    def _is_excused(self, config: ObserverConfig, silent_seconds: float) -> bool:
+        if self.reader.paused or self.progress is None:
+            return True
+        granted = allowance(config, self.progress.phase, self.reader.step_seconds())
+        return granted is not None and silent_seconds < granted
+
+    def _open_pidfd(self) -> int | None:
+        try:
+            descriptor = os.pidfd_open(self.reader.pid)
+        except OSError:
+            return None
+        if self.reader.trainer() is Process.GONE:  # and its number is perhaps another's
+            os.close(descriptor)
+            return None
+        return descriptor
+
+
+def _ending_of(pid: int) -> Ending:
+    """How a process ended for which nobody has waited yet; afterwards only its parent knows."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return Ending.FAILED
+    if fields[0] != "Z":
+        return Ending.FAILED
+    status = int(fields[-1])
+    if status == 0:
+        return Ending.FINISHED
+    asked = status & 0x7F in _ASKED or status >> 8 in {128 + number for number in _ASKED}
+    return Ending.ASKED if asked else Ending.FAILED

@@ -1,0 +1,93 @@
+"""When silence is too long (paper, section 7; DESIGN.md, "Silence"). Pure: it is told the time.
+
+A rank is silent for as long as it has published nothing. This says when that is worth asking the
+other ranks, and when to ask again; who is to blame is for the diagnosis of the round it causes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torchscout.config import ObserverConfig
+from torchscout.decision.progress import Phase, Progress
+
+__all__ = ["Watch", "allowance", "threshold"]
+
+_LONGEST_REPEAT_SECONDS = 300.0
+_SUSPENDED_SECONDS = 2.0
+
+
+def threshold(config: ObserverConfig, phase: Phase, step_seconds: Sequence[float]) -> float:
+    """Seconds of silence that are not yet remarkable, given the recent steps' durations."""
+    usual = max(config.floor_seconds, config.multiple * _p99(step_seconds))
+    return max(usual, allowance(config, phase, step_seconds) or 0.0)
+
+
+def allowance(config: ObserverConfig, phase: Phase, step_seconds: Sequence[float]) -> float | None:
+    """What a rank is granted beyond the usual for what it is doing; None where that is nothing special."""
+    granted = {
+        Phase.START: config.start_seconds,
+        Phase.CHECKPOINT_READ: config.checkpoint_read_seconds,
+        Phase.CHECKPOINT_WRITE: config.checkpoint_write_seconds,
+        Phase.EVALUATION: config.evaluation_seconds,
+    }.get(phase)
+    if step_seconds:
+        return granted
+    # The first step compiles and connects in whatever phase it is.
+    return max(config.start_seconds, granted or 0.0)
+
+
+class Watch:
+    """One observer's memory of its trainer's silence.
+
+    ``config`` may be replaced at any time. Called at every poll; one that comes much too late means
+    that the observer itself, and perhaps the whole job, was suspended: such time counts for
+    nobody's silence, nor does time during which the trainer asked to be left alone.
+    """
+
+    def __init__(self, config: ObserverConfig) -> None:
+        self.config = config
+        self._watching_since = -math.inf
+        self._last_poll: float | None = None
+        self._rounds = 0
+        self._held_at: tuple[int, int] | None = None
+        self._next_round = -math.inf
+
+    @property
+    def rounds(self) -> int:
+        """Rounds held during the present silence."""
+        return self._rounds
+
+    def is_due(self, progress: Progress, step_seconds: Sequence[float], *, paused: bool, now: float) -> bool:
+        """Whether a round should be announced now."""
+        late = max(self.config.floor_seconds, self.config.poll_seconds + _SUSPENDED_SECONDS)
+        suspended = self._last_poll is not None and now - self._last_poll > late
+        self._last_poll = now
+        if paused or suspended:
+            self._watching_since = now
+        if progress.coordinate != self._held_at:
+            self._rounds, self._held_at, self._next_round = 0, None, -math.inf
+        usual = threshold(self.config, progress.phase, step_seconds)
+        return self.silent_seconds(progress, now) > usual and now >= self._next_round
+
+    def silent_seconds(self, progress: Progress, now: float) -> float:
+        """The trainer's silence as far as it was watched."""
+        return min(progress.silent_seconds, now - self._watching_since)
+
+    def round_held(self, coordinate: tuple[int, int] | None, now: float) -> None:
+        """A round was announced or took place, by whomever, while the trainer stood at ``coordinate``.
+
+        It is not announced again until the trainer moves, or a growing while has passed: the
+        situation may develop.
+        """
+        if coordinate != self._held_at:
+            self._rounds, self._held_at = 0, coordinate
+        pause = min(self.config.repeat_seconds * 2**self._rounds, _LONGEST_REPEAT_SECONDS)
+        self._rounds += 1
+        self._next_round = now + pause
+
+
+def _p99(values: Sequence[float]) -> float:
+    """By nearest rank: below a hundred values the largest, so that a periodic slow step is no alarm."""
+    return sorted(values)[math.ceil(0.99 * len(values)) - 1] if values else 0.0
