@@ -14,17 +14,20 @@ import torchscout
 
 PUBLIC = [
     "Action",
-    "ChannelError",
     "EvidenceRecord",
     "Incident",
     "Manifestation",
     "Mesh",
     "MeshAddress",
+    "ObserverConfig",
+    "Parallelism",
     "PeerGroup",
     "Scope",
     "ScoutError",
+    "Session",
     "Status",
     "Verdict",
+    "enable_resiliency",
     "signature",
     "signatures",
 ]
@@ -35,6 +38,9 @@ TORCH_FREE = [
     "torchscout",
     "torchscout.mesh",
     "torchscout.config",
+    "torchscout.evidence.observer.process",
+    "torchscout.evidence.observer.conclusion",
+    "torchscout.cli.main",
     *(f"torchscout.decision.{name}" for name in sorted(DECISION - WITH_TORCH)),
 ]
 

@@ -10,44 +10,53 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchscout.config import ObserverConfig, Parallelism
     from torchscout.decision.consensus import Status, Verdict
     from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
     from torchscout.decision.signature import signature, signatures
-    from torchscout.errors import ChannelError, ScoutError
+    from torchscout.errors import ScoutError
+    from torchscout.integration.attach import enable_resiliency
+    from torchscout.integration.session import Session
     from torchscout.mesh import Mesh, MeshAddress, PeerGroup
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Action": "decision.record",
-    "ChannelError": "errors",
     "EvidenceRecord": "decision.record",
     "Incident": "decision.record",
     "Manifestation": "decision.record",
     "Mesh": "mesh",
     "MeshAddress": "mesh",
+    "ObserverConfig": "config",
+    "Parallelism": "config",
     "PeerGroup": "mesh",
     "Scope": "decision.record",
     "ScoutError": "errors",
+    "Session": "integration.session",
     "Status": "decision.consensus",
     "Verdict": "decision.consensus",
+    "enable_resiliency": "integration.attach",
     "signature": "decision.signature",
     "signatures": "decision.signature",
 }
 
 __all__ = [
     "Action",
-    "ChannelError",
     "EvidenceRecord",
     "Incident",
     "Manifestation",
     "Mesh",
     "MeshAddress",
+    "ObserverConfig",
+    "Parallelism",
     "PeerGroup",
     "Scope",
     "ScoutError",
+    "Session",
     "Status",
     "Verdict",
+    "enable_resiliency",
     "signature",
     "signatures",
 ]

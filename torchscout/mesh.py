@@ -153,6 +153,10 @@ class Mesh:
         expert[:, column] //= degree
         return Mesh(dense, self._hosts, expert_addresses=expert)
 
+    def on(self, hosts: Sequence[str]) -> Mesh:
+        """The same ranks, with the machines they run on."""
+        return Mesh(self._tables[Role.DENSE], hosts, expert_addresses=self._tables[Role.EXPERT])
+
     def __len__(self) -> int:
         return len(self._tables[Role.DENSE])
 

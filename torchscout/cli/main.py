@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from torchscout.cli.demo.command import demo
+from torchscout.cli.status import status
 
 __all__ = ["app"]
 
@@ -16,8 +17,4 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
-
-
-@app.callback()
-def main() -> None:
-    """Without this, a single command would swallow its own name."""
+app.command()(status)

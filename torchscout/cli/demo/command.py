@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import sys
 import tempfile
 from dataclasses import asdict
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from torchscout.cli.document import as_document
 
 __all__ = ["demo"]
 
@@ -44,9 +45,7 @@ def demo(
     print(f"{STAGE}\nThey vote on every weight after every step.\n", file=sys.stderr, flush=True)
     outcomes = run_ranks(train, RANKS, faults, run_dir, timeout=300.0)
     report = summarize(outcomes, faults, run_dir)
-    if output is not None:
-        output.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2) if as_json else screen(report))
+    as_document(report, screen(report), as_json=as_json, output=output)
     raise typer.Exit(0 if report["exact"] else 1)
 
 

@@ -1,0 +1,248 @@
+"""``enable_resiliency``: attaching, detaching, and leaving training as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.hangs import QUICK, Net
+from tests.support.ranks import run_ranks
+from torchscout import Mesh
+from torchscout.config import Parallelism
+from torchscout.integration.attach import enable_resiliency
+from torchscout.integration.parallelism import mesh_from
+
+RECORDS = Path(f"/dev/shm/torchscout-{os.getuid()}")
+
+
+class Dropped(torch.nn.Module):
+    """Dropout, a buffer that counts, and an output that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x += 1
+            x = torch.nn.functional.dropout(torch.relu_(x), 0.2, self.training)
+        return self.norm(x)
+
+
+def training(rank: int, run_dir: Path | None) -> bytes:
+    """Twelve steps; every bit of what training leaves behind."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(Dropped())
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = run_dir and enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir)
+    losses = []
+    data = (torch.randn(4, 16, generator=torch.Generator().manual_seed(7 * rank + i)) for i in range(12))
+    for batch in session.watch_input(data) if session else data:
+        optimizer.zero_grad()
+        loss = model(batch).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    if session:
+        assert session.step == 12
+        assert session.failures == []
+        session.close()
+    state = [*losses, *model.state_dict().values(), *(p.grad for p in model.parameters())]
+    state += [slot for slots in optimizer.state.values() for slot in slots.values()]
+    state.append(torch.get_rng_state())
+    rest = repr((random.getstate(), np.random.get_state()[1].tolist())).encode()
+    return b"".join(tensor.numpy().tobytes() for tensor in state) + rest
+
+
+def with_and_without(rank: int, run_dir: Path) -> bool:
+    random.seed(3)
+    np.random.seed(3)
+    return training(rank, None) == training(rank, run_dir)
+
+
+def test_training_is_bitwise_the_same_with_an_observer(tmp_path: Path):
+    assert run_ranks(with_and_without, 2, tmp_path, timeout=90) == [True, True]
+
+
+def attach_and_close(rank: int, run_dir: Path) -> list[int]:
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir)
+    observer = session.watching.observer.pid
+    with pytest.raises(ValueError, match="attached to this model already"):
+        enable_resiliency(model, optimizer, run_dir=run_dir)
+    record = session.watching.writer.path
+    assert record.exists()
+    session.close()
+    session.close()
+    assert not record.parent.exists()
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.modules())
+    assert not optimizer._optimizer_step_post_hooks
+    enable_resiliency(model, optimizer, observer=None, run_dir=run_dir).close()  # the model is free again
+    return [observer]
+
+
+def test_closing_leaves_nothing_behind(tmp_path: Path):
+    observers = [pid for pids in run_ranks(attach_and_close, 2, tmp_path, timeout=60) for pid in pids]
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in observers):
+        assert time.monotonic() < deadline, "an observer is still there"
+        time.sleep(0.1)
+
+
+def without_observer(rank: int, run_dir: Path) -> dict:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    with enable_resiliency(
+        model, optimizer, observer=None, parallelism=Parallelism(replica=2), run_dir=run_dir
+    ) as session:
+        assert list(session.watch_input([1, 2])) == [1, 2]
+        with session.checkpoint_io("read"), session.evaluation(), session.pause_observer():
+            pass
+        with pytest.raises(ValueError, match="'read' or 'write', got 'delete'"):
+            session.checkpoint_io("delete")
+        return session.status()
+
+
+def test_a_session_without_an_observer(tmp_path: Path):
+    for status in run_ranks(without_observer, 2, tmp_path):
+        assert (status["observer"], status["failures"]) == (None, [])
+
+
+def refused(rank: int, kind: str) -> str:
+    model = Net()
+    world = dist.get_world_size()
+    arguments = {
+        "unknown parallelism": (model, None, None),
+        "wrong size": (model, None, Parallelism(replica=world + 1)),
+        "no model": ("net", None, None),
+        "no optimizer": (model, "adam", Parallelism(replica=world)),
+        "unknown axis": (model, None, init_device_mesh("cpu", (world,), mesh_dim_names=("galaxy",))),
+    }
+    model, optimizer, parallelism = arguments[kind]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the test looks at the words
+        enable_resiliency(model, optimizer, parallelism=parallelism)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("unknown parallelism", "cannot be read off a Net; pass parallelism="),
+        ("wrong size", "parallelism describes 3 ranks, the job has 2"),
+        ("no model", "model must be a torch.nn.Module, got str"),
+        ("no optimizer", "optimizer must be a torch.optim.Optimizer or several, got str"),
+        ("unknown axis", "unknown mesh axes ['galaxy']; known are replica: replica"),
+    ],
+)
+def test_mistakes_are_told(kind: str, told: str):
+    for message in run_ranks(refused, 2, kind):
+        assert told in message
+
+
+def test_without_a_process_group_nothing_can_be_attached():
+    with pytest.raises(ValueError, match="init_process_group"):
+        enable_resiliency(Net())
+
+
+def device_mesh_addresses(rank: int) -> list[tuple[int, int]]:
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    mesh = mesh_from(axes, 4, ["a", "a", "b", "b"])
+    assert mesh.hosts_of((2,)) == ("b",)
+    return [(mesh.address_of(each).replica, mesh.address_of(each).tensor) for each in range(4)]
+
+
+def test_a_device_mesh_becomes_a_mesh():
+    assert run_ranks(device_mesh_addresses, 4)[0] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_users_mesh_keeps_its_hosts():
+    named = Mesh.grid(replica=2, hosts=["x", "y"])
+    assert mesh_from(named, 2, ["a", "b"]).host_of(1) == "y"
+    assert mesh_from(Mesh.grid(replica=2), 2, ["a", "b"]).host_of(1) == "b"
+
+
+def looked_at(rank: int, run_dir: Path) -> str:
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 16)).sum().backward()
+            optimizer.step()
+        scout = Path(sys.executable).with_name("scout")
+        told = subprocess.run(
+            [scout, "status", run_dir, "--json"], capture_output=True, text=True, check=True
+        )
+        dist.barrier()
+        return told.stdout
+
+
+def test_scout_status_tells_where_every_rank_stands(tmp_path: Path):
+    report = json.loads(run_ranks(looked_at, 2, tmp_path, timeout=90)[0])
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert {(rank["host"], rank["state"], rank["step"]) for rank in report["ranks"]} == {
+        (socket.gethostname(), "running", 3)
+    }
+    assert report["incidents"] == []
+    scout = Path(sys.executable).with_name("scout")
+    after = subprocess.run([scout, "status", tmp_path], capture_output=True, text=True, check=True)
+    assert after.stdout.count("finished") == 2
+    nothing = subprocess.run(
+        [scout, "status", tmp_path / "none"], capture_output=True, text=True, check=False
+    )
+    assert nothing.returncode == 2
+    assert "holds no job" in nothing.stderr
+
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torchscout.config import ObserverConfig
+from torchscout.integration.attach import enable_resiliency
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters())
+session = enable_resiliency(model, optimizer, run_dir=sys.argv[1], observer=ObserverConfig(floor_seconds=1.0))
+for step in range(3):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    if step == 1 and dist.get_rank() == 1 and sys.argv[2] == "raise":
+        raise RuntimeError("the user's own mistake")
+dist.barrier()
+sys.stdout.flush()
+if sys.argv[2] == "hard":
+    os._exit(0)  # the script neither closes the session nor unwinds
+"""
+
+
+@pytest.mark.parametrize(("how", "named"), [("return", []), ("raise", [[1]])])
+def test_a_script_under_torchrun_needs_no_guard_and_no_close(tmp_path: Path, how: str, named: list):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = str(Path(__file__).parents[2])
+    subprocess.run(
+        [*command, script, run_dir, how], env={**os.environ, "PYTHONPATH": root}, check=False, timeout=120,
+        capture_output=True,
+    )  # fmt: skip
+    time.sleep(4)
+    path = run_dir / "incidents.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    assert [line["ranks"] for line in lines if line["kind"] == "incident"] == named

@@ -1,0 +1,435 @@
+"""Real jobs that hang: who is named, who is not, and what is said (paper, section 7)."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.hangs import (
+    FAULTY_STEP,
+    QUICK,
+    STALL,
+    Net,
+    give_up_soon,
+    incidents,
+    resolutions,
+    steps,
+    stop_myself_until,
+    until_it_raises,
+    wait_for_incident,
+)
+from tests.support.ranks import RankError, run_ranks
+from torchscout.config import Parallelism
+from torchscout.decision.record import Action, Manifestation, Scope
+from torchscout.evidence.collectives import listen
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.integration.attach import enable_resiliency
+
+STEP_PLACE = "step"
+
+
+def ddp_job(
+    rank: int, run_dir: Path, faults: Faults, slow_input: int | None = None, slow_write: int | None = None
+):
+    """An ordinary DDP job; returns how many faults fired and the messages its observer exchanged."""
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with (
+        enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir) as session,
+        Injector(faults, rank, model.module, optimizer) as injector,
+    ):
+        for step, batch in zip(steps(), session.watch_input(batches(slow_input == rank)), strict=False):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            if step == FAULTY_STEP:
+                with session.checkpoint_io("write"):
+                    time.sleep(STALL if slow_write == rank else 0.0)
+        status = session.status()
+        dist.barrier()  # who leaves says goodbye, and that is a message
+    return len(injector.fired), status
+
+
+def batches(stalls: bool):
+    for step in range(1, 100):
+        if stalls and step == FAULTY_STEP:
+            time.sleep(STALL)
+        yield torch.randn(4, 16)
+
+
+def test_a_clean_job_is_silent_and_its_observers_too(tmp_path: Path):
+    for fired, status in run_ranks(ddp_job, 4, tmp_path, Faults(), timeout=90):
+        assert fired == 0
+        assert (status["observer"]["messages"], status["failures"]) == (0, [])
+    assert incidents(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", [STEP_PLACE, "2/forward", "2/backward"])
+def test_a_late_rank_is_named(tmp_path: Path, place: str):
+    faults = Faults().stall(rank=2, at=place, step=FAULTY_STEP, seconds=STALL)
+    results = run_ranks(ddp_job, 4, tmp_path, faults, timeout=90)
+    assert [fired for fired, _ in results] == [0, 0, 1, 0]
+    (incident,) = incidents(tmp_path)
+    assert (incident.manifestation, incident.scope, incident.ranks) == (Manifestation.HANG, Scope.RANK, (2,))
+    assert incident.action is Action.RESTART
+    assert "rank 2" in incident.sentence
+    (resolved,) = resolutions(tmp_path)
+    assert resolved.ranks == (2,)
+
+
+def test_a_stalled_input_is_named_as_such(tmp_path: Path):
+    run_ranks(ddp_job, 4, tmp_path, Faults(), 1, timeout=90)
+    (incident,) = incidents(tmp_path)
+    assert incident.ranks == (1,)
+    assert "input" in incident.sentence
+
+
+def test_a_stalled_checkpoint_write_is_named_as_such(tmp_path: Path):
+    run_ranks(ddp_job, 4, tmp_path, Faults(), None, 3, timeout=90)
+    (incident,) = incidents(tmp_path)
+    assert incident.ranks == (3,)
+    assert "checkpoint" in incident.sentence
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_trainer_is_named_as_gone(tmp_path: Path, victim: int):
+    faults = Faults().signal(rank=victim, step=FAULTY_STEP, number=signal.SIGKILL)
+    with pytest.raises(RankError, match=f"rank {victim}: left without an answer, exit code -9"):
+        run_ranks(ddp_job, 4, tmp_path, faults, timeout=60)
+    wait_for_incident(tmp_path)
+    (incident,) = incidents(tmp_path)
+    assert incident.ranks == (victim,)
+    assert f"rank {victim}" in incident.sentence
+    assert "ended before it had finished" in incident.sentence
+
+
+def stopped_job(rank: int, run_dir: Path, how: str) -> None:
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir):
+        for step in steps():
+            if step == FAULTY_STEP and rank == 1:
+                if how == "SIGSTOP":
+                    stop_myself_until(run_dir)
+                else:  # a foreign function that never lets go of the interpreter
+                    ctypes.PyDLL(None).usleep(int(STALL * 1e6))
+            optimizer.zero_grad()
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["SIGSTOP", "GIL"])
+def test_a_trainer_that_cannot_run_is_named(tmp_path: Path, how: str):
+    run_ranks(stopped_job, 4, tmp_path, how, timeout=90)
+    (incident,) = incidents(tmp_path)
+    assert incident.ranks == (1,)
+    assert ("stopped" in incident.sentence) is (how == "SIGSTOP")
+
+
+def fsdp_job(rank: int, run_dir: Path, faults: Faults) -> int:
+    model = Net()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with (
+        enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir),
+        Injector(faults, rank, model, optimizer) as injector,
+    ):
+        for _ in steps():
+            optimizer.zero_grad()
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+    return len(injector.fired)
+
+
+def test_a_rank_that_never_enters_an_all_gather_of_fsdp_is_named(tmp_path: Path):
+    faults = Faults().stall(rank=3, at="1/forward", step=FAULTY_STEP, seconds=STALL)
+    assert run_ranks(fsdp_job, 4, tmp_path, faults, timeout=90) == [0, 0, 0, 1]
+    (incident,) = incidents(tmp_path)
+    assert incident.ranks == (3,)
+    assert "all_gather" in incident.sentence
+
+
+def net_and_optimizer() -> tuple[Net, torch.optim.Optimizer]:
+    """For jobs that are about communication: nothing is learnt, but steps are counted."""
+    model = Net()
+    return model, torch.optim.SGD(model.parameters())
+
+
+def hybrid_job(rank: int, run_dir: Path) -> None:
+    axes = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replica", "tensor"))
+    model, optimizer = net_and_optimizer()
+    with enable_resiliency(model, optimizer, observer=QUICK, parallelism=axes, run_dir=run_dir):
+        for step in steps():
+            if step == FAULTY_STEP and rank == 5:
+                time.sleep(STALL)
+            for axis in ("tensor", "replica"):
+                dist.all_reduce(model(torch.ones(1, 16)).detach(), group=axes.get_group(axis))
+            optimizer.step()
+
+
+def test_a_tensor_parallel_victim_is_not_blamed(tmp_path: Path):
+    run_ranks(hybrid_job, 8, tmp_path, timeout=120)
+    (incident,) = incidents(tmp_path)
+    assert incident.ranks == (5,)
+
+
+def pipeline_job(rank: int, run_dir: Path, stalled: int, posted: bool) -> None:
+    """Activations go down the stages, and gradients back up."""
+    last = dist.get_world_size() - 1
+    model, optimizer = net_and_optimizer()
+    stages = Parallelism(pipeline=4)
+    with enable_resiliency(model, optimizer, observer=QUICK, parallelism=stages, run_dir=run_dir):
+        for step in steps():
+            activation, gradient = torch.ones(8), torch.ones(8)
+            if posted and rank < last:
+                early = dist.irecv(gradient, src=rank + 1)
+            if rank > 0:
+                dist.recv(activation, src=rank - 1)
+            model(torch.ones(1, 16))
+            if step == FAULTY_STEP and rank == stalled:
+                time.sleep(STALL)
+            if rank < last:
+                dist.send(activation, dst=rank + 1)
+                early.wait() if posted else dist.recv(gradient, src=rank + 1)
+            if rank > 0:
+                dist.send(gradient, dst=rank - 1)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("posted", [False, True], ids=["in order", "receive posted early"])
+@pytest.mark.parametrize("stalled", [0, 2])
+def test_a_stalled_pipeline_stage_is_named_and_its_neighbours_are_not(
+    tmp_path: Path, stalled: int, posted: bool
+):
+    run_ranks(pipeline_job, 4, tmp_path, stalled, posted, timeout=90)
+    (incident,) = incidents(tmp_path)
+    assert incident.ranks == (stalled,)
+
+
+def mismatched_job(rank: int, run_dir: Path, what: str, hidden: bool) -> bool:
+    """Rank 1 does something else in one collective; Gloo hangs over it, then gives up."""
+    model, optimizer = net_and_optimizer()
+    replicas = Parallelism(replica=4)
+    with enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir):
+        group = give_up_soon()
+
+        def train() -> None:
+            for step in steps():
+                model(torch.ones(1, 16))
+                odd = what if step == FAULTY_STEP and rank == 1 else "nothing"
+                work = collective(group, odd, asynchronous=hidden)
+                if hidden:
+                    model(torch.ones(1, 16))
+                    dist.all_reduce(torch.ones(3), group=group)
+                    work.wait()
+                optimizer.step()
+
+        return until_it_raises(train)
+
+
+def collective(group: dist.ProcessGroup, odd: str, *, asynchronous: bool = False) -> Any:
+    size = 6 if odd == "shape" else 4
+    dtype = torch.float64 if odd == "dtype" else torch.float32
+    tensor = torch.ones(size * 1000, dtype=dtype)
+    if odd == "operation":
+        return dist.all_gather(
+            [torch.ones(4000) for _ in range(4)], tensor, group=group, async_op=asynchronous
+        )
+    if odd == "root":
+        return dist.broadcast(tensor, src=2, group=group, async_op=asynchronous)
+    return dist.all_reduce(tensor, group=group, async_op=asynchronous)
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["seen", "hidden behind later operations"])
+@pytest.mark.parametrize("what", ["operation", "shape", "dtype"])
+def test_a_rank_that_does_something_else_is_named(tmp_path: Path, what: str, hidden: bool):
+    with suppress(RankError):  # Gloo may abort a process over it
+        assert any(run_ranks(mismatched_job, 4, tmp_path, what, hidden, timeout=90))
+    wait_for_incident(tmp_path)
+    assert {incident.ranks for incident in incidents(tmp_path)} == {(1,)}
+
+
+def opposite_orders(rank: int, run_dir: Path) -> bool:
+    """Two groups of the same ranks: half of them enter one first, the others the other."""
+    model, optimizer = net_and_optimizer()
+    replicas = Parallelism(replica=4)
+    with enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir):
+        groups = [give_up_soon(), give_up_soon()]
+
+        def train() -> None:
+            for step in steps():
+                model(torch.ones(1, 16))
+                inverted = step == FAULTY_STEP and rank % 2
+                for group in reversed(groups) if inverted else groups:
+                    dist.all_reduce(torch.ones(3), group=group)
+                optimizer.step()
+
+        return until_it_raises(train)
+
+
+def test_a_deadlock_by_order_inversion_is_told_as_one(tmp_path: Path):
+    assert all(run_ranks(opposite_orders, 4, tmp_path, timeout=90))
+    (incident,) = incidents(tmp_path)
+    assert incident.ranks == (0, 1, 2, 3)  # two against two: nobody is named
+    assert incident.scope is Scope.PROCESS_GROUP
+    assert "wait for each other, entered in opposite order" in incident.sentence
+
+
+class StuckTransport:
+    """Holds every member inside one operation, after all have published that they enter it."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def before(self, _: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            time.sleep(STALL)
+
+    def issued(self, *_: Any) -> None:
+        """Not of interest."""
+
+
+def stuck_together(rank: int, run_dir: Path) -> None:
+    model, optimizer = net_and_optimizer()
+    replicas = Parallelism(replica=4)
+    with (
+        enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir),
+        listen(StuckTransport(FAULTY_STEP)),
+    ):
+        for _ in steps():
+            model(torch.ones(1, 16))
+            dist.all_reduce(torch.ones(3))
+            optimizer.step()
+
+
+def test_when_all_have_entered_and_nobody_returns_the_group_is_named_and_nobody_in_it(tmp_path: Path):
+    run_ranks(stuck_together, 4, tmp_path, timeout=90)
+    (incident,) = incidents(tmp_path)
+    assert incident.scope is Scope.PROCESS_GROUP
+    assert incident.action is Action.INSPECT
+    assert incident.ranks == (0, 1, 2, 3)
+    assert incident.records[0].ranks == ()
+
+
+def a_minority_ahead(rank: int, run_dir: Path) -> None:
+    model, optimizer = net_and_optimizer()
+    replicas = Parallelism(replica=4)
+    with enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir):
+        for step in steps():
+            model(torch.ones(1, 16))
+            if step == FAULTY_STEP and rank != 3:
+                time.sleep(STALL)
+            dist.all_reduce(torch.ones(3))
+            optimizer.step()
+
+
+def test_who_is_ahead_of_the_majority_is_not_blamed(tmp_path: Path):
+    run_ranks(a_minority_ahead, 4, tmp_path, timeout=90)
+    (incident,) = incidents(tmp_path)
+    assert incident.ranks == (0, 1, 2)
+
+
+def a_pair_that_differs(rank: int, run_dir: Path) -> bool:
+    model, optimizer = net_and_optimizer()
+    replicas = Parallelism(replica=2)
+    with enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir):
+        group = give_up_soon()
+
+        def train() -> None:
+            for step in steps():
+                model(torch.ones(1, 16))
+                if step == FAULTY_STEP and rank == 1:
+                    dist.all_gather([torch.ones(4), torch.ones(4)], torch.ones(4), group=group)
+                else:
+                    dist.broadcast(torch.ones(4), src=1, group=group)
+                optimizer.step()
+
+        return until_it_raises(train)
+
+
+def test_of_two_that_differ_neither_is_named(tmp_path: Path):
+    with suppress(RankError):
+        run_ranks(a_pair_that_differs, 2, tmp_path, timeout=90)
+    wait_for_incident(tmp_path)
+    (incident,) = incidents(tmp_path)
+    assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1))
+
+
+def routed_job(rank: int, run_dir: Path, incompatible: bool) -> bool:
+    """Uneven all-to-alls; rank 2 then expects less from rank 0 than it gets."""
+    model, optimizer = net_and_optimizer()
+    replicas = Parallelism(replica=4)
+    with enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir):
+        group = give_up_soon()
+
+        def train() -> None:
+            for step in steps():
+                model(torch.ones(1, 16))
+                # What goes from i to j, in rows of 1,000.
+                sent = [[(i + 2 * j + step) % 3 + 1 for j in range(4)] for i in range(4)]
+                expected = [sent[i][rank] for i in range(4)]
+                if incompatible and step == FAULTY_STEP and rank == 2:
+                    expected = [count + 1 for count in expected]
+                dist.all_to_all_single(
+                    torch.empty(sum(expected), 1000),
+                    torch.ones(sum(sent[rank]), 1000),
+                    expected,
+                    sent[rank],
+                    group=group,
+                )
+                optimizer.step()
+
+        return until_it_raises(train)
+
+
+@pytest.mark.parametrize("incompatible", [False, True])
+def test_uneven_splits_are_healthy_and_incompatible_ones_are_not(tmp_path: Path, incompatible: bool):
+    if not incompatible:
+        assert run_ranks(routed_job, 4, tmp_path, incompatible, timeout=90) == [False] * 4
+        assert incidents(tmp_path) == []
+        return
+    with suppress(RankError):
+        run_ranks(routed_job, 4, tmp_path, incompatible, timeout=90)
+    wait_for_incident(tmp_path)
+    assert {incident.ranks for incident in incidents(tmp_path)} == {(2,)}
+
+
+def benign_pause(rank: int, run_dir: Path) -> None:
+    """Everybody pauses beyond the threshold at once; later one rank stalls in earnest."""
+    model, optimizer = net_and_optimizer()
+    replicas = Parallelism(replica=4)
+    with enable_resiliency(
+        model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir
+    ) as session:
+        for step in steps():
+            model(torch.ones(1, 16))
+            if step == 3:
+                time.sleep(2.5)
+            if step == 4:
+                with session.pause_observer():
+                    time.sleep(2.5 if rank == 0 else 0.0)
+                    dist.barrier()
+            if step == FAULTY_STEP + 1 and rank == 2:
+                time.sleep(2 * STALL)
+            dist.all_reduce(torch.ones(3))
+            optimizer.step()
+
+
+def test_a_benign_pause_blames_nobody_and_hides_no_later_hang(tmp_path: Path):
+    run_ranks(benign_pause, 4, tmp_path, timeout=90)
+    assert [incident.ranks for incident in incidents(tmp_path)] == [(2,)]

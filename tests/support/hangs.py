@@ -1,0 +1,98 @@
+"""Small real jobs that hang, for a while or until their process group gives up."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchscout.config import ObserverConfig
+from torchscout.decision import recorder
+from torchscout.decision.record import Incident, Resolved
+from torchscout.decision.recorder import Stamped
+
+__all__ = [
+    "QUICK",
+    "STALL",
+    "STEPS",
+    "Net",
+    "give_up_soon",
+    "incidents",
+    "resolutions",
+    "steps",
+    "wait_for_incident",
+]
+
+QUICK = ObserverConfig(
+    floor_seconds=1.0, multiple=1.5, start_seconds=8.0, checkpoint_write_seconds=1.0, grace_seconds=8.0
+)
+STEPS, FAULTY_STEP, STALL = 8, 5, 5.0
+"""A stall outlasts the threshold by far, and ends: the job then goes on and ends in order."""
+
+
+class Net(torch.nn.Sequential):
+    """Four layers; ``0`` to ``3`` are their names."""
+
+    def __init__(self) -> None:
+        super().__init__(*(torch.nn.Linear(16, 16) for _ in range(4)))
+
+
+def steps() -> Iterator[int]:
+    """Training steps from 1, at a pace that observers can tell from a hang."""
+    for step in range(1, STEPS + 1):
+        time.sleep(0.02)
+        yield step
+
+
+def incidents(run_dir: Path) -> list[Incident]:
+    return [item for item in _items(run_dir) if isinstance(item, Incident)]
+
+
+def resolutions(run_dir: Path) -> list[Resolved]:
+    return [item for item in _items(run_dir) if isinstance(item, Resolved)]
+
+
+def _items(run_dir: Path) -> list[Any]:
+    path = run_dir / "incidents.jsonl"
+    if not path.exists():
+        return []
+    lines = list(recorder.read(path))
+    assert all(isinstance(line, Stamped) for line in lines), lines
+    return [line.item for line in lines]
+
+
+def wait_for_incident(run_dir: Path, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not incidents(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def give_up_soon(seconds: float = 6.0) -> dist.ProcessGroup:
+    """A group of all ranks whose collectives raise after a while instead of hanging for ever."""
+    return dist.new_group(timeout=datetime.timedelta(seconds=seconds), group_desc="training")
+
+
+def until_it_raises(body: Callable[[], None]) -> bool:
+    """Whether the body ended with what Gloo raises when it gives up."""
+    try:
+        body()
+    except RuntimeError:
+        return True
+    return False
+
+
+def stop_myself_until(run_dir: Path) -> None:
+    """SIGSTOP, with a child that sends SIGCONT once an incident is on record."""
+    me = os.getpid()
+    if os.fork() == 0:
+        wait_for_incident(run_dir)
+        os.kill(me, signal.SIGCONT)
+        os._exit(0)
+    os.kill(me, signal.SIGSTOP)

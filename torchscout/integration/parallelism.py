@@ -1,0 +1,56 @@
+"""From what a user says about parallelism to a mesh (paper, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchscout.config import Parallelism
+from torchscout.mesh import AXES, Mesh
+
+__all__ = ["mesh_from"]
+
+# The names that PyTorch's own examples, TorchTitan and users give to the axes of a DeviceMesh.
+_NAMES = {
+    "replica": ("replica", "replicate", "dp_replicate", "ddp", "dp"),
+    "shard": ("shard", "fsdp", "dp_shard"),
+    "tensor": ("tensor", "tp"),
+    "pipeline": ("pipeline", "pp", "stage"),
+    "context": ("context", "cp"),
+    "expert": ("expert", "ep"),
+}
+_AXIS = {name: axis for axis, names in _NAMES.items() for name in names}
+
+
+def mesh_from(parallelism: Mesh | DeviceMesh | Parallelism, world_size: int, hosts: Sequence[str]) -> Mesh:
+    """The mesh a user described, with the machines that were found."""
+    if isinstance(parallelism, Mesh):
+        mesh = parallelism
+    elif isinstance(parallelism, Parallelism):
+        mesh = Mesh.grid(**{axis: getattr(parallelism, axis) for axis in AXES})
+    else:
+        mesh = _from_device_mesh(parallelism)
+    if len(mesh) != world_size:
+        raise ValueError(f"parallelism describes {len(mesh)} ranks, the job has {world_size}")
+    return mesh if mesh.host_of(0) is not None else mesh.on(hosts)
+
+
+def _from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+    names = device_mesh.mesh_dim_names or ()
+    if unknown := [name for name in names if name not in _AXIS]:
+        known = "; ".join(f"{axis}: {', '.join(names)}" for axis, names in _NAMES.items())
+        raise ValueError(
+            f"unknown mesh axes {unknown}; known are {known}. Or pass parallelism=Parallelism(...)"
+        )
+    axes = [_AXIS[name] for name in names]
+    if not names or len(set(axes)) < len(axes):
+        raise ValueError(f"a DeviceMesh needs a name for each axis, each another one, got {names}")
+    ranks = device_mesh.mesh.numpy()
+    if sorted(ranks.flatten().tolist()) != list(range(ranks.size)):
+        raise ValueError("the DeviceMesh does not hold every rank once; pass parallelism=Parallelism(...)")
+    table = np.zeros((ranks.size, len(AXES)), dtype=np.int64)
+    for axis, coordinates in zip(axes, np.indices(ranks.shape), strict=True):
+        table[ranks.flatten(), AXES.index(axis)] = coordinates.flatten()
+    return Mesh(table)

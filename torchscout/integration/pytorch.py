@@ -1,0 +1,73 @@
+"""Plain PyTorch: DDP, FSDP2, or whatever the user describes (paper, section 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchscout.config import Parallelism
+from torchscout.integration.parallelism import mesh_from
+from torchscout.mesh import Mesh
+
+__all__ = ["PyTorchAdapter"]
+
+
+class PyTorchAdapter:
+    """A model and its optimizers, as PyTorch knows them."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parallelism: Mesh | DeviceMesh | Parallelism | None,
+    ) -> None:
+        self._model = model
+        self._optimizers = tuple(optimizers)
+        self._parallelism = parallelism
+
+    def mesh(self, hosts: Sequence[str]) -> Mesh:
+        world = dist.get_world_size()
+        return mesh_from(self._parallelism or self._guessed(world), world, hosts)
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """The largest list of modules of one kind; the model itself where there is none."""
+        lists = [
+            list(module)
+            for module in self._model.modules()
+            if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) and _is_repeated(list(module))
+        ]
+        return max(lists, key=_parameters, default=[self._model])
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self._optimizers
+
+    def _guessed(self, world: int) -> Parallelism | Mesh:
+        """What the wrapped model says by itself. That all ranks are peers is never assumed."""
+        if world == 1:
+            return Parallelism()
+        if isinstance(self._model, DistributedDataParallel):
+            if self._model.process_group.size() == world:
+                return Parallelism(replica=world)
+        elif isinstance(self._model, FSDPModule):
+            shards = {p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)}
+            sizes = {mesh.shape for mesh in shards}
+            if sizes == {(world,)}:
+                return Parallelism(shard=world)
+        raise ValueError(
+            f"which of the {world} ranks do the same work cannot be read off a {type(self._model).__name__}; "
+            "pass parallelism=, such as Parallelism(replica=4, tensor=2) or a DeviceMesh with named axes"
+        )
+
+
+def _is_repeated(modules: Sequence[torch.nn.Module]) -> bool:
+    return len(modules) > 1 and len({type(module) for module in modules}) == 1
+
+
+def _parameters(modules: Sequence[torch.nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())

@@ -1,0 +1,129 @@
+"""The handle a user holds (paper, section 9): what happens at a step, a fetch, a checkpoint, the end.
+
+A failure of SCOUT itself stops here: it is logged and counted, and training goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from torchscout.decision import recorder
+from torchscout.decision.progress import Phase
+from torchscout.decision.record import Incident
+from torchscout.decision.recorder import Stamped
+from torchscout.integration.watching import Watching
+
+__all__ = ["Session"]
+
+_Batch = TypeVar("_Batch")
+_log = logging.getLogger("torchscout")
+
+
+class Session:
+    """What SCOUT does for one job on one rank, until ``close`` or the end of the ``with`` block."""
+
+    def __init__(self, run_dir: Path, undo: ExitStack) -> None:
+        self.step = 0
+        """Training steps finished since SCOUT was attached."""
+        self.run_dir = run_dir
+        self.failures: list[str] = []
+        """What went wrong within SCOUT itself, and is therefore not checked."""
+        self.watching: Watching | None = None
+        self.undo = undo
+        """What ``close`` takes back, last first."""
+        atexit.register(self._at_exit)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Those written to the run directory so far, by whichever rank."""
+        path = self.run_dir / "incidents.jsonl"
+        lines = recorder.read(path) if path.exists() else iter(())
+        return [line.item for line in lines if isinstance(line, Stamped) and isinstance(line.item, Incident)]
+
+    def status(self) -> dict[str, Any]:
+        """Where this rank stands and what watches over it."""
+        observer = self._guarded(self.watching.status) if self.watching else None
+        return {
+            "step": self.step,
+            "run_dir": str(self.run_dir),
+            "observer": observer,
+            "failures": list(self.failures),
+        }
+
+    def watch_input(self, source: Iterable[_Batch]) -> Iterable[_Batch]:
+        """The same batches; that one is being fetched is published, and how long it took."""
+        return source if self.watching is None else self.watching.publisher.watch_input(source)
+
+    def checkpoint_io(self, kind: Literal["read", "write"]) -> AbstractContextManager[None]:
+        """Around the reading or writing of a checkpoint: longer silence is then no hang."""
+        phases = {"read": Phase.CHECKPOINT_READ, "write": Phase.CHECKPOINT_WRITE}
+        if kind not in phases:
+            raise ValueError(f"checkpoint_io is 'read' or 'write', got {kind!r}")
+        return self._during(phases[kind])
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Around an evaluation: longer silence is then no hang."""
+        return self._during(Phase.EVALUATION)
+
+    @contextmanager
+    def pause_observer(self) -> Iterator[None]:
+        """While in this block no silence is a hang: a debugger, a long export, anything."""
+        if self.watching is None:
+            yield
+            return
+        self.watching.writer.pause()
+        try:
+            yield
+        finally:
+            self.watching.writer.resume()
+
+    def change_observer(self, **settings: float) -> None:
+        """Change fields of ``ObserverConfig`` while the job runs, on this rank."""
+        if self.watching is None:
+            raise ValueError("this session has no observer")
+        self.watching.observer.change(**settings)
+
+    def step_finished(self) -> None:
+        """Called by the optimizer's hook, right after the update."""
+        self.step += 1
+
+    def close(self) -> None:
+        """Detach: nothing of SCOUT stays on this rank. Again is no mistake; every rank must call it."""
+        atexit.unregister(self._at_exit)
+        watching, self.watching = self.watching, None
+        if watching is not None:
+            self._guarded(watching.close)
+        self._guarded(self.undo.close)
+
+    def failed(self, error: Exception) -> None:
+        """Something of SCOUT's own did not work: say so, and let training go on."""
+        self.failures.append(f"{type(error).__name__}: {error}")
+        _log.error("torchscout failed at step %d; training is not affected", self.step, exc_info=error)
+
+    def _at_exit(self) -> None:
+        """A script that ends without ``close`` has finished, unless an exception ended it."""
+        if self.watching is not None and not hasattr(sys, "last_value"):
+            self._guarded(self.watching.close)
+
+    def _during(self, phase: Phase) -> AbstractContextManager[None]:
+        return nullcontext() if self.watching is None else self.watching.publisher.during(phase)
+
+    def _guarded(self, action: Callable[[], Any]) -> Any:
+        """The boundary: what SCOUT suffers is SCOUT's own affair."""
+        try:
+            return action()
+        except Exception as error:  # noqa: BLE001  see the docstring
+            self.failed(error)
+            return None

@@ -1,0 +1,129 @@
+"""One rank's share in hang localization: its record, its publisher, its observer (paper, section 7)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchscout.config import ObserverConfig
+from torchscout.errors import ScoutError
+from torchscout.evidence.collectives import listen
+from torchscout.evidence.observer import stacks
+from torchscout.evidence.observer.assignment import Assignment, describe_mesh, hub_ranks
+from torchscout.evidence.observer.launch import Observer, launch
+from torchscout.evidence.observer.progress import ProgressWriter, reclaim
+from torchscout.evidence.observer.publisher import Publisher
+from torchscout.integration.communicators import Communicators
+from torchscout.integration.roster import Entry
+from torchscout.mesh import Mesh
+
+__all__ = ["Job", "Watching", "watch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all ranks have agreed upon at attach."""
+
+    rank: int
+    mesh: Mesh
+    hosts: Sequence[str]
+    token: str
+    """A secret of this run, the same on all ranks."""
+    run_dir: Path
+
+    @property
+    def hubs(self) -> tuple[int, ...]:
+        """The ranks whose observers host the hub and its standby."""
+        return hub_ranks(self.hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """A rank that publishes its progress and has an observer."""
+
+    writer: ProgressWriter
+    publisher: Publisher
+    observer: Observer
+    _undo: ExitStack
+
+    def status(self) -> Mapping[str, Any]:
+        return self.observer.status()
+
+    def close(self) -> None:
+        """Take everything back, last first; the observer sees a trainer that leaves on purpose."""
+        self.writer.finished()
+        self._undo.close()
+
+
+def watch(job: Job, config: ObserverConfig, communicators: Communicators) -> Watching:
+    """Start publishing and observing: on every rank, or with a ``ScoutError`` on none."""
+    with ExitStack() as undo:
+        problem = None
+        try:
+            alone = _watch_alone(job, config, communicators.names, undo)
+        except (OSError, ScoutError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        communicators.together(problem)
+        writer, publisher, observer = alone
+        port = observer.port
+        addresses = communicators.exchange(None if port is None else [_own_address(job), port])
+        observer.configure([tuple(addresses[rank]) for rank in job.hubs])
+        return Watching(writer, publisher, observer, undo.pop_all())  # the session's to close from now on
+    raise AssertionError("nothing above is suppressed")
+
+
+def _watch_alone(
+    job: Job, config: ObserverConfig, own_groups: Sequence[str], undo: ExitStack
+) -> tuple[ProgressWriter, Publisher, Observer]:
+    """What each rank does by itself, and may fail at."""
+    directory = _private_directory()
+    undo.callback(shutil.rmtree, directory, ignore_errors=True)
+    writer = ProgressWriter.create(directory, job.rank)
+    undo.callback(writer.close)
+    registration = stacks.register(directory, config.stack_signal)
+    undo.callback(registration.unregister)
+    hub = job.hubs.index(job.rank) if job.rank in job.hubs else None
+    observer = launch(
+        Assignment(
+            rank=job.rank,
+            size=len(job.mesh),
+            record=str(writer.path),
+            run_dir=str(job.run_dir.absolute()),
+            token=job.token,
+            config=config,
+            stack=str(registration.path),
+            hub=hub,
+            mesh=None if hub is None else describe_mesh(job.mesh),
+        )
+    )
+    undo.callback(observer.close)
+    publisher = Publisher(writer, own_groups)
+    undo.callback(publisher.remove)
+    undo.callback(listen(publisher).remove)
+    Entry.own(job.rank, writer.path).write(job.run_dir)
+    return writer, publisher, observer
+
+
+def _private_directory() -> Path:
+    """A new directory for this process, in memory where that looks like one; the dead's are cleared away."""
+    root = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
+    home = root / f"torchscout-{os.getuid()}"
+    home.mkdir(mode=0o700, exist_ok=True)
+    for directory in home.iterdir():
+        if reclaim(directory):
+            shutil.rmtree(directory, ignore_errors=True)
+    return Path(tempfile.mkdtemp(dir=home))
+
+
+def _own_address(job: Job) -> str:
+    """Where other ranks reach this machine."""
+    if len(set(job.hosts)) == 1:
+        return "127.0.0.1"
+    return socket.gethostbyname(socket.gethostname())
