@@ -109,7 +109,11 @@ class ObserverConfig:
     evaluation_seconds: float = 600.0
     """Silence allowed during evaluation."""
     repeat_seconds: float = 10.0
-    """A silence that lasts is looked at again after this time, then after twice as long, and so on."""
+    """What lasts is looked at again after this time, then after twice as long, and so on."""
+    phase_share: float = 0.2
+    """Whoever spends more of its time than this on input, or on checkpoints, is compared with its peers."""
+    phase_ms: float = 10.0
+    """Nobody is called slow over fewer milliseconds, a batch or checkpoint, than this."""
     poll_seconds: float = 0.2
     """How often an observer looks at its trainer's progress."""
     round_deadline_seconds: float = 1.0
@@ -134,6 +138,10 @@ class ObserverConfig:
                 raise ValueError(f"{field.name} must be positive and finite, got {value}")
         if self.multiple < 1:
             raise ValueError(f"multiple must be at least 1, got {self.multiple}")
+        if not 0 < self.phase_share < 1:
+            raise ValueError(f"phase_share must lie between 0 and 1, got {self.phase_share}")
+        if not 0 <= self.phase_ms < float("inf"):
+            raise ValueError(f"phase_ms must not be negative and must be finite, got {self.phase_ms}")
         if not 35 <= self.stack_signal <= 64:
             raise ValueError(f"stack_signal must be a real-time signal, 35 to 64, got {self.stack_signal}")
         if not 0 <= self.port < 65535:

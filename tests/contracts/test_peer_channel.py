@@ -50,7 +50,13 @@ def over_board(body: Body, size: int, *args: Any) -> list[Any]:
     with zmq.Context() as context, ThreadPoolExecutor(size + 1) as pool:
         config = ObserverConfig(address="127.0.0.1")
         hub = Hub(
-            context, size=size, token=token, config=config, conclude=lambda *_: None, record=lambda _: None
+            context,
+            size=size,
+            token=token,
+            config=config,
+            conclude=lambda *_: None,
+            compare=lambda _: [],
+            record=lambda _: None,
         )
 
         def on_a_board_rank(rank: int) -> Any:

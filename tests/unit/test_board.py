@@ -58,6 +58,7 @@ class Board:
     def __init__(self) -> None:
         self.context: zmq.Context = zmq.Context()
         self.rounds: list[tuple[dict[int, Post], bool]] = []
+        self.surveys: list[dict[int, Post]] = []
         self.written: list[Any] = []
         self.verdict: Incident | None = None
         self.clients: dict[int, Client] = {}
@@ -69,12 +70,17 @@ class Board:
             token=TOKEN,
             config=CONFIG,
             conclude=self._conclude,
+            compare=self._compare,
             record=self.written.append,
         )
 
     def _conclude(self, posts: dict[int, Post], insistent: bool) -> Incident | None:
         self.rounds.append((dict(posts), insistent))
         return self.verdict
+
+    def _compare(self, posts: dict[int, Post]) -> list[Incident]:
+        self.surveys.append(dict(posts))
+        return [] if self.verdict is None else [self.verdict]
 
     def join(self, *ranks: int) -> None:
         for rank in ranks:
@@ -109,8 +115,8 @@ class Board:
     def post_all(self, *ranks: int) -> None:
         """Everybody answers the latest question."""
         for rank in ranks:
-            self.until(lambda rank=rank: "ask" in self.kinds(rank))
-            asked = [message for message in self.heard[rank] if message["kind"] == "ask"][-1]
+            self.until(lambda rank=rank: {"ask", "sample"} & {*self.kinds(rank)})
+            asked = [message for message in self.heard[rank] if message["kind"] in {"ask", "sample"}][-1]
             self.clients[rank].send(0, "post", round=asked["round"], post=post(rank))
 
     def hold_round(self, *ranks: int) -> None:
@@ -401,3 +407,68 @@ def test_both_ends_derive_the_same_keys_from_the_token_and_nothing_else_does():
     assert len({pair.secret for pair in pairs}) == len({pair.public for pair in pairs}) == 3
     with pytest.raises(ValueError, match="at least 16 characters, got 5"):
         keys.hub_keys("short")
+
+
+def test_a_survey_asks_everybody_and_tells_nobody(board: Board):
+    board.join(0, 1, 2)
+    board.verdict = incident(2)
+    board.clients[2].send(0, "survey")
+    board.post_all(0, 1, 2)
+    board.until(lambda: board.surveys)
+    assert sorted(board.surveys[0]) == [0, 1, 2]
+    assert board.written == [incident(2)]
+    assert board.rounds == []
+    assert [board.kinds(rank) for rank in range(3)] == [["sample"]] * 3, "no stacks, no outcome"
+
+
+def test_announcements_that_cross_are_one_survey(board: Board):
+    board.join(0, 1, 2)
+    for wait, held in [(0.0, 1), (CONFIG.repeat_seconds - 0.1, 1), (0.1, 2)]:
+        board.now += wait
+        for heard in board.heard.values():
+            heard.clear()
+        received = board.hub.tally.received
+        board.clients[2].send(0, "survey")
+        board.until(lambda received=received: board.hub.tally.received > received)
+        if board.hub.deadline is not None:
+            board.post_all(0, 1, 2)
+            board.until(lambda: board.hub.deadline is None)
+        assert len(board.surveys) == held
+        received = board.hub.tally.received
+        board.clients[1].send(0, "survey")
+        board.until(lambda received=received: board.hub.tally.received > received)
+        assert board.hub.deadline is None, "the second one is none"
+
+
+def test_a_survey_ends_at_its_deadline(board: Board):
+    board.join(0, 1, 2)
+    board.clients[2].send(0, "survey")
+    board.post_all(0, 2)
+    board.until(lambda: board.hub.tally.received == 3)
+    assert board.surveys == []
+    board.now += CONFIG.round_deadline_seconds
+    board.until(lambda: board.surveys)
+    assert sorted(board.surveys[0]) == [0, 2]
+
+
+def test_a_silence_ends_a_survey(board: Board):
+    board.join(0, 1, 2)
+    board.clients[2].send(0, "survey")
+    board.post_all(0)
+    board.hold_round(1, 0, 2)
+    assert [sorted(posts) for posts, _ in board.rounds] == [[0, 1, 2]]
+    assert board.surveys == []
+
+
+def test_during_a_round_and_while_an_incident_stands_there_is_no_survey(board: Board):
+    board.join(0, 1, 2)
+    board.verdict = incident(2)
+    board.clients[0].send(0, "announce", insistent=False)
+    board.until(lambda: "ask" in board.kinds(1))
+    board.clients[1].send(0, "survey")
+    board.post_all(0, 1, 2)
+    board.until(lambda: "outcome" in board.kinds(1))
+    received = board.hub.tally.received
+    board.clients[1].send(0, "survey")
+    board.until(lambda: board.hub.tally.received > received)
+    assert (board.hub.deadline, board.surveys, len(board.rounds)) == (None, [], 1)

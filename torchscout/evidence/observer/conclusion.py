@@ -6,18 +6,19 @@ Who holds the job up is for ``hang_diagnosis`` to say. Only hubs import this, an
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchscout.decision.consensus import Status, Verdict
 from torchscout.decision.hang_diagnosis import diagnose
-from torchscout.decision.progress import Process
+from torchscout.decision.phase_diagnosis import PhaseDiagnosis
+from torchscout.decision.progress import Phase, Process
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
 
-__all__ = ["conclude"]
+__all__ = ["compare_phases", "conclude"]
 
 _TOGETHER_SECONDS = 0.02
 """Trainers that ended within this time of the first one ended together; later ones were taken along:
@@ -50,6 +51,16 @@ def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident 
     if incident is None or all(rank in posts and posts[rank].excused for rank in incident.ranks):
         return None
     return replace(incident, records=(*incident.records, *_stacks(posts, incident)))
+
+
+def compare_phases(posts: _Posts, diagnosis: PhaseDiagnosis) -> list[Incident]:
+    """What a survey shows, and those before it."""
+    milliseconds: dict[Phase, dict[int, float]] = defaultdict(dict)
+    for rank, post in posts.items():
+        for phase, seconds in post.phase_seconds.items():
+            milliseconds[phase][rank] = 1000 * seconds
+    known = [post.standing.progress for post in posts.values() if post.standing.progress is not None]
+    return diagnosis.observe(max((progress.step for progress in known), default=0), milliseconds)
 
 
 def _explains(incident: Incident | None, gone: Sequence[int], *, moving: bool) -> bool:

@@ -8,6 +8,10 @@
     the still    stack     ->  hub
     hub          outcome   ->  everybody    once it is written down
 
+A round may also be a survey, which compares how long phases take. It is announced by ``survey``
+and asked for by ``sample``; no stacks are shown and no outcome is told, since the job goes on. A hang
+has precedence over it.
+
 Besides, ``leave`` is the last word of an observer, with its last post, ``moved`` says that a rank
 that was named goes on, and ``share`` carries the exchanges of ``BoardChannel``. Between rounds
 nothing is sent. Nobody is waited for longer than a round's deadline: absence is evidence.
@@ -17,7 +21,8 @@ The standby is a hub like the other, which is only asked when that one does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,13 +35,15 @@ from torchscout.evidence.observer.docket import Docket, Finding
 from torchscout.evidence.observer.exchange import Exchanges
 from torchscout.evidence.observer.post import Post
 
-__all__ = ["Conclude", "Hub", "Round"]
+__all__ = ["Compare", "Conclude", "Hub", "Round"]
 
 _ON_THE_WAY_SECONDS = 0.2
 """For the stacks to be asked for and sent, besides the time to take them."""
 
 Conclude = Callable[[Mapping[int, Post], bool], Incident | None]
 """From the posts of a round, and whether its silence was looked at before, to an incident."""
+Compare = Callable[[Mapping[int, Post]], Sequence[Incident]]
+"""From the posts of a survey to incidents."""
 
 
 class Round:
@@ -46,10 +53,13 @@ class Round:
     the others are to tell of.
     """
 
-    def __init__(self, number: int, deadline: float, *, insistent: bool) -> None:
+    def __init__(
+        self, number: int, deadline: float, *, insistent: bool = False, survey: bool = False
+    ) -> None:
         self.number = number
         self.deadline = deadline
         self.insistent = insistent
+        self.is_survey = survey
         self.awaited: set[int] = set()
         self.posts: dict[int, Post] = {}
         self.has_posts = False
@@ -81,6 +91,7 @@ class Hub:
         token: str,
         config: ObserverConfig,
         conclude: Conclude,
+        compare: Compare,
         record: Callable[[Incident | Resolved], None],
         port: int = 0,
     ) -> None:
@@ -90,9 +101,11 @@ class Hub:
         self._size = size
         self.config = config
         self._conclude = conclude
+        self._compare = compare
         self._record = record
         self._round: Round | None = None
         self._rounds = 0
+        self._next_survey = -math.inf
         self._left: dict[int, tuple[Post, float]] = {}
         self._docket = Docket()
         self._exchanges = Exchanges()
@@ -114,9 +127,14 @@ class Hub:
             message = decode(b"".join(frames), self.tally)
             if message is not None:
                 self._take(identity, message, now)
-        if self._round is not None and self._round.is_over(now) and not self._round.has_posts:
+        if self._round is None or not self._round.is_over(now):
+            return
+        if self._round.is_survey:
+            self._finish_survey(self._round)
+            return
+        if not self._round.has_posts:
             self._ask_for_stacks(self._round, now)
-        if self._round is not None and self._round.is_over(now):
+        if self._round.is_over(now):
             self._finish(self._round)
 
     def adopt(self, finding: Finding | None) -> None:
@@ -140,6 +158,8 @@ class Hub:
         match message["kind"]:
             case "announce":
                 self._hold_round(rank, now, insistent=bool(message["insistent"]))
+            case "survey":
+                self._hold_survey(now)
             case "post":
                 self._add(rank, _post_of(rank, message), message["round"])
             case "stack":
@@ -162,16 +182,31 @@ class Hub:
             self._tell_outcome(rank)
             return
         self._send(rank, "heard")
-        if self._round is not None:
+        if self._round is not None and not self._round.is_survey:
             self._round.insistent |= insistent
             return
+        self._round = self._ask_everybody(now, insistent=insistent)
+        self._round.posts |= {other: _aged(post, now - at) for other, (post, at) in self._left.items()}
+
+    def _hold_survey(self, now: float) -> None:
+        """Unless there is something worse to attend to; it is announced again.
+
+        Or the last one was a moment ago: two announcements that crossed are not two surveys, of which the
+        second would confirm the first by the same durations.
+        """
+        if self._round is None and self._docket.finding is None and now >= self._next_survey:
+            self._next_survey = now + self.config.repeat_seconds
+            self._round = self._ask_everybody(now, survey=True)
+
+    def _ask_everybody(self, now: float, *, insistent: bool = False, survey: bool = False) -> Round:
         self._rounds += 1
         deadline = now + self.config.round_deadline_seconds
-        self._round = Round(self._rounds, deadline, insistent=insistent)
-        self._round.posts |= {other: _aged(post, now - at) for other, (post, at) in self._left.items()}
-        for other in range(self._size):
-            if other not in self._left and self._send(other, "ask", round=self._rounds):
-                self._round.awaited.add(other)
+        asked = Round(self._rounds, deadline, insistent=insistent, survey=survey)
+        kind = "sample" if survey else "ask"
+        for rank in range(self._size):
+            if rank not in self._left and self._send(rank, kind, round=asked.number):
+                asked.awaited.add(rank)
+        return asked
 
     def _add(self, rank: int, post: Post, number: object) -> None:
         if self._round is not None and self._round.number == number:
@@ -212,6 +247,11 @@ class Hub:
         for rank in range(self._size):
             if rank not in self._left:
                 self._tell_outcome(rank)
+
+    def _finish_survey(self, finished: Round) -> None:
+        self._round = None
+        for incident in self._compare(finished.posts):
+            self._record(incident)
 
     def _tell_outcome(self, rank: int) -> None:
         """What stands, whether of this round or of an earlier one."""

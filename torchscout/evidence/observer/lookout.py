@@ -1,9 +1,6 @@
 """What an observer does from moment to moment: watch, announce, post, give up (paper, section 7).
 
 It is told the time and what has arrived; sockets, pipes and the end of the process are for ``process``.
-Input and checkpoint stragglers, from the phase durations that the record samples
-(``ProgressReader.phase_seconds``), are not compared yet: that exchange belongs into ``tick``, over a
-``BoardChannel``.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.evidence.observer import stacks
 from torchscout.evidence.observer.board import Client, Message
 from torchscout.evidence.observer.docket import Finding
+from torchscout.evidence.observer.survey import Surveying
 from torchscout.evidence.observer.trainer import Ending, Trainer
 from torchscout.evidence.observer.watch import Watch
 
@@ -59,6 +57,7 @@ class Lookout:
     ) -> None:
         self.trainer = trainer
         self.watch = Watch(config)
+        self.surveying = Surveying(config)
         self.rounds = 0
         """Rounds taken part in."""
         self._client = client
@@ -67,6 +66,8 @@ class Lookout:
         self._announcement: _Announcement | None = None
         self._hub_in_charge: int | None = None
         """Who was asked for the rounds of the present silence."""
+        self._surveying_hub = 0
+        """Who is asked for the next survey: the one that held the last, or else the other one."""
         self._posted: _Place | None = None
         self._named: _Place | None = None
         """Where it stood when it became part of an incident that stands."""
@@ -82,6 +83,7 @@ class Lookout:
         """Act on what the last look at the trainer showed, and on what is overdue."""
         if self.trainer.ending is None:
             self._mind_silence(now)
+            self._mind_phases(now)
         elif self.trainer.ending is Ending.FAILED and not self._has_announced_end:
             self._has_announced_end, self._concluded_at = True, None
             self._announce(now)
@@ -93,6 +95,8 @@ class Lookout:
         kind, number = message["kind"], message.get("round")
         if kind == "heard":
             self._grant_time(hub, now)
+        elif kind == "sample":
+            self._answer_survey(hub, number, now)
         elif kind == "ask":
             self._answer(hub, number, now)
         elif kind == "show":
@@ -127,6 +131,15 @@ class Lookout:
             self._announce(now)
         elif self.watch.rounds == 0 and self._announcement is None:
             self._hub_in_charge = None
+
+    def _mind_phases(self, now: float) -> None:
+        """Slowness can wait: during a silence, a pause or an incident nobody is asked about it."""
+        trainer = self.trainer
+        due = self.surveying.is_due(trainer.phase_seconds(), trainer.reader.step_seconds(), now)
+        if due and self._announcement is None and self._named is None and not trainer.reader.paused:
+            self._client.send(self._surveying_hub, "survey")
+            self.surveying.announced(now)
+            self._surveying_hub = (self._surveying_hub + 1) % len(self._client.sockets)
 
     def _announce(self, now: float) -> None:
         self._announcement = _Announcement(None, now + self.watch.config.failover_seconds)
@@ -183,6 +196,16 @@ class Lookout:
         if progress is not None:
             self._posted = _Place(progress.step, now - progress.silent_seconds)
         self.watch.round_held(None if progress is None else progress.coordinate, now)
+
+    def _answer_survey(self, hub: int, number: object, now: float) -> None:
+        """It says nothing about anybody's silence."""
+        self.rounds += 1
+        self._surveying_hub = hub
+        progress = self.trainer.progress
+        silent = 0.0 if progress is None else self.watch.silent_seconds(progress, now)
+        post = self.trainer.post(self.watch.config, silent, now)
+        self._client.send(hub, "post", round=number, post=post.to_json())
+        self.surveying.held(self.trainer.phase_seconds(), now)
 
     def _take_outcome(self, hub: int, document: Mapping[str, Any] | None, now: float) -> None:
         try:

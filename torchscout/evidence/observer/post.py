@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torchscout.decision.progress import Line, Process, Standing
+from torchscout.decision.progress import Line, Phase, Process, Standing
 from torchscout.evidence.observer.journal import Journal, line_text
 
 __all__ = ["Post"]
@@ -25,6 +25,8 @@ class Post:
     """It is paused, or within the allowance for what it is doing: its silence means nothing yet."""
     gone_seconds: float | None = None
     """Since its trainer was seen to have ended before it finished."""
+    phase_seconds: Mapping[Phase, float] = field(default_factory=dict)
+    """What its input and its checkpoints take lately."""
 
     @property
     def is_still(self) -> bool:
@@ -38,6 +40,7 @@ class Post:
             "moving": self.moving,
             "excused": self.excused,
             "gone_seconds": self.gone_seconds,
+            "phase_seconds": {phase.value: seconds for phase, seconds in self.phase_seconds.items()},
         }
 
     @classmethod
@@ -50,4 +53,7 @@ class Post:
             moving=document["moving"],
             excused=document["excused"],
             gone_seconds=document["gone_seconds"],
+            phase_seconds={
+                Phase(name): float(seconds) for name, seconds in document["phase_seconds"].items()
+            },
         )

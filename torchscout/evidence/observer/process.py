@@ -20,10 +20,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from torchscout.config import StragglerConfig
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.evidence.observer.assignment import Assignment, mesh_from
@@ -35,9 +36,14 @@ from torchscout.evidence.observer.post import Post
 from torchscout.evidence.observer.trainer import Trainer
 from torchscout.evidence.observer.watch import threshold
 
+if TYPE_CHECKING:
+    from torchscout.decision.phase_diagnosis import PhaseDiagnosis
+
 __all__ = ["Observing", "main"]
 
 _INPUT, _OUTPUT = 0, 1
+_MISTAKES = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+"""How a diagnosis fails by a mistake of ours, or of a peer."""
 _CONFERRING_SECONDS = 0.05
 """How often the clock is looked at while a hub's answer is awaited."""
 
@@ -52,6 +58,8 @@ class Observing:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._trainer = Trainer(Path(assignment.record), Path(assignment.stack) if assignment.stack else None)
         self._hub = None if assignment.hub is None else self._host_hub(assignment.hub)
+        self._phases: PhaseDiagnosis | None = None
+        """Of the hub that is hosted here, once there was a survey."""
         self._client: Client | None = None
         self._lookout: Lookout | None = None
         self._done_since: float | None = None
@@ -120,7 +128,7 @@ class Observing:
             if self._hub is not None:
                 self._hub.config = self.config
             if self._lookout is not None:
-                self._lookout.watch.config = self.config
+                self._lookout.watch.config = self._lookout.surveying.config = self.config
         if "status" in line:
             _say(self._status())
         if "close" in line:
@@ -159,6 +167,7 @@ class Observing:
             token=self._assignment.token,
             config=self.config,
             conclude=self._conclude,
+            compare=self._compare,
             record=self._write,
             port=self.config.port and self.config.port + place,
         )
@@ -170,21 +179,39 @@ class Observing:
         assert self._assignment.mesh is not None
         try:
             return conclude(posts, mesh_from(self._assignment.mesh), insistent=insistent)
-        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
-            # A mistake of ours, or of a peer. The standby would make it too, so the hub lives on and says so.
-            traceback.print_exc()
-            reason = f"the diagnosis of a round failed: {error!r}"
-            steps = (post.standing.progress.step for post in posts.values() if post.standing.progress)
-            self._write(
-                EvidenceRecord(
-                    step=max(steps, default=0),
-                    surface="progress",
-                    manifestation=Manifestation.HANG,
-                    peers=tuple(sorted(posts)),
-                    reason=reason,
-                )
-            )
+        except _MISTAKES as error:
+            self._own_up(posts, error, "progress", Manifestation.HANG)
             return None
+
+    def _compare(self, posts: Mapping[int, Post]) -> list[Incident]:
+        from torchscout.decision.phase_diagnosis import PhaseDiagnosis
+        from torchscout.evidence.observer.conclusion import compare_phases
+
+        assert self._assignment.mesh is not None
+        try:
+            if self._phases is None:
+                config = StragglerConfig(material_ms=self.config.phase_ms)
+                self._phases = PhaseDiagnosis(mesh_from(self._assignment.mesh), config)
+            return compare_phases(posts, self._phases)
+        except _MISTAKES as error:
+            self._own_up(posts, error, "time", Manifestation.STRAGGLER)
+            return []
+
+    def _own_up(
+        self, posts: Mapping[int, Post], error: Exception, surface: str, manifestation: Manifestation
+    ) -> None:
+        """The standby would make the same mistake, so the hub lives on and says so."""
+        traceback.print_exception(error)
+        steps = (post.standing.progress.step for post in posts.values() if post.standing.progress)
+        self._write(
+            EvidenceRecord(
+                step=max(steps, default=0),
+                surface=surface,
+                manifestation=manifestation,
+                peers=tuple(sorted(posts)),
+                reason=f"the diagnosis of a round failed: {error!r}",
+            )
+        )
 
     def _write(self, item: EvidenceRecord | Incident | Resolved) -> None:
         try:

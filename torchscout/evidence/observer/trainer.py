@@ -8,11 +8,12 @@ from enum import Enum
 from pathlib import Path
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import Line, Process, Progress, Standing
+from torchscout.decision.progress import Line, Phase, Process, Progress, Standing
 from torchscout.errors import TornRecordError
 from torchscout.evidence.observer import stacks
 from torchscout.evidence.observer.post import Post
 from torchscout.evidence.observer.progress import ProgressReader
+from torchscout.evidence.observer.survey import SAMPLES, typical_seconds
 from torchscout.evidence.observer.watch import allowance
 
 __all__ = ["Ending", "Trainer"]
@@ -70,8 +71,17 @@ class Trainer:
             gone = None if self._gone_since is None else now - self._gone_since
             return Post(self._last_standing(), self._lines(), gone_seconds=gone)
         standing = Standing(self.rank, self.reader.trainer(), self._read())
-        moving = silent_seconds < config.floor_seconds / 2
-        return Post(standing, self._lines(), moving, self._is_excused(config, silent_seconds))
+        return Post(
+            standing,
+            self._lines(),
+            moving=silent_seconds < config.floor_seconds / 2,
+            excused=self._is_excused(config, silent_seconds),
+            phase_seconds=typical_seconds(self.phase_seconds()),
+        )
+
+    def phase_seconds(self) -> dict[Phase, list[float]]:
+        """Recent durations of the phases that surveys compare, oldest first."""
+        return {phase: self.reader.phase_seconds(phase) for phase in SAMPLES}
 
     def stack(self, config: ObserverConfig) -> str:
         """Where it stands, in as few words as a message should have."""
