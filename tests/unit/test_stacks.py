@@ -105,10 +105,11 @@ def test_no_stack_says_nothing(text: str):
     assert stacks.is_waiting(text) is None
 
 
-def test_trimming_keeps_whole_threads_and_the_main_one_first():
+def test_trimming_keeps_whole_threads_and_above_all_the_main_one():
     text = COMMUNICATING * 9 + BACKWARD
     trimmed = stacks.trim(text, len(BACKWARD) + 2 * len(COMMUNICATING) + 5)
-    assert trimmed == BACKWARD + 2 * COMMUNICATING
+    assert trimmed == 2 * COMMUNICATING + BACKWARD
+    assert stacks.is_waiting(trimmed) == stacks.is_waiting(text)  # the main thread is still known as such
     assert stacks.trim(BACKWARD, 10) == BACKWARD[:10]
     assert stacks.trim("", 10) == ""
 

@@ -133,3 +133,18 @@ def test_settings_can_change_while_it_watches():
 def test_settings_are_checked(settings: dict[str, float], message: str):
     with pytest.raises(ValueError, match=message):
         ObserverConfig(**settings)
+
+
+def test_a_hang_that_ended_does_not_hide_the_next_one():
+    steps = [1.0] * 19 + [600.0]  # the last one hung for ten minutes
+    watch = Watch(CONFIG)
+    watch.round_held((7, 3), 100.0)
+    assert watch.is_due(progress(6.0, step=8), steps, paused=False, now=200.0)
+    assert not Watch(CONFIG).is_due(progress(6.0, step=8), steps, paused=False, now=200.0)
+
+
+def test_a_long_step_that_was_never_looked_at_is_a_usual_one():
+    watch = Watch(CONFIG)
+    watch.round_held((7, 3), 100.0)
+    later = [1.0] * 19 + [600.0]  # step 40, not step 7
+    assert not watch.is_due(progress(6.0, step=41), later, paused=False, now=200.0)

@@ -96,13 +96,13 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def trim(stack: str, limit: int) -> str:
-    """At most ``limit`` characters: whole threads, the main one first."""
+    """At most ``limit`` characters: whole threads, the main one before all others, in the order they have."""
     kept: list[str] = []
     for thread in reversed(_threads(stack)):  # newest thread first is how faulthandler lists them
         if sum(map(len, kept)) + len(thread) > limit:
             break
         kept.append(thread)
-    return "".join(kept) or stack[:limit]
+    return "".join(reversed(kept)) or stack[:limit]  # the main thread stays the last, as it is known by
 
 
 class _Frame(NamedTuple):

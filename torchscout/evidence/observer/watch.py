@@ -7,6 +7,7 @@ other ranks, and when to ask again; who is to blame is for the diagnosis of the 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from torchscout.config import ObserverConfig
@@ -16,6 +17,7 @@ __all__ = ["Watch", "allowance", "threshold"]
 
 _LONGEST_REPEAT_SECONDS = 300.0
 _SUSPENDED_SECONDS = 2.0
+_REMEMBERED = 64
 
 
 def threshold(config: ObserverConfig, phase: Phase, step_seconds: Sequence[float]) -> float:
@@ -53,6 +55,7 @@ class Watch:
         self._rounds = 0
         self._held_at: tuple[int, int] | None = None
         self._next_round = -math.inf
+        self._held_steps: deque[int] = deque(maxlen=_REMEMBERED)
 
     @property
     def rounds(self) -> int:
@@ -68,7 +71,7 @@ class Watch:
             self._watching_since = now
         if progress.coordinate != self._held_at:
             self._rounds, self._held_at, self._next_round = 0, None, -math.inf
-        usual = threshold(self.config, progress.phase, step_seconds)
+        usual = threshold(self.config, progress.phase, self._ordinary(progress.step, step_seconds))
         return self.silent_seconds(progress, now) > usual and now >= self._next_round
 
     def silent_seconds(self, progress: Progress, now: float) -> float:
@@ -83,9 +86,20 @@ class Watch:
         """
         if coordinate != self._held_at:
             self._rounds, self._held_at = 0, coordinate
-        pause = min(self.config.repeat_seconds * 2**self._rounds, _LONGEST_REPEAT_SECONDS)
+        if coordinate is not None and coordinate[0] not in self._held_steps:
+            self._held_steps.append(coordinate[0])
+        doubled = min(self._rounds, 30)  # a silence of days must not outgrow a float
+        pause = min(self.config.repeat_seconds * 2**doubled, _LONGEST_REPEAT_SECONDS)
         self._rounds += 1
         self._next_round = now + pause
+
+    def _ordinary(self, step: int, step_seconds: Sequence[float]) -> Sequence[float]:
+        """The recent steps without as many of the longest as were looked at for a hang.
+
+        Otherwise a hang that ended would count as a usual step, and hide the next one for many more.
+        """
+        remarkable = sum(step - len(step_seconds) <= held < step for held in self._held_steps)
+        return sorted(step_seconds)[: max(1, len(step_seconds) - remarkable)]
 
 
 def _p99(values: Sequence[float]) -> float:
