@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,9 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.config import ObserverConfig, Parallelism
+from torchscout.decision.record import Incident
 from torchscout.errors import ScoutError
+from torchscout.evidence.observer.device import device_of
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.communicators import Communicators
+from torchscout.integration.news import News
 from torchscout.integration.registry import adapter_for
 from torchscout.integration.session import Session
 from torchscout.integration.watching import Job, watch
@@ -35,12 +38,14 @@ def enable_resiliency(
     observer: ObserverConfig | None = ObserverConfig(),  # noqa: B008  frozen
     parallelism: Mesh | DeviceMesh | Parallelism | None = None,
     run_dir: Path | str | None = None,
+    on_incident: Callable[[Incident], None] | None = None,
 ) -> Session:
     """Attach to a training job. Every rank calls it once, when model and optimizer exist.
 
     ``observer=None`` leaves hang localization out. ``parallelism`` says which ranks do the same
     work, where the model does not show it by itself. Incidents are written to ``run_dir``, by default
-    a new folder ``scout-run-...`` where rank 0 was started. The training loop stays as it is.
+    a new folder ``scout-run-...`` where rank 0 was started, and given to ``on_incident``, which is called
+    from a thread of its own. The training loop stays as it is.
     """
     if not dist.is_initialized():
         raise ValueError("call torch.distributed.init_process_group() before enable_resiliency()")
@@ -54,6 +59,8 @@ def enable_resiliency(
         session = Session(job.run_dir, undo.pop_all())
     if observer is not None:
         _watch(session, job, observer, adapter, communicators)
+    if on_incident is not None:
+        session.undo.callback(News(job.run_dir, on_incident, session.failed).close)
     _attached.add(model)
     session.undo.callback(_attached.discard, model)
     return session
@@ -89,6 +96,7 @@ def _watch(
         session.failed(error)
         return
     session.watching = watching
-    watching.publisher.watch_layers(adapter.layers())
+    layers = adapter.layers()
+    watching.publisher.watch_layers(layers)
     if optimizers := adapter.optimizers():
-        watching.publisher.watch_optimizer(optimizers[-1], session.step_finished)
+        watching.publisher.watch_optimizer(optimizers[-1], session.step_finished, device_of(layers))

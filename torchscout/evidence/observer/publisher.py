@@ -13,12 +13,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from torchscout.decision.progress import Phase
 from torchscout.evidence.call import Call
 from torchscout.evidence.collectives import Pending
 from torchscout.evidence.observer import fingerprint
+from torchscout.evidence.observer.device import DeviceCoordinate
 from torchscout.evidence.observer.fingerprint import Fingerprint
 from torchscout.evidence.observer.progress import NOWHERE, ProgressWriter
 
@@ -37,7 +37,7 @@ class Publisher:
         """Names of groups that are not the job's: SCOUT's."""
         self._lines: dict[tuple[Any, ...], int] = {}
         self._phrases: dict[Fingerprint, int] = {}
-        self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
 
     def before(self, call: Call) -> None:
         """Publish the intent to enter a collective."""
@@ -90,21 +90,34 @@ class Publisher:
                     break
 
         for layer in layers:
-            self._handles.append(layer.register_forward_pre_hook(before_forward))
-            self._handles.append(layer.register_forward_hook(after_forward))
+            self._undo.append(layer.register_forward_pre_hook(before_forward).remove)
+            self._undo.append(layer.register_forward_hook(after_forward).remove)
 
-    def watch_optimizer(self, optimizer: torch.optim.Optimizer, finished: Callable[[], None]) -> None:
-        """Publish the optimizer's boundary; ``finished`` is called at the end of each step."""
+    def watch_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        finished: Callable[[], None],
+        device: torch.device | None = None,
+    ) -> None:
+        """Publish the optimizer's boundary; ``finished`` is called at the end of each step.
+
+        With a CUDA device it is also published how many of the steps that one has finished.
+        """
+        coordinate = None if device is None else DeviceCoordinate(self._writer, device)
+        if coordinate is not None:
+            self._undo.append(coordinate.close)
 
         def before_step(*_: Any) -> None:
             self._writer.advance(Phase.OPTIMIZER)
 
         def after_step(*_: Any) -> None:
             self._writer.next_step()
+            if coordinate is not None:
+                coordinate.step_finished(self._writer.step)
             finished()
 
-        self._handles.append(optimizer.register_step_pre_hook(before_step))
-        self._handles.append(optimizer.register_step_post_hook(after_step))
+        self._undo.append(optimizer.register_step_pre_hook(before_step).remove)
+        self._undo.append(optimizer.register_step_post_hook(after_step).remove)
 
     def watch_input(self, source: Iterable[_Batch]) -> WatchedInput[_Batch]:
         return WatchedInput(source, self)
@@ -121,8 +134,8 @@ class Publisher:
             self._writer.advance(Phase.IDLE)
 
     def remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        while self._undo:
+            self._undo.pop()()
 
 
 class WatchedInput(Generic[_Batch]):
