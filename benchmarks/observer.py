@@ -1,4 +1,4 @@
-"""What the hang observer costs a trainer, and what it costs by itself.
+"""What the hang observer costs a trainer, what it costs by itself, and how soon it has a verdict.
 
     python benchmarks/observer.py [--part NAME ...] [--json] [--output FILE]
 
@@ -23,11 +23,13 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Line, Phase
+from torchscout.decision.recorder import Stamped, read
 from torchscout.evidence.observer.progress import ProgressWriter
 
 ROUNDS = 11
@@ -139,7 +141,6 @@ def block(call: Callable[[], object], calls: int = 1000) -> float:
 
 def idle_observer() -> Figures:
     """An observer that watches a trainer which moves; no job, hence no hub to talk to."""
-    from torchscout.config import ObserverConfig
     from torchscout.evidence.observer.assignment import Assignment
     from torchscout.evidence.observer.launch import launch
 
@@ -171,6 +172,108 @@ def idle_observer() -> Figures:
     return {"idle observer": {**figures, "goal": goal, "reached": reached}}
 
 
+def verdict() -> Figures:
+    """From the moment silence is too long to the incident on disk: 16 ranks, each with its observer.
+
+    The trainers are records that this process writes. Time and again one rank stops before a
+    collective that the others have issued, another one each time, and then goes on.
+    """
+    config = ObserverConfig(floor_seconds=1.0, address="127.0.0.1")
+    seconds, named = [], 0
+    with a_job(16, config) as (trainers, incidents):
+        for turn in range(10):
+            for _ in range(30):
+                for trainer in trainers:
+                    trainer.step()
+                time.sleep(0.01)
+            late = 5 * turn % len(trainers)
+            begin = time.monotonic()
+            for rank, trainer in enumerate(trainers):
+                trainer.begin_step(joins=rank != late)
+            incident = line_of(incidents, 2 * turn)
+            # A step of ten milliseconds leaves the floor as the threshold.
+            seconds.append(incident.monotonic - begin - config.floor_seconds)
+            named += incident.item.ranks == (late,)
+            for trainer in trainers:
+                trainer.step()
+            line_of(incidents, 2 * turn + 1)  # that it has ended
+    figures = {"median_s": round(statistics.median(seconds), 3), "worst_s": round(max(seconds), 3)}
+    goal = {"median_s": 1.0, "worst_s": 3.0, "named_rightly": len(seconds)}
+    in_time = figures["median_s"] <= goal["median_s"] and figures["worst_s"] <= goal["worst_s"]
+    reached = in_time and named == len(seconds)
+    return {"verdict, 16 ranks": {**figures, "named_rightly": named, "goal": goal, "reached": reached}}
+
+
+class Trainer:
+    """One rank's record, moved by hand."""
+
+    def __init__(self, directory: Path, rank: int, size: int) -> None:
+        self.writer = ProgressWriter.create(directory, rank)
+        self._line = self.writer.declare(Line("world", tuple(range(size)), "world"))
+        self._phrase = self.writer.phrase("all_reduce float32[8] sum", 7)
+        self._has_joined = False
+
+    def begin_step(self, *, joins: bool) -> None:
+        """``joins`` the collective, or stops before it."""
+        self.writer.advance(Phase.FORWARD)
+        if joins:
+            self.writer.issue(self._line, self._phrase)
+        self._has_joined = joins
+
+    def step(self) -> None:
+        """A whole one, or what is left of it."""
+        if not self._has_joined:
+            self.begin_step(joins=True)
+        self.writer.next_step()
+        self._has_joined = False
+
+
+@contextmanager
+def a_job(size: int, config: ObserverConfig) -> Iterator[tuple[list[Trainer], Path]]:
+    """Trainers with observers that have found each other, and the file of their incidents."""
+    from torchscout.evidence.observer.assignment import Assignment, describe_mesh, hub_ranks
+    from torchscout.evidence.observer.launch import launch
+    from torchscout.mesh import Mesh
+
+    hubs, mesh = hub_ranks([None] * size), describe_mesh(Mesh.grid(replica=size))
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with (
+        tempfile.TemporaryDirectory(dir=base) as records,
+        tempfile.TemporaryDirectory() as run_dir,
+        ExitStack() as undo,
+    ):
+        trainers = [Trainer(Path(records), rank, size) for rank in range(size)]
+        observers = []
+        for rank, trainer in enumerate(trainers):
+            assignment = Assignment(
+                rank=rank,
+                size=size,
+                record=str(trainer.writer.path),
+                run_dir=run_dir,
+                token="benchmark" * 4,
+                config=config,
+                hub=hubs.index(rank) if rank in hubs else None,
+                mesh=mesh if rank in hubs else None,
+            )
+            observers.append(launch(assignment))
+            undo.callback(observers[-1].close)
+            undo.callback(trainer.writer.finished)
+        for observer in observers:
+            observer.configure([("127.0.0.1", observers[rank].port) for rank in hubs])
+        yield trainers, Path(run_dir) / "incidents.jsonl"
+
+
+def line_of(path: Path, number: int) -> Stamped:
+    """That line of a file, once it is there."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        lines = list(read(path)) if path.exists() else []
+        if len(lines) > number:
+            return lines[number]
+        time.sleep(0.005)
+    raise AssertionError(f"{path} has no line {number} after 30 s")
+
+
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -185,6 +288,7 @@ PARTS: dict[str, Callable[[], Figures]] = {
     "issue": issue,
     "collective intent": collective_intent,
     "idle observer": idle_observer,
+    "verdict": verdict,
 }
 
 

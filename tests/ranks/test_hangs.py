@@ -138,6 +138,25 @@ def test_a_trainer_that_cannot_run_is_named(tmp_path: Path, how: str):
     assert ("stopped" in incident.sentence) is (how == "SIGSTOP")
 
 
+def told_job(rank: int, run_dir: Path) -> list[tuple[int, ...]]:
+    told: list[tuple[int, ...]] = []
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    arguments = {"observer": QUICK, "run_dir": run_dir, "on_incident": lambda each: told.append(each.ranks)}
+    with enable_resiliency(model, optimizer, **arguments) as session:
+        for step in steps():
+            time.sleep(STALL if step == FAULTY_STEP and rank == 0 else 0.0)
+            optimizer.zero_grad()
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+        assert [incident.ranks for incident in session.incidents] == [(0,)], session.incidents
+    return told
+
+
+def test_the_users_own_function_is_told_on_every_rank(tmp_path: Path):
+    assert run_ranks(told_job, 2, tmp_path, timeout=90) == [[(0,)], [(0,)]]
+
+
 def fsdp_job(rank: int, run_dir: Path, faults: Faults) -> int:
     model = Net()
     for layer in model:
@@ -220,8 +239,8 @@ def test_a_stalled_pipeline_stage_is_named_and_its_neighbours_are_not(
     assert incident.ranks == (stalled,)
 
 
-def mismatched_job(rank: int, run_dir: Path, what: str, hidden: bool) -> bool:
-    """Rank 1 does something else in one collective; Gloo hangs over it, then gives up."""
+def mismatched_job(rank: int, run_dir: Path, what: str, hidden: bool, culprit: int = 1) -> bool:
+    """One rank does something else in one collective; Gloo hangs over it, then gives up."""
     model, optimizer = net_and_optimizer()
     replicas = Parallelism(replica=4)
     with enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir):
@@ -230,7 +249,7 @@ def mismatched_job(rank: int, run_dir: Path, what: str, hidden: bool) -> bool:
         def train() -> None:
             for step in steps():
                 model(torch.ones(1, 16))
-                odd = what if step == FAULTY_STEP and rank == 1 else "nothing"
+                odd = what if step == FAULTY_STEP and rank == culprit else "nothing"
                 work = collective(group, odd, asynchronous=hidden)
                 if hidden:
                     model(torch.ones(1, 16))
@@ -249,8 +268,6 @@ def collective(group: dist.ProcessGroup, odd: str, *, asynchronous: bool = False
         return dist.all_gather(
             [torch.ones(4000) for _ in range(4)], tensor, group=group, async_op=asynchronous
         )
-    if odd == "root":
-        return dist.broadcast(tensor, src=2, group=group, async_op=asynchronous)
     return dist.all_reduce(tensor, group=group, async_op=asynchronous)
 
 
@@ -259,6 +276,40 @@ def collective(group: dist.ProcessGroup, odd: str, *, asynchronous: bool = False
 def test_a_rank_that_does_something_else_is_named(tmp_path: Path, what: str, hidden: bool):
     with suppress(RankError):  # Gloo may abort a process over it
         assert any(run_ranks(mismatched_job, 4, tmp_path, what, hidden, timeout=90))
+    wait_for_incident(tmp_path)
+    assert {incident.ranks for incident in incidents(tmp_path)} == {(1,)}
+
+
+def other_argument(rank: int, run_dir: Path, what: str) -> bool:
+    """Rank 1 names another root, or reduces otherwise, which hangs nobody: the operation after it does."""
+    model, optimizer = net_and_optimizer()
+    replicas = Parallelism(replica=4)
+    stuck = StuckTransport(FAULTY_STEP + 1) if what == "reduction" else StuckTransport(0)
+    with (
+        enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir),
+        listen(stuck),
+    ):
+        group = give_up_soon()
+
+        def train() -> None:
+            for step in steps():
+                model(torch.ones(1, 16))
+                odd = step == FAULTY_STEP and rank == 1
+                if what == "root":
+                    dist.broadcast(torch.ones(4000), src=2 if odd else 0, group=group)
+                else:
+                    dist.all_reduce(
+                        torch.ones(9), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM, group=group
+                    )
+                optimizer.step()
+
+        return until_it_raises(train)
+
+
+@pytest.mark.parametrize("what", ["root", "reduction"])
+def test_a_rank_that_names_another_root_or_reduction_is_named(tmp_path: Path, what: str):
+    with suppress(RankError):
+        run_ranks(other_argument, 4, tmp_path, what, timeout=90)
     wait_for_incident(tmp_path)
     assert {incident.ranks for incident in incidents(tmp_path)} == {(1,)}
 

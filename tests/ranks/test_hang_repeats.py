@@ -1,0 +1,74 @@
+"""The paper's 120 of 120 and 30 of 30: random ranks, places and delays, every time exactly the right one."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.test_hangs import ddp_job, fsdp_job, mismatched_job
+from tests.support.hangs import FAULTY_STEP, incidents, wait_for_incident
+from tests.support.ranks import RankError, run_ranks
+from torchscout.faults.fault import Faults
+
+pytestmark = pytest.mark.slow
+
+REPEATS = range(30)
+RANKS = 4
+
+
+def stall(generator: random.Random, rank: int, place: str) -> Faults:
+    return Faults().stall(rank=rank, at=place, step=FAULTY_STEP, seconds=generator.uniform(4.0, 6.0))
+
+
+def names_exactly(run_dir: Path, rank: int) -> None:
+    wait_for_incident(run_dir)
+    assert {incident.ranks for incident in incidents(run_dir)} == {(rank,)}
+
+
+@pytest.mark.parametrize("seed", REPEATS)
+def test_late_to_an_all_reduce(tmp_path: Path, seed: int):
+    generator = random.Random(seed)
+    rank, place = (
+        generator.randrange(RANKS),
+        generator.choice(["step", "1/forward", "2/forward", "3/backward"]),
+    )
+    run_ranks(ddp_job, RANKS, tmp_path, stall(generator, rank, place), timeout=120)
+    names_exactly(tmp_path, rank)
+
+
+@pytest.mark.parametrize("seed", REPEATS)
+def test_stalled_input(tmp_path: Path, seed: int):
+    rank = random.Random(100 + seed).randrange(RANKS)
+    run_ranks(ddp_job, RANKS, tmp_path, Faults(), rank, timeout=120)
+    names_exactly(tmp_path, rank)
+
+
+@pytest.mark.parametrize("seed", REPEATS)
+def test_another_collective(tmp_path: Path, seed: int):
+    generator = random.Random(200 + seed)
+    rank, hidden = generator.randrange(RANKS), generator.random() < 0.5
+    what = generator.choice(["operation", "shape", "dtype"])
+    with suppress(RankError):
+        run_ranks(mismatched_job, RANKS, tmp_path, what, hidden, rank, timeout=120)
+    names_exactly(tmp_path, rank)
+
+
+@pytest.mark.parametrize("seed", REPEATS)
+def test_missing_in_an_all_gather(tmp_path: Path, seed: int):
+    generator = random.Random(300 + seed)
+    rank, place = (
+        generator.randrange(RANKS),
+        generator.choice(["0/forward", "1/forward", "2/forward", "3/forward"]),
+    )
+    run_ranks(fsdp_job, RANKS, tmp_path, stall(generator, rank, place), timeout=120)
+    names_exactly(tmp_path, rank)
+
+
+@pytest.mark.parametrize("seed", REPEATS)
+def test_nothing_wrong(tmp_path: Path, seed: int):
+    job = fsdp_job if seed % 2 else ddp_job
+    run_ranks(job, RANKS, tmp_path, Faults(), timeout=120)
+    assert incidents(tmp_path) == []
