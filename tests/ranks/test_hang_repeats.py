@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks.test_hangs import ddp_job, fsdp_job, mismatched_job
-from tests.support.hangs import FAULTY_STEP, incidents, wait_for_incident
+from tests.support.hangs import FAULTY_STEP, QUICK, Net, incidents, wait_for_incident
 from tests.support.ranks import RankError, run_ranks
 from torchscout.faults.fault import Faults
+from torchscout.integration.attach import enable_resiliency
 
 pytestmark = pytest.mark.slow
 
@@ -71,4 +76,25 @@ def test_missing_in_an_all_gather(tmp_path: Path, seed: int):
 def test_nothing_wrong(tmp_path: Path, seed: int):
     job = fsdp_job if seed % 2 else ddp_job
     run_ranks(job, RANKS, tmp_path, Faults(), timeout=120)
+    assert incidents(tmp_path) == []
+
+
+def jittery_job(rank: int, run_dir: Path) -> int:
+    """Many steps, each of a random length on each rank; how many messages its observer exchanged."""
+    generator = random.Random(rank)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir) as session:
+        for _ in range(500):
+            time.sleep(generator.expovariate(20))
+            optimizer.zero_grad()
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+        messages: int = session.status()["observer"]["messages"]
+        dist.barrier()  # who leaves says goodbye, and that is a message
+    return messages
+
+
+def test_many_healthy_steps_of_random_length(tmp_path: Path):
+    assert run_ranks(jittery_job, RANKS, tmp_path, timeout=300) == [0] * RANKS
     assert incidents(tmp_path) == []
