@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import time
 from contextlib import suppress
@@ -483,4 +484,30 @@ def benign_pause(rank: int, run_dir: Path) -> None:
 
 def test_a_benign_pause_blames_nobody_and_hides_no_later_hang(tmp_path: Path):
     run_ranks(benign_pause, 4, tmp_path, timeout=90)
+    assert [incident.ranks for incident in incidents(tmp_path)] == [(2,)]
+
+
+def job_that_loses_an_observer(rank: int, run_dir: Path, loser: int, number: signal.Signals) -> int:
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir) as session:
+        for step in steps():
+            if step == 3 and rank == loser:
+                os.kill(session.watching.observer.pid, number)
+            time.sleep(STALL if step == FAULTY_STEP and rank == 2 else 0.0)
+            optimizer.zero_grad()
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+        dist.barrier()
+        if rank == loser and number == signal.SIGSTOP:
+            os.kill(session.watching.observer.pid, signal.SIGKILL)  # nobody else would ever end it
+        return session.step
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("loser", [0, 1], ids=["hub", "other"])
+def test_a_lost_observer_neither_stops_training_nor_hides_a_hang(
+    tmp_path: Path, loser: int, number: signal.Signals
+):
+    assert run_ranks(job_that_loses_an_observer, 4, tmp_path, loser, number, timeout=90) == [8] * 4
     assert [incident.ranks for incident in incidents(tmp_path)] == [(2,)]
