@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torchscout
 from torchscout.config import ObserverConfig
 from torchscout.errors import ObserverError
 from torchscout.evidence.observer.assignment import Assignment
@@ -31,7 +30,7 @@ _LOG_CHARACTERS = 2000
 def launch(assignment: Assignment, *, timeout: float = 30.0) -> Observer:
     """Start an observer and wait until it is ready; an ``ObserverError`` says why it is not."""
     assignment.log.parent.mkdir(parents=True, exist_ok=True)
-    home = str(Path(torchscout.__file__).parents[1])
+    home = str(Path(__file__).parents[3])  # where this very package was imported from
     path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     with assignment.log.open("ab") as log:
         process = subprocess.Popen(
