@@ -189,12 +189,12 @@ def net_and_optimizer() -> tuple[Net, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters())
 
 
-def hybrid_job(rank: int, run_dir: Path) -> None:
+def hybrid_job(rank: int, run_dir: Path, stalled: int) -> None:
     axes = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replica", "tensor"))
     model, optimizer = net_and_optimizer()
     with enable_resiliency(model, optimizer, observer=QUICK, parallelism=axes, run_dir=run_dir):
         for step in steps():
-            if step == FAULTY_STEP and rank == 5:
+            if step == FAULTY_STEP and rank == stalled:
                 time.sleep(STALL)
             for axis in ("tensor", "replica"):
                 dist.all_reduce(model(torch.ones(1, 16)).detach(), group=axes.get_group(axis))
@@ -202,7 +202,7 @@ def hybrid_job(rank: int, run_dir: Path) -> None:
 
 
 def test_a_tensor_parallel_victim_is_not_blamed(tmp_path: Path):
-    run_ranks(hybrid_job, 8, tmp_path, timeout=120)
+    run_ranks(hybrid_job, 8, tmp_path, 5, timeout=120)
     (incident,) = incidents(tmp_path)
     assert incident.ranks == (5,)
 
@@ -511,3 +511,24 @@ def test_a_lost_observer_neither_stops_training_nor_hides_a_hang(
 ):
     assert run_ranks(job_that_loses_an_observer, 4, tmp_path, loser, number, timeout=90) == [8] * 4
     assert [incident.ranks for incident in incidents(tmp_path)] == [(2,)]
+
+
+NOBODY = -1
+
+
+@pytest.mark.parametrize(
+    ("job", "size", "arguments"),
+    [
+        (fsdp_job, 4, (Faults(),)),
+        (hybrid_job, 8, (NOBODY,)),
+        (pipeline_job, 4, (NOBODY, False)),
+        (pipeline_job, 4, (NOBODY, True)),
+        (mismatched_job, 4, ("nothing", False)),
+        (mismatched_job, 4, ("nothing", True)),
+    ],
+)
+def test_the_same_jobs_without_a_fault_are_silent(
+    tmp_path: Path, job: Any, size: int, arguments: tuple[Any, ...]
+):
+    assert not any(run_ranks(job, size, tmp_path, *arguments, timeout=120))
+    assert incidents(tmp_path) == []
