@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -246,3 +247,20 @@ def test_a_script_under_torchrun_needs_no_guard_and_no_close(tmp_path: Path, how
     path = run_dir / "incidents.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     assert [line["ranks"] for line in lines if line["kind"] == "incident"] == named
+
+
+def signal_in_use(rank: int, run_dir: Path) -> list[str]:
+    """One rank's machine refuses what watching needs; the others must not wait for it."""
+    if rank == 1:
+        signal.signal(QUICK.stack_signal, lambda *_: None)
+    model = DistributedDataParallel(Net())
+    with enable_resiliency(model, observer=QUICK, run_dir=run_dir) as session:
+        model(torch.ones(1, 16)).sum().backward()  # training goes on, unwatched
+        assert session.watching is None
+        return session.failures
+
+
+def test_what_one_rank_cannot_do_no_rank_does(tmp_path: Path):
+    for failures in run_ranks(signal_in_use, 2, tmp_path, timeout=60):
+        assert len(failures) == 1
+        assert f"rank 1: ValueError: signal {QUICK.stack_signal} is in use" in failures[0]

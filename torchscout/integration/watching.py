@@ -68,12 +68,11 @@ def watch(job: Job, config: ObserverConfig, communicators: Communicators) -> Wat
         problem = None
         try:
             alone = _watch_alone(job, config, communicators.names, undo)
-        except (OSError, ScoutError) as error:
+        except (OSError, ValueError, ScoutError) as error:
             problem = f"{type(error).__name__}: {error}"
         communicators.together(problem)
-        writer, publisher, observer = alone
-        port = observer.port
-        addresses = communicators.exchange(None if port is None else [_own_address(job), port])
+        writer, publisher, observer, address = alone
+        addresses = communicators.exchange([address, observer.port])
         observer.configure([tuple(addresses[rank]) for rank in job.hubs])
         return Watching(writer, publisher, observer, undo.pop_all())  # the session's to close from now on
     raise AssertionError("nothing above is suppressed")
@@ -81,8 +80,9 @@ def watch(job: Job, config: ObserverConfig, communicators: Communicators) -> Wat
 
 def _watch_alone(
     job: Job, config: ObserverConfig, own_groups: Sequence[str], undo: ExitStack
-) -> tuple[ProgressWriter, Publisher, Observer]:
-    """What each rank does by itself, and may fail at."""
+) -> tuple[ProgressWriter, Publisher, Observer, str]:
+    """What each rank does by itself, and may fail at; last, where its machine can be reached."""
+    address = _own_address(job)
     directory = _private_directory()
     undo.callback(shutil.rmtree, directory, ignore_errors=True)
     writer = ProgressWriter.create(directory, job.rank)
@@ -108,7 +108,7 @@ def _watch_alone(
     undo.callback(publisher.remove)
     undo.callback(listen(publisher).remove)
     Entry.own(job.rank, writer.path).write(job.run_dir)
-    return writer, publisher, observer
+    return writer, publisher, observer, address
 
 
 def _private_directory() -> Path:
@@ -123,7 +123,11 @@ def _private_directory() -> Path:
 
 
 def _own_address(job: Job) -> str:
-    """Where other ranks reach this machine."""
-    if len(set(job.hosts)) == 1:
+    """Where other ranks reach this machine: not what its own name means here, often a loopback address."""
+    other = next((host for host in job.hosts if host != job.hosts[job.rank]), None)
+    if other is None:
         return "127.0.0.1"
-    return socket.gethostbyname(socket.gethostname())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # sends nothing: only asks which way one would go
+        address: str = probe.getsockname()[0]
+        return address
