@@ -27,6 +27,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from large_round import scale
+
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Line, Phase
 from torchscout.decision.recorder import Stamped, read
@@ -289,6 +291,7 @@ PARTS: dict[str, Callable[[], Figures]] = {
     "collective intent": collective_intent,
     "idle observer": idle_observer,
     "verdict": verdict,
+    "scale": scale,
 }
 
 

@@ -15,7 +15,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from torchscout.decision import hang_records, hang_sentence
+from torchscout.decision.columns import NOTHING, Bools
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import Issued, Line, Process, Standing
 from torchscout.decision.protocol import Divergence, culprits, divergences
@@ -50,12 +53,13 @@ def diagnose(
     return _stall(call, graph) if graph.held.lines else None
 
 
-def _lines_in_use(call: RollCall) -> set[str]:
+def _lines_in_use(call: RollCall) -> Bools:
     """Lines on which a difference may be what somebody waits for; none while nobody seems to wait."""
-    if not any(map(call.in_communication, call.standings)):
-        return set()
-    unsure = (rank for rank, standing in call.standings.items() if standing.waiting is not False)
-    return {each.line for rank in unsure for each in call.recent(rank)}
+    columns, in_use = call.columns, np.zeros(len(call.lines), dtype=bool)
+    if call.in_communication.any():
+        unsure = (columns.waiting != 0)[columns.recent_rank]
+        in_use[columns.line[columns.recent[unsure]]] = True
+    return in_use
 
 
 def _broken_protocol(call: RollCall, found: Sequence[Divergence]) -> Incident:
@@ -141,7 +145,7 @@ def _scope_and_action(call: RollCall, ranks: Sequence[int]) -> tuple[Scope, Acti
     )
     scope = Scope.MACHINE if together else Scope.RANK
     # One crashed trainer does not make a lost machine, even if it was alone there: its observer answered.
-    sizes = Counter(mesh.host_of(rank) for rank in range(len(mesh)))
+    sizes = Counter(mesh.host_of(rank) for rank in range(len(mesh)) if together)
     emptied = together and all(sizes[host] == count for host, count in suspects.items())
     processes = {_process(call, rank) for rank in ranks}
     if lost or (emptied and processes == {Process.GONE}):
@@ -158,19 +162,18 @@ def _process(call: RollCall, rank: int) -> Process | None:
 
 def _device_unknown(call: RollCall, ranks: Sequence[int]) -> bool:
     """Whether a suspect's host may only seem late: where devices run ahead, a host waits for its own."""
-    everybody = (each.progress for each in call.standings.values())
-    runs_ahead = any(progress is not None and progress.device_step is not None for progress in everybody)
-    suspects = (progress for rank in ranks if (progress := call.progress(rank)) is not None)
-    alive = (progress for progress in suspects if progress.rank not in call.dead)
-    return runs_ahead and any(progress.device_step is None for progress in alive)
+    columns = call.columns
+    not_known = columns.published & columns.running & (columns.device_step == NOTHING)
+    return bool((columns.device_step != NOTHING).any() and not_known[list(ranks)].any())
 
 
 def _devices_behind(call: RollCall, members: Iterable[int]) -> set[int]:
     """Members whose device has finished fewer steps than the others', if they are not the majority."""
-    known = {rank: progress for rank in members if (progress := call.progress(rank)) is not None}
-    steps = {rank: each.device_step for rank, each in known.items() if each.device_step is not None}
-    behind = {rank for rank, step in steps.items() if step < max(steps.values())}
-    return behind if 2 * len(behind) <= len(steps) else set()
+    ranks = np.array(sorted(members))
+    steps = call.columns.device_step[ranks]
+    is_known = steps != NOTHING
+    is_behind = is_known & (steps < steps.max())
+    return set(ranks[is_behind].tolist()) if 2 * is_behind.sum() <= is_known.sum() else set()
 
 
 def _key(issued: Issued) -> tuple[str, int]:

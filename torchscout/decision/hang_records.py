@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
+from torchscout.decision.columns import Bools, Ints
 from torchscout.decision.consensus import Verdict, exact
 from torchscout.decision.protocol import Divergence
 from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
@@ -20,10 +23,10 @@ def of_lines(call: RollCall, lines: Iterable[str], suspects: Collection[int]) ->
     """How many operations the members of each line have issued; -1 for a suspect that did not answer."""
     records = []
     for key in list(dict.fromkeys(lines))[:MOST]:
-        line = call.lines[key]
-        peers = _heard(call, line.members, suspects)
-        verdict = exact([call.issued(rank, key) for rank in peers])
-        records.append(_record(call, f"issued/{line.name}", peers, verdict, suspects))
+        members, issued = call.issued_by(key)
+        heard = _heard(call, members, suspects)
+        surface, peers = f"issued/{call.lines[key].name}", tuple(members[heard].tolist())
+        records.append(_record(call, surface, peers, exact(issued[heard].tolist()), suspects))
     return records
 
 
@@ -46,7 +49,8 @@ def of_coordinates(call: RollCall, ranks: Sequence[int]) -> list[EvidenceRecord]
     groups = dict.fromkeys(call.mesh.peers_of(rank) for rank in ranks[: MOST * MOST])
     records = []
     for group in list(groups)[:MOST]:
-        peers = _heard(call, group.ranks, ranks)
+        members = np.array(group.ranks)
+        peers = tuple(members[_heard(call, members, ranks)].tolist())
         if len(peers) > 1:
             verdict = exact([_coordinate(call, rank) for rank in peers])
             records.append(_record(call, "coordinate", peers, verdict, ranks))
@@ -67,9 +71,8 @@ def _record(
     """The context is that of the first suspect among the peers, or of the first peer."""
     named = set(suspects)
     subject = next((rank for rank in peers if rank in named), peers[0])
-    known = [each for rank in peers if (each := call.progress(rank)) is not None]
     return EvidenceRecord(
-        step=max((progress.step for progress in known), default=0),
+        step=int(call.columns.step[list(peers)].max()),
         surface=surface,
         manifestation=Manifestation.HANG,
         peers=peers,
@@ -81,10 +84,9 @@ def _record(
     )
 
 
-def _heard(call: RollCall, ranks: Sequence[int], suspects: Collection[int]) -> tuple[int, ...]:
+def _heard(call: RollCall, ranks: Ints, suspects: Collection[int]) -> Bools:
     # Who did not answer has no evidence to compare; a suspect is shown all the same.
-    named = set(suspects)
-    return tuple(rank for rank in ranks if rank in call.standings or rank in named)
+    return call.columns.answered[ranks] | np.isin(ranks, list(suspects))
 
 
 def _coordinate(call: RollCall, rank: int) -> int:

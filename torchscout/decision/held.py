@@ -5,11 +5,13 @@ Nobody is behind there, so nobody can be blamed: the paper's group-scoped runtim
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torchscout.decision.progress import Issued, Process
+import numpy as np
+
+from torchscout.decision.columns import NOTHING, Bools, Ints
+from torchscout.decision.progress import Issued
 from torchscout.decision.roll_call import RollCall
 
 __all__ = ["Held", "held", "held_together"]
@@ -26,66 +28,60 @@ __all__ = ["Held", "held", "held_together"]
 class Held:
     """Ranks that wait for an operation rather than for a rank."""
 
-    lines: dict[str, Issued] = field(default_factory=dict)
+    lines: dict[str, Issued]
     """The lines they are held in, with the operation."""
-    ranks: set[int] = field(default_factory=set)
+    ranks: Bools
 
     def add(self, other: Held) -> None:
         self.lines |= other.lines
-        self.ranks |= other.ranks
+        self.ranks = self.ranks | other.ranks
 
 
-def held(call: RollCall, blocked: Collection[int]) -> Held:
+def held(call: RollCall, blocked: Bools) -> Held:
     """See [Note: Held]; ``blocked`` ranks are known to wait for somebody."""
-    engaged = sorted(filter(call.in_communication, call.standings))
-    found = _in_company(call, engaged)
-    alone = [
-        rank
-        for rank in engaged
-        if call.standings[rank].waiting and rank not in blocked and rank not in found.ranks
-    ]
-    alone = [rank for rank in alone if call.newest(rank) is not None]
-    found.ranks.update(alone)
-    whole = _whole_lines(call, alone, found.ranks)
-    for rank in alone:
-        # Of all it has posted, rather an operation whose members are all held than simply the last.
-        recent = call.recent(rank)
-        issued = next((each for each in reversed(recent) if each.line in whole), recent[-1])
-        found.lines[issued.line] = issued
+    columns = call.columns
+    found = _in_company(call)
+    alone = (columns.waiting == 1) & ~blocked & ~found.ranks & (columns.newest != NOTHING)
+    inside = found.ranks | alone
+    shown = alone[columns.recent_rank]
+    operations, ranks = columns.recent[shown], columns.recent_rank[shown]
+    # Of all it has posted, rather an operation whose members are all held than simply the last.
+    in_whole = call.whole_lines(inside)[columns.line[operations]]
+    chosen = columns.newest.copy()
+    chosen[ranks[in_whole]] = operations[in_whole]  # of several of one rank, the last one stays
+    found.add(Held(_by_line(call, chosen[alone]), inside))
     return found
 
 
-def held_together(call: RollCall, ranks: Iterable[int]) -> Held:
+def held_together(call: RollCall, ranks: Sequence[int]) -> Held:
     """Those of ``ranks``, none of which waits for another, that have no stack and are all of a line."""
-    unsure = {rank for rank in ranks if _may_wait(call, rank)}
-    whole, found = _whole_lines(call, unsure, unsure), Held()
-    for rank in sorted(unsure):
-        for each in call.recent(rank):
-            if each.line in whole:
-                found.lines[each.line] = each
-                found.ranks.add(rank)
-    return found
+    columns = call.columns
+    unsure = np.zeros_like(columns.running)
+    unsure[ranks] = True
+    unsure &= columns.running & (columns.waiting == NOTHING)
+    theirs = unsure[columns.recent_rank] & call.whole_lines(unsure)[columns.line[columns.recent]]
+    together = np.zeros_like(unsure)
+    together[columns.recent_rank[theirs]] = True
+    return Held(_by_line(call, columns.recent[theirs]), together)
 
 
-def _in_company(call: RollCall, engaged: Iterable[int]) -> Held:
-    company: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for rank in engaged:
-        if (last := call.last_event(rank)) is not None:
-            company[last.line, last.number].append(rank)
-    found = Held()
-    for (line, number), inside in company.items():
-        if len(inside) == len(call.answered(line)) and not call.missing(line, number):
-            found.lines[line] = call.recent(inside[0])[-1]
-            found.ranks.update(inside)
-    return found
+def _in_company(call: RollCall) -> Held:
+    columns = call.columns
+    ranks = np.flatnonzero(call.in_communication & (columns.last_event != NOTHING))
+    operations = columns.last_event[ranks]
+    _, first, company, sizes = np.unique(
+        columns.place[operations], return_index=True, return_inverse=True, return_counts=True
+    )
+    shown = operations[first]
+    complete = (sizes == call.answered[columns.line[shown]]) & ~call.is_open[shown]
+    inside = np.zeros_like(columns.running)
+    inside[ranks[complete[company]]] = True
+    return Held(_by_line(call, shown[complete]), inside)
 
 
-def _whole_lines(call: RollCall, ranks: Iterable[int], inside: set[int]) -> set[str]:
-    """Lines that ``ranks`` have used and of which everybody who answered is ``inside``."""
-    used = {each.line for rank in ranks for each in call.recent(rank)}
-    return {line for line in used if inside.issuperset(call.answered(line))}
-
-
-def _may_wait(call: RollCall, rank: int) -> bool:
-    standing = call.standings.get(rank)
-    return standing is not None and standing.process is Process.RUNNING and standing.waiting is None
+def _by_line(call: RollCall, operations: Ints) -> dict[str, Issued]:
+    """The last of ``operations`` on each line."""
+    last = np.full(len(call.lines), NOTHING)
+    last[call.columns.line[operations]] = operations
+    shown = (call.columns.operations[operation] for operation in last[last != NOTHING].tolist())
+    return {each.line: each for each in shown}

@@ -10,12 +10,17 @@ number ``n`` on a line means to be about to enter its ``n``-th operation, counte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
+from operator import itemgetter
 from typing import Any
 
-__all__ = ["Issued", "Line", "Phase", "Process", "Progress", "Standing"]
+__all__ = ["Issued", "Line", "Phase", "Process", "Progress", "Shared", "Standing"]
+
+Shared = dict[Hashable, Any]
+"""What was read already, by the text or the values it is read from. The ranks of a job say much the same,
+and a line that all of them are on would otherwise take the square of their number in memory."""
 
 
 class Phase(str, Enum):
@@ -115,20 +120,34 @@ class Standing:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any]) -> Standing:
+    def from_json(cls, line: Mapping[str, Any], shared: Shared | None = None) -> Standing:
+        """What is in ``shared`` already, and equal, is taken from there; the rest is added."""
         progress = line["progress"]
         return cls(
             rank=line["rank"],
             process=Process(line["process"]),
-            progress=None if progress is None else _progress(progress),
+            progress=None if progress is None else _progress(progress, {} if shared is None else shared),
             waiting=line["waiting"],
             stack=line["stack"],
         )
 
 
-def _progress(line: Mapping[str, Any]) -> Progress:
-    recent = tuple(Issued(**{**each, **_splits(each)}) for each in line["recent"])
+def _progress(line: Mapping[str, Any], shared: Shared) -> Progress:
+    recent = tuple([_issued(each, shared) for each in line["recent"]])
     return Progress(**{**line, "phase": Phase(line["phase"]), "recent": recent})
+
+
+def _issued(line: Mapping[str, Any], shared: Shared) -> Issued:
+    if line["sends"] is not None or line["receives"] is not None:
+        return Issued(**{**line, **_splits(line)})
+    key = _without_splits(line)
+    issued: Issued | None = shared.get(key)
+    if issued is None:
+        issued = shared[key] = Issued(**line)
+    return issued
+
+
+_without_splits = itemgetter("line", "number", "fingerprint", "digest", "text")
 
 
 def _splits(issued: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:

@@ -8,11 +8,13 @@ Only operations with the same number are compared: to be late is not to differ, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
+from torchscout.decision.columns import Bools, coded
 from torchscout.decision.consensus import Status, Verdict, exact
 from torchscout.decision.progress import Issued, Line
 from torchscout.decision.roll_call import RollCall
@@ -53,13 +55,15 @@ class Divergence:
         return tuple(voters[position] for position in self.verdict.outliers)
 
 
-def divergences(call: RollCall, lines: Collection[str]) -> list[Divergence]:
+def divergences(call: RollCall, lines: Bools) -> list[Divergence]:
     """At most one of each of ``lines``, by key."""
+    columns = call.columns
+    looked_at = (lines & _may_differ(call))[columns.line[columns.recent]]
+    recent, ranks = columns.recent[looked_at].tolist(), columns.recent_rank[looked_at].tolist()
     seen: dict[str, dict[int, dict[int, Issued]]] = defaultdict(lambda: defaultdict(dict))
-    for rank in sorted(call.standings):
-        for each in call.recent(rank):
-            if each.line in lines:
-                seen[each.line][each.number][rank] = each
+    for operation, rank in zip(recent, ranks, strict=True):
+        each = columns.operations[operation]
+        seen[each.line][each.number][rank] = each
     found = (_diverged(call.lines[key], seen[key]) for key in sorted(seen))
     return [divergence for divergence in found if divergence is not None]
 
@@ -73,6 +77,18 @@ def culprits(found: Sequence[Divergence]) -> tuple[int, ...]:
     if len(voters) < 2 or any(len(pair) > 2 for pair in voters):
         return ()
     return tuple(frozenset.intersection(*voters))
+
+
+def _may_differ(call: RollCall) -> Bools:
+    """Lines that are worth a look: one number has several digests, or there are splits."""
+    columns = call.columns
+    digest = coded(map(attrgetter("digest"), columns.operations))
+    any_digest = np.zeros_like(digest)
+    any_digest[columns.place] = digest
+    has_splits = np.array([each.sends is not None for each in columns.operations], dtype=bool)
+    found = np.zeros(len(call.lines), dtype=bool)
+    found[columns.line[has_splits | (any_digest[columns.place] != digest)]] = True
+    return found
 
 
 def _diverged(line: Line, seen: _Seen) -> Divergence | None:

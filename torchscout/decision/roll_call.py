@@ -7,14 +7,20 @@ only: it compares nothing and blames nobody.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from torchscout.decision.progress import Issued, Line, Process, Progress, Standing
+import numpy as np
+import numpy.typing as npt
+
+from torchscout.decision.columns import NOTHING, Bools, Ints, Members, Standings
+from torchscout.decision.progress import Issued, Line, Progress, Standing
 from torchscout.mesh import Mesh
 
 __all__ = ["RollCall"]
 
 _UNKNOWN = -1
 """What a rank has issued that did not answer."""
+_EVERYTHING = np.iinfo(np.int64).max
 
 # [Note: Absence]
 #
@@ -37,17 +43,31 @@ class RollCall:
         self.mesh = mesh
         # A group of one waits for nobody.
         self.lines = {key: line for key, line in lines.items() if len(line.members) > 1}
-        heard = {mesh.host_of(rank) for rank in self.standings} | {None}
-        absent = [rank for rank in range(len(mesh)) if rank not in self.standings]
-        self.lost = frozenset(rank for rank in absent if mesh.host_of(rank) not in heard)
-        """Ranks of the machines of which nobody answered; see [Note: Absence]."""
-        self.unheard = frozenset(absent) - self.lost
-        halted = (rank for rank, each in self.standings.items() if each.process is not Process.RUNNING)
-        self.dead = self.lost.union(halted)
+        self.index = {key: index for index, key in enumerate(self.lines)}
+        """Of each line, in columns."""
+        self.members = Members.of(tuple(self.lines.values()), self.standings)
+        highest = max(len(mesh) - 1, *self.standings, int(self.members.rank.max(initial=0)), 0)
+        self.columns = Standings.of(self.standings, self.index, highest + 1)
+        self.lost, self.unheard = self._absent()
+        """Ranks of the machines of which nobody answered, and others that did not; see [Note: Absence]."""
+        halted = np.flatnonzero(self.columns.answered & ~self.columns.running)
+        self.dead = self.lost.union(halted.tolist())
         """Ranks that will not issue anything more: gone, stopped, or of a lost machine."""
-        self._answered: dict[str, tuple[int, ...]] = {}
-        self._slowest: dict[str, float] = {}
-        self._missing: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.is_dead: Bools = np.zeros_like(self.columns.answered)
+        self.is_dead[list(self.dead)] = True
+        self._reached = self._count_reached(halted)
+        self.answered: Ints = self._per_line(np.add, self.columns.answered[self.members.rank])
+        """Of each line, how many members answered."""
+        issued_by_all = self._per_line(np.minimum, self._reached)
+        self.is_open: Bools = self.columns.number > issued_by_all[self.columns.line]
+        """Of each operation, whether it misses members."""
+
+    @property
+    def in_communication(self) -> Bools:
+        """Who, for all that is known, may be inside a communication."""
+        by_event = (self.columns.waiting == NOTHING) & (self.columns.last_event != NOTHING)
+        found: Bools = by_event | (self.columns.waiting == 1)
+        return found
 
     def progress(self, rank: int) -> Progress | None:
         standing = self.standings.get(rank)
@@ -58,25 +78,6 @@ class RollCall:
         progress = self.progress(rank)
         return () if progress is None else tuple(each for each in progress.recent if each.line in self.lines)
 
-    def newest(self, rank: int) -> Issued | None:
-        """The last operation of ``rank``; None where there is none, or its line is not known."""
-        progress = self.progress(rank)
-        if progress is None or not progress.recent or progress.recent[-1].line not in self.lines:
-            return None
-        return progress.recent[-1]
-
-    def last_event(self, rank: int) -> Issued | None:
-        """The operation after whose announcement nothing was seen of ``rank``."""
-        progress = self.progress(rank)
-        return self.newest(rank) if progress is not None and progress.at_communication else None
-
-    def in_communication(self, rank: int) -> bool:
-        """Whether, for all that is known, ``rank`` may be inside a communication."""
-        standing = self.standings[rank]
-        if standing.waiting is None:
-            return self.last_event(rank) is not None
-        return standing.waiting
-
     def issued(self, rank: int, line: str) -> int:
         """How many operations ``rank`` has issued on ``line``; -1 where it did not answer."""
         if rank not in self.standings:
@@ -84,39 +85,45 @@ class RollCall:
         progress = self.progress(rank)
         return 0 if progress is None else progress.issued.get(line, 0)
 
-    def missing(self, line: str, number: int) -> tuple[int, ...]:
-        """The members without whom number ``number`` of ``line`` does not finish: who has not issued it,
-        or announced it and died at that."""
-        if number <= self._issued_by_all(line):
-            return ()
-        key = line, number
-        if key not in self._missing:
-            members = self.lines[line].members
-            self._missing[key] = tuple(rank for rank in members if self._reached(rank, line) < number)
-        return self._missing[key]
+    def issued_by(self, line: str) -> tuple[Ints, Ints]:
+        """The members of ``line``, and how many operations each has issued; -1 where it did not answer."""
+        here = self.members.of_line(self.index[line])
+        ranks = self.members.rank[here]
+        return ranks, np.where(self.columns.answered[ranks], self.members.issued[here], _UNKNOWN)
 
-    def answered(self, line: str) -> tuple[int, ...]:
-        """The members of ``line`` that answered."""
-        if line not in self._answered:
-            members = self.lines[line].members
-            self._answered[line] = tuple(rank for rank in members if rank in self.standings)
-        return self._answered[line]
+    def missing(self, operation: int) -> Ints:
+        """The members without whom an operation does not finish: who has not issued it, or announced it
+        and died at that."""
+        here = self.members.of_line(self.columns.line[operation])
+        ranks: Ints = self.members.rank[here][self._reached[here] < self.columns.number[operation]]
+        return ranks
+
+    def whole_lines(self, inside: Bools) -> Bools:
+        """Lines of which everybody who answered is ``inside``."""
+        outside = self._per_line(np.add, (self.columns.answered & ~inside)[self.members.rank])
+        return np.equal(outside, 0)
 
     def silence(self, ranks: Iterable[int]) -> float:
         """The longest silence among ``ranks``, in seconds."""
-        known = (each for rank in ranks if (each := self.progress(rank)) is not None)
-        return max((progress.silent_seconds for progress in known), default=0.0)
+        return float(self.columns.silent_seconds[list(ranks)].max(initial=0.0))
 
-    def _issued_by_all(self, line: str) -> float:
-        if line not in self._slowest:
-            reached = (self._reached(rank, line) for rank in self.lines[line].members)
-            self._slowest[line] = min(reached)
-        return self._slowest[line]
+    def _absent(self) -> tuple[frozenset[int], frozenset[int]]:
+        absent = np.flatnonzero(~self.columns.answered[: len(self.mesh)]).tolist()
+        # While nobody is absent, nobody's machine matters.
+        heard = {self.mesh.host_of(rank) for rank in self.standings if absent} | {None}
+        lost = frozenset(rank for rank in absent if self.mesh.host_of(rank) not in heard)
+        return lost, frozenset(absent) - lost
 
-    def _reached(self, rank: int, line: str) -> float:
-        if rank not in self.standings:
-            # See [Note: Absence]: the unheard are taken to have issued everything.
-            return _UNKNOWN if rank in self.lost else float("inf")
-        last = self.last_event(rank) if rank in self.dead else None
-        died_in_it = last is not None and last.line == line
-        return self.issued(rank, line) - died_in_it
+    def _count_reached(self, halted: Ints) -> Ints:
+        """How many operations of its line each member will have joined, as far as can be told."""
+        members, columns = self.members, self.columns
+        died_at = columns.last_event[halted]
+        halted, died_at = halted[died_at != NOTHING], died_at[died_at != NOTHING]
+        reached = members.issued - members.are(columns.line[died_at], halted)
+        # See [Note: Absence]: the unheard are taken to have issued everything.
+        absent = ~columns.answered[members.rank]
+        reached[absent] = np.where(self.is_dead[members.rank[absent]], _UNKNOWN, _EVERYTHING)
+        return reached
+
+    def _per_line(self, reduce: np.ufunc, values: npt.NDArray[Any]) -> Ints:
+        return np.asarray(reduce.reduceat(values, self.members.starts[:-1], dtype=np.int64))

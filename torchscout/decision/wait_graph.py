@@ -11,8 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from torchscout.decision.columns import NOTHING, Bools, Ints, Rows
 from torchscout.decision.held import held, held_together
-from torchscout.decision.progress import Issued, Process
+from torchscout.decision.progress import Issued
 from torchscout.decision.roll_call import RollCall
 
 __all__ = ["Operation", "WaitGraph"]
@@ -40,131 +43,152 @@ class Operation(NamedTuple):
 
     line: str
     number: int
-    by_dead: bool = False
+    by_dead: bool
     """The waiting ranks are dead, and only others who died before them count."""
 
 
-_Node = int | Operation
+_Node = int
+"""A rank, or, below zero, ``~place`` of an operation in the list of those that are waited in."""
 
 
 class WaitGraph:
     """The waits of one round."""
 
     def __init__(self, call: RollCall) -> None:
-        self.blocked: set[int] = set()
+        self._call = call
+        ranks, operations, is_certain = _waits(call)
+        self._operations: list[Operation] = []
+        self._issued: list[Issued] = []
+        self._targets: list[list[int]] = []
+        places = self._add(operations, ~call.columns.running[ranks])
+        misses = np.array([bool(targets) for targets in self._targets], dtype=bool)[places]
+        ranks, places = ranks[misses], places[misses]
+        self._waits = Rows.grouped(ranks, places, len(call.columns.running))
+        self._waiting = Rows.grouped(places, ranks, len(self._operations))
+        self.blocked: Bools = (np.diff(self._waits.starts) > 0) & is_certain
         """Ranks that wait for somebody for certain."""
+        self.held = held(call, self.blocked)
+        """Who does not wait for anybody and does not return either."""
+        self._missed: dict[int, list[int]] = defaultdict(list)
+        for place, targets in enumerate(self._targets):
+            for rank in targets:
+                self._missed[rank].append(place)
+        self._reached: set[_Node] = set()
+        self._least: dict[int, tuple[int, int]] = {}
         self.sources: list[int] = []
         """Ranks that others wait for and that wait for nobody, ascending."""
         self.cycles: list[tuple[int, ...]] = []
         """Ranks that wait for each other and for nobody else."""
-        self._call = call
-        self._issued: dict[Operation, Issued] = {}
-        self._waits: dict[int, list[Operation]] = {}
-        self._targets: dict[Operation, tuple[int, ...]] = {}
-        self._reached: set[_Node] = set()
-        self._least: dict[Operation, tuple[int, int]] = {}
-        for rank in sorted(call.standings):
-            self._add(rank)
-        self.held = held(call, self.blocked)
-        """Who does not wait for anybody and does not return either."""
         self._find_roots()
-        self._waiting_on = self._reversed()
 
     def missing(self, rank: int) -> list[Issued]:
         """The operations that hold somebody up and miss ``rank``, one of each line, the most telling first:
         that of the ranks which came least far, and so the one it should have come to next."""
-        found = [node for node in self._waiting_on[rank] if isinstance(node, Operation)]
-        found = sorted(filter(self._reached.__contains__, found), key=self._least_progress)
+        places = [place for place in self._missed.get(rank, ()) if ~place in self._reached]
         lines: dict[str, Issued] = {}
-        for operation in found:
-            lines.setdefault(operation.line, self._issued[operation])
+        for place in sorted(places, key=self._least_progress):
+            lines.setdefault(self._operations[place].line, self._issued[place])
         return list(lines.values())
 
-    def _least_progress(self, operation: Operation) -> tuple[tuple[int, int], Operation]:
-        if operation not in self._least:
-            ranks = (node for node in self._waiting_on[operation] if isinstance(node, int))
-            known = (each for rank in ranks if (each := self._call.progress(rank)) is not None)
-            self._least[operation] = min(progress.coordinate for progress in known)
-        return self._least[operation], operation
+    def _least_progress(self, place: int) -> tuple[tuple[int, int], Operation]:
+        if place not in self._least:
+            columns, ranks = self._call.columns, self._waiting[place]
+            steps = columns.step[ranks]
+            operations = columns.operation[ranks[steps == steps.min()]]
+            self._least[place] = int(steps.min()), int(operations.min())
+        return self._least[place], self._operations[place]
 
     def inside(self, cycle: Sequence[int]) -> dict[int, Issued]:
         """Which operation each rank of a cycle waits for the others in."""
         ranks = set(cycle)
         return {
             rank: next(
-                self._issued[each] for each in self._waits[rank] if not ranks.isdisjoint(self._targets[each])
+                self._issued[place]
+                for place in self._waits[rank].tolist()
+                if not ranks.isdisjoint(self._targets[place])
             )
             for rank in cycle
         }
 
     def waiters(self, ranks: Iterable[int]) -> set[int]:
         """Everybody who waits for one of ``ranks``, directly or not, other than they themselves."""
-        reached: set[_Node] = set(ranks)
-        frontier, named = list(reached), frozenset(reached)
+        named = list(ranks)
+        waiting = np.zeros_like(self.blocked)
+        reached, frontier, followed = set(named), list(named), set[int]()
         while frontier:
-            new = [node for node in self._waiting_on[frontier.pop()] if node not in reached]
-            reached.update(new)
-            frontier.extend(new)
-        return {node for node in reached - named if isinstance(node, int)} & self.blocked
+            for place in self._missed.get(frontier.pop(), ()):
+                if place not in followed:
+                    followed.add(place)
+                    waiting[self._waiting[place]] = True
+                    # Most of them are missed nowhere, and lead no further.
+                    new = self._missed.keys() & set(self._waiting[place].tolist()) - reached
+                    reached |= new
+                    frontier += new
+        waiting[named] = False
+        return set(np.flatnonzero(waiting & self.blocked).tolist())
 
-    def _add(self, rank: int) -> None:
-        """See [Note: Waiting]."""
-        call, standing = self._call, self._call.standings[rank]
-        last = call.last_event(rank)
-        if standing.process is not Process.RUNNING:
-            self._wait(rank, [last] if last else [], certain=True, by_dead=True)
-        elif standing.waiting is None and last and call.missing(last.line, last.number):
-            self._wait(rank, [last], certain=True)
-        elif standing.waiting is not False:
-            self._wait(rank, call.recent(rank), certain=standing.waiting is True)
+    def _add(self, operations: Ints, by_dead: Bools) -> Ints:
+        """The place of each; the dead wait apart from the others."""
+        columns = self._call.columns
+        _, first, places = np.unique(
+            2 * columns.place[operations] + by_dead, return_index=True, return_inverse=True
+        )
+        for operation, dead in zip(operations[first].tolist(), by_dead[first].tolist(), strict=True):
+            issued = columns.operations[operation]
+            self._operations.append(Operation(issued.line, issued.number, dead))
+            self._issued.append(issued)
+            self._targets.append(self._missed_by(operation, by_dead=dead))
+        return places
 
-    def _wait(self, rank: int, issued: Iterable[Issued], *, certain: bool, by_dead: bool = False) -> None:
-        for each in issued:
-            operation = Operation(each.line, each.number, by_dead)
-            if operation not in self._targets:
-                self._targets[operation] = self._missed_by(operation)
-            if self._targets[operation]:
-                self._issued.setdefault(operation, each)
-                self._waits.setdefault(rank, []).append(operation)
-        if certain and rank in self._waits:
-            self.blocked.add(rank)
-
-    def _missed_by(self, operation: Operation) -> tuple[int, ...]:
-        call, (line, number, by_dead) = self._call, operation
-        missing = call.missing(line, number)
+    def _missed_by(self, operation: int, *, by_dead: bool) -> list[int]:
+        call, issued = self._call, self._call.columns.operations[operation]
+        missing = call.missing(operation)
         if by_dead:  # See [Note: Deaths].
-            return tuple(rank for rank in missing if rank in call.dead and call.issued(rank, line) < number)
-        return missing
+            ranks, counts = call.issued_by(issued.line)
+            missing = ranks[call.is_dead[ranks] & (counts < issued.number)]
+        found: list[int] = missing.tolist()
+        return found
 
-    def _after(self, node: _Node) -> Sequence[_Node]:
-        return self._targets[node] if isinstance(node, Operation) else self._waits.get(node, ())
+    def _after(self, node: _Node) -> list[_Node]:
+        return self._targets[~node] if node < 0 else (~self._waits[node]).tolist()
 
     def _find_roots(self) -> None:
         """What all waiting comes down to: the parts of the graph that no edge leaves."""
-        for component in _components(sorted(self.blocked), self._after):
+        # Not from the waiting ranks themselves: those that nobody waits for, which are most, are no root.
+        waited_in = self._waits.values[np.repeat(self.blocked, np.diff(self._waits.starts))]
+        for component in _components((~np.unique(waited_in)).tolist(), self._after):
             inside = set(component)
             self._reached |= inside
             if any(after not in inside for node in component for after in self._after(node)):
                 continue
-            ranks = sorted(node for node in component if isinstance(node, int))
-            free = [rank for rank in ranks if rank not in self.blocked]
+            ranks = sorted(node for node in component if node >= 0)
+            free = [rank for rank in ranks if not self.blocked[rank]]
             self.sources += free
-            if not free and self.held.ranks.isdisjoint(ranks):
+            if not free and not self.held.ranks[ranks].any():
                 self.cycles.append(tuple(ranks))
         # Sources without a stack that are all members of a line, equally far, may as well be held in it.
         self.held.add(held_together(self._call, self.sources))
-        self.sources = sorted(rank for rank in self.sources if rank not in self.held.ranks)
+        self.sources = sorted(rank for rank in self.sources if not self.held.ranks[rank])
         self.cycles.sort()
 
-    def _reversed(self) -> dict[_Node, list[_Node]]:
-        before: dict[_Node, list[_Node]] = defaultdict(list)
-        for rank, operations in self._waits.items():
-            for operation in operations:
-                before[operation].append(rank)
-        for operation, targets in self._targets.items():
-            for rank in targets:
-                before[rank].append(operation)
-        return before
+
+def _waits(call: RollCall) -> tuple[Ints, Ints, Bools]:
+    """Who waits in which operation that misses members, by rank; and whose wait is certain.
+
+    See [Note: Waiting].
+    """
+    columns, last = call.columns, call.columns.last_event
+    has_last = last != NOTHING
+    dead = columns.answered & ~columns.running & has_last
+    at_last = columns.running & (columns.waiting == NOTHING) & has_last
+    at_last[at_last] = call.is_open[last[at_last]]
+    in_last = np.flatnonzero(dead | at_last)
+    in_any = (columns.running & (columns.waiting != 0) & ~at_last)[columns.recent_rank]
+    ranks = np.concatenate([in_last, columns.recent_rank[in_any]])
+    operations = np.concatenate([last[in_last], columns.recent[in_any]])
+    ranks, operations = ranks[call.is_open[operations]], operations[call.is_open[operations]]
+    order = np.argsort(ranks, kind="stable")
+    return ranks[order], operations[order], dead | at_last | (columns.waiting == 1)
 
 
 def _components(starts: Iterable[_Node], after: Callable[[_Node], Iterable[_Node]]) -> Iterator[list[_Node]]:

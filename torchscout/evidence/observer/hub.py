@@ -29,6 +29,7 @@ from typing import Any
 import zmq
 
 from torchscout.config import ObserverConfig
+from torchscout.decision.progress import Shared
 from torchscout.decision.record import Incident, Resolved
 from torchscout.evidence.observer.board import LIMIT, Message, Tally, decode, encode, listen
 from torchscout.evidence.observer.docket import Docket, Finding
@@ -62,6 +63,8 @@ class Round:
         self.is_survey = survey
         self.awaited: set[int] = set()
         self.posts: dict[int, Post] = {}
+        self.shared: Shared = {}
+        """What its posts have in common."""
         self.has_posts = False
         """Whether it is the stacks' turn."""
 
@@ -107,6 +110,7 @@ class Hub:
         self._rounds = 0
         self._next_survey = -math.inf
         self._left: dict[int, tuple[Post, float]] = {}
+        self._shared: Shared = {}  # what their last posts have in common
         self._docket = Docket()
         self._exchanges = Exchanges()
 
@@ -161,13 +165,14 @@ class Hub:
             case "survey":
                 self._hold_survey(now)
             case "post":
-                self._add(rank, _post_of(rank, message), message["round"])
+                shared = {} if self._round is None else self._round.shared
+                self._add(rank, _post_of(rank, message, shared), message["round"])
             case "stack":
                 self._add_stack(rank, message)
             case "elsewhere":
                 self._call_off(message["round"])
             case "leave":
-                self._say_goodbye(rank, _post_of(rank, message), now)
+                self._say_goodbye(rank, _post_of(rank, message, self._shared), now)
             case "moved":
                 self._resolve(rank, float(message["seconds"]))
             case "share":
@@ -179,7 +184,7 @@ class Hub:
     def _hold_round(self, rank: int, now: float, *, insistent: bool) -> None:
         standing = self._docket.finding
         if standing is not None and standing.names_gone:
-            self._tell_outcome(rank)
+            self._deliver(rank, self._outcome())
             return
         self._send(rank, "heard")
         if self._round is not None and not self._round.is_survey:
@@ -244,23 +249,26 @@ class Hub:
         incident = self._conclude(finished.posts, finished.insistent)
         if incident is not None and self._docket.enter(Finding.of(incident, finished.posts)):
             self._record(incident)
+        outcome = self._outcome()
         for rank in range(self._size):
             if rank not in self._left:
-                self._tell_outcome(rank)
+                self._deliver(rank, outcome)
 
     def _finish_survey(self, finished: Round) -> None:
         self._round = None
         for incident in self._compare(finished.posts):
             self._record(incident)
 
-    def _tell_outcome(self, rank: int) -> None:
+    def _outcome(self) -> bytes:
         """What stands, whether of this round or of an earlier one."""
         finding = self._docket.finding
-        self._send(rank, "outcome", finding=None if finding is None else finding.to_json())
+        return encode("outcome", finding=None if finding is None else finding.to_json())
 
     def _send(self, rank: int, kind: str, **fields: Any) -> bool:
         """Whether ``rank`` is connected."""
-        message = encode(kind, **fields)
+        return self._deliver(rank, encode(kind, **fields))
+
+    def _deliver(self, rank: int, message: bytes) -> bool:
         if len(message) > LIMIT:
             return False
         try:
@@ -273,8 +281,8 @@ class Hub:
         return True
 
 
-def _post_of(rank: int, message: Message) -> Post:
-    post = Post.from_json(message["post"])
+def _post_of(rank: int, message: Message, shared: Shared) -> Post:
+    post = Post.from_json(message["post"], shared)
     if post.standing.rank != rank:
         raise ValueError(f"rank {rank} posts for rank {post.standing.rank}")
     return post

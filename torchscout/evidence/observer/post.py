@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchscout.decision.progress import Line, Phase, Process, Standing
+from torchscout.decision.progress import Line, Phase, Process, Shared, Standing
 from torchscout.evidence.observer.journal import Journal, line_text
 
 __all__ = ["Post"]
@@ -44,12 +44,12 @@ class Post:
         }
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Post:
-        journal = Journal()
-        journal.extend(document["lines"].encode())
+    def from_json(cls, document: Mapping[str, Any], shared: Shared | None = None) -> Post:
+        """``shared`` by the posts of one round: what several say is kept once."""
+        shared = {} if shared is None else shared
         return cls(
-            standing=Standing.from_json(document["standing"]),
-            lines=tuple(journal.lines),
+            standing=Standing.from_json(document["standing"], shared),
+            lines=tuple([_line(text, shared) for text in document["lines"].splitlines()]),
             moving=document["moving"],
             excused=document["excused"],
             gone_seconds=document["gone_seconds"],
@@ -57,3 +57,12 @@ class Post:
                 Phase(name): float(seconds) for name, seconds in document["phase_seconds"].items()
             },
         )
+
+
+def _line(text: str, shared: Shared) -> Line:
+    if text not in shared:
+        journal = Journal()
+        journal.extend(text.encode())
+        (shared[text],) = journal.lines
+    line: Line = shared[text]
+    return line

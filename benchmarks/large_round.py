@@ -1,0 +1,139 @@
+"""How a round of the observers grows with the job: a part of ``observer.py``.
+
+Nobody moves in a large job on paper, and its observers' posts are read and diagnosed as the hub does it.
+
+It has replicas of eight tensor-parallel ranks. In every step a rank takes part in three all-reduces of its
+tensor group, one of its replica group, and one of the whole job.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from torchscout.decision.hang_diagnosis import diagnose
+from torchscout.decision.progress import Issued, Line, Phase, Process, Progress, Standing
+from torchscout.evidence.observer.board import Tally, decode, encode
+from torchscout.evidence.observer.journal import line_text
+from torchscout.evidence.observer.layout import RECENT
+from torchscout.evidence.observer.post import Post
+from torchscout.mesh import Mesh
+
+TENSOR = 8
+STEP = 40
+SIZES = (1_024, 16_384, 131_072)
+FLAT = 1.5
+"""What a rank may cost in the largest job, relative to the smallest."""
+
+
+def scale() -> dict[str, dict[str, Any]]:
+    """How a round grows with the job: its posts read, and then diagnosed, for each of two faults.
+
+    ``per_rank`` is the time for a rank relative to that in the smallest job, in this run.
+    """
+    figures: dict[str, dict[str, Any]] = {}
+    for fault in ("stalled", "gone"):
+        smallest: dict[str, float] = {}
+        for size in SIZES:
+            seconds = seconds_of_round(LargeRound(size, gone=fault == "gone"))
+            each = {name: value / size for name, value in seconds.items()}
+            smallest = smallest or each
+            figures[f"{fault}, {size} ranks"] = {
+                "read_s": round(seconds["read"], 3),
+                "diagnose_s": round(seconds["diagnose"], 3),
+                "read_per_rank": round(each["read"] / smallest["read"], 2),
+                "diagnose_per_rank": round(each["diagnose"] / smallest["diagnose"], 2),
+            }
+        largest = figures[f"{fault}, {SIZES[-1]} ranks"]
+        reached = largest["diagnose_per_rank"] <= FLAT
+        largest |= {"goal": {"diagnose_per_rank": FLAT}, "reached": reached}
+    return figures
+
+
+def seconds_of_round(large: LargeRound) -> dict[str, float]:
+    """To read all posts, and to name the culprit: the fastest of some times.
+
+    Of the processor, not of the clock: minutes of somebody else's work would pass for growth.
+    """
+    posts, shared, read_ns, times = [], {}, 0, []
+    for message in large.messages():
+        begin = time.process_time_ns()
+        posts.append(Post.from_json(decode(message, Tally())["post"], shared))
+        read_ns += time.process_time_ns() - begin
+    standings = [post.standing for post in posts]
+    lines = {line.key: line for post in posts for line in post.lines}
+    for _ in range(3):
+        begin = time.process_time_ns()
+        incident = diagnose(standings, lines, large.mesh)
+        times.append(time.process_time_ns() - begin)
+        assert incident.ranks == (large.culprit,), incident.sentence
+    return {"read": read_ns / 1e9, "diagnose": min(times) / 1e9}
+
+
+class LargeRound:
+    """One rank never comes to the all-reduce that its tensor group, or else the whole job, waits in."""
+
+    def __init__(self, size: int, *, gone: bool) -> None:
+        """``gone``: its process has ended, and it is its tensor group that waits for it."""
+        hosts = [f"node-{rank // TENSOR}" for rank in range(size)]
+        self.mesh = Mesh.grid(replica=size // TENSOR, tensor=TENSOR, hosts=hosts)
+        self.culprit = size // 2 + size // 3
+        self._gone = gone
+        self._world = Line("world", tuple(range(size)), "world")
+        self._replica = [Line(f"replica.{t}", tuple(range(t, size, TENSOR)), "dp") for t in range(TENSOR)]
+        # What many ranks say alike is put into words once.
+        self._issued = functools.cache(_issued)
+        self._texts = {line.key: line_text(line).decode() for line in (*self._replica, self._world)}
+
+    def messages(self) -> Iterator[bytes]:
+        """Each rank's post, as it arrives at the hub."""
+        for rank in range(len(self.mesh)):
+            post, recent = self._post(rank)
+            tensor, replica, world = self._lines(rank)
+            lines = line_text(tensor).decode() + self._texts[replica.key] + self._texts[world.key]
+            document = {**post.to_json(), "lines": lines}
+            message = encode("post", round=1, post=document)
+            yield message.replace(b'"recent":[]', b'"recent":[%b]' % b",".join(recent))
+
+    def _lines(self, rank: int) -> tuple[Line, Line, Line]:
+        first = rank - rank % TENSOR
+        tensor = Line(f"tensor.{first}", tuple(range(first, first + TENSOR)), "tp")
+        return tensor, self._replica[rank % TENSOR], self._world
+
+    def _post(self, rank: int) -> tuple[Post, list[bytes]]:
+        """And what it has issued, which is left out of the post."""
+        is_late, beside = rank == self.culprit, rank // TENSOR == self.culprit // TENSOR
+        tensor, replica, world = self._lines(rank)
+        program = [tensor, tensor, tensor, replica, world] * (RECENT // 5 + 2)
+        # Where the program ends: the gone rank is missed two all-reduces before the end of a step.
+        back = (2 + is_late if beside else 1) if self._gone else int(is_late)
+        program = program[: len(program) - back]
+        issued: dict[str, int] = {}
+        recent = []
+        for line in program:
+            issued[line.key] = issued.get(line.key, 0) + 1
+            recent.append(self._issued(line.key, issued[line.key]))
+        progress = Progress(
+            rank=rank,
+            step=STEP,
+            operation=5 - back,
+            phase=Phase.BACKWARD,
+            issued=issued,
+            recent=(),
+            at_communication=not is_late,
+            silent_seconds=6.0,
+        )
+        is_gone = is_late and self._gone
+        process = Process.GONE if is_gone else Process.RUNNING
+        standing = Standing(rank, process, progress, waiting=None if is_gone else not is_late)
+        return Post(standing, (), gone_seconds=7.0 if is_gone else None), recent[-RECENT:]
+
+
+def _issued(line: str, number: int) -> bytes:
+    digest = 0x9E37_79B9_7F4A_7C15 * number >> 8
+    issued = Issued(line, number, 0xFEED_5EED_0123_4567, digest, "all_reduce bfloat16[8192,4096] sum")
+    return json.dumps(asdict(issued), separators=(",", ":")).encode()

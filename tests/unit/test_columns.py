@@ -1,0 +1,259 @@
+"""The columns of a round say what its standings say, and a diagnosis from them blames the same ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from tests.support.stuck_job import StuckJob, found, others, replicas
+from tests.unit.test_hangs_of_whole_jobs import SHAPES, job_with_programs
+from torchscout.decision.columns import NOTHING, Members, Rows, Standings, coded
+from torchscout.decision.progress import Line, Phase, Process, Shared, Standing
+from torchscout.decision.roll_call import RollCall
+from torchscout.decision.wait_graph import WaitGraph
+from torchscout.evidence.observer.post import Post
+from torchscout.mesh import Mesh
+
+SEEDS = range(40)
+
+
+def some_job(seed: int) -> StuckJob:
+    """Stopped anywhere, with some ranks dead or absent, some stacks missing, and one line not known."""
+    chance = random.Random(seed)
+    job, programs = job_with_programs(Mesh.grid(**chance.choice(SHAPES)), stacks=chance.random() < 0.5)
+    size = len(job.mesh)
+    stop = {rank: chance.randrange(len(programs[rank])) for rank in chance.sample(range(size), 2)}
+    job.run(programs, stop=stop)
+    for rank, fate in zip(
+        chance.sample(range(size), 3), (job.gone, job.stopped, job.absent.add), strict=True
+    ):
+        if chance.random() < 0.5:
+            fate(rank)
+    for rank in chance.sample(range(size), 2):
+        job.waiting[rank] = chance.choice([True, False, None])
+    del job.lines[chance.choice(sorted(job.lines))]
+    return job
+
+
+def columns_of(job: StuckJob, **more: Standing) -> Standings:
+    standings = job.standings() | {each.rank: each for each in more.values()}
+    index = {key: place for place, key in enumerate(job.lines)}
+    return Standings.of(standings, index, len(job.mesh))
+
+
+# What a rank says.
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_rank_is_found_in_the_columns(seed: int):
+    job = some_job(seed)
+    columns, standings = columns_of(job), job.standings()
+    for rank in range(len(job.mesh)):
+        assert columns.answered[rank] == (rank in standings)
+        if rank not in standings:
+            continue
+        standing, progress = standings[rank], standings[rank].progress
+        assert columns.running[rank] == (standing.process is Process.RUNNING)
+        assert columns.waiting[rank] == (NOTHING if standing.waiting is None else standing.waiting)
+        assert (columns.step[rank], columns.operation[rank]) == progress.coordinate
+        assert columns.silent_seconds[rank] == progress.silent_seconds
+        known = [each for each in progress.recent if each.line in job.lines]
+        own = columns.recent[columns.recent_rank == rank]
+        assert [columns.operations[place] for place in own] == known
+        newest = progress.recent[-1] if progress.recent and progress.recent[-1].line in job.lines else None
+        assert operation(columns, columns.newest[rank]) == newest
+        assert operation(columns, columns.last_event[rank]) == (newest if progress.at_communication else None)
+
+
+def operation(columns: Standings, place: int) -> object:
+    return None if place == NOTHING else columns.operations[place]
+
+
+def test_who_published_nothing_or_did_not_answer_says_nothing():
+    job = replicas(4)
+    job.device = {0: 9}
+    job.absent.add(2)
+    columns = columns_of(job, dead=Standing(3, Process.GONE, None))
+    assert columns.answered.tolist() == [True, True, False, True]
+    assert columns.published.tolist() == [True, True, False, False]
+    assert columns.running.tolist() == [True, True, False, False]
+    assert columns.device_step.tolist() == [9, NOTHING, NOTHING, NOTHING]
+    assert columns.newest.tolist()[2:] == [NOTHING, NOTHING]
+
+
+def test_operations_of_one_line_and_number_have_one_place():
+    job = replicas(3)
+    job.issue("world", 0, 1)
+    job.issue("world", 2, text="barrier")
+    columns = columns_of(job)
+    places = {(each.line, each.number): set() for each in columns.operations}
+    for each, place in zip(columns.operations, columns.place.tolist(), strict=True):
+        places[each.line, each.number].add(place)
+    assert all(len(found) == 1 for found in places.values())
+    assert len(set.union(*places.values())) == len(places) == 4
+
+
+# What the members of a line have issued.
+
+
+def test_members_are_given_line_by_line_with_what_each_has_issued():
+    job = StuckJob(Mesh.grid(replica=4))
+    job.issue(job.group("three", 3, 0, 1), 3, 1)
+    job.issue("three", 1)
+    job.issue(job.pair(2, 2), 2)  # to itself: one rank is two members
+    members = Members.of(tuple(job.lines.values()), job.standings())
+    assert members.rank.tolist() == [3, 0, 1, 2, 2]
+    assert members.issued.tolist() == [1, 0, 2, 1, 1]
+    assert members.rank[members.of_line(1)].tolist() == [2, 2]
+
+
+def test_counts_on_unknown_lines_and_of_strangers_are_left_out():
+    job = replicas(3)
+    job.issue("elsewhere", 0, 1, 2)
+    lines = (Line("world", (0, 1), "world"),)
+    assert Members.of(lines, job.standings()).issued.tolist() == [3, 3]
+    assert Members.of((), job.standings()).issued.tolist() == []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_is_missing_is_who_has_issued_less_or_died_at_it(seed: int):
+    job = some_job(seed)
+    standings = job.standings()
+    call = RollCall(standings.values(), job.lines, job.mesh)
+    for place, issued in enumerate(call.columns.operations):
+        expected = naive_missing(standings, call.lines[issued.line], issued.number)
+        assert call.missing(place).tolist() == expected
+        assert call.is_open[place] == bool(expected)
+
+
+def naive_missing(standings: Mapping[int, Standing], line: Line, number: int) -> list[int]:
+    """Rank by rank; in a job without known machines, whoever is absent is taken to have issued all."""
+    missing = []
+    for rank in line.members:
+        if rank in standings:
+            standing, progress = standings[rank], standings[rank].progress
+            last = progress.recent[-1] if progress.recent and progress.at_communication else None
+            died_in_it = (
+                standing.process is not Process.RUNNING and last is not None and last.line == line.key
+            )
+            if progress.issued.get(line.key, 0) - died_in_it < number:
+                missing.append(rank)
+    return missing
+
+
+# Who is behind it all.
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_sources_are_those_that_a_search_rank_by_rank_finds(seed: int):
+    job = some_job(seed)
+    standings = job.standings()
+    call = RollCall(standings.values(), job.lines, job.mesh)
+    graph = WaitGraph(call)
+    waits, certain = naive_waits(standings, call)
+    assert sorted(rank for rank in range(len(job.mesh)) if graph.blocked[rank]) == sorted(certain)
+    reached = {rank: reach(waits, rank) for rank in range(len(job.mesh))}
+    behind = {rank for start in certain for rank in reached[start]}
+    # In a part of the graph that no wait leaves, whoever does not wait for certain is its source.
+    ends = {rank for rank in behind if all(rank in reached[other] for other in reached[rank])}
+    expected = ends - certain
+    assert {rank for rank in expected if not graph.held.ranks[rank]} == set(graph.sources)
+    for source in graph.sources:
+        waiting = {rank for rank in certain if source in reached[rank]} - {source}
+        assert graph.waiters([source]) == waiting
+
+
+def naive_waits(standings: Mapping[int, Standing], call: RollCall) -> tuple[dict[int, set[int]], set[int]]:
+    """Whom each rank waits for, by [Note: Waiting] and [Note: Deaths], and who waits for certain."""
+    waits: dict[int, set[int]] = {}
+    certain = set()
+    for rank, standing in standings.items():
+        recent = [each for each in standing.progress.recent if each.line in call.lines]
+        at_last = standing.progress.at_communication and recent[-1:] == list(standing.progress.recent[-1:])
+        last = recent[-1:] if at_last else []
+        dead = standing.process is not Process.RUNNING
+        missed_by_last = [
+            other for each in last for other in naive_missing(standings, call.lines[each.line], each.number)
+        ]
+        if dead or (standing.waiting is None and missed_by_last):
+            shown = last
+        else:
+            shown = recent if standing.waiting is not False else []
+        targets = {
+            other
+            for each in shown
+            for other in naive_missing(standings, call.lines[each.line], each.number)
+            if not dead or (other in call.dead and call.issued(other, each.line) < each.number)
+        }
+        waits[rank] = targets
+        if targets and (dead or standing.waiting or (standing.waiting is None and missed_by_last)):
+            certain.add(rank)
+    return waits, certain
+
+
+def reach(waits: Mapping[int, set[int]], start: int) -> set[int]:
+    found: set[int] = set()
+    frontier = [start]
+    while frontier:
+        new = waits.get(frontier.pop(), set()) - found
+        found |= new
+        frontier += new
+    return found
+
+
+def test_nobody_is_behind_a_job_that_only_pauses():
+    job = replicas()
+    job.busy(*range(8), phase=Phase.EVALUATION)
+    graph = WaitGraph(RollCall(job.standings().values(), job.lines, job.mesh))
+    assert (graph.sources, graph.cycles, graph.held.lines) == ([], [], {})
+    assert not graph.blocked.any()
+
+
+def test_who_waits_for_a_lost_machine_is_not_held():
+    job = replicas(4)
+    job.issue("world", 0, 1)
+    job.absent |= {2, 3}
+    graph = WaitGraph(RollCall(job.standings().values(), job.lines, job.mesh))
+    assert (graph.sources, graph.held.lines) == ([2, 3], {})
+
+
+def test_suspect_that_did_not_answer_is_shown_in_the_proof():
+    job = replicas(4)
+    job.issue("world", 0, 1, 3)
+    job.absent.add(2)
+    record = found(job).records[0]
+    assert (record.peers, record.verdict.evidence) == ((0, 1, 2, 3), (4, 4, -1, 4))
+
+
+# What is read is kept once.
+
+
+def test_what_ranks_say_alike_is_one_object_and_the_diagnosis_is_the_same():
+    job = replicas(4)
+    job.issue("world", *others(2, count=4), sends=[1, 1, 1, 1], receives=[1, 1, 1, 1])
+    shared: Shared = {}
+    posts = [Post(standing, tuple(job.lines.values())) for standing in job.standings().values()]
+    sent = [json.loads(json.dumps(post.to_json())) for post in posts]
+    read = [Post.from_json(document, shared) for document in sent]
+    assert read == posts
+    assert len({id(post.lines[0]) for post in read}) == 1
+    assert len({id(post.standing.progress.recent[0]) for post in read}) == 1
+    alone = [Post.from_json(document) for document in sent]
+    assert len({id(post.lines[0]) for post in alone}) == 4
+
+
+# The parts.
+
+
+def test_rows_keep_the_order_of_their_values():
+    row_of = np.array([place % 3 for place in range(600)])
+    rows = Rows.grouped(row_of, np.arange(600), count=4)
+    assert [rows[row].tolist() for row in range(4)] == [*(list(range(row, 600, 3)) for row in range(3)), []]
+
+
+def test_codes_are_equal_for_equal_values_only():
+    assert coded([1 << 64, -5, 1 << 64, "a"]).tolist() == [0, 1, 0, 2]

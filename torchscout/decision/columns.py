@@ -1,0 +1,186 @@
+"""What many ranks say, as columns, so that a diagnosis costs little per rank (paper, section 7). Facts only.
+
+A rank is its own index, a line the index of its key, an operation the index of what was issued. Whoever
+has not answered, or not published, has zeros; ``roll_call`` says what an absence means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, compress
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchscout.decision.progress import Issued, Line, Process, Progress, Standing
+
+__all__ = ["NOTHING", "Bools", "Ints", "Members", "Rows", "Standings", "coded"]
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+NOTHING = -1
+"""What None is in a column."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of unequal length, one after the other."""
+
+    values: Ints
+    starts: Ints
+    """Where each row begins, and where the last one ends."""
+
+    @classmethod
+    def grouped(cls, rows: Ints, values: Ints, count: int) -> Rows:
+        """Each value into its row, of ``count``, in the order given."""
+        order = np.argsort(rows, kind="stable")
+        return cls(values[order], np.searchsorted(rows[order], np.arange(count + 1)))
+
+    def __getitem__(self, row: int) -> Ints:
+        return self.values[self.starts[row] : self.starts[row + 1]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Standings:
+    """One round: columns by rank, by operation, and of the recent operations of all ranks."""
+
+    answered: Bools
+    running: Bools
+    waiting: Ints
+    """1 or 0, as the stack shows it; ``NOTHING`` where there was no stack."""
+    published: Bools
+    """Whether there is any progress."""
+    step: Ints
+    operation: Ints
+    silent_seconds: npt.NDArray[np.float64]
+    device_step: Ints
+    """``NOTHING`` where it is not known."""
+    newest: Ints
+    """The last operation; ``NOTHING`` where there is none, or its line is not known."""
+    last_event: Ints
+    """The same, where nothing was seen of the rank since."""
+
+    operations: Sequence[Issued]
+    """On known lines, each object once; several may be equal."""
+    line: Ints
+    number: Ints
+    place: Ints
+    """The same for operations of the same line and number."""
+
+    recent: Ints
+    """Operations, oldest first, of one rank after the other."""
+    recent_rank: Ints
+    """Whose each of ``recent`` is."""
+
+    @classmethod
+    def of(cls, standings: Mapping[int, Standing], lines: Mapping[str, int], size: int) -> Standings:
+        """``lines`` are the known ones; ``size`` is greater than any rank."""
+        ordered = [standings[rank] for rank in sorted(standings)]
+        known = [each.progress for each in ordered if each.progress is not None]
+        ranks, publishers = _ints(each.rank for each in ordered), _ints(each.rank for each in known)
+
+        def column(ranks: Ints, values: npt.ArrayLike, missing: Any) -> npt.NDArray[Any]:
+            filled = np.full(size, missing)
+            filled[ranks] = values
+            return filled
+
+        operations, line, recent = _distinct(known, lines)
+        number = _ints(map(attrgetter("number"), operations))
+        recent_rank = np.repeat(publishers, [len(each.recent) for each in known])
+        newest = column(recent_rank, recent, NOTHING)  # of several values for one rank, the last one stays
+        at_communication = column(publishers, [each.at_communication for each in known], False)
+        return cls(
+            answered=column(ranks, True, False),
+            running=column(ranks, [each.process is Process.RUNNING for each in ordered], False),
+            waiting=column(ranks, [_or_nothing(each.waiting) for each in ordered], 0),
+            published=column(publishers, True, False),
+            step=column(publishers, [each.step for each in known], 0),
+            operation=column(publishers, [each.operation for each in known], 0),
+            silent_seconds=column(publishers, [each.silent_seconds for each in known], 0.0),
+            device_step=column(publishers, [_or_nothing(each.device_step) for each in known], NOTHING),
+            newest=newest,
+            last_event=np.where(at_communication, newest, NOTHING),
+            operations=operations,
+            line=line,
+            number=number,
+            place=np.unique(_pairs(line, number), return_inverse=True)[1],
+            recent=recent[recent != NOTHING],
+            recent_rank=recent_rank[recent != NOTHING],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Members:
+    """Who is on each line, one line after the other, and how many operations each has issued there."""
+
+    rank: Ints
+    line: Ints
+    starts: Ints
+    """Where each line begins, and where the last one ends."""
+    issued: Ints
+    """0 for a member that has not answered, or not published."""
+
+    @classmethod
+    def of(cls, lines: Sequence[Line], standings: Mapping[int, Standing]) -> Members:
+        rank = _ints(chain.from_iterable(line.members for line in lines))
+        lengths = [len(line.members) for line in lines]
+        line = np.repeat(np.arange(len(lines)), lengths)
+        codes = {each.key: code for code, each in enumerate(lines)}
+        known = [each.progress for each in standings.values() if each.progress is not None]
+        theirs = _ints(codes.get(key, NOTHING) for each in known for key in each.issued)
+        whose = np.repeat(_ints(each.rank for each in known), [len(each.issued) for each in known])
+        counts = _ints(chain.from_iterable(each.issued.values() for each in known))
+        starts = np.cumsum([0, *lengths])
+        return cls(rank, line, starts, _looked_up(_pairs(line, rank), _pairs(theirs, whose), counts))
+
+    def of_line(self, line: int) -> slice:
+        return slice(self.starts[line], self.starts[line + 1])
+
+    def are(self, lines: Ints, ranks: Ints) -> Bools:
+        """Which members are one of ``ranks`` on the line given with it."""
+        return np.isin(_pairs(self.line, self.rank), _pairs(lines, ranks))
+
+
+def coded(values: Iterable[Hashable]) -> Ints:
+    """Small numbers, the same for equal values only."""
+    codes: dict[Hashable, int] = {}
+    return _ints(codes.setdefault(value, len(codes)) for value in values)
+
+
+def _distinct(known: Sequence[Progress], lines: Mapping[str, int]) -> tuple[list[Issued], Ints, Ints]:
+    """The objects among all that is recent, their lines, and which object each is.
+
+    ``NOTHING`` stands for what is on lines that are not known.
+    """
+    flat = list(chain.from_iterable(map(attrgetter("recent"), known)))
+    _, first, which = np.unique(_ints(map(id, flat)), return_index=True, return_inverse=True)
+    objects = [flat[place] for place in first.tolist()]
+    line = _ints(lines.get(each.line, NOTHING) for each in objects)
+    is_known = line != NOTHING
+    index = np.where(is_known, np.cumsum(is_known) - 1, NOTHING)
+    return list(compress(objects, is_known.tolist())), line[is_known], index[which]
+
+
+def _pairs(lines: Ints, others: Ints) -> Ints:
+    """A line, and a rank or a number on it, in one number: neither has more than 32 bits."""
+    return (lines << 32) + others
+
+
+def _looked_up(keys: Ints, known: Ints, values: Ints) -> Ints:
+    """The value of each key; 0 where it is not known."""
+    order = np.argsort(known)
+    known, values = np.append(known[order], np.iinfo(np.int64).max), np.append(values[order], 0)
+    at = np.searchsorted(known, keys)
+    return np.where(known[at] == keys, values[at], 0)
+
+
+def _or_nothing(value: int | None) -> int:
+    return NOTHING if value is None else int(value)
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.fromiter(values, dtype=np.int64)
