@@ -211,6 +211,36 @@ def test_an_observer_needs_neither_torch_nor_numpy():
     assert answer.stdout.strip() == "set()"
 
 
+@pytest.mark.parametrize("configured", [True, False])
+def test_observers_that_are_let_go_right_after_their_start_leave_at_once(tmp_path: Path, configured: bool):
+    writers = [ProgressWriter.create(tmp_path / "progress", rank) for rank in range(3)]
+    duties = Assignment(
+        rank=0,
+        size=3,
+        record="",
+        run_dir=str(tmp_path / "run"),
+        token=new_token(),
+        config=replace(QUICK, grace_seconds=LONG),
+        mesh=describe_mesh(Mesh.grid(replica=3)),
+    )
+    observers = [
+        launch(replace(duties, rank=rank, record=str(writer.path), hub={0: 0, 2: 1}.get(rank)))
+        for rank, writer in enumerate(writers)
+    ]
+    try:
+        for observer in observers:
+            if configured:
+                observer.configure([("127.0.0.1", observers[rank].port) for rank in (0, 2)])
+        for observer in observers:
+            observer.close(timeout=0.01)  # nobody gets the time to connect
+        until(lambda: not any(observer.is_running for observer in observers), "the hubs leave, too")
+    finally:
+        for observer, writer in zip(observers, writers, strict=True):
+            if observer.is_running:
+                os.kill(observer.pid, signal.SIGKILL)
+            writer.close()
+
+
 @pytest.fixture
 def assignment(tmp_path: Path) -> Iterator[Assignment]:
     """For an observer of this very process."""

@@ -16,10 +16,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torchscout.config import ObserverConfig
@@ -44,7 +45,14 @@ STEP_SECONDS = 0.01
 class SmallJob:
     """The parent's view of one job."""
 
-    def __init__(self, size: int, run_dir: Path, config: ObserverConfig, hosts: list[str] | None) -> None:
+    def __init__(
+        self,
+        size: int,
+        run_dir: Path,
+        config: ObserverConfig,
+        hosts: list[str] | None,
+        variables: Mapping[str, str],
+    ) -> None:
         from torchscout.mesh import Mesh
 
         self.size, self.run_dir, self.config = size, run_dir, config
@@ -55,6 +63,7 @@ class SmallJob:
         self._hubs = hub_ranks(hosts or [None] * size)
         self._mesh = describe_mesh(Mesh.grid(replica=size, hosts=hosts))
         self._token = new_token()
+        self._environment = {**os.environ, **variables}
         self.trainers: list[subprocess.Popen[bytes]] = []
         self.observers: list[int] = []
         self._ends: list[socket.socket] = []
@@ -122,7 +131,7 @@ class SmallJob:
             ).to_json(),
         }
         command = [sys.executable, "-m", "tests.support.small_job", str(there.fileno())]
-        self.trainers.append(subprocess.Popen(command, pass_fds=[there.fileno()]))
+        self.trainers.append(subprocess.Popen(command, pass_fds=[there.fileno()], env=self._environment))
         there.close()
         self._ends.append(here)
         here.sendall(json.dumps(document).encode() + b"\n")
@@ -163,9 +172,15 @@ class SmallJob:
 
 @contextmanager
 def small_job(
-    size: int, run_dir: Path, *, hosts: list[str] | None = None, **changes: Any
+    size: int,
+    run_dir: Path,
+    *,
+    hosts: list[str] | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **changes: Any,
 ) -> Iterator[SmallJob]:
-    job = SmallJob(size, run_dir, replace(QUICK, **changes), hosts)
+    """``variables`` are for the environment of trainers and observers, ``changes`` for their config."""
+    job = SmallJob(size, run_dir, replace(QUICK, **changes), hosts, variables)
     try:
         job.start()
         until(lambda: min(job.steps) > 3, "the job makes its first steps")
@@ -252,6 +267,9 @@ class _Trainer:
 
     def _do_status(self) -> None:
         self._say(dict(self._observer.status(timeout=10)))
+
+    def _do_time(self) -> None:
+        self._say({"time": time.time()})
 
     def _do_change(self, **settings: Any) -> None:
         self._observer.change(**settings)

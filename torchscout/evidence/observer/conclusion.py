@@ -15,6 +15,7 @@ from torchscout.decision.hang_diagnosis import diagnose
 from torchscout.decision.phase_diagnosis import PhaseDiagnosis
 from torchscout.decision.progress import Phase, Process
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.wording import listed, named
 from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
 
@@ -39,6 +40,7 @@ def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident 
     anybody while one does. If the others are still waiting the next time, it does.
     """
     gone, moving = _first_gone(posts), any(post.moving for post in posts.values())
+    lost = _lost(posts, mesh) if gone else ()
     if moving and not insistent and not gone:
         return None
     incident = diagnose(
@@ -46,8 +48,8 @@ def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident 
         {line.key: line for post in posts.values() for line in post.lines},
         mesh,
     )
-    if gone and not _explains(incident, gone, moving=moving):
-        incident = _departure(posts, gone, mesh)
+    if gone and not _explains(incident, lost or gone, moving=moving):
+        incident = _departure(posts, lost or gone, mesh)
     if incident is None or all(rank in posts and posts[rank].excused for rank in incident.ranks):
         return None
     return replace(incident, records=(*incident.records, *_stacks(posts, incident)))
@@ -79,12 +81,19 @@ def _first_gone(posts: _Posts) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, seconds in since.items() if seconds >= longest - _TOGETHER_SECONDS))
 
 
+def _lost(posts: _Posts, mesh: Mesh) -> tuple[int, ...]:
+    """Ranks of machines of which nobody answered: whoever ended elsewhere was taken along by that."""
+    heard = {mesh.host_of(rank) for rank in posts} | {None}
+    return tuple(rank for rank in range(len(mesh)) if rank not in posts and mesh.host_of(rank) not in heard)
+
+
 def _departure(posts: _Posts, gone: Sequence[int], mesh: Mesh) -> Incident:
-    """Trainers that ended before they had finished. It takes no vote: their observers saw it."""
-    ranks = sorted(posts)
+    """Trainers that ended before they had finished, or their machines. It takes no vote: it was seen."""
+    ranks = sorted({*posts, *gone})
     # Causal evidence, as in the wait graph: it names a rank in a job of any size.
-    ended = tuple(int(posts[rank].standing.process is Process.GONE) for rank in ranks)
-    verdict = Verdict(Status.ATTRIBUTED, tuple(ranks.index(rank) for rank in gone), ended)
+    ended = tuple(int(rank not in posts or posts[rank].standing.process is Process.GONE) for rank in ranks)
+    positions = {rank: position for position, rank in enumerate(ranks)}
+    verdict = Verdict(Status.ATTRIBUTED, tuple(positions[rank] for rank in gone), ended)
     known = [post.standing.progress for post in posts.values() if post.standing.progress is not None]
     record = EvidenceRecord(
         step=max((progress.step for progress in known), default=0),
@@ -96,8 +105,10 @@ def _departure(posts: _Posts, gone: Sequence[int], mesh: Mesh) -> Incident:
     )
     hosts = Counter(mesh.host_of(rank) for rank in gone)
     everybody = 1 < len(gone) == len(mesh)
-    together = len(gone) > 1 and len(hosts) == 1 and None not in hosts
+    is_lost = gone[0] not in posts
+    together = is_lost or (len(gone) > 1 and len(hosts) == 1 and None not in hosts)
     scope = Scope.JOB if everybody else Scope.MACHINE if together else Scope.RANK
+    action = Action.REPLACE if is_lost else Action.INSPECT if together and not everybody else Action.RESTART
     return Incident(
         manifestation=Manifestation.HANG,
         scope=scope,
@@ -105,12 +116,16 @@ def _departure(posts: _Posts, gone: Sequence[int], mesh: Mesh) -> Incident:
         ranks=tuple(gone),
         hosts=mesh.hosts_of(gone),
         records=(record,),
-        action=Action.INSPECT if scope is Scope.MACHINE else Action.RESTART,
+        action=action,
         sentence=_sentence(posts, gone, mesh),
     )
 
 
 def _sentence(posts: _Posts, gone: Sequence[int], mesh: Mesh) -> str:
+    if gone[0] not in posts:
+        hosts = mesh.hosts_of(gone)
+        machines = f"machine {hosts[0]} is" if len(hosts) == 1 else f"machines {listed(hosts)} are"
+        return f"{machines} gone: {named(gone)} did not answer; trainers elsewhere ended with it"
     if len(gone) > 1:
         shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
         return f"the trainers of ranks {shown} ended before they had finished"
@@ -127,8 +142,9 @@ def _stacks(posts: _Posts, incident: Incident) -> list[EvidenceRecord]:
     """Where suspects, and a few of the others, stood, unless the records show it already."""
     shown = {record.progress["rank"] for record in incident.records if record.progress is not None}
     with_stack = [rank for rank in sorted(posts) if posts[rank].standing.stack and rank not in shown]
-    suspects = [rank for rank in with_stack if rank in incident.ranks][:_SUSPECTS]
-    victims = [rank for rank in with_stack if rank not in incident.ranks][:_VICTIMS]
+    named = set(incident.ranks)
+    suspects = [rank for rank in with_stack if rank in named][:_SUSPECTS]
+    victims = [rank for rank in with_stack if rank not in named][:_VICTIMS]
     return [_stack(posts[rank], incident, "named") for rank in suspects] + [
         _stack(posts[rank], incident, "not named") for rank in victims
     ]

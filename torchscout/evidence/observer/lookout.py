@@ -73,7 +73,10 @@ class Lookout:
         """Where it stood when it became part of an incident that stands."""
         self._has_announced_end = False
         self._concluded_at: float | None = None
-        self._has_left = False
+        self._goodbye: dict[str, Any] | None = None
+        """The last post, once it was made."""
+        self._unaware = set(range(len(client.sockets)))
+        """Hubs that have not been told of it."""
 
     @property
     def is_conferring(self) -> bool:
@@ -112,15 +115,16 @@ class Lookout:
         concluded = self._concluded_at
         return self._has_announced_end and concluded is not None and now - concluded > _AFTERWARDS_SECONDS
 
-    def leave(self, now: float) -> None:
-        """The last word; what this rank has issued still counts when others wait."""
-        if self._has_left:
-            return
-        self._has_left = True
-        self._mind_incident(now)
-        post = self.trainer.post(self.watch.config, 0.0, now).to_json()
-        for hub in range(len(self._client.sockets)):
-            self._client.send(hub, "leave", post=post)
+    def leave(self, now: float) -> bool:
+        """The last word; what this rank has issued still counts when others wait.
+
+        Whether both hubs have it. Again is no mistake: a connection may only be coming up.
+        """
+        if self._goodbye is None:
+            self._mind_incident(now)
+            self._goodbye = self.trainer.post(self.watch.config, 0.0, now).to_json()
+        self._unaware -= {hub for hub in self._unaware if self._client.send(hub, "leave", post=self._goodbye)}
+        return not self._unaware
 
     def _mind_silence(self, now: float) -> None:
         progress, reader = self.trainer.progress, self.trainer.reader

@@ -33,7 +33,7 @@ from torchscout.evidence.observer.docket import Finding
 from torchscout.evidence.observer.hub import Hub
 from torchscout.evidence.observer.lookout import Lookout
 from torchscout.evidence.observer.post import Post
-from torchscout.evidence.observer.trainer import Trainer
+from torchscout.evidence.observer.trainer import Ending, Trainer
 from torchscout.evidence.observer.watch import threshold
 
 if TYPE_CHECKING:
@@ -42,10 +42,12 @@ if TYPE_CHECKING:
 __all__ = ["Observing", "main"]
 
 _INPUT, _OUTPUT = 0, 1
-_MISTAKES = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """How a diagnosis fails by a mistake of ours, or of a peer."""
 _CONFERRING_SECONDS = 0.05
 """How often the clock is looked at while a hub's answer is awaited."""
+_GOODBYE_SECONDS = 2.0
+"""How long a connection is waited for, to say goodbye on it: a hub stays for whoever does not."""
 
 
 class Observing:
@@ -113,10 +115,12 @@ class Observing:
             return False
         if now - self._done_since > self.config.grace_seconds:
             return True
-        if self._lookout is not None:
-            if not self._lookout.is_done(now):
-                return False
-            self._lookout.leave(now)
+        if self._lookout is None:  # nobody was told of a hub here, unless its trainer died over it
+            return self._hub is None or self._trainer.ending is Ending.FINISHED
+        if not self._lookout.is_done(now):
+            return False
+        if not self._lookout.leave(now) and now - self._done_since < _GOODBYE_SECONDS:
+            return False
         others = set(range(self._assignment.size)) - {self._assignment.rank}
         return self._hub is None or others <= self._hub.left
 

@@ -1,0 +1,109 @@
+"""A real job on two machines, each with its own network: the hub is reached from both (paper, section 7)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.hangs import incidents, resolutions
+from tests.support.machines import INTERFACE, OTHER_INTERFACE, Machine, machines, why_impossible
+from tests.support.small_job import until
+from torchscout.decision.record import Manifestation, Scope
+
+pytestmark = pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible()))
+
+NAMED = {
+    "one": ["127.0.0.1 localhost", "127.0.1.1 one", "10.77.0.2 two"],
+    "two": ["127.0.0.1 localhost", "127.0.1.1 two", "10.77.0.1 one"],
+}
+"""As many distributions have it: a machine's own name means the machine itself, and no network."""
+UNNAMED = {name: ["127.0.0.1 localhost"] for name in NAMED}
+"""As in many containers: a machine's name means nothing, not even to itself."""
+
+
+def start(
+    hosts: list[Machine], run_dir: Path, stalls: str = "nobody", **variables: str
+) -> list[subprocess.Popen[bytes]]:
+    """Ranks 0 and 1 on the first machine, 2 and 3 on the second."""
+    command = [sys.executable, "-m", "tests.support.spread_job", str(run_dir), stalls]
+    common = {
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": "29511",
+        "WORLD_SIZE": "4",
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+    return [
+        host.start([*command, *ranks], run_dir / f"output-{host.name}", **{**common, **variables})
+        for host, ranks in zip(hosts, ("01", "23"), strict=True)
+    ]
+
+
+def connected(run_dir: Path) -> list[str]:
+    """What each rank's observer said of its connections to the hub and the standby."""
+    paths = [run_dir / f"connected-{rank}" for rank in range(4)]
+    until(lambda: all(path.exists() and path.read_text() for path in paths), "the job is on its way", 60.0)
+    return [path.read_text() for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("names", "variables"),
+    [
+        pytest.param(UNNAMED, {}, id="no-names"),
+        pytest.param(NAMED, {"MASTER_ADDR": "one"}, id="own-name-is-loopback", marks=pytest.mark.slow),
+    ],
+)
+def test_a_late_rank_on_another_machine_than_the_hub_is_named(
+    tmp_path: Path, names: dict[str, list[str]], variables: dict[str, str]
+):
+    with machines(tmp_path, names) as hosts:
+        started = start(hosts, tmp_path, stalls="2", **variables)
+        assert connected(tmp_path) == [str([True, True])] * 4
+        assert [each.wait(60) for each in started] == [0, 0], (tmp_path / "output-two").read_text()
+    (incident,) = incidents(tmp_path)
+    assert (incident.manifestation, incident.scope) == (Manifestation.HANG, Scope.RANK)
+    assert (incident.ranks, incident.hosts) == ((2,), ("two",))
+    assert "rank 2 on two has not entered" in incident.sentence
+    assert "3 ranks wait for it" in incident.sentence
+    (resolved,) = resolutions(tmp_path)
+    assert resolved.ranks == (2,)
+
+
+@pytest.mark.slow
+def test_the_hub_listens_on_the_interface_it_is_told_and_is_reached_there(tmp_path: Path):
+    with machines(tmp_path, UNNAMED) as hosts:
+        start(hosts, tmp_path, HUB_ADDRESS=OTHER_INTERFACE)
+        assert connected(tmp_path) == [str([True, True])] * 4
+        assert all(host.listens_on(host.other_address) for host in hosts)
+
+
+def test_a_network_that_falls_apart_leaves_each_side_with_a_verdict(tmp_path: Path):
+    with machines(tmp_path, UNNAMED) as hosts:
+        start(hosts, tmp_path)
+        connected(tmp_path)
+        hosts[0].unplug()
+        until(lambda: len(incidents(tmp_path)) == 2, "both hubs have concluded")
+        found = {incident.hosts: incident for incident in incidents(tmp_path)}
+        for host, ranks in (("one", (0, 1)), ("two", (2, 3))):
+            incident = found[(host,)]
+            assert (incident.scope, incident.ranks) == (Scope.MACHINE, ranks)
+            assert f"machine {host} is gone" in incident.sentence
+        until(lambda: not any(observers(host) for host in hosts), "the observers leave, heard or not")
+    assert len(incidents(tmp_path)) == 2, "that the trainers gave up is no news"
+
+
+@pytest.mark.slow
+def test_a_machine_that_dies_with_its_hub_leaves_an_incident_behind(tmp_path: Path):
+    with machines(tmp_path, UNNAMED) as hosts:
+        start(hosts, tmp_path)
+        connected(tmp_path)
+        hosts[0].kill()
+        until(lambda: incidents(tmp_path), "the standby has concluded")
+        until(lambda: not observers(hosts[1]), "the observers leave")
+    assert len(incidents(tmp_path)) == 1
+
+
+def observers(host: Machine) -> list[int]:
+    return host.processes("torchscout.evidence.observer.process")
