@@ -1,0 +1,87 @@
+"""What one module is, seen through its wrappers (paper, section 9). Knows nothing of its place in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = [
+    "CALLED_AS_ONE",
+    "CONTAINERS",
+    "WRAPPERS",
+    "is_called",
+    "is_matrix",
+    "is_plain",
+    "is_table",
+    "kind_of",
+    "rows_of",
+    "shape_of",
+    "unwrapped",
+    "wrapped",
+]
+
+CALLED_AS_ONE = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Wrappers that compile or recompute: replay must call them, never what is inside."""
+WRAPPERS = (*CALLED_AS_ONE, "_fsdp_wrapped_module")
+"""The names under which wrappers keep what they wrap."""
+CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
+
+
+def wrapped(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """What a module wraps, from the outside in."""
+    for name, child in module.named_children():
+        if name in WRAPPERS:
+            yield name, child
+            yield from wrapped(child)
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    return [module, *(child for _, child in wrapped(module))][-1]
+
+
+def kind_of(module: torch.nn.Module) -> type:
+    """The class as the user wrote it: ``fully_shard`` gives a module a class derived from that."""
+    return next(each for each in type(unwrapped(module)).__mro__ if not issubclass(each, FSDPModule))
+
+
+def is_called(module: torch.nn.Module) -> bool:
+    """Whether it has a forward: a ModuleList has none, its owner calls the members."""
+    return type(unwrapped(module)).forward is not torch.nn.Module.forward
+
+
+def is_plain(module: torch.nn.Module) -> bool:
+    """Whether a weight, and perhaps a bias, is all it has: a matrix, a norm, a convolution."""
+    inside = unwrapped(module)
+    return _is_leaf(inside) and {name for name, _ in inside.named_parameters()} <= {"weight", "bias"}
+
+
+def is_table(module: torch.nn.Module) -> bool:
+    """Whether it looks integers up, Megatron's partitioned embedding included."""
+    inside = unwrapped(module)
+    if isinstance(inside, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        return True
+    counted = hasattr(inside, "num_embeddings") or hasattr(inside, "num_embeddings_per_partition")
+    return counted and _is_leaf(inside) and rows_of(inside) > 0
+
+
+def is_matrix(module: torch.nn.Module) -> bool:
+    """Whether it is one matrix that no integers are looked up in."""
+    return _is_leaf(unwrapped(module)) and rows_of(module) > 0 and not is_table(module)
+
+
+def rows_of(module: torch.nn.Module) -> int:
+    """Rows of a module's matrix: all of a DTensor's, this rank's where a framework partitions without it."""
+    weight = getattr(unwrapped(module), "weight", None)
+    shape = shape_of(weight) if isinstance(weight, torch.Tensor) else ()
+    return shape[0] if len(shape) == 2 else 0
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """DeepSpeed's ZeRO-3 empties its parameters and keeps their shape beside them."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _is_leaf(module: torch.nn.Module) -> bool:
+    return not [*module.children()]

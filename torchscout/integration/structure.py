@@ -1,0 +1,285 @@
+"""Finds embeddings, repeated layers and output layer from a model's structure (paper, sections 6.1 and 9).
+
+No list of names is consulted, and no module is called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchscout.integration.modules import (
+    CALLED_AS_ONE,
+    CONTAINERS,
+    WRAPPERS,
+    is_called,
+    is_matrix,
+    is_plain,
+    is_table,
+    kind_of,
+    rows_of,
+    shape_of,
+    unwrapped,
+    wrapped,
+)
+
+__all__ = ["Part", "Structure", "layers_of", "plain_name", "structure_of", "surface_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One module that replay can call."""
+
+    name: str
+    """Dotted path without the components that wrappers add; ``model`` for the model itself."""
+    module: torch.nn.Module
+    """What training calls: the outermost wrapper, where there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a model is made of, in the order of registration."""
+
+    embeddings: tuple[Part, ...]
+    """Tables that integers are looked up in: tokens, positions."""
+    layers: tuple[Part, ...]
+    """The repeated hidden layers; the model itself where nothing repeats."""
+    outputs: tuple[Part, ...]
+    """The output layer, or several heads. Empty where the head is no module, or on another stage."""
+
+
+def structure_of(
+    model: torch.nn.Module,
+    *,
+    embedding: str | None = None,
+    layers: str | Sequence[str] | None = None,
+    output: str | None = None,
+) -> Structure:
+    """The parts of a model. What the user names by its path is taken as it is; the rest is searched for."""
+    hidden = layers_of(model, layers)
+    parts = _parts(model)
+    before, after = _around(parts, () if hidden == (_whole(model),) else hidden)
+    outside = [*before, *after]
+    embeddings = (
+        [part for part in outside if is_table(part.module)]
+        if embedding is None
+        else [_named(parts, "embedding", embedding)]
+    )
+    outputs = _outputs(embeddings, outside, after) if output is None else [_named(parts, "output", output)]
+    return Structure(tuple(embeddings), hidden, tuple(outputs))
+
+
+def layers_of(model: torch.nn.Module, layers: str | Sequence[str] | None = None) -> tuple[Part, ...]:
+    """The hidden layers alone: who compares no outputs need not say which module is the output."""
+    if layers is None:
+        vocabulary = max((rows_of(each) for each in model.modules() if is_table(each)), default=0)
+        lists = _without_side_lists([*_lists("", model, vocabulary)])
+        found = [layer for each in lists for layer in each] or [_whole(model)]
+    else:
+        found = _told(_parts(model), layers)
+    once: dict[int, Part] = {}
+    for layer in found:
+        once.setdefault(id(unwrapped(layer.module)), layer)
+    return tuple(once.values())
+
+
+def plain_name(dotted: str) -> str:
+    """A dotted path without the components that wrappers add to it."""
+    components = [each for each in dotted.split(".") if each not in WRAPPERS]
+    while components[:1] == ["module"]:
+        del components[0]
+    return ".".join(components)
+
+
+def surface_of(parameter_name: str) -> str:
+    """The surface of a parameter: ``layer.2.up.weight`` is ``layer.2.up/weight``."""
+    owner, _, name = plain_name(parameter_name).rpartition(".")
+    return f"{owner or 'model'}/{name}"
+
+
+def _parts(model: torch.nn.Module) -> dict[str, Part]:
+    """The outermost module of every plain name, in the order of registration."""
+    parts: dict[str, Part] = {}
+    for dotted, module in _whole(model).module.named_modules():
+        name = plain_name(dotted)
+        parts.setdefault(name, Part(name or "model", module))
+    return parts
+
+
+def _around(parts: Mapping[str, Part], layers: Sequence[Part]) -> tuple[list[Part], list[Part]]:
+    """What stands before the last layer, and after it; nothing is after where there are no layers."""
+    inside = {id(module) for layer in layers for module in layer.module.modules()}
+    every = list(parts.values())
+    last = max((place for place, part in enumerate(every) if id(part.module) in inside), default=len(every))
+    before = [part for part in every[:last] if id(part.module) not in inside]
+    return before, every[last + 1 :]
+
+
+def _whole(model: torch.nn.Module) -> Part:
+    """The model without its data-parallel wrappers, whose calls start communication."""
+    inside = unwrapped(model)
+    children = dict(inside.named_children())
+    if [*children] == ["module"] and not [*inside.parameters(recurse=False)]:
+        return _whole(children["module"])
+    return Part("model", model)
+
+
+def _told(parts: Mapping[str, Part], layers: str | Sequence[str]) -> list[Part]:
+    """The layers a user named: by the path of their list, or by the path of each."""
+    found: list[Part] = []
+    for path in [layers] if isinstance(layers, str) else layers:
+        part = _named(parts, "layers", path)
+        is_list = isinstance(layers, str) and isinstance(unwrapped(part.module), CONTAINERS)
+        found += _members(part.name, part.module) if is_list or not is_called(part.module) else [part]
+    if not found:
+        raise ValueError(f"layers={layers!r} holds no module that has parameters")
+    return found
+
+
+def _named(parts: Mapping[str, Part], what: str, path: str) -> Part:
+    name = plain_name(path)
+    if name == "model" and name not in parts:
+        return parts[""]
+    if not name or name not in parts:
+        nearest = ", ".join(map(repr, difflib.get_close_matches(name, filter(None, parts), cutoff=0.0)))
+        raise ValueError(f"{what}={path!r} is no module of the model; the nearest are {nearest}")
+    return parts[name]
+
+
+def _lists(path: str, module: torch.nn.Module, vocabulary: int) -> Iterator[list[Part]]:
+    """The outermost lists of layers at and below a module. A list has plain members only, or none."""
+    if layers := _layers_in(path, module, vocabulary):
+        yield layers
+        return
+    for name, child in module.named_children():
+        yield from _lists(_below(path, name), child, vocabulary)
+
+
+def _layers_in(path: str, container: torch.nn.Module, vocabulary: int) -> list[Part]:
+    """The layers in a container, or none; the blocks, where its members are stages of blocks."""
+    if not isinstance(unwrapped(container), CONTAINERS):
+        return []
+    members = _without_ends(_members(path, container), vocabulary)
+    # A list of one block is what a pipeline stage keeps of a longer one.
+    is_lone = len(members) == 1 and not is_plain(members[0].module) and not is_called(container)
+    if not is_lone and max(_kinds(members).values(), default=0) < 2:
+        return []
+    opened = [_blocks_of(member, vocabulary) for member in members]
+    if 2 * sum(map(_size, opened)) <= _size(members):
+        return members
+    return [layer for member, blocks in zip(members, opened, strict=True) for layer in blocks or [member]]
+
+
+def _members(path: str, container: torch.nn.Module) -> list[Part]:
+    """The members that have parameters; one that nobody calls, such as a list, is taken apart."""
+    found: list[Part] = []
+    for name, member in unwrapped(container)._modules.items():  # named_children() leaves shared layers out
+        if member is None:
+            continue
+        below = _below(path, name)
+        if not is_called(member):
+            found += _members(below, member)
+        elif any(True for _ in member.parameters()):
+            found.append(Part(below, member))
+    return found
+
+
+def _without_ends(members: Sequence[Part], vocabulary: int) -> list[Part]:
+    """Without what a container that is the whole model has before, between and after its blocks."""
+    kinds = _kinds(members)
+    inner = [
+        member
+        for member in members
+        if not is_table(member.module)
+        and (kinds[kind_of(member.module)] > 1 or not _is_end(member.module, vocabulary))
+    ]
+    return [member for member in inner if not is_plain(member.module)] or inner
+
+
+def _is_end(module: torch.nn.Module, vocabulary: int) -> bool:
+    """Whether an embedding is in there, or a matrix with a row for each token."""
+    return any(
+        is_table(each) or (is_matrix(each) and rows_of(each) == vocabulary) for each in module.modules()
+    )
+
+
+def _blocks_of(stage: Part, vocabulary: int) -> list[Part]:
+    """The blocks a stage runs one after the other, if it is one."""
+    if any(name in CALLED_AS_ONE for name, _ in wrapped(stage.module)):
+        return []
+    inside = unwrapped(stage.module)
+    if isinstance(inside, CONTAINERS):
+        lists = [_layers_in(stage.name, inside, vocabulary)]
+    else:
+        lists = [
+            _layers_in(_below(stage.name, name), child, vocabulary)
+            for name, child in inside.named_children()
+            if isinstance(unwrapped(child), CONTAINERS) and not _is_routed(inside, child)
+        ]
+    return [block for each in lists if len(each) > 1 for block in each if not is_plain(block.module)]
+
+
+def _is_routed(owner: torch.nn.Module, child: torch.nn.Module) -> bool:
+    """Whether the members are experts: a matrix beside them has a row for each, or for each rank's.
+
+    Under expert parallelism the rows are a multiple of the members; that they are few tells a router
+    from a projection between stages.
+    """
+    count = sum(1 for _ in unwrapped(child).children())
+    own = {id(parameter) for parameter in child.parameters()}
+    shapes = [shape_of(parameter) for parameter in owner.parameters() if id(parameter) not in own]
+    return count > 0 and any(
+        count in shape or (min(shape) % count == 0 and 4 * min(shape) <= max(shape))
+        for shape in shapes
+        if len(shape) == 2
+    )
+
+
+def _without_side_lists(lists: Sequence[list[Part]]) -> Sequence[list[Part]]:
+    """Heads, stems and projectors are lists too: plain modules beside blocks, or a small list at the end."""
+    if blocks := [each for each in lists if not is_plain(each[0].module)]:
+        return blocks
+    sizes = [_size(each) for each in lists]
+    largest = max(sizes, default=0)
+    return [
+        each
+        for place, each in enumerate(lists)
+        if place <= sizes.index(largest) or 10 * sizes[place] >= largest
+    ]
+
+
+def _outputs(embeddings: Sequence[Part], outside: Sequence[Part], after: Sequence[Part]) -> list[Part]:
+    """Tied to an embedding, else as many rows as the largest one, else what follows the layers."""
+    tables = [unwrapped(each.module) for each in embeddings]
+    matrices = [part for part in outside if is_matrix(part.module)]
+    weights = {id(table.weight) for table in tables if rows_of(table)}
+    if tied := [each for each in matrices if id(unwrapped(each.module).weight) in weights]:
+        return tied
+    rows = max(map(rows_of, tables), default=0)
+    if fitting := [each for each in matrices if rows_of(each.module) == rows]:
+        return fitting
+    candidates = [part for part in after if is_matrix(part.module)]
+    if len(candidates) > 1:
+        names = [each.name for each in candidates]
+        raise ValueError(
+            f"which of {', '.join(names)} is the output layer cannot be read off the model; "
+            f"pass ReplayConfig(output={names[-1]!r}) or another of them"
+        )
+    return candidates
+
+
+def _below(path: str, name: str) -> str:
+    return plain_name(f"{path}.{name}" if path else name)
+
+
+def _kinds(members: Sequence[Part]) -> Counter[type]:
+    return Counter(kind_of(member.module) for member in members)
+
+
+def _size(parts: Sequence[Part]) -> int:
+    return sum(math.prod(shape_of(each)) for part in parts for each in part.module.parameters())
