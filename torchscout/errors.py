@@ -3,6 +3,7 @@
     ScoutError
     +-- ChannelError     peers could not exchange evidence: one is gone, late, or out of step
     +-- ObserverError    a trainer's observer could not be started, or does not answer
+    +-- ReplayError      replay cannot repeat this work, and why
     +-- TornRecordError  a trainer publishes its progress faster than its observer can read
 
 A user's mistake is a plain ``ValueError`` that names the offending value; a mistake of ours
@@ -11,7 +12,7 @@ is an ``AssertionError``.
 
 from __future__ import annotations
 
-__all__ = ["ChannelError", "ObserverError", "ScoutError", "TornRecordError"]
+__all__ = ["ChannelError", "ObserverError", "ReplayError", "ScoutError", "TornRecordError", "told"]
 
 
 class ScoutError(Exception):
@@ -26,5 +27,14 @@ class ObserverError(ScoutError):
     """A trainer's observer could not be started, or does not answer."""
 
 
+class ReplayError(ScoutError):
+    """This work cannot be replayed here; the text is the reason of a ``not_checked`` record."""
+
+
 class TornRecordError(ScoutError):
     """No whole progress record could be read: its trainer is alive and busy, ask again."""
+
+
+def told(error: Exception) -> str:
+    """An exception in one line: a reason of ours as it stands, anybody else's with its kind."""
+    return str(error) if isinstance(error, ScoutError) else f"{type(error).__name__}: {error}"

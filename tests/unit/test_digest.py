@@ -1,0 +1,37 @@
+"""Several tensors are equal as one where all of them are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchscout.evidence.replay.digest import digest
+
+
+def test_equal_tensors_have_equal_digests():
+    assert digest([torch.ones(3), torch.zeros(2)]) == digest([torch.ones(3), torch.zeros(2)])
+
+
+def test_it_is_a_signed_64_bit_integer():
+    values = [digest([torch.full((2,), value)]) for value in range(64)]
+    assert all(-(1 << 63) <= value < 1 << 63 for value in values)
+    assert len(set(values)) == 64
+    assert min(values) < 0 < max(values)
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_one_bit_of_any_tensor_shows(changed):
+    tensors = [torch.ones(3), torch.zeros((), dtype=torch.int64), torch.ones(5, dtype=torch.bfloat16)]
+    before = digest(tensors)
+    tensors[changed].view(-1).view(torch.uint8)[0] ^= 1
+    assert digest(tensors) != before
+
+
+def test_order_and_number_matter():
+    one, two = torch.ones(3), torch.zeros(2)
+    assert len({digest([one, two]), digest([two, one]), digest([one]), digest([one, two, two])}) == 4
+
+
+def test_what_has_no_bytes_is_refused():
+    with pytest.raises(ValueError, match="strided"):
+        digest([torch.eye(3).to_sparse()])

@@ -1,0 +1,1 @@
+"""In-situ replay: selected work of training, repeated on equal input (paper, section 6)."""

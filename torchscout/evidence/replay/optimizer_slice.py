@@ -1,0 +1,80 @@
+"""Which part of a parameter is updated again, and what can be cut from an optimizer's tensors
+(paper, section 6.1.1: "a copied slice").
+
+Cutting by memory order is right only for updates that treat every element alone; whether one does is
+measured by ``separability``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torchscout.errors import ReplayError
+
+__all__ = ["SLICE", "Slice", "is_dense", "local_of", "nth_slice", "whole_of"]
+
+SLICE = 1 << 16
+"""Elements of a slice. A multiple of 64: elsewhere a fused kernel's vectors would begin at other elements,
+and healthy ranks would not reproduce their own update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A range of a tensor's elements in the order of memory."""
+
+    start: int
+    end: int
+    whole: bool = False
+    """All of it, in its own shape, for an update that needs the shape."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of a tensor, which must be dense unless the whole of it is meant."""
+        return tensor if self.whole else _flat(tensor)[self.start : self.end]
+
+
+def nth_slice(numel: int, count: int) -> Slice:
+    """The slice whose turn it is when ``count`` have been taken before."""
+    start = count * SLICE % (-(-numel // SLICE) * SLICE)
+    return Slice(start, min(start + SLICE, numel))
+
+
+def whole_of(tensor: torch.Tensor) -> Slice:
+    return Slice(0, tensor.numel(), whole=True)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def local_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter, or of a tensor that is divided among ranks just as it is."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not torch.distributed.is_available():
+        return tensor.detach()
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    like = isinstance(parameter, DTensor) and (tensor.device_mesh, tensor.placements) == (
+        parameter.device_mesh,
+        parameter.placements,
+    )
+    if not like:
+        raise ReplayError(f"a DTensor of placement {tensor.placements} is not divided as its parameter is")
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local.detach()

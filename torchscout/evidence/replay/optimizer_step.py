@@ -1,0 +1,280 @@
+"""The optimizer's update of one slice of one parameter, once more on every peer (paper, section 6.1.1).
+
+The source's values from just before the real update are broadcast, each peer updates a clone, and
+the results are compared with one another and with what the real update left behind. Slots of the real
+optimizer are not compared here: a census of all state does that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch.optim import Optimizer
+
+from torchscout.decision.fold import signed
+from torchscout.decision.record import Surface
+from torchscout.decision.signature import signatures
+from torchscout.errors import ReplayError, told
+from torchscout.evidence.replay.alignment import captured, described, receive, refuse, room_for
+from torchscout.evidence.replay.digest import digest
+from torchscout.evidence.replay.optimizer_clone import (
+    FAILURES,
+    Blueprint,
+    Parts,
+    blueprint_of,
+    build,
+    update,
+)
+from torchscout.evidence.replay.optimizer_slice import Slice, is_dense, local_of, nth_slice, whole_of
+from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
+from torchscout.evidence.replay.separability import Separability
+
+__all__ = ["REPRODUCED", "WHOLE_BUDGET", "OptimizerRecipe"]
+
+WHOLE_BUDGET = 1 << 22
+"""Elements of the largest parameter that is replayed whole, where a slice of it cannot be."""
+REPRODUCED = signed(xxhash.xxh3_64_intdigest(b"torchscout: the replay gave what the real update gave"))
+"""In place of a signature: this rank's real result is bitwise the replayed one."""
+
+INPUT = Surface("optimizer/input")
+PARAMETER = Surface("optimizer/param")
+UPDATE = Surface("optimizer/update")
+REPRODUCTION = Surface("optimizer/reproduced")
+
+
+class OptimizerRecipe:
+    """Replays updates of the given parameters; those that nobody optimizes are left out."""
+
+    kind = "optimizer"
+    varies = False
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+    ) -> None:
+        owners = {
+            id(member): optimizer
+            for optimizer in reversed(optimizers)
+            for group in optimizer.param_groups
+            for member in group["params"]
+        }
+        self._owned = [
+            _Target(name, parameter, owners[id(parameter)])
+            for name, parameter in parameters.items()
+            if parameter.requires_grad and id(parameter) in owners
+        ]
+        self.targets = tuple(owned.name for owned in self._owned)
+        self._device = device
+        self._begun: Counter[int] = Counter()
+        self._separability = Separability()
+
+    def begin(self, target: int, *, is_source: bool) -> OptimizerReplay:
+        """From now on, the owner's next step is captured; each time the target's next slice of it."""
+        replay = OptimizerReplay(self._owned[target], self._device, is_source=is_source)
+        replay.watch(self._separability, self._begun[target])
+        self._begun[target] += 1
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One parameter and who updates it."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    optimizer: Optimizer
+
+    def local(self) -> torch.Tensor:
+        return local_of(self.parameter, self.parameter)
+
+    def parts(self) -> Parts:
+        """This rank's parameter, gradient and state, as they are."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            raise ReplayError(f"{self.name} had no gradient when the optimizer stepped")
+        parts = Parts(
+            parameter=self.local(),
+            gradient=local_of(gradient, self.parameter),
+            state={name: self._slot(value) for name, value in self._state().items()},
+        )
+        refuse(parts.gradient)
+        if not parts.parameter.numel():
+            raise ReplayError(f"{self.name} has no elements on this rank")
+        return parts
+
+    def _slot(self, value: Any) -> Any:
+        return local_of(value, self.parameter) if isinstance(value, torch.Tensor) else value
+
+    def _state(self) -> Mapping[str, Any]:
+        state = self.optimizer.state.get(self.parameter, {})
+        if not isinstance(state, Mapping):
+            raise ReplayError(f"{type(self.optimizer).__name__} keeps a {type(state).__name__} as state")
+        return state
+
+    def slice(self, parts: Parts, count: int, obstacle: str | None) -> Slice:
+        """What of the parameter is due, after ``count`` others; all of it where ``obstacle`` says why."""
+        parameter = parts.parameter
+        if obstacle is not None and parameter.shape != self.parameter.shape:
+            raise ReplayError(f"{obstacle}, and this rank holds only a part of {self.name}")
+        shaped = [
+            parameter,
+            parts.gradient,
+            *(slot for slot in parts.state.values() if _fits(slot, parameter)),
+        ]
+        if obstacle is None and all(is_dense(t) and t.stride() == parameter.stride() for t in shaped):
+            return nth_slice(parameter.numel(), count)
+        if parameter.numel() > WHOLE_BUDGET:
+            reason = obstacle or f"{self.name} and its gradient or state lie differently in memory"
+            raise ReplayError(f"{reason}, and {parameter.numel()} elements are too many to replay whole")
+        return whole_of(parameter)
+
+
+class OptimizerReplay:
+    """One update of one slice."""
+
+    def __init__(self, target: _Target, device: torch.device, *, is_source: bool) -> None:
+        self._target = target
+        self._device = device
+        self._is_source = is_source
+        self._failure: str | None = f"the optimizer did not step {target.name} in this training step"
+        self._hook: Any = None
+        self._slice: Slice | None = None
+        self._blueprint: Blueprint | None = None
+        self._descriptions: dict[str, Any] = {}
+        self._tensors: list[torch.Tensor] = []
+
+    def watch(self, separability: Separability, count: int) -> None:
+        """Capture at each step of the optimizer, until ``describe``; the last one counts."""
+        target = self._target
+        try:
+            obstacle = separability.obstacle(target.optimizer, target.parameter)
+        except ReplayError as failure:
+            self._failure = str(failure)
+            return
+
+        def before_update(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            try:
+                self._capture(args, kwargs, count, obstacle)
+            except FAILURES as failure:  # training must not notice
+                self._failure = told(failure)
+
+        self._hook = target.optimizer.register_step_pre_hook(before_update)
+
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, obstacle: str | None
+    ) -> None:
+        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+            raise ReplayError("the optimizer was given a closure, which may compute another gradient")
+        parts = self._target.parts()
+        part = self._target.slice(parts, count, obstacle)
+        cut = Parts(
+            parameter=part.of(parts.parameter),
+            gradient=part.of(parts.gradient),
+            state={
+                name: part.of(slot) if _fits(slot, parts.parameter) else slot
+                for name, slot in parts.state.items()
+            },
+        )
+        blueprint, tensors = blueprint_of(self._target.optimizer, self._target.parameter, cut)
+        self._slice, self._blueprint = part, blueprint
+        self._descriptions = dict(zip(blueprint.names, map(described, tensors), strict=True))
+        self._tensors = [captured(tensor) for tensor in tensors] if self._is_source else []
+        self._failure = None
+
+    def describe(self) -> Any:
+        self._unhook()
+        if self._failure is not None:
+            raise ReplayError(self._failure)
+        assert self._blueprint is not None
+        assert self._slice is not None
+        kind = self._blueprint.kind
+        return {
+            "class": {"of the optimizer": f"{kind.__module__}.{kind.__qualname__}"},
+            "slice": {self._target.name: [self._slice.start, self._slice.end, self._slice.whole]},
+            "setting": self._blueprint.settings(),
+            "tensor": self._descriptions,
+        }
+
+    def prepare(self, descriptions: Sequence[Any], source: int) -> None:
+        for peer, description in enumerate(descriptions):
+            _require_equal(description, descriptions[source], peer)
+        if not self._is_source:
+            wanted = descriptions[source]["tensor"].values()
+            self._tensors = [room_for(description, self._device) for description in wanted]
+
+    def align(self, broadcast: Broadcast) -> None:
+        receive(self._tensors, broadcast)
+
+    def comparisons(self) -> Sequence[Comparison]:
+        computed = [PARAMETER, *self._slot_surfaces().values()]
+        return [
+            Comparison(INPUT, Mode.INPUT),
+            *(Comparison(surface, Mode.OPTIMIZER, premises=(INPUT,)) for surface in computed),
+            Comparison(
+                UPDATE, Mode.STATE, absent="there is no real update of a gradient that was scaled for replay"
+            ),
+            Comparison(
+                REPRODUCTION,
+                Mode.OPTIMIZER,
+                premises=(INPUT,),
+                absent="the replayed update does not reproduce the real one on any peer",
+            ),
+        ]
+
+    def observe(self, variant: float, seen: Observation) -> None:
+        assert self._blueprint is not None
+        assert self._slice is not None
+        found = dict.fromkeys((comparison.surface for comparison in self.comparisons()), ABSENT)
+        found[INPUT] = seen.signatures[INPUT] = digest(self._tensors)
+        clone, leaf = build(self._blueprint, self._tensors)
+        if variant != 1.0 and leaf.grad is not None:
+            leaf.grad.mul_(variant)
+        update(clone, leaf.device)
+        state = clone.state[leaf]
+        slots = {
+            surface: state[name]
+            for name, surface in self._slot_surfaces().items()
+            if isinstance(state.get(name), torch.Tensor)
+        }
+        real = self._slice.of(self._target.local())
+        found[PARAMETER], left_behind, *of_slots = signatures([leaf.detach(), real, *slots.values()])
+        found |= dict(zip(slots, of_slots, strict=True))
+        if variant == 1.0:
+            found[UPDATE] = left_behind
+            found[REPRODUCTION] = REPRODUCED if left_behind == found[PARAMETER] else ABSENT
+        seen.signatures.update(found)
+
+    def release(self) -> None:
+        self._unhook()
+        self._blueprint = self._slice = None
+        self._tensors, self._descriptions = [], {}
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _slot_surfaces(self) -> dict[str, Surface]:
+        """Only of slots that were there before: what a first step creates is compared from the second on."""
+        assert self._blueprint is not None
+        return {name: Surface(f"optimizer/slot.{name}") for name in self._blueprint.slots}
+
+
+def _fits(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def _require_equal(description: Mapping[str, Any], source: Mapping[str, Any], peer: int) -> None:
+    for kind, expected in source.items():
+        found = description[kind]
+        for key in sorted(found.keys() | expected.keys()):
+            here, there = found.get(key), expected.get(key)
+            if here != there:
+                raise ReplayError(f"{kind} {key!r} differs: {here} on peer {peer}, {there} on the source")

@@ -1,0 +1,126 @@
+"""Whether an optimizer treats every element alone, found out by trying (paper, section 6.1.1).
+
+A scratch parameter is updated whole and in slices, on clones of the user's optimizer. Factored, matrix and
+norm-based updates differ; so would kernels whose vectors begin elsewhere in a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchscout.decision.signature import signatures
+from torchscout.errors import ReplayError, told
+from torchscout.evidence.replay.optimizer_clone import (
+    FAILURES,
+    Parts,
+    blueprint_of,
+    build,
+    give_gradient,
+    group_of,
+    update,
+)
+from torchscout.evidence.replay.optimizer_slice import Slice, local_of
+
+__all__ = ["Separability"]
+
+_SEED = 0x5C007
+# Odd and prime, so that the last vector is not full; above 128, where some optimizers begin to factor; and
+# too small for the CPU to divide it among threads, whose borders a slice would not have.
+_ROWS, _COLUMNS = 131, 229
+_CUTS = (Slice(64 * 90, 64 * 270), Slice(64 * 390, _ROWS * _COLUMNS))
+
+
+class Separability:
+    """What was measured, once for each optimizer class, its implementation flags, and kind of parameter."""
+
+    def __init__(self) -> None:
+        self._obstacles: dict[Hashable, str | None] = {}
+
+    def obstacle(self, optimizer: Optimizer, parameter: torch.nn.Parameter) -> str | None:
+        """Why no slice of this parameter can be updated alone; ``None`` where one can.
+
+        ``ReplayError`` where a clone of the optimizer cannot step at all.
+        """
+        if parameter.numel() == 1:
+            return "a single number has no slices"  # nor can its slots be told from a count of steps
+        for name, slot in optimizer.state.get(parameter, {}).items():
+            if isinstance(slot, torch.Tensor) and slot.shape != parameter.shape and slot.numel() > 1:
+                return f"{type(optimizer).__name__} keeps {name} of another shape than its parameter"
+        key = _kind_of(optimizer, parameter)
+        if key not in self._obstacles:
+            try:
+                self._obstacles[key] = _measured(optimizer, parameter)
+            except FAILURES as failure:
+                raise ReplayError(
+                    f"a clone of {type(optimizer).__name__} cannot step: {told(failure)}"
+                ) from failure
+        return self._obstacles[key]
+
+
+def _kind_of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> Hashable:
+    group = group_of(optimizer, parameter)
+    flags = sorted(
+        (name, repr(value)) for name, value in group.items() if isinstance(value, bool | str | type(None))
+    )
+    return type(optimizer), tuple(flags), parameter.dtype, parameter.device.type, parameter.dim()
+
+
+def _measured(optimizer: Optimizer, parameter: torch.nn.Parameter) -> str | None:
+    kind = type(optimizer).__name__
+    first, second = _scratch(optimizer, parameter)
+    whole = _updated_twice(optimizer, parameter, first, second)
+    for cut in _CUTS:
+        state = {name: _cut(value, cut, first) for name, value in first.state.items()}
+        parts = Parts(cut.of(first.parameter), cut.of(first.gradient), state)
+        try:
+            alone = _updated_twice(optimizer, parameter, parts, cut.of(second))
+        except FAILURES as failure:
+            return f"{kind} cannot step a slice: {told(failure)}"
+        if alone.keys() != whole.keys():
+            return f"{kind} keeps other state for a slice than for a whole parameter"
+        expected = signatures(_cut(value, cut, first) for value in whole.values())
+        results = zip(whole, expected, signatures(alone[name] for name in whole), strict=True)
+        differing = [name for name, of_whole, of_slice in results if of_whole != of_slice]
+        if differing:
+            return f"{kind} updates the {differing[0]} of a slice otherwise than within the whole"
+    return None
+
+
+def _scratch(optimizer: Optimizer, parameter: torch.nn.Parameter) -> tuple[Parts, torch.Tensor]:
+    """A parameter of its own with gradient and state, and the gradient of a second step."""
+    generator = torch.Generator().manual_seed(_SEED)
+    dimensions = parameter.dim()
+    shape = (1,) * (dimensions - 2) + (_ROWS, _COLUMNS) if dimensions > 1 else (_ROWS * _COLUMNS,)
+    device = local_of(parameter, parameter).device
+
+    def random(dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    def slot(value: Any) -> Any:
+        shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        return random(value.dtype).abs() if shaped else value  # sums of squares must not be negative
+
+    # An optimizer that makes its state when it is constructed has it already; others begin without.
+    state = {name: slot(value) for name, value in optimizer.state.get(parameter, {}).items()}
+    return Parts(random(parameter.dtype), random(parameter.dtype), state), random(parameter.dtype)
+
+
+def _cut(value: Any, cut: Slice, parts: Parts) -> Any:
+    shaped = isinstance(value, torch.Tensor) and value.shape == parts.parameter.shape
+    return cut.of(value) if shaped else value
+
+
+def _updated_twice(
+    optimizer: Optimizer, parameter: torch.nn.Parameter, parts: Parts, second: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    blueprint, tensors = blueprint_of(optimizer, parameter, parts)
+    clone, leaf = build(blueprint, tensors)
+    update(clone, leaf.device)
+    give_gradient(leaf, second.clone())
+    update(clone, leaf.device)
+    slots = {name: value for name, value in clone.state[leaf].items() if isinstance(value, torch.Tensor)}
+    return {"parameter": leaf.detach(), **slots}
