@@ -112,6 +112,11 @@ class Call:
         return tuple([tuple(tensor.shape) for tensor in self._outputs()])
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What this rank gets, or else what it gives: the very tensors. For faults; not to be kept."""
+        return self._outputs() or self._inputs()
+
+    @property
     def reduction(self) -> str | None:
         """Such as sum, avg, premul_sum; None where nothing is reduced. The one costly thing to read."""
         boxed = self._argument("reduce_op")

@@ -17,7 +17,11 @@ from torchscout.faults.effects import (
     TensorEffect,
 )
 
-__all__ = ["Fault", "Faults", "Truth"]
+__all__ = ["FIRST", "Fault", "Faults", "Truth"]
+
+
+FIRST = range(1)
+"""The first pass over a place in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class Truth:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One effect on one rank at one place, once in each of ``steps``."""
+    """One effect on one rank at one place, in each of ``steps``."""
 
     rank: int
     at: str
@@ -40,12 +44,16 @@ class Fault:
 
     ``what`` is ``output``, ``input``, ``grad_output``, ``grad_input``, ``forward`` or ``backward`` (the
     moments before those passes), a parameter's name, or ``PARAMETER.grad`` and ``PARAMETER.SLOT``
-    for its gradient and its optimizer state.
+    for its gradient and its optimizer state. ``PARAMETER.gradient`` is what this rank's backward computes,
+    before any reduction. ``broadcast@DESCRIPTION`` is what a collective leaves in this rank's memory, on
+    a process group of that description.
     """
     steps: range
     """Training steps, counted from 1; the step ends with the optimizer."""
     effect: ProcessEffect | TensorEffect
     manifestation: Manifestation
+    calls: range | None = FIRST
+    """Which passes over the place within a step, counted from 0; None for all. Replay passes again."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -64,7 +72,8 @@ class Faults:
 
     ``Faults().flip_bit(rank=5, at="layer.2/weight", step=7, bit=30).delay(rank=1, ...)``
 
-    ``step`` is one step or a ``range`` of them. ``Injector`` carries the plan out.
+    ``step`` is one step or a ``range`` of them. ``Injector`` carries the plan out. ``calls`` says which
+    passes over the place within a step a corruption hits, all of them with None: the first is training's own.
     """
 
     planned: tuple[Fault, ...] = ()
@@ -79,16 +88,29 @@ class Faults:
     def truth(self) -> tuple[Truth, ...]:
         return tuple(fault.truth for fault in self.planned)
 
-    def flip_bit(self, *, rank: int, at: str, step: int | range, bit: int, index: int = 0) -> Faults:
+    def flip_bit(
+        self, *, rank: int, at: str, step: int | range, bit: int, index: int = 0, calls: range | None = FIRST
+    ) -> Faults:
         """Flip one bit of one element; bit 0 is the least significant."""
-        return self._add(rank, at, step, FlipBit(bit, index), Manifestation.SDC)
+        return self._add(rank, at, step, FlipBit(bit, index), Manifestation.SDC, calls)
 
-    def set_value(self, *, rank: int, at: str, step: int | range, value: float, index: int = 0) -> Faults:
-        return self._add(rank, at, step, SetValue(value, index), Manifestation.SDC)
+    def set_value(
+        self,
+        *,
+        rank: int,
+        at: str,
+        step: int | range,
+        value: float,
+        index: int = 0,
+        calls: range | None = FIRST,
+    ) -> Faults:
+        return self._add(rank, at, step, SetValue(value, index), Manifestation.SDC, calls)
 
-    def scale(self, *, rank: int, at: str, step: int | range, factor: float) -> Faults:
+    def scale(
+        self, *, rank: int, at: str, step: int | range, factor: float, calls: range | None = FIRST
+    ) -> Faults:
         """Multiply a whole tensor."""
-        return self._add(rank, at, step, Scale(factor), Manifestation.SDC)
+        return self._add(rank, at, step, Scale(factor), Manifestation.SDC, calls)
 
     def delay(self, *, rank: int, at: str, step: int | range, seconds: float) -> Faults:
         """Be slow, and go on: a straggler."""
@@ -109,6 +131,7 @@ class Faults:
         step: int | range,
         effect: ProcessEffect | TensorEffect,
         manifestation: Manifestation,
+        calls: range | None = FIRST,
     ) -> Faults:
         steps = range(step, step + 1) if isinstance(step, int) else step
-        return Faults((*self.planned, Fault(rank, at, steps, effect, manifestation)))
+        return Faults((*self.planned, Fault(rank, at, steps, effect, manifestation, calls)))

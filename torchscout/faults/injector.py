@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,12 +19,23 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from torchscout.evidence.call import Call
+from torchscout.evidence.collectives import Handle, Pending, listen
+from torchscout.evidence.hearing import is_inert
 from torchscout.faults.effects import ProcessEffect
 from torchscout.faults.fault import Fault, Faults
 
 __all__ = ["Firing", "Injector"]
 
 _MOMENT = "step"
+_HOOKS: Mapping[str, Callable[[torch.nn.Module, Callable[[Any], None]], RemovableHandle]] = {
+    "input": lambda module, act: module.register_forward_pre_hook(lambda _, args: act(args)),
+    "forward": lambda module, act: module.register_forward_pre_hook(lambda _, args: act(args)),
+    "output": lambda module, act: module.register_forward_hook(lambda _, __, out: act(out)),
+    "grad_output": lambda module, act: module.register_full_backward_pre_hook(lambda _, g: act(g)),
+    "backward": lambda module, act: module.register_full_backward_pre_hook(lambda _, g: act(g)),
+    "grad_input": lambda module, act: module.register_full_backward_hook(lambda _, g, __: act(g)),
+}
 _Named = TypeVar("_Named")
 
 
@@ -54,10 +67,12 @@ class Injector:
     ) -> None:
         self.step = 1
         self.fired: list[Firing] = []
-        self._done: set[tuple[Fault, int]] = set()
+        self._passes: Counter[tuple[Fault, int]] = Counter()
+        """How often each place was passed in each step."""
+        self._happened: set[Fault] = set()
         self._rank, self._model, self._optimizer, self._log = rank, model, optimizer, log
         self._mine = [fault for fault in faults if fault.rank == rank]
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | Handle] = []
         self._hook_everything()
 
     def __enter__(self) -> Injector:
@@ -69,53 +84,63 @@ class Injector:
     @property
     def unfired(self) -> list[Fault]:
         """Faults of this rank that have not happened in any step: a test must not pass with one."""
-        happened = {fault for fault, _ in self._done}
-        return [fault for fault in self._mine if fault not in happened]
+        return [fault for fault in self._mine if fault not in self._happened]
 
     def disarm(self) -> None:
         while self._handles:
             self._handles.pop().remove()
 
     def _hook_everything(self) -> None:
-        hooks = {
-            "input": lambda module, act: module.register_forward_pre_hook(lambda _, args: act(args)),
-            "forward": lambda module, act: module.register_forward_pre_hook(lambda _, args: act(args)),
-            "output": lambda module, act: module.register_forward_hook(lambda _, __, out: act(out)),
-            "grad_output": lambda module, act: module.register_full_backward_pre_hook(lambda _, g: act(g)),
-            "backward": lambda module, act: module.register_full_backward_pre_hook(lambda _, g: act(g)),
-            "grad_input": lambda module, act: module.register_full_backward_hook(lambda _, g, __: act(g)),
-        }
         before: list[Callable[[], None]] = []
         after: list[Callable[[], None]] = []
         for fault in self._mine:
             path, _, what = fault.at.rpartition("/")
+            name, _, slot = what.partition(".")
+            act = partial(self._fire, fault)
             if fault.at == _MOMENT:
-                before.append(partial(self._fire, fault, ()))
-            elif what in hooks:
-                self._handles.append(hooks[what](self._module(path), partial(self._fire, fault)))
+                before.append(partial(act, ()))
+            elif "@" in fault.at:
+                self._handles.append(listen(_Ear(fault.at, act)))
+            elif what in _HOOKS:
+                self._handles.append(_HOOKS[what](self._module(path), act))
+            elif slot == "gradient":
+                register: Callable[..., RemovableHandle] = self._parameter(path, name).register_hook
+                self._handles.append(register(act))
             else:
-                name, _, slot = what.partition(".")
                 find = partial(self._parameter_tensors, self._parameter(path, name), slot)
                 moment = before if slot == "grad" else after
-                moment.append(lambda fault=fault, find=find: self._fire(fault, find()))  # type: ignore[misc]
-        self._optimizer_hooks(before, after)
+                moment.append(lambda act=act, find=find: act(find()))  # type: ignore[misc]
+        self._follow_steps(before, after)
 
-    def _optimizer_hooks(self, before: list[Callable[[], None]], after: list[Callable[[], None]]) -> None:
-        def before_step(*_: Any) -> None:
+    def _follow_steps(self, before: list[Callable[[], None]], after: list[Callable[[], None]]) -> None:
+        """A step ends when the next one begins: what is replayed between them belongs to the first."""
+        updated = False
+
+        def next_begins(*_: Any) -> None:
+            nonlocal updated
+            if updated and not is_inert():
+                self.step, updated = self.step + 1, False
+
+        def before_update(*_: Any) -> None:
+            next_begins()
             for act in before:
                 act()
 
-        def after_step(*_: Any) -> None:
+        def after_update(*_: Any) -> None:
+            nonlocal updated
+            updated = True
             for act in after:
                 act()
-            self.step += 1
 
-        self._handles.append(self._optimizer.register_step_pre_hook(before_step))
-        self._handles.append(self._optimizer.register_step_post_hook(after_step))
+        self._handles.append(self._model.register_forward_pre_hook(next_begins))
+        self._handles.append(self._optimizer.register_step_pre_hook(before_update))
+        self._handles.append(self._optimizer.register_step_post_hook(after_update))
 
     def _fire(self, fault: Fault, tensors: Any) -> None:
-        """Let the fault happen if its step has come and it has not happened in it yet."""
-        if self.step not in fault.steps or (fault, self.step) in self._done:
+        """Let the fault happen if its step has come, and within it its call."""
+        call = self._passes[fault, self.step]
+        self._passes[fault, self.step] += 1
+        if self.step not in fault.steps or not (fault.calls is None or call in fault.calls):
             return
         if isinstance(fault.effect, ProcessEffect):
             self._count(fault, repr(fault.effect))  # first: the process may not come back from it
@@ -126,7 +151,7 @@ class Injector:
     def _count(self, fault: Fault, detail: str) -> None:
         firing = Firing(self._rank, fault.at, self.step, detail)
         self.fired.append(firing)
-        self._done.add((fault, self.step))
+        self._happened.add(fault)
         if self._log is not None:
             with self._log.open("a") as log:
                 log.write(json.dumps(asdict(firing)) + "\n")
@@ -145,6 +170,23 @@ class Injector:
         if slot == "grad":
             return [parameter.grad]
         return [self._optimizer.state[parameter].get(slot)]
+
+
+class _Ear:
+    """Hears of collectives, and acts on what one of them has left in this rank's memory."""
+
+    def __init__(self, at: str, act: Callable[[Any], None]) -> None:
+        self._operation, _, self._description = at.partition("@")
+        self._act = act
+
+    def before(self, call: Call) -> None:
+        """Nothing has moved yet."""
+
+    def issued(self, call: Call, token: Any, pending: Pending | None) -> None:  # noqa: ARG002
+        if call.operation == self._operation and call.group.description == self._description:
+            while pending is not None and not pending.is_completed():
+                time.sleep(0.0005)
+            self._act(call.tensors)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
