@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-__all__ = ["KAPPA", "MATERIAL_RATIO", "BaselineConfig", "ObserverConfig", "Parallelism", "StragglerConfig"]
+__all__ = [
+    "KAPPA",
+    "MATERIAL_RATIO",
+    "RECIPES",
+    "BaselineConfig",
+    "ObserverConfig",
+    "Parallelism",
+    "ReplayConfig",
+    "StragglerConfig",
+]
 
 KAPPA = 5.0
 """Robust scales a time may lie from the peers' median before it is an outlier."""
 MATERIAL_RATIO = 1.1
 """Times closer than this ratio are the same for every practical purpose."""
+
+RECIPES = ("census", "embedding", "layer", "output", "optimizer")
+"""What replay can check: see ``ReplayConfig.recipes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +103,50 @@ class Parallelism:
     """Context-parallel ranks."""
     expert: int = 1
     """Expert partitions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    """What of a training step is repeated and compared among replicas, and how often."""
+
+    interval: int = 20
+    """Training steps from one check to the next."""
+    variants: tuple[float, ...] = (1.0,)
+    """Factors for the floating inputs of a replayed layer: ``(0.1, 1.0, 10.0)`` meets more of their range."""
+    recipes: tuple[str, ...] | Mapping[str, int] = RECIPES
+    """What to check; as a mapping, each with its own interval. ``embedding``, ``layer`` (one hidden layer
+    after the other), ``output``, ``optimizer`` (one slice after the other), ``census`` (all state)."""
+    budget: float | None = None
+    """The share of training's time that checks may take, such as 0.005; intervals grow as needed."""
+    embedding: str | None = None
+    """The embedding's name in the model, where it is not found by itself."""
+    layers: str | tuple[str, ...] | None = None
+    """The name of the list of hidden layers, or the layers' own names."""
+    output: str | None = None
+    """The output layer's name."""
+    patience_seconds: float = 120.0
+    """How long a rank waits for another one in a check before replay is given up, and training goes on."""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.recipes if name not in RECIPES]:
+            raise ValueError(f"unknown recipes {unknown}; there are {', '.join(RECIPES)}")
+        if wrong := {name: each for name, each in self.intervals.items() if each < 1}:
+            raise ValueError(f"an interval is at least 1 step, got {wrong}")
+        if not self.variants or any(not 0 < abs(each) < float("inf") for each in self.variants):
+            raise ValueError(f"variants must be finite factors other than 0, got {self.variants}")
+        if len(set(self.variants)) < len(self.variants):
+            raise ValueError(f"variants must differ from each other, got {self.variants}")
+        if self.budget is not None and not 0 < self.budget < 1:
+            raise ValueError(f"budget is a share between 0 and 1, got {self.budget}")
+        if not 0 < self.patience_seconds < float("inf"):
+            raise ValueError(f"patience_seconds must be positive and finite, got {self.patience_seconds}")
+
+    @property
+    def intervals(self) -> dict[str, int]:
+        """Each wanted recipe's own."""
+        if isinstance(self.recipes, Mapping):
+            return dict(self.recipes)
+        return dict.fromkeys(self.recipes, self.interval)
 
 
 @dataclass(frozen=True, slots=True)

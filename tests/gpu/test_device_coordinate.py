@@ -120,7 +120,7 @@ def test_a_publisher_publishes_it_until_removed(writer: ProgressWriter):
     model = torch.nn.Linear(4, 4, device="cuda")
     optimizer = torch.optim.SGD(model.parameters())
     publisher = Publisher(writer)
-    publisher.watch_optimizer(optimizer, lambda: None, device_of([model]))
+    publisher.watch_optimizer(optimizer, device_of([model]))
     for _ in range(3):
         model(torch.ones(2, 4, device="cuda")).sum().backward()
         optimizer.step()

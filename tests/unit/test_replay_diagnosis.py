@@ -58,7 +58,7 @@ def test_a_wrong_result_names_the_rank_its_host_and_the_vote():
     assert (incident.ranks, incident.hosts, incident.step) == ((2,), ("b",), 120)
     assert (incident.action, incident.records) == (Action.REPLACE, (record,))
     assert incident.sentence == (
-        "Rank 2 on b has other numbers than its peers in layer.3/output (layer 3) at step 120: "
+        "Rank 2 on b has other numbers than its peers in layer.3/output (of 3) at step 120: "
         "3 of 4 peers agree against it."
     )
 
@@ -181,7 +181,7 @@ def test_a_rank_slow_twice_running_is_named():
     assert (incident.ranks, incident.hosts, incident.step) == ((2,), ("b",), 120)
     assert (incident.action, incident.records) == (Action.INSPECT, (second, first))
     assert incident.sentence == (
-        "Rank 2 on b is slow in time/module (layer 3) at step 120: "
+        "Rank 2 on b is slow in time/module (of 3) at step 120: "
         "100.0 ms against 50.2 ms among 4 peers, slow in 2 rounds since step 100."
     )
 

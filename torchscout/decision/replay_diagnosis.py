@@ -19,7 +19,12 @@ from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifes
 from torchscout.decision.wording import listed, named
 from torchscout.mesh import Mesh
 
-__all__ = ["COMPUTATION", "Repeatability", "ReplayDiagnosis", "repeatability", "settle"]
+__all__ = ["COMPUTATION", "INPUT", "STATE", "Repeatability", "ReplayDiagnosis", "repeatability", "settle"]
+
+INPUT = "input"
+"""The mode of records about whether peers received the same input for a replay."""
+STATE = "state"
+"""The mode of records about what ranks hold, as weights and optimizer slots, rather than compute."""
 
 COMPUTATION: frozenset[Surface] = frozenset({"time/module", "time/module_backward", "time/optimizer"})
 """The times a rank spends by itself. Every other ``time/`` surface holds up all members of a process
@@ -85,9 +90,11 @@ class ReplayDiagnosis:
         for record, again in _with_repeats(records, repeats):
             if record.manifestation is Manifestation.SDC and _settle(record, again).scope is not None:
                 alike[record.peers, record.ranks].append((record, again))
-        return [self._sdc_incident(found) for found in alike.values()]
+        return [self._sdc_incident(found, _nature(found, records)) for found in alike.values()]
 
-    def _sdc_incident(self, found: Sequence[tuple[EvidenceRecord, EvidenceRecord | None]]) -> Incident:
+    def _sdc_incident(
+        self, found: Sequence[tuple[EvidenceRecord, EvidenceRecord | None]], nature: str
+    ) -> Incident:
         (deciding, again), records = found[0], [record for record, _ in found]
         ranks, attributed = deciding.ranks or deciding.peers, bool(deciding.ranks)
         return Incident(
@@ -99,7 +106,7 @@ class ReplayDiagnosis:
             records=(*records, *(repeat for _, repeat in found if repeat is not None)),
             action=Action.REPLACE if attributed else Action.INSPECT,
             sentence=f"{self._who(ranks)} {_has(ranks, attributed=attributed)} in {_where(records)} "
-            f"at step {deciding.step}: {_vote(deciding)}{_repeated(deciding, again)}.",
+            f"at step {deciding.step}: {_vote(deciding)}{_repeated(deciding, again)}{nature}.",
         )
 
     def _stragglers(self, records: Sequence[EvidenceRecord]) -> list[Incident]:
@@ -223,5 +230,31 @@ def _pace(run: SlowRun) -> str:
 
 def _where(records: Sequence[EvidenceRecord]) -> str:
     surfaces = listed(dict.fromkeys(record.surface for record in records))
-    layers = dict.fromkeys(record.layer for record in records if record.layer is not None)
-    return f"{surfaces} (layer {listed(layers)})" if layers else surfaces
+    unsaid = (each.layer for each in records if each.layer is not None and not _is_named(each))
+    layers = dict.fromkeys(unsaid)
+    return f"{surfaces} (of {listed(layers)})" if layers else surfaces
+
+
+def _is_named(record: EvidenceRecord) -> bool:
+    """Whether a record's surface says already what it belongs to."""
+    return record.surface.startswith((f"{record.layer}/", f"{record.layer}."))
+
+
+def _nature(
+    found: Sequence[tuple[EvidenceRecord, EvidenceRecord | None]], records: Sequence[EvidenceRecord]
+) -> str:
+    """Whether what a rank holds is wrong, or only what it computes; nothing where that is not known."""
+    deciding = found[0][0]
+    if any(_is_about(STATE, record) for record, _ in found):
+        return "; the state itself differs, not only what is computed from it"
+    if all(_is_about(INPUT, record) for record, _ in found):
+        return "; what was sent to all has not arrived everywhere alike"
+    held = [each for each in records if _is_about(STATE, each) and each.peers == deciding.peers]
+    if any(each.verdict is not None and each.verdict.agrees for each in held):
+        return "; the weights agree, only the computation differs"
+    return ""
+
+
+def _is_about(mode: str, record: EvidenceRecord) -> bool:
+    """Whatever the input variant."""
+    return record.mode is not None and record.mode.partition(" ")[0] == mode

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from torchscout.decision.record import Surface
+from torchscout.integration.structure import Structure
 from torchscout.mesh import Mesh
 
 __all__ = ["Adapter"]
@@ -21,6 +23,24 @@ class Adapter(Protocol):
 
     def layers(self) -> Sequence[torch.nn.Module]:
         """The repeated layers, in the order of the forward pass; those of this rank's stage."""
+        ...
+
+    def structure(
+        self,
+        *,
+        embedding: str | None = None,
+        layers: str | Sequence[str] | None = None,
+        output: str | None = None,
+    ) -> Structure:
+        """What replay works on; a path the user gives wins. A ``ValueError`` says what to pass."""
+        ...
+
+    def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
+        """What this rank holds of the model, by the surface of each; all of it, or its shards."""
+        ...
+
+    def unreplicated(self) -> Collection[Surface]:
+        """Those of them that replicas do not keep equal."""
         ...
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:

@@ -14,17 +14,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchscout.config import ObserverConfig, Parallelism
+from torchscout.config import ObserverConfig, Parallelism, ReplayConfig
 from torchscout.decision.record import Incident
+from torchscout.decision.recorder import JsonlRecorder
 from torchscout.errors import ScoutError
 from torchscout.evidence.observer.device import device_of
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.news import News
+from torchscout.integration.recipes import device_of_job, recipes_for
 from torchscout.integration.registry import adapter_for
+from torchscout.integration.replaying import Replaying
 from torchscout.integration.session import Session
 from torchscout.integration.watching import Job, watch
-from torchscout.mesh import Mesh
+from torchscout.mesh import Axis, Mesh
 
 __all__ = ["enable_resiliency"]
 
@@ -35,6 +38,7 @@ def enable_resiliency(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
+    replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  frozen
     observer: ObserverConfig | None = ObserverConfig(),  # noqa: B008  frozen
     parallelism: Mesh | DeviceMesh | Parallelism | None = None,
     run_dir: Path | str | None = None,
@@ -42,7 +46,8 @@ def enable_resiliency(
 ) -> Session:
     """Attach to a training job. Every rank calls it once, when model and optimizer exist.
 
-    ``observer=None`` leaves hang localization out. ``parallelism`` says which ranks do the same
+    ``replay=None`` leaves out the checks for corrupted numbers, ``observer=None`` hang localization.
+    ``parallelism`` says which ranks do the same
     work, where the model does not show it by itself. Incidents are written to ``run_dir``, by default
     a new folder ``scout-run-...`` where rank 0 was started, and given to ``on_incident``, which is called
     from a thread of its own. The training loop stays as it is.
@@ -52,13 +57,20 @@ def enable_resiliency(
     if model in _attached:
         raise ValueError("torchscout is attached to this model already; close that session first")
     adapter = adapter_for(model, optimizer, parallelism)
+    if replay is not None:
+        recipes_for(adapter, replay)  # a user's mistake shows before anything is attached
     with ExitStack() as undo:
-        communicators = Communicators()
+        communicators = Communicators() if replay is None else Communicators(replay.patience_seconds)
         undo.callback(communicators.close)
         job = _agree(adapter, communicators, run_dir)
         session = Session(job.run_dir, undo.pop_all())
     if observer is not None:
         _watch(session, job, observer, adapter, communicators)
+    if optimizers := adapter.optimizers():
+        hook = optimizers[-1].register_step_post_hook(lambda *_: session.step_finished())
+        session.undo.callback(hook.remove)
+    if replay is not None:
+        session.guarded(lambda: _replay(session, job, replay, adapter, communicators))
     if on_incident is not None:
         session.undo.callback(News(job.run_dir, on_incident, session.failed).close)
     _attached.add(model)
@@ -99,4 +111,31 @@ def _watch(
     layers = adapter.layers()
     watching.publisher.watch_layers(layers)
     if optimizers := adapter.optimizers():
-        watching.publisher.watch_optimizer(optimizers[-1], session.step_finished, device_of(layers))
+        watching.publisher.watch_optimizer(optimizers[-1], device_of(layers))
+    elif layers:
+        watching.publisher.watch_steps(layers[0], session.step_finished)
+
+
+def _replay(
+    session: Session, job: Job, config: ReplayConfig, adapter: Adapter, communicators: Communicators
+) -> None:
+    """Put replay into the session, where there is anybody to compare with."""
+    peers = job.mesh.peers_of(job.rank)
+    if not peers.can_compare:
+        session.not_replaying = "no other rank does the same work"
+    elif peers.axis is not Axis.REPLICA:
+        session.not_replaying = "the job has shards and no replicas, which replay does not cover yet"
+    elif not adapter.optimizers():
+        session.not_replaying = "there is no optimizer at whose update a step would end"
+    else:
+        replaying = Replaying(
+            config,
+            recipes_for(adapter, config),
+            job.mesh,
+            communicators,
+            communicators.links(peers, device_of_job(adapter)),
+            JsonlRecorder(job.run_dir, job.rank),
+            session.guarded,
+        )
+        replaying.begin(1)
+        session.replaying = replaying

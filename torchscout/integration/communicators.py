@@ -7,34 +7,35 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from torchscout.decision.channel import ProcessGroupChannel
-from torchscout.errors import ScoutError
+from torchscout.decision.channel import PeerChannel, ProcessGroupChannel
+from torchscout.errors import ChannelError, ScoutError
 from torchscout.mesh import Axis, PeerGroup
 
-__all__ = ["Communicators"]
+__all__ = ["Communicators", "PeerLinks"]
 
-_TIMEOUT = datetime.timedelta(seconds=120)
+
+_DESCRIPTION = "torchscout"
+"""By which the groups are known to whoever listens to collectives."""
+_groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
 
 
 class Communicators:
     """SCOUT's own groups of this rank. Every rank makes one at the same point, and closes it there."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_seconds: float = 120.0) -> None:
+        self._patience = datetime.timedelta(seconds=patience_seconds)
         # Gloo whatever training uses: what is exchanged lives in host memory.
         self._group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=_TIMEOUT, group_desc="torchscout"
+            backend="gloo", timeout=self._patience, group_desc=_DESCRIPTION
         )
         everybody = PeerGroup(tuple(range(dist.get_world_size())), Axis.REPLICA)
         self._job = ProcessGroupChannel(everybody, self._group)
-
-    @property
-    def names(self) -> list[str]:
-        """As the interceptor of collectives sees them."""
-        return [self._group.group_name]
 
     def exchange(self, document: Any) -> list[Any]:
         """Every rank's document, by rank. JSON: what a rank sends is data, not code."""
@@ -46,5 +47,88 @@ class Communicators:
         if told := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]:
             raise ScoutError(f"{len(told)} of {len(problems)} ranks failed\n" + "\n".join(told))
 
+    def highest(self, values: Sequence[int]) -> list[int]:
+        """Each value's maximum over all ranks."""
+        column = torch.tensor(values, dtype=torch.int64)
+        try:
+            dist.all_reduce(column, op=dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise ChannelError(f"the ranks of the job could not agree: {error}") from error
+        highest: list[int] = column.tolist()
+        return highest
+
+    def first_problems(self, problems: Sequence[str | None]) -> list[str | None]:
+        """For each piece of work the first rank's problem with it, if any has one."""
+        if not any(self.highest([problem is not None for problem in problems])):
+            return [None] * len(problems)
+        told = self.exchange(list(problems))
+        return [_first(column) for column in zip(*told, strict=True)]
+
+    def said_by_first(self, document: Any) -> Any:
+        """Rank 0's document."""
+        return json.loads(self._job.broadcast(json.dumps(document).encode(), source=0))
+
+    def links(self, peers: PeerGroup, device: torch.device) -> PeerLinks:
+        """The connections among this rank's peers; every rank of the job makes its own."""
+        is_everybody = len(peers) == dist.get_world_size()
+        metadata = self._group if is_everybody else _group_of(peers.ranks, "gloo", self._patience)
+        tensors = metadata
+        if dist.get_backend() != "gloo":  # Gloo on both sides would be the same connection twice
+            tensors = _group_of(peers.ranks, None, self._patience)
+        return PeerLinks(self, peers, metadata, tensors, device)
+
     def close(self) -> None:
         dist.destroy_process_group(self._group)
+
+
+class PeerLinks:
+    """What replay needs of the other ranks: see ``evidence.replay.peers``."""
+
+    def __init__(
+        self,
+        job: Communicators,
+        peers: PeerGroup,
+        metadata: dist.ProcessGroup,
+        tensors: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.group, self.device = peers, device
+        self.metadata: PeerChannel = ProcessGroupChannel(peers, metadata)
+        over = torch.device("cpu") if tensors is metadata else device
+        self.evidence: PeerChannel = ProcessGroupChannel(peers, tensors, device=over)
+        self.position = self.metadata.position
+        self.highest, self.first_problems = job.highest, job.first_problems
+        self._metadata, self._tensors = metadata, tensors
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
+        group = self._metadata if tensor.is_cpu else self._tensors
+        try:
+            dist.broadcast(tensor, src=self.group.ranks[source], group=group)
+        except RuntimeError as error:
+            raise ChannelError(f"broadcast among ranks {self.group.ranks} failed: {error}") from error
+
+
+def _group_of(ranks: tuple[int, ...], backend: str | None, patience: datetime.timedelta) -> dist.ProcessGroup:
+    """The group of some ranks, made without the others and kept for the next session.
+
+    PyTorch names such a group by its ranks alone. A second one of that name would look for the first
+    one's members in the store, and not find them.
+    """
+    known = _groups.get((ranks, backend))
+    if known is None or not _is_alive(known):
+        known = _groups[ranks, backend] = dist.new_group(
+            ranks, backend=backend, timeout=patience, use_local_synchronization=True, group_desc=_DESCRIPTION
+        )
+    return known
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    """Not so once ``torch.distributed`` as a whole was shut down and begun anew."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except KeyError:
+        return False
+
+
+def _first(problems: Sequence[str | None]) -> str | None:
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.config import Parallelism
+from torchscout.decision.record import Surface
 from torchscout.integration.parallelism import mesh_from
+from torchscout.integration.structure import Structure, layers_of, structure_of, surface_of
 from torchscout.mesh import Mesh
 
 __all__ = ["PyTorchAdapter"]
@@ -36,13 +38,24 @@ class PyTorchAdapter:
         return mesh_from(self._parallelism or self._guessed(world), world, hosts)
 
     def layers(self) -> Sequence[torch.nn.Module]:
-        """The largest list of modules of one kind; the model itself where there is none."""
-        lists = [
-            list(module)
-            for module in self._model.modules()
-            if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) and _is_repeated(list(module))
-        ]
-        return max(lists, key=_parameters, default=[self._model])
+        return [layer.module for layer in layers_of(self._model)]
+
+    def structure(
+        self,
+        *,
+        embedding: str | None = None,
+        layers: str | Sequence[str] | None = None,
+        output: str | None = None,
+    ) -> Structure:
+        return structure_of(self._model, embedding=embedding, layers=layers, output=output)
+
+    def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
+        return {surface_of(name): parameter for name, parameter in self._model.named_parameters()}
+
+    def unreplicated(self) -> Collection[Surface]:
+        if not isinstance(self._model, DistributedDataParallel):
+            return ()
+        return {surface_of(name) for name in self._model.parameters_to_ignore}
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
@@ -63,11 +76,3 @@ class PyTorchAdapter:
             f"which of the {world} ranks do the same work cannot be read off a {type(self._model).__name__}; "
             "pass parallelism=, such as Parallelism(replica=4, tensor=2) or a DeviceMesh with named axes"
         )
-
-
-def _is_repeated(modules: Sequence[torch.nn.Module]) -> bool:
-    return len(modules) > 1 and len({type(module) for module in modules}) == 1
-
-
-def _parameters(modules: Sequence[torch.nn.Module]) -> int:
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())

@@ -17,6 +17,7 @@ from torchscout.decision import recorder
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
+from torchscout.integration.replaying import Replaying
 from torchscout.integration.watching import Watching
 
 __all__ = ["Session"]
@@ -35,6 +36,9 @@ class Session:
         self.failures: list[str] = []
         """What went wrong within SCOUT itself, and is therefore not checked."""
         self.watching: Watching | None = None
+        self.replaying: Replaying | None = None
+        self.not_replaying = "it was not asked for"
+        """Why there is no replay, where there is none."""
         self.undo = undo
         """What ``close`` takes back, last first."""
         atexit.register(self._at_exit)
@@ -54,11 +58,14 @@ class Session:
 
     def status(self) -> dict[str, Any]:
         """Where this rank stands and what watches over it."""
-        observer = self._guarded(self.watching.status) if self.watching else None
+        observer = self.guarded(self.watching.status) if self.watching else None
+        replaying = self.replaying
+        replay = self.guarded(replaying.status) if replaying else {"off": self.not_replaying}
         return {
             "step": self.step,
             "run_dir": str(self.run_dir),
             "observer": observer,
+            "replay": replay,
             "failures": list(self.failures),
         }
 
@@ -95,35 +102,56 @@ class Session:
             raise ValueError("this session has no observer")
         self.watching.observer.change(**settings)
 
+    def change_replay(self, **settings: Any) -> None:
+        """Change ``interval``, ``recipes``, ``variants`` or ``budget`` of replay while the job runs.
+
+        Rank 0's word counts, for all ranks, from the end of the next check on.
+        """
+        if self.replaying is None:
+            raise ValueError("this session has no replay")
+        self.replaying.change(**settings)
+
     def step_finished(self) -> None:
         """Called by the optimizer's hook, right after the update."""
         self.step += 1
+        if (replaying := self.replaying) is not None:
+            # A rank that cannot go on leaves; the others notice that it is gone, and leave too.
+            self.guarded(lambda: replaying.step_finished(self.step), on_failure=self._stop_replay)
 
     def close(self) -> None:
         """Detach: nothing of SCOUT stays on this rank. Again is no mistake; every rank must call it."""
         atexit.unregister(self._at_exit)
+        self._stop_replay()
         watching, self.watching = self.watching, None
         if watching is not None:
-            self._guarded(watching.close)
-        self._guarded(self.undo.close)
+            self.guarded(watching.close)
+        self.guarded(self.undo.close)
 
     def failed(self, error: Exception) -> None:
         """Something of SCOUT's own did not work: say so, and let training go on."""
         self.failures.append(f"{type(error).__name__}: {error}")
         _log.error("torchscout failed at step %d; training is not affected", self.step, exc_info=error)
 
+    def _stop_replay(self) -> None:
+        replaying, self.replaying = self.replaying, None
+        if replaying is not None:
+            self.not_replaying = "it has stopped: " + "; ".join(
+                self.failures[-1:] or ["the session is closed"]
+            )
+            self.guarded(replaying.close)
+
     def _at_exit(self) -> None:
         """A script that ends without ``close`` has finished, unless an exception ended it."""
         if self.watching is not None and not hasattr(sys, "last_value"):
-            self._guarded(self.watching.close)
+            self.guarded(self.watching.close)
 
     def _during(self, phase: Phase) -> AbstractContextManager[None]:
         return nullcontext() if self.watching is None else self.watching.publisher.during(phase)
 
-    def _guarded(self, action: Callable[[], Any]) -> Any:
+    def guarded(self, action: Callable[[], Any], *, on_failure: Callable[[], Any] | None = None) -> Any:
         """The boundary: what SCOUT suffers is SCOUT's own affair."""
         try:
             return action()
         except Exception as error:  # noqa: BLE001  see the docstring
             self.failed(error)
-            return None
+        return None if on_failure is None else on_failure()

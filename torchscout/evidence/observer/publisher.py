@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torchscout.decision.progress import Phase
 from torchscout.evidence.call import Call
 from torchscout.evidence.collectives import Pending
+from torchscout.evidence.hearing import in_backward, is_inert
 from torchscout.evidence.observer import fingerprint
 from torchscout.evidence.observer.device import DeviceCoordinate
 from torchscout.evidence.observer.fingerprint import Fingerprint
@@ -31,19 +32,17 @@ _REMEMBERED = 4096
 class Publisher:
     """Everything that writes a trainer's progress record. Listens to collectives."""
 
-    def __init__(self, writer: ProgressWriter, own_groups: Iterable[str] = ()) -> None:
+    def __init__(self, writer: ProgressWriter) -> None:
         self._writer = writer
-        self._own_groups = frozenset(own_groups)
-        """Names of groups that are not the job's: SCOUT's."""
         self._lines: dict[tuple[Any, ...], int] = {}
         self._phrases: dict[Fingerprint, int] = {}
+        self._went_back = False
+        """Whether there was a backward in this step."""
         self._undo: list[Callable[[], None]] = []
 
     def before(self, call: Call) -> None:
-        """Publish the intent to enter a collective."""
+        """Publish the intent to enter a collective; SCOUT's own too, for a rank may be stuck in a check."""
         group = call.group
-        if group.name in self._own_groups:
-            return
         key = (group, call.operation, call.peer, call.tag) if call.tag is not None else (group,)
         line = self._lines.get(key)
         if line is None:
@@ -72,15 +71,16 @@ class Publisher:
         writer = self._writer
 
         def before_backward(_: torch.Tensor) -> None:
+            self._went_back = True
             writer.advance(Phase.BACKWARD)
 
         def before_forward(_: torch.nn.Module, __: Any) -> None:
             # Dynamo would trace the hook into the user's graph; it sees a constant instead.
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and not is_inert():
                 writer.advance(Phase.FORWARD)
 
         def after_forward(_: torch.nn.Module, __: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or is_inert():
                 return
             # A hook on the tensor, not on the module: the latter would put a node of its own into
             # the user's graph, and forbid changing the output in place.
@@ -93,13 +93,24 @@ class Publisher:
             self._undo.append(layer.register_forward_pre_hook(before_forward).remove)
             self._undo.append(layer.register_forward_hook(after_forward).remove)
 
+    def watch_steps(self, layer: torch.nn.Module, finished: Callable[[], None]) -> None:
+        """Without an optimizer to watch, a step ends when its first layer begins anew after a backward."""
+
+        def before_forward(_: torch.nn.Module, __: Any) -> None:
+            if not torch.compiler.is_compiling() and self._went_back and not in_backward():
+                self._went_back = False
+                self._writer.next_step()
+                finished()
+
+        # Prepended: the forward is the next step's.
+        self._undo.append(layer.register_forward_pre_hook(before_forward, prepend=True).remove)
+
     def watch_optimizer(
         self,
         optimizer: torch.optim.Optimizer,
-        finished: Callable[[], None],
         device: torch.device | None = None,
     ) -> None:
-        """Publish the optimizer's boundary; ``finished`` is called at the end of each step.
+        """Publish the optimizer's boundary, at which a step ends.
 
         With a CUDA device it is also published how many of the steps that one has finished.
         """
@@ -114,7 +125,6 @@ class Publisher:
             self._writer.next_step()
             if coordinate is not None:
                 coordinate.step_finished(self._writer.step)
-            finished()
 
         self._undo.append(optimizer.register_step_pre_hook(before_step).remove)
         self._undo.append(optimizer.register_step_post_hook(after_step).remove)

@@ -1,0 +1,116 @@
+"""Replay on a CUDA device: ranks that share it find a wrong number, and training stays what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.ranks import run_ranks
+from torchscout.config import Parallelism, ReplayConfig
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.integration.attach import enable_resiliency
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+RANKS, STEPS = 4, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.drop = nn.LayerNorm(64), nn.MultiheadAttention(64, 4), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.mix(y, y, y, need_weights=False)[0]
+        return x + self.drop(self.down(nn.functional.gelu(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 64)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(64, 100)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def train(rank: int, run_dir: Path | None, faults: Faults) -> tuple[bytes, list, list, dict]:
+    """Every bit that training leaves behind; gradients are averaged through the host, as Gloo does."""
+    torch.manual_seed(0)
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    with Injector(faults, rank, model, optimizer) as injector:
+        session = run_dir and enable_resiliency(
+            model,
+            optimizer,
+            replay=ReplayConfig(interval=1, variants=(1.0, 10.0)),
+            observer=None,
+            parallelism=Parallelism(replica=RANKS),
+            run_dir=run_dir,
+        )
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            tokens = torch.randint(100, (4, 17), generator=generator).cuda()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                logits = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                mean = parameter.grad.cpu()
+                torch.distributed.all_reduce(mean)
+                parameter.grad.copy_(mean / RANKS)
+            optimizer.step()
+    incidents, status = ([], {}) if not session else (session.incidents, session.status())
+    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
+    state = [*model.parameters(), *slots, torch.get_rng_state(), torch.cuda.get_rng_state()]
+    bits = b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in state)
+    return bits, [(each.ranks, each.sentence) for each in incidents], injector.fired, status
+
+
+def with_and_without(rank: int, run_dir: Path) -> tuple[bool, list, dict]:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # so that two runs can be compared at all
+    alone, _, _, _ = train(rank, None, Faults())
+    bits, incidents, _, status = train(rank, run_dir, Faults())
+    return alone == bits, incidents, status
+
+
+def test_training_on_cuda_is_bitwise_the_same_and_silent(tmp_path: Path):
+    for same, incidents, status in run_ranks(with_and_without, RANKS, tmp_path, timeout=240):
+        assert same
+        assert incidents == []
+        assert status["failures"] == []
+        assert all(last["clean"] for last in status["replay"]["last"].values())
+        assert status["replay"]["last"].keys() >= {"layers.0", "layers.1", "embedding", "head"}
+        assert status["replay"]["not_checked"] == {}
+
+
+@pytest.mark.parametrize(
+    ("at", "surface", "calls"),
+    [
+        ("layers.1.up/weight", "layers.1.up/weight", range(1)),
+        ("layers.1/output", "layers.1/output", range(1, 9)),
+        ("layers.1.up/weight.gradient", "layers.1.up/weight.grad", range(1, 9)),
+        ("layers.1.up/weight.exp_avg_sq", "layers.1.up/weight.exp_avg_sq", range(1)),
+    ],
+)
+def test_the_lowest_bit_on_one_rank_is_found(at: str, surface: str, calls: range, tmp_path: Path):
+    faults = Faults().flip_bit(rank=2, at=at, step=4, bit=0, calls=calls)
+    found = run_ranks(train, RANKS, tmp_path, faults, timeout=240)
+    assert found[2][2], "the fault has fired"
+    ((ranks, sentence),) = found[0][1]
+    assert ranks == (2,)
+    assert surface in sentence

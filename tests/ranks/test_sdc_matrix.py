@@ -1,0 +1,154 @@
+"""The paper's three-step protocol, cell by cell: clean, one fault on one rank at one place, clean.
+
+At the fault exactly that rank and that surface are named, before and after it nothing is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.replayed_job import (
+    REPLAY,
+    Found,
+    Net,
+    checked_training,
+    due_layer,
+    due_parameter,
+)
+from torchscout.decision.record import EvidenceRecord
+from torchscout.faults.fault import Faults
+
+RANKS = 4
+PARAMETERS = ["/".join(name.rsplit(".", 1)) for name, _ in Net().named_parameters()]
+SLOTS = ("exp_avg", "exp_avg_sq", "step")
+WITHIN_A_LAYER = [name.split("/", 1) for name in PARAMETERS if name.startswith("stack.0")]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One fault, and the surfaces that may and must differ because of it."""
+
+    rank: int
+    at: str
+    must: frozenset[str]
+    may: frozenset[str] = frozenset()
+    calls: range | None = REPLAY
+    bit: int | None = None
+    """Chosen at random where not given."""
+
+
+def computed(step: int) -> list[tuple[str, str]]:
+    """Places where a rank computes something wrong in replay, and the surface where that shows."""
+    layer = due_layer(step)
+    places = [(f"{module}/output", f"{module}/output") for module in ("tokens", layer, "head")]
+    places += [(f"{module}/grad_input", f"{module}/grad_input") for module in (layer, "head")]
+    weights = ["tokens/weight", "head/weight", "head/bias"]
+    weights += [f"{layer}{path.removeprefix('stack.0')}/{name}" for path, name in WITHIN_A_LAYER]
+    return places + [(f"{weight}.gradient", f"{weight}.grad") for weight in weights]
+
+
+def held(step: int) -> list[tuple[str, frozenset[str], frozenset[str]]]:
+    """Places where a rank holds something wrong after its update; what must differ, and what may."""
+    places = []
+    for name in PARAMETERS:
+        module = next(each for each in ("tokens", due_layer(step), "head", "") if name.startswith(each))
+        must = {name} | ({f"{module}/parameters"} if module else set())
+        if name == due_parameter(step):
+            must |= {"optimizer/update", "optimizer/reproduced"}
+        places.append((name, frozenset(must), frozenset[str]()))
+        places += [(f"{name}.{slot}", frozenset({f"{name}.{slot}"}), frozenset[str]()) for slot in SLOTS]
+    return places
+
+
+def cells() -> list[Cell]:
+    """Every rank at every place; the first 64 flip the lowest bit."""
+    found: list[Cell] = []
+    for rank in range(RANKS):
+        step = fault_step(len(found))
+        for place in range(len(computed(step))):
+            at, surface = computed(fault_step(len(found)))[place]
+            found.append(Cell(rank, at, frozenset({surface})))
+        for place in range(len(held(step))):
+            at, must, may = held(fault_step(len(found)))[place]
+            found.append(Cell(rank, at, must, may, calls=range(1)))
+        for call in range(BROADCASTS):
+            found.append(received(rank, call, fault_step(len(found))))
+    return found
+
+
+BROADCASTS = 12
+"""The first tensors that travel in a check: inputs, gradients and random states of three modules."""
+
+
+def received(rank: int, call: int, step: int) -> Cell:
+    """What comes from the source arrives wrong. Which of the aligned things it is depends on the call."""
+    inputs = frozenset({"tokens/input", f"{due_layer(step)}/input", "head/input", "optimizer/input"})
+    return Cell(rank, "broadcast@torchscout", frozenset(), inputs, calls=range(call, call + 1))
+
+
+def fault_step(cell: int) -> int:
+    return 3 * cell + 2
+
+
+def plan(wanted: Sequence[Cell], seed: int) -> Faults:
+    choose, faults = random.Random(seed), Faults()
+    for place, cell in enumerate(wanted):
+        # Not an exponent's: a slot or weight of 1e38 would spoil what the next cells compare.
+        bit = cell.bit if cell.bit is not None else choose.choice([*range(1, 23), 31])
+        bit = 0 if place % len(wanted) < 64 or "broadcast" in cell.at else bit
+        faults = faults.flip_bit(
+            rank=cell.rank, at=cell.at, step=fault_step(place), bit=bit, calls=cell.calls
+        )
+    return faults
+
+
+def differing(records: Iterable[EvidenceRecord], step: int) -> dict[str, tuple[int, ...]]:
+    return {record.surface: record.ranks for record in records if record.step == step and record.scope}
+
+
+def check(wanted: Sequence[Cell], found: Sequence[Found]) -> None:
+    for rank, told in enumerate(found):
+        assert told.failures == []
+        assert told.unfired == 0
+        for place, cell in enumerate(wanted):
+            step = fault_step(place)
+            names = differing(told.records, step)
+            where = f"cell {place}, rank {rank}: {cell}: {names}"
+            assert cell.must <= names.keys() <= cell.must | cell.may, where
+            assert names, where
+            assert set(names.values()) == {(cell.rank,)}, where
+            assert not differing(told.records, step - 1), where
+            assert not differing(told.records, step + 1), where
+    fired = sorted((firing.step, firing.rank) for told in found for firing in told.fired)
+    assert sorted(set(fired)) == [(fault_step(place), cell.rank) for place, cell in enumerate(wanted)]
+    steps = [incident.step for incident in found[0].incidents]
+    assert sorted(steps) == [fault_step(place) for place in range(len(wanted))]
+    for incident in found[0].incidents:
+        assert incident.ranks == (wanted[(incident.step - 2) // 3].rank,), incident.sentence
+
+
+def run(wanted: Sequence[Cell], run_dir: Path, *, seed: int = 0, timeout: float = 600) -> None:
+    mended = [(fault_step(place), (cell.rank + 1) % RANKS) for place, cell in enumerate(wanted)]
+    steps = 3 * len(wanted)
+    found = run_ranks(checked_training, RANKS, plan(wanted, seed), steps, mended, run_dir, timeout=timeout)
+    check(wanted, found)
+
+
+def test_there_are_enough_cells():
+    assert len(cells()) >= 344
+
+
+def test_a_sample_of_the_matrix_is_localized(tmp_path: Path):
+    every = cells()
+    run(every[: len(every) // RANKS], tmp_path)
+
+
+@pytest.mark.slow
+def test_every_cell_is_localized(tmp_path: Path):
+    run(cells(), tmp_path)

@@ -1,0 +1,128 @@
+"""A small job whose every step is checked by replay, one planned fault after the other.
+
+Each fault has three steps of its own: a clean one, the one it happens in, a clean one. What a fault leaves
+behind in a rank's state is mended from a healthy peer before the third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchscout.config import ReplayConfig
+from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.recorder import Stamped, read
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Firing, Injector
+from torchscout.integration.attach import enable_resiliency
+
+__all__ = ["LAYERS", "Found", "Net", "batch", "checked_training", "due_layer", "due_parameter", "mend"]
+
+VOCABULARY, WIDTH, LAYERS = 24, 16, 2
+REPLAY = range(1, 9)
+"""The passes of a place within a step that are not training's own."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.dropout(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.stack = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.final = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.stack:
+            x = block(x)
+        return self.head(self.final(x))
+
+
+def batch(step: int, rank: int, *, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every rank's own."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(VOCABULARY, (4, length + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def due_layer(step: int) -> str:
+    """The hidden layer whose turn it is at the end of a step, when there is a check at every step."""
+    return f"stack.{(step - 1) % LAYERS}"
+
+
+def due_parameter(step: int) -> str:
+    """The parameter whose update is replayed then."""
+    names = [name for name, _ in Net().named_parameters()]
+    owner, _, name = names[(step - 1) % len(names)].rpartition(".")
+    return f"{owner}/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one rank has to tell."""
+
+    records: list[EvidenceRecord]
+    incidents: list[Incident]
+    fired: list[Firing]
+    unfired: int
+    failures: list[str]
+
+
+def checked_training(
+    rank: int,
+    faults: Faults,
+    steps: int,
+    mended_after: Sequence[tuple[int, int]],
+    run_dir: Path,
+    config: ReplayConfig = ReplayConfig(interval=1),  # noqa: B008  frozen
+) -> Found:
+    """Train with a check at every step. ``mended_after`` has steps, each with a rank healthy in it."""
+    torch.manual_seed(0)
+    net = Net()
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    healthy = dict(mended_after)
+    with Injector(faults, rank, net, optimizer) as injector:
+        session = enable_resiliency(model, optimizer, replay=config, observer=None, run_dir=run_dir)
+        for step in range(1, steps + 1):
+            tokens, targets = batch(step, rank)
+            optimizer.zero_grad()
+            logits = model(tokens)
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+            if step in healthy:
+                mend(net, optimizer, healthy[step])
+    incidents, failures = session.incidents, list(session.failures)
+    session.close()
+    records = [
+        line.item
+        for line in read(run_dir / "records" / f"rank-{rank}.jsonl")
+        if isinstance(line, Stamped) and isinstance(line.item, EvidenceRecord)
+    ]
+    return Found(records, incidents, injector.fired, len(injector.unfired), failures)
+
+
+def mend(model: nn.Module, optimizer: torch.optim.Optimizer, source: int) -> None:
+    """Every rank gets the parameters and slots of a healthy one, as a recovery would give them."""
+    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *slots]:
+            dist.broadcast(tensor, source)

@@ -1,0 +1,127 @@
+"""From gathered signatures to records: who is named, and what is not checked for which reason."""
+
+from __future__ import annotations
+
+from torchscout.decision.consensus import Status
+from torchscout.decision.ongoing import Ongoing
+from torchscout.decision.record import (
+    Action,
+    EvidenceRecord,
+    Incident,
+    Manifestation,
+    Scope,
+)
+from torchscout.evidence.replay.judgement import Context, judge
+from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison, Mode
+
+PEERS = (0, 2, 4, 6)
+LAYER = [
+    Comparison("layer.1/input", Mode.INPUT),
+    Comparison("layer.1/output", Mode.FORWARD, ("layer.1/input",)),
+    Comparison("layer.1/grad_input", Mode.BACKWARD, ("layer.1/input",), absent="no gradient"),
+]
+
+
+def judged(
+    *columns: list[int], comparisons: list[Comparison] = LAYER, **context
+) -> dict[str, EvidenceRecord]:
+    gathered = {each.surface: column for each, column in zip(comparisons, columns, strict=True)}
+    records = judge(Context(7, PEERS, "layer.1", **context), comparisons, gathered)
+    return {f"{each.surface} failed" if is_failure(each) else each.surface: each for each in records}
+
+
+def is_failure(record: EvidenceRecord) -> bool:
+    return record.reason is not None and record.reason.startswith("replay failed")
+
+
+def test_each_surface_is_judged_by_itself():
+    found = judged([1, 1, 1, 1], [5, 5, 9, 5], [3, 3, 3, 3])
+    assert found["layer.1/output"].ranks == (4,)
+    assert [found[f"layer.1/{each}"].status for each in ("input", "grad_input")] == ["agree", "agree"]
+    assert (found["layer.1/output"].layer, found["layer.1/output"].mode) == ("layer.1", "forward")
+
+
+def test_an_input_that_differs_explains_whatever_follows():
+    found = judged([1, 1, 8, 1], [5, 5, 9, 5], [3, 3, 4, 3])
+    assert found["layer.1/input"].ranks == (4,)
+    assert found["layer.1/output"].status == "not_checked"
+    assert found["layer.1/output"].reason == "layer.1/input differs among peers already"
+
+
+def test_nothing_to_compare_anywhere_is_not_checked_and_here_alone_is_a_difference():
+    found = judged([1, 1, 1, 1], [5, 5, 5, 5], [ABSENT] * 4)
+    assert found["layer.1/grad_input"].reason == "no gradient"
+    found = judged([1, 1, 1, 1], [5, 5, 5, 5], [3, 3, ABSENT, 3])
+    assert found["layer.1/grad_input"].ranks == (4,)
+
+
+def test_a_rank_that_failed_is_no_evidence_and_the_others_still_vote():
+    found = judged([1, 1, 1, 1], [5, 5, POISON, 9], [3, 3, POISON, 3], problem="RuntimeError: no memory")
+    assert found["layer.1/output"].peers == (0, 2, 6)
+    assert found["layer.1/output"].ranks == (6,)
+    assert found["layer.1/grad_input"].verdict.status is Status.AGREE
+    failed = found["layer.1/output failed"]
+    assert failed.reason == "replay failed on rank 4: RuntimeError: no memory"
+
+
+def test_one_rank_left_compares_with_nobody():
+    found = judged([1, POISON, POISON, POISON], [5] + [POISON] * 3, [3] + [POISON] * 3)
+    assert {record.status for record in found.values()} == {"not_checked"}
+
+
+def test_two_against_two_is_inconclusive():
+    found = judged([1] * 4, [5, 5, 9, 9], [3] * 4)
+    assert found["layer.1/output"].scope is Scope.PEER_GROUP
+    assert found["layer.1/output"].ranks == ()
+
+
+def test_a_variant_is_told_apart_by_its_mode():
+    found = judged([1] * 4, [5] * 4, [3] * 4, variant=0.1)
+    assert found["layer.1/output"].mode == "forward x0.1"
+
+
+def test_what_agrees_under_one_summary_is_one_record_and_what_differs_its_own():
+    census = [Comparison(name, Mode.STATE, summary="state/parameters") for name in ("a/w", "b/w", "c/w")]
+    found = judged([1] * 4, [5, 5, 9, 5], [3] * 4, comparisons=census)
+    assert found.keys() == {"state/parameters", "b/w"}
+    assert found["b/w"].ranks == (4,)
+    assert found["state/parameters"].verdict.agrees
+    other = judged([2] * 4, [5, 5, 9, 5], [3] * 4, comparisons=census)
+    assert other["state/parameters"].verdict.evidence != found["state/parameters"].verdict.evidence
+
+
+def incident(records: dict[str, EvidenceRecord], surface: str) -> Incident:
+    return Incident(
+        manifestation=Manifestation.SDC,
+        scope=Scope.RANK,
+        step=7,
+        ranks=records[surface].ranks,
+        hosts=(),
+        records=(records[surface],),
+        action=Action.REPLACE,
+        sentence="",
+    )
+
+
+def test_an_incident_is_news_once_until_it_has_been_seen_to_end():
+    ongoing = Ongoing()
+    wrong, right = judged([1] * 4, [5, 5, 9, 5], [3] * 4), judged([1] * 4, [5] * 4, [3] * 4)
+    elsewhere = judged([1] * 4, [5] * 4, [3] * 4, comparisons=[Comparison(f"x/{n}", "other") for n in "abc"])
+    found = incident(wrong, "layer.1/output")
+
+    def news(incidents: list[Incident], records: dict[str, EvidenceRecord]) -> list[Incident]:
+        return ongoing.news(incidents, list(records.values()))
+
+    assert news([found], wrong) == [found]
+    assert news([found], wrong) == []
+    assert news([], elsewhere) == [], "something else was compared: that says nothing"
+    assert news([found], wrong) == []
+    assert news([], right) == []
+    assert news([found], wrong) == [found], "it ended, and has come back"
+
+
+def test_another_rank_is_news():
+    ongoing = Ongoing()
+    first, second = judged([1] * 4, [5, 5, 9, 5], [3] * 4), judged([1] * 4, [5, 5, 9, 8], [3] * 4)
+    assert len(ongoing.news([incident(first, "layer.1/output")], list(first.values()))) == 1
+    assert len(ongoing.news([incident(second, "layer.1/output")], list(second.values()))) == 1

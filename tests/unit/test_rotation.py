@@ -1,0 +1,101 @@
+"""When recipes are due, what they go through, and how the cadence follows a budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchscout.config import ReplayConfig
+from torchscout.evidence.replay.cadence import Cadence
+from torchscout.evidence.replay.rotation import Due, Rotation
+
+
+def run(rotation: Rotation, steps: range) -> dict[int, list[Due]]:
+    found = {}
+    for step in steps:
+        if due := rotation.due(step):
+            found[step] = due
+            rotation.finished(step)
+    return found
+
+
+def test_each_recipe_has_its_own_interval_and_goes_through_its_own_targets():
+    rotation = Rotation({"layer": 3, "census": 1}, {"layer": 2, "census": 5})
+    found = run(rotation, range(1, 11))
+    assert [(step, due.target) for step in found for due in found[step] if due.kind == "layer"] == [
+        (2, 0),
+        (4, 1),
+        (6, 2),
+        (8, 0),
+        (10, 1),
+    ]
+    assert [step for step in found if Due("census", 0) in found[step]] == [5, 10]
+    assert rotation.rounds == 6  # steps 2, 4, 5, 6, 8 and 10, where both are one check
+
+
+def test_coverage_says_how_far_a_cycle_is():
+    rotation = Rotation({"layer": 3}, {"layer": 20})
+    run(rotation, range(1, 41))
+    assert rotation.coverage() == {
+        "layer": {"targets": 3, "visited": 2, "cycles": 0, "interval": 20, "next_step": 60}
+    }
+
+
+def test_a_recipe_without_targets_or_not_asked_for_is_never_due():
+    rotation = Rotation({"embedding": 0, "layer": 2, "output": 1}, {"embedding": 1, "layer": 1})
+    assert {due.kind for dues in run(rotation, range(1, 9)).values() for due in dues} == {"layer"}
+
+
+def test_other_intervals_hold_from_the_step_they_are_set_at():
+    rotation = Rotation({"layer": 2, "census": 1}, {"layer": 10, "census": 10})
+    run(rotation, range(1, 11))
+    rotation.change({"layer": 3}, 2, 10)
+    found = run(rotation, range(11, 30))
+    assert list(found) == [16, 22, 28]
+    assert {due.kind for dues in found.values() for due in dues} == {"layer"}, "the census rests"
+
+
+def test_the_same_intervals_again_change_nothing():
+    rotation = Rotation({"layer": 2}, {"layer": 10})
+    rotation.change({"layer": 10}, 1, 7)
+    assert list(run(rotation, range(1, 21))) == [10, 20]
+
+
+def test_intervals_grow_until_checks_fit_the_budget():
+    cadence = Cadence()
+    for _ in range(5):
+        cadence.step_took(0.1)
+        cadence.check_took(0.5)
+    assert cadence.share(20) == pytest.approx(0.2)
+    stretch = cadence.stretch(20, 0.005)
+    assert cadence.share(20 * stretch) <= 0.005 < cadence.share(20 * (stretch - 1))
+
+
+def test_without_a_budget_or_without_measurements_intervals_stay():
+    cadence = Cadence()
+    assert (cadence.stretch(20, 0.005), cadence.share(20)) == (1, None)
+    cadence.step_took(0.1)
+    cadence.check_took(100.0)
+    assert cadence.stretch(20, None) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"interval": 0}, "at least 1 step"),
+        ({"recipes": ("layer", "experts")}, "unknown recipes"),
+        ({"recipes": {"layer": 0}}, "at least 1 step"),
+        ({"variants": ()}, "finite factors"),
+        ({"variants": (1.0, float("nan"))}, "finite factors"),
+        ({"variants": (1.0, 1.0)}, "differ from each other"),
+        ({"budget": 1.5}, "between 0 and 1, got 1.5"),
+        ({"patience_seconds": 0}, "positive and finite"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_value(settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        ReplayConfig(**settings)
+
+
+def test_recipes_may_have_their_own_intervals():
+    assert ReplayConfig(interval=7, recipes=("layer", "census")).intervals == {"layer": 7, "census": 7}
+    assert ReplayConfig(recipes={"layer": 5}).intervals == {"layer": 5}

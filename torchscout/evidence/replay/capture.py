@@ -1,0 +1,112 @@
+"""Catches one call of a module while training makes it, for one step (paper, section 6.1).
+
+Hooks are there only in a step at whose end the module is due. The last call that got gradients counts, so
+that gradient accumulation yields its last microbatch and an evaluation in between yields nothing. Calls
+that activation checkpointing repeats during backward are not training's own, and are not captured.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from torchscout.errors import ReplayError, told
+from torchscout.evidence.hearing import in_backward, is_inert
+from torchscout.evidence.replay.invocation import Invocation
+
+__all__ = ["Capture"]
+
+
+class Capture:
+    """Armed from its making until ``disarm``."""
+
+    def __init__(self, module: nn.Module, device: torch.device, *, keep: bool) -> None:
+        self._device, self._keep = device, keep
+        self._begun: Invocation | None = None
+        """The newest call; its output's gradients have not come yet."""
+        self._whole: Invocation | None = None
+        """The newest call whose output got gradients."""
+        self._problem = "it was not called in this step, or only inside compiled code"
+        self._undo = ExitStack()
+        self._arm(module)
+
+    def invocation(self) -> Invocation:
+        """What was captured; a ``ReplayError`` says why there is nothing."""
+        found = self._whole or self._begun
+        if found is None:
+            raise ReplayError(self._problem)
+        if found.problem is not None:
+            raise ReplayError(found.problem)
+        return found
+
+    def disarm(self) -> None:
+        """Remove the hooks and let go of what was captured."""
+        self._undo.close()
+        self._begun = self._whole = None
+
+    def _arm(self, module: nn.Module) -> None:
+        if module._compiled_call_impl is None:
+            # First in, last out: a replayed call goes through everybody else's hooks again.
+            before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(self._after, with_kwargs=True)
+            self._undo.callback(before.remove)
+            self._undo.callback(after.remove)
+            return
+        # [Note: compiled in place] After `module.compile()` hooks are part of the compiled code, and new
+        # ones are not seen. What the module calls instead of itself is an attribute, lent to us for one step.
+        compiled = module._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._before(module, args, kwargs)
+            output = compiled(*args, **kwargs)
+            self._after(module, args, kwargs, output)
+            return output
+
+        module._compiled_call_impl = call
+        self._undo.callback(setattr, module, "_compiled_call_impl", compiled)
+
+    def _before(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._is_trainings_own():
+            return
+        self._begun = None
+        try:
+            self._begun = Invocation.of(args, kwargs, self._device, keep=self._keep)
+        except Exception as error:  # noqa: BLE001  the boundary: this runs inside training's forward pass
+            self._problem = told(error)
+
+    def _after(self, _: nn.Module, __: Any, ___: Any, output: Any) -> None:
+        begun = self._begun
+        if begun is None or not self._is_trainings_own():
+            return
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        for place, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                self._await_gradient(begun, place, tensor)
+
+    def _await_gradient(self, begun: Invocation, place: int, tensor: torch.Tensor) -> None:
+        def take(gradient: torch.Tensor) -> None:
+            if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+                begun.problem = f"a {type(gradient).__name__} of {gradient.layout} came back to its output"
+                return
+            self._whole = begun
+            # Kept, not copied: it need not be what training used, only the same on all peers. Autograd
+            # adds to a gradient in place only if nobody else holds it.
+            begun.gradients[place] = gradient.detach()
+
+        if self._keep:
+            tensor.register_hook(take)  # type: ignore[no-untyped-call]
+
+    def _is_trainings_own(self) -> bool:
+        if torch.compiler.is_compiling() or is_inert() or in_backward():
+            return False
+        if not torch.is_grad_enabled():
+            self._problem = (
+                "it was called only without gradients: an evaluation, or activation checkpointing with "
+                "use_reentrant=True, which replay cannot follow; use_reentrant=False it can"
+            )
+            return False
+        return True

@@ -1,0 +1,137 @@
+"""One captured module call, as data that can travel to the peers (paper, section 6.1.1).
+
+Tensors and random states are broadcast, plain values (numbers, strings, None) come with the description,
+and any other argument stays the peer's own and must look alike everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from torchscout.errors import ReplayError
+from torchscout.evidence.replay.alignment import captured, described, refuse, room_for
+from torchscout.evidence.replay.conditions import autocast_now
+from torchscout.evidence.replay.randomness import Randomness
+
+__all__ = ["Invocation", "is_floating"]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(slots=True)
+class Invocation:
+    """Arguments, output gradients and surroundings of one call."""
+
+    leaves: list[Any]
+    """The arguments, positional and by name, flattened. Tensors only where their values are kept."""
+    requires_grad: list[bool]
+    """Of each leaf."""
+    spec: TreeSpec
+    """How the leaves form the arguments."""
+    autocast: Mapping[str, str | None]
+    randomness: Randomness
+    """Before the forward pass."""
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What backward brought to the output, by place among the output's tensors."""
+    problem: str | None = None
+    """Why this call cannot be replayed after all."""
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any, device: torch.device, *, keep: bool) -> Invocation:
+        """Capture a call; without ``keep``, everything but the values of its tensors."""
+        leaves, spec = tree_flatten((args, kwargs))
+        mask = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+        kept = [_kept(leaf, keep=keep) for leaf in leaves]
+        return cls(kept, mask, spec, autocast_now(device), Randomness.now(device))
+
+    def arguments(self, tensors: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments, with these tensors in place of its own."""
+        leaves = [tensors.get(place, leaf) for place, leaf in enumerate(self.leaves)]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "form": str(self.spec),
+            "leaves": [_described(leaf) for leaf in self.leaves],
+            "requires_grad": self.requires_grad,
+            "autocast": dict(self.autocast),
+            "random": {name: described(state) for name, state in self.randomness.states.items()},
+            "gradients": {str(place): described(each) for place, each in self.gradients.items()},
+        }
+
+    def like(self, source: Mapping[str, Any], device: torch.device) -> Invocation:
+        """Room for the source's call on this rank; a ``ReplayError`` says what is not alike."""
+        if source["form"] != str(self.spec):
+            raise ReplayError(f"arguments have another form than the source's: {self.spec}")
+        leaves = [
+            _room(place, leaf, told, device)
+            for place, (leaf, told) in enumerate(zip(self.leaves, source["leaves"], strict=True))
+        ]
+        states = {name: room_for(told, device) for name, told in source["random"].items()}
+        if states.keys() != self.randomness.states.keys():
+            raise ReplayError(f"random streams are {sorted(self.randomness.states)}, not {sorted(states)}")
+        gradients = {int(place): room_for(told, device) for place, told in source["gradients"].items()}
+        return Invocation(
+            leaves, source["requires_grad"], self.spec, source["autocast"], Randomness(states), gradients
+        )
+
+    def densified(self) -> Invocation:
+        """The same, with every gradient as one block of memory: an expanded one is not."""
+        dense = {place: each if _is_dense(each) else each.clone() for place, each in self.gradients.items()}
+        return replace(self, gradients=dense)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is broadcast, in an order that peers share."""
+        inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        return [*inputs, *self.gradients.values(), *self.randomness.states.values()]
+
+
+def is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return torch.empty_like(tensor).stride() == tensor.stride() if not tensor.is_contiguous() else True
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """In place of a tensor whose values are the source's to send."""
+
+
+def _kept(leaf: Any, *, keep: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if keep:
+        return captured(leaf)
+    refuse(leaf)
+    return _Left()
+
+
+def _described(leaf: Any) -> dict[str, Any]:
+    if isinstance(leaf, torch.Tensor):
+        return {"tensor": described(leaf)}
+    if isinstance(leaf, _Left):
+        return {"tensor": None}
+    if isinstance(leaf, _PLAIN):
+        return {"plain": leaf}
+    text = repr(leaf)
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    return {"object": kind if " at 0x" in text else f"{kind} {text}"[:1000]}
+
+
+def _room(place: int, own: Any, told: Mapping[str, Any], device: torch.device) -> Any:
+    """This rank's leaf for the source's: room for a tensor, the same plain value, its own object."""
+    if "tensor" in told:
+        return room_for(told["tensor"], device)
+    if "plain" in told:
+        return told["plain"]
+    if _described(own) != told:
+        raise ReplayError(f"argument {place} is {_described(own)} here and {dict(told)} on the source")
+    return own

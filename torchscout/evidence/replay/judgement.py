@@ -1,0 +1,112 @@
+"""From what peers gathered to evidence records: premises, missing tensors, failed ranks (paper, section 5.1).
+
+Pure. A comparison is a verdict only among ranks that had something to compare; what could not be compared
+is ``not_checked`` with its reason, neither a disagreement nor clean evidence.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from torchscout.decision import consensus
+from torchscout.decision.consensus import Verdict
+from torchscout.decision.fold import signed
+from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
+from torchscout.decision.wording import named
+from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison
+
+__all__ = ["Context", "judge", "not_checked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all records of one replay have in common."""
+
+    step: int
+    peers: tuple[int, ...]
+    target: str
+    """What was replayed; empty for state in general."""
+    variant: float = 1.0
+    problem: str | None = None
+    """What went wrong on this rank, if it is one that failed."""
+
+    def mode(self, mode: str) -> str:
+        return mode if self.variant == 1 else f"{mode} x{self.variant:g}"
+
+    def record(self, comparison: Comparison) -> EvidenceRecord:
+        """Of a comparison that has not been made."""
+        return EvidenceRecord(
+            step=self.step,
+            surface=comparison.surface,
+            manifestation=Manifestation.SDC,
+            peers=self.peers,
+            reason="not compared",
+            layer=self.target or None,
+            mode=self.mode(comparison.mode),
+        )
+
+
+def not_checked(context: Context, surface: Surface, reason: str) -> EvidenceRecord:
+    """Of work that could not be replayed at all."""
+    return replace(context.record(Comparison(surface, "replay")), reason=reason)
+
+
+def judge(
+    context: Context, comparisons: Sequence[Comparison], gathered: Mapping[Surface, Sequence[int]]
+) -> list[EvidenceRecord]:
+    """The records of one replay: each surface's own, and one for all that agree under one summary."""
+    records: dict[Surface, EvidenceRecord] = {}
+    failures: list[EvidenceRecord] = []
+    summaries: dict[Surface, list[EvidenceRecord]] = {}
+    alone: list[EvidenceRecord] = []
+    for comparison in comparisons:
+        values = gathered[comparison.surface]
+        if failed := [rank for rank, value in zip(context.peers, values, strict=True) if value == POISON]:
+            failures.append(_failure(context, comparison, failed))
+        record = records[comparison.surface] = _judge(context, comparison, values, records)
+        is_sound = record.verdict is not None and record.verdict.agrees
+        summary = comparison.summary if is_sound else None
+        (alone if summary is None else summaries.setdefault(summary, [])).append(record)
+    return [*(_sum(surface, found) for surface, found in summaries.items()), *alone, *failures]
+
+
+def _judge(
+    context: Context,
+    comparison: Comparison,
+    values: Sequence[int],
+    records: Mapping[Surface, EvidenceRecord],
+) -> EvidenceRecord:
+    record = context.record(comparison)
+    for premise in comparison.premises:
+        if records[premise].scope is not None:
+            return replace(record, reason=f"{premise} differs among peers already")
+    having = [(rank, value) for rank, value in zip(context.peers, values, strict=True) if value != POISON]
+    if having and all(value == ABSENT for _, value in having):
+        return replace(record, reason=comparison.absent)
+    if len(having) < 2:
+        return replace(record, reason="fewer than two peers had anything to compare")
+    ranks, compared = zip(*having, strict=True)
+    return replace(record, peers=ranks, verdict=consensus.exact(compared), reason=None)
+
+
+def _failure(context: Context, comparison: Comparison, failed: Sequence[int]) -> EvidenceRecord:
+    reason = f"replay failed on {named(failed)}"
+    if context.problem is not None:
+        reason += f": {context.problem}"
+    return replace(context.record(comparison), peers=tuple(failed), reason=reason)
+
+
+def _sum(surface: Surface, found: Sequence[EvidenceRecord]) -> EvidenceRecord:
+    """One record for many that agree; its evidence stands for all of theirs."""
+    first = found[0]
+    columns = zip(*(record.verdict.evidence for record in found if record.verdict), strict=True)
+    evidence = tuple(
+        signed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(column)}q", *column))) for column in columns
+    )
+    assert first.verdict is not None
+    verdict = Verdict(first.verdict.status, (), evidence)
+    return replace(first, surface=surface, verdict=verdict)

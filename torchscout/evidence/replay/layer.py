@@ -1,0 +1,197 @@
+"""Replays one module, forward and backward, on the source's input (paper, section 6.1.1, algorithm 2).
+
+The embedding, the hidden layers and the output layer are replayed alike; they differ in what goes in. The
+module is called as training calls it, with all hooks in place and its own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from torchscout.decision.record import Surface
+from torchscout.decision.signature import signatures
+from torchscout.errors import ReplayError
+from torchscout.evidence.replay import alignment
+from torchscout.evidence.replay.capture import Capture
+from torchscout.evidence.replay.conditions import autocast_as, deterministic, is_compiled
+from torchscout.evidence.replay.digest import digest
+from torchscout.evidence.replay.invocation import Invocation, is_floating
+from torchscout.evidence.replay.module_state import buffers_of, preserved, refusal
+from torchscout.evidence.replay.randomness import unmoved
+from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
+
+__all__ = ["LayerRecipe", "LayerReplay"]
+
+
+class LayerRecipe:
+    """Modules of one role, one of which is replayed at a time."""
+
+    varies = True
+
+    def __init__(
+        self,
+        kind: str,
+        modules: Mapping[str, nn.Module],
+        surfaces: Mapping[torch.Tensor, Surface],
+        device: torch.device,
+    ) -> None:
+        self.kind = kind
+        self.targets = tuple(modules)
+        self._modules, self._surfaces, self._device = tuple(modules.values()), surfaces, device
+
+    def begin(self, target: int, *, is_source: bool) -> LayerReplay:
+        module, name = self._modules[target], self.targets[target]
+        named = {f"{self._surfaces[each]}.grad": each for each in module.parameters() if each.requires_grad}
+        return LayerReplay(name, module, named, self._device, is_source=is_source)
+
+
+class LayerReplay:
+    """One module at the end of one step."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        gradients: Mapping[Surface, nn.Parameter],
+        device: torch.device,
+        *,
+        is_source: bool,
+    ) -> None:
+        self._name, self._module, self._device, self._is_source = name, module, device, is_source
+        self._parameters = gradients
+        """Those whose gradients are compared, by surface."""
+        self._refusal = refusal(module)
+        self._capture = None if self._refusal else Capture(module, device, keep=is_source)
+        self._own: Invocation | None = None
+        self._call: Invocation | None = None
+        """The source's call: room for it first, its values once aligned."""
+        self._buffers: dict[str, torch.Tensor] = {}
+        """The source's."""
+
+    def describe(self) -> dict[str, Any]:
+        if self._capture is None:
+            raise ReplayError(str(self._refusal))
+        self._own = self._capture.invocation().densified()
+        buffers = {name: alignment.described(each) for name, each in buffers_of(self._module).items()}
+        return {**self._own.describe(), "buffers": buffers}
+
+    def prepare(self, descriptions: Sequence[Any], source: int) -> None:
+        assert self._own is not None, "described first"
+        own, told = buffers_of(self._module), descriptions[source]
+        if list(told["buffers"]) != list(own):
+            raise ReplayError(f"its buffers are {list(own)} here and {list(told['buffers'])} on the source")
+        if self._is_source:
+            self._call = self._own
+            self._buffers = {name: alignment.captured(each) for name, each in own.items()}
+        else:
+            self._call = self._own.like(told, self._device)
+            self._buffers = {
+                name: alignment.room_for(each, self._device) for name, each in told["buffers"].items()
+            }
+
+    def align(self, broadcast: Broadcast) -> None:
+        alignment.receive(self._aligned(), broadcast)
+
+    def comparisons(self) -> list[Comparison]:
+        assert self._call is not None, "prepared first"
+        given, weights = f"{self._name}/input", f"{self._name}/parameters"
+        nothing = "no gradient reached it"
+        if not self._call.gradients:
+            nothing = "no gradient reached the output of the module"
+        return [
+            Comparison(given, Mode.INPUT),
+            Comparison(weights, Mode.STATE, absent="it has no parameters"),
+            Comparison(f"{self._name}/output", Mode.FORWARD, (given, weights), absent="it returns no tensor"),
+            *(Comparison(each, Mode.BACKWARD, (given, weights), absent=nothing) for each in self._inputs()),
+            *(Comparison(each, Mode.BACKWARD, (given, weights), absent=nothing) for each in self._parameters),
+        ]
+
+    def observe(self, variant: float, seen: Observation) -> None:
+        assert self._call is not None, "prepared first"
+        found, inputs = seen.signatures, _inputs(self._call, variant)
+        weights = list(self._module.parameters())
+        versions = [each._version for each in weights]
+        found[f"{self._name}/input"] = digest([*inputs.values(), *self._aligned(besides=inputs)])
+        found[f"{self._name}/parameters"] = digest(weights) if weights else ABSENT
+        with self._as_in_training():
+            self._call.randomness.apply(self._device)
+            # Copies: a module may write into its arguments, and autograd forbids that to a leaf.
+            args, kwargs = self._call.arguments({place: each.clone() for place, each in inputs.items()})
+            outputs = _tensors(self._module(*args, **kwargs))
+            found[f"{self._name}/output"] = digest(outputs) if outputs else ABSENT
+            found |= self._backward(outputs, [each for each in inputs.values() if each.requires_grad])
+        if versions != [each._version for each in weights]:
+            raise ReplayError("its forward pass writes to its own parameters")
+
+    def release(self) -> None:
+        if self._capture is not None:
+            self._capture.disarm()
+        self._own = self._call = None
+        self._buffers = {}
+
+    def _aligned(self, *, besides: Mapping[int, torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """All that came from the source; ``besides`` the inputs, where those are given scaled."""
+        assert self._call is not None, "prepared first"
+        tensors = self._call.tensors()
+        return [*tensors[len(besides or ()) :], *self._buffers.values()]
+
+    def _inputs(self) -> list[Surface]:
+        """All input gradients together, if there are any: indices have none."""
+        assert self._call is not None, "prepared first"
+        return [f"{self._name}/grad_input"] if any(self._call.requires_grad) else []
+
+    def _as_in_training(self) -> ExitStack:
+        assert self._call is not None, "prepared first"
+        around = ExitStack()
+        around.enter_context(unmoved(self._device))
+        around.enter_context(preserved(self._module, self._buffers))
+        if not is_compiled(self._module):
+            around.enter_context(deterministic())
+        around.enter_context(autocast_as(self._call.autocast))
+        around.enter_context(torch.enable_grad())
+        return around
+
+    def _backward(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> dict[Surface, int]:
+        assert self._call is not None, "prepared first"
+        pairs = [(outputs[place], each) for place, each in self._call.gradients.items()]
+        wanted = [*inputs, *self._parameters.values()]
+        gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if pairs and wanted:
+            roots, given = zip(*pairs, strict=True)
+            gradients = torch.autograd.grad(roots, wanted, given, allow_unused=True)
+        of_inputs = [each for each in gradients[: len(inputs)] if each is not None]
+        found = {each: digest(of_inputs) if of_inputs else ABSENT for each in self._inputs()}
+        present = {
+            surface: each
+            for surface, each in zip(self._parameters, gradients[len(inputs) :], strict=True)
+            if each is not None
+        }
+        signed = dict(zip(present, signatures(map(_strided, present.values())), strict=True))
+        return found | {surface: signed.get(surface, ABSENT) for surface in self._parameters}
+
+
+def _inputs(call: Invocation, variant: float) -> dict[int, torch.Tensor]:
+    """The call's tensors by place, ready to be differentiated; floating ones scaled."""
+    inputs = {}
+    for place, leaf in enumerate(call.leaves):
+        if isinstance(leaf, torch.Tensor):
+            scaled = leaf * variant if variant != 1 and is_floating(leaf) else leaf.detach()
+            inputs[place] = scaled.requires_grad_(call.requires_grad[place])
+    return inputs
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _strided(gradient: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient has no bytes of its own; as a dense one it has."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

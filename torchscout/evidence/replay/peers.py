@@ -1,0 +1,40 @@
+"""What replay needs of the other ranks: its peers' evidence, the whole job's agreement (paper, section 6).
+
+A protocol: ``integration.communicators`` owns the process groups behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from torchscout.decision.channel import PeerChannel
+from torchscout.mesh import PeerGroup
+
+__all__ = ["Peers"]
+
+
+class Peers(Protocol):
+    """One rank's connections. Every rank of the job makes the same calls in the same order."""
+
+    group: PeerGroup
+    position: int
+    """Of this rank among its peers."""
+    metadata: PeerChannel
+    """Among peers, in host memory: descriptions."""
+    evidence: PeerChannel
+    """Among peers, over the accelerator's own network where there is one: signatures and times."""
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
+        """Fill the tensor with what the peer at position ``source`` holds in its own."""
+        ...
+
+    def highest(self, values: Sequence[int]) -> list[int]:
+        """Job-wide: each value's maximum over all ranks."""
+        ...
+
+    def first_problems(self, problems: Sequence[str | None]) -> list[str | None]:
+        """Job-wide: for each piece of work what stands in its way on whichever rank, or None."""
+        ...

@@ -1,0 +1,91 @@
+"""Random numbers in replay: the same on every peer, training's own streams untouched (paper, 6.1.1).
+
+A state is captured before a layer's forward pass and travels with its input. Around a replay every
+stream of this process is put back to where it was, those of NumPy and Python included.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+__all__ = ["Randomness", "Tracker", "register_tracker", "unmoved"]
+
+
+class Tracker(Protocol):
+    """Random streams that a framework keeps by itself, such as model-parallel ones."""
+
+    def get_states(self) -> Mapping[str, torch.Tensor]:
+        """Every stream's state, as ``torch.get_rng_state`` would give it."""
+        ...
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None: ...
+
+
+_trackers: dict[str, Tracker] = {}
+
+
+def register_tracker(name: str, tracker: Tracker) -> Callable[[], None]:
+    """Let replay align and restore these streams too; what is returned takes the registration back."""
+    if name in _trackers:
+        raise ValueError(f"a random tracker named {name!r} is registered already")
+    _trackers[name] = tracker
+    return lambda: _forget(name)
+
+
+def _forget(name: str) -> None:
+    _trackers.pop(name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Randomness:
+    """The state of every stream that a layer may draw from."""
+
+    states: Mapping[str, torch.Tensor]
+    """Bytes in host memory: ``cpu``, the accelerator's type, ``TRACKER/STREAM``."""
+
+    @classmethod
+    def now(cls, device: torch.device) -> Randomness:
+        states = {"cpu": torch.get_rng_state()}
+        if device.type != "cpu":
+            states[device.type] = torch.get_device_module(device).get_rng_state(device).cpu()
+        for name, tracker in _trackers.items():
+            streams = tracker.get_states()
+            states |= {f"{name}/{stream}": state.cpu().clone() for stream, state in streams.items()}
+        return cls(states)
+
+    def apply(self, device: torch.device) -> None:
+        """Let everything on this rank draw from here."""
+        torch.set_rng_state(self.states["cpu"])
+        if device.type in self.states and device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(self.states[device.type], device)
+        for name, tracker in _trackers.items():
+            own = {key.partition("/")[2]: state for key, state in self.states.items() if _belongs(key, name)}
+            tracker.set_states(own)
+        # Python's and NumPy's states are no tensors; a seed that all peers share is enough.
+        seed = xxhash.xxh3_64_intdigest(self.states["cpu"].numpy().tobytes())
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def unmoved(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn in this block, training draws what it would have drawn without it."""
+    torch_states, python_state, numpy_state = Randomness.now(device), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch_states.apply(device)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def _belongs(key: str, tracker: str) -> bool:
+    return key.startswith(f"{tracker}/")

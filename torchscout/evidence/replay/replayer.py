@@ -1,0 +1,173 @@
+"""Carries out what is due at the end of a step, in step with every other rank (paper, section 6.1).
+
+[Note: no rank is stranded] All that may fail on one rank alone (clones, allocations) happens before one
+job-wide vote; work that is not ready everywhere is done nowhere. After the vote a rank that fails still
+takes part in every exchange, with a poison in place of its signatures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torchscout.decision import c3
+from torchscout.decision.record import EvidenceRecord, Surface
+from torchscout.errors import ChannelError, told
+from torchscout.evidence.hearing import in_backward, inert
+from torchscout.evidence.replay.judgement import Context, judge, not_checked
+from torchscout.evidence.replay.peers import Peers
+from torchscout.evidence.replay.recipe import POISON, Comparison, Observation, Recipe, Replay
+from torchscout.evidence.replay.rotation import Due, Rotation
+
+__all__ = ["Outcome", "Replayer"]
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one check produced, the same on every peer."""
+
+    records: list[EvidenceRecord] = field(default_factory=list)
+    repeats: list[EvidenceRecord] = field(default_factory=list)
+    """Of the second replay, where a disagreement called for one."""
+
+
+@dataclass(slots=True)
+class _Begun:
+    """One replay on its way."""
+
+    due: Due
+    target: str
+    varies: bool
+    replay: Replay | None
+    problem: str | None
+    """Why it cannot go on, on this rank or, after the vote, on any."""
+
+
+class Replayer:
+    """The recipes of one rank."""
+
+    def __init__(self, recipes: Sequence[Recipe], rotation: Rotation, peers: Peers) -> None:
+        self._recipes = {recipe.kind: recipe for recipe in recipes}
+        self._rotation, self._peers = rotation, peers
+        self._begun: list[_Begun] = []
+        self.variants: tuple[float, ...] = (1.0,)
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._begun)
+
+    def begin(self, step: int) -> None:
+        """Before the step: start to capture what is due at its end; mostly nothing."""
+        for due in self._rotation.due(step):
+            recipe = self._recipes[due.kind]
+            begin = _bound(recipe.begin, due.target, is_source=self._peers.position == self._source)
+            replay, problem = _attempt(begin)
+            self._begun.append(_Begun(due, recipe.targets[due.target], recipe.varies, replay, problem))
+
+    def check(self, step: int) -> Outcome:
+        """At the end of the step: replay, compare, and let go of everything."""
+        outcome = Outcome()
+        try:
+            self._describe()
+            self._vote()
+            for begun in self._begun:
+                context = Context(step, self._peers.group.ranks, begun.target)
+                if begun.problem is None and begun.replay is not None:
+                    self._run(begun, begun.replay, context, outcome)
+                else:
+                    surface = "/".join(filter(None, (begun.target, begun.due.kind)))
+                    outcome.records.append(not_checked(context, surface, str(begun.problem)))
+        finally:
+            self.abandon()
+            self._rotation.finished(step)
+        return outcome
+
+    def abandon(self) -> None:
+        """Let go of what was begun, whatever became of it."""
+        while self._begun:
+            if (replay := self._begun.pop().replay) is not None:
+                replay.release()
+
+    @property
+    def _source(self) -> int:
+        """One position for all peer groups of the job, so that no tensor-parallel group mixes replicas."""
+        return self._rotation.rounds % len(self._peers.group)
+
+    def _describe(self) -> None:
+        """Tell the peers what was captured; make room for what the source has."""
+        inside = "the optimizer steps inside the backward pass" if in_backward() else None
+        own = []
+        for begun in self._begun:
+            document = None
+            if begun.replay is not None and begun.problem is None:
+                document, begun.problem = _attempt(begun.replay.describe)
+            begun.problem = begun.problem or inside
+            own.append({"problem": begun.problem, "document": document})
+        gathered = [json.loads(each) for each in self._peers.metadata.gather(json.dumps(own).encode())]
+        for place, begun in enumerate(self._begun):
+            told_by = [each[place] for each in gathered]
+            if begun.problem is None and not any(each["problem"] for each in told_by):
+                assert begun.replay is not None
+                documents = [each["document"] for each in told_by]
+                _, begun.problem = _attempt(_bound(begun.replay.prepare, documents, self._source))
+
+    def _vote(self) -> None:
+        """Work that is not ready everywhere is done nowhere."""
+        agreed = self._peers.first_problems([begun.problem for begun in self._begun])
+        for begun, problem in zip(self._begun, agreed, strict=True):
+            begun.problem = problem
+
+    def _run(self, begun: _Begun, replay: Replay, context: Context, outcome: Outcome) -> None:
+        replay.align(lambda tensor: self._peers.broadcast(tensor, source=self._source))
+        variants = self.variants if begun.varies else (1.0,)
+        comparisons = replay.comparisons()
+        records = self._compare(replay, comparisons, variants, context)
+        outcome.records.extend(records)
+        # Job-wide: where layers are sharded, a second replay needs ranks of other peer groups too.
+        if self._peers.highest([any(record.scope is not None for record in records)])[0]:
+            outcome.repeats.extend(self._compare(replay, comparisons, variants, context))
+
+    def _compare(
+        self, replay: Replay, comparisons: Sequence[Comparison], variants: Sequence[float], context: Context
+    ) -> list[EvidenceRecord]:
+        """Compute every variant, exchange once, judge each by itself."""
+        evidence: dict[Surface, int] = {}
+        problems: list[str | None] = []
+        for variant in variants:
+            seen = Observation()
+            _, problem = _attempt(_bound(replay.observe, variant, seen))
+            problems.append(problem)
+            for each in comparisons:
+                evidence[_key(each.surface, variant)] = seen.signatures.get(each.surface, POISON)
+        verdicts = c3.compare(self._peers.evidence, exact=evidence)
+        records = []
+        for variant, problem in zip(variants, problems, strict=True):
+            gathered: dict[Surface, Any] = {
+                each.surface: verdicts[_key(each.surface, variant)].evidence for each in comparisons
+            }
+            here = Context(context.step, context.peers, context.target, variant, problem)
+            records += judge(here, comparisons, gathered)
+        return records
+
+
+def _key(surface: Surface, variant: float) -> Surface:
+    return f"{surface} x{variant!r}"
+
+
+def _bound(function: Callable[..., _Value], *args: Any, **kwargs: Any) -> Callable[[], _Value]:
+    return lambda: function(*args, **kwargs)
+
+
+def _attempt(work: Callable[[], _Value]) -> tuple[_Value | None, str | None]:
+    """The result, or in words why there is none."""
+    try:
+        with inert():
+            return work(), None
+    except ChannelError:
+        raise  # the exchange itself is broken: there is nobody left to be in step with
+    except Exception as error:  # noqa: BLE001  see [Note: no rank is stranded]; the user's modules run in here
+        return None, told(error)

@@ -1,0 +1,75 @@
+"""What is due at the end of which step, and how far the rotation has come (paper, section 6.1).
+
+Pure arithmetic over step numbers: every rank computes the same, whatever happened to it locally. Changes of
+the cadence are made through here on all ranks at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Due", "Rotation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """One recipe's turn."""
+
+    kind: str
+    target: int
+    """Which of the recipe's targets."""
+
+
+class Rotation:
+    """Each recipe has its own interval and goes through its own targets."""
+
+    def __init__(self, targets: Mapping[str, int], intervals: Mapping[str, int]) -> None:
+        self._targets = {kind: count for kind, count in targets.items() if count and kind in intervals}
+        self._intervals = {kind: intervals[kind] for kind in self._targets}
+        self._stretch = 1
+        self._next = dict(self._intervals)
+        self._turns = dict.fromkeys(self._targets, 0)
+        self.rounds = 0
+        """Checks so far; the source replica rotates with it."""
+
+    def due(self, step: int) -> list[Due]:
+        """What is to be replayed at the end of this step; mostly nothing."""
+        return [
+            Due(kind, self._turns[kind] % self._targets[kind])
+            for kind, when in self._next.items()
+            if when == step
+        ]
+
+    def finished(self, step: int) -> None:
+        """The check at the end of this step is over, with whatever outcome."""
+        for due in self.due(step):
+            self._turns[due.kind] += 1
+            self._next[due.kind] = step + self._intervals[due.kind] * self._stretch
+        self.rounds += 1
+
+    def change(self, intervals: Mapping[str, int], stretch: int, step: int) -> None:
+        """From this step on, other intervals, all of them ``stretch`` times as long; who has none rests."""
+        wanted = {kind: interval for kind, interval in intervals.items() if kind in self._targets}
+        if wanted == self._intervals and stretch == self._stretch:
+            return
+        self._intervals, self._stretch = wanted, stretch
+        self._next = {kind: step + interval * stretch for kind, interval in wanted.items()}
+
+    @property
+    def stretch(self) -> int:
+        return self._stretch
+
+    def coverage(self) -> dict[str, dict[str, int]]:
+        """For each recipe: its targets, how many were visited, whole cycles, and the interval in force."""
+        return {
+            kind: {
+                "targets": count,
+                "visited": min(self._turns[kind], count),
+                "cycles": self._turns[kind] // count,
+                "interval": interval * self._stretch,
+                "next_step": self._next[kind],
+            }
+            for kind, interval in self._intervals.items()
+            for count in [self._targets[kind]]
+        }

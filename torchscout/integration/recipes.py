@@ -1,0 +1,48 @@
+"""From what an adapter tells about a job to what replay does with it (paper, section 6.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from torchscout.config import ReplayConfig
+from torchscout.decision.record import Surface
+from torchscout.evidence.replay.census import CensusRecipe, slots_of
+from torchscout.evidence.replay.layer import LayerRecipe
+from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
+from torchscout.evidence.replay.recipe import Recipe
+from torchscout.integration.adapter import Adapter
+from torchscout.integration.structure import Part
+
+__all__ = ["device_of_job", "recipes_for"]
+
+
+def recipes_for(adapter: Adapter, config: ReplayConfig) -> list[Recipe]:
+    """Every recipe the configuration asks for; a ``ValueError`` says what a user must name."""
+    structure = adapter.structure(embedding=config.embedding, layers=config.layers, output=config.output)
+    parameters, optimizers = dict(adapter.parameters()), adapter.optimizers()
+    device = device_of_job(adapter)
+    surfaces: dict[torch.Tensor, Surface] = {each: surface for surface, each in parameters.items()}
+    copies = {surface: each for surface, each in parameters.items() if surface not in adapter.unreplicated()}
+
+    def layers(kind: str, parts: Sequence[Part]) -> LayerRecipe:
+        return LayerRecipe(kind, {part.name: part.module for part in parts}, surfaces, device)
+
+    def state() -> Mapping[str, Mapping[Surface, torch.Tensor]]:
+        slots = slots_of({each: surface for surface, each in copies.items()}, optimizers)
+        return {"parameters": copies, "optimizer": slots}
+
+    recipes: list[Recipe] = [
+        CensusRecipe(state),
+        layers("embedding", structure.embeddings),
+        layers("layer", structure.layers),
+        layers("output", structure.outputs),
+        OptimizerRecipe(copies, optimizers, device),
+    ]
+    return [recipe for recipe in recipes if recipe.kind in config.intervals]
+
+
+def device_of_job(adapter: Adapter) -> torch.device:
+    """Where this rank computes."""
+    return next((each.device for each in adapter.parameters().values()), torch.device("cpu"))

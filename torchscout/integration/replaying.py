@@ -1,0 +1,154 @@
+"""One rank's share in replay: its recipes, its cadence, what came of them (paper, section 6.1)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchscout.config import ReplayConfig, StragglerConfig
+from torchscout.decision.ongoing import Ongoing
+from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.recorder import LogRecorder, Recorder
+from torchscout.decision.replay_diagnosis import ReplayDiagnosis, settle
+from torchscout.evidence.replay.cadence import Cadence
+from torchscout.evidence.replay.recipe import Recipe
+from torchscout.evidence.replay.replayer import Outcome, Replayer
+from torchscout.evidence.replay.rotation import Rotation
+from torchscout.integration.communicators import Communicators, PeerLinks
+from torchscout.mesh import Mesh
+
+__all__ = ["Replaying"]
+
+
+class Replaying:
+    """Checks at the end of the steps at which they are due, until ``close``."""
+
+    def __init__(
+        self,
+        config: ReplayConfig,
+        recipes: Sequence[Recipe],
+        mesh: Mesh,
+        communicators: Communicators,
+        links: PeerLinks,
+        recorder: Recorder,
+        guard: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        self._guard = guard
+        self._config, self._wanted = config, config
+        self._rotation = Rotation({each.kind: len(each.targets) for each in recipes}, config.intervals)
+        self._replayer = Replayer(recipes, self._rotation, links)
+        self._replayer.variants = config.variants
+        self._diagnosis, self._ongoing = ReplayDiagnosis(mesh, StragglerConfig()), Ongoing()
+        self._communicators, self._links, self._recorder = communicators, links, recorder
+        self._device = links.device
+        self._cadence = Cadence()
+        self._since = time.monotonic()
+        self._revision, self._revisions = 0, 0
+        self._last: dict[str, dict[str, Any]] = {}
+        self._unchecked: dict[str, str] = {}
+
+    def begin(self, step: int) -> None:
+        """Before a step: capture what is due at its end."""
+        self._replayer.begin(step)
+
+    def step_finished(self, step: int) -> None:
+        """Right after the optimizer's update: check what is due, conclude, and look ahead."""
+        begin = self._now()
+        self._cadence.step_took(begin - self._since)
+        if self._replayer.is_due:
+            outcome = self._replayer.check(step)
+            # What fails from here on is this rank's own affair: a full disk must not part it from the others.
+            self._guard(lambda: self._conclude(outcome))
+            self._cadence.check_took(self._now() - begin)
+            self._agree_on_cadence(step)
+        self._replayer.begin(step + 1)
+        self._since = time.monotonic()
+
+    def change(self, **settings: Any) -> None:
+        """Other settings from the next check on; what rank 0 wants is done by all."""
+        allowed = {"interval", "recipes", "variants", "budget"}
+        if unknown := sorted(settings.keys() - allowed):
+            raise ValueError(f"replay can change {sorted(allowed)} while it runs, not {unknown}")
+        self._wanted = replace(self._wanted, **settings)
+        if missing := self._wanted.intervals.keys() - self._config.intervals.keys():
+            raise ValueError(f"recipes {sorted(missing)} were not there when replay was attached")
+        self._revision += 1
+
+    def status(self) -> Mapping[str, Any]:
+        """What was checked when, how far the rotation is, and what could not be checked."""
+        intervals = self._config.intervals
+        share = self._cadence.share(min(intervals.values()) * self._rotation.stretch)
+        return {
+            "peers": list(self._links.group.ranks),
+            "checks": self._rotation.rounds,
+            "coverage": self._rotation.coverage(),
+            "last": dict(self._last),
+            "not_checked": dict(self._unchecked),
+            "share": share,
+            "budget": self._config.budget,
+        }
+
+    def close(self) -> None:
+        self._replayer.abandon()
+        self._recorder.close()
+
+    def _conclude(self, outcome: Outcome) -> None:
+        records = settle(outcome.records, outcome.repeats)
+        for record in [*records, *outcome.repeats]:
+            self._recorder.record(record)
+        incidents = self._diagnosis.observe(outcome.records, repeats=outcome.repeats)
+        for incident in self._ongoing.news(incidents, records):
+            self._report(incident)
+        self._remember(records)
+
+    def _report(self, incident: Incident) -> None:
+        """Peers conclude alike; one of them writes it down."""
+        if incident.reporter == self._links.group.ranks[self._links.position]:
+            self._recorder.record(incident)
+            LogRecorder().record(incident)
+
+    def _remember(self, records: Sequence[EvidenceRecord]) -> None:
+        for record in records:
+            name = record.layer or record.surface
+            if record.verdict is None:
+                self._unchecked[record.surface] = str(record.reason)
+                continue
+            self._unchecked.pop(record.surface, None)
+            known = self._last.get(name, {})
+            clean = record.verdict.agrees and (known.get("step") != record.step or known["clean"])
+            self._last[name] = {"step": record.step, "clean": clean}
+
+    def _agree_on_cadence(self, step: int) -> None:
+        intervals, budget = self._config.intervals, self._config.budget
+        stretch = self._cadence.stretch(min(intervals.values()), budget)
+        revision = self._revision if self._is_first else 0
+        stretch, revision = self._communicators.highest([stretch, revision])
+        if revision > self._revisions:
+            self._revisions = revision
+            self._adopt(self._communicators.said_by_first(_changeable(self._wanted)))
+        self._rotation.change(self._config.intervals, stretch if self._config.budget else 1, step)
+
+    def _adopt(self, said: Mapping[str, Any]) -> None:
+        variants = tuple(said["variants"])
+        self._config = replace(
+            self._config, recipes=said["intervals"], variants=variants, budget=said["budget"]
+        )
+        self._replayer.variants = variants
+
+    @property
+    def _is_first(self) -> bool:
+        return torch.distributed.get_rank() == 0
+
+    def _now(self) -> float:
+        """With a budget to keep, without the work that training still has on the device."""
+        if self._config.budget is not None and self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+
+def _changeable(config: ReplayConfig) -> dict[str, Any]:
+    return {"intervals": config.intervals, "variants": list(config.variants), "budget": config.budget}
