@@ -8,7 +8,7 @@ call in turn.
 
 ``layer`` replays one Transformer layer on this process alone, on CUDA where there is one: capture, copies,
 replay with deterministic kernels, signatures and the exchange with itself, but nothing on a wire.
-``training`` runs two Gloo ranks on the CPU with a model of 24 layers: whole checks, broadcasts and votes included.
+``training`` runs two Gloo ranks on the CPU with a model of 24 layers: whole checks, on real wires.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ PUBLIC = [
     "ObserverConfig",
     "Parallelism",
     "PeerGroup",
+    "ReplayConfig",
     "Scope",
     "ScoutError",
     "Session",

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchscout.config import ObserverConfig, Parallelism
+    from torchscout.config import ObserverConfig, Parallelism, ReplayConfig
     from torchscout.decision.consensus import Status, Verdict
     from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
     from torchscout.decision.signature import signature, signatures
@@ -31,6 +31,7 @@ _HOME = {
     "ObserverConfig": "config",
     "Parallelism": "config",
     "PeerGroup": "mesh",
+    "ReplayConfig": "config",
     "Scope": "decision.record",
     "ScoutError": "errors",
     "Session": "integration.session",
@@ -51,6 +52,7 @@ __all__ = [
     "ObserverConfig",
     "Parallelism",
     "PeerGroup",
+    "ReplayConfig",
     "Scope",
     "ScoutError",
     "Session",

@@ -42,7 +42,11 @@ def demo(
         raise typer.BadParameter(f"the model has no {at!r}; there is {', '.join(near)}", param_hint="--at")
     run_dir = run_dir or Path(tempfile.mkdtemp(prefix="scout-demo-"))
     faults = Faults() if clean else Faults().flip_bit(rank=rank, at=at, step=step, bit=bit)
-    print(f"{STAGE}\nThey vote on every weight after every step.\n", file=sys.stderr, flush=True)
+    print(
+        f"{STAGE}\nAfter every step they replay parts of it, and vote on what they compute and hold.\n",
+        file=sys.stderr,
+        flush=True,
+    )
     outcomes = run_ranks(train, RANKS, faults, run_dir, timeout=300.0)
     report = summarize(outcomes, faults, run_dir)
     as_document(report, screen(report), as_json=as_json, output=output)
@@ -51,7 +55,12 @@ def demo(
 
 def summarize(outcomes: list[Any], faults: Any, run_dir: Path) -> dict[str, Any]:
     """One document: what was done to the job, what was found, and whether the two are the same."""
-    incidents = [incident.to_json() for outcome in outcomes for incident in outcome.incidents]
+    from torchscout.decision.record import Incident
+    from torchscout.decision.recorder import Stamped, read
+
+    path = run_dir / "incidents.jsonl"
+    lines = [line.item for line in read(path) if isinstance(line, Stamped)] if path.exists() else []
+    incidents = [line.to_json() for line in lines if isinstance(line, Incident)]
     fired = [asdict(firing) for outcome in outcomes for firing in outcome.fired]
     found = [(each["manifestation"], each["ranks"], each["surface"], each["step"]) for each in incidents]
     true = [
@@ -63,7 +72,7 @@ def summarize(outcomes: list[Any], faults: Any, run_dir: Path) -> dict[str, Any]
         "injected": fired,
         "incidents": incidents,
         "losses": outcomes[0].losses,
-        "tensors_compared": outcomes[0].compared,
+        "status": outcomes[0].status,
         "run_dir": str(run_dir),
     }
 
@@ -82,7 +91,10 @@ def screen(report: dict[str, Any]) -> str:
         votes = zip(incident["peers"], incident["records"][0]["evidence"], strict=True)
         lines += [f"           rank {peer} holds {signature}" for peer, signature in votes]
     if not report["incidents"]:
-        lines.append("named      nobody: the replicas agreed on every weight after every step")
+        lines.append("named      nobody: the replicas agreed on all they computed and held")
+    covered = report["status"]["replay"]["coverage"]
+    checked = ", ".join(f"{each['targets']} {name}" for name, each in covered.items() if name != "census")
+    lines.append(f"checked    {report['status']['replay']['checks']} times: all state, and in turn {checked}")
     lines.append(f"loss       {' '.join(f'{loss:.2f}' for loss in report['losses'])}")
     lines.append(f"evidence   {report['run_dir']}/incidents.jsonl and records/")
     outcome = "Exactly what was injected was named." if report["exact"] else "This is NOT what was injected."

@@ -19,7 +19,7 @@ from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
 from torchscout.decision.wording import named
 from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison
 
-__all__ = ["Context", "judge", "not_checked"]
+__all__ = ["Context", "is_premise_broken", "judge", "not_checked", "withhold"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,27 @@ def judge(
         summary = comparison.summary if is_sound else None
         (alone if summary is None else summaries.setdefault(summary, [])).append(record)
     return [*(_sum(surface, found) for surface, found in summaries.items()), *alone, *failures]
+
+
+def is_premise_broken(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> bool:
+    """Whether peers differ in something that other comparisons build upon."""
+    premises = {premise for comparison in comparisons for premise in comparison.premises}
+    return any(record.scope is not None and record.surface in premises for record in records)
+
+
+def withhold(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> list[EvidenceRecord]:
+    """The records, without blame for what follows from a premise that is broken among other peers.
+
+    A tensor-parallel rank computes with what its partners compute; a partner's wrong weight is not its fault.
+    """
+    following = {comparison.surface for comparison in comparisons if comparison.premises}
+    reason = "input or weights differ already on another rank, which may compute together with this one"
+    return [
+        replace(record, verdict=None, reason=reason)
+        if record.surface in following and record.scope is not None
+        else record
+        for record in records
+    ]
 
 
 def _judge(

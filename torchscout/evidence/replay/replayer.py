@@ -16,7 +16,7 @@ from torchscout.decision import c3
 from torchscout.decision.record import EvidenceRecord, Surface
 from torchscout.errors import ChannelError, told
 from torchscout.evidence.hearing import in_backward, inert
-from torchscout.evidence.replay.judgement import Context, judge, not_checked
+from torchscout.evidence.replay.judgement import Context, is_premise_broken, judge, not_checked, withhold
 from torchscout.evidence.replay.peers import Peers
 from torchscout.evidence.replay.recipe import POISON, Comparison, Observation, Recipe, Replay
 from torchscout.evidence.replay.rotation import Due, Rotation
@@ -125,16 +125,28 @@ class Replayer:
         replay.align(lambda tensor: self._peers.broadcast(tensor, source=self._source))
         variants = self.variants if begun.varies else (1.0,)
         comparisons = replay.comparisons()
-        records = self._compare(replay, comparisons, variants, context)
-        outcome.records.extend(records)
-        # Job-wide: where layers are sharded, a second replay needs ranks of other peer groups too.
-        if self._peers.highest([any(record.scope is not None for record in records)])[0]:
-            outcome.repeats.extend(self._compare(replay, comparisons, variants, context))
+        if self._compare(replay, comparisons, variants, context, outcome.records):
+            self._compare(replay, comparisons, variants, context, outcome.repeats)
 
     def _compare(
+        self,
+        replay: Replay,
+        comparisons: Sequence[Comparison],
+        variants: Sequence[float],
+        context: Context,
+        into: list[EvidenceRecord],
+    ) -> bool:
+        """Compute, exchange once, judge; whether anybody in the job found a difference."""
+        records = self._judged(replay, comparisons, variants, context)
+        is_broken = is_premise_broken(comparisons, records)
+        # Job-wide: layers may be sharded, and ranks of other peer groups compute together with this one.
+        differs, broken = self._peers.highest([any(each.scope is not None for each in records), is_broken])
+        into.extend(withhold(comparisons, records) if broken and not is_broken else records)
+        return bool(differs)
+
+    def _judged(
         self, replay: Replay, comparisons: Sequence[Comparison], variants: Sequence[float], context: Context
     ) -> list[EvidenceRecord]:
-        """Compute every variant, exchange once, judge each by itself."""
         evidence: dict[Surface, int] = {}
         problems: list[str | None] = []
         for variant in variants:
