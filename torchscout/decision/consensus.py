@@ -56,6 +56,8 @@ class Verdict:
 def exact(values: Sequence[Hashable]) -> Verdict:
     """Compare values that healthy peers produce identically."""
     evidence = _evidence(values)
+    if evidence.count(evidence[0]) == len(evidence):  # nearly always, and a check compares thousands
+        return Verdict(Status.AGREE, (), evidence)
     majority, count = Counter(evidence).most_common(1)[0]
     if 2 * count <= len(evidence):
         return Verdict(Status.INCONCLUSIVE, (), evidence)

@@ -31,12 +31,19 @@ def refuse(tensor: torch.Tensor) -> None:
         raise ReplayError(f"a {tensor.layout} tensor of {tensor.dtype} is among the inputs")
 
 
+def densely(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as one block of memory, itself where it is one; expanded and sliced ones are not."""
+    if tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        return tensor
+    return tensor.clone()
+
+
 def described(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a peer must know to make room for a captured tensor."""
+    """What a peer must know to make room for what ``captured`` makes, or has made, of this tensor."""
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "size": list(tensor.shape),
-        "stride": list(tensor.stride()),
+        "stride": list(densely(tensor).stride()),
         "device": tensor.device.type,
     }
 

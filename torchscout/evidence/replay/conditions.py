@@ -47,6 +47,8 @@ def deterministic() -> Iterator[None]:
 
     Not around compiled code: the mode is one of its guards, and other kernels would be compiled.
     """
+    # Not torch.use_deterministic_algorithms: it imports the compiler, and sets the compiler's switch too.
+    switch: Any = torch._C._set_deterministic_algorithms
     mode = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
@@ -55,12 +57,12 @@ def deterministic() -> Iterator[None]:
         with warnings.catch_warnings():
             # Of kernels that have no deterministic version: a second replay finds out about them.
             warnings.filterwarnings("ignore", message=".*deterministic.*")
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            switch(True, warn_only=True)
             memory.fill_uninitialized_memory = False
             torch.backends.cudnn.benchmark = False
             yield
     finally:
-        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        switch(mode, warn_only=warn_only)
         memory.fill_uninitialized_memory = fill
         torch.backends.cudnn.benchmark = benchmark
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from torchscout.decision import consensus
-from torchscout.decision.consensus import Verdict
 from torchscout.decision.fold import signed
 from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
 from torchscout.decision.wording import named
@@ -61,17 +60,17 @@ def judge(
     """The records of one replay: each surface's own, and one for all that agree under one summary."""
     records: dict[Surface, EvidenceRecord] = {}
     failures: list[EvidenceRecord] = []
-    summaries: dict[Surface, list[EvidenceRecord]] = {}
-    alone: list[EvidenceRecord] = []
+    sums: dict[Surface, list[Comparison]] = {}
     for comparison in comparisons:
         values = gathered[comparison.surface]
+        if comparison.summary is not None and _is_sound(values):
+            sums.setdefault(comparison.summary, []).append(comparison)
+            continue
+        records[comparison.surface] = _judge(context, comparison, values, records)
         if failed := [rank for rank, value in zip(context.peers, values, strict=True) if value == POISON]:
             failures.append(_failure(context, comparison, failed))
-        record = records[comparison.surface] = _judge(context, comparison, values, records)
-        is_sound = record.verdict is not None and record.verdict.agrees
-        summary = comparison.summary if is_sound else None
-        (alone if summary is None else summaries.setdefault(summary, [])).append(record)
-    return [*(_sum(surface, found) for surface, found in summaries.items()), *alone, *failures]
+    summed = [_sum(context, found, gathered) for found in sums.values()]
+    return [*summed, *records.values(), *failures]
 
 
 def is_premise_broken(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> bool:
@@ -121,13 +120,17 @@ def _failure(context: Context, comparison: Comparison, failed: Sequence[int]) ->
     return replace(context.record(comparison), peers=tuple(failed), reason=reason)
 
 
-def _sum(surface: Surface, found: Sequence[EvidenceRecord]) -> EvidenceRecord:
+def _is_sound(values: Sequence[int]) -> bool:
+    """Whether several peers have something to compare, and all have the same."""
+    first = values[0]
+    return len(values) > 1 and first not in (ABSENT, POISON) and all(value == first for value in values)
+
+
+def _sum(
+    context: Context, found: Sequence[Comparison], gathered: Mapping[Surface, Sequence[int]]
+) -> EvidenceRecord:
     """One record for many that agree; its evidence stands for all of theirs."""
-    first = found[0]
-    columns = zip(*(record.verdict.evidence for record in found if record.verdict), strict=True)
-    evidence = tuple(
-        signed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(column)}q", *column))) for column in columns
-    )
-    assert first.verdict is not None
-    verdict = Verdict(first.verdict.status, (), evidence)
-    return replace(first, surface=surface, verdict=verdict)
+    column = [gathered[comparison.surface][0] for comparison in found]
+    whole = signed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(column)}q", *column)))
+    record = context.record(replace(found[0], surface=found[0].summary or ""))
+    return replace(record, verdict=consensus.exact([whole] * len(context.peers)), reason=None)

@@ -10,13 +10,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 
-__all__ = ["Randomness", "Tracker", "register_tracker", "unmoved"]
+__all__ = ["Randomness", "Tracker", "lend", "register_tracker", "unmoved"]
 
 
 class Tracker(Protocol):
@@ -34,14 +34,17 @@ _trackers: dict[str, Tracker] = {}
 
 def register_tracker(name: str, tracker: Tracker) -> Callable[[], None]:
     """Let replay align and restore these streams too; what is returned takes the registration back."""
+    if not name or "/" in name:
+        raise ValueError(f"a random tracker needs a name without '/', got {name!r}")
     if name in _trackers:
         raise ValueError(f"a random tracker named {name!r} is registered already")
     _trackers[name] = tracker
-    return lambda: _forget(name)
+    return lambda: _forget(name, tracker)
 
 
-def _forget(name: str) -> None:
-    _trackers.pop(name, None)
+def _forget(name: str, tracker: Tracker) -> None:
+    if _trackers.get(name) is tracker:
+        del _trackers[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,13 @@ class Randomness:
             own = {key.partition("/")[2]: state for key, state in self.states.items() if _belongs(key, name)}
             tracker.set_states(own)
         # Python's and NumPy's states are no tensors; a seed that all peers share is enough.
-        seed = xxhash.xxh3_64_intdigest(self.states["cpu"].numpy().tobytes())
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        random.seed(self.seed)
+        np.random.seed(self.seed % 2**32)
+
+    @property
+    def seed(self) -> int:
+        """For streams whose states do not travel."""
+        return xxhash.xxh3_64_intdigest(self.states["cpu"].numpy().tobytes())
 
 
 @contextmanager
@@ -85,6 +92,27 @@ def unmoved(device: torch.device) -> Iterator[None]:
         torch_states.apply(device)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def lend(stream: Any, seed: int) -> Callable[[], object] | None:
+    """Let a stream that a module keeps for itself draw as on every peer.
+
+    What is returned puts the stream back to where it was; None if this is no random stream.
+    """
+    if isinstance(stream, torch.Generator):
+        before = stream.get_state()
+        stream.manual_seed(seed)
+        return lambda: stream.set_state(before)
+    if isinstance(stream, random.Random):
+        state = stream.getstate()
+        stream.seed(seed)
+        return lambda: stream.setstate(state)
+    if isinstance(stream, np.random.Generator):
+        bits = stream.bit_generator
+        own = bits.state
+        bits.state = type(bits)(seed).state
+        return lambda: setattr(bits, "state", own)
+    return None
 
 
 def _belongs(key: str, tracker: str) -> bool:
