@@ -128,6 +128,8 @@ class ReplayConfig:
     """How long a rank waits for another one in a check before replay is given up, and training goes on."""
 
     def __post_init__(self) -> None:
+        if not self.recipes:
+            raise ValueError("recipes is empty, so that nothing would be checked; pass replay=None instead")
         if unknown := [name for name in self.recipes if name not in RECIPES]:
             raise ValueError(f"unknown recipes {unknown}; there are {', '.join(RECIPES)}")
         if wrong := {name: each for name, each in self.intervals.items() if each < 1}:

@@ -7,4 +7,11 @@ from torchscout.cli.local_ranks import RankError, preload, run_ranks
 __all__ = ["RankError", "run_ranks"]
 
 # Test modules import these; a rank that inherits them starts in milliseconds.
-preload("pytest", "torch.distributed.device_mesh", "torch.nn.parallel", "torchscout.decision.c3")
+preload(
+    "pytest",
+    "torch._dynamo",  # with the first optimizer
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "torchscout.integration.attach",
+)

@@ -83,6 +83,7 @@ def test_without_a_budget_or_without_measurements_intervals_stay():
     [
         ({"interval": 0}, "at least 1 step"),
         ({"recipes": ("layer", "experts")}, "unknown recipes"),
+        ({"recipes": ()}, "nothing would be checked"),
         ({"recipes": {"layer": 0}}, "at least 1 step"),
         ({"variants": ()}, "finite factors"),
         ({"variants": (1.0, float("nan"))}, "finite factors"),

@@ -382,3 +382,11 @@ print([name for name in ("triton", "torch.distributed.tensor") if name in sys.mo
 """
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert finished.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3", "fold"])
+def test_a_tensor_can_be_freed_and_resized_after_it_was_signed(algorithm: str):
+    tensor = torch.arange(64.0)
+    signature(tensor, algorithm=algorithm)
+    tensor.untyped_storage().resize_(0)  # as FSDP frees what it has gathered
+    tensor.untyped_storage().resize_(256)

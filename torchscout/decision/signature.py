@@ -8,6 +8,7 @@ them. They are no defence against somebody who constructs collisions. Comparing 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 from enum import Enum
@@ -119,7 +120,10 @@ def _algorithm_for(tensor: Tensor, requested: Algorithm | str | None) -> Algorit
 
 
 def _xxh3(tensor: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(memory_of(tensor).numpy().data)
+    data = memory_of(tensor)
+    # Not as an array of NumPy's: that forbids the storage ever to be resized, and FSDP frees its own so.
+    memory = (ctypes.c_ubyte * data.numel()).from_address(data.data_ptr()) if data.numel() else b""
+    return xxhash.xxh3_64_intdigest(memory)
 
 
 def _fold(tensors: Sequence[Tensor]) -> Tensor:

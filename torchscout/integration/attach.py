@@ -120,6 +120,7 @@ def _replay(
     session: Session, job: Job, config: ReplayConfig, adapter: Adapter, communicators: Communicators
 ) -> None:
     """Put replay into the session, where there is anybody to compare with."""
+    session.not_replaying = "it could not be attached"
     peers = job.mesh.peers_of(job.rank)
     if not peers.can_compare:
         session.not_replaying = "no other rank does the same work"

@@ -39,6 +39,7 @@ class Replaying:
     ) -> None:
         self._guard = guard
         self._config, self._wanted = config, config
+        self._kinds = {each.kind for each in recipes}
         self._rotation = Rotation({each.kind: len(each.targets) for each in recipes}, config.intervals)
         self._replayer = Replayer(recipes, self._rotation, links)
         self._replayer.variants = config.variants
@@ -73,9 +74,14 @@ class Replaying:
         allowed = {"interval", "recipes", "variants", "budget"}
         if unknown := sorted(settings.keys() - allowed):
             raise ValueError(f"replay can change {sorted(allowed)} while it runs, not {unknown}")
-        self._wanted = replace(self._wanted, **settings)
-        if missing := self._wanted.intervals.keys() - self._config.intervals.keys():
+        wanted = replace(self._wanted, **settings)
+        if "interval" in settings and isinstance(wanted.recipes, Mapping):
+            raise ValueError(f"recipes have intervals of their own, {dict(wanted.recipes)}; change recipes=")
+        if not wanted.intervals:
+            raise ValueError("recipes=() leaves nothing to check; close the session, or make interval longer")
+        if missing := wanted.intervals.keys() - self._kinds:
             raise ValueError(f"recipes {sorted(missing)} were not there when replay was attached")
+        self._wanted = wanted
         self._revision += 1
 
     def status(self) -> Mapping[str, Any]:
@@ -98,18 +104,22 @@ class Replaying:
 
     def _conclude(self, outcome: Outcome) -> None:
         records = settle(outcome.records, outcome.repeats)
-        for record in [*records, *outcome.repeats]:
-            self._recorder.record(record)
         incidents = self._diagnosis.observe(outcome.records, repeats=outcome.repeats)
-        for incident in self._ongoing.news(incidents, records):
-            self._report(incident)
         self._remember(records)
+        # Apart: who cannot write down its comparisons may still be the one to report the conclusion.
+        self._guard(lambda: self._report(self._ongoing.news(incidents, records)))
+        self._guard(lambda: self._write([*records, *outcome.repeats]))
 
-    def _report(self, incident: Incident) -> None:
+    def _report(self, incidents: Sequence[Incident]) -> None:
         """Peers conclude alike; one of them writes it down."""
-        if incident.reporter == self._links.group.ranks[self._links.position]:
-            self._recorder.record(incident)
+        own = self._links.group.ranks[self._links.position]
+        for incident in [each for each in incidents if each.reporter == own]:
             LogRecorder().record(incident)
+            self._recorder.record(incident)
+
+    def _write(self, records: Sequence[EvidenceRecord]) -> None:
+        for record in records:
+            self._recorder.record(record)
 
     def _remember(self, records: Sequence[EvidenceRecord]) -> None:
         for record in records:

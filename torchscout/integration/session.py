@@ -116,12 +116,15 @@ class Session:
         self.step += 1
         if (replaying := self.replaying) is not None:
             # A rank that cannot go on leaves; the others notice that it is gone, and leave too.
-            self.guarded(lambda: replaying.step_finished(self.step), on_failure=self._stop_replay)
+            self.guarded(
+                lambda: replaying.step_finished(self.step),
+                on_failure=lambda: self._stop_replay(self.failures[-1]),
+            )
 
     def close(self) -> None:
         """Detach: nothing of SCOUT stays on this rank. Again is no mistake; every rank must call it."""
         atexit.unregister(self._at_exit)
-        self._stop_replay()
+        self._stop_replay("the session is closed")
         watching, self.watching = self.watching, None
         if watching is not None:
             self.guarded(watching.close)
@@ -129,15 +132,16 @@ class Session:
 
     def failed(self, error: Exception) -> None:
         """Something of SCOUT's own did not work: say so, and let training go on."""
-        self.failures.append(f"{type(error).__name__}: {error}")
+        told = f"{type(error).__name__}: {error}"
+        if told in self.failures[-4:]:  # a disk that stays full would fill the memory too
+            return
+        self.failures.append(told)
         _log.error("torchscout failed at step %d; training is not affected", self.step, exc_info=error)
 
-    def _stop_replay(self) -> None:
+    def _stop_replay(self, why: str) -> None:
         replaying, self.replaying = self.replaying, None
         if replaying is not None:
-            self.not_replaying = "it has stopped: " + "; ".join(
-                self.failures[-1:] or ["the session is closed"]
-            )
+            self.not_replaying = f"it has stopped: {why}"
             self.guarded(replaying.close)
 
     def _at_exit(self) -> None:

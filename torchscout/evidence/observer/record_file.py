@@ -70,7 +70,11 @@ def open_record(path: Path) -> Opened:
 
 def reclaim(directory: Path) -> list[Path]:
     """Remove the records of dead processes; returns them. Whoever has one open can read on."""
-    abandoned = [path for path in sorted(directory.glob(f"{_PREFIX}*")) if _is_abandoned(path)]
+    try:
+        paths = sorted(directory.iterdir())
+    except FileNotFoundError:  # another rank has cleared it away meanwhile
+        return []
+    abandoned = [path for path in paths if path.name.startswith(_PREFIX) and _is_abandoned(path)]
     for path in abandoned:
         path.unlink(missing_ok=True)
     return abandoned

@@ -14,7 +14,7 @@ import torch
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.recipe import Broadcast
 
-__all__ = ["captured", "described", "receive", "refuse", "room_for"]
+__all__ = ["captured", "densely", "described", "receive", "refuse", "room_for"]
 
 
 def captured(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,10 +32,9 @@ def refuse(tensor: torch.Tensor) -> None:
 
 
 def densely(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as one block of memory, itself where it is one; expanded and sliced ones are not."""
-    if tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride():
-        return tensor
-    return tensor.clone()
+    """The tensor as plain bytes in one block, itself where it is that; expanded and sliced ones are not."""
+    plain = tensor.resolve_conj().resolve_neg()
+    return plain if plain.stride() == _dense_stride(plain) else plain.clone()
 
 
 def described(tensor: torch.Tensor) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def described(tensor: torch.Tensor) -> dict[str, Any]:
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "size": list(tensor.shape),
-        "stride": list(densely(tensor).stride()),
+        "stride": list(_dense_stride(tensor)),
         "device": tensor.device.type,
     }
 
@@ -62,3 +61,8 @@ def receive(tensors: Iterable[torch.Tensor], broadcast: Broadcast) -> None:
             # As bytes in the order of memory: any dtype travels, and dense strides need no copy.
             flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
             broadcast(flat.view(torch.uint8))
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """What a copy has: the tensor's own strides if it fills its memory, else the same order without gaps."""
+    return torch.empty_like(tensor, device="meta").stride()

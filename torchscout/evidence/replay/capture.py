@@ -7,7 +7,8 @@ that activation checkpointing repeats during backward are not training's own, an
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,15 @@ from torchscout.errors import ReplayError, told
 from torchscout.evidence.hearing import in_backward, is_inert
 from torchscout.evidence.replay.invocation import Invocation
 
-__all__ = ["Capture"]
+__all__ = ["WRITES", "Capture"]
+
+WRITES = "its forward pass writes to its own parameters"
+"""Why a module is not replayed: the next call would change training."""
+_NOT_CALLED = "it was not called in this step, or only inside compiled code"
+_WITHOUT_GRADIENTS = (
+    "it was called only without gradients: an evaluation, or activation checkpointing with "
+    "use_reentrant=True, which replay cannot follow; use_reentrant=False it can"
+)
 
 
 class Capture:
@@ -30,7 +39,9 @@ class Capture:
         """The newest call; its output's gradients have not come yet."""
         self._whole: Invocation | None = None
         """The newest call whose output got gradients."""
-        self._problem = "it was not called in this step, or only inside compiled code"
+        self._versions: dict[nn.Parameter, int] = {}
+        """Of the module's parameters, while it is being called."""
+        self._problem = _NOT_CALLED
         self._undo = ExitStack()
         self._arm(module)
 
@@ -47,6 +58,7 @@ class Capture:
         """Remove the hooks and let go of what was captured."""
         self._undo.close()
         self._begun = self._whole = None
+        self._versions = {}
 
     def _arm(self, module: nn.Module) -> None:
         if module._compiled_call_impl is None:
@@ -69,23 +81,33 @@ class Capture:
         module._compiled_call_impl = call
         self._undo.callback(setattr, module, "_compiled_call_impl", compiled)
 
-    def _before(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_trainings_own():
             return
         self._begun = None
-        try:
+        with self._quietly():
+            self._versions = {each: each._version for each in module.parameters()}
             self._begun = Invocation.of(args, kwargs, self._device, keep=self._keep)
-        except Exception as error:  # noqa: BLE001  the boundary: this runs inside training's forward pass
-            self._problem = told(error)
 
     def _after(self, _: nn.Module, __: Any, ___: Any, output: Any) -> None:
         begun = self._begun
         if begun is None or not self._is_trainings_own():
             return
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        for place, tensor in enumerate(tensors):
-            if tensor.requires_grad:
-                self._await_gradient(begun, place, tensor)
+        versions, self._versions = self._versions, {}
+        with self._quietly():
+            if any(each._version != version for each, version in versions.items()):
+                begun.problem = WRITES
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            for place, tensor in enumerate(tensors):
+                if tensor.requires_grad:
+                    self._await_gradient(begun, place, tensor)
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  the boundary: this runs inside training's forward pass
+            self._begun, self._problem = None, told(error)
 
     def _await_gradient(self, begun: Invocation, place: int, tensor: torch.Tensor) -> None:
         def take(gradient: torch.Tensor) -> None:
@@ -98,15 +120,14 @@ class Capture:
             begun.gradients[place] = gradient.detach()
 
         if self._keep:
-            tensor.register_hook(take)  # type: ignore[no-untyped-call]
+            # A module may return what outlives the step, such as a weight.
+            self._undo.callback(tensor.register_hook(take).remove)  # type: ignore[no-untyped-call]
 
     def _is_trainings_own(self) -> bool:
         if torch.compiler.is_compiling() or is_inert() or in_backward():
             return False
         if not torch.is_grad_enabled():
-            self._problem = (
-                "it was called only without gradients: an evaluation, or activation checkpointing with "
-                "use_reentrant=True, which replay cannot follow; use_reentrant=False it can"
-            )
+            if self._problem is _NOT_CALLED:  # what kept training's own call from capture is told first
+                self._problem = _WITHOUT_GRADIENTS
             return False
         return True

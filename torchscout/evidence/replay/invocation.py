@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.alignment import captured, described, refuse, room_for
+from torchscout.evidence.replay.alignment import captured, densely, described, refuse, room_for
 from torchscout.evidence.replay.conditions import autocast_now
 from torchscout.evidence.replay.randomness import Randomness
 
@@ -46,7 +47,7 @@ class Invocation:
         """Capture a call; without ``keep``, everything but the values of its tensors."""
         leaves, spec = tree_flatten((args, kwargs))
         mask = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
-        kept = [_kept(leaf, keep=keep) for leaf in leaves]
+        kept = [_kept(place, leaf, keep=keep) for place, leaf in enumerate(leaves)]
         return cls(kept, mask, spec, autocast_now(device), Randomness.now(device))
 
     def arguments(self, tensors: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -83,8 +84,7 @@ class Invocation:
 
     def densified(self) -> Invocation:
         """The same, with every gradient as one block of memory: an expanded one is not."""
-        dense = {place: each if _is_dense(each) else each.clone() for place, each in self.gradients.items()}
-        return replace(self, gradients=dense)
+        return replace(self, gradients={place: densely(each) for place, each in self.gradients.items()})
 
     def tensors(self) -> list[torch.Tensor]:
         """All that is broadcast, in an order that peers share."""
@@ -96,17 +96,16 @@ def is_floating(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return torch.empty_like(tensor).stride() == tensor.stride() if not tensor.is_contiguous() else True
-
-
 @dataclass(frozen=True, slots=True)
 class _Left:
     """In place of a tensor whose values are the source's to send."""
 
 
-def _kept(leaf: Any, *, keep: bool) -> Any:
+def _kept(place: int, leaf: Any, *, keep: bool) -> Any:
     if not isinstance(leaf, torch.Tensor):
+        if _hides_tensors(leaf):
+            kind = type(leaf).__name__
+            raise ReplayError(f"argument {place} is a {kind} that holds tensors, which cannot travel with it")
         return leaf
     if keep:
         return captured(leaf)
@@ -114,12 +113,19 @@ def _kept(leaf: Any, *, keep: bool) -> Any:
     return _Left()
 
 
+def _hides_tensors(leaf: Any) -> bool:
+    """Whether an object has tensors of this rank's own in it; a module's are copies that peers hold too."""
+    if isinstance(leaf, nn.Module | type):
+        return False
+    return any(isinstance(each, torch.Tensor) for each in tree_leaves(getattr(leaf, "__dict__", None)))
+
+
 def _described(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, torch.Tensor):
         return {"tensor": described(leaf)}
     if isinstance(leaf, _Left):
         return {"tensor": None}
-    if isinstance(leaf, _PLAIN):
+    if type(leaf) in _PLAIN:  # an Enum is an int too, and would arrive as that alone
         return {"plain": leaf}
     text = repr(leaf)
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"

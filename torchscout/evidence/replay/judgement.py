@@ -74,9 +74,10 @@ def judge(
 
 
 def is_premise_broken(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> bool:
-    """Whether peers differ in something that other comparisons build upon."""
+    """Whether peers differ in something that all else builds upon: what a rank received, or itself holds."""
+    first = {comparison.surface for comparison in comparisons if not comparison.premises}
     premises = {premise for comparison in comparisons for premise in comparison.premises}
-    return any(record.scope is not None and record.surface in premises for record in records)
+    return any(record.scope is not None and record.surface in first & premises for record in records)
 
 
 def withhold(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> list[EvidenceRecord]:

@@ -6,8 +6,8 @@ module is called as training calls it, with all hooks in place and its own param
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torchscout.decision.record import Surface
 from torchscout.decision.signature import signatures
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay import alignment
-from torchscout.evidence.replay.capture import Capture
+from torchscout.evidence.replay.capture import WRITES, Capture
 from torchscout.evidence.replay.conditions import autocast_as, deterministic, is_compiled
 from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.invocation import Invocation, is_floating
@@ -47,7 +47,10 @@ class LayerRecipe:
 
     def begin(self, target: int, *, is_source: bool) -> LayerReplay:
         module, name = self._modules[target], self.targets[target]
-        named = {f"{self._surfaces[each]}.grad": each for each in module.parameters() if each.requires_grad}
+        trained = [each for each in module.parameters() if each.requires_grad]
+        if not all(each in self._surfaces for each in trained):
+            raise ReplayError("it has a parameter that was not there when replay was attached")
+        named = {f"{self._surfaces[each]}.grad": each for each in trained}
         return LayerReplay(name, module, named, self._device, is_source=is_source)
 
 
@@ -79,13 +82,15 @@ class LayerReplay:
             raise ReplayError(str(self._refusal))
         self._own = self._capture.invocation().densified()
         buffers = {name: alignment.described(each) for name, each in buffers_of(self._module).items()}
-        return {**self._own.describe(), "buffers": buffers}
+        return {**self._own.describe(), "buffers": buffers, "parameters": list(self._parameters)}
 
     def prepare(self, descriptions: Sequence[Any], source: int) -> None:
         assert self._own is not None, "described first"
         own, told = buffers_of(self._module), descriptions[source]
         if list(told["buffers"]) != list(own):
             raise ReplayError(f"its buffers are {list(own)} here and {list(told['buffers'])} on the source")
+        if other := sorted(self._parameters.keys() ^ set(told["parameters"])):
+            raise ReplayError(f"only here or only on the source there are gradients {other}")
         if self._is_source:
             self._call = self._own
             self._buffers = {name: alignment.captured(each) for name, each in own.items()}
@@ -123,11 +128,13 @@ class LayerReplay:
             self._call.randomness.apply(self._device)
             # Copies: a module may write into its arguments, and autograd forbids that to a leaf.
             args, kwargs = self._call.arguments({place: each.clone() for place, each in inputs.items()})
-            outputs = _tensors(self._module(*args, **kwargs))
+            with autocast_as(self._call.autocast):
+                outputs = _tensors(self._module(*args, **kwargs))
+            if versions != [each._version for each in weights]:
+                raise ReplayError(WRITES)
             found[f"{self._name}/output"] = digest(outputs) if outputs else ABSENT
-            found |= self._backward(outputs, [each for each in inputs.values() if each.requires_grad])
-        if versions != [each._version for each in weights]:
-            raise ReplayError("its forward pass writes to its own parameters")
+            with autocast_as(dict.fromkeys(self._call.autocast)):  # as backward usually runs
+                found |= self._backward(outputs, [each for each in inputs.values() if each.requires_grad])
 
     def release(self) -> None:
         if self._capture is not None:
@@ -146,16 +153,13 @@ class LayerReplay:
         assert self._call is not None, "prepared first"
         return [f"{self._name}/grad_input"] if any(self._call.requires_grad) else []
 
-    def _as_in_training(self) -> ExitStack:
+    @contextmanager
+    def _as_in_training(self) -> Iterator[None]:
         assert self._call is not None, "prepared first"
-        around = ExitStack()
-        around.enter_context(unmoved(self._device))
-        around.enter_context(preserved(self._module, self._buffers))
-        if not is_compiled(self._module):
-            around.enter_context(deterministic())
-        around.enter_context(autocast_as(self._call.autocast))
-        around.enter_context(torch.enable_grad())
-        return around
+        kernels = nullcontext() if is_compiled(self._module) else deterministic()
+        untouched = preserved(self._module, self._buffers, self._call.randomness.seed)
+        with unmoved(self._device), untouched, kernels, torch.enable_grad():
+            yield
 
     def _backward(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]

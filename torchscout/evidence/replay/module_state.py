@@ -1,12 +1,14 @@
 """A module as it was: what a replayed call changes in it is taken back (paper, section 6.1).
 
 Buffers are exchanged for copies, so that the user's own tensors are never written. Counters, caches and
-lists that a module keeps as plain attributes are put back. Parameters are not copied: a forward pass
-that writes to them cannot be replayed, and is refused where that can be known.
+lists that a module keeps as plain attributes are put back, with what is in them; objects of other classes
+are not looked into. Parameters are not copied: a forward pass that writes to them cannot be replayed, and
+is refused where that can be known.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from torchscout.evidence.replay.randomness import lend
 
 __all__ = ["buffers_of", "preserved", "refusal"]
 
@@ -36,61 +40,75 @@ def refusal(module: nn.Module) -> str | None:
 
 
 @contextmanager
-def preserved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Call the module in this block as often as you like, with copies of ``buffers`` as its own."""
+def preserved(module: nn.Module, buffers: Mapping[str, torch.Tensor], seed: int) -> Iterator[None]:
+    """Call the module in this block as often as you like, with copies of ``buffers`` as its own.
+
+    Random streams that the module keeps for itself draw from ``seed``, which peers share.
+    """
     with ExitStack() as undo:
-        for name, buffer in buffers.items():
-            path, _, leaf = name.rpartition(".")
-            _exchange(module.get_submodule(path), leaf, buffer.clone(), undo)
+        _exchange_buffers(module, buffers, undo)
+        _Memory(seed, undo).of_attributes(module)
+        # Taken back first, while what it may write to is still the copies.
         for each in module.modules():
-            undo.callback(_restore_attributes, each, _attributes(each))
             if type(each).get_extra_state is not nn.Module.get_extra_state:
-                undo.callback(each.set_extra_state, each.get_extra_state())
+                undo.callback(each.set_extra_state, copy.deepcopy(each.get_extra_state()))
         yield
 
 
-def _exchange(owner: nn.Module, name: str, copy: torch.Tensor, undo: ExitStack) -> None:
-    own = owner._buffers[name]
-    owner._buffers[name] = copy
-    undo.callback(owner._buffers.__setitem__, name, own)
+def _exchange_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor], undo: ExitStack) -> None:
+    """Under every name a buffer has, and those that the call adds are gone afterwards."""
+    copies = {own: buffers[name].clone() for name, own in buffers_of(module).items()}
+    for each in module.modules():
+        undo.callback(_refill, each._buffers, each._buffers.copy())
+        undo.callback(_refill, each._non_persistent_buffers_set, each._non_persistent_buffers_set.copy())
+        exchanged = {name: copies.get(own, own) for name, own in each._buffers.items() if own is not None}
+        each._buffers.update(exchanged)
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Each plain attribute: the object, and what was in it."""
-    plain = {name: value for name, value in vars(module).items() if name not in _OWN}
-    return {name: (value, _contents(value)) for name, value in plain.items()}
+class _Memory:
+    """What is to be put back, values within values included; each once."""
+
+    def __init__(self, seed: int, undo: ExitStack) -> None:
+        self._seed, self._undo = seed, undo
+        self._known: set[int] = set()
+
+    def of_attributes(self, module: nn.Module) -> None:
+        for each in module.modules():
+            plain = {name: value for name, value in vars(each).items() if name not in _OWN}
+            self._undo.callback(_restore_attributes, each, plain)
+            for value in plain.values():
+                self._of(value)
+
+    def _of(self, value: Any) -> None:
+        if id(value) in self._known:
+            return
+        self._known.add(id(value))
+        if isinstance(value, _CONTAINERS):
+            self._undo.callback(_refill, value, value.copy())
+        elif type(value) is torch.Tensor and not value.is_meta and not value.is_inference():
+            self._undo.callback(_rewrite, value, value._version, value.detach().clone())
+        elif (give_back := lend(value, self._seed)) is not None:
+            self._undo.callback(give_back)
+        if isinstance(value, (*_CONTAINERS, tuple)):
+            for each in value.values() if isinstance(value, dict) else value:
+                self._of(each)
 
 
-def _contents(value: Any) -> Any:
-    if isinstance(value, _CONTAINERS):
-        return value.copy()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if type(value) is torch.Tensor and not value.is_meta:
-        return value._version, value.detach().clone()
-    return None
-
-
-def _restore_attributes(module: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> None:
+def _restore_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
     for name in [name for name in vars(module) if name not in _OWN and name not in attributes]:
         del module.__dict__[name]
-    for name, (value, contents) in attributes.items():
-        module.__dict__[name] = value
-        _refill(value, contents)
+    module.__dict__.update(attributes)
+
+
+def _rewrite(tensor: torch.Tensor, version: int, contents: torch.Tensor) -> None:
+    """Only if it was changed: nothing of the user's is written to without need."""
+    if tensor._version != version:
+        with torch.no_grad():
+            tensor.copy_(contents)
 
 
 def _refill(value: Any, contents: Any) -> None:
-    """Only what was changed: nothing of the user's is written to without need."""
-    if contents is None:
-        return
-    if isinstance(value, torch.Generator):
-        value.set_state(contents)
-    elif isinstance(value, torch.Tensor):
-        version, copy = contents
-        if value._version != version:
-            with torch.no_grad():
-                value.copy_(copy)
-    elif not _same(value, contents):
+    if not _same(value, contents):
         value.clear()
         value.update(contents) if isinstance(value, dict | set) else value.extend(contents)
 

@@ -71,6 +71,8 @@ class Replayer:
     def check(self, step: int) -> Outcome:
         """At the end of the step: replay, compare, and let go of everything."""
         outcome = Outcome()
+        if not self._begun:
+            return outcome
         try:
             self._describe()
             self._vote()
@@ -104,7 +106,7 @@ class Replayer:
         for begun in self._begun:
             document = None
             if begun.replay is not None and begun.problem is None:
-                document, begun.problem = _attempt(begun.replay.describe)
+                document, begun.problem = _attempt(_bound(_spelled, begun.replay))
             begun.problem = begun.problem or inside
             own.append({"problem": begun.problem, "document": document})
         gathered = [json.loads(each) for each in self._peers.metadata.gather(json.dumps(own).encode())]
@@ -112,7 +114,7 @@ class Replayer:
             told_by = [each[place] for each in gathered]
             if begun.problem is None and not any(each["problem"] for each in told_by):
                 assert begun.replay is not None
-                documents = [each["document"] for each in told_by]
+                documents = [json.loads(each["document"]) for each in told_by]
                 _, begun.problem = _attempt(_bound(begun.replay.prepare, documents, self._source))
 
     def _vote(self) -> None:
@@ -168,6 +170,10 @@ class Replayer:
 
 def _key(surface: Surface, variant: float) -> Surface:
     return f"{surface} x{variant!r}"
+
+
+def _spelled(replay: Replay) -> str:
+    return json.dumps(replay.describe())
 
 
 def _bound(function: Callable[..., _Value], *args: Any, **kwargs: Any) -> Callable[[], _Value]:

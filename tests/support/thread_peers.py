@@ -1,0 +1,79 @@
+"""Ranks of one job as threads of one process: the connections that replay needs, over ``ThreadChannel``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from torchscout.decision.channel import PeerChannel, ThreadChannel
+from torchscout.mesh import Axis, PeerGroup
+
+__all__ = ["CountedChannel", "ThreadPeers", "on_threads"]
+
+
+class CountedChannel:
+    """A channel that counts its exchanges."""
+
+    def __init__(self, channel: PeerChannel) -> None:
+        self.peers, self.position, self._channel = channel.peers, channel.position, channel
+        self.exchanges = 0
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        self.exchanges += 1
+        return self._channel.gather(payload)
+
+    def broadcast(self, payload: bytes, *, source: int) -> bytes:
+        self.exchanges += 1
+        return self._channel.broadcast(payload, source=source)
+
+
+class ThreadPeers:
+    """One rank's end; see ``evidence.replay.peers``. Its peers share one channel, the whole job another."""
+
+    def __init__(self, peers: PeerChannel, job: PeerChannel) -> None:
+        self.group, self.position = peers.peers, peers.position
+        self.metadata = self.evidence = CountedChannel(peers)
+        self._job = CountedChannel(job)
+        self.rank = self.group.ranks[self.position]
+
+    @classmethod
+    def create_all(cls, *groups: Sequence[int], timeout: float = 10.0) -> list[ThreadPeers]:
+        """One for each rank, in rank order, given who is whose peer."""
+        channels = [
+            channel
+            for ranks in groups
+            for channel in ThreadChannel.create_all(PeerGroup(tuple(ranks), Axis.REPLICA), timeout=timeout)
+        ]
+        channels.sort(key=lambda channel: channel.peers.ranks[channel.position])
+        everybody = PeerGroup(tuple(range(len(channels))), Axis.REPLICA)
+        job = ThreadChannel.create_all(everybody, timeout=timeout)
+        return [cls(*ends) for ends in zip(channels, job, strict=True)]
+
+    @property
+    def exchanges(self) -> int:
+        return self.metadata.exchanges + self._job.exchanges
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
+        payload = self.metadata.broadcast(tensor.view(torch.uint8).numpy().tobytes(), source=source)
+        tensor.view(torch.uint8).copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+    def highest(self, values: Sequence[int]) -> list[int]:
+        return [max(column) for column in self._columns([int(value) for value in values])]
+
+    def first_problems(self, problems: Sequence[str | None]) -> list[str | None]:
+        named = [None if problem is None else f"rank {self.rank}: {problem}" for problem in problems]
+        return [next(filter(None, column), None) for column in self._columns(named)]
+
+    def _columns(self, row: Sequence[Any]) -> list[tuple[Any, ...]]:
+        rows = [json.loads(each) for each in self._job.gather(json.dumps(row).encode())]
+        return list(zip(*rows, strict=True))
+
+
+def on_threads(peers: Sequence[ThreadPeers], body: Callable[[ThreadPeers], Any]) -> list[Any]:
+    """What the body returns on each rank, all of them at the same time."""
+    with ThreadPoolExecutor(len(peers)) as pool:
+        return list(pool.map(body, peers))

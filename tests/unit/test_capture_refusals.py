@@ -1,0 +1,159 @@
+"""Why a call was not captured is told in words, and never raised into training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.capturing import armed, calling, doubling, reason, x
+
+
+def test_an_evaluation_alone_is_told():
+    module = doubling()
+    with armed(module) as capture, torch.no_grad():
+        module(torch.ones(2))
+        assert "called only without gradients: an evaluation" in reason(capture)
+
+
+def test_no_call_at_all_is_told():
+    with armed(doubling()) as capture:
+        assert reason(capture).startswith("it was not called in this step")
+
+
+def test_what_went_wrong_is_not_hidden_by_a_later_evaluation():
+    module = calling(lambda self, x: x.to_dense() * self.weight)
+    with armed(module) as capture:
+        module(torch.ones(2).to_sparse())
+        with torch.no_grad():
+            module(torch.ones(2).to_sparse())
+        assert reason(capture) == "a torch.sparse_coo tensor of torch.float32 is among the inputs"
+
+
+def test_reentrant_checkpointing_is_told():
+    module = doubling()
+    with armed(module) as capture:
+        checkpoint(module, x(1, 2), use_reentrant=True).sum().backward()
+        assert "use_reentrant=True, which replay cannot follow" in reason(capture)
+
+
+def test_inside_compiled_code_nothing_is_captured_and_that_is_told():
+    inner = nn.Linear(2, 2)
+    outer = nn.Sequential(inner, nn.ReLU())
+    outer.compile(backend="eager")
+    with armed(inner) as capture:
+        outer(x(1, 2)).sum().backward()
+        assert "only inside compiled code" in reason(capture)
+
+
+class Strange:
+    """Something that cannot be taken apart."""
+
+
+@pytest.fixture
+def strange():
+    def fail(_: Any) -> Any:
+        raise RuntimeError("cannot be taken apart")
+
+    pytree.register_pytree_node(Strange, fail, lambda *_: Strange())
+    yield Strange()
+    pytree._deregister_pytree_node(Strange)
+
+
+def test_a_failing_capture_of_arguments_is_told_and_never_raised(strange: Strange):
+    module = calling(lambda self, x, _: x * self.weight)
+    with armed(module) as capture:
+        assert module(x(1, 2), strange).tolist() == [1, 2]
+        assert reason(capture) == "RuntimeError: cannot be taken apart"
+
+
+def test_a_failing_capture_of_outputs_is_told_and_never_raised(strange: Strange):
+    module = calling(lambda self, x: (x * self.weight, strange))
+    with armed(module) as capture:
+        assert module(x(1, 2))[1] is strange
+        assert reason(capture) == "RuntimeError: cannot be taken apart"
+
+
+def test_a_forward_that_raises_leaves_a_call_without_gradients():
+    module = calling(lambda *_: 1 / 0)
+    with armed(module) as capture:
+        with pytest.raises(ZeroDivisionError):
+            module(x(1, 2))
+        assert capture.invocation().gradients == {}
+
+
+class Wrapped(torch.Tensor):
+    pass
+
+
+UNSENDABLE = {
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "subclass": lambda: torch.ones(2).as_subclass(Wrapped),
+    "meta": lambda: torch.ones(2, device="meta"),
+}
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "told"), [("sparse", "sparse_coo"), ("subclass", "a Wrapped"), ("meta", "torch.strided")]
+)
+def test_an_input_that_does_not_travel_as_bytes_is_told(kind: str, told: str, keep: bool):
+    module = calling(lambda self, _: self.weight * 2)
+    with armed(module, keep=keep) as capture:
+        module(UNSENDABLE[kind]()).sum().backward()
+        assert "is among the inputs" in reason(capture)
+        assert told in reason(capture)
+
+
+def test_an_object_that_holds_tensors_is_told():
+    class Batch:
+        def __init__(self) -> None:
+            self.lengths = [torch.ones(2)]
+
+    module = calling(lambda self, x, batch: x * self.weight * batch.lengths[0])
+    with armed(module) as capture:
+        module(x(1, 2), Batch()).sum().backward()
+        assert reason(capture) == "argument 1 is a Batch that holds tensors, which cannot travel with it"
+
+
+def test_a_gradient_that_does_not_travel_as_bytes_is_told():
+    class Sparse(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.to_sparse()
+
+    module = doubling()
+    with armed(module) as capture:
+        Sparse.apply(module(x(1, 2))).sum().backward()
+        assert reason(capture) == "a Tensor of torch.sparse_coo came back to its output"
+
+
+def test_a_module_that_writes_to_its_parameters_is_told_before_it_is_called_again():
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return x * self.weight
+
+    module = calling(forward)
+    for keep in (True, False):
+        with armed(module, keep=keep) as capture:
+            module(x(1, 2)).sum().backward()
+            assert reason(capture) == "its forward pass writes to its own parameters"
+
+
+def test_an_update_between_two_calls_is_no_write_of_the_module():
+    module = doubling()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with armed(module) as capture:
+        for _ in range(2):
+            module(x(1, 2)).sum().backward()
+            optimizer.step()
+        assert capture.invocation().leaves[0].tolist() == [1, 2]

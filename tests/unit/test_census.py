@@ -1,0 +1,163 @@
+"""All state that peers hold copies of, compared by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.replay_by_hand import align, differing, observations, prepare
+from tests.support.update_job import flip_lowest_bit, outliers
+from torchscout.decision.signature import signature
+from torchscout.errors import ReplayError
+from torchscout.evidence.replay.census import CensusRecipe, slots_of
+from torchscout.evidence.replay.recipe import Mode, Replay
+
+
+class Rank:
+    def __init__(self, make=torch.optim.AdamW, **settings) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        self.optimizer = make(self.model.parameters(), lr=0.1, **settings)
+        self.surfaces = {each: f"model/{name}" for name, each in self.model.named_parameters()}
+        self.recipe = CensusRecipe(self.state)
+
+    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        parameters = {surface: each for each, surface in self.surfaces.items()}
+        return {"parameters": parameters, "optimizer": slots_of(self.surfaces, [self.optimizer])}
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(4, 3)).sum().backward()
+        self.optimizer.step()
+
+    def begin(self) -> Replay:
+        return self.recipe.begin(0, is_source=False)
+
+
+def stepped(count: int = 3, **settings) -> list[Rank]:
+    ranks = [Rank(**settings) for _ in range(count)]
+    for rank in ranks:
+        rank.step()
+    return ranks
+
+
+def aligned(ranks: list[Rank]) -> list[Replay]:
+    replays = [rank.begin() for rank in ranks]
+    align(replays)
+    return replays
+
+
+def test_healthy_replicas_agree_on_every_tensor():
+    found = observations(aligned(stepped()))
+    assert differing(found) == set()
+    assert len(found[0]) == 4 + 4 * 3, "weights and biases; exp_avg, exp_avg_sq and step of each"
+    assert "model/0.weight" in found[0]
+    assert "model/1.bias.exp_avg_sq" in found[0]
+    assert "model/1.bias.step" in found[0]
+
+
+def test_a_signature_is_of_the_tensor_it_is_named_after():
+    (rank,) = stepped(1)
+    (found,) = observations(aligned([rank]))
+    weight = rank.model[1].weight
+    assert found["model/1.weight"] == signature(weight)
+    assert found["model/1.weight.exp_avg"] == signature(rank.optimizer.state[weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("slot", [None, "exp_avg", "step"])
+def test_one_wrong_bit_shows_under_its_own_name(slot: str | None):
+    ranks = stepped()
+    weight = ranks[2].model[0].weight
+    flip_lowest_bit(weight if slot is None else ranks[2].optimizer.state[weight][slot])
+    found = observations(aligned(ranks))
+    name = "model/0.weight" if slot is None else f"model/0.weight.{slot}"
+    assert differing(found) == {name}
+    assert outliers(found, name) == [2]
+
+
+def test_what_agrees_is_summed_up_by_what_it_is():
+    (replay,) = aligned(stepped(1))
+    comparisons = replay.comparisons()
+    assert {each.mode for each in comparisons} == {Mode.STATE}
+    assert {each.summary for each in comparisons} == {"state/parameters", "state/optimizer"}
+    assert all((each.summary == "state/optimizer") == (each.surface.count(".") > 1) for each in comparisons)
+
+
+def test_slots_that_the_first_step_creates_are_there_from_then_on():
+    rank = Rank()
+    replay = rank.begin()
+    rank.step()  # they are looked for at the end of the step
+    align([replay])
+    assert "model/0.weight.exp_avg" in observations([replay])[0]
+    fresh = Rank().begin()
+    align([fresh])
+    assert len(observations([fresh])[0]) == 4
+
+
+def test_an_optimizer_without_slots_leaves_the_parameters():
+    found = observations(aligned(stepped(make=torch.optim.SGD)))
+    assert len(found[0]) == 4
+    assert differing(found) == set()
+
+
+def test_slots_that_are_no_tensors_are_left_out():
+    class Counting(torch.optim.SGD):
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter] |= {"step": 3, "history": [1], "sum": torch.ones(1)}
+
+    (rank,) = stepped(1, make=Counting)
+    found = slots_of(rank.surfaces, [rank.optimizer])
+    assert {name.rpartition(".")[2] for name in found} == {"sum"}
+
+
+def test_slots_of_parameters_without_a_name_are_left_out():
+    (rank,) = stepped(1)
+    del rank.surfaces[rank.model[0].weight]
+    assert not any("0.weight" in name for name in slots_of(rank.surfaces, [rank.optimizer]))
+
+
+def test_several_optimizers_are_looked_through():
+    rank = Rank()
+    halves = [torch.optim.AdamW(rank.model[i].parameters()) for i in (0, 1)]
+    rank.model(torch.ones(4, 3)).sum().backward()
+    for optimizer in halves:
+        optimizer.step()
+    assert len(slots_of(rank.surfaces, halves)) == 4 * 3
+
+
+def test_peers_that_hold_other_tensors_are_refused():
+    ranks = stepped(2)
+    ranks[1].optimizer.state[ranks[1].model[0].weight]["more"] = torch.ones(1)
+    for source in (0, 1):
+        with pytest.raises(ReplayError, match=r"not hold the same tensors by name; they hold \[16, 17\]"):
+            prepare([rank.begin() for rank in ranks], source)
+
+
+def test_other_names_in_equal_number_are_refused_too():
+    ranks = stepped(2)
+    weight = ranks[1].model[0].weight
+    ranks[1].surfaces[weight] = "model/other"
+    with pytest.raises(ReplayError, match="same tensors by name"):
+        prepare([rank.begin() for rank in ranks])
+
+
+def test_the_order_in_which_ranks_made_their_state_does_not_matter():
+    ranks = stepped(2)
+    ranks[1].surfaces = dict(reversed(ranks[1].surfaces.items()))
+    assert differing(observations(aligned(ranks))) == set()
+
+
+def test_nothing_is_broadcast_or_written_and_everything_let_go():
+    (rank,) = stepped(1)
+    replay = rank.begin()
+    prepare([replay])
+    replay.align(lambda _: pytest.fail("nothing travels"))
+    versions = [each._version for each in rank.model.parameters()]
+    observations([replay])
+    assert [each._version for each in rank.model.parameters()] == versions
+    replay.release()
+    assert replay.comparisons() == []

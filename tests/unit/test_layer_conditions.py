@@ -1,0 +1,215 @@
+"""A replayed call runs under training's conditions, alike on all peers, and leaves every switch as it was."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.support.layer_job import NAME, Block, Calling, Job, batch, sized
+from tests.support.replay_by_hand import (
+    differing,
+    observations,
+    observe,
+)
+from torchscout.evidence.hearing import inert
+from torchscout.evidence.replay.recipe import Observation
+
+
+def test_dropout_is_the_same_on_peers_that_stand_elsewhere():
+    found = []
+    job = Job(Block)
+    for module in job.modules:
+        module.dropout.register_forward_hook(lambda _, __, output: found.append(output.detach().clone()))
+    assert differing(observations(job.aligned())) == set()
+    assert all(torch.equal(found[0], each) for each in found)
+    assert (found[0] == 0).any()
+
+
+def test_python_and_numpy_draw_alike_too():
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * random.random() * np.random.rand()
+
+    job = Job(lambda: Calling(forward))
+    assert differing(observations(job.aligned())) == set()
+
+
+def test_nothing_of_training_moves():
+    job = Job(Block)
+    replays = job.aligned()
+    parameters = [(each._version, each.tolist(), each.grad.tolist()) for each in job.modules[0].parameters()]
+    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    observe(replays[0])
+    observe(replays[0], 0.1)
+    assert parameters == [(e._version, e.tolist(), e.grad.tolist()) for e in job.modules[0].parameters()]
+    assert torch.equal(streams[0], torch.get_rng_state())
+    assert streams[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_autocast_is_the_sources_in_forward_and_off_in_backward():
+    dtypes, in_backward = [], []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            dtypes.append(x.dtype)
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+            in_backward.append(torch.is_autocast_enabled("cpu"))
+            return gradient
+
+    class Spied(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Spy.apply(super().forward(x))
+
+    def train(module: nn.Module, rank: int) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=rank == 0):
+            loss = sized(module(batch(rank)).float())
+        loss.backward()
+
+    replays = Job(lambda: Spied(4, 4), train=train).aligned()
+    dtypes.clear()
+    assert differing(observations(replays)) == set()
+    assert dtypes == [torch.bfloat16] * 3
+    assert set(in_backward) == {False}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_around_the_check_has_no_say():
+    replays = Job(Block).aligned()
+    plain = observations(replays)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert observations(replays) == plain
+
+
+def test_a_module_in_evaluation_mode_is_replayed_so():
+    job = Job(Block, prepared=lambda module: module.eval())
+    kept = []
+    job.modules[0].dropout.register_forward_hook(
+        lambda _, given, out: kept.append(torch.equal(given[0], out))
+    )
+    assert differing(observations(job.aligned())) == set()
+    assert kept == [True]
+    assert not job.modules[0].training
+
+
+def test_a_module_that_raises_is_not_hidden_and_leaves_all_as_it_was():
+    is_broken = []
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        torch.rand(3)
+        if is_broken:
+            assert torch.are_deterministic_algorithms_enabled()
+            raise RuntimeError("a broken kernel")
+        return x * self.weight
+
+    replays = Job(lambda: Calling(forward), prepared=lambda module: setattr(module, "count", 0)).aligned()
+    is_broken.append(True)
+    stream, flags, filters = torch.get_rng_state(), switches(), list(warnings.filters)
+    seen = Observation()
+    with pytest.raises(RuntimeError, match="a broken kernel"), inert():
+        replays[1].observe(1.0, seen)
+    assert list(seen.signatures) == [f"{NAME}/input", f"{NAME}/parameters"], "what was seen before counts"
+    assert torch.equal(stream, torch.get_rng_state())
+    assert switches() == flags
+    assert list(warnings.filters) == filters
+    assert replays[1]._module.count == 1
+
+
+def switches() -> tuple:
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+        inductor and inductor.deterministic,
+    )
+
+
+@pytest.fixture
+def unusual_switches():
+    """Each set otherwise than in replay, and not all by default."""
+    import torch._inductor.config as inductor
+
+    before = switches()
+    torch.use_deterministic_algorithms(False, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.backends.cudnn.benchmark = True
+    inductor.deterministic = True
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = before[2]
+    torch.backends.cudnn.benchmark = before[3]
+    inductor.deterministic = bool(before[4])
+
+
+def modes_seen(prepared: Callable[[nn.Module], None] = lambda _: None) -> list[tuple]:
+    """The switches in the replayed calls of one module."""
+    seen = []
+
+    class Seeing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            looked()
+            return super().forward(x)
+
+    @torch.compiler.disable
+    def looked() -> None:
+        seen.append(switches())
+
+    job = Job(lambda: Seeing(4, 4), ranks=1, prepared=prepared)
+    replays = job.aligned()
+    seen.clear()
+    observations(replays)
+    return seen
+
+
+def test_kernels_are_deterministic_in_replay_and_every_switch_is_put_back(unusual_switches):
+    before = switches()
+    assert modes_seen() == [(True, True, False, False, True)]
+    assert switches() == before
+
+
+def test_compiled_code_keeps_trainings_own_mode(unusual_switches):
+    before = switches()
+    (seen,) = modes_seen(lambda module: module.compile(backend="eager"))
+    assert seen[:-1] == before[:-1]  # the last is the compiler's own, which it sets itself
+
+
+def test_a_compiled_module_is_replayed_by_its_peers():
+    torch._dynamo.reset()
+    compiled = []
+
+    def prepared(module: nn.Module) -> None:
+        module.compile(backend="aot_eager")
+        compiled.append(module._compiled_call_impl)
+
+    job = Job(Block, prepared=prepared)
+    assert differing(observations(job.aligned())) == set()
+    for replay in job.replays:
+        replay.release()
+    assert [module._compiled_call_impl for module in job.modules] == compiled
+
+
+def test_a_stream_of_the_modules_own_does_not_make_peers_differ():
+    def make() -> nn.Module:
+        module = Calling(lambda self, x: x * self.weight * torch.rand((), generator=self.stream))
+        module.stream = torch.Generator().manual_seed(next(seeds))
+        return module
+
+    seeds = iter(range(9))
+    job = Job(make)
+    before = [module.stream.get_state() for module in job.modules]
+    assert differing(observations(job.aligned())) == set()
+    after = [module.stream.get_state() for module in job.modules]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

@@ -1,0 +1,134 @@
+"""What of a module cannot be replayed or compared is told, and nothing is kept afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.layer_job import NAME, Block, Calling, Job, batch, recipe_of, sized
+from tests.support.replay_by_hand import (
+    CPU,
+    align,
+    described,
+    differing,
+    observations,
+    observe,
+    prepare,
+)
+from torchscout.errors import ReplayError
+from torchscout.evidence.hearing import inert
+from torchscout.evidence.replay.layer import LayerRecipe, LayerReplay
+from torchscout.evidence.replay.recipe import ABSENT, Mode, Observation
+
+
+def writing(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.writes:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+    return x * self.weight
+
+
+def test_a_module_that_writes_to_its_parameters_is_refused_before_replay_could_change_it():
+    job = Job(lambda: Calling(writing), prepared=lambda module: setattr(module, "writes", True), ranks=1)
+    with pytest.raises(ReplayError, match="its forward pass writes to its own parameters"):
+        described(job.replays)
+    assert job.modules[0].weight.tolist() == [0.5] * 4
+
+
+def test_a_module_that_writes_to_its_parameters_only_in_replay_is_told():
+    job = Job(lambda: Calling(writing), prepared=lambda module: setattr(module, "writes", False), ranks=1)
+    (replay,) = job.aligned()
+    job.modules[0].writes = True
+    seen = Observation()
+    with pytest.raises(ReplayError, match="writes to its own parameters"), inert():
+        replay.observe(1.0, seen)
+    assert f"{NAME}/output" not in seen.signatures, "its record is what carries the reason"
+
+
+def test_renormalized_weights_are_refused():
+    job = Job(
+        lambda: nn.Embedding(8, 4, max_norm=1.0),
+        train=lambda module, rank: sized(module(torch.tensor([rank]))).backward(),
+        ranks=1,
+    )
+    with pytest.raises(ReplayError, match="renormalizes its weights"):
+        described(job.replays)
+    job.replays[0].release()
+
+
+def test_a_parameter_without_gradient_is_absent_and_a_frozen_one_not_compared():
+    def make() -> nn.Module:
+        module = Calling(lambda self, x: x * self.weight)
+        module.unused = nn.Parameter(torch.ones(2))
+        module.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        return module
+
+    found = observations(Job(make).aligned())
+    assert {each[f"{NAME}.unused.grad"] for each in found} == {ABSENT}
+    assert found[0][f"{NAME}.weight.grad"] != ABSENT
+    assert f"{NAME}.frozen.grad" not in found[0]
+
+
+def test_without_captured_gradients_the_forward_pass_alone_is_compared():
+    replays = Job(Block, train=lambda module, rank: module(batch(rank))).aligned()
+    found = observations(replays)
+    assert differing(found) == set()
+    absent = {surface for surface, value in found[0].items() if value == ABSENT}
+    assert absent == {each.surface for each in replays[0].comparisons() if each.mode == Mode.BACKWARD}
+    (reason,) = {each.absent for each in replays[0].comparisons() if each.mode == Mode.BACKWARD}
+    assert reason == "no gradient reached the output of the module"
+
+
+def test_a_module_without_parameters_or_tensors_has_nothing_to_compare_there():
+    job = Job(
+        nn.Identity,
+        train=lambda module, _: module("text"),
+    )
+    found = observations(job.aligned())
+    assert differing(found) == set()
+    assert found[0][f"{NAME}/parameters"] == found[0][f"{NAME}/output"] == ABSENT
+
+
+def test_peers_with_other_buffers_or_other_gradients_are_refused():
+    job = Job(Block, ranks=2)
+    job.modules[1].register_buffer("more", torch.ones(1))
+    with pytest.raises(ReplayError, match=r"its buffers are \['more', .*\] here and \["):
+        prepare(job.replays)
+    frozen = iter((False, True))
+    job = Job(Block, ranks=2, prepared=lambda module: module.up.bias.requires_grad_(not next(frozen)))
+    with pytest.raises(ReplayError, match=rf"gradients \['{NAME}.up.bias.grad'\]"):
+        prepare(job.replays)
+
+
+def test_a_parameter_that_came_later_is_told():
+    module = Block()
+    recipe = recipe_of(module)
+    module.late = nn.Parameter(torch.ones(1))
+    with pytest.raises(ReplayError, match="a parameter that was not there when replay was attached"):
+        recipe.begin(0, is_source=True)
+
+
+def test_a_released_replay_holds_nothing_and_hooks_nothing():
+    job = Job(Block)
+    replays = job.aligned()
+    for replay in replays:
+        replay.release()
+        assert isinstance(replay, LayerReplay)
+        assert replay._call is replay._own is None
+        assert replay._buffers == {}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in job.modules)
+
+
+def test_each_target_is_its_own_module():
+    modules = {"first": nn.Linear(4, 4), "second": Block()}
+    surfaces = {each: name for m in modules.values() for name, each in m.named_parameters(prefix=str(id(m)))}
+    recipe = LayerRecipe("layer", modules, surfaces, CPU)
+    assert recipe.targets == ("first", "second")
+    replay = recipe.begin(1, is_source=True)
+    sized(modules["second"](batch(0))).backward()
+    align([replay])
+    assert "second/output" in observe(replay)
+    replay.release()

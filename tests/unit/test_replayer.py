@@ -1,0 +1,328 @@
+"""What is due at the end of a step, done by all ranks in step, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.planned_replay import Act, Planned, Rank, checked, fails, job, named, statuses
+from tests.support.thread_peers import ThreadPeers, on_threads
+from tests.support.update_job import flip_lowest_bit
+from torchscout.errors import ChannelError, ReplayError
+from torchscout.evidence.hearing import is_inert
+from torchscout.evidence.replay.census import CensusRecipe
+from torchscout.evidence.replay.layer import LayerRecipe
+from torchscout.evidence.replay.recipe import Mode, Observation, Recipe, Replay
+from torchscout.evidence.replay.replayer import Outcome, Replayer
+from torchscout.evidence.replay.rotation import Rotation
+
+ORDER = ["begin", "describe", "prepare", "align", "comparisons", "observe", "release"]
+
+
+def test_healthy_ranks_agree_and_make_the_calls_in_their_order():
+    ranks = job()
+    outcomes = checked(ranks)
+    assert [statuses(each.records) for each in outcomes] == [{"a/input": "agree", "a/output": "agree"}] * 3
+    assert [each.repeats for each in outcomes] == [[]] * 3
+    assert [rank.recipes[0].said() for rank in ranks] == [ORDER] * 3
+
+
+def test_every_description_comes_to_every_peer_in_peer_order():
+    ranks = job()
+    checked(ranks)
+    for rank in ranks:
+        assert ("prepare", ([{"rank": 0}, {"rank": 1}, {"rank": 2}], 0)) in rank.recipes[0].calls
+
+
+def test_scouts_own_hooks_are_inert_while_it_works():
+    ranks = job()
+    checked(ranks)
+    assert all(("describe", True) in rank.recipes[0].calls for rank in ranks)
+    assert not is_inert()
+
+
+def test_targets_and_sources_rotate_with_the_rounds():
+    ranks = job()
+    checked(ranks, steps=4)
+    for rank in ranks:
+        begun = [detail for call, detail in rank.recipes[0].calls if call == "begin"]
+        assert [target for target, _ in begun] == [0, 1, 0, 1]
+        assert [is_source for _, is_source in begun] == [rank.rank == source for source in (0, 1, 2, 0)]
+        aligned = [detail for call, detail in rank.recipes[0].calls if call == "align"]
+        assert aligned == [10, 11, 12, 10], "the source's value on every rank"
+
+
+def test_the_source_is_one_position_in_all_peer_groups():
+    ranks = job(lambda *_: None, (0, 2), (1, 3))
+    checked(ranks, steps=2)
+    begun = [[d for call, d in rank.recipes[0].calls if call == "begin"] for rank in ranks]
+    assert [[is_source for _, is_source in each] for each in begun] == [
+        [True, False],
+        [True, False],
+        [False, True],
+        [False, True],
+    ]
+
+
+@pytest.mark.parametrize("call", ["begin", "describe", "prepare"])
+def test_what_one_rank_is_not_ready_for_is_done_nowhere(call: str):
+    ranks = job(fails(1, call))
+    for outcome in checked(ranks):
+        (record,) = outcome.records
+        assert (record.surface, record.status) == ("a/layer", "not_checked")
+        assert record.reason == "rank 1: there is no room"
+        assert outcome.repeats == []
+    said = [rank.recipes[0].said() for rank in ranks]
+    assert not any("align" in each or "observe" in each for each in said)
+    released = [each.count("release") for each in said]
+    assert released == ([1, 0, 1] if call == "begin" else [1, 1, 1])
+
+
+def test_somebody_elses_exception_is_told_with_its_kind():
+    outcome = checked(job(fails(2, "describe", MemoryError("512 MiB"))))[0]
+    assert outcome.records[0].reason == "rank 2: MemoryError: 512 MiB"
+
+
+def test_what_cannot_be_sent_is_told_and_strands_nobody():
+    ranks = job(lambda rank, call, _: {"tensor": object()} if (rank, call) == (0, "describe") else None)
+    for outcome in checked(ranks):
+        (record,) = outcome.records
+        assert record.reason is not None
+        assert record.reason.startswith("rank 0: TypeError: Object of type object is not JSON")
+
+
+def test_a_rank_of_another_peer_group_that_is_not_ready_stops_this_one_too():
+    ranks = job(fails(3, "prepare"), (0, 2), (1, 3))
+    for outcome in checked(ranks):
+        assert outcome.records[0].reason == "rank 3: there is no room"
+    assert not any("align" in rank.recipes[0].said() for rank in ranks)
+
+
+def test_work_that_cannot_be_done_leaves_other_work_alone():
+    every = ThreadPeers.create_all((0, 1, 2))
+    ranks = [
+        Rank(
+            peers,
+            [Planned(peers.rank, fails(1, "describe")), Planned(peers.rank, kind="output", varies=False)],
+        )
+        for peers in every
+    ]
+    for outcome in checked(ranks):
+        assert statuses(outcome.records) == {
+            "a/layer": "not_checked",
+            "a/input": "agree",
+            "a/output": "agree",
+        }
+
+
+@pytest.mark.parametrize("error", [ReplayError("a lost kernel"), ZeroDivisionError("a lost kernel")])
+def test_a_rank_that_fails_in_its_computation_is_no_evidence_and_the_others_still_vote(error: Exception):
+    ranks = job(fails(1, "observe", error), (0, 1, 2, 3))
+    for rank, outcome in enumerate(checked(ranks)):
+        given, output, failed = outcome.records
+        assert (given.surface, given.status, given.peers) == ("a/input", "agree", (0, 1, 2, 3))
+        assert (output.surface, output.status, output.peers) == ("a/output", "agree", (0, 2, 3))
+        assert failed.status == "not_checked"
+        assert failed.peers == (1,)
+        own = "" if rank != 1 else ": a lost kernel"
+        kind = "" if rank != 1 or isinstance(error, ReplayError) else ": ZeroDivisionError"
+        assert failed.reason == f"replay failed on rank 1{kind}{own}"
+    assert [rank.recipes[0].said() for rank in ranks] == [ORDER] * 4
+
+
+def wrong_output(rank: int, only: float | None = None) -> Act:
+    def act(here: int, call: str, variant: float) -> int:
+        return int(here == rank and call == "observe" and only in (None, variant))
+
+    return act
+
+
+def test_a_disagreement_calls_for_one_second_replay_on_every_rank():
+    ranks = job(wrong_output(2))
+    for outcome in checked(ranks):
+        assert named(outcome.records) == named(outcome.repeats) == {("a/output", "forward"): (2,)}
+    assert [rank.recipes[0].said().count("observe") for rank in ranks] == [2, 2, 2]
+    assert [rank.recipes[0].said().count("align") for rank in ranks] == [1, 1, 1]
+
+
+def test_a_second_replay_may_find_nothing():
+    seen = iter([1])
+    ranks = job(lambda rank, call, _: next(seen, 0) if (rank, call) == (2, "observe") else None)
+    for outcome in checked(ranks):
+        assert named(outcome.records) == {("a/output", "forward"): (2,)}
+        assert statuses(outcome.repeats) == {"a/input": "agree", "a/output": "agree"}
+
+
+def test_a_disagreement_among_other_peers_calls_for_a_second_replay_here_too():
+    ranks = job(wrong_output(4), (0, 2, 4), (1, 3, 5))
+    outcomes = checked(ranks)
+    assert [rank.recipes[0].said().count("observe") for rank in ranks] == [2] * 6
+    assert named(outcomes[0].records) == {("a/output", "forward"): (4,)}
+    assert named(outcomes[1].records) == {}
+    assert statuses(outcomes[1].repeats) == {"a/input": "agree", "a/output": "agree"}
+
+
+def test_a_failed_rank_alone_calls_for_no_second_replay():
+    ranks = job(fails(1, "observe"))
+    assert [outcome.repeats for outcome in checked(ranks)] == [[]] * 3
+
+
+def test_variants_are_kept_apart():
+    ranks = job(wrong_output(1, only=0.1), variants=(1.0, 0.1, 10.0))
+    for outcome in checked(ranks):
+        assert named(outcome.records) == {("a/output", "forward x0.1"): (1,)}
+        assert len(outcome.records) == 6
+        assert sum(record.status == "agree" for record in outcome.records) == 5
+    for rank in ranks:
+        observed = [detail for call, detail in rank.recipes[0].calls if call == "observe"]
+        assert observed == [1.0, 0.1, 10.0] * 2
+
+
+def test_a_variant_that_fails_leaves_the_others():
+    def act(rank: int, call: str, variant: float) -> None:
+        if (rank, call, variant) == (0, "observe", 10.0):
+            raise OverflowError("too large")
+
+    for rank, outcome in enumerate(checked(job(act, variants=(1.0, 10.0)))):
+        failed = [record for record in outcome.records if record.verdict is None]
+        assert [record.mode for record in failed] == ["forward x10"]
+        assert ("too large" in str(failed[0].reason)) == (rank == 0)
+
+
+def test_what_does_not_vary_is_observed_once():
+    every = ThreadPeers.create_all((0, 1))
+    ranks = [Rank(peers, [Planned(peers.rank, varies=False)], variants=(0.1, 10.0)) for peers in every]
+    checked(ranks)
+    for rank in ranks:
+        assert [detail for call, detail in rank.recipes[0].calls if call == "observe"] == [1.0]
+
+
+def test_all_that_is_compared_shares_few_exchanges():
+    ranks = job(variants=(1.0, 0.1))
+    checked(ranks)
+    # The descriptions, the vote, one tensor, the evidence of all variants, who differs.
+    assert [rank.peers.exchanges for rank in ranks] == [5, 5, 5]
+
+
+def test_where_nothing_is_due_nothing_is_exchanged():
+    (peers,) = ThreadPeers.create_all((0,))
+    recipe = Planned(0)
+    rotation = Rotation({"layer": 2}, {"layer": 10})
+    replayer = Replayer([recipe], rotation, peers)
+    for step in range(1, 10):
+        replayer.begin(step)
+        assert not replayer.is_due
+        assert replayer.check(step) == Outcome()
+    assert (peers.exchanges, recipe.calls, rotation.rounds) == (0, [], 0)
+    replayer.begin(10)
+    assert replayer.is_due
+    replayer.check(10)
+    assert peers.exchanges > 0
+    assert rotation.rounds == 1
+
+
+def test_what_was_begun_can_be_abandoned():
+    (rank,) = job(lambda *_: None, (0,))
+    rank.replayer.begin(1)
+    rank.replayer.abandon()
+    assert not rank.replayer.is_due
+    assert rank.recipes[0].said() == ["begin", "release"]
+
+
+def test_a_peer_that_does_not_come_ends_the_check_and_everything_is_let_go():
+    every = ThreadPeers.create_all((0, 1), timeout=0.3)
+    rank = Rank(every[0], [Planned(0)])
+    with pytest.raises(ChannelError):
+        rank.step()
+    assert rank.recipes[0].said()[-1] == "release"
+    assert not rank.replayer.is_due
+    assert rank.rotation.rounds == 1, "the next check has another source, as on every rank"
+
+
+def test_a_channel_that_breaks_in_a_replay_is_not_taken_for_a_failure_of_the_replay():
+    (rank,) = job(fails(0, "observe", ChannelError("the network is gone")), (0,))
+    with pytest.raises(ChannelError, match="the network is gone"):
+        rank.step()
+    assert rank.recipes[0].said()[-1] == "release"
+
+
+def test_an_update_inside_the_backward_pass_is_not_checked():
+    ranks = job()
+    by_peers = {rank.peers: rank for rank in ranks}
+
+    def body(peers: ThreadPeers) -> Outcome:
+        rank, outcomes = by_peers[peers], []
+        rank.replayer.begin(1)
+        weight = torch.ones(2, requires_grad=True)
+        weight.register_post_accumulate_grad_hook(lambda _: outcomes.append(rank.replayer.check(1)))
+        (weight * 2).sum().backward()
+        return outcomes[0]
+
+    for outcome in on_threads([rank.peers for rank in ranks], body):
+        (record,) = outcome.records
+        assert record.reason == "rank 0: the optimizer steps inside the backward pass"
+    assert all(rank.recipes[0].said() == ["begin", "describe", "release"] for rank in ranks)
+
+
+class Alone:
+    """A replay that computes alone: switches and random streams are the whole process's."""
+
+    def __init__(self, replay: Replay, lock: threading.Lock) -> None:
+        self._replay, self._lock = replay, lock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replay, name)
+
+    def observe(self, variant: float, seen: Observation) -> None:
+        with self._lock:
+            self._replay.observe(variant, seen)
+
+
+class OneAtATime:
+    """A recipe whose replays are alone when they compute."""
+
+    def __init__(self, recipe: Recipe, lock: threading.Lock) -> None:
+        self.kind, self.targets, self.varies = recipe.kind, recipe.targets, recipe.varies
+        self._recipe, self._lock = recipe, lock
+
+    def begin(self, target: int, *, is_source: bool) -> Alone:
+        return Alone(self._recipe.begin(target, is_source=is_source), self._lock)
+
+
+def test_a_real_layer_and_all_state_name_the_rank_with_a_wrong_weight():
+    lock = threading.Lock()
+    ranks, modules = [], []
+    for peers in ThreadPeers.create_all((0, 1, 2, 3)):
+        torch.manual_seed(0)
+        module = nn.Linear(3, 2)
+        parameters = {f"model/{name}": each for name, each in module.named_parameters()}
+        surfaces: dict[torch.Tensor, str] = {each: surface for surface, each in parameters.items()}
+        recipes = [
+            CensusRecipe(lambda held=parameters: {"parameters": held}),
+            LayerRecipe("layer", {"model": module}, surfaces, torch.device("cpu")),
+        ]
+        modules.append(module)
+        ranks.append(Rank(peers, [OneAtATime(recipe, lock) for recipe in recipes]))
+
+    def outcomes(step: int) -> list[Outcome]:
+        for rank, module in zip(ranks, modules, strict=True):
+            rank.replayer.begin(step)
+            module(torch.full((2, 3), float(rank.rank))).square().sum().backward()
+        by_peers = {rank.peers: rank.replayer for rank in ranks}
+        return on_threads([rank.peers for rank in ranks], lambda peers: by_peers[peers].check(step))
+
+    for outcome in outcomes(1):
+        assert set(statuses(outcome.records).values()) == {"agree"}
+        assert "state/parameters" in statuses(outcome.records)
+    flip_lowest_bit(modules[3].weight)
+    for outcome in outcomes(2):
+        assert named(outcome.records) == {
+            ("model/weight", Mode.STATE): (3,),
+            ("model/parameters", Mode.STATE): (3,),
+        }
+        assert statuses(outcome.records)["model/output"] == "not_checked"
+        assert outcome.repeats
