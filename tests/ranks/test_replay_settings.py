@@ -58,7 +58,7 @@ def mistaken_job(rank: int, run_dir: Path) -> tuple[list[int], list[int]]:
             ({"variants": ()}, "finite factors other than 0"),
             ({"budget": 2.0}, "between 0 and 1"),
             ({"recipes": ("optimizer",)}, r"\['optimizer'\] were not there"),
-            ({"recipes": ()}, "nothing to check"),
+            ({"recipes": ()}, "nothing would be checked"),
             ({"patience_seconds": 1.0}, "patience_seconds"),
         ]:
             with pytest.raises(ValueError, match=told):

@@ -108,10 +108,12 @@ class _Rank:
         assert self.process.pid is not None
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + _STACK_SECONDS
+        deadline, before = time.monotonic() + _STACK_SECONDS, ""
         while time.monotonic() < deadline:
-            if self.stack.exists() and (text := self.stack.read_text()).endswith("\n"):
+            text = self.stack.read_text() if self.stack.exists() else ""
+            if text.endswith("\n") and text == before:  # it is written line by line
                 return f"did not answer in time; its stack:\n{text}"
+            before = text
             time.sleep(0.05)
         return "did not answer in time and gave no stack (stopped, or blocked in the kernel)"
 

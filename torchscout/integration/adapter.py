@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from torchscout.decision.record import Surface
+from torchscout.evidence.replay.sharded import Keepers
 from torchscout.integration.structure import Structure
 from torchscout.mesh import Mesh
 
@@ -37,6 +38,10 @@ class Adapter(Protocol):
 
     def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
         """What this rank holds of the model, by the surface of each; all of it, or its shards."""
+        ...
+
+    def keepers(self, module: torch.nn.Module) -> Keepers:
+        """Who must gather this module's parameters before it can be called; nobody where they are whole."""
         ...
 
     def unreplicated(self) -> Collection[Surface]:

@@ -27,7 +27,7 @@ from torchscout.integration.registry import adapter_for
 from torchscout.integration.replaying import Replaying
 from torchscout.integration.session import Session
 from torchscout.integration.watching import Job, watch
-from torchscout.mesh import Axis, Mesh
+from torchscout.mesh import Mesh
 
 __all__ = ["enable_resiliency"]
 
@@ -124,14 +124,12 @@ def _replay(
     peers = job.mesh.peers_of(job.rank)
     if not peers.can_compare:
         session.not_replaying = "no other rank does the same work"
-    elif peers.axis is not Axis.REPLICA:
-        session.not_replaying = "the job has shards and no replicas, which replay does not cover yet"
     elif not adapter.optimizers():
         session.not_replaying = "there is no optimizer at whose update a step would end"
     else:
         replaying = Replaying(
             config,
-            recipes_for(adapter, config),
+            recipes_for(adapter, config, peers.axis),
             job.mesh,
             communicators,
             communicators.links(peers, device_of_job(adapter)),

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
+from torchscout.evidence.replay.sharded import Keepers, keepers_of
 from torchscout.integration.parallelism import mesh_from
 from torchscout.integration.structure import Structure, layers_of, structure_of, surface_of
 from torchscout.mesh import Mesh
@@ -52,6 +53,9 @@ class PyTorchAdapter:
     def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
         return {surface_of(name): parameter for name, parameter in self._model.named_parameters()}
 
+    def keepers(self, module: torch.nn.Module) -> Keepers:
+        return keepers_of(self._model, module)
+
     def unreplicated(self) -> Collection[Surface]:
         if not isinstance(self._model, DistributedDataParallel):
             return ()
@@ -68,11 +72,21 @@ class PyTorchAdapter:
             if self._model.process_group.size() == world:
                 return Parallelism(replica=world)
         elif isinstance(self._model, FSDPModule):
-            shards = {p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)}
-            sizes = {mesh.shape for mesh in shards}
-            if sizes == {(world,)}:
-                return Parallelism(shard=world)
+            found = {p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)}
+            shapes = {mesh.shape for mesh in found if mesh.size() == world}
+            if len(found) == len(shapes) == 1:
+                (shape,) = shapes
+                if len(shape) == 1:
+                    return Parallelism(shard=world)
+                if len(shape) == 2 and _is_hybrid(self._model):
+                    return Parallelism(replica=shape[0], shard=shape[1])
         raise ValueError(
             f"which of the {world} ranks do the same work cannot be read off a {type(self._model).__name__}; "
             "pass parallelism=, such as Parallelism(replica=4, tensor=2) or a DeviceMesh with named axes"
         )
+
+
+def _is_hybrid(model: torch.nn.Module) -> bool:
+    """Whether parameters are copied along the first axis of their mesh and sharded along the second."""
+    placements = {p.placements for p in model.parameters() if isinstance(p, DTensor)}
+    return all(len(each) == 2 and each[0].is_replicate() and each[1].is_shard() for each in placements)

@@ -8,37 +8,45 @@ import torch
 
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Surface
+from torchscout.evidence.replay.at_rest import AtRestRecipe
 from torchscout.evidence.replay.census import CensusRecipe, slots_of
 from torchscout.evidence.replay.layer import LayerRecipe
 from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
 from torchscout.evidence.replay.recipe import Recipe
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.structure import Part
+from torchscout.mesh import Axis
 
 __all__ = ["device_of_job", "recipes_for"]
 
 
-def recipes_for(adapter: Adapter, config: ReplayConfig) -> list[Recipe]:
-    """Every recipe the configuration asks for; a ``ValueError`` says what a user must name."""
+def recipes_for(adapter: Adapter, config: ReplayConfig, axis: Axis = Axis.REPLICA) -> list[Recipe]:
+    """Every recipe the configuration asks for; a ``ValueError`` says what a user must name.
+
+    Peers along the replica ``axis`` hold copies of each other's state, along the shard axis each its own.
+    """
     structure = adapter.structure(embedding=config.embedding, layers=config.layers, output=config.output)
     parameters, optimizers = dict(adapter.parameters()), adapter.optimizers()
-    device = device_of_job(adapter)
+    device, is_owned = device_of_job(adapter), axis is Axis.SHARD
     surfaces: dict[torch.Tensor, Surface] = {each: surface for surface, each in parameters.items()}
     copies = {surface: each for surface, each in parameters.items() if surface not in adapter.unreplicated()}
 
     def layers(kind: str, parts: Sequence[Part]) -> LayerRecipe:
-        return LayerRecipe(kind, {part.name: part.module for part in parts}, surfaces, device)
+        modules = {part.name: part.module for part in parts}
+        return LayerRecipe(kind, modules, surfaces, device, adapter.keepers, copies=not is_owned)
+
+    def slots() -> Mapping[Surface, torch.Tensor]:
+        return slots_of({each: surface for surface, each in copies.items()}, optimizers)
 
     def state() -> Mapping[str, Mapping[Surface, torch.Tensor]]:
-        slots = slots_of({each: surface for surface, each in copies.items()}, optimizers)
-        return {"parameters": copies, "optimizer": slots}
+        return {"parameters": copies, "optimizer": slots()}
 
     recipes: list[Recipe] = [
-        CensusRecipe(state),
+        AtRestRecipe(lambda: {**copies, **slots()}, optimizers) if is_owned else CensusRecipe(state),
         layers("embedding", structure.embeddings),
         layers("layer", structure.layers),
         layers("output", structure.outputs),
-        OptimizerRecipe(copies, optimizers, device),
+        OptimizerRecipe(copies, optimizers, device, owned=is_owned),
     ]
     return [recipe for recipe in recipes if recipe.kind in config.intervals]
 

@@ -6,7 +6,7 @@ module is called as training calls it, with all hooks in place and its own param
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from torchscout.evidence.replay.invocation import Invocation, is_floating
 from torchscout.evidence.replay.module_state import buffers_of, preserved, refusal
 from torchscout.evidence.replay.randomness import unmoved
 from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
+from torchscout.evidence.replay.sharded import NOBODY, Keepers, gathered
 
 __all__ = ["LayerRecipe", "LayerReplay"]
 
@@ -40,18 +41,27 @@ class LayerRecipe:
         modules: Mapping[str, nn.Module],
         surfaces: Mapping[torch.Tensor, Surface],
         device: torch.device,
+        keepers: Callable[[nn.Module], Keepers] = lambda _: NOBODY,
+        *,
+        copies: bool = True,
     ) -> None:
         self.kind = kind
         self.targets = tuple(modules)
         self._modules, self._surfaces, self._device = tuple(modules.values()), surfaces, device
+        self._keepers = keepers
+        self._has_copies = copies
+        """Whether peers hold the same shards, where there are shards."""
 
     def begin(self, target: int, *, is_source: bool) -> LayerReplay:
         module, name = self._modules[target], self.targets[target]
-        trained = [each for each in module.parameters() if each.requires_grad]
-        if not all(each in self._surfaces for each in trained):
+        trained = {path: each for path, each in module.named_parameters() if each.requires_grad}
+        if not all(each in self._surfaces for each in trained.values()):
             raise ReplayError("it has a parameter that was not there when replay was attached")
-        named = {f"{self._surfaces[each]}.grad": each for each in trained}
-        return LayerReplay(name, module, named, self._device, is_source=is_source)
+        named = {f"{self._surfaces[each]}.grad": path for path, each in trained.items()}
+        keepers = self._keepers(module)
+        replay = LayerReplay(name, module, named, self._device, is_source=is_source, keepers=keepers)
+        replay.compares_shards = bool(keepers.modules) and self._has_copies
+        return replay
 
 
 class LayerReplay:
@@ -61,14 +71,19 @@ class LayerReplay:
         self,
         name: str,
         module: nn.Module,
-        gradients: Mapping[Surface, nn.Parameter],
+        gradients: Mapping[Surface, str],
         device: torch.device,
         *,
         is_source: bool,
+        keepers: Keepers = NOBODY,
     ) -> None:
         self._name, self._module, self._device, self._is_source = name, module, device, is_source
         self._parameters = gradients
-        """Those whose gradients are compared, by surface."""
+        """Those whose gradients are compared: their paths in the module, by surface."""
+        self._keepers = keepers
+        self.compares_shards = False
+        """Whether this rank's shards are compared before what is gathered from them."""
+        self._shards: int | None = None
         self._refusal = refusal(module)
         self._capture = None if self._refusal else Capture(module, device, keep=is_source)
         self._own: Invocation | None = None
@@ -91,6 +106,8 @@ class LayerReplay:
             raise ReplayError(f"its buffers are {list(own)} here and {list(told['buffers'])} on the source")
         if other := sorted(self._parameters.keys() ^ set(told["parameters"])):
             raise ReplayError(f"only here or only on the source there are gradients {other}")
+        if self.compares_shards:
+            self._shards = digest(self._module.parameters())
         if self._is_source:
             self._call = self._own
             self._buffers = {name: alignment.captured(each) for name, each in own.items()}
@@ -109,32 +126,42 @@ class LayerReplay:
         nothing = "no gradient reached it"
         if not self._call.gradients:
             nothing = "no gradient reached the output of the module"
+        shards = [f"{self._name}/shards"] if self.compares_shards else []
         return [
             Comparison(given, Mode.INPUT),
-            Comparison(weights, Mode.STATE, absent="it has no parameters"),
+            *(Comparison(each, Mode.STATE) for each in shards),
+            Comparison(weights, Mode.STATE, tuple(shards), absent="it has no parameters"),
             Comparison(f"{self._name}/output", Mode.FORWARD, (given, weights), absent="it returns no tensor"),
             *(Comparison(each, Mode.BACKWARD, (given, weights), absent=nothing) for each in self._inputs()),
             *(Comparison(each, Mode.BACKWARD, (given, weights), absent=nothing) for each in self._parameters),
         ]
 
     def observe(self, variant: float, seen: Observation) -> None:
+        # First of all, and on all ranks: it is a collective of training's own.
+        with gathered(self._keepers):
+            self._observe(variant, seen)
+
+    def _observe(self, variant: float, seen: Observation) -> None:
         assert self._call is not None, "prepared first"
         found, inputs = seen.signatures, _inputs(self._call, variant)
-        weights = list(self._module.parameters())
-        versions = [each._version for each in weights]
+        weights = dict(self._module.named_parameters())
+        versions = [each._version for each in weights.values()]
         found[f"{self._name}/input"] = digest([*inputs.values(), *self._aligned(besides=inputs)])
-        found[f"{self._name}/parameters"] = digest(weights) if weights else ABSENT
+        if self._shards is not None:
+            found[f"{self._name}/shards"] = self._shards
+        found[f"{self._name}/parameters"] = digest(weights.values()) if weights else ABSENT
         with self._as_in_training():
             self._call.randomness.apply(self._device)
             # Copies: a module may write into its arguments, and autograd forbids that to a leaf.
             args, kwargs = self._call.arguments({place: each.clone() for place, each in inputs.items()})
             with autocast_as(self._call.autocast):
                 outputs = _tensors(self._module(*args, **kwargs))
-            if versions != [each._version for each in weights]:
+            if versions != [each._version for each in weights.values()]:
                 raise ReplayError(WRITES)
             found[f"{self._name}/output"] = digest(outputs) if outputs else ABSENT
             with autocast_as(dict.fromkeys(self._call.autocast)):  # as backward usually runs
-                found |= self._backward(outputs, [each for each in inputs.values() if each.requires_grad])
+                trained = [weights[path] for path in self._parameters.values()]
+                found |= self._backward(outputs, [x for x in inputs.values() if x.requires_grad], trained)
 
     def release(self) -> None:
         if self._capture is not None:
@@ -162,11 +189,14 @@ class LayerReplay:
             yield
 
     def _backward(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        trained: Sequence[nn.Parameter],
     ) -> dict[Surface, int]:
         assert self._call is not None, "prepared first"
         pairs = [(outputs[place], each) for place, each in self._call.gradients.items()]
-        wanted = [*inputs, *self._parameters.values()]
+        wanted = [*inputs, *trained]
         gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
             roots, given = zip(*pairs, strict=True)

@@ -58,6 +58,8 @@ class OptimizerRecipe:
         parameters: Mapping[str, torch.nn.Parameter],
         optimizers: Sequence[Optimizer],
         device: torch.device,
+        *,
+        owned: bool = False,
     ) -> None:
         owners = {
             id(member): optimizer
@@ -72,12 +74,15 @@ class OptimizerRecipe:
         ]
         self.targets = tuple(owned.name for owned in self._owned)
         self._device = device
+        self._is_owned = owned
+        """Whether each rank is the only one to hold its part: then its own result is held against what its
+        peers compute from the same values."""
         self._begun: Counter[int] = Counter()
         self._separability = Separability()
 
     def begin(self, target: int, *, is_source: bool) -> OptimizerReplay:
         """From now on, the owner's next step is captured; each time the target's next slice of it."""
-        replay = OptimizerReplay(self._owned[target], self._device, is_source=is_source)
+        replay = OptimizerReplay(self._owned[target], self._device, is_source=is_source, owned=self._is_owned)
         replay.watch(self._separability, self._begun[target])
         self._begun[target] += 1
         return replay
@@ -139,10 +144,12 @@ class _Target:
 class OptimizerReplay:
     """One update of one slice."""
 
-    def __init__(self, target: _Target, device: torch.device, *, is_source: bool) -> None:
+    def __init__(
+        self, target: _Target, device: torch.device, *, is_source: bool, owned: bool = False
+    ) -> None:
         self._target = target
         self._device = device
-        self._is_source = is_source
+        self._is_source, self._is_owned = is_source, owned
         self._failure: str | None = f"the optimizer did not step {target.name} in this training step"
         self._hook: Any = None
         self._slice: Slice | None = None
@@ -203,8 +210,10 @@ class OptimizerReplay:
         }
 
     def prepare(self, descriptions: Sequence[Any], source: int) -> None:
+        # Parts of one parameter that ranks own alone need not be equally large.
+        alike = ("class", "setting") if self._is_owned else tuple(descriptions[source])
         for peer, description in enumerate(descriptions):
-            _require_equal(description, descriptions[source], peer)
+            _require_equal(description, descriptions[source], peer, alike)
         if not self._is_source:
             wanted = descriptions[source]["tensor"].values()
             self._tensors = [room_for(description, self._device) for description in wanted]
@@ -243,7 +252,8 @@ class OptimizerReplay:
             for name, surface in self._slot_surfaces().items()
             if isinstance(state.get(name), torch.Tensor)
         }
-        real = self._slice.of(self._target.local())
+        has_result = self._is_source or not self._is_owned
+        real = self._slice.of(self._target.local()) if has_result else leaf.detach()
         found[PARAMETER], left_behind, *of_slots = signatures([leaf.detach(), real, *slots.values()])
         found |= dict(zip(slots, of_slots, strict=True))
         if variant == 1.0:
@@ -271,9 +281,11 @@ def _fits(value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
-def _require_equal(description: Mapping[str, Any], source: Mapping[str, Any], peer: int) -> None:
-    for kind, expected in source.items():
-        found = description[kind]
+def _require_equal(
+    description: Mapping[str, Any], source: Mapping[str, Any], peer: int, kinds: Sequence[str]
+) -> None:
+    for kind in kinds:
+        found, expected = description[kind], source[kind]
         for key in sorted(found.keys() | expected.keys()):
             here, there = found.get(key), expected.get(key)
             if here != there:

@@ -1,0 +1,97 @@
+"""Replay of FSDP2 and HSDP: layers on gathered parameters, state with one owner or with copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.sharded_jobs import SHARDINGS, Sharded, train
+from torchscout.faults.fault import Faults
+
+REPLAY = range(1, 9)
+"""Passes that are not training's own."""
+
+
+def with_and_without(rank: int, shape: tuple[int, ...], sharding: str, run_dir: Path) -> tuple[bool, Sharded]:
+    alone = train(rank, shape, sharding, None)
+    checked = train(rank, shape, sharding, run_dir)
+    return alone.bits == checked.bits, checked
+
+
+@pytest.mark.parametrize(
+    ("shape", "sharding"), [*(((4,), name) for name in SHARDINGS), ((3, 2), "plain"), ((2, 2), "bfloat16")]
+)
+def test_training_is_bitwise_the_same_and_everything_is_checked(
+    shape: tuple[int, ...], sharding: str, tmp_path: Path
+):
+    ranks = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
+    for same, found in run_ranks(with_and_without, ranks, shape, sharding, tmp_path, timeout=240):
+        assert same
+        assert found.failures == []
+        assert found.incidents == []
+        agreed = {record.surface for record in found.records if record.status == "agree"}
+        assert {f"{part}/output" for part in ("tokens", "stack.0", "stack.1", "head")} <= agreed
+        assert {f"{part}/parameters" for part in ("tokens", "stack.0", "stack.1", "head")} <= agreed
+        assert {"stack.0/grad_input", "head/weight.grad", "stack.1.up/weight.grad"} <= agreed
+        assert {"optimizer/param", "optimizer/reproduced"} <= agreed
+        state = {"state/at_rest"} if len(shape) == 1 else {"state/parameters", "state/optimizer"}
+        assert state <= agreed
+        unchecked = {(record.surface, record.reason) for record in found.records if record.verdict is None}
+        assert unchecked == set()
+
+
+@pytest.mark.parametrize(
+    ("at", "calls", "surface"),
+    [
+        ("stack.1/output", REPLAY, "stack.1/output"),
+        ("stack.1/grad_input", REPLAY, "stack.1/grad_input"),
+        ("head/output", REPLAY, "head/output"),
+        (
+            "stack.0.up/weight",
+            range(1),
+            "optimizer/update",
+        ),  # the owner's real update, when its turn has come
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_wrong_number_under_fsdp_names_the_rank(
+    rank: int, at: str, calls: range, surface: str, tmp_path: Path
+):
+    step = {"optimizer/update": 4}.get(surface, 2)
+    # The owner of the slice is the source of its round: rank (step - 1) of 4.
+    rank = (step - 1) % 4 if surface == "optimizer/update" else rank
+    faults = Faults().flip_bit(rank=rank, at=at, step=step, bit=2, calls=calls)
+    found = run_ranks(train, 4, (4,), "plain", tmp_path, faults, 5, timeout=120)
+    assert sum(each.fired for each in found) >= 1
+    assert found[0].incidents == [("rank", (rank,), surface, step)], found[0].sentences
+
+
+def test_a_shard_that_changes_at_rest_names_its_owner(tmp_path: Path):
+    found = run_ranks(train, 4, (4,), "plain", tmp_path, Faults(), 5, 1, timeout=120)
+    assert found[0].incidents == [("rank", (1,), "state/at_rest", 3)], found[0].sentences
+
+
+@pytest.mark.parametrize(
+    ("at", "calls", "surface"),
+    [
+        ("stack.1/output", REPLAY, "stack.1/output"),
+        ("stack.1.up/weight", range(1), "stack.1.up/weight"),
+        ("stack.1.up/weight.exp_avg", range(1), "stack.1.up/weight.exp_avg"),
+        ("stack.1.up/weight.grad", range(1), "stack.1.up/weight"),  # a gradient shard before the update
+    ],
+)
+def test_a_wrong_number_under_hsdp_names_the_rank(at: str, calls: range, surface: str, tmp_path: Path):
+    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
+    found = run_ranks(train, 6, (3, 2), "plain", tmp_path, faults, 3, timeout=120)
+    assert found[3].fired
+    first = found[0].incidents[0]
+    assert first == ("rank", (3,), surface, 2), found[0].sentences
+    assert {ranks for _, ranks, _, _ in found[0].incidents} == {(3,)}, found[0].sentences
+
+
+def test_two_replicas_of_shards_differ_as_a_group(tmp_path: Path):
+    faults = Faults().flip_bit(rank=3, at="stack.1.up/weight", step=2, bit=20)
+    found = run_ranks(train, 4, (2, 2), "plain", tmp_path, faults, 2, timeout=120)
+    assert found[0].incidents[0][:2] == ("peer_group", (1, 3)), found[0].sentences

@@ -1,0 +1,134 @@
+"""Small jobs on every sharding that replay covers, each trained with a check at every step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.support.replayed_job import Net, batch
+from torchscout.config import ReplayConfig
+from torchscout.decision.record import EvidenceRecord
+from torchscout.decision.recorder import read
+from torchscout.faults.effects import FlipBit
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.integration.attach import enable_resiliency
+
+EVERY_STEP = ReplayConfig(interval=1)
+
+
+def plain(net: Net, mesh: object) -> None:
+    for block in net.stack:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+
+
+def nested(net: Net, mesh: object) -> None:
+    for block in net.stack:
+        fully_shard(block.up, mesh=mesh)
+    plain(net, mesh)
+
+
+def bfloat16(net: Net, mesh: object) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in net.stack:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+
+
+def checkpointed(net: Net, mesh: object) -> None:
+    for place, block in enumerate(net.stack):
+        net.stack[place] = checkpoint_wrapper(block)
+    plain(net, mesh)
+
+
+def compiled(net: Net, mesh: object) -> None:
+    for place, block in enumerate(net.stack):
+        net.stack[place] = torch.compile(block, backend="aot_eager")
+    plain(net, mesh)
+
+
+SHARDINGS: dict[str, Callable[[Net, object], None]] = {
+    each.__name__: each for each in (plain, nested, bfloat16, checkpointed, compiled)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """What one rank has to tell."""
+
+    bits: bytes
+    """All that training leaves behind on it."""
+    records: list[EvidenceRecord]
+    incidents: list[tuple[str, tuple[int, ...], str, int]]
+    """Scope, ranks, surface and step of each."""
+    sentences: list[str]
+    fired: int
+    failures: list[str]
+
+
+def train(
+    rank: int,
+    shape: tuple[int, ...],
+    sharding: str,
+    run_dir: Path | None,
+    faults: Faults = Faults(),  # noqa: B008  frozen
+    steps: int = 12,
+    at_rest: int | None = None,
+) -> Sharded:
+    """Train; ``at_rest`` is a rank whose shard changes by itself between the second and third update."""
+    warnings.filterwarnings("ignore", message=".*view tensor.*")
+    torch.manual_seed(0)
+    names = ("dp_replicate", "dp_shard")[-len(shape) :]
+    net = Net()
+    SHARDINGS[sharding](net, init_device_mesh("cpu", shape, mesh_dim_names=names))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with Injector(faults, rank, net, optimizer) as injector:
+        session = run_dir and enable_resiliency(
+            net, optimizer, replay=EVERY_STEP, observer=None, run_dir=run_dir
+        )
+        for step in range(1, steps + 1):
+            if step == 3 and at_rest == rank:
+                with torch.no_grad():
+                    _decay(net.stack[1])
+            tokens, targets = batch(step, rank)
+            logits = net(tokens)
+            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    bits = _bits(net, optimizer)
+    if not session:
+        return Sharded(bits, [], [], [], len(injector.fired), [])
+    incidents = session.incidents
+    session.close()
+    records = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
+    told = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
+    return Sharded(
+        bits, records, told, [each.sentence for each in incidents], len(injector.fired), session.failures
+    )
+
+
+def _decay(block: nn.Module) -> None:
+    """One bit of memory changes, and PyTorch does not know of it."""
+    local = next(block.parameters()).to_local()
+    version = local._version
+    with torch.autograd._unsafe_preserve_version_counter(local):
+        FlipBit(3).corrupt(local)
+    assert local._version == version
+
+
+def _bits(net: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
+    tensors = [*net.parameters(), *(p.grad for p in net.parameters()), *slots, torch.get_rng_state()]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    return b"".join(each.detach().float().numpy().tobytes() for each in local)

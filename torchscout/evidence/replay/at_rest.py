@@ -1,0 +1,93 @@
+"""State that one rank alone holds must not change between two updates (paper, section 6.1.1).
+
+Nobody has a second copy of an FSDP shard, so that its owner watches it: signed right after an update, and
+again right before the next one. That is the owner's own evidence; its peers only confirm that theirs did not
+change. A write that PyTorch knows of is legitimate, and then nothing was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from torchscout.decision.fold import signed
+from torchscout.decision.record import Surface
+from torchscout.decision.signature import signatures
+from torchscout.errors import ReplayError, told
+from torchscout.evidence.replay.optimizer_slice import local_of
+from torchscout.evidence.replay.recipe import Broadcast, Comparison, Mode, Observation
+
+__all__ = ["UNCHANGED", "AtRestRecipe"]
+
+UNCHANGED = signed(xxhash.xxh3_64_intdigest(b"torchscout: what this rank holds has not changed"))
+"""In place of a signature: the same bytes before the update as after the one before."""
+AT_REST = "state/at_rest"
+_State = Callable[[], Mapping[Surface, torch.Tensor]]
+
+
+class AtRestRecipe:
+    """All owned state, over the step at whose end it is due."""
+
+    kind = "census"
+    targets = ("",)
+    varies = False
+
+    def __init__(self, state: _State, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._state, self._optimizers = state, optimizers
+
+    def begin(self, target: int, *, is_source: bool) -> _AtRest:  # noqa: ARG002  nothing is broadcast
+        return _AtRest(self._state, self._optimizers)
+
+
+class _AtRest:
+    """One step: from its beginning, which is the end of the one before, to its update."""
+
+    def __init__(self, state: _State, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._tensors = {name: local_of(tensor, tensor) for name, tensor in state().items()}
+        self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
+        self._before = dict(zip(self._tensors, signatures(self._tensors.values()), strict=True))
+        self._changed: list[Surface] | None = None
+        self._problem: str | None = "the optimizer did not step"
+        self._hooks = [optimizers[0].register_step_pre_hook(self._look_again)]
+
+    def describe(self) -> Any:
+        self._unhook()
+        return None
+
+    def prepare(self, descriptions: Sequence[Any], source: int) -> None:  # noqa: ARG002  nothing is sent
+        if self._problem is not None:
+            raise ReplayError(self._problem)
+
+    def align(self, broadcast: Broadcast) -> None:
+        """Every rank looks at its own."""
+
+    def comparisons(self) -> list[Comparison]:
+        return [Comparison(AT_REST, Mode.STATE)]
+
+    def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
+        assert self._changed is not None, "prepared first"
+        names = "\n".join(self._changed).encode()
+        seen.signatures[AT_REST] = signed(xxhash.xxh3_64_intdigest(names)) if self._changed else UNCHANGED
+
+    def release(self) -> None:
+        self._unhook()
+        self._tensors, self._before, self._versions = {}, {}, {}
+
+    def _look_again(self, *_: Any) -> None:
+        if self._changed is not None:
+            return  # the first update of the step is the first that writes
+        try:
+            after = dict(zip(self._tensors, signatures(self._tensors.values()), strict=True))
+        except (ValueError, RuntimeError) as error:  # training must not notice
+            self._problem = told(error)
+            return
+        written = [name for name, tensor in self._tensors.items() if tensor._version != self._versions[name]]
+        self._changed = [name for name in after if after[name] != self._before[name]]
+        self._problem = f"{written[0]} was written to between updates" if written else None
+
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
