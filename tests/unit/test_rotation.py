@@ -40,9 +40,16 @@ def test_coverage_says_how_far_a_cycle_is():
     }
 
 
-def test_a_recipe_without_targets_or_not_asked_for_is_never_due():
-    rotation = Rotation({"embedding": 0, "layer": 2, "output": 1}, {"embedding": 1, "layer": 1})
+def test_a_recipe_that_was_not_asked_for_is_never_due():
+    rotation = Rotation({"layer": 2, "output": 1}, {"embedding": 1, "layer": 1})
     assert {due.kind for dues in run(rotation, range(1, 9)).values() for due in dues} == {"layer"}
+
+
+def test_a_recipe_without_targets_here_is_due_all_the_same():
+    """Ranks that have some vote on it job-wide, and this one must not be missing."""
+    rotation = Rotation({"embedding": 0, "layer": 2}, {"embedding": 4, "layer": 2})
+    assert run(rotation, range(1, 5))[4] == [Due("embedding", None), Due("layer", 1)]
+    assert rotation.coverage().keys() == {"layer"}
 
 
 def test_other_intervals_hold_from_the_step_they_are_set_at():

@@ -119,22 +119,25 @@ def _watch(
 def _replay(
     session: Session, job: Job, config: ReplayConfig, adapter: Adapter, communicators: Communicators
 ) -> None:
-    """Put replay into the session, where there is anybody to compare with."""
-    session.not_replaying = "it could not be attached"
+    """Put replay into the session: on every rank, or where one has no part in it, on none."""
     peers = job.mesh.peers_of(job.rank)
+    obstacle = None
     if not peers.can_compare:
-        session.not_replaying = "no other rank does the same work"
+        obstacle = "no other rank does the same work"
     elif not adapter.optimizers():
-        session.not_replaying = "there is no optimizer at whose update a step would end"
-    else:
-        replaying = Replaying(
-            config,
-            recipes_for(adapter, config, peers.axis),
-            job.mesh,
-            communicators,
-            communicators.links(peers, device_of_job(adapter)),
-            JsonlRecorder(job.run_dir, job.rank),
-            session.guarded,
-        )
-        replaying.begin(1)
-        session.replaying = replaying
+        obstacle = "there is no optimizer at whose update a step would end"
+    session.not_replaying = obstacle or "it could not be attached"
+    if (agreed := communicators.first_problems([obstacle])[0]) is not None:
+        session.not_replaying = obstacle or agreed
+        return
+    replaying = Replaying(
+        config,
+        recipes_for(adapter, config, peers.axis),
+        job.mesh,
+        communicators,
+        communicators.links(peers, device_of_job(adapter)),
+        JsonlRecorder(job.run_dir, job.rank),
+        session.guarded,
+    )
+    replaying.begin(1)
+    session.replaying = replaying

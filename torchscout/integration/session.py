@@ -118,13 +118,13 @@ class Session:
             # A rank that cannot go on leaves; the others notice that it is gone, and leave too.
             self.guarded(
                 lambda: replaying.step_finished(self.step),
-                on_failure=lambda: self._stop_replay(self.failures[-1]),
+                on_failure=lambda: self.stop_replay(self.failures[-1]),
             )
 
     def close(self) -> None:
         """Detach: nothing of SCOUT stays on this rank. Again is no mistake; every rank must call it."""
         atexit.unregister(self._at_exit)
-        self._stop_replay("the session is closed")
+        self.stop_replay("the session is closed")
         watching, self.watching = self.watching, None
         if watching is not None:
             self.guarded(watching.close)
@@ -138,7 +138,7 @@ class Session:
         self.failures.append(told)
         _log.error("torchscout failed at step %d; training is not affected", self.step, exc_info=error)
 
-    def _stop_replay(self, why: str) -> None:
+    def stop_replay(self, why: str) -> None:
         replaying, self.replaying = self.replaying, None
         if replaying is not None:
             self.not_replaying = f"it has stopped: {why}"

@@ -64,6 +64,9 @@ class Replayer:
         """Before the step: start to capture what is due at its end; mostly nothing."""
         for due in self._rotation.due(step):
             recipe = self._recipes[due.kind]
+            if due.target is None:  # a pipeline stage without embedding, say
+                self._begun.append(_Begun(due, "", recipe.varies, None, None))
+                continue
             begin = _bound(recipe.begin, due.target, is_source=self._peers.position == self._source)
             replay, problem = _attempt(begin)
             self._begun.append(_Begun(due, recipe.targets[due.target], recipe.varies, replay, problem))
@@ -78,7 +81,9 @@ class Replayer:
             self._vote()
             for begun in self._begun:
                 context = Context(step, self._peers.group.ranks, begun.target)
-                if begun.problem is None and begun.replay is not None:
+                if begun.replay is None and begun.due.target is None:
+                    self._attend(begun)
+                elif begun.problem is None and begun.replay is not None:
                     self._run(begun, begun.replay, context, outcome)
                 else:
                     surface = "/".join(filter(None, (begun.target, begun.due.kind)))
@@ -112,8 +117,8 @@ class Replayer:
         gathered = [json.loads(each) for each in self._peers.metadata.gather(json.dumps(own).encode())]
         for place, begun in enumerate(self._begun):
             told_by = [each[place] for each in gathered]
-            if begun.problem is None and not any(each["problem"] for each in told_by):
-                assert begun.replay is not None
+            is_sound = begun.problem is None and not any(each["problem"] for each in told_by)
+            if is_sound and begun.replay is not None:
                 documents = [json.loads(each["document"]) for each in told_by]
                 _, begun.problem = _attempt(_bound(begun.replay.prepare, documents, self._source))
 
@@ -122,6 +127,11 @@ class Replayer:
         agreed = self._peers.first_problems([begun.problem for begun in self._begun])
         for begun, problem in zip(self._begun, agreed, strict=True):
             begun.problem = problem
+
+    def _attend(self, begun: _Begun) -> None:
+        """Others replay what this rank has not; it is asked as often as they are."""
+        if begun.problem is None and self._peers.highest([0, 0])[0]:
+            self._peers.highest([0, 0])
 
     def _run(self, begun: _Begun, replay: Replay, context: Context, outcome: Outcome) -> None:
         replay.align(lambda tensor: self._peers.broadcast(tensor, source=self._source))

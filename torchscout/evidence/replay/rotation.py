@@ -17,15 +17,15 @@ class Due:
     """One recipe's turn."""
 
     kind: str
-    target: int
-    """Which of the recipe's targets."""
+    target: int | None
+    """Which of the recipe's targets; None where this rank has none, and only joins in the job's votes."""
 
 
 class Rotation:
     """Each recipe has its own interval and goes through its own targets."""
 
     def __init__(self, targets: Mapping[str, int], intervals: Mapping[str, int]) -> None:
-        self._targets = {kind: count for kind, count in targets.items() if count and kind in intervals}
+        self._targets = {kind: count for kind, count in targets.items() if kind in intervals}
         self._intervals = {kind: intervals[kind] for kind in self._targets}
         self._stretch = 1
         self._next = dict(self._intervals)
@@ -36,7 +36,7 @@ class Rotation:
     def due(self, step: int) -> list[Due]:
         """What is to be replayed at the end of this step; mostly nothing."""
         return [
-            Due(kind, self._turns[kind] % self._targets[kind])
+            Due(kind, self._turns[kind] % self._targets[kind] if self._targets[kind] else None)
             for kind, when in self._next.items()
             if when == step
         ]
@@ -71,5 +71,5 @@ class Rotation:
                 "next_step": self._next[kind],
             }
             for kind, interval in self._intervals.items()
-            for count in [self._targets[kind]]
+            if (count := self._targets[kind])
         }
