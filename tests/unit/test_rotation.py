@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from torchscout.config import ReplayConfig
@@ -59,6 +61,19 @@ def test_other_intervals_hold_from_the_step_they_are_set_at():
     found = run(rotation, range(11, 30))
     assert list(found) == [16, 22, 28]
     assert {due.kind for dues in found.values() for due in dues} == {"layer"}, "the census rests"
+
+
+def test_a_cadence_that_changes_often_puts_nobody_off():
+    rotation = Rotation({"layer": 2, "census": 1}, {"layer": 4, "census": 1})
+    found = []
+    for step in range(1, 40):
+        due = [each.kind for each in rotation.due(step)]
+        if due:
+            found += [step] if "layer" in due else []
+            rotation.finished(step)
+            rotation.change({"layer": 4, "census": 1}, 1 + step % 2, step)
+    assert len(found) >= 4
+    assert all(after - before <= 9 for before, after in itertools.pairwise(found))
 
 
 def test_the_same_intervals_again_change_nothing():

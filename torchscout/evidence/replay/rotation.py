@@ -30,6 +30,8 @@ class Rotation:
         self._stretch = 1
         self._next = dict(self._intervals)
         self._turns = dict.fromkeys(self._targets, 0)
+        self._last = dict.fromkeys(self._targets, 0)
+        """The step of each recipe's last turn."""
         self.rounds = 0
         """Checks so far; the source replica rotates with it."""
 
@@ -45,6 +47,7 @@ class Rotation:
         """The check at the end of this step is over, with whatever outcome."""
         for due in self.due(step):
             self._turns[due.kind] += 1
+            self._last[due.kind] = step
             self._next[due.kind] = step + self._intervals[due.kind] * self._stretch
         self.rounds += 1
 
@@ -54,7 +57,10 @@ class Rotation:
         if wanted == self._intervals and stretch == self._stretch:
             return
         self._intervals, self._stretch = wanted, stretch
-        self._next = {kind: step + interval * stretch for kind, interval in wanted.items()}
+        # From each one's own last turn: a cadence that changes often must not put a rare recipe off for ever.
+        self._next = {
+            kind: max(step + 1, self._last[kind] + interval * stretch) for kind, interval in wanted.items()
+        }
 
     @property
     def stretch(self) -> int:
