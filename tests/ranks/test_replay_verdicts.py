@@ -213,6 +213,17 @@ def test_one_flipped_bit_in_a_tensor_shard_is_named_exactly(tmp_path: Path, step
         assert named == ({(5,)} if rank % 2 else set()), f"rank {rank}: {differing(found)}"
 
 
+def test_a_wrong_partial_result_names_all_who_compute_with_it_once(tmp_path: Path):
+    """Tensor-parallel ranks add their results up: whose was wrong cannot be seen in the sum."""
+    faults = Faults().flip_bit(rank=5, at="stack.0.up/output", step=3, bit=22, index=3, calls=range(1, 9))
+    results = run_ranks(grid_job, 8, faults, tmp_path, timeout=120)
+    for incidents, _ in results:
+        (incident,) = incidents
+        assert (incident.ranks, incident.step) == ((4, 5), 3), incident.sentence
+        assert incident.scope is Scope.MACHINE  # here; the process group's, were they on two
+        assert "they compute together" in incident.sentence
+
+
 def arbitrary_names_job(rank: int, names: Sequence[str], run_dir: Path) -> tuple[list[Incident], set[str]]:
     """Modules under any name, batches of each rank's own size and length."""
     torch.manual_seed(0)

@@ -68,9 +68,11 @@ class ThreadPeers:
         named = [None if problem is None else f"rank {self.rank}: {problem}" for problem in problems]
         return [next(filter(None, column), None) for column in self._columns(named)]
 
+    def exchange(self, document: Any) -> list[Any]:
+        return [json.loads(each) for each in self._job.gather(json.dumps(document).encode())]
+
     def _columns(self, row: Sequence[Any]) -> list[tuple[Any, ...]]:
-        rows = [json.loads(each) for each in self._job.gather(json.dumps(row).encode())]
-        return list(zip(*rows, strict=True))
+        return list(zip(*self.exchange(row), strict=True))
 
 
 def on_threads(peers: Sequence[ThreadPeers], body: Callable[[ThreadPeers], Any]) -> list[Any]:

@@ -63,6 +63,35 @@ def test_a_wrong_result_names_the_rank_its_host_and_the_vote():
     )
 
 
+def grid(hosts=None):
+    return ReplayDiagnosis(Mesh.grid(replica=4, tensor=2, hosts=hosts), StragglerConfig())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "scope"),
+    [(["a"] * 8, Scope.MACHINE), ([f"host{rank}" for rank in range(8)], Scope.PROCESS_GROUP)],
+)
+def test_partners_whose_results_differ_too_are_one_incident_of_the_lowest_ranks_group(hosts, scope):
+    lower = signed([7, 7, 9, 7], peers=(0, 2, 4, 6), mode="forward")
+    upper = signed([3, 3, 8, 3], peers=(1, 3, 5, 7), mode="forward")
+    (incident,) = grid(hosts).observe([lower], elsewhere={5})
+    assert (incident.ranks, incident.scope) == ((4, 5), scope)
+    assert "one of them may have it from another" in incident.sentence
+    assert grid(hosts).observe([upper], elsewhere={4}) == [], "the other group reports for both"
+
+
+def test_ranks_of_other_replicas_are_no_partners():
+    lower = signed([7, 7, 9, 7], peers=(0, 2, 4, 6), mode="forward")
+    (incident,) = grid().observe([lower], elsewhere={7})
+    assert (incident.ranks, incident.scope) == ((4,), Scope.RANK)
+
+
+def test_wrong_state_is_nobody_elses():
+    lower = signed([7, 7, 9, 7], peers=(0, 2, 4, 6), mode="state")
+    (incident,) = grid().observe([lower], elsewhere={5})
+    assert incident.ranks == (4,)
+
+
 def test_ranks_are_global_not_positions():
     (incident,) = diagnosis(8).observe([signed([7, 9, 7], peers=(1, 3, 5))])
     assert incident.ranks == (3,)

@@ -8,7 +8,7 @@ peers share to ``baseline``, and what to do about an incident to the recovery po
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -75,31 +75,67 @@ class ReplayDiagnosis:
         self._histories: dict[tuple[tuple[int, ...], Surface], Persistence] = {}
 
     def observe(
-        self, records: Sequence[EvidenceRecord], *, repeats: Sequence[EvidenceRecord] = (), cold: bool = False
+        self,
+        records: Sequence[EvidenceRecord],
+        *,
+        repeats: Sequence[EvidenceRecord] = (),
+        cold: bool = False,
+        elsewhere: Collection[int] = (),
     ) -> list[Incident]:
         """Take in the records of one round.
 
         ``repeats`` are those of the second replay, where a disagreement called for one. The times of
-        a ``cold`` round (compilation, first touch of memory) never count; its numbers do.
+        a ``cold`` round (compilation, first touch of memory) never count; its numbers do. ``elsewhere`` are
+        ranks that other peer groups named for their results in this round.
         """
-        return [*self._sdc(records, repeats), *([] if cold else self._stragglers(records))]
+        return [*self._sdc(records, repeats, elsewhere), *([] if cold else self._stragglers(records))]
 
-    def _sdc(self, records: Sequence[EvidenceRecord], repeats: Sequence[EvidenceRecord]) -> list[Incident]:
+    def _sdc(
+        self,
+        records: Sequence[EvidenceRecord],
+        repeats: Sequence[EvidenceRecord],
+        elsewhere: Collection[int],
+    ) -> list[Incident]:
         # Surfaces that name the same ranks, or that leave the same peers undecided, are one incident.
         alike: dict[Hashable, list[tuple[EvidenceRecord, EvidenceRecord | None]]] = defaultdict(list)
         for record, again in _with_repeats(records, repeats):
             if record.manifestation is Manifestation.SDC and _settle(record, again).scope is not None:
                 alike[record.peers, record.ranks].append((record, again))
-        return [self._sdc_incident(found, _nature(found, records)) for found in alike.values()]
+        incidents = []
+        for found in alike.values():
+            partners = self._partners(found[0][0], elsewhere)
+            # One of the groups concerned reports for all of them: the one with the lowest rank.
+            if not partners or min(partners) > min(found[0][0].ranks):
+                incidents.append(self._sdc_incident(found, partners, _nature(found, records)))
+        return incidents
+
+    def _partners(self, record: EvidenceRecord, elsewhere: Collection[int]) -> tuple[int, ...]:
+        """Whom a result may have been received from: ranks of the same replica whose results differ too.
+
+        Tensor-parallel ranks add up what they compute, and then all of them hold what one did wrong.
+        """
+        if not record.ranks or _is_about(STATE, record) or _is_about(INPUT, record):
+            return ()
+        axis = self._mesh.peer_axis()
+        own = {getattr(self._mesh.address_of(rank), axis.value) for rank in record.ranks}
+        return tuple(
+            sorted(rank for rank in elsewhere if getattr(self._mesh.address_of(rank), axis.value) in own)
+        )
 
     def _sdc_incident(
-        self, found: Sequence[tuple[EvidenceRecord, EvidenceRecord | None]], nature: str
+        self,
+        found: Sequence[tuple[EvidenceRecord, EvidenceRecord | None]],
+        partners: tuple[int, ...],
+        nature: str,
     ) -> Incident:
         (deciding, again), records = found[0], [record for record, _ in found]
-        ranks, attributed = deciding.ranks or deciding.peers, bool(deciding.ranks)
+        attributed = bool(deciding.ranks)
+        ranks = tuple(sorted({*(deciding.ranks or deciding.peers), *partners}))
+        if partners:
+            nature += "; they compute together, and one of them may have it from another"
         return Incident(
             manifestation=Manifestation.SDC,
-            scope=self._scope(ranks) if attributed else Scope.PEER_GROUP,
+            scope=self._scope(ranks, partners) if attributed else Scope.PEER_GROUP,
             step=deciding.step,
             ranks=ranks,
             hosts=self._mesh.hosts_of(ranks),
@@ -140,9 +176,11 @@ class ReplayDiagnosis:
             sentence=f"{self._who(ranks)} {outcome} at step {step}: {_pace(runs[0])}{doubt}.",
         )
 
-    def _scope(self, outliers: tuple[int, ...]) -> Scope:
+    def _scope(self, outliers: tuple[int, ...], partners: tuple[int, ...]) -> Scope:
         hosts = {self._mesh.host_of(rank) for rank in outliers}
-        return Scope.MACHINE if len(outliers) > 1 and len(hosts) == 1 and None not in hosts else Scope.RANK
+        if len(outliers) > 1 and len(hosts) == 1 and None not in hosts:
+            return Scope.MACHINE
+        return Scope.PROCESS_GROUP if partners else Scope.RANK
 
     def _who(self, ranks: tuple[int, ...]) -> str:
         hosts = self._mesh.hosts_of(ranks)

@@ -97,7 +97,7 @@ class PeerLinks:
         over = torch.device("cpu") if tensors is metadata else device
         self.evidence: PeerChannel = ProcessGroupChannel(peers, tensors, device=over)
         self.position = self.metadata.position
-        self.highest, self.first_problems = job.highest, job.first_problems
+        self.highest, self.first_problems, self.exchange = job.highest, job.first_problems, job.exchange
         self._metadata, self._tensors = metadata, tensors
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:

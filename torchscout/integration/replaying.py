@@ -102,7 +102,9 @@ class Replaying:
 
     def _conclude(self, outcome: Outcome) -> None:
         records = settle(outcome.records, outcome.repeats)
-        incidents = self._diagnosis.observe(outcome.records, repeats=outcome.repeats)
+        incidents = self._diagnosis.observe(
+            outcome.records, repeats=outcome.repeats, elsewhere=outcome.elsewhere
+        )
         self._remember(records)
         # Apart: who cannot write down its comparisons may still be the one to report the conclusion.
         self._guard(lambda: self._report(self._ongoing.news(incidents, records)))

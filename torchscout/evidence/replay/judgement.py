@@ -18,7 +18,7 @@ from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
 from torchscout.decision.wording import named
 from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison
 
-__all__ = ["Context", "is_premise_broken", "judge", "not_checked", "withhold"]
+__all__ = ["Context", "is_premise_broken", "judge", "named_for_results", "not_checked", "withhold"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,12 @@ def is_premise_broken(comparisons: Sequence[Comparison], records: Sequence[Evide
     first = {comparison.surface for comparison in comparisons if not comparison.premises}
     premises = {premise for comparison in comparisons for premise in comparison.premises}
     return any(record.scope is not None and record.surface in first & premises for record in records)
+
+
+def named_for_results(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> list[int]:
+    """The ranks whose results differ, though they started from the same."""
+    following = {comparison.surface for comparison in comparisons if comparison.premises}
+    return sorted({rank for record in records if record.surface in following for rank in record.ranks})
 
 
 def withhold(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> list[EvidenceRecord]:

@@ -6,7 +6,7 @@ A protocol: ``integration.communicators`` owns the process groups behind it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -37,4 +37,8 @@ class Peers(Protocol):
 
     def first_problems(self, problems: Sequence[str | None]) -> list[str | None]:
         """Job-wide: for each piece of work what stands in its way on whichever rank, or None."""
+        ...
+
+    def exchange(self, document: Any) -> list[Any]:
+        """Job-wide: every rank's JSON document, by rank. For what is rare: it grows with the job."""
         ...

@@ -16,7 +16,14 @@ from torchscout.decision import c3
 from torchscout.decision.record import EvidenceRecord, Surface
 from torchscout.errors import ChannelError, told
 from torchscout.evidence.hearing import in_backward, inert
-from torchscout.evidence.replay.judgement import Context, is_premise_broken, judge, not_checked, withhold
+from torchscout.evidence.replay.judgement import (
+    Context,
+    is_premise_broken,
+    judge,
+    named_for_results,
+    not_checked,
+    withhold,
+)
 from torchscout.evidence.replay.peers import Peers
 from torchscout.evidence.replay.recipe import POISON, Comparison, Observation, Recipe, Replay
 from torchscout.evidence.replay.rotation import Due, Rotation
@@ -33,6 +40,8 @@ class Outcome:
     records: list[EvidenceRecord] = field(default_factory=list)
     repeats: list[EvidenceRecord] = field(default_factory=list)
     """Of the second replay, where a disagreement called for one."""
+    elsewhere: set[int] = field(default_factory=set)
+    """Ranks of other peer groups that were named for wrong results in the same check."""
 
 
 @dataclass(slots=True)
@@ -132,13 +141,18 @@ class Replayer:
         """Others replay what this rank has not; it is asked as often as they are."""
         if begun.problem is None and self._peers.highest([0, 0])[0]:
             self._peers.highest([0, 0])
+            self._peers.exchange([])
 
     def _run(self, begun: _Begun, replay: Replay, context: Context, outcome: Outcome) -> None:
         replay.align(lambda tensor: self._peers.broadcast(tensor, source=self._source))
         variants = self.variants if begun.varies else (1.0,)
         comparisons = replay.comparisons()
-        if self._compare(replay, comparisons, variants, context, outcome.records):
+        records: list[EvidenceRecord] = []
+        if self._compare(replay, comparisons, variants, context, records):
             self._compare(replay, comparisons, variants, context, outcome.repeats)
+            named = self._peers.exchange(named_for_results(comparisons, records))
+            outcome.elsewhere.update({rank for ranks in named for rank in ranks} - set(context.peers))
+        outcome.records.extend(records)
 
     def _compare(
         self,
