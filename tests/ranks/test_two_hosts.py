@@ -102,7 +102,9 @@ def test_a_machine_that_dies_with_its_hub_leaves_an_incident_behind(tmp_path: Pa
         hosts[0].kill()
         until(lambda: incidents(tmp_path), "the standby has concluded")
         until(lambda: not observers(hosts[1]), "the observers leave")
-    assert len(incidents(tmp_path)) == 1
+    found = incidents(tmp_path)
+    # Not those whose trainers ended with it. A second round may see more, and say so in other words.
+    assert {each.ranks for each in found} == {(0, 1)}, [each.sentence for each in found]
 
 
 def observers(host: Machine) -> list[int]:
