@@ -95,3 +95,25 @@ def test_two_replicas_of_shards_differ_as_a_group(tmp_path: Path):
     faults = Faults().flip_bit(rank=3, at="stack.1.up/weight", step=2, bit=20)
     found = run_ranks(train, 4, (2, 2), "plain", tmp_path, faults, 2, timeout=120)
     assert found[0].incidents[0][:2] == ("peer_group", (1, 3)), found[0].sentences
+
+
+def failing(rank: int, sharding: str, ranks: tuple[int, ...], run_dir: Path) -> tuple[bool, Sharded]:
+    alone = train(rank, (4,), sharding, None, steps=4)
+    checked = train(rank, (4,), sharding, run_dir, steps=4, failing=ranks)
+    return alone.bits == checked.bits, checked
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1, 2, 3)], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("sharding", ["plain", "nested"])
+def test_a_replayed_pass_that_fails_under_fsdp_harms_nobody(
+    sharding: str, ranks: tuple[int, ...], tmp_path: Path
+):
+    """Nobody waits for the one that failed, and FSDP goes on as if it had never begun the pass."""
+    for same, found in run_ranks(failing, 4, sharding, ranks, tmp_path, timeout=120):
+        assert same
+        assert (found.failures, found.incidents) == ([], [])
+        outputs = [each for each in found.records if each.surface == "stack.0/output"]
+        assert {each.peers for each in outputs if each.reason and "replay failed" in each.reason} == {ranks}
+        compared = {each.peers for each in outputs if each.status == "agree"}
+        assert compared == ({(0, 2, 3)} if ranks == (1,) else set())
+        assert {each.status for each in found.records if each.surface == "stack.1/output"} == {"agree"}

@@ -18,6 +18,7 @@ from tests.support.replayed_job import Net, batch
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
+from torchscout.evidence.hearing import is_inert
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
@@ -84,8 +85,12 @@ def train(
     faults: Faults = Faults(),  # noqa: B008  frozen
     steps: int = 12,
     at_rest: int | None = None,
+    failing: tuple[int, ...] = (),
 ) -> Sharded:
-    """Train; ``at_rest`` is a rank whose shard changes by itself between the second and third update."""
+    """Train; ``at_rest`` is a rank whose shard changes by itself between the second and third update.
+
+    On ``failing`` ranks the first block raises whenever it is replayed.
+    """
     warnings.filterwarnings("ignore", message=".*view tensor.*")
     torch.manual_seed(0)
     names = ("dp_replicate", "dp_shard")[-len(shape) :]
@@ -96,6 +101,8 @@ def train(
         session = run_dir and enable_resiliency(
             net, optimizer, replay=EVERY_STEP, observer=None, run_dir=run_dir
         )
+        if rank in failing:
+            net.stack[0].up.register_forward_hook(_out_of_memory)
         for step in range(1, steps + 1):
             if step == 3 and at_rest == rank:
                 with torch.no_grad():
@@ -116,6 +123,11 @@ def train(
     return Sharded(
         bits, records, told, [each.sentence for each in incidents], len(injector.fired), session.failures
     )
+
+
+def _out_of_memory(*_: object) -> None:
+    if is_inert():
+        raise torch.OutOfMemoryError("no memory is left for a replay")
 
 
 def _decay(block: nn.Module) -> None:

@@ -14,7 +14,7 @@ import torch
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.recipe import Broadcast
 
-__all__ = ["captured", "densely", "described", "receive", "refuse", "room_for"]
+__all__ = ["captured", "densely", "described", "flat", "is_dense", "receive", "refuse", "room_for"]
 
 
 def captured(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def refuse(tensor: torch.Tensor) -> None:
 def densely(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as plain bytes in one block, itself where it is that; expanded and sliced ones are not."""
     plain = tensor.resolve_conj().resolve_neg()
-    return plain if plain.stride() == _dense_stride(plain) else plain.clone()
+    return plain if is_dense(plain) else plain.clone()
 
 
 def described(tensor: torch.Tensor) -> dict[str, Any]:
@@ -59,8 +59,23 @@ def receive(tensors: Iterable[torch.Tensor], broadcast: Broadcast) -> None:
     for tensor in tensors:
         if tensor.numel():
             # As bytes in the order of memory: any dtype travels, and dense strides need no copy.
-            flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-            broadcast(flat.view(torch.uint8))
+            broadcast(flat(tensor).view(torch.uint8))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ module is called as training calls it, with all hooks in place and its own param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torchscout.evidence.replay.invocation import Invocation, is_floating
 from torchscout.evidence.replay.module_state import buffers_of, preserved, refusal
 from torchscout.evidence.replay.randomness import unmoved
 from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
-from torchscout.evidence.replay.sharded import NOBODY, Keepers, gathered
+from torchscout.evidence.replay.sharded import NOBODY, Keepers, gathered, gathered_again
 
 __all__ = ["LayerRecipe", "LayerReplay"]
 
@@ -58,10 +58,15 @@ class LayerRecipe:
         if not all(each in self._surfaces for each in trained.values()):
             raise ReplayError("it has a parameter that was not there when replay was attached")
         named = {f"{self._surfaces[each]}.grad": path for path, each in trained.items()}
-        keepers = self._keepers(module)
-        replay = LayerReplay(name, module, named, self._device, is_source=is_source, keepers=keepers)
-        replay.compares_shards = bool(keepers.modules) and self._has_copies
-        return replay
+        return LayerReplay(
+            name,
+            module,
+            named,
+            self._device,
+            is_source=is_source,
+            keepers=self._keepers(module),
+            copies=self._has_copies,
+        )
 
 
 class LayerReplay:
@@ -76,15 +81,16 @@ class LayerReplay:
         *,
         is_source: bool,
         keepers: Keepers = NOBODY,
+        copies: bool = True,
     ) -> None:
         self._name, self._module, self._device, self._is_source = name, module, device, is_source
         self._parameters = gradients
         """Those whose gradients are compared: their paths in the module, by surface."""
         self._keepers = keepers
-        self.compares_shards = False
+        self._compares_shards = bool(keepers.modules) and copies
         """Whether this rank's shards are compared before what is gathered from them."""
         self._shards: int | None = None
-        self._refusal = refusal(module)
+        self._refusal = keepers.obstacle or refusal(module)
         self._capture = None if self._refusal else Capture(module, device, keep=is_source)
         self._own: Invocation | None = None
         self._call: Invocation | None = None
@@ -106,7 +112,7 @@ class LayerReplay:
             raise ReplayError(f"its buffers are {list(own)} here and {list(told['buffers'])} on the source")
         if other := sorted(self._parameters.keys() ^ set(told["parameters"])):
             raise ReplayError(f"only here or only on the source there are gradients {other}")
-        if self.compares_shards:
+        if self._compares_shards:
             self._shards = digest(self._module.parameters())
         if self._is_source:
             self._call = self._own
@@ -126,7 +132,7 @@ class LayerReplay:
         nothing = "no gradient reached it"
         if not self._call.gradients:
             nothing = "no gradient reached the output of the module"
-        shards = [f"{self._name}/shards"] if self.compares_shards else []
+        shards = [f"{self._name}/shards"] if self._compares_shards else []
         return [
             Comparison(given, Mode.INPUT),
             *(Comparison(each, Mode.STATE) for each in shards),
@@ -137,31 +143,34 @@ class LayerReplay:
         ]
 
     def observe(self, variant: float, seen: Observation) -> None:
-        # First of all, and on all ranks: it is a collective of training's own.
-        with gathered(self._keepers):
-            self._observe(variant, seen)
+        # Gathering comes first, and again after whatever became of the forward pass: it is training's own
+        # collective, and every rank must come to it.
+        with gathered(self._keepers), ExitStack() as around:
+            with gathered_again(self._keepers):
+                around.enter_context(self._as_in_training())
+                inputs, outputs = self._forward(variant, seen.signatures)
+            seen.signatures.update(self._backward(inputs, outputs))
 
-    def _observe(self, variant: float, seen: Observation) -> None:
+    def _forward(
+        self, variant: float, found: dict[Surface, int]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Fill in what the pass starts from and what it gives; return its inputs and outputs."""
         assert self._call is not None, "prepared first"
-        found, inputs = seen.signatures, _inputs(self._call, variant)
-        weights = dict(self._module.named_parameters())
-        versions = [each._version for each in weights.values()]
+        inputs, weights = _inputs(self._call, variant), list(self._module.parameters())
+        versions = [each._version for each in weights]
         found[f"{self._name}/input"] = digest([*inputs.values(), *self._aligned(besides=inputs)])
         if self._shards is not None:
             found[f"{self._name}/shards"] = self._shards
-        found[f"{self._name}/parameters"] = digest(weights.values()) if weights else ABSENT
-        with self._as_in_training():
-            self._call.randomness.apply(self._device)
-            # Copies: a module may write into its arguments, and autograd forbids that to a leaf.
-            args, kwargs = self._call.arguments({place: each.clone() for place, each in inputs.items()})
-            with autocast_as(self._call.autocast):
-                outputs = _tensors(self._module(*args, **kwargs))
-            if versions != [each._version for each in weights.values()]:
-                raise ReplayError(WRITES)
-            found[f"{self._name}/output"] = digest(outputs) if outputs else ABSENT
-            with autocast_as(dict.fromkeys(self._call.autocast)):  # as backward usually runs
-                trained = [weights[path] for path in self._parameters.values()]
-                found |= self._backward(outputs, [x for x in inputs.values() if x.requires_grad], trained)
+        found[f"{self._name}/parameters"] = digest(weights) if weights else ABSENT
+        self._call.randomness.apply(self._device)
+        # Copies: a module may write into its arguments, and autograd forbids that to a leaf.
+        args, kwargs = self._call.arguments({place: each.clone() for place, each in inputs.items()})
+        with autocast_as(self._call.autocast):
+            outputs = _tensors(self._module(*args, **kwargs))
+        if versions != [each._version for each in weights]:
+            raise ReplayError(WRITES)
+        found[f"{self._name}/output"] = digest(outputs) if outputs else ABSENT
+        return list(inputs.values()), outputs
 
     def release(self) -> None:
         if self._capture is not None:
@@ -188,19 +197,16 @@ class LayerReplay:
         with unmoved(self._device), untouched, kernels, torch.enable_grad():
             yield
 
-    def _backward(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        trained: Sequence[nn.Parameter],
-    ) -> dict[Surface, int]:
+    def _backward(self, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dict[Surface, int]:
         assert self._call is not None, "prepared first"
+        weights, inputs = dict(self._module.named_parameters()), [x for x in given if x.requires_grad]
+        wanted = [*inputs, *(weights[path] for path in self._parameters.values())]
         pairs = [(outputs[place], each) for place, each in self._call.gradients.items()]
-        wanted = [*inputs, *trained]
         gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
-            roots, given = zip(*pairs, strict=True)
-            gradients = torch.autograd.grad(roots, wanted, given, allow_unused=True)
+            roots, arriving = zip(*pairs, strict=True)
+            with autocast_as(dict.fromkeys(self._call.autocast)):  # as backward usually runs
+                gradients = torch.autograd.grad(roots, wanted, arriving, allow_unused=True)
         of_inputs = [each for each in gradients[: len(inputs)] if each is not None]
         found = {each: digest(of_inputs) if of_inputs else ABSENT for each in self._inputs()}
         present = {

@@ -17,9 +17,8 @@ import torch
 from torch.optim import Optimizer
 
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.alignment import captured
+from torchscout.evidence.replay.alignment import captured, is_dense
 from torchscout.evidence.replay.optimizer_settings import Place, Settings, Taken, put_back, spelled
-from torchscout.evidence.replay.optimizer_slice import is_dense
 from torchscout.evidence.replay.randomness import unmoved
 
 __all__ = ["FAILURES", "Blueprint", "Parts", "blueprint_of", "build", "give_gradient", "group_of", "update"]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from torchscout.errors import ReplayError
+from torchscout.evidence.replay.alignment import flat
 
-__all__ = ["SLICE", "Slice", "is_dense", "local_of", "nth_slice", "whole_of"]
+__all__ = ["SLICE", "Slice", "local_of", "nth_slice", "whole_of"]
 
 SLICE = 1 << 16
 """Elements of a slice. A multiple of 64: elsewhere a fused kernel's vectors would begin at other elements,
@@ -31,7 +32,7 @@ class Slice:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of a tensor, which must be dense unless the whole of it is meant."""
-        return tensor if self.whole else _flat(tensor)[self.start : self.end]
+        return tensor if self.whole else flat(tensor)[self.start : self.end]
 
 
 def nth_slice(numel: int, count: int) -> Slice:
@@ -42,22 +43,6 @@ def nth_slice(numel: int, count: int) -> Slice:
 
 def whole_of(tensor: torch.Tensor) -> Slice:
     return Slice(0, tensor.numel(), whole=True)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def local_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
 from torchscout.decision.signature import signatures
 from torchscout.errors import ReplayError, told
-from torchscout.evidence.replay.alignment import captured, described, receive, refuse, room_for
+from torchscout.evidence.replay.alignment import captured, described, is_dense, receive, refuse, room_for
 from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.optimizer_clone import (
     FAILURES,
@@ -30,7 +30,7 @@ from torchscout.evidence.replay.optimizer_clone import (
     build,
     update,
 )
-from torchscout.evidence.replay.optimizer_slice import Slice, is_dense, local_of, nth_slice, whole_of
+from torchscout.evidence.replay.optimizer_slice import Slice, local_of, nth_slice, whole_of
 from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
 from torchscout.evidence.replay.separability import Separability
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["NOBODY", "Keepers", "gathered", "keepers_of"]
+__all__ = ["NOBODY", "Keepers", "gathered", "gathered_again", "keepers_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,13 @@ class Keepers:
     whole model, which gathers only what no part of it keeps."""
     root: FSDPModule | None = None
     """The outermost FSDP module around it."""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why calling a kept module could harm training: a failed call would look like a pass under way."""
+        if self.root is None or hasattr(self.root, "reset_iter_state"):
+            return None
+        return "this PyTorch's FSDP cannot forget a replayed pass that fails; from 2.13 on it can"
 
 
 NOBODY = Keepers()
@@ -42,17 +49,40 @@ def gathered(keepers: Keepers) -> Iterator[None]:
     """In this block the kept parameters are whole; afterwards they are shards again."""
     for keeper in keepers.modules:
         keeper.unshard()
+    try:
+        with _forgetting_failures(keepers):
+            yield
+    finally:
+        for keeper in keepers.modules:
+            keeper.reshard()
+
+
+@contextmanager
+def gathered_again(keepers: Keepers) -> Iterator[None]:
+    """Around a forward pass: afterwards the parameters are gathered once more, even if it has failed.
+
+    FSDP may let go of them after a forward pass and gather them in backward, to which a rank that has failed
+    would not come. So it is done here, by all ranks alike, and backward finds them there.
+    """
+    try:
+        with _forgetting_failures(keepers):
+            yield
+    finally:
+        for keeper in keepers.modules:
+            keeper.reshard()
+            keeper.unshard()
+
+
+@contextmanager
+def _forgetting_failures(keepers: Keepers) -> Iterator[None]:
     is_over = False
     try:
         yield
         is_over = True
     finally:
-        # After an exception FSDP believes that a pass is still under way, and training's next one would fail.
-        # From PyTorch 2.13 on it can be told otherwise; nothing else is under way right after an update.
-        if not is_over and keepers.root is not None and hasattr(keepers.root, "reset_iter_state"):
+        # Nothing of training's own is under way right after an update, so that nothing is lost.
+        if not is_over and keepers.root is not None:
             keepers.root.reset_iter_state()
-        for keeper in keepers.modules:
-            keeper.reshard()
 
 
 def _path(model: nn.Module, module: nn.Module) -> list[nn.Module]:
