@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 __all__ = [
     "KAPPA",
@@ -35,6 +35,9 @@ class StragglerConfig:
     """A slowdown below this ratio to the median is never reported."""
     material_ms: float = 1.0
     """Nor is one below this many milliseconds."""
+    host_material_ms: float = 100.0
+    """Nor one below this many, where the host's clock times the work: its scheduler may take as much from
+    anybody. Work on a CUDA device is timed by the device."""
     confirmations: int = 2
     """Consecutive rounds a rank must be slow; noisy jobs need more, and get it by themselves."""
     chance: float = 1 / 4000
@@ -49,12 +52,18 @@ class StragglerConfig:
             raise ValueError(f"material_ratio must be at least 1, got {self.material_ratio}")
         if self.material_ms < 0:
             raise ValueError(f"material_ms must not be negative, got {self.material_ms}")
+        if self.host_material_ms < 0:
+            raise ValueError(f"host_material_ms must not be negative, got {self.host_material_ms}")
         if self.confirmations < 1:
             raise ValueError(f"confirmations must be at least 1, got {self.confirmations}")
         if not 0 < self.chance < 1:
             raise ValueError(f"chance must lie between 0 and 1, got {self.chance}")
         if self.history < 1:
             raise ValueError(f"history must be at least 1 round, got {self.history}")
+
+    def on_host(self) -> StragglerConfig:
+        """For times that the host's clock takes."""
+        return replace(self, material_ms=max(self.material_ms, self.host_material_ms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,8 @@ class BaselineConfig:
     """A slowdown below this ratio to the clean history is never reported."""
     material_ms: float = 1.0
     """Nor is one below this many milliseconds."""
+    host_material_ms: float = 100.0
+    """Nor one below this many, where the host's clock times the work."""
     confirmations: int = 3
     """Consecutive rounds that must be slow."""
     warmup: int = 8
@@ -81,10 +92,16 @@ class BaselineConfig:
             raise ValueError(f"material_ratio must be at least 1, got {self.material_ratio}")
         if self.material_ms < 0:
             raise ValueError(f"material_ms must not be negative, got {self.material_ms}")
+        if self.host_material_ms < 0:
+            raise ValueError(f"host_material_ms must not be negative, got {self.host_material_ms}")
         if self.confirmations < 1:
             raise ValueError(f"confirmations must be at least 1, got {self.confirmations}")
         if not 1 <= self.warmup <= self.history:
             raise ValueError(f"warmup must lie between 1 and history ({self.history}), got {self.warmup}")
+
+    def on_host(self) -> BaselineConfig:
+        """For times that the host's clock takes."""
+        return replace(self, material_ms=max(self.material_ms, self.host_material_ms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +143,10 @@ class ReplayConfig:
     """The output layer's name."""
     patience_seconds: float = 120.0
     """How long a rank waits for another one in a check before replay is given up, and training goes on."""
+    straggler: StragglerConfig = StragglerConfig()
+    """When a rank or a process group that is slower than others in replay is worth an incident."""
+    baseline: BaselineConfig = BaselineConfig()
+    """When a slowdown that all of them share is."""
 
     def __post_init__(self) -> None:
         if not self.recipes:

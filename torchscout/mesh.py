@@ -171,6 +171,18 @@ class Mesh:
         axis = self.peer_axis(role)
         return PeerGroup(self.ranks_along(axis, rank, role), axis)
 
+    def layer_peers_of(self, rank: int, role: Role | str | None = None) -> PeerGroup:
+        """Those who compute the same layer, once its parameters are gathered.
+
+        Natural replicas; where there are only two, who cannot settle a difference, and each is sharded, the
+        shards too: they start from different state and end up with the same parameters.
+        """
+        peers = self.peers_of(rank, role)
+        if len(peers) != 2 or peers.axis is Axis.SHARD or self.degree(Axis.SHARD, role) == 1:
+            return peers
+        ranks = {each for peer in peers.ranks for each in self.ranks_along(Axis.SHARD, peer, role)}
+        return PeerGroup(tuple(sorted(ranks)), Axis.REPLICA)
+
     def peer_groups(self, role: Role | str | None = None) -> list[PeerGroup]:
         """Every peer group once."""
         axis = self.peer_axis(role)

@@ -11,7 +11,7 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.support.variations import VARIATIONS, Trained, train
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.decision.record import EvidenceRecord
+from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import Stamped, read
 from torchscout.integration.attach import enable_resiliency
 
@@ -58,6 +58,8 @@ def outcomes(run_dir: Path, rank: int) -> dict[str, set[str]]:
         assert isinstance(line, Stamped)
         record = line.item
         assert isinstance(record, EvidenceRecord)
+        if record.manifestation is not Manifestation.SDC:
+            continue
         told = record.status if record.reason is None else f"{record.status}: {record.reason}"
         found.setdefault(record.surface, set()).add(told)
     return found

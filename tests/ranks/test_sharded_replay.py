@@ -91,10 +91,30 @@ def test_a_wrong_number_under_hsdp_names_the_rank(at: str, calls: range, surface
     assert {ranks for _, ranks, _, _ in found[0].incidents} == {(3,)}, found[0].sentences
 
 
-def test_two_replicas_of_shards_differ_as_a_group(tmp_path: Path):
+def test_a_wrong_gradient_after_the_all_reduce_names_the_rank_that_holds_it(tmp_path: Path):
+    """Training reduces three times in a step: two blocks and the rest; replay reduces once more."""
+    at = "all_reduce@mesh_dp_replicate"
+    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=range(3, 9))
+    found = run_ranks(train, 6, (3, 2), "plain", tmp_path, faults, 3, timeout=120)
+    assert found[3].fired
+    assert found[0].incidents == [("rank", (3,), "stack.1/grad_reduced", 2)], found[0].sentences
+
+
+def test_two_replicas_of_shards_differ_as_a_pair(tmp_path: Path):
+    """State is compared shard by shard, and of two copies nobody can say which is right."""
     faults = Faults().flip_bit(rank=3, at="stack.1.up/weight", step=2, bit=20)
     found = run_ranks(train, 4, (2, 2), "plain", tmp_path, faults, 2, timeout=120)
-    assert found[0].incidents[0][:2] == ("peer_group", (1, 3)), found[0].sentences
+    assert found[3].fired
+    assert found[0].incidents == [("peer_group", (1, 3), "stack.1.up/weight", 2)], found[0].sentences
+
+
+@pytest.mark.parametrize("at", ["output", "grad_input"])
+def test_what_two_replicas_of_shards_compute_names_the_rank(at: str, tmp_path: Path):
+    """Gathered, the parameters are equal on all four ranks."""
+    faults = Faults().flip_bit(rank=3, at=f"stack.1/{at}", step=2, bit=20, calls=REPLAY)
+    found = run_ranks(train, 4, (2, 2), "plain", tmp_path, faults, 3, timeout=120)
+    assert found[3].fired
+    assert found[0].incidents == [("rank", (3,), f"stack.1/{at}", 2)], found[0].sentences
 
 
 def failing(rank: int, sharding: str, ranks: tuple[int, ...], run_dir: Path) -> tuple[bool, Sharded]:

@@ -29,6 +29,7 @@ class Planned:
     ) -> None:
         self.rank, self.act, self.kind, self.varies = rank, act, kind, varies
         self.targets = ("a", "b")
+        self.is_gathered = False
         self.calls: list[tuple[str, Any]] = []
 
     def say(self, call: str, detail: Any = None, variant: float = 1.0) -> Any:
@@ -59,6 +60,10 @@ class PlannedReplay:
     def align(self, broadcast: Broadcast) -> None:
         broadcast(self._value.view(torch.uint8))
         self._recipe.say("align", self._value.item())
+
+    @property
+    def work(self) -> tuple[str, tuple[int, ...]]:
+        return "", (1,)
 
     def comparisons(self) -> list[Comparison]:
         self._recipe.say("comparisons")

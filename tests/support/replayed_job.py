@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.recorder import Stamped, read
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Firing, Injector
@@ -80,6 +80,9 @@ class Found:
     """What one rank has to tell."""
 
     records: list[EvidenceRecord]
+    """Comparisons of numbers."""
+    times: list[EvidenceRecord]
+    """Comparisons of times."""
     incidents: list[Incident]
     fired: list[Firing]
     unfired: int
@@ -117,7 +120,9 @@ def checked_training(
         for line in read(run_dir / "records" / f"rank-{rank}.jsonl")
         if isinstance(line, Stamped) and isinstance(line.item, EvidenceRecord)
     ]
-    return Found(records, incidents, injector.fired, len(injector.unfired), failures)
+    numbers = [each for each in records if each.manifestation is Manifestation.SDC]
+    times = [each for each in records if each.manifestation is Manifestation.STRAGGLER]
+    return Found(numbers, times, incidents, injector.fired, len(injector.unfired), failures)
 
 
 def mend(model: nn.Module, optimizer: torch.optim.Optimizer, source: int) -> None:

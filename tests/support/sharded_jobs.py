@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.replayed_job import Net, batch
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import EvidenceRecord
+from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import read
 from torchscout.evidence.hearing import is_inert
 from torchscout.faults.effects import FlipBit
@@ -118,7 +118,8 @@ def train(
         return Sharded(bits, [], [], [], len(injector.fired), [])
     incidents = session.incidents
     session.close()
-    records = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
+    lines = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
+    records = [each for each in lines if each.manifestation is Manifestation.SDC]
     told = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
     return Sharded(
         bits, records, told, [each.sentence for each in incidents], len(injector.fired), session.failures

@@ -287,6 +287,7 @@ class OneAtATime:
 
     def __init__(self, recipe: Recipe, lock: threading.Lock) -> None:
         self.kind, self.targets, self.varies = recipe.kind, recipe.targets, recipe.varies
+        self.is_gathered = recipe.is_gathered
         self._recipe, self._lock = recipe, lock
 
     def begin(self, target: int, *, is_source: bool) -> Alone:

@@ -26,7 +26,12 @@ INPUT = "input"
 STATE = "state"
 """The mode of records about what ranks hold, as weights and optimizer slots, rather than compute."""
 
-COMPUTATION: frozenset[Surface] = frozenset({"time/module", "time/module_backward", "time/optimizer"})
+COMPUTATION: frozenset[Surface] = frozenset(
+    {
+        *(f"time/{part}" for part in ("module", "embedding", "output", "optimizer")),
+        *(f"time/{part}_backward" for part in ("module", "embedding", "output")),
+    }
+)
 """The times a rank spends by itself. Every other ``time/`` surface holds up all members of a process
 group alike, so that it must never be blamed on an endpoint."""
 

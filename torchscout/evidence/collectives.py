@@ -54,12 +54,17 @@ class Pending:
             return True
         return False
 
+    def wait(self) -> None:
+        """Until it is done, as the caller of a synchronous collective does. It may do so again."""
+        if self._work is not None:
+            self._work.wait()
+
 
 class Listener(Protocol):
     """What hears of every collective, on the thread that issues it.
 
-    It may sleep in ``before``. A collective that a listener itself issues is heard by nobody.
-    An exception does not reach training, but it removes the listener that raised it: what that
+    It may sleep in ``before`` and in ``issued``. A collective that a listener itself issues is heard by
+    nobody. An exception does not reach training, but it removes the listener that raised it: what that
     one knows is no longer whole.
     """
 
@@ -80,14 +85,17 @@ def _log(error: Exception) -> None:
     logging.getLogger(__name__).error("a listener to collectives failed and was removed", exc_info=error)
 
 
-def listen(listener: Listener, *, on_error: Callable[[Exception], None] = _log) -> Handle:
+def listen(
+    listener: Listener, *, on_error: Callable[[Exception], None] = _log, outermost: bool = False
+) -> Handle:
     """Tell ``listener`` of every collective of this process, until its handle is removed.
 
-    ``on_error`` is given what the listener raised, after its removal, and must not raise itself.
+    ``on_error`` is given what the listener raised, after its removal, and must not raise itself. Listeners
+    nest: who hears ``before`` first hears ``issued`` last, and an ``outermost`` one is around all others.
     A forked child starts without listeners.
     """
     handle = Handle(listener, on_error)
-    _interceptor.add(handle)
+    _interceptor.add(handle, first=outermost)
     return handle
 
 
@@ -147,11 +155,11 @@ class _Interceptor:
         self._lock = threading.Lock()
         self._library: torch.library.Library | None = None
 
-    def add(self, handle: Handle) -> None:
+    def add(self, handle: Handle, *, first: bool) -> None:
         with self._lock:
             if self._library is None:
                 self._library = _register()
-            self.handles = (*self.handles, handle)
+            self.handles = (handle, *self.handles) if first else (*self.handles, handle)
 
     def remove(self, handle: Handle) -> None:
         with self._lock:
@@ -220,7 +228,7 @@ def _tell_issued(handles: tuple[Handle, ...], call: Call, tokens: list[Any], res
     pending = None if work is None else Pending(work)
     _thread.telling = True
     try:
-        for handle, token in zip(handles, tokens, strict=True):
+        for handle, token in zip(reversed(handles), reversed(tokens), strict=True):
             handle.issued(call, token, pending)
     finally:
         _thread.telling = False

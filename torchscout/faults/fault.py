@@ -73,7 +73,7 @@ class Faults:
     ``Faults().flip_bit(rank=5, at="layer.2/weight", step=7, bit=30).delay(rank=1, ...)``
 
     ``step`` is one step or a ``range`` of them. ``Injector`` carries the plan out. ``calls`` says which
-    passes over the place within a step a corruption hits, all of them with None: the first is training's own.
+    passes over the place within a step it hits, all of them with None: the first is training's own.
     """
 
     planned: tuple[Fault, ...] = ()
@@ -112,9 +112,11 @@ class Faults:
         """Multiply a whole tensor."""
         return self._add(rank, at, step, Scale(factor), Manifestation.SDC, calls)
 
-    def delay(self, *, rank: int, at: str, step: int | range, seconds: float) -> Faults:
-        """Be slow, and go on: a straggler."""
-        return self._add(rank, at, step, Sleep(seconds), Manifestation.STRAGGLER)
+    def delay(
+        self, *, rank: int, at: str, step: int | range, seconds: float, calls: range | None = FIRST
+    ) -> Faults:
+        """Be slow, and go on: a straggler. At a collective, it takes longer for this rank."""
+        return self._add(rank, at, step, Sleep(seconds), Manifestation.STRAGGLER, calls)
 
     def stall(self, *, rank: int, at: str, step: int | range, seconds: float) -> Faults:
         """Stop for so long that the job hangs."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -184,8 +183,8 @@ class _Ear:
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:  # noqa: ARG002
         if call.operation == self._operation and call.group.description == self._description:
-            while pending is not None and not pending.is_completed():
-                time.sleep(0.0005)
+            if pending is not None:
+                pending.wait()
             self._act(call.tensors)
 
 

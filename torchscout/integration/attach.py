@@ -132,10 +132,13 @@ def _replay(
         return
     replaying = Replaying(
         config,
-        recipes_for(adapter, config, peers.axis),
+        recipes_for(adapter, config, job.mesh, job.rank),
         job.mesh,
         communicators,
-        communicators.links(peers, device_of_job(adapter)),
+        [
+            communicators.links(each, device_of_job(adapter))
+            for each in dict.fromkeys((peers, job.mesh.layer_peers_of(job.rank)))
+        ],
         JsonlRecorder(job.run_dir, job.rank),
         session.guarded,
     )

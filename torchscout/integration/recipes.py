@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,27 +14,42 @@ from torchscout.evidence.replay.census import CensusRecipe, slots_of
 from torchscout.evidence.replay.layer import LayerRecipe
 from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
 from torchscout.evidence.replay.recipe import Recipe
+from torchscout.evidence.replay.reduction import route_of
+from torchscout.evidence.replay.sharded import Keepers
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.structure import Part
-from torchscout.mesh import Axis
+from torchscout.mesh import Axis, Mesh
 
 __all__ = ["device_of_job", "recipes_for"]
 
 
-def recipes_for(adapter: Adapter, config: ReplayConfig, axis: Axis = Axis.REPLICA) -> list[Recipe]:
+def recipes_for(
+    adapter: Adapter, config: ReplayConfig, mesh: Mesh | None = None, rank: int = 0
+) -> list[Recipe]:
     """Every recipe the configuration asks for; a ``ValueError`` says what a user must name.
 
-    Peers along the replica ``axis`` hold copies of each other's state, along the shard axis each its own.
+    Peers along the mesh's replica axis hold copies of each other's state, along its shard axis each its own.
+    Without a mesh nothing is known of shards.
     """
     structure = adapter.structure(embedding=config.embedding, layers=config.layers, output=config.output)
     parameters, optimizers = dict(adapter.parameters()), adapter.optimizers()
-    device, is_owned = device_of_job(adapter), axis is Axis.SHARD
+    device = device_of_job(adapter)
+    is_owned = mesh is not None and mesh.peer_axis() is Axis.SHARD
+    is_mixed = mesh is not None and mesh.layer_peers_of(rank) != mesh.peers_of(rank)
     surfaces: dict[torch.Tensor, Surface] = {each: surface for surface, each in parameters.items()}
     copies = {surface: each for surface, each in parameters.items() if surface not in adapter.unreplicated()}
 
     def layers(kind: str, parts: Sequence[Part]) -> LayerRecipe:
         modules = {part.name: part.module for part in parts}
-        return LayerRecipe(kind, modules, surfaces, device, adapter.keepers, copies=not is_owned)
+
+        def keepers(module: torch.nn.Module) -> Keepers:
+            found, route = adapter.keepers(module), None
+            if mesh is not None and kind == "layer" and found.modules:
+                route = route_of([*module.parameters()], mesh, rank)
+            copies = not (is_mixed or is_owned)
+            return replace(found, copies=copies, is_mixed=is_mixed, route=route)
+
+        return LayerRecipe(kind, modules, surfaces, device, keepers)
 
     def slots() -> Mapping[Surface, torch.Tensor]:
         return slots_of({each: surface for surface, each in copies.items()}, optimizers)

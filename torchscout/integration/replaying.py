@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from torchscout.config import ReplayConfig, StragglerConfig
+from torchscout.config import ReplayConfig
 from torchscout.decision.ongoing import Ongoing
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import LogRecorder, Recorder
 from torchscout.decision.replay_diagnosis import ReplayDiagnosis, settle
+from torchscout.decision.stragglers import Stragglers
+from torchscout.decision.timings import Timings
 from torchscout.evidence.replay.cadence import Cadence
 from torchscout.evidence.replay.recipe import Recipe
 from torchscout.evidence.replay.replayer import Outcome, Replayer
@@ -33,19 +35,26 @@ class Replaying:
         recipes: Sequence[Recipe],
         mesh: Mesh,
         communicators: Communicators,
-        links: PeerLinks,
+        links: Sequence[PeerLinks],
         recorder: Recorder,
         guard: Callable[[Callable[[], Any]], Any],
     ) -> None:
+        """``links`` to this rank's peers, and to those who compute the same layers."""
         self._guard = guard
         self._config, self._wanted = config, config
         self._kinds = {each.kind for each in recipes}
         self._rotation = Rotation({each.kind: len(each.targets) for each in recipes}, config.intervals)
-        self._replayer = Replayer(recipes, self._rotation, links)
+        self._replayer = Replayer(recipes, self._rotation, *links)
         self._replayer.variants = config.variants
-        self._diagnosis, self._ongoing = ReplayDiagnosis(mesh, StragglerConfig()), Ongoing()
-        self._communicators, self._links, self._recorder = communicators, links, recorder
-        self._device = links.device
+        self._mesh, self._communicators, self._recorder = mesh, communicators, recorder
+        self._links = links[0]
+        self._rank = self._links.group.ranks[self._links.position]
+        self._device = self._links.device
+        self._diagnosis, self._ongoing = ReplayDiagnosis(mesh, config.straggler), Ongoing()
+        slow, shared = config.straggler, config.baseline
+        if self._device.type != "cuda":
+            slow, shared = slow.on_host(), shared.on_host()
+        self._stragglers = Stragglers(mesh, self._rank, slow, shared)
         self._cadence = Cadence()
         self._since = time.monotonic()
         self._revision, self._revisions = 0, 0
@@ -62,8 +71,9 @@ class Replaying:
         self._cadence.step_took(begin - self._since)
         if self._replayer.is_due:
             outcome = self._replayer.check(step)
+            told = self._communicators.exchange([each.to_json(self._mesh) for each in outcome.measured])
             # What fails from here on is this rank's own affair: a full disk must not part it from the others.
-            self._guard(lambda: self._conclude(outcome))
+            self._guard(lambda: self._conclude(outcome, Timings(step, self._mesh, told)))
             self._cadence.check_took(self._now() - begin)
             self._agree_on_cadence(step)
         self._replayer.begin(step + 1)
@@ -100,20 +110,20 @@ class Replaying:
         self._replayer.abandon()
         self._recorder.close()
 
-    def _conclude(self, outcome: Outcome) -> None:
+    def _conclude(self, outcome: Outcome, timings: Timings) -> None:
         records = settle(outcome.records, outcome.repeats)
         incidents = self._diagnosis.observe(
             outcome.records, repeats=outcome.repeats, elsewhere=outcome.elsewhere
         )
+        slow = self._stragglers.observe(timings)
         self._remember(records)
         # Apart: who cannot write down its comparisons may still be the one to report the conclusion.
-        self._guard(lambda: self._report(self._ongoing.news(incidents, records)))
-        self._guard(lambda: self._write([*records, *outcome.repeats]))
+        self._guard(lambda: self._report([*self._ongoing.news(incidents, records), *slow.incidents]))
+        self._guard(lambda: self._write([*records, *outcome.repeats, *slow.records]))
 
     def _report(self, incidents: Sequence[Incident]) -> None:
         """Peers conclude alike; one of them writes it down."""
-        own = self._links.group.ranks[self._links.position]
-        for incident in [each for each in incidents if each.reporter == own]:
+        for incident in [each for each in incidents if each.reporter == self._rank]:
             LogRecorder().record(incident)
             self._recorder.record(incident)
 

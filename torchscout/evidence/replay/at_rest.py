@@ -34,6 +34,7 @@ class AtRestRecipe:
     kind = "census"
     targets = ("",)
     varies = False
+    is_gathered = False
 
     def __init__(self, state: _State, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._state, self._optimizers = state, optimizers
@@ -63,6 +64,10 @@ class _AtRest:
 
     def align(self, broadcast: Broadcast) -> None:
         """Every rank looks at its own."""
+
+    @property
+    def work(self) -> tuple[str, tuple[int, ...]]:
+        return "", ()
 
     def comparisons(self) -> list[Comparison]:
         return [Comparison(AT_REST, Mode.STATE)]

@@ -45,6 +45,7 @@ class CensusRecipe:
     kind = "census"
     targets = ("",)
     varies = False
+    is_gathered = False
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -72,6 +73,10 @@ class _Census:
 
     def align(self, broadcast: Broadcast) -> None:
         """Every rank compares its own."""
+
+    @property
+    def work(self) -> tuple[str, tuple[int, ...]]:
+        return "", ()
 
     def comparisons(self) -> list[Comparison]:
         return [

@@ -7,18 +7,18 @@ is ``not_checked`` with its reason, neither a disagreement nor clean evidence.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import xxhash
 
 from torchscout.decision import consensus
 from torchscout.decision.fold import signed
-from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
+from torchscout.decision.record import EvidenceRecord, Manifestation, Scope, Surface
 from torchscout.decision.wording import named
 from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison
 
-__all__ = ["Context", "is_premise_broken", "judge", "named_for_results", "not_checked", "withhold"]
+__all__ = ["Context", "broken_depth", "judge", "named_for_results", "not_checked", "withhold"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ def judge(
 ) -> list[EvidenceRecord]:
     """The records of one replay: each surface's own, and one for all that agree under one summary."""
     records: dict[Surface, EvidenceRecord] = {}
+    differing: set[Surface] = set()
     failures: list[EvidenceRecord] = []
     sums: dict[Surface, list[Comparison]] = {}
     for comparison in comparisons:
@@ -66,18 +67,31 @@ def judge(
         if comparison.summary is not None and _is_sound(values):
             sums.setdefault(comparison.summary, []).append(comparison)
             continue
-        records[comparison.surface] = _judge(context, comparison, values, records)
+        record = _judge(context, comparison, values, differing)
+        if record.scope is not None:
+            differing.add(comparison.surface)
+        records[comparison.surface] = _without_tie(comparison, record)
         if failed := [rank for rank, value in zip(context.peers, values, strict=True) if value == POISON]:
             failures.append(_failure(context, comparison, failed))
     summed = [_sum(context, found, gathered) for found in sums.values()]
     return [*summed, *records.values(), *failures]
 
 
-def is_premise_broken(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> bool:
-    """Whether peers differ in something that all else builds upon: what a rank received, or itself holds."""
-    first = {comparison.surface for comparison in comparisons if not comparison.premises}
+def depths(comparisons: Sequence[Comparison]) -> dict[Surface, int]:
+    """How many comparisons each one builds upon, one on top of the other."""
+    found: dict[Surface, int] = {}
+    for each in comparisons:  # premises come first
+        found[each.surface] = 1 + max((found[premise] for premise in each.premises), default=-1)
+    return found
+
+
+def broken_depth(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> int | None:
+    """The lowest depth at which peers differ in what others build upon; None if they do nowhere."""
+    found = depths(comparisons)
     premises = {premise for comparison in comparisons for premise in comparison.premises}
-    return any(record.scope is not None and record.surface in first & premises for record in records)
+    ties = {comparison.tie for comparison in comparisons} - {None}
+    differing = [each.surface for each in records if each.scope is not None or each.reason in ties]
+    return min((found[surface] for surface in differing if surface in premises), default=None)
 
 
 def named_for_results(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> list[int]:
@@ -86,16 +100,18 @@ def named_for_results(comparisons: Sequence[Comparison], records: Sequence[Evide
     return sorted({rank for record in records if record.surface in following for rank in record.ranks})
 
 
-def withhold(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> list[EvidenceRecord]:
-    """The records, without blame for what follows from a premise that is broken among other peers.
+def withhold(
+    comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord], depth: int
+) -> list[EvidenceRecord]:
+    """The records, without blame for what builds upon something that is broken at ``depth`` on any rank.
 
     A tensor-parallel rank computes with what its partners compute; a partner's wrong weight is not its fault.
     """
-    following = {comparison.surface for comparison in comparisons if comparison.premises}
+    found = depths(comparisons)
     reason = "input or weights differ already on another rank, which may compute together with this one"
     return [
         replace(record, verdict=None, reason=reason)
-        if record.surface in following and record.scope is not None
+        if record.scope is not None and found[record.surface] > depth
         else record
         for record in records
     ]
@@ -105,11 +121,11 @@ def _judge(
     context: Context,
     comparison: Comparison,
     values: Sequence[int],
-    records: Mapping[Surface, EvidenceRecord],
+    differing: Collection[Surface],
 ) -> EvidenceRecord:
     record = context.record(comparison)
     for premise in comparison.premises:
-        if records[premise].scope is not None:
+        if premise in differing:
             return replace(record, reason=f"{premise} differs among peers already")
     having = [(rank, value) for rank, value in zip(context.peers, values, strict=True) if value != POISON]
     if having and all(value == ABSENT for _, value in having):
@@ -118,6 +134,12 @@ def _judge(
         return replace(record, reason="fewer than two peers had anything to compare")
     ranks, compared = zip(*having, strict=True)
     return replace(record, peers=ranks, verdict=consensus.exact(compared), reason=None)
+
+
+def _without_tie(comparison: Comparison, record: EvidenceRecord) -> EvidenceRecord:
+    if comparison.tie is None or record.scope is not Scope.PEER_GROUP:
+        return record
+    return replace(record, verdict=None, reason=comparison.tie)
 
 
 def _failure(context: Context, comparison: Comparison, failed: Sequence[int]) -> EvidenceRecord:

@@ -7,7 +7,7 @@ module is called as training calls it, with all hooks in place and its own param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,15 +25,21 @@ from torchscout.evidence.replay.invocation import Invocation, is_floating
 from torchscout.evidence.replay.module_state import buffers_of, preserved, refusal
 from torchscout.evidence.replay.randomness import unmoved
 from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
+from torchscout.evidence.replay.reduction import Reduction
 from torchscout.evidence.replay.sharded import NOBODY, Keepers, gathered, gathered_again
+from torchscout.evidence.replay.stopwatch import timed
 
 __all__ = ["LayerRecipe", "LayerReplay"]
+
+_TIE = "replicas hold different shards, which the census of all state compares"
+"""As many ranks gather one set of parameters as another: those of one replica, from its own shards."""
 
 
 class LayerRecipe:
     """Modules of one role, one of which is replayed at a time."""
 
     varies = True
+    is_gathered = True
 
     def __init__(
         self,
@@ -42,15 +48,11 @@ class LayerRecipe:
         surfaces: Mapping[torch.Tensor, Surface],
         device: torch.device,
         keepers: Callable[[nn.Module], Keepers] = lambda _: NOBODY,
-        *,
-        copies: bool = True,
     ) -> None:
         self.kind = kind
         self.targets = tuple(modules)
         self._modules, self._surfaces, self._device = tuple(modules.values()), surfaces, device
         self._keepers = keepers
-        self._has_copies = copies
-        """Whether peers hold the same shards, where there are shards."""
 
     def begin(self, target: int, *, is_source: bool) -> LayerReplay:
         module, name = self._modules[target], self.targets[target]
@@ -65,7 +67,7 @@ class LayerRecipe:
             self._device,
             is_source=is_source,
             keepers=self._keepers(module),
-            copies=self._has_copies,
+            kind=self.kind,
         )
 
 
@@ -81,15 +83,18 @@ class LayerReplay:
         *,
         is_source: bool,
         keepers: Keepers = NOBODY,
-        copies: bool = True,
+        kind: str = "layer",
     ) -> None:
         self._name, self._module, self._device, self._is_source = name, module, device, is_source
         self._parameters = gradients
         """Those whose gradients are compared: their paths in the module, by surface."""
         self._keepers = keepers
-        self._compares_shards = bool(keepers.modules) and copies
+        self._compares_shards = bool(keepers.modules) and keepers.copies
         """Whether this rank's shards are compared before what is gathered from them."""
         self._shards: int | None = None
+        self._reduction: Reduction | None = None
+        self._work = f"time/{'module' if kind == 'layer' else kind}"
+        self._communication = "time/" if kind == "layer" else f"time/{kind}_"
         self._refusal = keepers.obstacle or refusal(module)
         self._capture = None if self._refusal else Capture(module, device, keep=is_source)
         self._own: Invocation | None = None
@@ -114,6 +119,8 @@ class LayerReplay:
             raise ReplayError(f"only here or only on the source there are gradients {other}")
         if self._compares_shards:
             self._shards = digest(self._module.parameters())
+        if self._keepers.route is not None and self._parameters:
+            self._reduction = Reduction(self._keepers.route, self._weights())
         if self._is_source:
             self._call = self._own
             self._buffers = {name: alignment.captured(each) for name, each in own.items()}
@@ -126,6 +133,13 @@ class LayerReplay:
     def align(self, broadcast: Broadcast) -> None:
         alignment.receive(self._aligned(), broadcast)
 
+    @property
+    def work(self) -> tuple[str, tuple[int, ...]]:
+        # Compiled code is the module's own; otherwise layers of one shape run the same kernels.
+        assert self._call is not None, "prepared first"
+        first = next((leaf.shape for leaf in self._call.leaves if isinstance(leaf, torch.Tensor)), ())
+        return self._name if is_compiled(self._module) else "", tuple(first)
+
     def comparisons(self) -> list[Comparison]:
         assert self._call is not None, "prepared first"
         given, weights = f"{self._name}/input", f"{self._name}/parameters"
@@ -133,29 +147,32 @@ class LayerReplay:
         if not self._call.gradients:
             nothing = "no gradient reached the output of the module"
         shards = [f"{self._name}/shards"] if self._compares_shards else []
+        tie = _TIE if self._keepers.is_mixed else None
+        gradients = [*self._inputs(), *self._parameters]
         return [
             Comparison(given, Mode.INPUT),
             *(Comparison(each, Mode.STATE) for each in shards),
-            Comparison(weights, Mode.STATE, tuple(shards), absent="it has no parameters"),
+            Comparison(weights, Mode.STATE, tuple(shards), absent="it has no parameters", tie=tie),
             Comparison(f"{self._name}/output", Mode.FORWARD, (given, weights), absent="it returns no tensor"),
-            *(Comparison(each, Mode.BACKWARD, (given, weights), absent=nothing) for each in self._inputs()),
-            *(Comparison(each, Mode.BACKWARD, (given, weights), absent=nothing) for each in self._parameters),
+            *(Comparison(each, Mode.BACKWARD, (given, weights), absent=nothing) for each in gradients),
+            *self._reductions(tuple(gradients)),
         ]
 
     def observe(self, variant: float, seen: Observation) -> None:
-        # Gathering comes first, and again after whatever became of the forward pass: it is training's own
-        # collective, and every rank must come to it.
-        with gathered(self._keepers), ExitStack() as around:
+        # Training's own collectives do not depend on whether a pass succeeds: every rank must come to them.
+        gathering = timed(self._device, seen, work=None, communication=self._communication + "{}")
+        with self._reduced(seen), gathered(self._keepers, gathering), ExitStack() as around:
             with gathered_again(self._keepers):
                 around.enter_context(self._as_in_training())
-                inputs, outputs = self._forward(variant, seen.signatures)
-            seen.signatures.update(self._backward(inputs, outputs))
+                inputs, outputs = self._forward(variant, seen)
+            seen.signatures.update(self._backward(inputs, outputs, seen))
 
     def _forward(
-        self, variant: float, found: dict[Surface, int]
+        self, variant: float, seen: Observation
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Fill in what the pass starts from and what it gives; return its inputs and outputs."""
         assert self._call is not None, "prepared first"
+        found = seen.signatures
         inputs, weights = _inputs(self._call, variant), list(self._module.parameters())
         versions = [each._version for each in weights]
         found[f"{self._name}/input"] = digest([*inputs.values(), *self._aligned(besides=inputs)])
@@ -165,7 +182,7 @@ class LayerReplay:
         self._call.randomness.apply(self._device)
         # Copies: a module may write into its arguments, and autograd forbids that to a leaf.
         args, kwargs = self._call.arguments({place: each.clone() for place, each in inputs.items()})
-        with autocast_as(self._call.autocast):
+        with autocast_as(self._call.autocast), self._timed(seen, ""):
             outputs = _tensors(self._module(*args, **kwargs))
         if versions != [each._version for each in weights]:
             raise ReplayError(WRITES)
@@ -175,7 +192,7 @@ class LayerReplay:
     def release(self) -> None:
         if self._capture is not None:
             self._capture.disarm()
-        self._own = self._call = None
+        self._own = self._call = self._reduction = None
         self._buffers = {}
 
     def _aligned(self, *, besides: Mapping[int, torch.Tensor] | None = None) -> list[torch.Tensor]:
@@ -197,16 +214,52 @@ class LayerReplay:
         with unmoved(self._device), untouched, kernels, torch.enable_grad():
             yield
 
-    def _backward(self, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dict[Surface, int]:
+    def _timed(self, seen: Observation, suffix: str) -> AbstractContextManager[None]:
+        communication = f"{self._communication}{{}}{suffix}@"
+        return timed(self._device, seen, work=self._work + suffix, communication=communication)
+
+    def _weights(self) -> list[torch.Tensor]:
+        """Those whose gradients are compared: shards, or what was gathered from them."""
+        weights = dict(self._module.named_parameters())
+        return [weights[path] for path in self._parameters.values()]
+
+    def _reductions(self, gradients: tuple[Surface, ...]) -> list[Comparison]:
+        """What becomes of the gradients, where they agree: all ranks of a replica go into the result."""
+        if self._reduction is None or not (self._reduction.has_copies and self._compares_shards):
+            return []
+        scattered = f"{self._name}/grad_scattered"
+        return [
+            Comparison(scattered, Mode.BACKWARD, gradients),
+            Comparison(f"{self._name}/grad_reduced", Mode.BACKWARD, (scattered,)),
+        ]
+
+    @contextmanager
+    def _reduced(self, seen: Observation) -> Iterator[None]:
+        """After this block, whatever became of it, gradients are reduced as after a backward pass."""
+        try:
+            yield
+        finally:
+            if self._reduction is not None:
+                with timed(self._device, seen, work=None, communication=self._communication + "{}"):
+                    found = self._reduction.run()
+                surfaces = [each.surface for each in self._reductions(())]
+                seen.signatures.update(zip(surfaces, found, strict=False))
+
+    def _backward(
+        self, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], seen: Observation
+    ) -> dict[Surface, int]:
         assert self._call is not None, "prepared first"
-        weights, inputs = dict(self._module.named_parameters()), [x for x in given if x.requires_grad]
-        wanted = [*inputs, *(weights[path] for path in self._parameters.values())]
+        inputs = [x for x in given if x.requires_grad]
+        wanted = [*inputs, *self._weights()]
         pairs = [(outputs[place], each) for place, each in self._call.gradients.items()]
         gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
             roots, arriving = zip(*pairs, strict=True)
-            with autocast_as(dict.fromkeys(self._call.autocast)):  # as backward usually runs
+            without = dict.fromkeys(self._call.autocast)  # as backward usually runs
+            with autocast_as(without), self._timed(seen, "_backward"):
                 gradients = torch.autograd.grad(roots, wanted, arriving, allow_unused=True)
+        if self._reduction is not None:
+            self._reduction.take(gradients[len(inputs) :])
         of_inputs = [each for each in gradients[: len(inputs)] if each is not None]
         found = {each: digest(of_inputs) if of_inputs else ABSENT for each in self._inputs()}
         present = {

@@ -33,6 +33,7 @@ from torchscout.evidence.replay.optimizer_clone import (
 from torchscout.evidence.replay.optimizer_slice import Slice, local_of, nth_slice, whole_of
 from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
 from torchscout.evidence.replay.separability import Separability
+from torchscout.evidence.replay.stopwatch import timed
 
 __all__ = ["REPRODUCED", "WHOLE_BUDGET", "OptimizerRecipe"]
 
@@ -45,6 +46,7 @@ INPUT = Surface("optimizer/input")
 PARAMETER = Surface("optimizer/param")
 UPDATE = Surface("optimizer/update")
 REPRODUCTION = Surface("optimizer/reproduced")
+TIME = Surface("time/optimizer")
 
 
 class OptimizerRecipe:
@@ -52,6 +54,7 @@ class OptimizerRecipe:
 
     kind = "optimizer"
     varies = False
+    is_gathered = False
 
     def __init__(
         self,
@@ -221,6 +224,10 @@ class OptimizerReplay:
     def align(self, broadcast: Broadcast) -> None:
         receive(self._tensors, broadcast)
 
+    @property
+    def work(self) -> tuple[str, tuple[int, ...]]:
+        return "", (self._tensors[0].numel(),)
+
     def comparisons(self) -> Sequence[Comparison]:
         computed = [PARAMETER, *self._slot_surfaces().values()]
         return [
@@ -245,7 +252,8 @@ class OptimizerReplay:
         clone, leaf = build(self._blueprint, self._tensors)
         if variant != 1.0 and leaf.grad is not None:
             leaf.grad.mul_(variant)
-        update(clone, leaf.device)
+        with timed(self._device, seen, work=TIME, communication="time/optimizer_{}@"):
+            update(clone, leaf.device)
         state = clone.state[leaf]
         slots = {
             surface: state[name]

@@ -16,16 +16,19 @@ import xxhash
 from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
 from torchscout.decision.replay_diagnosis import INPUT, STATE
+from torchscout.decision.timings import Lap, Measured
 
 __all__ = [
     "ABSENT",
     "POISON",
     "Broadcast",
     "Comparison",
+    "Laps",
     "Mode",
     "Observation",
     "Recipe",
     "Replay",
+    "measured",
 ]
 
 ABSENT = signed(xxhash.xxh3_64_intdigest(b"torchscout: there is nothing to compare here"))
@@ -61,6 +64,8 @@ class Comparison:
     """Under this name agreeing comparisons are recorded as one: a census has thousands."""
     absent: str = "there was nothing to compare"
     """The reason to give where no peer had anything."""
+    tie: str | None = None
+    """The reason to give where there is no majority, if that is another comparison's to report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,41 @@ class Observation:
     signatures: dict[Surface, int] = field(default_factory=dict)
     """One for each comparison, ``ABSENT`` where there was no tensor."""
     times: dict[Surface, float] = field(default_factory=dict)
-    """Milliseconds."""
+    """What this rank spent by itself, in milliseconds."""
+    laps: dict[tuple[Surface, tuple[int, ...]], Laps] = field(default_factory=dict)
+    """What it spent in collectives, by surface and members of the process group."""
+
+    def lap(
+        self, surface: Surface, members: tuple[int, ...] | None, elements: int, milliseconds: float
+    ) -> None:
+        """One more collective; one of a group that nobody knows is left out."""
+        if members is not None:
+            laps = self.laps.setdefault((surface, tuple(sorted(members))), Laps())
+            laps.elements += elements
+            laps.milliseconds.append(milliseconds)
+
+
+@dataclass(slots=True)
+class Laps:
+    """The collectives of one kind that one replay made on one process group, in order."""
+
+    elements: int = 0
+    """Of all of them together."""
+    milliseconds: list[float] = field(default_factory=list)
+
+
+def measured(target: str, shape: tuple[int, ...], seen: Sequence[Observation]) -> Measured:
+    """What a replay took; of its variants, which are equal work, the shortest time."""
+    surfaces = dict.fromkeys(surface for each in seen for surface in each.times)
+    times = {
+        surface: min(each.times[surface] for each in seen if surface in each.times) for surface in surfaces
+    }
+    # Of one variant, the same on all ranks: the members of a group must tell of one and the same transfer.
+    laps = [
+        Lap(surface, members, each.elements, tuple(each.milliseconds))
+        for (surface, members), each in seen[0].laps.items()
+    ]
+    return Measured(target, shape, times, laps)
 
 
 class Recipe(Protocol):
@@ -87,6 +126,11 @@ class Recipe(Protocol):
     @property
     def varies(self) -> bool:
         """Whether scaled inputs make sense; otherwise it is observed once, as captured."""
+        ...
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether it computes on gathered parameters: then ranks with other shards do the same work too."""
         ...
 
     def begin(self, target: int, *, is_source: bool) -> Replay:
@@ -113,6 +157,11 @@ class Replay(Protocol):
 
     def align(self, broadcast: Broadcast) -> None:
         """3. Receive the source's values; called on all peers or on none."""
+        ...
+
+    @property
+    def work(self) -> tuple[str, tuple[int, ...]]:
+        """What is run, and how large it is, once prepared. The first time, its times do not count."""
         ...
 
     def comparisons(self) -> Sequence[Comparison]:

@@ -8,28 +8,31 @@ takes part in every exchange, with a poison in place of its signatures.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torchscout.decision import c3
 from torchscout.decision.record import EvidenceRecord, Surface
+from torchscout.decision.timings import Measured
 from torchscout.errors import ChannelError, told
 from torchscout.evidence.hearing import in_backward, inert
 from torchscout.evidence.replay.judgement import (
     Context,
-    is_premise_broken,
+    broken_depth,
     judge,
     named_for_results,
     not_checked,
     withhold,
 )
 from torchscout.evidence.replay.peers import Peers
-from torchscout.evidence.replay.recipe import POISON, Comparison, Observation, Recipe, Replay
+from torchscout.evidence.replay.recipe import POISON, Comparison, Observation, Recipe, Replay, measured
 from torchscout.evidence.replay.rotation import Due, Rotation
 
 __all__ = ["Outcome", "Replayer"]
 
+_HEIGHT = 8
+"""More than the comparisons that build upon each other."""
 _Value = TypeVar("_Value")
 
 
@@ -42,6 +45,8 @@ class Outcome:
     """Of the second replay, where a disagreement called for one."""
     elsewhere: set[int] = field(default_factory=set)
     """Ranks of other peer groups that were named for wrong results in the same check."""
+    measured: list[Measured] = field(default_factory=list)
+    """What the replays took, this rank's own; without those that were run for the first time."""
 
 
 @dataclass(slots=True)
@@ -50,7 +55,8 @@ class _Begun:
 
     due: Due
     target: str
-    varies: bool
+    recipe: Recipe
+    peers: Peers
     replay: Replay | None
     problem: str | None
     """Why it cannot go on, on this rank or, after the vote, on any."""
@@ -59,10 +65,15 @@ class _Begun:
 class Replayer:
     """The recipes of one rank."""
 
-    def __init__(self, recipes: Sequence[Recipe], rotation: Rotation, peers: Peers) -> None:
+    def __init__(
+        self, recipes: Sequence[Recipe], rotation: Rotation, peers: Peers, layer_peers: Peers | None = None
+    ) -> None:
+        """``layer_peers`` are those who compute the same layers, where they are more than the ``peers``."""
         self._recipes = {recipe.kind: recipe for recipe in recipes}
-        self._rotation, self._peers = rotation, peers
+        self._rotation, self._peers, self._layer_peers = rotation, peers, layer_peers or peers
         self._begun: list[_Begun] = []
+        self._warm: set[Hashable] = set()
+        """What has been run before."""
         self.variants: tuple[float, ...] = (1.0,)
 
     @property
@@ -73,12 +84,13 @@ class Replayer:
         """Before the step: start to capture what is due at its end; mostly nothing."""
         for due in self._rotation.due(step):
             recipe = self._recipes[due.kind]
+            peers = self._layer_peers if recipe.is_gathered else self._peers
             if due.target is None:  # a pipeline stage without embedding, say
-                self._begun.append(_Begun(due, "", recipe.varies, None, None))
+                self._begun.append(_Begun(due, "", recipe, peers, None, None))
                 continue
-            begin = _bound(recipe.begin, due.target, is_source=self._peers.position == self._source)
+            begin = _bound(recipe.begin, due.target, is_source=peers.position == self._source(peers))
             replay, problem = _attempt(begin)
-            self._begun.append(_Begun(due, recipe.targets[due.target], recipe.varies, replay, problem))
+            self._begun.append(_Begun(due, recipe.targets[due.target], recipe, peers, replay, problem))
 
     def check(self, step: int) -> Outcome:
         """At the end of the step: replay, compare, and let go of everything."""
@@ -89,7 +101,7 @@ class Replayer:
             self._describe()
             self._vote()
             for begun in self._begun:
-                context = Context(step, self._peers.group.ranks, begun.target)
+                context = Context(step, begun.peers.group.ranks, begun.target)
                 if begun.replay is None and begun.due.target is None:
                     self._attend(begun)
                 elif begun.problem is None and begun.replay is not None:
@@ -108,28 +120,26 @@ class Replayer:
             if (replay := self._begun.pop().replay) is not None:
                 replay.release()
 
-    @property
-    def _source(self) -> int:
+    def _source(self, peers: Peers) -> int:
         """One position for all peer groups of the job, so that no tensor-parallel group mixes replicas."""
-        return self._rotation.rounds % len(self._peers.group)
+        return self._rotation.rounds % len(peers.group)
 
     def _describe(self) -> None:
         """Tell the peers what was captured; make room for what the source has."""
         inside = "the optimizer steps inside the backward pass" if in_backward() else None
-        own = []
-        for begun in self._begun:
-            document = None
-            if begun.replay is not None and begun.problem is None:
-                document, begun.problem = _attempt(_bound(_spelled, begun.replay))
-            begun.problem = begun.problem or inside
-            own.append({"problem": begun.problem, "document": document})
-        gathered = [json.loads(each) for each in self._peers.metadata.gather(json.dumps(own).encode())]
-        for place, begun in enumerate(self._begun):
-            told_by = [each[place] for each in gathered]
-            is_sound = begun.problem is None and not any(each["problem"] for each in told_by)
-            if is_sound and begun.replay is not None:
-                documents = [json.loads(each["document"]) for each in told_by]
-                _, begun.problem = _attempt(_bound(begun.replay.prepare, documents, self._source))
+        for peers in dict.fromkeys((self._peers, self._layer_peers)):
+            begun = [each for each in self._begun if each.peers is peers]
+            own = [_description(each, inside) for each in begun]
+            gathered = [json.loads(each) for each in peers.metadata.gather(json.dumps(own).encode())]
+            for place, each in enumerate(begun):
+                self._prepare(each, [told[place] for told in gathered])
+
+    def _prepare(self, begun: _Begun, told_by: Sequence[Any]) -> None:
+        is_sound = begun.problem is None and not any(each["problem"] for each in told_by)
+        if is_sound and begun.replay is not None:
+            documents = [json.loads(each["document"]) for each in told_by]
+            prepare = _bound(begun.replay.prepare, documents, self._source(begun.peers))
+            _, begun.problem = _attempt(prepare)
 
     def _vote(self) -> None:
         """Work that is not ready everywhere is done nowhere."""
@@ -144,52 +154,73 @@ class Replayer:
             self._peers.exchange([])
 
     def _run(self, begun: _Begun, replay: Replay, context: Context, outcome: Outcome) -> None:
-        replay.align(lambda tensor: self._peers.broadcast(tensor, source=self._source))
-        variants = self.variants if begun.varies else (1.0,)
+        source = self._source(begun.peers)
+        replay.align(lambda tensor: begun.peers.broadcast(tensor, source=source))
+        variants = self.variants if begun.recipe.varies else (1.0,)
         comparisons = replay.comparisons()
+        seen = {variant: Observation() for variant in variants}
         records: list[EvidenceRecord] = []
-        if self._compare(replay, comparisons, variants, context, records):
-            self._compare(replay, comparisons, variants, context, outcome.repeats)
+        if self._compare(begun, comparisons, seen, context, records):
+            again = {variant: Observation() for variant in variants}
+            self._compare(begun, comparisons, again, context, outcome.repeats)
             named = self._peers.exchange(named_for_results(comparisons, records))
             outcome.elsewhere.update({rank for ranks in named for rank in ranks} - set(context.peers))
         outcome.records.extend(records)
+        key = (begun.due.kind, *replay.work)
+        if key in self._warm:
+            outcome.measured.append(measured(begun.target, replay.work[1], [*seen.values()]))
+        self._warm.add(key)
 
     def _compare(
         self,
-        replay: Replay,
+        begun: _Begun,
         comparisons: Sequence[Comparison],
-        variants: Sequence[float],
+        seen: Mapping[float, Observation],
         context: Context,
         into: list[EvidenceRecord],
     ) -> bool:
         """Compute, exchange once, judge; whether anybody in the job found a difference."""
-        records = self._judged(replay, comparisons, variants, context)
-        is_broken = is_premise_broken(comparisons, records)
+        records, has_failed = self._judged(begun, comparisons, seen, context)
+        depth = 0 if has_failed else broken_depth(comparisons, records)
+        height = 0 if depth is None else _HEIGHT - depth
         # Job-wide: layers may be sharded, and ranks of other peer groups compute together with this one.
-        differs, broken = self._peers.highest([any(each.scope is not None for each in records), is_broken])
-        into.extend(withhold(comparisons, records) if broken and not is_broken else records)
+        differs, height = self._peers.highest([any(each.scope is not None for each in records), height])
+        into.extend(withhold(comparisons, records, _HEIGHT - height) if height else records)
         return bool(differs)
 
     def _judged(
-        self, replay: Replay, comparisons: Sequence[Comparison], variants: Sequence[float], context: Context
-    ) -> list[EvidenceRecord]:
+        self,
+        begun: _Begun,
+        comparisons: Sequence[Comparison],
+        seen: Mapping[float, Observation],
+        context: Context,
+    ) -> tuple[list[EvidenceRecord], bool]:
+        """The records of all variants, and whether this rank failed in any."""
+        assert begun.replay is not None, "what is compared was begun"
         evidence: dict[Surface, int] = {}
         problems: list[str | None] = []
-        for variant in variants:
-            seen = Observation()
-            _, problem = _attempt(_bound(replay.observe, variant, seen))
+        for variant, into in seen.items():
+            _, problem = _attempt(_bound(begun.replay.observe, variant, into))
             problems.append(problem)
             for each in comparisons:
-                evidence[_key(each.surface, variant)] = seen.signatures.get(each.surface, POISON)
-        verdicts = c3.compare(self._peers.evidence, exact=evidence)
+                evidence[_key(each.surface, variant)] = into.signatures.get(each.surface, POISON)
+        verdicts = c3.compare(begun.peers.evidence, exact=evidence)
         records = []
-        for variant, problem in zip(variants, problems, strict=True):
+        for variant, problem in zip(seen, problems, strict=True):
             gathered: dict[Surface, Any] = {
                 each.surface: verdicts[_key(each.surface, variant)].evidence for each in comparisons
             }
             here = Context(context.step, context.peers, context.target, variant, problem)
             records += judge(here, comparisons, gathered)
-        return records
+        return records, any(problem is not None for problem in problems)
+
+
+def _description(begun: _Begun, inside: str | None) -> dict[str, Any]:
+    document = None
+    if begun.replay is not None and begun.problem is None:
+        document, begun.problem = _attempt(_bound(_spelled, begun.replay))
+    begun.problem = begun.problem or inside
+    return {"problem": begun.problem, "document": document}
 
 
 def _key(surface: Surface, variant: float) -> Surface:

@@ -7,11 +7,13 @@ parameters is ``layer``'s business.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from torchscout.evidence.replay.reduction import Route
 
 __all__ = ["NOBODY", "Keepers", "gathered", "gathered_again", "keepers_of"]
 
@@ -25,6 +27,12 @@ class Keepers:
     whole model, which gathers only what no part of it keeps."""
     root: FSDPModule | None = None
     """The outermost FSDP module around it."""
+    copies: bool = True
+    """Whether peers keep the same shards."""
+    is_mixed: bool = False
+    """Whether peers gather from the shards of several replicas, each from those of its own."""
+    route: Route | None = None
+    """Which way its gradients go, where that is replayed too."""
 
     @property
     def obstacle(self) -> str | None:
@@ -45,10 +53,14 @@ def keepers_of(model: nn.Module, module: nn.Module) -> Keepers:
 
 
 @contextmanager
-def gathered(keepers: Keepers) -> Iterator[None]:
-    """In this block the kept parameters are whole; afterwards they are shards again."""
-    for keeper in keepers.modules:
-        keeper.unshard()
+def gathered(keepers: Keepers, gathering: AbstractContextManager[None]) -> Iterator[None]:
+    """In this block the kept parameters are whole; afterwards they are shards again.
+
+    ``gathering`` is entered while they are being gathered.
+    """
+    with gathering:
+        for keeper in keepers.modules:
+            keeper.unshard()
     try:
         with _forgetting_failures(keepers):
             yield

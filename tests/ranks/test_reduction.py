@@ -1,0 +1,69 @@
+"""FSDP's way with gradients, on scratch tensors: what each rank ends up with, and who is to be compared."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.support.ranks import run_ranks
+from torchscout.evidence.replay.reduction import Reduction, route_of
+from torchscout.mesh import Mesh
+
+ELEMENTS = 5 * 3 + 5
+
+
+def reduced(rank: int, shape: tuple[int, ...], wrong: int | None) -> tuple[bool, list[int]] | None:
+    """Two signatures of this rank's shard, its gradients being those of all others but for one element."""
+    names = ("dp_replicate", "dp_shard")[-len(shape) :]
+    module = nn.Linear(3, 5)
+    fully_shard(module, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    replica, shard = shape if len(shape) == 2 else (1, *shape)
+    parameters = [*module.parameters()]
+    route = route_of(parameters, Mesh.grid(replica=replica, shard=shard), rank)
+    if route is None:
+        return None
+    reduction = Reduction(route, parameters)
+    values = torch.arange(float(ELEMENTS))
+    if wrong == rank:
+        values[0] = 100.0
+    reduction.take([values[:15].view(5, 3), values[15:]])
+    return reduction.has_copies, reduction.run()
+
+
+def test_replicas_end_up_with_the_same_shards():
+    found = run_ranks(reduced, 4, (2, 2), None)
+    assert [copies for copies, _ in found] == [True] * 4
+    scattered = [each for _, (each, _) in found]
+    assert scattered[:2] == scattered[2:]
+    assert scattered[0] != scattered[1]
+    assert [each for _, (_, each) in found] == scattered  # the mean of equals
+
+
+def test_a_wrong_contribution_shows_before_the_replicas_mix():
+    """Element 0 lies in the first shard: that of rank 2, whoever of its replica got it wrong."""
+    healthy, found = run_ranks(reduced, 4, (2, 2), None), run_ranks(reduced, 4, (2, 2), 3)
+    differing = [rank for rank in range(4) if found[rank][1][0] != healthy[rank][1][0]]
+    assert differing == [2]
+    after = [rank for rank in range(4) if found[rank][1][1] != healthy[rank][1][1]]
+    assert after == [0, 2]
+    assert found[0][1][1] == found[2][1][1]
+
+
+def test_shards_with_one_owner_have_nothing_to_be_compared_with():
+    for has_copies, signatures in run_ranks(reduced, 3, (3,), None):
+        assert not has_copies
+        assert len(signatures) == 1
+
+
+def test_where_the_mesh_says_otherwise_nothing_is_reduced():
+    assert run_ranks(elsewhere, 2) == [True, True]
+
+
+def elsewhere(rank: int) -> bool:
+    module = nn.Linear(3, 5)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    replicas = route_of([*module.parameters()], Mesh.grid(replica=2), rank)
+    plain = route_of([*nn.Linear(3, 5).parameters()], Mesh.grid(shard=2), rank)
+    return replicas is None and plain is None

@@ -1,0 +1,114 @@
+"""What a pass computes, timed apart from what it communicates, with real collectives."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from torchscout.evidence.replay.recipe import Observation
+from torchscout.evidence.replay.stopwatch import timed
+
+CPU = torch.device("cpu")
+
+
+def passing(rank: int, *, is_async: bool) -> Observation:
+    """Rank 1 computes for a quarter of a second; the others wait for it in the collective."""
+    seen = Observation()
+    with timed(CPU, seen, work="time/module", communication="time/{}@"):
+        if rank == 1:
+            time.sleep(0.25)
+        work = dist.all_reduce(torch.ones(8), async_op=is_async)
+        time.sleep(0.05)
+        if work is not None:
+            work.wait()
+    return seen
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whoever_waits_is_not_the_slow_one(is_async: bool):
+    found = run_ranks(passing_kind, 3, is_async)
+    own = [each.times["time/module"] for each in found]
+    assert own[1] > 240
+    assert max(own[0], own[2]) < 200
+    laps = [each.laps["time/all_reduce@", (0, 1, 2)] for each in found]
+    assert [each.elements for each in laps] == [8, 8, 8]
+    assert all(len(each.milliseconds) == 1 for each in laps)
+    assert min(laps[0].milliseconds[0], laps[2].milliseconds[0]) > 150
+
+
+def passing_kind(rank: int, is_async: bool) -> Observation:
+    return passing(rank, is_async=is_async)
+
+
+def sending(rank: int) -> Observation:
+    """A ring: everybody sends before anybody receives."""
+    seen = Observation()
+    with timed(CPU, seen, work="time/module", communication="time/{}@"):
+        operations = [
+            dist.P2POp(dist.isend, torch.ones(4), (rank + 1) % 3),
+            dist.P2POp(dist.irecv, torch.ones(4), (rank - 1) % 3),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    return seen
+
+
+def test_a_pass_that_sends_and_receives_is_not_timed():
+    for seen in run_ranks(sending, 3):
+        assert seen.times == {}
+        assert seen.laps == {}
+
+
+def failing(rank: int) -> tuple[dict, int]:
+    seen = Observation()
+    try:
+        with timed(CPU, seen, work="time/module", communication="time/{}@"):
+            raise ValueError(rank)
+    except ValueError:
+        dist.barrier()
+        return seen.times, len(seen.laps)
+    raise AssertionError("nobody failed")
+
+
+def test_a_pass_that_fails_says_nothing_and_nothing_is_heard_after_it():
+    assert run_ranks(failing, 2) == [({}, 0)] * 2
+
+
+def beside(rank: int) -> tuple[int, float]:
+    """Another thread, on a group of its own, communicates while this one is being timed."""
+    aside = dist.new_group()
+    seen = Observation()
+
+    def other() -> None:
+        dist.all_reduce(torch.ones(1), group=aside)
+
+    with timed(CPU, seen, work="time/module", communication="time/{}@"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    return len(seen.laps), seen.times["time/module"]
+
+
+def test_what_other_threads_communicate_is_theirs():
+    assert [laps for laps, _ in run_ranks(beside, 2)] == [0, 0]
+
+
+def inverted(rank: int) -> tuple[bool, list[str]]:
+    """Two groups of the same ranks, used in opposite order: right as long as nobody waits in between."""
+    first, second = dist.new_group(), dist.new_group()
+    seen = Observation()
+    groups = [first, second] if rank == 0 else [second, first]
+    with timed(CPU, seen, work="time/module", communication="time/{}@"):
+        for work in [dist.all_reduce(torch.ones(1), group=each, async_op=True) for each in groups]:
+            work.wait()
+    return "time/module" in seen.times, [surface for surface, _ in seen.laps]
+
+
+def test_a_program_that_must_not_wait_where_it_issues_goes_on():
+    """Whoever gives up waiting first is not timed; the other may find its collective done thereby."""
+    assert not all(is_timed for is_timed, _ in run_ranks(inverted, 2, timeout=60))

@@ -1,0 +1,146 @@
+"""Slow ranks and slow process groups, told apart from those who only wait for them (paper, section 6.1.2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.replayed_job import Found, checked_training
+from tests.support.straggler_jobs import ALL, Layout, Told, slow_link, train
+from torchscout.config import BaselineConfig, ReplayConfig
+from torchscout.decision.record import EvidenceRecord
+from torchscout.faults.fault import Faults
+
+SLOW = range(4, 10)
+"""The steps in which a planned delay happens."""
+
+
+def slow_layers(faults: Faults, rank: int, at: str, steps: range = SLOW) -> Faults:
+    for layer in (0, 1):
+        faults = faults.delay(rank=rank, at=f"stack.{layer}/{at}", step=steps, seconds=0.25, calls=ALL)
+    return faults
+
+
+def told(found: list[Found]) -> list[tuple[str, str, tuple[int, ...], int]]:
+    return [
+        (each.manifestation.value, each.scope.value, each.ranks, each.step) for each in found[0].incidents
+    ]
+
+
+@pytest.mark.parametrize("at", ["forward", "backward"])
+def test_a_slow_layer_names_its_rank_after_two_rounds(at: str, tmp_path: Path):
+    faults = slow_layers(Faults(), 2, at)
+    found = run_ranks(checked_training, 4, faults, 8, [], tmp_path, timeout=120)
+    assert len(found[2].fired) >= 2 * 5  # training's own pass and the replayed one, in each of five steps
+    (incident,) = found[0].incidents
+    assert told(found)[0][:3] == ("straggler", "rank", (2,)), incident.sentence
+    surface = {"forward": "time/module", "backward": "time/module_backward"}[at]
+    assert {each.surface for each in incident.records} == {surface}
+    # Two rounds, or three where another rank was held up by the machine meanwhile.
+    assert sorted(each.step for each in incident.records) in ([4, 5], [4, 5, 6])
+
+
+def test_a_delay_that_happens_once_is_not_reported(tmp_path: Path):
+    faults = slow_layers(Faults(), 2, "forward", range(4, 5))
+    found = run_ranks(checked_training, 4, faults, 8, [], tmp_path, timeout=120)
+    assert len(found[2].fired) >= 2
+    assert told(found) == []
+    times = [each for each in found[0].times if (each.surface, each.step) == ("time/module", 4)]
+    assert [each.ranks for each in times] == [(2,)]  # seen, and not held against it
+
+
+def test_of_two_replicas_the_pair_is_reported(tmp_path: Path):
+    faults = slow_layers(Faults(), 1, "forward")
+    found = run_ranks(checked_training, 2, faults, 8, [], tmp_path, timeout=120)
+    assert told(found) == [("straggler", "peer_group", (0, 1), 5)], found[0].incidents
+
+
+def test_what_slows_all_ranks_is_the_jobs_and_nobodys_fault(tmp_path: Path):
+    faults = Faults()
+    for rank in range(3):
+        faults = slow_layers(faults, rank, "forward", range(8, 14))
+    config = ReplayConfig(interval=1, recipes=("layer",), baseline=BaselineConfig(warmup=5))
+    found = run_ranks(checked_training, 3, faults, 12, [], tmp_path, config, timeout=120)
+    assert told(found) == [("straggler", "job", (), 10)], found[0].incidents
+
+
+def test_whoever_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Path):
+    layout = Layout(replica=3, shard=1, tensor=2)
+    faults = slow_layers(Faults(), 4, "forward")
+    found: list[Told] = run_ranks(train, layout.ranks, layout, faults, 6, tmp_path, timeout=240)
+    assert found[4].fired
+    assert found[0].stragglers == [("rank", (4,), 5)], found[0].sentences
+    assert [each.failures for each in found] == [[]] * 6
+
+
+@pytest.mark.parametrize(
+    ("layout", "at", "ranks"),
+    [
+        (Layout(replica=3, shard=2), "all_gather@mesh_dp_shard", (2, 3)),
+        (Layout(replica=3, shard=1, tensor=2), "all_reduce@mesh_tp", (1, 4)),
+    ],
+    ids=["shard group", "tensor group"],
+)
+def test_a_slow_collective_names_its_process_group(
+    layout: Layout, at: str, ranks: tuple[int, ...], tmp_path: Path
+):
+    faults = slow_link(Faults(), at, ranks, range(4, 6))
+    found: list[Told] = run_ranks(train, layout.ranks, layout, faults, 7, tmp_path, timeout=240)
+    assert all(found[rank].fired for rank in ranks)
+    ((_, named, step),) = found[0].stragglers
+    assert (named, step) == (ranks, 5), found[0].sentences
+    for each in found:
+        assert each.failures == []
+        assert {record.step for record in each.records if _is_slow(record)} <= {4, 5}  # the next are clean
+        assert {record.status for record in each.records if record.manifestation.value == "sdc"} == {"agree"}
+
+
+def _is_slow(record: EvidenceRecord) -> bool:
+    """Whether a collective took a quarter of a second."""
+    return record.surface.startswith("time/all_") and max(record.verdict.evidence) > 200
+
+
+PAPER = Layout(replica=4, shard=2, tensor=2)
+"""Sixteen ranks: the paper's figure of a slow machine."""
+SHARDS, TENSORS = "all_gather@mesh_dp_shard", "all_reduce@mesh_tp"
+
+
+def sixteen(faults: Faults, run_dir: Path) -> Told:
+    found = run_ranks(train, PAPER.ranks, PAPER, faults, 7, run_dir, timeout=400)
+    assert [each.failures for each in found] == [[]] * 16
+    assert {rank for rank, each in enumerate(found) if each.fired} == {each.rank for each in faults}
+    return found[0]
+
+
+def test_slow_groups_that_meet_on_a_machine_name_it(tmp_path: Path):
+    faults = slow_link(slow_link(Faults(), SHARDS, (4, 5), SLOW), TENSORS, (4, 12), SLOW)
+    found = sixteen(faults, tmp_path)
+    assert found.stragglers == [("machine", (4, 12), 5)], found.sentences
+    assert found.incidents[0].hosts == ("machine-2-0",)
+    assert "a machine fault" in found.sentences[0]
+
+
+@pytest.mark.slow
+def test_a_slow_tensor_parallel_group_alone_is_inside_its_machine(tmp_path: Path):
+    found = sixteen(slow_link(Faults(), TENSORS, (4, 12), SLOW), tmp_path)
+    assert found.stragglers == [("machine", (4, 12), 5)], found.sentences
+    assert "a fault inside machine-2-0" in found.sentences[0]
+
+
+@pytest.mark.slow
+def test_slow_shard_groups_alone_are_the_networks(tmp_path: Path):
+    faults = slow_link(slow_link(Faults(), SHARDS, (4, 5), SLOW), SHARDS, (12, 13), SLOW)
+    found = sixteen(faults, tmp_path)
+    assert [(scope, ranks) for scope, ranks, _ in found.stragglers] == [("process_group", (4, 5, 12, 13))]
+    assert "the network between machine-2-0 and machine-2-1" in found.sentences[0]
+
+
+@pytest.mark.slow
+def test_groups_that_are_slow_everywhere_are_the_jobs(tmp_path: Path):
+    faults = Faults()
+    for group in ((0, 8), (2, 10), (5, 13)):
+        faults = slow_link(faults, TENSORS, group, SLOW)
+    found = sixteen(faults, tmp_path)
+    assert [scope for scope, _, _ in found.stragglers] == ["job"], found.sentences

@@ -1,0 +1,118 @@
+"""A job of replicas, shards and tensor-parallel ranks on pretended machines, for slow ranks and links."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.support.replayed_job import Net, batch
+from torchscout.config import ReplayConfig
+from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.recorder import read
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.integration.attach import enable_resiliency
+from torchscout.mesh import Mesh, MeshAddress
+
+ALL = None
+"""Every pass over a place, training's own and replay's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Ranks in the order of the paper's figure: tensor-parallel slices, then replicas, then shards."""
+
+    replica: int
+    shard: int = 1
+    tensor: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.replica * self.shard * self.tensor
+
+    def mesh(self) -> Mesh:
+        """The tensor-parallel ranks of one replica and shard share a machine."""
+        places = [
+            (tensor, replica, shard)
+            for tensor in range(self.tensor)
+            for replica in range(self.replica)
+            for shard in range(self.shard)
+        ]
+        addresses = [MeshAddress(replica=d, shard=s, tensor=t) for t, d, s in places]
+        return Mesh(addresses, [f"machine-{d}-{s}" for _, d, s in places])
+
+    def devices(self) -> DeviceMesh:
+        return init_device_mesh(
+            "cpu",
+            (self.tensor, self.replica, self.shard),
+            mesh_dim_names=("tp", "dp_replicate", "dp_shard"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one rank has to tell."""
+
+    incidents: list[Incident]
+    records: list[EvidenceRecord]
+    fired: int
+    failures: list[str]
+
+    @property
+    def stragglers(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """Scope, ranks and step of each; fails on any other incident."""
+        assert {each.manifestation.value for each in self.incidents} <= {"straggler"}, self.sentences
+        return [(each.scope.value, each.ranks, each.step) for each in self.incidents]
+
+    @property
+    def sentences(self) -> list[str]:
+        return [each.sentence for each in self.incidents]
+
+
+def slow_link(faults: Faults, at: str, ranks: Sequence[int], steps: range) -> Faults:
+    """All members of a group see a collective done a quarter of a second late."""
+    for rank in ranks:
+        faults = faults.delay(rank=rank, at=at, step=steps, seconds=0.25, calls=ALL)
+    return faults
+
+
+def train(rank: int, layout: Layout, faults: Faults, steps: int, run_dir: Path) -> Told:
+    """A check at every step."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    net, devices = Net(), layout.devices()
+    for block in net.stack:
+        if layout.tensor > 1:
+            parallelize_module(block, devices["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=devices["dp_replicate", "dp_shard"])
+    fully_shard(net, mesh=devices["dp_replicate", "dp_shard"])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
+    with Injector(faults, rank, net, optimizer) as injector:
+        session = enable_resiliency(
+            net,
+            optimizer,
+            replay=ReplayConfig(interval=1),
+            observer=None,
+            parallelism=layout.mesh(),
+            run_dir=run_dir,
+        )
+        row = rank % (layout.replica * layout.shard)
+        for step in range(1, steps + 1):
+            tokens, targets = batch(step, row)  # tensor-parallel ranks see the same
+            loss = nn.functional.cross_entropy(net(tokens).flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    told = Told(session.incidents, [], len(injector.fired), session.failures)
+    session.close()
+    lines = read(run_dir / "records" / f"rank-{rank}.jsonl")
+    told.records.extend(line.item for line in lines if isinstance(line.item, EvidenceRecord))
+    return told

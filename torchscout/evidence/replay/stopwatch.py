@@ -1,0 +1,150 @@
+"""Times what a replay computes apart from what it communicates (paper, section 6.1.2).
+
+[Note: apart] A collective is waited for where it is issued, as if it were synchronous: what is between two
+collectives is then this rank's own work, and a rank that waits for a slow partner does not itself look
+slow. The wait is bounded, because a program may rely on issuing a second collective before the first is
+done. Sends and receives are never waited for, since a ring of them would not get any further; what a pass
+computes cannot be told apart from them, and is not timed.
+
+Not seen: what ``evidence.collectives`` does not see. Whose fault a time is, is not decided here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from torchscout.decision.record import Surface
+from torchscout.evidence.call import Call
+from torchscout.evidence.collectives import Pending, listen
+from torchscout.evidence.hearing import in_backward
+from torchscout.evidence.replay.recipe import Observation
+
+__all__ = ["timed"]
+
+_PATIENCE_SECONDS = 5.0
+_POINT_TO_POINT = ("send", "recv")
+_Mark = TypeVar("_Mark")
+
+
+@contextmanager
+def timed(
+    device: torch.device, seen: Observation, *, work: Surface | None, communication: str
+) -> Iterator[None]:
+    """Add what this block takes to ``seen``: its own ``work``, and each collective under its name.
+
+    ``communication`` has a place for the operation: ``time/{}_backward``. A block that fails says nothing.
+    """
+    clock: _Clock[Any] = _DeviceClock(device) if device.type == "cuda" else _HostClock()
+    ear = _Ear(clock, device)
+    with listen(ear, outermost=True):
+        begin = clock.mark()
+        yield
+        end = clock.mark()
+    clock.settle()
+    laps = [(call, clock.milliseconds(*marks)) for call, marks in ear.laps]
+    for call, milliseconds in laps:
+        seen.lap(communication.format(call.operation), call.members, call.elements, milliseconds)
+    if work is not None and ear.is_separable:
+        seen.times[work] = clock.milliseconds(begin, end) - sum(lap for _, lap in laps)
+
+
+class _Heard:
+    """What is kept of a collective."""
+
+    __slots__ = ("elements", "members", "operation")
+
+    def __init__(self, call: Call) -> None:
+        self.operation = call.operation
+        self.members = call.group.members
+        self.elements = sum(tensor.numel() for tensor in call.tensors)
+
+
+class _Ear:
+    """Hears the collectives of one block."""
+
+    def __init__(self, clock: _Clock[Any], device: torch.device) -> None:
+        self.laps: list[tuple[_Heard, tuple[Any, Any]]] = []
+        self.is_separable = True
+        """Whether all that was communicated could be waited for."""
+        self._clock = clock
+        self._thread = threading.get_ident()
+        self._has_workers = device.type != "cpu"
+        """Whether autograd has threads of its own for the device."""
+
+    def before(self, call: Call) -> Any:  # noqa: ARG002  when is all that counts
+        return self._clock.mark() if self._is_in_block() else None
+
+    def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
+        if token is None or call.group.size == 1:
+            return
+        # Gloo does a reduce-scatter only while somebody waits for it.
+        is_bounded = call.is_async is not False and call.operation != "reduce_scatter"
+        if call.operation in _POINT_TO_POINT or not _is_done(pending, is_bounded=is_bounded):
+            self.is_separable = False
+        else:
+            self.laps.append((_Heard(call), (token, self._clock.mark())))
+
+    def _is_in_block(self) -> bool:
+        """Others' threads communicate too, such as one that writes a checkpoint."""
+        return threading.get_ident() == self._thread or (self._has_workers and in_backward())
+
+
+def _is_done(pending: Pending | None, *, is_bounded: bool) -> bool:
+    """Wait, though not for ever where the caller would not. Without ``pending`` its stream waits already."""
+    if pending is None:
+        return True
+    if not is_bounded:
+        pending.wait()
+        return True
+    deadline, pause = time.monotonic() + _PATIENCE_SECONDS, 1e-5
+    while not pending.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
+
+
+class _Clock(Protocol[_Mark]):
+    def mark(self) -> _Mark: ...
+
+    def settle(self) -> None:
+        """Before marks are compared."""
+        ...
+
+    def milliseconds(self, begin: _Mark, end: _Mark) -> float: ...
+
+
+class _HostClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        """The host knows its marks at once."""
+
+    def milliseconds(self, begin: float, end: float) -> float:
+        return 1e3 * (end - begin)
+
+
+class _DeviceClock:
+    """Marks on the stream that is current where they are made: a collective is issued from its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def milliseconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(begin.elapsed_time(end))
