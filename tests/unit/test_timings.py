@@ -1,0 +1,182 @@
+"""Which times are compared with which, and what a collective took where its members wait for each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from torchscout.config import BaselineConfig, StragglerConfig
+from torchscout.decision.stragglers import Stragglers
+from torchscout.decision.timings import Lap, Measured, Timings, axis_of
+from torchscout.mesh import Mesh, MeshAddress
+
+GRID = Mesh.grid(replica=3, tensor=2)
+"""Tensor-parallel pairs (0, 1), (2, 3), (4, 5)."""
+
+
+def told(mesh: Mesh, *measured: Measured) -> list[list[dict[str, Any]]]:
+    """What each rank says, as it arrives."""
+    return json.loads(json.dumps([[each.to_json(mesh)] for each in measured]))
+
+
+def module(milliseconds: float, *laps: Lap, shape: tuple[int, ...] = (2, 8)) -> Measured:
+    return Measured("layer.0", shape, {"time/module": milliseconds}, laps)
+
+
+def all_reduce(members: tuple[int, ...], *milliseconds: float) -> Lap:
+    return Lap("time/all_reduce@", members, 16, milliseconds)
+
+
+def pairs(*laps: Sequence[float]) -> list[Measured]:
+    """For each of six ranks, what it spent in its pair's collectives."""
+    return [
+        module(1.0, all_reduce((rank // 2 * 2, rank // 2 * 2 + 1), *each)) for rank, each in enumerate(laps)
+    ]
+
+
+def test_own_work_is_compared_among_peers_only():
+    times = [1.0, 2.0, 1.0, 2.0, 1.0, 2.0]
+    found = Timings(7, GRID, told(GRID, *map(module, times))).computation()
+    assert {(each.peers, each.verdict.evidence) for each in found} == {
+        ((0, 2, 4), (1.0, 1.0, 1.0)),
+        ((1, 3, 5), (2.0, 2.0, 2.0)),
+    }
+    assert {(each.step, each.layer, each.shape, each.status) for each in found} == {
+        (7, "layer.0", (2, 8), "agree")
+    }
+
+
+def test_a_rank_that_told_nothing_is_left_out_and_not_called_slow():
+    mesh = Mesh.grid(replica=4)
+    said = told(mesh, *map(module, [1.0, 1.0, 1.0, 1.0]))
+    said[2] = []
+    (record,) = Timings(1, mesh, said).computation()
+    assert (record.peers, record.status) == ((0, 1, 3), "agree")
+
+
+def test_one_that_is_left_alone_is_compared_with_nobody():
+    mesh = Mesh.grid(replica=2)
+    said = told(mesh, *map(module, [1.0, 1.0]))
+    assert Timings(1, mesh, [said[0], []]).computation() == []
+
+
+def test_work_of_another_size_is_not_compared():
+    mesh = Mesh.grid(replica=4)
+    sizes = [(2, 8), (2, 8), (2, 16), (2, 16)]
+    found = Timings(1, mesh, told(mesh, *(module(1.0, shape=each) for each in sizes))).computation()
+    assert {each.peers for each in found} == {(0, 1), (2, 3)}
+
+
+def test_a_collective_took_what_its_last_member_saw_each_time():
+    """In the first, rank 1 comes late; in the second, rank 0 does."""
+    laps = pairs((250.0, 1.0), (2.0, 251.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
+    times, records = Timings(1, GRID, told(GRID, *laps)).communication()
+    assert [(each.ranks, each.axis, each.surface, each.milliseconds, each.shape) for each in times] == [
+        ((0, 1), "tensor", "time/all_reduce@tensor", 3.0, (16,)),
+        ((2, 3), "tensor", "time/all_reduce@tensor", 2.0, (16,)),
+        ((4, 5), "tensor", "time/all_reduce@tensor", 2.0, (16,)),
+    ]
+    assert {(each.peers, each.verdict.evidence) for each in records} == {
+        ((0, 2, 4), (3.0, 2.0, 2.0)),
+        ((1, 3, 5), (3.0, 2.0, 2.0)),
+    }
+
+
+@pytest.mark.parametrize("partial", [[], [[1.0]]], ids=["told nothing", "told less"])
+def test_a_group_of_which_a_member_is_missing_is_not_measured(partial: list[list[float]]):
+    said = told(GRID, *pairs(*[(1.0, 1.0)] * 6))
+    said[3] = said[3] if partial else []
+    for each in said[3]:
+        each["laps"][0][-1] = partial[0]
+    times, records = Timings(1, GRID, said).communication()
+    assert {each.ranks for each in times} == {(0, 1), (4, 5)}
+    assert {each.peers for each in records} == {(0, 4), (1, 5)}
+
+
+def test_a_group_is_named_by_its_axis():
+    mesh = Mesh.grid(replica=2, shard=2, tensor=2)
+    assert axis_of(mesh, (0, 1)) == "tensor"
+    assert axis_of(mesh, (2, 0)) == "shard"
+    assert axis_of(mesh, (1, 5)) == "replica"
+    assert axis_of(mesh, (0, 1, 2, 3)) == "mixed"
+
+
+def test_the_size_of_what_is_told_does_not_grow_with_the_group():
+    mesh = Mesh.grid(shard=512)
+    lap = Lap("time/all_gather", tuple(range(512)), 100, (1.0,))
+    assert len(json.dumps(module(1.0, lap).to_json(mesh))) < 200
+
+
+def observed(mesh: Mesh, rounds: Sequence[Sequence[Measured]]) -> list[tuple[str, tuple[int, ...], int]]:
+    stragglers = Stragglers(mesh, 0, StragglerConfig(), BaselineConfig(warmup=3))
+    return [
+        (incident.scope.value, incident.ranks, incident.step)
+        for step, measured in enumerate(rounds, 1)
+        for incident in stragglers.observe(Timings(step, mesh, told(mesh, *measured))).incidents
+    ]
+
+
+QUIET = pairs(*[(1.0, 1.0)] * 6)
+
+
+def test_a_slow_group_is_not_taken_for_slow_ranks():
+    slow = pairs(*[(1.0, 1.0)] * 2, *[(250.0, 250.0)] * 2, *[(1.0, 1.0)] * 2)
+    mesh = Mesh.grid(replica=3, tensor=2, hosts=["a", "a", "b", "b", "c", "c"])
+    assert observed(mesh, [QUIET] * 3 + [slow] * 2) == [("machine", (2, 3), 5)]
+
+
+def test_a_slow_rank_is_not_taken_for_a_slow_group():
+    """Its partner waits 250 ms for it, in the collective."""
+    slow = list(QUIET)
+    slow[2] = module(251.0, all_reduce((2, 3), 1.0, 1.0))
+    slow[3] = module(1.0, all_reduce((2, 3), 251.0, 1.0))
+    assert observed(GRID, [QUIET] * 3 + [slow] * 2) == [("rank", (2,), 5)]
+
+
+def test_what_all_share_is_the_jobs_once_however_many_peer_groups_see_it():
+    slow = [module(20.0, *each.laps) for each in QUIET]
+    assert observed(GRID, [QUIET] * 6 + [slow] * 6) == [("job", (), 9)]
+
+
+def test_healthy_rounds_say_nothing():
+    assert observed(GRID, [QUIET] * 20) == []
+
+
+def test_records_are_those_this_rank_takes_part_in():
+    stragglers = Stragglers(GRID, 3, StragglerConfig(), BaselineConfig())
+    found = stragglers.observe(Timings(1, GRID, told(GRID, *QUIET)))
+    assert {each.peers for each in found.records} == {(1, 3, 5)}
+    assert {each.surface for each in found.records} == {"time/module", "time/all_reduce@tensor"}
+
+
+def test_two_replicas_of_shards_are_compared_together_and_their_updates_are_not():
+    mesh = Mesh.grid(replica=2, shard=2)
+    both = Measured("layer.0", (1,), {"time/module": 1.0, "time/optimizer": 1.0}, ())
+    found = Timings(1, mesh, told(mesh, *[both] * 4)).computation()
+    assert {(each.surface, each.peers) for each in found} == {
+        ("time/module", (0, 1, 2, 3)),
+        ("time/optimizer", (0, 2)),
+        ("time/optimizer", (1, 3)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("degrees", "peers"),
+    [
+        ({"replica": 2, "shard": 2}, (0, 1, 2, 3)),
+        ({"replica": 3, "shard": 2}, (0, 2, 4)),
+        ({"replica": 2}, (0, 1)),
+        ({"shard": 4}, (0, 1, 2, 3)),
+        ({"replica": 2, "shard": 2, "tensor": 2}, (0, 2, 4, 6)),
+    ],
+)
+def test_who_computes_the_same_layer(degrees: dict[str, int], peers: tuple[int, ...]):
+    assert Mesh.grid(**degrees).layer_peers_of(0).ranks == peers
+
+
+def test_tensor_partners_may_be_far_apart():
+    addresses = [MeshAddress(replica=rank % 3, tensor=rank // 3) for rank in range(6)]
+    assert axis_of(Mesh(addresses), (1, 4)) == "tensor"
