@@ -8,13 +8,15 @@ call in turn.
 
 ``layer`` replays one Transformer layer on this process alone, on CUDA where there is one: capture, copies,
 replay with deterministic kernels, signatures and the exchange with itself, but nothing on a wire.
-``training`` runs two Gloo ranks on the CPU with a model of 24 layers: whole checks, on real wires.
+``training`` runs two Gloo ranks on the CPU with a model of 24 layers: whole checks, on real wires. ``fsdp2``
+and ``tp`` do so with sharded parameters (two ranks) and with two replicas of two tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import platform
@@ -31,7 +33,7 @@ from torch import nn
 from torch.nn import functional
 
 from torchscout.cli.local_ranks import preload, run_ranks
-from torchscout.config import ReplayConfig
+from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision import c3
 from torchscout.decision.channel import ProcessGroupChannel
 from torchscout.evidence.replay.layer import LayerRecipe
@@ -195,10 +197,10 @@ class Net(nn.Module):
         return out
 
 
-def training() -> Figures:
-    """Two ranks: jobs without SCOUT, with nothing due, with a layer checked, with everything checked."""
+def training(kind: str = "ddp") -> Figures:
+    """Jobs without SCOUT, with nothing due, with a layer checked, with everything checked."""
     with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(_train, 2, Path(folder), timeout=900)
+        found = run_ranks(_train, 4 if kind == "tp" else 2, kind, Path(folder), timeout=900)
     step, bare, off, layer, every = (statistics.median(column) for column in zip(*found, strict=True))
     ideal = 1 / LAYERS
     return {
@@ -220,21 +222,46 @@ def training() -> Figures:
     }
 
 
-def _train(rank: int, folder: Path) -> tuple[float, ...]:
-    """Median seconds: of a step without SCOUT, and of the part of it where checks are, for each job."""
+def _parallel(kind: str) -> tuple[nn.Module, Parallelism]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.nn.parallel import DistributedDataParallel
 
+    net = Net()
+    if kind == "ddp":
+        return DistributedDataParallel(net), Parallelism(replica=2)
+    if kind == "fsdp2":
+        for layer in [*net.layers, net]:
+            fully_shard(layer)
+        return net, Parallelism(shard=2)
+    # Of a layer only the MLP is divided, and replicas see the same batch: gradients need no reduction.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for layer in net.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return net, Parallelism(replica=2, tensor=2)
+
+
+def _train(rank: int, kind: str, folder: Path) -> tuple[float, ...]:
+    """Median seconds: of a step without SCOUT, and of the part of it where checks are, for each job."""
     torch.manual_seed(0)
     jobs = []
     configs = (None, _only("layer", 10**6), _only("layer", 1), ReplayConfig(interval=1))
     for place, config in enumerate(configs):
-        model = DistributedDataParallel(Net())
-        optimizer = torch.optim.AdamW(model.parameters())
+        model, parallelism = _parallel(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         if config is not None:
-            where = folder / str(place)
-            enable_resiliency(model, optimizer, replay=config, observer=None, run_dir=where)
+            enable_resiliency(
+                model,
+                optimizer,
+                replay=config,
+                observer=None,
+                parallelism=parallelism,
+                run_dir=folder / str(place),
+            )
         jobs.append((model, optimizer))
-    tokens = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(rank))
+    seed = 0 if kind == "tp" else rank
+    tokens = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(seed))
     steps: list[list[float]] = [[] for _ in jobs]
     updates: list[list[float]] = [[] for _ in jobs]
     for _ in range(3 * ROUNDS):
@@ -267,7 +294,12 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-PARTS: dict[str, Callable[[], Figures]] = {"layer": layer_alone, "training": training}
+PARTS: dict[str, Callable[[], Figures]] = {
+    "layer": layer_alone,
+    "training": training,
+    "fsdp2": functools.partial(training, "fsdp2"),
+    "tp": functools.partial(training, "tp"),
+}
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
