@@ -32,8 +32,8 @@ def mesh_from(
 ) -> Mesh:
     """The mesh a user described, with the machines that were found.
 
-    Along the axes of a ``DeviceMesh`` that ``sharded`` names, parameters are seen to be divided: then they are
-    no replicas, whatever a general name such as ``dp`` leaves open.
+    Along the axes of a ``DeviceMesh`` that ``sharded`` names, parameters are seen to be divided. Ranks are no
+    replicas then, which a general name such as ``dp`` leaves open.
     """
     if isinstance(parallelism, Mesh):
         mesh = parallelism
