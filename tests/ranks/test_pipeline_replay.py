@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pipeline_jobs import REPLAY, Layout, Piped, surfaces_on, train
+from tests.support.pipeline_jobs import REPLAY, Piped, train
+from tests.support.pipeline_stages import Layout, surfaces_on
 from tests.support.ranks import run_ranks
 from torchscout.faults.fault import Faults
 
@@ -37,6 +38,7 @@ LAYOUTS = [
     Layout("interleaved", 2, told="degrees"),
     Layout("zero bubble", 2),
     Layout("zbv", 2),
+    Layout("1f1b", 4),
     Layout("1f1b", 2, "ddp"),
     Layout("1f1b", 2, "fsdp", pipeline_first=True),
     Layout("zbv", 2, "gathered fsdp", told="degrees"),
@@ -46,7 +48,6 @@ LARGER = [
     Layout("interleaved", 2, "compiled blocks"),
     Layout("zbv", 2, "compiled blocks"),
     Layout("zero bubble", 2, "checkpoints"),
-    Layout("1f1b", 4),
     Layout("zero bubble", 4),
     Layout("dualpipe", 2),
     Layout("gpipe", 2, "fsdp"),
@@ -55,6 +56,7 @@ LARGER = [
     Layout("dualpipe", 2, "gathered fsdp"),
     Layout("1f1b", 4, "fsdp"),
     Layout("zbv", 4, "gathered fsdp"),
+    Layout("1f1b", 4, "hsdp", pipeline_first=True),
 ]
 
 
