@@ -132,6 +132,7 @@ def refused(rank: int, kind: str) -> str:
         "unknown parallelism": (model, None, None),
         "wrong size": (model, None, Parallelism(replica=world + 1)),
         "no model": ("net", None, None),
+        "stages in a list": ([model, model], None, None),
         "no optimizer": (model, "adam", Parallelism(replica=world)),
         "unknown axis": (model, None, init_device_mesh("cpu", (world,), mesh_dim_names=("galaxy",))),
     }
@@ -147,6 +148,7 @@ def refused(rank: int, kind: str) -> str:
         ("unknown parallelism", "cannot be read off a Net; pass parallelism="),
         ("wrong size", "parallelism describes 3 ranks, the job has 2"),
         ("no model", "model must be a torch.nn.Module, got str"),
+        ("stages in a list", "got list; several pipeline stages of one rank go into a torch.nn.ModuleList"),
         ("no optimizer", "optimizer must be a torch.optim.Optimizer or several, got str"),
         ("unknown axis", "unknown mesh axes ['galaxy']; known are replica: replica"),
     ],

@@ -86,6 +86,13 @@ def test_ranks_of_other_replicas_are_no_partners():
     assert (incident.ranks, incident.scope) == ((4,), Scope.RANK)
 
 
+def test_other_stages_of_a_pipeline_are_no_partners():
+    stages = ReplayDiagnosis(Mesh.grid(replica=4, pipeline=2), StragglerConfig())
+    for peers, wrong, other in (((0, 2, 4, 6), 4, 5), ((1, 3, 5, 7), 5, 4)):
+        (incident,) = stages.observe([signed([7, 7, 9, 7], peers=peers, mode="forward")], elsewhere={other})
+        assert (incident.ranks, incident.scope) == ((wrong,), Scope.RANK)
+
+
 def test_wrong_state_is_nobody_elses():
     lower = signed([7, 7, 9, 7], peers=(0, 2, 4, 6), mode="state")
     (incident,) = grid().observe([lower], elsewhere={5})

@@ -228,6 +228,68 @@ def test_a_list_of_one_layer_is_a_pipeline_stage():
     assert names(Bag(chunks=wrapped)) == tuple([f"chunks.0.{name}" for name in each] for each in GPT)
 
 
+class Chunk(Bag):
+    """A pipeline stage: what other stages have is None in it, and blocks keep their numbers."""
+
+    def __init__(self, *numbers: int, first: bool = False, last: bool = False) -> None:
+        super().__init__(layers=nn.ModuleDict({str(number): Block() for number in numbers}))
+        self.tok_embeddings = nn.Embedding(100 * TOKENS, WIDTH) if first else None
+        self.norm = nn.LayerNorm(WIDTH) if last else None
+        self.output = head(100 * TOKENS) if last else None
+
+
+def test_one_pipeline_stage_may_lack_either_end():
+    assert names(Chunk(0, 1, first=True)) == (["tok_embeddings"], ["layers.0", "layers.1"], [])
+    assert names(Chunk(2, 3)) == ([], ["layers.2", "layers.3"], [])
+    assert names(Chunk(4, last=True)) == ([], ["layers.4"], ["output"])
+
+
+def test_several_pipeline_stages_of_one_rank():
+    first = nn.ModuleList([Chunk(0, 1, first=True), Chunk(4)])
+    assert names(first) == (["0.tok_embeddings"], ["0.layers.0", "0.layers.1", "1.layers.4"], [])
+    second = nn.ModuleList([Chunk(2), Chunk(2, last=True)])
+    assert names(second) == ([], ["0.layers.2", "1.layers.2"], ["1.output"])
+    bent = nn.ModuleList([Chunk(0, first=True), Chunk(3, last=True)])
+    assert names(bent) == (["0.tok_embeddings"], ["0.layers.0", "1.layers.3"], ["1.output"])
+    named = nn.ModuleDict({"later": Chunk(3, last=True), "earlier": Chunk(1)})
+    assert names(named) == ([], ["later.layers.3", "earlier.layers.1"], ["later.output"])
+
+
+def test_a_pipeline_stage_without_layers_is_one_as_a_whole():
+    ends = nn.ModuleList([Chunk(first=True), Chunk(1), Chunk(last=True)])
+    assert names(ends) == (["0.tok_embeddings"], ["0", "1.layers.1", "2"], ["2.output"])
+    assert names(nn.ModuleList([Chunk(last=True)])) == ([], ["0"], [])
+
+
+def test_pipeline_stages_that_are_single_blocks_or_sequentials():
+    assert names(nn.ModuleList([Block(), Block()]))[1] == ["0", "1"]
+    sequentials = nn.ModuleList([nn.Sequential(tokens(), Block(), Block()), nn.Sequential(Block(), head())])
+    assert names(sequentials) == (["0.0"], ["0.1", "0.2", "1"], ["1.1"])
+    matrices = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2))
+    assert names(matrices)[1] == ["0", "1"]
+
+
+def test_wrapped_pipeline_stages(one_rank: None):
+    stages = [DistributedDataParallel(Chunk(0)), torch.compile(Chunk(1)), Chunk(2, last=True)]
+    fully_shard(stages[2].layers["2"])
+    fully_shard(stages[2])
+    found = structure_of(nn.ModuleList(stages))
+    assert [each.name for each in found.layers] == ["0.module.layers.0", "1.layers.1", "2.layers.2"]
+    assert [each.name for each in found.outputs] == ["2.output"]
+    (bare,) = layers_of(nn.ModuleList([DistributedDataParallel(nn.Linear(4, 4))]))
+    assert (bare.name, type(bare.module)) == ("0.module", nn.Linear)
+
+
+def test_the_users_words_about_pipeline_stages():
+    model = nn.ModuleList([Chunk(0, first=True), Chunk(2, last=True)])
+    assert names(model, layers="1.layers")[1] == ["1.layers.2"]
+    assert names(model, layers=["0", "1.layers.2"]) == (
+        ["0.tok_embeddings"],
+        ["0", "1.layers.2"],
+        ["1.output"],
+    )
+
+
 @pytest.mark.parametrize("rows", [TOKENS, 4 * TOKENS])
 def test_a_list_of_heads_is_outputs_and_a_list_of_tables_embeddings_whatever_their_size(rows: int):
     tables = nn.ModuleList(nn.Embedding(rows, WIDTH) for _ in range(2))

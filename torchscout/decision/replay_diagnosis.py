@@ -117,15 +117,18 @@ class ReplayDiagnosis:
     def _partners(self, record: EvidenceRecord, elsewhere: Collection[int]) -> tuple[int, ...]:
         """Whom a result may have been received from: ranks of the same replica whose results differ too.
 
-        Tensor-parallel ranks add up what they compute, and then all of them hold what one did wrong.
+        Tensor-parallel ranks add up what they compute, and then all of them hold what one did wrong. Pipeline
+        stages are replayed each by itself.
         """
         if not record.ranks or _is_about(STATE, record) or _is_about(INPUT, record):
             return ()
-        axis = self._mesh.peer_axis()
-        own = {getattr(self._mesh.address_of(rank), axis.value) for rank in record.ranks}
-        return tuple(
-            sorted(rank for rank in elsewhere if getattr(self._mesh.address_of(rank), axis.value) in own)
-        )
+        own = {self._place(rank) for rank in record.ranks}
+        return tuple(sorted(rank for rank in elsewhere if self._place(rank) in own))
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """Which replica, or shard where there are none, and which stage of it."""
+        address = self._mesh.address_of(rank)
+        return getattr(address, self._mesh.peer_axis().value), address.pipeline
 
     def _sdc_incident(
         self,

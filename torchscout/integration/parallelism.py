@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,27 +24,36 @@ _NAMES = {
 _AXIS = {name: axis for axis, names in _NAMES.items() for name in names}
 
 
-def mesh_from(parallelism: Mesh | DeviceMesh | Parallelism, world_size: int, hosts: Sequence[str]) -> Mesh:
-    """The mesh a user described, with the machines that were found."""
+def mesh_from(
+    parallelism: Mesh | DeviceMesh | Parallelism,
+    world_size: int,
+    hosts: Sequence[str],
+    sharded: Collection[str] = (),
+) -> Mesh:
+    """The mesh a user described, with the machines that were found.
+
+    Along the axes of a ``DeviceMesh`` that ``sharded`` names, parameters are seen to be divided. Ranks are no
+    replicas then, which a general name such as ``dp`` leaves open.
+    """
     if isinstance(parallelism, Mesh):
         mesh = parallelism
     elif isinstance(parallelism, Parallelism):
         mesh = Mesh.grid(**{axis: getattr(parallelism, axis) for axis in AXES})
     else:
-        mesh = _from_device_mesh(parallelism)
+        mesh = _from_device_mesh(parallelism, sharded)
     if len(mesh) != world_size:
         raise ValueError(f"parallelism describes {len(mesh)} ranks, the job has {world_size}")
     return mesh if mesh.host_of(0) is not None else mesh.on(hosts)
 
 
-def _from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+def _from_device_mesh(device_mesh: DeviceMesh, sharded: Collection[str]) -> Mesh:
     names = device_mesh.mesh_dim_names or ()
     if unknown := [name for name in names if name not in _AXIS]:
         known = "; ".join(f"{axis}: {', '.join(names)}" for axis, names in _NAMES.items())
         raise ValueError(
             f"unknown mesh axes {unknown}; known are {known}. Or pass parallelism=Parallelism(...)"
         )
-    axes = [_AXIS[name] for name in names]
+    axes = ["shard" if name in sharded and _AXIS[name] == "replica" else _AXIS[name] for name in names]
     if not names or len(set(axes)) < len(axes):
         raise ValueError(f"a DeviceMesh needs a name for each axis, each another one, got {names}")
     ranks = device_mesh.mesh.numpy()

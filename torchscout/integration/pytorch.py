@@ -36,7 +36,7 @@ class PyTorchAdapter:
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         world = dist.get_world_size()
-        return mesh_from(self._parallelism or self._guessed(world), world, hosts)
+        return mesh_from(self._parallelism or self._guessed(world), world, hosts, _divided(self._model))
 
     def layers(self) -> Sequence[torch.nn.Module]:
         return [layer.module for layer in layers_of(self._model)]
@@ -84,6 +84,19 @@ class PyTorchAdapter:
             f"which of the {world} ranks do the same work cannot be read off a {type(self._model).__name__}; "
             "pass parallelism=, such as Parallelism(replica=4, tensor=2) or a DeviceMesh with named axes"
         )
+
+
+def _divided(model: torch.nn.Module) -> set[str]:
+    """The mesh axes along which ranks hold different parts of a parameter."""
+    return {
+        name
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor)
+        for name, placement in zip(
+            parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False
+        )
+        if not placement.is_replicate()
+    }
 
 
 def _is_hybrid(model: torch.nn.Module) -> bool:

@@ -22,7 +22,10 @@ def adapter_for(
 ) -> Adapter:
     """The adapter whose framework made this model; plain PyTorch is every other's fallback."""
     if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise ValueError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; "
+            "several pipeline stages of one rank go into a torch.nn.ModuleList"
+        )
     optimizers = _listed(optimizer)
     if wrong := [type(each).__name__ for each in optimizers if not isinstance(each, torch.optim.Optimizer)]:
         raise ValueError(f"optimizer must be a torch.optim.Optimizer or several, got {', '.join(wrong)}")

@@ -63,7 +63,7 @@ def structure_of(
     """The parts of a model. What the user names by its path is taken as it is; the rest is searched for."""
     hidden = layers_of(model, layers)
     parts = _parts(model)
-    before, after = _around(parts, () if hidden == (_whole(model),) else hidden)
+    before, after = _around(parts, [each.module for each in _wholes(model).values()], hidden)
     outside = [*before, *after]
     embeddings = (
         [part for part in outside if is_table(part.module)]
@@ -78,8 +78,11 @@ def layers_of(model: torch.nn.Module, layers: str | Sequence[str] | None = None)
     """The hidden layers alone: who compares no outputs need not say which module is the output."""
     if layers is None:
         vocabulary = max((rows_of(each) for each in model.modules() if is_table(each)), default=0)
-        lists = _without_side_lists([*_lists("", model, vocabulary)])
-        found = [layer for each in lists for layer in each] or [_whole(model)]
+        found = [
+            layer
+            for path, whole in _wholes(model).items()
+            for layer in _repeated(path, whole.module, vocabulary) or [whole]
+        ]
     else:
         found = _told(_parts(model), layers)
     once: dict[int, Part] = {}
@@ -105,28 +108,59 @@ def surface_of(parameter_name: str) -> str:
 def _parts(model: torch.nn.Module) -> dict[str, Part]:
     """The outermost module of every plain name, in the order of registration."""
     parts: dict[str, Part] = {}
-    for dotted, module in _whole(model).module.named_modules():
+    for dotted, module in _whole("", model).module.named_modules():
         name = plain_name(dotted)
         parts.setdefault(name, Part(name or "model", module))
     return parts
 
 
-def _around(parts: Mapping[str, Part], layers: Sequence[Part]) -> tuple[list[Part], list[Part]]:
-    """What stands before the last layer, and after it; nothing is after where there are no layers."""
-    inside = {id(module) for layer in layers for module in layer.module.modules()}
-    every = list(parts.values())
-    last = max((place for place, part in enumerate(every) if id(part.module) in inside), default=len(every))
-    before = [part for part in every[:last] if id(part.module) not in inside]
-    return before, every[last + 1 :]
+def _around(
+    parts: Mapping[str, Part], wholes: Sequence[torch.nn.Module], layers: Sequence[Part]
+) -> tuple[list[Part], list[Part]]:
+    """What stands before the last layer of a whole, and after it; nothing is after where it has no layers.
+
+    A whole that is a layer itself hides nothing.
+    """
+    inside = {
+        id(module)
+        for layer in layers
+        if all(layer.module is not whole for whole in wholes)
+        for module in layer.module.modules()
+    }
+    before: list[Part] = []
+    after: list[Part] = []
+    for whole in wholes:
+        own = {id(module) for module in whole.modules()}
+        every = [part for part in parts.values() if id(part.module) in own]
+        places = [place for place, part in enumerate(every) if id(part.module) in inside]
+        last = max(places, default=len(every))
+        before += [part for part in every[:last] if id(part.module) not in inside]
+        after += every[last + 1 :]
+    return before, after
 
 
-def _whole(model: torch.nn.Module) -> Part:
-    """The model without its data-parallel wrappers, whose calls start communication."""
+def _wholes(model: torch.nn.Module) -> dict[str, Part]:
+    """What a training loop calls, by its path: the model, or every pipeline stage in a list of them."""
+    path, whole = "", _whole("", model)
+    if not isinstance(unwrapped(whole.module), CONTAINERS) or is_called(whole.module):
+        return {path: whole}
+    stages = [_whole(stage.name, stage.module) for stage in _members(path, whole.module)]
+    return {stage.name: stage for stage in stages} or {path: whole}
+
+
+def _whole(path: str, model: torch.nn.Module) -> Part:
+    """A model without its data-parallel wrappers, whose calls start communication."""
     inside = unwrapped(model)
     children = dict(inside.named_children())
     if [*children] == ["module"] and not [*inside.parameters(recurse=False)]:
-        return _whole(children["module"])
-    return Part("model", model)
+        return _whole(_below(path, "module"), children["module"])
+    return Part(path or "model", model)
+
+
+def _repeated(path: str, whole: torch.nn.Module, vocabulary: int) -> list[Part]:
+    """The layers in a whole, or none. Within a stage of several only blocks count: it may be one itself."""
+    lists = _without_side_lists([*_lists(path, whole, vocabulary)])
+    return [layer for each in lists for layer in each if not path or not is_plain(layer.module)]
 
 
 def _told(parts: Mapping[str, Part], layers: str | Sequence[str]) -> list[Part]:

@@ -1,0 +1,180 @@
+"""Small jobs on pipeline schedules of PyTorch, each trained with a check at every step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.pipeline_stages import SCHEDULES, Layout, stages_of
+from tests.support.replayed_job import batch
+from torchscout.config import ReplayConfig
+from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.decision.recorder import read
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.integration.attach import enable_resiliency
+
+__all__ = ["REPLAY", "Piped", "train"]
+
+MICROBATCHES = 4
+REPLAY = range(MICROBATCHES, MICROBATCHES + 8)
+"""The passes of a place within a step that are not training's own, from the second step on."""
+EVERY_STEP = ReplayConfig(interval=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Piped:
+    """What one rank has to tell."""
+
+    bits: bytes
+    """All that training leaves behind on it."""
+    settings: list[Any]
+    """How FSDP and DDP stand after each step."""
+    records: list[EvidenceRecord]
+    incidents: list[tuple[str, tuple[int, ...], str, int]]
+    """Scope, ranks, surface and step of each that is about wrong numbers."""
+    sentences: list[str]
+    unfired: int
+    failures: list[str]
+    status: dict[str, Any]
+
+
+class _Carrier(nn.Module):
+    """The stages under the names they have for replay; called once a step, to tell that it begins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, child in model.named_children():
+            self.add_module(name, child)
+
+    def forward(self) -> None:
+        pass
+
+
+def train(
+    rank: int,
+    layout: Layout,
+    run_dir: Path | None,
+    faults: Faults = Faults(),  # noqa: B008  frozen
+    steps: int = 12,
+    mended: Mapping[int, int] = MappingProxyType({}),
+) -> Piped:
+    """Train through the schedule, with a check at every step if there is a folder for its records.
+
+    After the steps in ``mended`` every replica gets what the given one holds.
+    """
+    warnings.filterwarnings("ignore", message=".*(view tensor|full backward hook).*")
+    axes, stages = stages_of(layout)
+    modules = [stage.submod for stage in stages]
+    model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(rank)
+    schedule = SCHEDULES[layout.schedule](
+        stages[0] if layout.chunks == 1 else stages, MICROBATCHES, loss_fn=_loss
+    )
+    carrier, settings = _Carrier(model), []
+    with Injector(faults, rank, carrier, optimizer) as injector:
+        session = run_dir and enable_resiliency(
+            model,
+            optimizer,
+            replay=EVERY_STEP,
+            observer=None,
+            parallelism=axes if layout.told == "mesh" else layout.degrees(),
+            run_dir=run_dir,
+        )
+        for step in range(1, steps + 1):
+            carrier()
+            optimizer.zero_grad()
+            _pass(schedule, stages, batch(step, layout.copy_of(rank)))
+            if layout.is_replicated_by_hand:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=axes["dp"].get_group())
+            optimizer.step()
+            settings.append(_settings(modules))
+            if step in mended:
+                _mend(model, optimizer, axes["dp"].get_group(), mended[step])
+    bits = _bits(model, optimizer)
+    if not session:
+        return Piped(bits, settings, [], [], [], len(injector.unfired), [], {})
+    incidents = [each for each in session.incidents if each.manifestation is Manifestation.SDC]
+    status = session.status()["replay"]
+    session.close()
+    lines = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
+    records = [item for item in lines if item.manifestation is Manifestation.SDC]
+    told = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
+    sentences = [each.sentence for each in incidents]
+    return Piped(
+        bits, settings, records, told, sentences, len(injector.unfired), list(session.failures), status
+    )
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _pass(schedule: Any, stages: Sequence[PipelineStage], samples: tuple[torch.Tensor, torch.Tensor]) -> None:
+    tokens, targets = samples
+    given = [tokens] if any(stage.is_first for stage in stages) else []
+    last = {"target": targets, "losses": []} if any(stage.is_last for stage in stages) else {}
+    schedule.step(*given, **last)
+
+
+def _mend(
+    model: nn.Module, optimizer: torch.optim.Optimizer, replicas: dist.ProcessGroup, healthy: int
+) -> None:
+    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *slots]:
+            dist.broadcast(tensor, group=replicas, group_src=healthy)
+
+
+def _settings(modules: Sequence[nn.Module]) -> list[Any]:
+    """What a schedule, and FSDP or DDP themselves, set on their way through a step."""
+    every = [each for stage in modules for each in stage.modules()]
+    synchronized = [
+        each.require_backward_grad_sync for each in every if isinstance(each, DistributedDataParallel)
+    ]
+    return synchronized + [_fsdp_settings(each) for each in every if isinstance(each, FSDPModule)]
+
+
+def _fsdp_settings(module: FSDPModule) -> list[Any]:
+    state = fully_shard.state(module)
+    groups = [
+        (
+            group._training_state,
+            group._sharded_state,
+            group.reduce_grads,
+            group.reshard_after_backward,
+            group.unshard_async_op,
+            [(each.sharded_state, each.unsharded_accumulated_grad is None) for each in group.fsdp_params],
+        )
+        for group in state._fsdp_param_groups
+    ]
+    common = state._state_ctx
+    return [
+        state._training_state,
+        common.is_last_backward,
+        common.post_backward_final_callback_queued,
+        common.iter_forward_root is None,
+        len(state._comm_ctx.post_forward_order),
+        *groups,
+    ]
+
+
+def _bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *slots, torch.get_rng_state()]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    return b"".join(each.detach().float().numpy().tobytes() for each in local)
