@@ -91,7 +91,9 @@ def test_a_dense_hang_needs_no_tentative_load():
 def test_found_corruption_outlives_any_other_failure(failure: Failure):
     sweep, calls = sweeping(Sweep.CLEAN)
     poisoned = train(CATALOG, "xhh")
-    assert chosen(retrieve(failure, poisoned, sweep)) == (Role.VERIFIED, 2, False)
+    decision = retrieve(failure, poisoned, sweep)
+    assert chosen(decision) == (Role.VERIFIED, 2, False)
+    assert decision.reason == "Take the verified checkpoint, step 2: corruption was found at step 6."
     assert chosen(confirm(poisoned, Sweep.CLEAN)) == (Role.VERIFIED, 2, False)
     assert calls == []
 

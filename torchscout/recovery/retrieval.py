@@ -44,7 +44,7 @@ class Decision:
     """None: there is nothing that may be loaded, and a person decides whether to start from the beginning."""
     generation: Generation | None
     tentative: bool
-    """Loaded only to be swept: before they train, the new workers replay the whole catalog and ``confirm``."""
+    """Loaded only to be swept: before they train, the new workers replay the catalog and ``confirm``."""
     reason: str
     """The choice in one sentence."""
 
