@@ -130,3 +130,21 @@ def test_a_read_only_folder_is_one_clear_error(tmp_path: Path):
     assert len(lines) == 3
     assert f"cannot write {tmp_path}/0: Read-only file system" in lines[1]
     assert lines[2] == "done"
+
+
+def test_a_name_is_given_only_to_what_is_on_the_disk(tmp_path: Path):
+    """A machine that loses its power forgets whatever was not synchronized, in any order it likes."""
+    log, folder = tmp_path / "calls", tmp_path / "folder"
+    calls = ["strace", "-f", "-y", "-o", str(log), "-e", "trace=write,fsync,link,linkat,unlink,unlinkat"]
+    if shutil.which("strace") is None or subprocess.run([*calls, "true"], check=False).returncode:
+        pytest.skip("this machine does not let tests watch system calls")
+    with writer(folder, SIZE, 1, *calls) as process:
+        output, _ = process.communicate()
+    assert output == "writing\ndone\n"
+    seen = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if str(folder) in line]
+    order = [
+        line.partition("(")[0].removesuffix("at") + (" folder" if f"{folder}>" in line else "")
+        for line in seen
+    ]
+    assert [*dict.fromkeys(order)] == ["write", "fsync", "link", "fsync folder", "unlink"]
+    assert "write" not in order[order.index("fsync") :], "nothing is written later"
