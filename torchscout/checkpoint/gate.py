@@ -139,11 +139,7 @@ def _without_candidate(gate: CheckpointGate) -> CheckpointGate:
 
 
 def _hung(gate: CheckpointGate, event: Hung) -> _Next:
-    if event.step < gate.step:
-        raise ValueError(f"a hang at step {event.step} cannot follow step {gate.step}")
-    return replace(gate, step=event.step), Effects(
-        reason=f"the job hangs at step {event.step}", retrieve=Manifestation.HANG
-    )
+    return gate, Effects(reason=f"the job hangs at step {event.step}", retrieve=Manifestation.HANG)
 
 
 def _written(gate: CheckpointGate, event: Written) -> _Next:

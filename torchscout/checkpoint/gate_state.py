@@ -43,7 +43,7 @@ class CheckpointGate:
     lineage: int = 0
     """Recoveries so far; a step that is trained again makes another generation."""
     step: int = 0
-    """Of the last event."""
+    """Of the last check, or of what was loaded since."""
 
     def __post_init__(self) -> None:
         _refuse_nonsense(self)
@@ -117,7 +117,7 @@ def _refuse_nonsense(gate: CheckpointGate) -> None:
         or all(each.step < gate.candidate.step for each in gate.trusted),
         "after corruption only what is trusted remains": gate.poisoned is None
         or (gate.candidate is None and set(gate.captured) <= set(gate.trusted)),
-        "nothing is newer than the last event": all(
+        "nothing is newer than the last check": all(
             each.step <= gate.step and each.lineage <= gate.lineage for each in gate.held
         ),
     }
