@@ -42,6 +42,8 @@ TORCH_FREE = [
     "torchscout.evidence.observer.process",
     "torchscout.evidence.observer.conclusion",
     "torchscout.cli.main",
+    "torchscout.checkpoint.shards",
+    "torchscout.recovery.retrieval",
     *(f"torchscout.decision.{name}" for name in sorted(DECISION - WITH_TORCH)),
 ]
 

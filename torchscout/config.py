@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 __all__ = [
     "KAPPA",
     "MATERIAL_RATIO",
     "RECIPES",
     "BaselineConfig",
+    "CheckpointConfig",
     "ObserverConfig",
     "Parallelism",
     "ReplayConfig",
@@ -226,3 +228,40 @@ class ObserverConfig:
             raise ValueError(f"stack_signal must be a real-time signal, 35 to 64, got {self.stack_signal}")
         if not 0 <= self.port < 65535:
             raise ValueError(f"port must lie between 0 and 65534, got {self.port}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """What is kept of training's state, where, and how often it reaches files."""
+
+    directory: str | Path
+    """Where files go, on each machine's own disk or a shared one; made if missing. One job at a time."""
+    memory_budget: int | None = None
+    """Bytes of a machine's memory that checkpoints may take; None is half of what is free at the start."""
+    replicate: bool = True
+    """Keep a copy of every rank's state in another machine's memory, if there is another machine."""
+    persist_every: int = 10
+    """Certified checkpoints in memory from one that is written to files to the next.
+    A mixture of experts writes at the end of every cycle through its recipe catalog instead."""
+    keep: int = 1
+    """Older verified checkpoints kept in files, should the newest turn out damaged."""
+    patience_seconds: float = 120.0
+    """How long a rank waits for others to agree on a checkpoint before that is given up; training goes on."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.directory, str | Path) or not str(self.directory).strip():
+            raise ValueError(f"directory must name a folder, got {self.directory!r}")
+        if self.memory_budget is not None and not _whole(self.memory_budget, 1):
+            raise ValueError(f"memory_budget is a number of bytes, at least 1, got {self.memory_budget!r}")
+        if not isinstance(self.replicate, bool):
+            raise ValueError(f"replicate is True or False, got {self.replicate!r}")
+        if not _whole(self.persist_every, 1):
+            raise ValueError(f"persist_every must be at least 1, got {self.persist_every!r}")
+        if not _whole(self.keep, 0):
+            raise ValueError(f"keep must not be negative, got {self.keep!r}")
+        if not 0 < self.patience_seconds < float("inf"):
+            raise ValueError(f"patience_seconds must be positive and finite, got {self.patience_seconds}")
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -2,6 +2,8 @@
 
     ScoutError
     +-- ChannelError     peers could not exchange evidence: one is gone, late, or out of step
+    +-- CheckpointError  state could not be kept, or cannot be restored, and why
+    |   +-- DamagedError stored bytes are not what was sealed, or were never a checkpoint (a ValueError too)
     +-- ObserverError    a trainer's observer could not be started, or does not answer
     +-- ReplayError      replay cannot repeat this work, and why
     +-- TornRecordError  a trainer publishes its progress faster than its observer can read
@@ -12,7 +14,16 @@ is an ``AssertionError``.
 
 from __future__ import annotations
 
-__all__ = ["ChannelError", "ObserverError", "ReplayError", "ScoutError", "TornRecordError", "told"]
+__all__ = [
+    "ChannelError",
+    "CheckpointError",
+    "DamagedError",
+    "ObserverError",
+    "ReplayError",
+    "ScoutError",
+    "TornRecordError",
+    "told",
+]
 
 
 class ScoutError(Exception):
@@ -21,6 +32,14 @@ class ScoutError(Exception):
 
 class ChannelError(ScoutError):
     """Peers could not exchange evidence."""
+
+
+class CheckpointError(ScoutError):
+    """State could not be kept, or cannot be restored."""
+
+
+class DamagedError(CheckpointError, ValueError):
+    """Stored bytes are not what was sealed, or were never a checkpoint; nothing of them may be loaded."""
 
 
 class ObserverError(ScoutError):

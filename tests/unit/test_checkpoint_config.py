@@ -1,0 +1,36 @@
+"""What a user may ask of checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchscout.config import CheckpointConfig
+
+
+def test_a_folder_is_all_that_is_needed(tmp_path: Path):
+    config = CheckpointConfig(tmp_path)
+    assert (config.memory_budget, config.replicate, config.persist_every, config.keep) == (None, True, 10, 1)
+    assert CheckpointConfig(str(tmp_path), memory_budget=1, persist_every=1, keep=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"directory": ""}, "directory must name a folder, got ''"),
+        ({"directory": None}, "directory must name a folder, got None"),
+        ({"memory_budget": 0}, "memory_budget is a number of bytes, at least 1, got 0"),
+        ({"memory_budget": 1.5}, r"memory_budget is .* got 1\.5"),
+        ({"replicate": "no"}, "replicate is True or False, got 'no'"),
+        ({"persist_every": 0}, "persist_every must be at least 1, got 0"),
+        ({"persist_every": True}, "persist_every must be at least 1, got True"),
+        ({"keep": -1}, "keep must not be negative, got -1"),
+        ({"patience_seconds": 0}, "patience_seconds must be positive and finite, got 0"),
+        ({"patience_seconds": float("inf")}, "patience_seconds must be"),
+    ],
+)
+def test_nonsense_is_refused_with_its_value(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        CheckpointConfig(**{"directory": "d", **fields})

@@ -1,0 +1,267 @@
+"""Which checkpoints may be trusted, by examples; ``test_gate_model`` goes through all sequences."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from torchscout.checkpoint.gate import CheckpointGate, after
+from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.happening import (
+    Checked,
+    Effects,
+    Event,
+    Hung,
+    Lost,
+    Outcome,
+    Recovered,
+    WriteFailed,
+    Written,
+)
+from torchscout.decision.record import Manifestation
+
+OUTCOMES = {
+    "h": Outcome.HEALTHY,
+    "s": Outcome.STRAGGLER,
+    "?": Outcome.NOT_CHECKED,
+    "r": Outcome.REJECTED,
+    "x": Outcome.SDC,
+}
+
+
+def told(gate: CheckpointGate, *events: Event) -> tuple[CheckpointGate, list[Effects]]:
+    effects = []
+    for event in events:
+        gate, effect = after(gate, event)
+        effects.append(effect)
+    return gate, effects
+
+
+def train(gate: CheckpointGate, outcomes: str, *, write: bool = True) -> CheckpointGate:
+    """One check a step; what is to be persisted is written before the next one."""
+    for outcome in outcomes:
+        gate, effects = after(gate, Checked(gate.step + 1, OUTCOMES[outcome]))
+        if write and effects.persist:
+            gate, _ = after(gate, Written(effects.persist))
+    return gate
+
+
+def steps(gate: CheckpointGate) -> tuple[int | None, ...]:
+    return tuple(each and each.step for each in (gate.latest, gate.candidate, gate.verified))
+
+
+def test_the_papers_two_recipes():
+    """Candidate at 2, promoted after the clean check at 4, corruption at 5, recovers 2."""
+    gate = train(CheckpointGate(recipes=2), "hh")
+    assert steps(gate) == (2, 2, None)
+    gate = train(gate, "hh")
+    assert steps(gate) == (4, 4, 2)
+    gate, (found,) = told(gate, Checked(5, Outcome.SDC))
+    assert steps(gate) == (None, None, 2)
+    assert found.retrieve is Manifestation.SDC
+    assert found.retire == (Generation(3), Generation(4))
+    gate, _ = told(gate, Recovered(Generation(2)))
+    assert steps(gate) == (2, None, 2)
+
+
+def test_a_dense_model_is_certified_by_every_accepted_check():
+    gate, (first, second) = told(
+        CheckpointGate(), Checked(10, Outcome.HEALTHY), Checked(20, Outcome.STRAGGLER)
+    )
+    assert (first.capture, first.promote) == (Generation(10), Generation(10))
+    assert (second.capture, second.promote) == (Generation(20), Generation(20))
+    assert steps(gate) == (20, None, 20)
+    assert steps(train(gate, "x")) == (20, None, 20)
+
+
+def test_a_catalog_of_one_waits_for_a_second_check():
+    assert [steps(train(CheckpointGate(recipes=1), "h" * count)) for count in (1, 2, 3)] == [
+        (1, 1, None),
+        (2, 2, 1),
+        (3, 3, 2),
+    ]
+    assert steps(train(CheckpointGate(recipes=1), "hx")) == (None, None, None)
+
+
+def test_a_straggler_captures_and_counts():
+    assert steps(train(CheckpointGate(recipes=2), "shsh")) == (4, 4, 2)
+
+
+@pytest.mark.parametrize("recipes", [1, 2, 5])
+def test_promotion_takes_two_cycles_and_then_comes_with_every_cycle(recipes: int):
+    gate, promoted = CheckpointGate(recipes=recipes), []
+    for step in range(1, 5 * recipes + 1):
+        gate, effects = after(gate, Checked(step, Outcome.HEALTHY))
+        if effects.persist:
+            gate, _ = after(gate, Written(effects.persist))
+        if effects.promote:
+            promoted.append((step, effects.promote.step))
+    assert promoted == [(cycle * recipes, (cycle - 1) * recipes) for cycle in (2, 3, 4, 5)]
+
+
+def test_an_incomplete_check_captures_nothing_and_voids_the_cycle_but_not_the_candidate():
+    gate, (effects,) = told(train(CheckpointGate(recipes=3), "hhhhh"), Checked(6, Outcome.NOT_CHECKED))
+    assert effects.capture is None
+    assert (steps(gate), gate.accepted) == ((5, 3, None), 0)
+    assert steps(train(gate, "hh")) == (8, 3, None), "the two before it do not count"
+    assert steps(train(gate, "hhh")) == (9, 9, 3)
+
+
+def test_a_rejected_check_voids_cycle_and_candidate():
+    gate, (effects,) = told(train(CheckpointGate(recipes=2), "hhh"), Checked(4, Outcome.REJECTED))
+    assert effects.capture is None
+    assert (steps(gate), gate.accepted) == ((3, None, None), 0)
+    assert steps(train(gate, "hh")) == (6, 6, None)
+    assert steps(train(gate, "hhhh")) == (8, 8, 6)
+
+
+def test_a_hang_enters_retrieval_and_costs_no_evidence():
+    before = train(CheckpointGate(recipes=2), "hhh")
+    gate, (effects,) = told(before, Hung(4))
+    assert (gate, effects.retrieve) == (before, Manifestation.HANG)
+    assert steps(train(gate, "h")) == (4, 4, 2), "a hang that resolves itself was none"
+
+
+def test_corruption_is_latched_until_a_recovery():
+    gate = train(CheckpointGate(recipes=1), "hhhx")
+    poisoned, effects = told(gate, *(Checked(step, Outcome.HEALTHY) for step in range(5, 9)))
+    assert steps(poisoned) == steps(gate) == (2, None, 2)
+    assert all((each.capture, each.persist, each.promote) == (None, None, None) for each in effects)
+    assert all("found at step 4" in each.reason for each in effects)
+    recovered, _ = told(poisoned, Recovered(Generation(2)))
+    assert steps(train(recovered, "hh")) == (4, 4, 3)
+
+
+def test_a_step_that_is_trained_again_is_another_generation():
+    gate, _ = told(train(CheckpointGate(), "hhhx"), Recovered(Generation(2)))
+    assert gate.trusted == (Generation(2),), "the abandoned lineage is gone"
+    assert train(gate, "h").latest == Generation(3, lineage=1)
+
+
+def test_a_recovery_starts_a_new_pair_of_cycles():
+    gate, _ = told(train(CheckpointGate(recipes=2), "hhh"), Hung(3), Recovered(Generation(3)))
+    assert (steps(gate), gate.accepted) == ((3, None, None), 0)
+    assert steps(train(gate, "hhh")) == (6, 5, None)
+
+
+def test_what_may_be_loaded():
+    gate = train(CheckpointGate(recipes=1), "hhhh")
+    with pytest.raises(ValueError, match="step 9 may not be loaded; there is step 2, step 3, step 3, step 4"):
+        after(gate, Recovered(Generation(9)))
+    with pytest.raises(ValueError, match="step 3 of lineage 1 may not"):
+        after(gate, Recovered(Generation(3, 1)))
+    with pytest.raises(ValueError, match="step 4 may not be loaded"):
+        after(train(gate, "x"), Recovered(Generation(4)))
+    with pytest.raises(ValueError, match="cannot start from nothing while step 3 is verified"):
+        after(gate, Recovered(None))
+
+
+def test_a_job_that_lost_everything_starts_over_and_says_so():
+    gate, effects = told(train(CheckpointGate(), "h"), Lost(Generation(1)), Recovered(None))
+    assert effects[-1].reason == "the job runs on from its beginning as lineage 1"
+    assert train(gate, "h").latest == Generation(1, lineage=1)
+
+
+def test_a_candidate_that_is_still_being_written_waits_for_another_cycle():
+    gate = train(CheckpointGate(recipes=2), "hhhh", write=False)
+    assert steps(gate) == (4, 2, None)
+    gate, _ = told(gate, Written(Generation(2)))
+    assert steps(train(gate, "hh")) == (6, 6, 2)
+
+
+def test_a_failed_write_moves_no_pointer():
+    gate = train(train(CheckpointGate(recipes=2), "hhhh"), "hh", write=False)
+    assert steps(gate) == (6, 6, 4)
+    gate, _ = told(gate, WriteFailed(Generation(6)))
+    assert steps(gate) == (6, None, 4)
+    assert steps(train(gate, "hh")) == (8, 8, 4)
+    assert steps(train(gate, "hhhh")) == (10, 10, 8)
+
+
+def test_a_failed_write_of_certified_state_leaves_it_certified_in_memory():
+    gate, _ = told(train(CheckpointGate(), "h", write=False), WriteFailed(Generation(1)))
+    assert (steps(gate), gate.durable) == ((1, None, 1), ())
+    assert train(gate, "h").durable == (Generation(2),)
+
+
+def test_files_whose_generation_was_voided_meanwhile_are_deleted():
+    gate = train(CheckpointGate(recipes=1), "hx", write=False)
+    _, (effects,) = told(gate, Written(Generation(1)))
+    assert effects.retire == (Generation(1),)
+
+
+def test_every_third_certified_generation_is_written():
+    gate, written = CheckpointGate(persist_every=3), []
+    for step in range(1, 10):
+        gate, effects = after(gate, Checked(step, Outcome.HEALTHY))
+        if effects.persist:
+            written.append(step)
+            gate, _ = after(gate, Written(effects.persist))
+    assert written == [3, 6, 9]
+
+
+def test_the_newest_files_stay_while_newer_state_is_only_in_memory():
+    gate = train(CheckpointGate(persist_every=3, keep=0), "hhhhh")
+    assert gate.trusted == (Generation(3), Generation(4), Generation(5))
+    gate = train(gate, "h", write=False)
+    assert Generation(3) in gate.held, "the files of step 6 are not sealed yet"
+    gate, (effects,) = told(gate, Written(Generation(6)))
+    assert effects.retire == (Generation(3),)
+
+
+def test_as_many_older_ones_are_kept_as_asked_for():
+    gate = train(CheckpointGate(recipes=1, keep=2), "h" * 8)
+    assert [each.step for each in gate.trusted] == [5, 6, 7]
+
+
+def test_a_damaged_verified_generation_leaves_the_next_older_one():
+    gate, _ = told(train(CheckpointGate(recipes=1), "hhhh"), Lost(Generation(3)))
+    assert steps(gate) == (4, 4, 2)
+
+
+@pytest.mark.parametrize("event", [Checked(3, Outcome.HEALTHY), Checked(1, Outcome.SDC)])
+def test_checks_come_in_the_order_of_training(event: Event):
+    with pytest.raises(ValueError, match="cannot follow step 3"):
+        after(train(CheckpointGate(), "hhh"), event)
+
+
+def test_a_state_survives_json():
+    gate = train(train(CheckpointGate(recipes=2, keep=3), "hhhhh"), "h", write=False)
+    assert CheckpointGate.from_json(json.loads(json.dumps(gate.to_json()))) == gate
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "of schema 1"),
+        ({"extra": 1}, "does not know, .'extra'"),
+        ({"accepted": 2}, "do not fit a cycle of 2"),
+        ({"accepted": True}, "accepted must be a whole number"),
+        ({"recipes": 0}, "recipes must be a whole number of at least 1"),
+        ({"keep": -1}, "keep must be"),
+        ({"lineage": None}, "lineage must be"),
+        ({"trusted": 5}, "must be lists"),
+        ({"trusted": [[2]]}, "a generation is a step and a lineage"),
+        ({"trusted": [[2, 0], [1, 0]]}, "ascending"),
+        ({"captured": [[1, 0], [2, 0], [3, 0]]}, "two generations at most"),
+        ({"candidate": [1, 0]}, "newer than what is verified"),
+        ({"poisoned": 4}, "only what is trusted remains"),
+        ({"durable": [[3, 0]]}, "is durable"),
+        ({"writing": [3, 0]}, "is written"),
+        ({"writing": [2, 0]}, "not durable yet"),
+        ({"step": 3}, "newer than the last check"),
+        ({"recipes": None}, "no candidate"),
+    ],
+)
+def test_a_state_that_cannot_exist_is_refused(change: dict[str, Any], message: str):
+    document = train(CheckpointGate(recipes=2), "hhhh").to_json()
+    with pytest.raises(ValueError, match=message):
+        CheckpointGate.from_json({**document, **change})
+
+
+@pytest.mark.parametrize("document", [None, [], {}, {"schema": 1}])
+def test_what_is_no_state_is_refused(document: object):
+    with pytest.raises(ValueError, match="checkpoint gate"):
+        CheckpointGate.from_json(document)

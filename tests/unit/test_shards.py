@@ -1,0 +1,196 @@
+"""Shards in files: whole or absent, never overwritten, damage found and named."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from torchscout.checkpoint.generation import Generation, Role
+from torchscout.checkpoint.shard_format import Identity, decode
+from torchscout.checkpoint.shards import clean, inspect, load, path_of, save, verify, write
+from torchscout.errors import CheckpointError, DamagedError
+
+IDENTITY = Identity(job="job", mesh="replica=2", world_size=2, rank=1, generation=Generation(12))
+
+
+class Position(NamedTuple):
+    epoch: int
+
+
+def state() -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.arange(6, dtype=torch.bfloat16).view(2, 3), "scale": torch.tensor(0.5)},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.full((5,), float("nan"))}}},
+        "rng": np.arange(4, dtype=np.uint32),
+        "loader": Position(2),
+        "lr": 1e-3,
+    }
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    path = path_of(tmp_path, IDENTITY, holder=1)
+    save(path, IDENTITY, Role.VERIFIED, state())
+    return path
+
+
+def test_state_comes_back_bitwise(sealed: Path):
+    found = load(sealed, [Position])
+    assert (found.header.identity, found.header.role) == (IDENTITY, Role.VERIFIED)
+    assert repr(found.tree) == repr(state())
+    assert type(found.tree["loader"]) is Position
+    weight = found.tree["model"]["weight"]
+    assert torch.equal(weight.view(torch.int16), state()["model"]["weight"].view(torch.int16))
+    weight += 1  # is memory of its own
+
+
+def test_a_large_tensor_is_read_in_pieces(tmp_path: Path):
+    tensor = torch.randn(3 << 20)  # 12 MiB, more than verify reads at once
+    save(tmp_path / "a", IDENTITY, Role.LATEST, tensor)
+    assert verify(tmp_path / "a").whole
+    assert torch.equal(load(tmp_path / "a").tree, tensor)
+
+
+def test_a_replica_is_the_same_bytes_under_its_holders_name(sealed: Path, tmp_path: Path):
+    path = path_of(tmp_path, IDENTITY, holder=0)
+    decode(sealed.read_bytes())
+    write(path, [sealed.read_bytes()])
+    assert path != sealed
+    assert repr(load(path, [Position]).tree) == repr(state())
+
+
+def test_generations_owners_and_holders_have_files_of_their_own():
+    identities = [
+        Identity(job="j", mesh="m", world_size=2, rank=rank, generation=Generation(step, lineage))
+        for rank in (0, 1)
+        for step in (1, 10)
+        for lineage in (0, 1)
+    ]
+    assert len({path_of("d", each, holder) for each in identities for holder in (0, 1)}) == 16
+
+
+def test_a_sealed_file_is_its_owners_alone_and_nothing_else_is_left(sealed: Path):
+    assert stat.S_IMODE(sealed.stat().st_mode) == 0o400
+    assert [*sealed.parent.iterdir()] == [sealed]
+
+
+def test_a_sealed_file_is_never_overwritten(sealed: Path):
+    before = sealed.read_bytes()
+    with pytest.raises(CheckpointError, match="is sealed and is not overwritten"):
+        save(sealed, IDENTITY, Role.LATEST, {})
+    assert sealed.read_bytes() == before
+    assert [*sealed.parent.iterdir()] == [sealed]
+
+
+def test_a_header_can_be_read_alone(sealed: Path):
+    header = inspect(sealed)
+    assert header.identity == IDENTITY
+    assert [entry.name for entry in header.entries][:2] == ["model/weight", "model/scale"]
+
+
+def test_a_whole_file_verifies(sealed: Path):
+    report = verify(sealed)
+    assert report.whole
+    assert (report.damaged, report.header) == ((), inspect(sealed))
+
+
+def damaged(path: Path, change: Callable[[bytearray], bytes | bytearray]) -> Path:
+    other = path.with_name("damaged")
+    other.unlink(missing_ok=True)
+    other.write_bytes(change(bytearray(path.read_bytes())))
+    return other
+
+
+def flip(bit: int) -> Callable[[bytearray], bytearray]:
+    def flipped(data: bytearray) -> bytearray:
+        data[bit // 8] ^= 1 << bit % 8
+        return data
+
+    return flipped
+
+
+def test_every_flipped_bit_in_a_file_is_found(tmp_path: Path):
+    path = tmp_path / "a"
+    save(path, IDENTITY, Role.LATEST, [torch.tensor(1), torch.zeros(0), torch.ones(3, dtype=torch.bool)])
+    for bit in range(path.stat().st_size * 8):
+        other = damaged(path, flip(bit))
+        assert not verify(other).whole, bit
+        with pytest.raises(DamagedError):
+            load(other)
+
+
+def test_every_truncation_of_a_file_is_found(tmp_path: Path):
+    path = tmp_path / "a"
+    save(path, IDENTITY, Role.LATEST, [torch.tensor(1), torch.ones(3)])
+    for size in range(path.stat().st_size):
+        other = damaged(path, lambda data, size=size: data[:size])
+        assert not verify(other).whole, size
+        with pytest.raises(DamagedError):
+            load(other)
+
+
+def test_every_damaged_tensor_is_named_and_the_others_are_not(sealed: Path):
+    entries = inspect(sealed).entries
+    wanted = [entries[0], entries[3]]
+
+    def change(data: bytearray) -> bytearray:
+        for entry in wanted:
+            data[entry.offset + entry.length // 2] ^= 4
+        return data
+
+    report = verify(damaged(sealed, change))
+    assert report.damaged == ("model/weight", "optimizer/state/0/exp_avg")
+    assert report.header is not None
+    with pytest.raises(DamagedError, match=r"damaged: tensor 'model/weight' is damaged"):
+        load(damaged(sealed, change))
+
+
+@pytest.mark.parametrize("read", [inspect, load])
+def test_what_is_no_shard_is_refused_by_name(tmp_path: Path, read: Callable[[Path], object]):
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in (("text", "too few"), ("folder", "not a file"), ("pipe", "not a file")):
+        with pytest.raises(DamagedError, match=f"{name}: .*{message}"):
+            read(tmp_path / name)
+        assert not verify(tmp_path / name).whole
+    with pytest.raises(CheckpointError, match=r"cannot read .*gone: No such file"):
+        read(tmp_path / "gone")
+    assert verify(tmp_path / "gone").problems
+
+
+def test_a_document_that_is_no_tree_is_damage(tmp_path: Path):
+    from torchscout.checkpoint.shard_format import encode
+
+    write(tmp_path / "a", encode(IDENTITY, Role.LATEST, {"unknown": 1}, []))
+    with pytest.raises(DamagedError, match="a: not the state of a checkpoint"):
+        load(tmp_path / "a")
+
+
+def test_state_that_cannot_be_kept_leaves_no_file(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"a is a builtins\.object"):
+        save(tmp_path / "folder" / "a", IDENTITY, Role.LATEST, {"a": object()})
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_in_whose_place_a_file_lies_is_one_clear_error(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/a: "):
+        save(tmp_path / "file" / "a", IDENTITY, Role.LATEST, {})
+
+
+def test_only_what_dead_writers_left_is_cleaned(sealed: Path, tmp_path: Path):
+    """A living writer's temporary file is locked; in other processes this is ``test_shard_writers``."""
+    left = sealed.parent / ".rank-0-of-2.held-by-0.shard.0123456789abcdef.writing"
+    left.write_bytes(b"half")
+    (sealed.parent / "notes.writing").write_text("somebody's own")
+    assert clean(tmp_path) == [left]
+    assert sorted(each.name for each in sealed.parent.iterdir()) == ["notes.writing", sealed.name]
+    assert clean(tmp_path / "nowhere") == []

@@ -1,0 +1,254 @@
+"""State as JSON and tensors: everything that state dicts hold comes back, and nothing else gets in."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import random
+import struct
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from torchscout.checkpoint.tree import decode, encode
+from torchscout.errors import CheckpointError, DamagedError
+
+
+class Position(NamedTuple):
+    epoch: int
+    offset: Any
+
+
+class Color(IntEnum):
+    RED = 1
+
+
+def round_trip(tree: Any, named: tuple[type, ...] = ()) -> Any:
+    document, tensors = encode(tree)
+    return decode(json.loads(json.dumps(document, allow_nan=False)), tensors, named)
+
+
+def bits(value: float) -> bytes:
+    return struct.pack("<d", value)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        True,
+        0,
+        -(2**53),
+        2**200,
+        -(2**63),
+        0.1,
+        5e-324,
+        "text \ud800 \0",
+        b"",
+        b"\x00\xff",
+        1 - 2j,
+        [],
+        (),
+        ((), [[]], {}),
+        {1: "a", "1": "b", (1, 2): "c", None: "d", 2.5: "e", False: "f", b"k": "g"},
+        {"tensor": 1, "dict": {"int": "0x1"}},
+        OrderedDict(b=1, a=2),
+        Counter({30: 1, 60: 2}),
+        {1, 2},
+        frozenset({"a"}),
+        torch.float8_e4m3fn,
+        torch.device("cuda", 3),
+        torch.device("cpu"),
+        torch.Size([2, 0, 3]),
+        random.Random(1).getstate(),
+        np.random.PCG64(5).state,
+    ],
+    ids=lambda tree: repr(tree)[:30],
+)
+def test_what_state_is_made_of_comes_back(tree: Any):
+    found = round_trip(tree)
+    assert (found, type(found)) == (tree, type(tree))
+    if isinstance(tree, dict):
+        assert list(map(type, found)) == list(map(type, tree))
+        assert list(found) == list(tree), "in order"
+
+
+def test_floats_keep_their_bits():
+    odd = struct.unpack("<d", b"\x01\x00\x00\x00\x00\x00\xf4\x7f")[0]  # a signalling NaN with a payload
+    for value in (math.inf, -math.inf, -0.0, math.nan, -math.nan, odd, 1 / 3):
+        assert bits(round_trip(value)) == bits(value)
+        assert bits(round_trip(complex(0, value)).imag) == bits(value)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype="<i2").reshape(2, 3),
+        np.arange(6.0).reshape(2, 3).T,
+        np.arange(10)[::3],
+        np.zeros((0, 4), "f4"),
+        np.array(3.5),
+        np.array([1, 2], ">u4"),
+        np.array([True, False]),
+        np.array([1 + 2j]),
+        np.array(["a", "bcd"]),
+        np.array([b"xy"]),
+        np.array(["2020-01-01"], "M8[D]"),
+    ],
+    ids=lambda array: array.dtype.str,
+)
+def test_arrays_come_back(array: np.ndarray):
+    found = round_trip({"a": array})["a"]
+    assert type(found) is np.ndarray
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert found.tobytes() == array.tobytes()
+    assert found.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "scalar", [np.float32(0.1), np.int64(-5), np.bool_(True), np.str_("ab"), np.datetime64("2020-01-01")]
+)
+def test_numpy_scalars_come_back(scalar: np.generic):
+    found = round_trip(scalar)
+    assert (found, type(found), found.dtype) == (scalar, type(scalar), scalar.dtype)
+
+
+def test_named_tuples_come_back_as_themselves_where_their_class_is_named():
+    tree = [Position(1, Position(2, (3,)))]
+    assert round_trip(tree) == tree
+    assert type(round_trip(tree)[0]) is not Position
+    assert round_trip(tree)[0].offset.epoch == 2
+    found = round_trip(tree, (Position,))
+    assert type(found[0]) is type(found[0].offset) is Position
+    other = namedtuple("Position", ["a"])
+    other.__module__ = Position.__module__
+    assert round_trip(tree, (other,)) == tree, "a class with other fields is not used"
+
+
+def test_tensors_are_named_by_where_they_are_and_not_copied():
+    weight, step = torch.randn(2, 3), torch.tensor(4)
+    tree = {"model": OrderedDict(weight=weight), "state": {0: {"step": step}}, "tied": [weight]}
+    document, tensors = encode(tree)
+    assert list(tensors) == ["model/weight", "state/0/step"]
+    assert tensors["model/weight"] is weight
+    found = decode(document, tensors)
+    assert found["tied"][0] is found["model"]["weight"] is weight
+
+
+def test_places_that_read_alike_have_names_of_their_own():
+    tree = {1: torch.ones(1), "1": torch.ones(2), "a/b": torch.ones(3), "a": {"b": torch.ones(4)}}
+    assert [len(each) for each in encode(tree).tensors.values()] == [1, 2, 3, 4]
+    found = round_trip(tree)
+    assert (len(found[1]), len(found["1"]), len(found["a/b"]), len(found["a"]["b"])) == (1, 2, 3, 4)
+
+
+def test_what_optimizers_schedulers_and_generators_call_their_state_comes_back():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    tree = [optimizer.state_dict(), schedule.state_dict(), torch.get_rng_state(), np.random.get_state()]
+    found = round_trip(tree)
+    assert repr(found) == repr(tree)
+    optimizer.load_state_dict(found[0])
+    schedule.load_state_dict(found[1])
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a": [1, object()]}, "a/1 is a builtins.object, which a checkpoint does not keep"),
+        ({"fn": functools.partial(print)}, "fn is a functools.partial"),
+        ({"d": defaultdict(list)}, "d is a collections.defaultdict"),
+        ({"c": Color.RED}, r"c is a tests.unit.test_tree.Color"),
+        ({Color.RED: 1}, r"key <Color.RED: 1> is a tests.unit.test_tree.Color"),
+        ({"o": np.array([object()])}, "o is an array of object"),
+        ({"s": np.zeros(2, [("a", "f4")])}, "s is an array of"),
+        ({"m": torch.empty(2, device="meta")}, "m: a meta tensor has no bytes"),
+        ({"s": torch.eye(2).to_sparse()}, "s: a torch.sparse_coo tensor"),
+        (torch.return_types.max((1, 2)), "the state is a torch.return_types.max"),
+    ],
+)
+def test_anything_else_is_refused_with_its_place(tree: Any, message: str):
+    with pytest.raises(CheckpointError, match=message):
+        encode(tree)
+
+
+def test_subclasses_of_tensors_are_the_callers_to_take_apart():
+    class Wrapped(torch.Tensor):
+        pass
+
+    with pytest.raises(CheckpointError, match="w: a Wrapped keeps its numbers elsewhere"):
+        encode({"w": torch.ones(2).as_subclass(Wrapped)})
+
+
+def test_what_contains_itself_or_is_bottomless_is_refused():
+    loop: list[Any] = []
+    loop.append(loop)
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    for tree in (loop, deep):
+        with pytest.raises(CheckpointError, match="contains itself, or is nested more than 100"):
+            encode(tree)
+
+
+def test_the_deepest_allowed_tree_comes_back():
+    tree: Any = 1
+    for _ in range(100):
+        tree = {"a": tree}
+    assert round_trip(tree) == tree
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"unknown": 1},
+        {"int": "0x1", "float": "0"},
+        {},
+        {"int": 5},
+        {"int": "zz"},
+        {"float": "00"},
+        {"float": 1},
+        {"complex": [1]},
+        {"complex": ["1j", "os"]},
+        {"bytes": "***"},
+        {"dtype": "nn"},
+        {"dtype": ["float32"]},
+        {"device": "rocket:1"},
+        {"device": "../x"},
+        {"size": [-1, "a"]},
+        {"tuple": {"tuple": 1}},
+        {"set": [[1]]},
+        {"dict": [[1]]},
+        {"dict": [[[1], 2]]},
+        {"dict": [["a", 1], ["a", 2]]},
+        {"tensor": "nowhere"},
+        {"tensor": ["t"]},
+        {"array": ["|O", [1], "t"]},
+        {"array": ["<f4", [2], "t"]},
+        {"array": ["<f4", [-1, -1], "t"]},
+        {"array": ["<f4", 1, "t"]},
+        {"array": ["<f4", [1], "f"]},
+        {"array": ["f4,f4", [1], "t"]},
+        {"array": ["<f4", [1]]},
+        {"scalar": ["<f4", "AAA="]},
+        {"scalar": ["|O", "AAAAAAAAAAA="]},
+        {"named": ["x.class", [["def", 1]]]},
+        {"named": ["x.A", [["a);import os;(", 1]]]},
+        {"named": ["x.A", [["_a", 1]]]},
+        {"named": ["x.A", {}]},
+        functools.reduce(lambda inner, _: [inner], range(200), 1),
+    ],
+    ids=lambda document: json.dumps(document)[:40],
+)
+def test_a_hostile_document_is_refused(document: Any):
+    with pytest.raises(DamagedError):
+        decode(document, {"t": torch.zeros(4, dtype=torch.uint8), "f": torch.zeros(1)})

@@ -1,0 +1,125 @@
+"""The checkpoint gate's state and its JSON form (paper, section 8). What changes it is in ``gate``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchscout.checkpoint.generation import Generation, is_number
+
+__all__ = ["SCHEMA", "CheckpointGate"]
+
+SCHEMA = 1
+"""Version of the JSON form; other versions are refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointGate:
+    """Latest, candidate and verified, and how far the evidence for the next promotion has come."""
+
+    recipes: int | None = None
+    """K, the size of the recipe catalog of a mixture of experts; None for a dense model."""
+    persist_every: int = 1
+    """Dense: certified generations from one that is written to the next; a catalog writes at cycle ends."""
+    keep: int = 1
+    """Older verified generations kept in files besides the newest one there."""
+
+    accepted: int = 0
+    """q, the accepted checks of the cycle under way."""
+    captured: tuple[Generation, ...] = ()
+    """What lies in memory, at most two, oldest first; after a recovery, what was loaded."""
+    candidate: Generation | None = None
+    """Captured at the end of an accepted cycle; the next accepted cycle promotes it."""
+    trusted: tuple[Generation, ...] = ()
+    """Every verified generation that is kept, oldest first."""
+    durable: tuple[Generation, ...] = ()
+    """Those of the trusted, and the candidate, whose files are sealed on every rank."""
+    writing: Generation | None = None
+    """What is being written to files."""
+    unwritten: int = 0
+    """Dense: certified generations since the last one that was to be written."""
+    poisoned: int | None = None
+    """The step whose check found corruption, until a recovery is recorded."""
+    lineage: int = 0
+    """Recoveries so far; a step that is trained again makes another generation."""
+    step: int = 0
+    """Of the last check, or of what was loaded since."""
+
+    def __post_init__(self) -> None:
+        _refuse_nonsense(self)
+
+    @property
+    def latest(self) -> Generation | None:
+        return self.captured[-1] if self.captured else None
+
+    @property
+    def verified(self) -> Generation | None:
+        return self.trusted[-1] if self.trusted else None
+
+    @property
+    def held(self) -> frozenset[Generation]:
+        """Every generation that must not be deleted."""
+        pending = {each for each in (self.candidate, self.writing) if each is not None}
+        return frozenset(pending).union(self.captured, self.trusted)
+
+    def to_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
+        several = {name: [list(each) for each in getattr(self, name)] for name in _SEVERAL}
+        single = {name: getattr(self, name) and list(getattr(self, name)) for name in _SINGLE}
+        return {"schema": SCHEMA, **plain, **several, **single}
+
+    @classmethod
+    def from_json(cls, document: Any) -> CheckpointGate:
+        """Read back what ``to_json`` wrote; a ``ValueError`` says what is wrong with anything else."""
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            raise ValueError(f"not the state of a checkpoint gate of schema {SCHEMA}: {document!r:.80}")
+        known = {"schema", *_NUMBERS, *_SEVERAL, *_SINGLE}
+        if wrong := known.symmetric_difference(document):
+            raise ValueError(f"a checkpoint gate's state lacks, or does not know, {sorted(map(str, wrong))}")
+        if wrong := {name for name in _SEVERAL if not isinstance(document[name], list)}:
+            raise ValueError(f"{sorted(wrong)} must be lists of generations")
+        fields: dict[str, Any] = {name: document[name] for name in _NUMBERS}
+        fields |= {name: tuple(map(Generation.from_json, document[name])) for name in _SEVERAL}
+        named = {name: document[name] for name in _SINGLE}
+        fields |= {
+            name: value if value is None else Generation.from_json(value) for name, value in named.items()
+        }
+        return cls(**fields)
+
+
+_NUMBERS = ("recipes", "persist_every", "keep", "accepted", "unwritten", "poisoned", "lineage", "step")
+_SEVERAL = ("captured", "trusted", "durable")
+_SINGLE = ("candidate", "writing")
+
+
+def _refuse_nonsense(gate: CheckpointGate) -> None:
+    """Whether such a state can exist; it may come from a file."""
+    least = {"persist_every": 1, "keep": 0, "accepted": 0, "unwritten": 0, "lineage": 0, "step": 0}
+    for name, lowest in {**least, "recipes": 1, "poisoned": 0}.items():
+        value = getattr(gate, name)
+        if (value is not None or name in least) and not is_number(value, lowest):
+            raise ValueError(f"{name} must be a whole number of at least {lowest}, got {value!r}")
+    if gate.accepted >= (gate.recipes or 1):
+        raise ValueError(f"{gate.accepted} accepted checks do not fit a cycle of {gate.recipes or 1}")
+    if len(gate.captured) > 2:
+        raise ValueError(f"memory holds two generations at most, not {len(gate.captured)}")
+    for name in ("captured", "trusted", "durable"):
+        steps = [each.step for each in getattr(gate, name)]
+        if steps != sorted(set(steps)):
+            raise ValueError(f"{name} must be of ascending steps, got {steps}")
+    lasting = {*gate.trusted, gate.candidate}
+    allowed: dict[str, bool] = {
+        "a dense model has no candidate": gate.recipes is not None or gate.candidate is None,
+        "only what is trusted, or the candidate, is durable": lasting.issuperset(gate.durable),
+        "only what is trusted, or the candidate, is written": gate.writing is None or gate.writing in lasting,
+        "what is being written is not durable yet": gate.writing not in gate.durable,
+        "the candidate is newer than what is verified": gate.candidate is None
+        or all(each.step < gate.candidate.step for each in gate.trusted),
+        "after corruption only what is trusted remains": gate.poisoned is None
+        or (gate.candidate is None and set(gate.captured) <= set(gate.trusted)),
+        "nothing is newer than the last check": all(
+            each.step <= gate.step and each.lineage <= gate.lineage for each in gate.held
+        ),
+    }
+    if broken := [rule for rule, kept in allowed.items() if not kept]:
+        raise ValueError(f"no such state of a checkpoint gate: {'; '.join(broken)}")

@@ -1,0 +1,285 @@
+"""Shards in files: written whole or not at all, never overwritten, verified bit by bit (paper, section 9).
+
+A file appears under its name only when every byte of it is on the disk. What a failed writer leaves behind is
+removed by it, or by ``clean`` if it was killed. Which files there should be is not known here.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from torchscout.checkpoint.generation import Role
+from torchscout.checkpoint.shard_format import (
+    PREFIX_BYTES,
+    Buffer,
+    Entry,
+    Header,
+    Identity,
+    check_padding,
+    digest,
+    encode,
+    parse,
+    probe,
+)
+from torchscout.errors import CheckpointError, DamagedError
+
+__all__ = ["Report", "Restored", "clean", "inspect", "load", "path_of", "save", "verify", "write"]
+
+_TEMPORARY = ".writing"
+_CHUNK = 8 << 20
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A shard read back, every bit of it verified."""
+
+    header: Header
+    tree: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ``verify`` found."""
+
+    path: Path
+    header: Header | None
+    """None if not even that could be read."""
+    damaged: tuple[str, ...]
+    """The tensors that are not what was sealed."""
+    problems: tuple[str, ...]
+    """All that is wrong, in words."""
+
+    @property
+    def whole(self) -> bool:
+        return not self.problems
+
+
+def path_of(directory: Path | str, identity: Identity, holder: int) -> Path:
+    """Where the copy that rank ``holder`` keeps of this shard lies."""
+    step, lineage = identity.generation
+    shard = f"rank-{identity.rank}-of-{identity.world_size}.held-by-{holder}.shard"
+    return Path(directory) / f"step-{step:010d}.lineage-{lineage}" / shard
+
+
+def save(path: Path | str, identity: Identity, role: Role, tree: Any) -> None:
+    """Write one rank's state; its CPU tensors must not change meanwhile."""
+    from torchscout.checkpoint import tensors
+    from torchscout.checkpoint import tree as trees
+
+    encoded = trees.encode(tree)
+    write(path, encode(identity, role, encoded.document, tensors.blobs_of(encoded.tensors)))
+
+
+def write(path: Path | str, pieces: Sequence[Buffer]) -> None:
+    """Seal these bytes under this name, or raise ``CheckpointError`` and leave nothing behind."""
+    path = Path(path)
+    size = sum(map(len, pieces))
+    try:
+        _refuse_sealed(path)
+        _make_folder(path.parent)
+        with _temporary_beside(path) as (temporary, file):
+            with open(file, "wb", buffering=1 << 20, closefd=False) as stream:
+                for piece in pieces:
+                    stream.write(piece)
+            os.fchmod(file, 0o400)
+            os.fsync(file)
+            _publish(temporary, path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}{_space_left(path, size)}") from error
+
+
+def inspect(path: Path | str) -> Header:
+    """The header alone, verified; says nothing about the tensors."""
+    with _opened(Path(path)) as (file, size):
+        return _header(file, size)
+
+
+def verify(path: Path | str) -> Report:
+    """Look at every bit and say what is damaged."""
+    path, header, damaged, problems = Path(path), None, [], []
+    try:
+        with _opened(path) as (file, size):
+            header = _header(file, size)
+            for entry in header.entries:
+                if _digest_of(file, entry) != entry.digest:
+                    damaged.append(entry.name)
+                    problems.append(f"tensor {entry.name!r} is damaged: its digest does not match")
+            check_padding(header, lambda offset, length: _read(file, offset, length))
+    except CheckpointError as error:
+        problems.append(str(error))
+    return Report(path, header, tuple(damaged), tuple(problems))
+
+
+def load(path: Path | str, named: Iterable[type] = ()) -> Restored:
+    """The state again, or ``DamagedError``; ``named`` are the classes of named tuples in it."""
+    from torchscout.checkpoint import tensors
+    from torchscout.checkpoint import tree as trees
+
+    with _opened(Path(path)) as (file, size):
+        header = _header(file, size)
+        check_padding(header, lambda offset, length: _read(file, offset, length))
+        rooms = tensors.room_for(header.entries)
+        for entry in header.entries:
+            memory = tensors.bytes_of(rooms[entry.name])
+            _read_into(memory, file, entry.offset)
+            if digest(memory) != entry.digest:
+                raise DamagedError(f"tensor {entry.name!r} is damaged: its digest does not match")
+        return Restored(header, trees.decode(header.document, rooms, named))
+
+
+def clean(directory: Path | str) -> list[Path]:
+    """Remove what killed writers left anywhere under this folder; those of living ones stay."""
+    removed = []
+    for path in Path(directory).rglob(f".*{_TEMPORARY}"):
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # gone meanwhile, or not ours
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            removed.append(path)
+        except OSError:
+            continue  # its writer lives, or locks cannot tell
+        finally:
+            os.close(file)
+    return sorted(removed)
+
+
+@contextmanager
+def _temporary_beside(path: Path) -> Iterator[tuple[Path, int]]:
+    """A file that only this writer knows, gone afterwards whatever happens."""
+    temporary, file = _created(path)
+    try:
+        yield temporary, file
+    finally:
+        try:
+            temporary.unlink(missing_ok=True)
+        finally:
+            os.close(file)
+
+
+def _created(path: Path) -> tuple[Path, int]:
+    """Open and locked, by which ``clean`` knows that its writer lives."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_TEMPORARY}")
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(file)
+                temporary.unlink()
+                raise
+        if os.fstat(file).st_nlink:
+            return temporary, file
+        os.close(file)  # cleaned away before it was locked; the next one has another name
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Give the file its name, for good; a link never replaces anything, a rename would."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            _refuse_sealed(path)
+            raise
+        # No links here: whoever owns the folder is its only writer, so that nobody comes between these two.
+        _refuse_sealed(path)
+        temporary.rename(path)
+    try:
+        _sync_folder(path.parent)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _refuse_sealed(path: Path) -> None:
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} is sealed and is not overwritten")
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems need no such thing, and say so
+            raise
+    finally:
+        os.close(file)
+
+
+def _space_left(path: Path, size: int) -> str:
+    try:
+        free = shutil.disk_usage(path.parent).free
+    except OSError:
+        return ""
+    return f" ({size} bytes to write, {free} free)"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, int]]:
+    """The file and its size; whatever is wrong with it is said with its name."""
+    try:
+        # Not to be held up by a pipe of that name.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedError("not a file")
+            yield file, status.st_size
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except DamagedError as error:
+        raise DamagedError(f"{path}: {error}") from error
+
+
+def _header(file: int, size: int) -> Header:
+    prefix = _read(file, 0, min(PREFIX_BYTES, size))
+    return parse(_read(file, 0, probe(prefix, size)), size)
+
+
+def _digest_of(file: int, entry: Entry) -> str:
+    found = xxhash.xxh3_128()
+    for offset in range(entry.offset, entry.end, _CHUNK):
+        found.update(_read(file, offset, min(_CHUNK, entry.end - offset)))
+    return found.hexdigest()
+
+
+def _read(file: int, offset: int, length: int) -> bytearray:
+    data = bytearray(length)
+    _read_into(memoryview(data), file, offset)
+    return data
+
+
+def _read_into(memory: memoryview, file: int, offset: int) -> None:
+    done = 0
+    while done < len(memory):
+        count = os.preadv(file, [memory[done : done + (1 << 30)]], offset + done)
+        if not count:
+            raise DamagedError(f"it ends early, at byte {offset + done}")
+        done += count

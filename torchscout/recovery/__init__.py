@@ -1,0 +1,1 @@
+"""What to do about an incident (paper, sections 4 and 8)."""
