@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from torchscout.errors import ReplayError, told
 from torchscout.evidence.hearing import in_backward, is_inert
+from torchscout.evidence.replay.alignment import obstacle
 from torchscout.evidence.replay.invocation import Invocation
+from torchscout.evidence.replay.layout import Layout
 
 __all__ = ["WRITES", "Capture"]
 
@@ -99,6 +101,8 @@ class Capture:
                 begun.problem = WRITES
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             for place, tensor in enumerate(tensors):
+                if (layout := Layout.of(tensor)) is not None:
+                    begun.outputs[place] = layout
                 if tensor.requires_grad:
                     self._await_gradient(begun, place, tensor)
 
@@ -111,8 +115,8 @@ class Capture:
 
     def _await_gradient(self, begun: Invocation, place: int, tensor: torch.Tensor) -> None:
         def take(gradient: torch.Tensor) -> None:
-            if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
-                begun.problem = f"a {type(gradient).__name__} of {gradient.layout} came back to its output"
+            if (found := obstacle(gradient)) is not None:
+                begun.problem = f"{found} came back to its output"
                 return
             self._whole = begun
             # Kept, not copied: it need not be what training used, only the same on all peers. Autograd

@@ -22,6 +22,7 @@ from torchscout.evidence.replay.capture import WRITES, Capture
 from torchscout.evidence.replay.conditions import autocast_as, deterministic, is_compiled
 from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.invocation import Invocation, is_floating
+from torchscout.evidence.replay.layout import Layout
 from torchscout.evidence.replay.module_state import buffers_of, preserved, refusal
 from torchscout.evidence.replay.randomness import unmoved
 from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
@@ -120,7 +121,8 @@ class LayerReplay:
         else:
             self._call = self._own.like(told, self._device)
             self._buffers = {
-                name: alignment.room_for(each, self._device) for name, each in told["buffers"].items()
+                name: alignment.room_for(each, self._device, Layout.of(own[name]))
+                for name, each in told["buffers"].items()
             }
 
     def align(self, broadcast: Broadcast) -> None:
@@ -194,7 +196,8 @@ class LayerReplay:
         assert self._call is not None, "prepared first"
         kernels = nullcontext() if is_compiled(self._module) else deterministic()
         untouched = preserved(self._module, self._buffers, self._call.randomness.seed)
-        with unmoved(self._device), untouched, kernels, torch.enable_grad():
+        attention = self._call.attention.again()
+        with unmoved(self._device), untouched, attention, kernels, torch.enable_grad():
             yield
 
     def _backward(self, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dict[Surface, int]:

@@ -13,6 +13,7 @@ import torch
 
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.alignment import flat
+from torchscout.evidence.replay.layout import Layout, local_part
 
 __all__ = ["SLICE", "Slice", "local_of", "nth_slice", "whole_of"]
 
@@ -47,19 +48,10 @@ def whole_of(tensor: torch.Tensor) -> Slice:
 
 def local_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a parameter, or of a tensor that is divided among ranks just as it is."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not torch.distributed.is_available():
+    layout = Layout.of(tensor)
+    if layout is None:
         return tensor.detach()
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    like = isinstance(parameter, DTensor) and (tensor.device_mesh, tensor.placements) == (
-        parameter.device_mesh,
-        parameter.placements,
-    )
-    if not like:
-        raise ReplayError(f"a DTensor of placement {tensor.placements} is not divided as its parameter is")
-    with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local.detach()
+    own = Layout.of(parameter)
+    if own is None or (layout.mesh, layout.placements) != (own.mesh, own.placements):
+        raise ReplayError(f"a DTensor of placement {layout.placements} is not divided as its parameter is")
+    return local_part(tensor)
