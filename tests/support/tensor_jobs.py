@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -65,9 +65,7 @@ def sequence(net: Net, tensor: DeviceMesh) -> None:
 def distributed(net: Net, tensor: DeviceMesh) -> None:
     """As ``sequence``, and what goes from block to block, and within, is a DTensor."""
     ends = {
-        "tokens": RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
-        ),
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
         "final": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
@@ -105,6 +103,8 @@ class Told:
     sentences: list[str]
     fired: int
     failures: list[str]
+    between: tuple[type, ...] = ()
+    """What went from block to block: of which class it was."""
 
     @property
     def agreed(self) -> set[str]:
@@ -144,6 +144,8 @@ def train(rank: int, trial: Trial, run_dir: Path | None, faults: Faults = Faults
             fully_shard(block, mesh=data)
         fully_shard(net, mesh=data)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
+    between: set[type] = set()
+    net.stack[1].register_forward_pre_hook(lambda _, args: between.add(type(args[0])))
     with Injector(faults, rank, net, optimizer) as injector:
         session = run_dir and enable_resiliency(
             net,
@@ -162,7 +164,8 @@ def train(rank: int, trial: Trial, run_dir: Path | None, faults: Faults = Faults
             if not trial.sharded:
                 average(net, data.get_group())
             optimizer.step()
-    return told(rank, bits_of(net, optimizer), session or None, len(injector.fired))
+    found = told(rank, bits_of(net, optimizer), session or None, len(injector.fired))
+    return replace(found, between=tuple(between))
 
 
 def average(net: nn.Module, group: dist.ProcessGroup) -> None:
@@ -174,6 +177,7 @@ def average(net: nn.Module, group: dist.ProcessGroup) -> None:
 def told(rank: int, bits: bytes, session: Session | None, fired: int) -> Told:
     if session is None:
         return Told(bits, [], [], [], fired, [])
+    dist.barrier()  # whoever has something to report has done so
     incidents = [each for each in session.incidents if each.manifestation is Manifestation.SDC]
     session.close()
     found = [each for each in records(session.run_dir, rank) if each.manifestation is Manifestation.SDC]
