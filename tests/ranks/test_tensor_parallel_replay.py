@@ -71,6 +71,17 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(trial: Trial, tm
         assert found.between == ((DTensor,) if trial.style == "distributed" else (torch.Tensor,))
 
 
+@pytest.mark.parametrize(
+    "style", ["distributed", *(pytest.param(each, marks=SLOW) for each in ("plain", "sequence"))]
+)
+def test_the_source_computes_again_what_it_computed_in_training(style: str, tmp_path: Path):
+    trial = Trial((2, 2), style, steps=3, rate=0.0)
+    for rank, found in enumerate(run_ranks(train, 4, trial, tmp_path, timeout=120)):
+        assert found.unchecked == set()
+        again = [rank < 2] * 2  # the input of both replays was the first replica's
+        assert found.echoes == {"output": again, "gradient": again}
+
+
 def faulty(trial: Trial, faults: Faults, run_dir: Path) -> list[Told]:
     found = run_ranks(train, trial.ranks, trial, run_dir, faults, timeout=120)
     assert sum(each.fired for each in found) >= 1

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from tests.support.replay_jobs import EVERY_STEP, records
 from tests.support.replayed_job import Net, batch
 from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.evidence.hearing import is_inert
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 from torchscout.integration.attach import enable_resiliency
@@ -105,6 +106,8 @@ class Told:
     failures: list[str]
     between: tuple[type, ...] = ()
     """What went from block to block: of which class it was."""
+    echoes: dict[str, list[bool]] | None = None
+    """For each replay of the first block: whether it gave what training's own pass had given."""
 
     @property
     def agreed(self) -> set[str]:
@@ -113,6 +116,27 @@ class Told:
     @property
     def unchecked(self) -> set[tuple[str, str | None]]:
         return {(each.surface, each.reason) for each in self.records if each.verdict is None}
+
+
+class Echo:
+    """Compares each replayed pass of a block with training's own before it.
+
+    They are the same on the rank whose input it is, if no update lies between them.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._training: dict[str, bytes] = {}
+        self.outcomes: dict[str, list[bool]] = {"output": [], "gradient": []}
+        block.register_forward_hook(lambda _, __, output: self._heard("output", output))
+        weight = next(each for name, each in block.named_parameters() if name in ("up.weight", "mix.weight"))
+        weight.register_hook(lambda gradient: self._heard("gradient", gradient))
+
+    def _heard(self, what: str, tensor: torch.Tensor) -> None:
+        found = local_of(tensor).detach().contiguous().numpy().tobytes()
+        if is_inert():
+            self.outcomes[what].append(found == self._training[what])
+        else:
+            self._training[what] = found
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +149,8 @@ class Trial:
     sharded: bool = False
     """Whether FSDP2 shards along the axes before the last."""
     steps: int = 12
+    rate: float = 1e-3
+    """What the optimizer learns."""
 
     @property
     def ranks(self) -> int:
@@ -143,9 +169,10 @@ def train(rank: int, trial: Trial, run_dir: Path | None, faults: Faults = Faults
         for block in net.stack:
             fully_shard(block, mesh=data)
         fully_shard(net, mesh=data)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=trial.rate, foreach=False)
     between: set[type] = set()
     net.stack[1].register_forward_pre_hook(lambda _, args: between.add(type(args[0])))
+    echo = None if trial.sharded else Echo(net.stack[0])
     with Injector(faults, rank, net, optimizer) as injector:
         session = run_dir and enable_resiliency(
             net,
@@ -165,7 +192,7 @@ def train(rank: int, trial: Trial, run_dir: Path | None, faults: Faults = Faults
                 average(net, data.get_group())
             optimizer.step()
     found = told(rank, bits_of(net, optimizer), session or None, len(injector.fired))
-    return replace(found, between=tuple(between))
+    return replace(found, between=tuple(between), echoes=echo and echo.outcomes)
 
 
 def average(net: nn.Module, group: dist.ProcessGroup) -> None:

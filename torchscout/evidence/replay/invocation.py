@@ -46,6 +46,8 @@ class Invocation:
     """Of the DTensors among the output's tensors, by place: this rank's own."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """What backward brought to the output, by place among the output's tensors."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The module's, as they were before the forward pass, where they are others after it; mostly none."""
     problem: str | None = None
     """Why this call cannot be replayed after all."""
 

@@ -103,12 +103,12 @@ class LayerReplay:
         if self._capture is None:
             raise ReplayError(str(self._refusal))
         self._own = self._capture.invocation().densified()
-        buffers = {name: alignment.described(each) for name, each in buffers_of(self._module).items()}
+        buffers = {name: alignment.described(each) for name, each in self._buffers_before().items()}
         return {**self._own.describe(), "buffers": buffers, "parameters": list(self._parameters)}
 
     def prepare(self, descriptions: Sequence[Any], source: int) -> None:
         assert self._own is not None, "described first"
-        own, told = buffers_of(self._module), descriptions[source]
+        own, told = self._buffers_before(), descriptions[source]
         if list(told["buffers"]) != list(own):
             raise ReplayError(f"its buffers are {list(own)} here and {list(told['buffers'])} on the source")
         if other := sorted(self._parameters.keys() ^ set(told["parameters"])):
@@ -185,6 +185,11 @@ class LayerReplay:
         assert self._call is not None, "prepared first"
         tensors = self._call.tensors()
         return [*tensors[len(besides or ()) :], *self._buffers.values()]
+
+    def _buffers_before(self) -> dict[str, torch.Tensor]:
+        """This rank's, as its own call found them."""
+        assert self._own is not None, "captured first"
+        return {name: self._own.buffers.get(name, each) for name, each in buffers_of(self._module).items()}
 
     def _inputs(self) -> list[Surface]:
         """All input gradients together, if there are any: indices have none."""

@@ -65,10 +65,10 @@ def gradient_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor
     """
     if not isinstance(gradient, DTensor) or is_unreduced(gradient, parameter):
         return local_part(gradient).detach()
-    same_mesh = isinstance(parameter, DTensor) and gradient.device_mesh == parameter.device_mesh
-    if same_mesh and all(each.is_replicate() for each in gradient.placements):
+    is_whole = all(each.is_replicate() for each in gradient.placements)
+    if is_whole and isinstance(parameter, DTensor) and gradient.device_mesh == parameter.device_mesh:
         with torch.no_grad():  # each rank cuts its own part out
-            gradient = gradient.redistribute(placements=parameter.placements)
+            return local_part(gradient.redistribute(placements=parameter.placements))
     return local_of(gradient, parameter)
 
 
