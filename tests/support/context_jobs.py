@@ -137,6 +137,17 @@ class Trial:
     rate: float = 1e-3
     """What the optimizer learns."""
 
+    def __str__(self) -> str:
+        traits = {
+            "all to all": self.rotation == "alltoall",
+            "under fsdp": self.sharded,
+            "update inside": self.inside,
+            "own buffer": self.own_buffer,
+        }
+        return " ".join(
+            [f"{self.shape[0]}x{self.shape[1]}", self.way, *(each for each in traits if traits[each])]
+        )
+
     @property
     def axes(self) -> tuple[str, str]:
         return ("dp_shard" if self.sharded else "dp", "cp")

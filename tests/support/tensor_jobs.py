@@ -152,6 +152,9 @@ class Trial:
     rate: float = 1e-3
     """What the optimizer learns."""
 
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))} {self.style}{' under fsdp' if self.sharded else ''}"
+
     @property
     def ranks(self) -> int:
         return torch.Size(self.shape).numel()
