@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -23,12 +24,8 @@ __all__ = ["Attention"]
 
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 # What is used of it; the interface is experimental.
-_NAMES = (
-    "_enable_cp_dtensor_dispatcher",
-    "_disable_cp_dtensor_dispatcher",
-    "_cp_options",
-    "existing_custom_ops",
-)
+_NAMES = ("_cp_options", "_disable_cp_dtensor_dispatcher", "_enable_cp_dtensor_dispatcher", "custom_ops")
+_PLAIN = torch._C._nn.scaled_dot_product_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +43,13 @@ class Attention:
     def now(cls) -> Attention:
         function = functional.scaled_dot_product_attention
         module = sys.modules.get(_MODULE)
-        if module is None:
+        missing = [name for name in _NAMES if not hasattr(module, name)]
+        if module is None or (missing and function is _PLAIN):
             return cls(function)
-        if missing := [name for name in _NAMES if not hasattr(module, name)]:
+        if missing:
             raise ReplayError(f"this PyTorch's context_parallel is not known: it has no {missing[0]}")
-        return cls(function, _handlers() is not module.existing_custom_ops, dict(vars(module._cp_options)))
+        is_ring = any(op in DTensor._op_dispatcher._custom_op_handlers for op in module.custom_ops)
+        return cls(function, is_ring, dict(vars(module._cp_options)))
 
     def describe(self) -> dict[str, Any]:
         """What must be alike on all peers."""
@@ -85,7 +84,3 @@ class Attention:
 
 def _module() -> ModuleType:
     return sys.modules[_MODULE]
-
-
-def _handlers() -> Any:
-    return DTensor._op_dispatcher._custom_op_handlers
