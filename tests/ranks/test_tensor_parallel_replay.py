@@ -93,16 +93,16 @@ FAULTS = [
     ("stack.1/output", REPLAY, "stack.1/output"),
     ("stack.1/grad_input", REPLAY, "stack.1/grad_input"),
     ("stack.1.up/weight.gradient", REPLAY, "stack.1.up/weight.grad"),
-    ("stack.1.norm/weight.gradient", REPLAY, "stack.1.norm/weight.grad"),
     ("stack.1.up/weight", range(1), "stack.1.up/weight"),
     ("stack.1.down/weight.exp_avg", range(1), "stack.1.down/weight.exp_avg"),
+    pytest.param("stack.1.norm/weight.gradient", REPLAY, "stack.1.norm/weight.grad", marks=SLOW),
 ]
 
 
 @pytest.mark.parametrize(
     "style", ["distributed", *(pytest.param(each, marks=SLOW) for each in ("plain", "sequence"))]
 )
-@pytest.mark.parametrize(("at", "calls", "surface"), FAULTS, ids=[surface for *_, surface in FAULTS])
+@pytest.mark.parametrize(("at", "calls", "surface"), FAULTS)
 def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, style: str, tmp_path: Path):
     faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
     found = faulty(Trial((3, 2), style, steps=3), faults, tmp_path)
@@ -118,7 +118,7 @@ def test_a_wrong_part_that_partners_add_up_is_one_incident_of_all_of_them(style:
     assert "one of them may have it from another" in found[0].sentences[0]
 
 
-@pytest.mark.parametrize(("at", "calls", "surface"), [FAULTS[0], FAULTS[4]], ids=["output", "weight"])
+@pytest.mark.parametrize(("at", "calls", "surface"), [FAULTS[0], FAULTS[3]], ids=["output", "weight"])
 def test_two_replicas_differ_as_a_group(at: str, calls: range, surface: str, tmp_path: Path):
     faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
     found = faulty(Trial((2, 2), "distributed", steps=2), faults, tmp_path)
@@ -133,7 +133,7 @@ def test_two_replicas_differ_as_a_group(at: str, calls: range, surface: str, tmp
     [
         ((3, 2), "stack.1/output", REPLAY, "stack.1/output", 2, 3),
         # The owner's real update, when its turn has come; the source of that round is its owner.
-        ((3, 2), "stack.0.up/weight", range(1), "optimizer/update", 4, 1),
+        pytest.param((3, 2), "stack.0.up/weight", range(1), "optimizer/update", 4, 1, marks=SLOW),
     ],
     ids=["output", "update"],
 )

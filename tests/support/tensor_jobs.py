@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -64,11 +66,11 @@ def sequence(net: Net, tensor: DeviceMesh) -> None:
 
 
 def distributed(net: Net, tensor: DeviceMesh) -> None:
-    """As ``sequence``, and what goes from block to block, and within, is a DTensor."""
+    """As ``sequence``, and what goes from block to block, within, and to the loss is a DTensor."""
     ends = {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
         "final": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
     }
     parallelize_module(net, tensor, ends)
     for block in net.stack:
@@ -187,10 +189,10 @@ def train(rank: int, trial: Trial, run_dir: Path | None, faults: Faults = Faults
         )
         for step in range(1, trial.steps + 1):
             tokens, targets = batch(step, rank // trial.shape[-1])
-            logits = net(tokens)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
-            loss.backward()
+            with loss_parallel() if trial.style == "distributed" else nullcontext():
+                logits = net(tokens)
+                nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
             if not trial.sharded:
                 average(net, data.get_group())
             optimizer.step()

@@ -173,7 +173,7 @@ class OptimizerReplay:
         self._descriptions: dict[str, Any] = {}
         self._tensors: list[torch.Tensor] = []
         self._unreduced: torch.Tensor | None = None
-        """The source's gradient, where tensor-parallel ranks have yet to add it up."""
+        """This rank's summand of the gradient, where ranks have yet to add it up."""
 
     def watch(self, separability: Separability, count: int) -> None:
         """Capture at each step of the optimizer, until ``describe``; the last one counts."""
@@ -211,7 +211,7 @@ class OptimizerReplay:
         self._slice, self._blueprint = part, blueprint
         self._descriptions = dict(zip(blueprint.names, map(described, tensors), strict=True))
         self._tensors = [captured(tensor) for tensor in tensors] if self._is_source else []
-        self._unreduced = self._target.unreduced() if self._is_source else None
+        self._unreduced = self._target.unreduced()
         self._failure = None
 
     def describe(self) -> Any:
@@ -240,9 +240,10 @@ class OptimizerReplay:
     def align(self, broadcast: Broadcast) -> None:
         if self._unreduced is not None:
             assert self._slice is not None
-            # Only here does every rank that computes together with this one come; each is a source, too.
+            # Not in the hook: only here is it sure that all who hold a summand come, sources or not.
             whole = reduce(self._unreduced, self._target.parameter)
-            self._tensors[GRADIENT].copy_(self._slice.of(whole))
+            if self._is_source:
+                self._tensors[GRADIENT].copy_(self._slice.of(whole))
         receive(self._tensors, broadcast)
 
     def comparisons(self) -> Sequence[Comparison]:
