@@ -133,7 +133,7 @@ def test_a_gradient_that_does_not_travel_as_bytes_is_told():
     module = doubling()
     with armed(module) as capture:
         Sparse.apply(module(x(1, 2))).sum().backward()
-        assert reason(capture) == "a Tensor of torch.sparse_coo came back to its output"
+        assert reason(capture) == "a torch.sparse_coo tensor of torch.float32 came back to its output"
 
 
 def test_a_module_that_writes_to_its_parameters_is_told_before_it_is_called_again():

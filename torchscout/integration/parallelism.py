@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchscout.config import Parallelism
 from torchscout.mesh import AXES, Mesh
 
-__all__ = ["mesh_from"]
+__all__ = ["mesh_along", "mesh_from"]
 
 # The names that PyTorch's own examples, TorchTitan and users give to the axes of a DeviceMesh.
 _NAMES = {
@@ -32,30 +32,21 @@ def mesh_from(
 ) -> Mesh:
     """The mesh a user described, with the machines that were found.
 
-    Along the axes of a ``DeviceMesh`` that ``sharded`` names, parameters are seen to be divided. Ranks are no
-    replicas then, which a general name such as ``dp`` leaves open.
+    ``sharded`` are axes of a DeviceMesh along which FSDP shards: ``dp`` may mean that, or replicas.
     """
     if isinstance(parallelism, Mesh):
         mesh = parallelism
     elif isinstance(parallelism, Parallelism):
         mesh = Mesh.grid(**{axis: getattr(parallelism, axis) for axis in AXES})
     else:
-        mesh = _from_device_mesh(parallelism, sharded)
+        mesh = mesh_along(parallelism, _axes_of(parallelism, sharded))
     if len(mesh) != world_size:
         raise ValueError(f"parallelism describes {len(mesh)} ranks, the job has {world_size}")
     return mesh if mesh.host_of(0) is not None else mesh.on(hosts)
 
 
-def _from_device_mesh(device_mesh: DeviceMesh, sharded: Collection[str]) -> Mesh:
-    names = device_mesh.mesh_dim_names or ()
-    if unknown := [name for name in names if name not in _AXIS]:
-        known = "; ".join(f"{axis}: {', '.join(names)}" for axis, names in _NAMES.items())
-        raise ValueError(
-            f"unknown mesh axes {unknown}; known are {known}. Or pass parallelism=Parallelism(...)"
-        )
-    axes = ["shard" if name in sharded and _AXIS[name] == "replica" else _AXIS[name] for name in names]
-    if not names or len(set(axes)) < len(axes):
-        raise ValueError(f"a DeviceMesh needs a name for each axis, each another one, got {names}")
+def mesh_along(device_mesh: DeviceMesh, axes: Sequence[str]) -> Mesh:
+    """A DeviceMesh as a mesh, its axes by our names."""
     ranks = device_mesh.mesh.numpy()
     if sorted(ranks.flatten().tolist()) != list(range(ranks.size)):
         raise ValueError("the DeviceMesh does not hold every rank once; pass parallelism=Parallelism(...)")
@@ -63,3 +54,23 @@ def _from_device_mesh(device_mesh: DeviceMesh, sharded: Collection[str]) -> Mesh
     for axis, coordinates in zip(axes, np.indices(ranks.shape), strict=True):
         table[ranks.flatten(), AXES.index(axis)] = coordinates.flatten()
     return Mesh(table)
+
+
+def _axes_of(device_mesh: DeviceMesh, sharded: Collection[str]) -> list[str]:
+    names = device_mesh.mesh_dim_names or ()
+    if unknown := [name for name in names if name not in _AXIS]:
+        known = "; ".join(f"{axis}: {', '.join(names)}" for axis, names in _NAMES.items())
+        raise ValueError(
+            f"unknown mesh axes {unknown}; known are {known}. Or pass parallelism=Parallelism(...)"
+        )
+    axes = [_AXIS[name] for name in names]
+    axes = [
+        "shard" if axis == "replica" and name in sharded else axis
+        for name, axis in zip(names, axes, strict=True)
+    ]
+    if not names or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"a DeviceMesh needs a name for each axis, each another one, got {names}; "
+            "or pass parallelism=Parallelism(...)"
+        )
+    return axes

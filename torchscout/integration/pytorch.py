@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
 from torchscout.evidence.replay.sharded import Keepers, keepers_of
-from torchscout.integration.parallelism import mesh_from
+from torchscout.integration.parallelism import mesh_along, mesh_from
 from torchscout.integration.structure import Structure, layers_of, structure_of, surface_of
 from torchscout.mesh import Mesh
 
@@ -36,7 +37,9 @@ class PyTorchAdapter:
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         world = dist.get_world_size()
-        return mesh_from(self._parallelism or self._guessed(world), world, hosts, _divided(self._model))
+        told = self._parallelism or self._guessed(world)
+        sharded = _sharded(self._model, told) if isinstance(told, DeviceMesh) else ()
+        return mesh_from(told, world, hosts, sharded)
 
     def layers(self) -> Sequence[torch.nn.Module]:
         return [layer.module for layer in layers_of(self._model)]
@@ -64,7 +67,7 @@ class PyTorchAdapter:
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
 
-    def _guessed(self, world: int) -> Parallelism | Mesh:
+    def _guessed(self, world: int) -> Mesh | DeviceMesh | Parallelism:
         """What the wrapped model says by itself. That all ranks are peers is never assumed."""
         if world == 1:
             return Parallelism()
@@ -72,34 +75,47 @@ class PyTorchAdapter:
             if self._model.process_group.size() == world:
                 return Parallelism(replica=world)
         elif isinstance(self._model, FSDPModule):
-            found = {p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)}
-            shapes = {mesh.shape for mesh in found if mesh.size() == world}
-            if len(found) == len(shapes) == 1:
-                (shape,) = shapes
-                if len(shape) == 1:
-                    return Parallelism(shard=world)
-                if len(shape) == 2 and _is_hybrid(self._model):
-                    return Parallelism(replica=shape[0], shard=shape[1])
+            whole = {mesh for mesh, _ in _divisions(self._model) if mesh.size() == world}
+            if len(whole) == 1:
+                return _named_or_plain(self._model, *whole)
         raise ValueError(
             f"which of the {world} ranks do the same work cannot be read off a {type(self._model).__name__}; "
             "pass parallelism=, such as Parallelism(replica=4, tensor=2) or a DeviceMesh with named axes"
         )
 
 
-def _divided(model: torch.nn.Module) -> set[str]:
-    """The mesh axes along which ranks hold different parts of a parameter."""
-    return {
-        name
-        for parameter in model.parameters()
-        if isinstance(parameter, DTensor)
-        for name, placement in zip(
-            parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False
-        )
-        if not placement.is_replicate()
-    }
+def _divisions(model: torch.nn.Module) -> set[tuple[DeviceMesh, tuple[Placement, ...]]]:
+    """The meshes that parameters lie on, and how."""
+    return {(p.device_mesh, tuple(p.placements)) for p in model.parameters() if isinstance(p, DTensor)}
 
 
-def _is_hybrid(model: torch.nn.Module) -> bool:
-    """Whether parameters are copied along the first axis of their mesh and sharded along the second."""
-    placements = {p.placements for p in model.parameters() if isinstance(p, DTensor)}
-    return all(len(each) == 2 and each[0].is_replicate() and each[1].is_shard() for each in placements)
+def _named_or_plain(model: torch.nn.Module, mesh: DeviceMesh) -> Mesh | DeviceMesh:
+    """FSDP alone is known by how it places parameters; together with others, by the names of the axes."""
+    root = mesh._get_root_mesh()
+    if root.size() == mesh.size() and root.ndim > mesh.ndim:
+        return root  # several axes are one to FSDP, such as shards and context
+    placements = [each for on, each in _divisions(model) if on == mesh]
+    if mesh.ndim == 1:
+        return mesh_along(mesh, ["shard"])
+    if mesh.ndim == 2 and all(first.is_replicate() and _is_shard(second) for first, second in placements):
+        return mesh_along(mesh, ["replica", "shard"])
+    return mesh
+
+
+def _sharded(model: torch.nn.Module, told: DeviceMesh) -> set[str]:
+    """The axes along which FSDP shards; those that it sees as one axis of another name included."""
+    known = set(told.mesh_dim_names or ())
+    seen: dict[str, bool] = {}
+    for mesh, placements in _divisions(model) if _has_shards(model) else ():
+        for name, placement in zip(mesh.mesh_dim_names or (), placements, strict=False):
+            seen[name] = seen.get(name, False) or _is_shard(placement)
+    sharded = {name for name, is_sharded in seen.items() if is_sharded}
+    return sharded if sharded <= known else sharded | (known - seen.keys())
+
+
+def _has_shards(model: torch.nn.Module) -> bool:
+    return any(isinstance(each, FSDPModule) for each in model.modules())
+
+
+def _is_shard(placement: Placement) -> bool:
+    return isinstance(placement, Shard | _StridedShard)

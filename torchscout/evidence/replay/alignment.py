@@ -1,7 +1,7 @@
 """Tensors on their way from the source replica to its peers (paper, section 6.1.1, "Identical inputs").
 
 The source describes what it has captured, peers make room for it, and the bytes follow once everybody
-is ready. What a tensor is used for is not known here.
+is ready. Of a DTensor only what this rank holds travels. What a tensor is used for is not known here.
 """
 
 from __future__ import annotations
@@ -10,56 +10,91 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 
 from torchscout.errors import ReplayError
+from torchscout.evidence.replay.layout import Layout, local_part
 from torchscout.evidence.replay.recipe import Broadcast
 
-__all__ = ["captured", "densely", "described", "flat", "is_dense", "receive", "refuse", "room_for"]
+__all__ = [
+    "captured",
+    "densely",
+    "described",
+    "flat",
+    "is_dense",
+    "obstacle",
+    "receive",
+    "refuse",
+    "room_for",
+]
 
 
 def captured(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that later training cannot change; dense, with the strides of the original where they are."""
     refuse(tensor)
-    return tensor.detach().resolve_conj().resolve_neg().clone()
+    return _laid_out(local_part(tensor).detach().resolve_conj().resolve_neg().clone(), tensor)
 
 
 def refuse(tensor: torch.Tensor) -> None:
     """Raise ``ReplayError`` for what does not travel as plain bytes."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise ReplayError(f"a {type(tensor).__name__} is among the inputs")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise ReplayError(f"a {tensor.layout} tensor of {tensor.dtype} is among the inputs")
+    if (found := obstacle(tensor)) is not None:
+        raise ReplayError(f"{found} is among the inputs")
+
+
+def obstacle(tensor: torch.Tensor) -> str | None:
+    """What kind of tensor it is, if one that does not travel as plain bytes."""
+    layout, local = Layout.of(tensor), tensor
+    if layout is not None:
+        if layout.obstacle is not None:
+            return f"a DTensor placed as {layout.obstacle}"
+        local = tensor._local_tensor  # type: ignore[attr-defined]  # not awaited: peers look without reading
+    if type(local) not in (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor):
+        return f"a {type(local).__name__}" if layout is None else f"a DTensor of {type(local).__name__}"
+    if local.layout is not torch.strided or local.is_quantized or local.is_meta:
+        return f"a {local.layout} tensor of {local.dtype}"
+    return None
 
 
 def densely(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as plain bytes in one block, itself where it is that; expanded and sliced ones are not."""
-    plain = tensor.resolve_conj().resolve_neg()
-    return plain if is_dense(plain) else plain.clone()
+    plain = local_part(tensor).resolve_conj().resolve_neg()
+    return _laid_out(plain if is_dense(plain) else plain.clone(), tensor)
 
 
 def described(tensor: torch.Tensor) -> dict[str, Any]:
     """What a peer must know to make room for what ``captured`` makes, or has made, of this tensor."""
+    local, layout = local_part(tensor), Layout.of(tensor)
     return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "size": list(tensor.shape),
-        "stride": list(_dense_stride(tensor)),
-        "device": tensor.device.type,
+        "dtype": str(local.dtype).removeprefix("torch."),
+        "size": list(local.shape),
+        "stride": list(_dense_stride(local)),
+        "device": local.device.type,
+        **({} if layout is None else {"layout": layout.describe()}),
     }
 
 
-def room_for(description: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    """An uninitialized tensor as described; ``device`` is this rank's own accelerator, or the CPU."""
+def room_for(description: Mapping[str, Any], device: torch.device, own: Layout | None = None) -> torch.Tensor:
+    """An uninitialized tensor as described; ``device`` is this rank's own accelerator, or the CPU.
+
+    ``own`` is how this rank's tensor of the same use lies on a mesh, where that is a DTensor.
+    """
+    told = description.get("layout")
+    if (told is None) != (own is None):
+        here, there = ("no DTensor", "one") if own is None else ("a DTensor", "none")
+        raise ReplayError(f"there is {here} here and {there} on the source")
     where = device if description["device"] == device.type else torch.device(description["device"])
     dtype = getattr(torch, description["dtype"])
-    return torch.empty_strided(description["size"], description["stride"], dtype=dtype, device=where)
+    room = torch.empty_strided(description["size"], description["stride"], dtype=dtype, device=where)
+    return room if told is None or own is None else own.like(told).wrap(room)
 
 
 def receive(tensors: Iterable[torch.Tensor], broadcast: Broadcast) -> None:
     """Fill the tensors with the source's bytes, one by one."""
     for tensor in tensors:
-        if tensor.numel():
+        if local_part(tensor).numel():
             # As bytes in the order of memory: any dtype travels, and dense strides need no copy.
-            broadcast(flat(tensor).view(torch.uint8))
+            broadcast(flat(local_part(tensor)).view(torch.uint8))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,6 +111,17 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def _laid_out(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The memory as a DTensor, where that is what it was taken from."""
+    layout = Layout.of(like)
+    if layout is None or not isinstance(like, DTensor):
+        return local
+    again = layout.wrap(local)
+    if again._spec != like._spec:
+        raise ReplayError(f"a DTensor in an order of its own, {like._spec}, cannot be described to peers")
+    return again
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

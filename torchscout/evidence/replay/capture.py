@@ -17,12 +17,19 @@ from torch.utils._pytree import tree_leaves
 
 from torchscout.errors import ReplayError, told
 from torchscout.evidence.hearing import in_backward, is_inert
+from torchscout.evidence.replay.alignment import captured, obstacle
 from torchscout.evidence.replay.invocation import Invocation
+from torchscout.evidence.replay.layout import Layout
+from torchscout.evidence.replay.module_state import buffers_of
 
 __all__ = ["WRITES", "Capture"]
 
 WRITES = "its forward pass writes to its own parameters"
 """Why a module is not replayed: the next call would change training."""
+_RESIZED = (
+    "a tensor among its attributes had another shape in the context_parallel block, which shards it for "
+    "the length of the block; a registered buffer is captured, an attribute is not"
+)
 _NOT_CALLED = "it was not called in this step, or only inside compiled code"
 _WITHOUT_GRADIENTS = (
     "it was called only without gradients: an evaluation, or activation checkpointing with "
@@ -41,6 +48,8 @@ class Capture:
         """The newest call whose output got gradients."""
         self._versions: dict[nn.Parameter, int] = {}
         """Of the module's parameters, while it is being called."""
+        self._attributes: list[tuple[torch.Tensor, torch.Size]] = []
+        """Tensors that the module keeps by itself, as they were when it was called; see ``_in_block``."""
         self._problem = _NOT_CALLED
         self._undo = ExitStack()
         self._arm(module)
@@ -52,13 +61,15 @@ class Capture:
             raise ReplayError(self._problem)
         if found.problem is not None:
             raise ReplayError(found.problem)
+        if any(tensor.shape != shape for tensor, shape in self._attributes):
+            raise ReplayError(_RESIZED)
         return found
 
     def disarm(self) -> None:
         """Remove the hooks and let go of what was captured."""
         self._undo.close()
         self._begun = self._whole = None
-        self._versions = {}
+        self._versions, self._attributes = {}, []
 
     def _arm(self, module: nn.Module) -> None:
         if module._compiled_call_impl is None:
@@ -87,7 +98,17 @@ class Capture:
         self._begun = None
         with self._quietly():
             self._versions = {each: each._version for each in module.parameters()}
-            self._begun = Invocation.of(args, kwargs, self._device, keep=self._keep)
+            begun = Invocation.of(args, kwargs, self._device, keep=self._keep)
+            if begun.attention.is_ring:
+                self._in_block(module, begun)
+            self._begun = begun
+
+    def _in_block(self, module: nn.Module, begun: Invocation) -> None:
+        """``context_parallel`` shards tensors in place, and may make them whole again before the replay."""
+        if self._keep:
+            begun.buffers = {name: captured(each) for name, each in buffers_of(module).items()}
+        kept = [each for part in module.modules() for each in vars(part).values()]
+        self._attributes = [(each, each.shape) for each in kept if isinstance(each, torch.Tensor)]
 
     def _after(self, _: nn.Module, __: Any, ___: Any, output: Any) -> None:
         begun = self._begun
@@ -99,6 +120,8 @@ class Capture:
                 begun.problem = WRITES
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             for place, tensor in enumerate(tensors):
+                if (layout := Layout.of(tensor)) is not None:
+                    begun.outputs[place] = layout
                 if tensor.requires_grad:
                     self._await_gradient(begun, place, tensor)
 
@@ -111,8 +134,8 @@ class Capture:
 
     def _await_gradient(self, begun: Invocation, place: int, tensor: torch.Tensor) -> None:
         def take(gradient: torch.Tensor) -> None:
-            if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
-                begun.problem = f"a {type(gradient).__name__} of {gradient.layout} came back to its output"
+            if (found := obstacle(gradient)) is not None:
+                begun.problem = f"{found} came back to its output"
                 return
             self._whole = begun
             # Kept, not copied: it need not be what training used, only the same on all peers. Autograd

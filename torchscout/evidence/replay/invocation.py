@@ -1,7 +1,8 @@
 """One captured module call, as data that can travel to the peers (paper, section 6.1.1).
 
 Tensors and random states are broadcast, plain values (numbers, strings, None) come with the description,
-and any other argument stays the peer's own and must look alike everywhere.
+and any other argument stays the peer's own and must look alike everywhere. So do the mesh of a DTensor, and
+the attention that a block around the call has put in place.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.alignment import captured, densely, described, refuse, room_for
+from torchscout.evidence.replay.attention import Attention
 from torchscout.evidence.replay.conditions import autocast_now
+from torchscout.evidence.replay.layout import Layout
 from torchscout.evidence.replay.randomness import Randomness
 
 __all__ = ["Invocation", "is_floating"]
@@ -37,8 +40,14 @@ class Invocation:
     autocast: Mapping[str, str | None]
     randomness: Randomness
     """Before the forward pass."""
+    attention: Attention
+    """This rank's own, in training's call."""
+    outputs: dict[int, Layout] = field(default_factory=dict)
+    """Of the DTensors among the output's tensors, by place: this rank's own."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """What backward brought to the output, by place among the output's tensors."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The module's, as they were before the forward pass, where they are others after it; mostly none."""
     problem: str | None = None
     """Why this call cannot be replayed after all."""
 
@@ -48,7 +57,7 @@ class Invocation:
         leaves, spec = tree_flatten((args, kwargs))
         mask = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         kept = [_kept(place, leaf, keep=keep) for place, leaf in enumerate(leaves)]
-        return cls(kept, mask, spec, autocast_now(device), Randomness.now(device))
+        return cls(kept, mask, spec, autocast_now(device), Randomness.now(device), Attention.now())
 
     def arguments(self, tensors: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, with these tensors in place of its own."""
@@ -62,6 +71,7 @@ class Invocation:
             "leaves": [_described(leaf) for leaf in self.leaves],
             "requires_grad": self.requires_grad,
             "autocast": dict(self.autocast),
+            "attention": self.attention.describe(),
             "random": {name: described(state) for name, state in self.randomness.states.items()},
             "gradients": {str(place): described(each) for place, each in self.gradients.items()},
         }
@@ -77,9 +87,17 @@ class Invocation:
         states = {name: room_for(told, device) for name, told in source["random"].items()}
         if states.keys() != self.randomness.states.keys():
             raise ReplayError(f"random streams are {sorted(self.randomness.states)}, not {sorted(states)}")
-        gradients = {int(place): room_for(told, device) for place, told in source["gradients"].items()}
-        return Invocation(
-            leaves, source["requires_grad"], self.spec, source["autocast"], Randomness(states), gradients
+        self.attention.require(source["attention"])
+        return replace(
+            self,
+            leaves=leaves,
+            requires_grad=source["requires_grad"],
+            autocast=source["autocast"],
+            randomness=Randomness(states),
+            gradients={
+                int(place): room_for(told, device, self.outputs.get(int(place)))
+                for place, told in source["gradients"].items()
+            },
         )
 
     def densified(self) -> Invocation:
@@ -100,6 +118,9 @@ def is_floating(leaf: Any) -> bool:
 class _Left:
     """In place of a tensor whose values are the source's to send."""
 
+    layout: Layout | None = None
+    """Of a DTensor."""
+
 
 def _kept(place: int, leaf: Any, *, keep: bool) -> Any:
     if not isinstance(leaf, torch.Tensor):
@@ -110,7 +131,7 @@ def _kept(place: int, leaf: Any, *, keep: bool) -> Any:
     if keep:
         return captured(leaf)
     refuse(leaf)
-    return _Left()
+    return _Left(Layout.of(leaf))
 
 
 def _hides_tensors(leaf: Any) -> bool:
@@ -135,9 +156,22 @@ def _described(leaf: Any) -> dict[str, Any]:
 def _room(place: int, own: Any, told: Mapping[str, Any], device: torch.device) -> Any:
     """This rank's leaf for the source's: room for a tensor, the same plain value, its own object."""
     if "tensor" in told:
-        return room_for(told["tensor"], device)
+        return _room_for_tensor(place, own, told["tensor"], device)
     if "plain" in told:
         return told["plain"]
     if _described(own) != told:
         raise ReplayError(f"argument {place} is {_described(own)} here and {dict(told)} on the source")
     return own
+
+
+def _room_for_tensor(place: int, own: Any, told: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    layout = own.layout if isinstance(own, _Left) else Layout.of(own)
+    try:
+        room = room_for(told, device, layout)
+    except ReplayError as error:
+        raise ReplayError(f"argument {place}: {error}") from error
+    arriving = Layout.of(room)
+    if layout is not None and arriving is not None and layout.placements != arriving.placements:
+        here, there = layout.placements, arriving.placements
+        raise ReplayError(f"argument {place} is placed as {here} here and as {there} on the source")
+    return room

@@ -22,6 +22,7 @@ from torchscout.evidence.replay.capture import WRITES, Capture
 from torchscout.evidence.replay.conditions import autocast_as, deterministic, is_compiled
 from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.invocation import Invocation, is_floating
+from torchscout.evidence.replay.layout import Layout
 from torchscout.evidence.replay.module_state import buffers_of, preserved, refusal
 from torchscout.evidence.replay.randomness import unmoved
 from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
@@ -107,12 +108,12 @@ class LayerReplay:
         if self._capture is None:
             raise ReplayError(str(self._refusal))
         self._own = self._capture.invocation().densified()
-        buffers = {name: alignment.described(each) for name, each in buffers_of(self._module).items()}
+        buffers = {name: alignment.described(each) for name, each in self._buffers_before().items()}
         return {**self._own.describe(), "buffers": buffers, "parameters": list(self._parameters)}
 
     def prepare(self, descriptions: Sequence[Any], source: int) -> None:
         assert self._own is not None, "described first"
-        own, told = buffers_of(self._module), descriptions[source]
+        own, told = self._buffers_before(), descriptions[source]
         if list(told["buffers"]) != list(own):
             raise ReplayError(f"its buffers are {list(own)} here and {list(told['buffers'])} on the source")
         if other := sorted(self._parameters.keys() ^ set(told["parameters"])):
@@ -127,7 +128,8 @@ class LayerReplay:
         else:
             self._call = self._own.like(told, self._device)
             self._buffers = {
-                name: alignment.room_for(each, self._device) for name, each in told["buffers"].items()
+                name: alignment.room_for(each, self._device, Layout.of(own[name]))
+                for name, each in told["buffers"].items()
             }
 
     def align(self, broadcast: Broadcast) -> None:
@@ -201,6 +203,11 @@ class LayerReplay:
         tensors = self._call.tensors()
         return [*tensors[len(besides or ()) :], *self._buffers.values()]
 
+    def _buffers_before(self) -> dict[str, torch.Tensor]:
+        """This rank's, as its own call found them."""
+        assert self._own is not None, "captured first"
+        return {name: self._own.buffers.get(name, each) for name, each in buffers_of(self._module).items()}
+
     def _inputs(self) -> list[Surface]:
         """All input gradients together, if there are any: indices have none."""
         assert self._call is not None, "prepared first"
@@ -211,7 +218,8 @@ class LayerReplay:
         assert self._call is not None, "prepared first"
         kernels = nullcontext() if is_compiled(self._module) else deterministic()
         untouched = preserved(self._module, self._buffers, self._call.randomness.seed)
-        with unmoved(self._device), untouched, kernels, torch.enable_grad():
+        attention = self._call.attention.again()
+        with unmoved(self._device), untouched, attention, kernels, torch.enable_grad():
             yield
 
     def _timed(self, seen: Observation, suffix: str) -> AbstractContextManager[None]:

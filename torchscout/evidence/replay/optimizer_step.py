@@ -30,7 +30,15 @@ from torchscout.evidence.replay.optimizer_clone import (
     build,
     update,
 )
-from torchscout.evidence.replay.optimizer_slice import Slice, local_of, nth_slice, whole_of
+from torchscout.evidence.replay.optimizer_slice import (
+    Slice,
+    gradient_of,
+    is_unreduced,
+    local_of,
+    nth_slice,
+    reduce,
+    whole_of,
+)
 from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
 from torchscout.evidence.replay.separability import Separability
 from torchscout.evidence.replay.stopwatch import timed
@@ -42,6 +50,8 @@ WHOLE_BUDGET = 1 << 22
 REPRODUCED = signed(xxhash.xxh3_64_intdigest(b"torchscout: the replay gave what the real update gave"))
 """In place of a signature: this rank's real result is bitwise the replayed one."""
 
+GRADIENT = 1
+"""Its place among a blueprint's tensors."""
 INPUT = Surface("optimizer/input")
 PARAMETER = Surface("optimizer/param")
 UPDATE = Surface("optimizer/update")
@@ -109,13 +119,19 @@ class _Target:
             raise ReplayError(f"{self.name} had no gradient when the optimizer stepped")
         parts = Parts(
             parameter=self.local(),
-            gradient=local_of(gradient, self.parameter),
+            gradient=gradient_of(gradient, self.parameter),
             state={name: self._slot(value) for name, value in self._state().items()},
         )
         refuse(parts.gradient)
         if not parts.parameter.numel():
             raise ReplayError(f"{self.name} has no elements on this rank")
         return parts
+
+    def unreduced(self) -> torch.Tensor | None:
+        """A copy of this rank's summand, where the gradient is a sum yet to be made."""
+        gradient = self.parameter.grad
+        is_sum = gradient is not None and is_unreduced(gradient, self.parameter)
+        return captured(gradient) if gradient is not None and is_sum else None
 
     def _slot(self, value: Any) -> Any:
         return local_of(value, self.parameter) if isinstance(value, torch.Tensor) else value
@@ -159,6 +175,8 @@ class OptimizerReplay:
         self._blueprint: Blueprint | None = None
         self._descriptions: dict[str, Any] = {}
         self._tensors: list[torch.Tensor] = []
+        self._unreduced: torch.Tensor | None = None
+        """This rank's summand of the gradient, where ranks have yet to add it up."""
 
     def watch(self, separability: Separability, count: int) -> None:
         """Capture at each step of the optimizer, until ``describe``; the last one counts."""
@@ -196,6 +214,7 @@ class OptimizerReplay:
         self._slice, self._blueprint = part, blueprint
         self._descriptions = dict(zip(blueprint.names, map(described, tensors), strict=True))
         self._tensors = [captured(tensor) for tensor in tensors] if self._is_source else []
+        self._unreduced = self._target.unreduced()
         self._failure = None
 
     def describe(self) -> Any:
@@ -222,6 +241,12 @@ class OptimizerReplay:
             self._tensors = [room_for(description, self._device) for description in wanted]
 
     def align(self, broadcast: Broadcast) -> None:
+        if self._unreduced is not None:
+            assert self._slice is not None
+            # Not in the hook: only here is it sure that all who hold a summand come, sources or not.
+            whole = reduce(self._unreduced, self._target.parameter)
+            if self._is_source:
+                self._tensors[GRADIENT].copy_(self._slice.of(whole))
         receive(self._tensors, broadcast)
 
     @property
@@ -272,7 +297,7 @@ class OptimizerReplay:
     def release(self) -> None:
         self._unhook()
         self._blueprint = self._slice = None
-        self._tensors, self._descriptions = [], {}
+        self._tensors, self._descriptions, self._unreduced = [], {}, None
 
     def _unhook(self) -> None:
         if self._hook is not None:

@@ -1,0 +1,109 @@
+"""Replay of context parallelism: attention that goes around ranks by hand, and PyTorch's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.context_jobs import WAYS, Trial, train
+from tests.support.ranks import run_ranks
+from tests.support.replayed_job import REPLAY, WIDTH
+from tests.support.tensor_jobs import Told
+from torchscout.faults.fault import Faults
+
+PARTS = ("tokens", "stack.0", "stack.1", "head")
+NAMES = ("norm/weight", "norm/bias", "mix/weight", "mix/bias", "down/weight", "down/bias")
+LAYERS = {
+    *(f"{part}/{what}" for part in PARTS for what in ("input", "parameters", "output")),
+    *("stack.0/grad_input", "stack.1/grad_input", "head/grad_input"),
+    *(f"stack.{place}.{name}.grad" for place in (0, 1) for name in NAMES),
+    *("tokens/weight.grad", "head/weight.grad", "head/bias.grad"),
+}
+UPDATES = {
+    f"optimizer/{what}"
+    for what in ("input", "param", "slot.exp_avg", "slot.exp_avg_sq", "slot.step", "update", "reproduced")
+}
+SLOW = pytest.mark.slow
+
+
+def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Told]:
+    alone = train(rank, trial, None)
+    checked = train(rank, trial, run_dir)
+    return alone.bits == checked.bits, checked
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        *(Trial((2, 2), way) for way in WAYS),
+        Trial((2, 2), "gathered", sharded=True),
+        Trial((2, 2), "block", own_buffer=True, steps=4),
+        Trial((2, 2), "block", inside=True, steps=4),
+        pytest.param(Trial((2, 2), "block", rotation="alltoall"), marks=SLOW),
+        pytest.param(Trial((2, 2), "block", sharded=True), marks=SLOW),
+        *(pytest.param(Trial((4, 2), way), marks=SLOW) for way in WAYS),
+    ],
+    ids=str,
+)
+def test_training_is_bitwise_the_same_and_everything_is_checked(trial: Trial, tmp_path: Path):
+    state = {"state/at_rest"} if trial.sharded else {"state/parameters", "state/optimizer"}
+    for same, found in run_ranks(with_and_without, trial.ranks, trial, tmp_path, timeout=300):
+        assert same
+        assert (found.failures, found.sentences, found.unchecked) == ([], [], set())
+        assert found.agreed == LAYERS | UPDATES | state
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_source_computes_again_what_it_computed_in_training(way: str, tmp_path: Path):
+    """Not its own tokens' attention to each other, which peers would agree about as well."""
+    trial = Trial((2, 2), way, steps=3, rate=0.0)
+    for rank, found in enumerate(run_ranks(train, 4, trial, tmp_path, timeout=120)):
+        assert found.unchecked == set()
+        again = [rank < 2] * 2  # the input of both replays was the first replica's
+        assert found.echoes == {"output": again, "gradient": again}
+
+
+def faulty(trial: Trial, faults: Faults, run_dir: Path) -> list[Told]:
+    found = run_ranks(train, trial.ranks, trial, run_dir, faults, timeout=120)
+    assert sum(each.fired for each in found) >= 1
+    assert [each.failures for each in found] == [[]] * trial.ranks
+    return found
+
+
+FAULTS = [
+    ("stack.1/output", REPLAY, "stack.1/output"),
+    ("stack.1/grad_input", REPLAY, "stack.1/grad_input"),
+    ("stack.1.down/weight.gradient", REPLAY, "stack.1.down/weight.grad"),
+    ("stack.1.mix/weight", range(1), "stack.1.mix/weight"),
+    ("stack.1.down/weight.exp_avg", range(1), "stack.1.down/weight.exp_avg"),
+]
+
+
+@pytest.mark.parametrize(
+    "way", ["block", *(pytest.param(each, marks=SLOW) for each in WAYS if each != "block")]
+)
+@pytest.mark.parametrize(("at", "calls", "surface"), FAULTS, ids=[surface for *_, surface in FAULTS])
+def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, way: str, tmp_path: Path):
+    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
+    found = faulty(Trial((3, 2), way, steps=3), faults, tmp_path)
+    assert found[0].incidents[0] == ("rank", (3,), surface, 2), found[0].sentences
+    assert {ranks for _, ranks, _, _ in found[0].incidents} == {(3,)}, found[0].sentences
+
+
+@pytest.mark.parametrize("way", ["block", "gathered"])
+def test_a_wrong_key_that_reaches_the_partner_is_one_incident_of_both(way: str, tmp_path: Path):
+    key = WIDTH  # queries come first
+    faults = Faults().flip_bit(rank=2, at="stack.1.mix/output", step=2, bit=22, index=key, calls=REPLAY)
+    found = faulty(Trial((3, 2), way, steps=3), faults, tmp_path)
+    assert [each[:2] for each in found[0].incidents] == [("machine", (2, 3))], found[0].sentences
+    assert "one of them may have it from another" in found[0].sentences[0]
+
+
+@pytest.mark.parametrize(("at", "calls", "surface"), [FAULTS[0], FAULTS[3]], ids=["output", "weight"])
+def test_two_replicas_differ_as_a_group(at: str, calls: range, surface: str, tmp_path: Path):
+    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
+    found = faulty(Trial((2, 2), "block", steps=2), faults, tmp_path)
+    assert found[0].incidents[0] == ("peer_group", (1, 3), surface, 2), found[0].sentences
+    statuses = {each.status for each in found[3].records if each.surface == surface and each.step == 2}
+    assert statuses == {"inconclusive"}
