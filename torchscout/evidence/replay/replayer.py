@@ -209,6 +209,8 @@ class Replayer:
             for each in comparisons:
                 evidence[_key(each.surface, variant)] = into.signatures.get(each.surface, POISON)
         verdicts = c3.compare(begun.peers.evidence, exact=evidence)
+        for into in seen.values():
+            into.read()
         records = []
         for variant, problem in zip(seen, problems, strict=True):
             gathered: dict[Surface, Any] = {
