@@ -44,7 +44,7 @@ __all__ = [
 #               4 bytes   reserved, zero
 #               8 bytes   length of the header in bytes
 #              16 bytes   xxh3-128 of the 24 bytes before this and of the header
-#     header              JSON
+#     header              JSON, perhaps with spaces after it
 #     tensors             each at the next multiple of 64 bytes, zeros between
 #
 # The last tensor's last byte ends the shard. Where every tensor lies follows from the lengths alone; the
@@ -161,31 +161,44 @@ def digest(data: Buffer) -> str:
 
 
 class Outline:
-    """A shard before its tensors' bytes are known: where each will lie, and the header once they are there."""
+    """A shard before its tensors' bytes are known: where each will lie, and later the header."""
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    def __init__(self, fields: dict[str, Any], room: int) -> None:
         self._fields = fields
         self._rows: list[dict[str, Any]] = fields["tensors"]
         # Digests have one length, so that the header has it before they are known.
-        start = len(self.head([_NO_DIGEST] * len(self._rows)))
-        self.places = [_aligned(start) + row["offset"] for row in self._rows]
+        self.header_bytes = max(len(self._json([_NO_DIGEST] * len(self._rows))), room)
+        self.start = PREFIX_BYTES + self.header_bytes
+        """Where the header ends."""
+        self.places = [_aligned(self.start) + row["offset"] for row in self._rows]
         """Each tensor's first byte."""
-        self.size = self.places[-1] + self._rows[-1]["length"] if self._rows else start
+        self.ends = [place + row["length"] for place, row in zip(self.places, self._rows, strict=True)]
+        self.size = self.ends[-1] if self.ends else self.start
         """Of the whole shard."""
 
     def head(self, digests: Sequence[str]) -> bytes:
         """Everything before the first tensor's padding."""
-        rows = [{**row, "digest": each} for row, each in zip(self._rows, digests, strict=True)]
-        document = {**self._fields, "tensors": rows}
-        header = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+        header = self._json(digests).ljust(self.header_bytes)
         prefix = _PREFIX.pack(MAGIC, SCHEMA, 0, len(header), b"")[:_DIGESTED]
         return prefix + xxhash.xxh3_128_digest(prefix + header) + header
 
+    def _json(self, digests: Sequence[str]) -> bytes:
+        rows = [{**row, "digest": each} for row, each in zip(self._rows, digests, strict=True)]
+        document = {**self._fields, "tensors": rows}
+        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+
 
 def outline(
-    identity: Identity, role: Role, document: Any, tensors: Sequence[tuple[str, str, tuple[int, ...]]]
+    identity: Identity,
+    role: Role,
+    document: Any,
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+    room: int = 0,
 ) -> Outline:
-    """Lay out a shard of tensors given by name, dtype and shape."""
+    """Lay out a shard of tensors given by name, dtype and shape.
+
+    The header has ``room`` bytes at least, so that tensors can lie where they lay in another shard.
+    """
     if len({name for name, _, _ in tensors}) < len(tensors):
         raise ValueError("two tensors of a shard have the same name")
     # Offsets count from the header's end, rounded up, so that the header's own length does not change them.
@@ -197,9 +210,8 @@ def outline(
         row = {"name": name, "dtype": dtype, "shape": list(shape), "length": length, "offset": offset}
         table.append(row)
         offset += length
-    return Outline(
-        {"identity": identity.to_json(), "role": role.value, "tensors": table, "document": document}
-    )
+    fields = {"identity": identity.to_json(), "role": role.value, "tensors": table, "document": document}
+    return Outline(fields, room)
 
 
 def encode(identity: Identity, role: Role, document: Any, blobs: Sequence[Blob]) -> list[Buffer]:
