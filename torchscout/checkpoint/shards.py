@@ -81,7 +81,8 @@ def save(path: Path | str, identity: Identity, role: Role, tree: Any) -> None:
     from torchscout.checkpoint import tree as trees
 
     encoded = trees.encode(tree)
-    write(path, encode(identity, role, encoded.document, tensors.blobs_of(encoded.tensors)))
+    blobs = tensors.blobs_of(encoded.tensors)  # alive until all is written: some own the memory they tell of
+    write(path, encode(identity, role, encoded.document, blobs))
 
 
 def write(path: Path | str, pieces: Sequence[Buffer]) -> None:
