@@ -32,8 +32,8 @@ def holders(hosts: Sequence[str]) -> dict[int, int | None]:
     row, shift = largest + rest, len(largest)
     if shift <= len(rest):
         return {rank: row[(place + shift) % len(row)] for place, rank in enumerate(row)}
-    held_by_rest = {rank: rest[place % len(rest)] for place, rank in enumerate(largest)}
-    return held_by_rest | dict(zip(rest, largest, strict=False))
+    found: dict[int, int | None] = {rank: rest[place % len(rest)] for place, rank in enumerate(largest)}
+    return found | dict(zip(rest, largest, strict=False))
 
 
 def wards(hosts: Sequence[str], rank: int) -> tuple[int, ...]:
