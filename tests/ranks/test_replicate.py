@@ -187,8 +187,13 @@ def test_a_holder_that_was_away_is_told_later_what_is_retired(tmp_path: Path):
         until(lambda: files(owner.memory) == [], "it is gone here")
         heard: list[str] = []
         until(lambda: said(owner, "does not answer", heard), "it is noticed that nobody answers")
-        holder.signal(signal.SIGCONT)
-        until(lambda: files(holder.memory) == [], "and gone there")
+        holder.signal(signal.SIGKILL)
+        assert files(holder.memory) != []
+        restarted = Rank(1, holder.memory, TOKEN, port=holder.address[1])
+        try:
+            until(lambda: files(holder.memory) == [], "and gone there")
+        finally:
+            restarted.end()
 
 
 def test_a_holder_that_lost_its_memory_gets_the_newest_again(tmp_path: Path):
