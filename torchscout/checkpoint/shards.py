@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ __all__ = [
     "load",
     "make_folder",
     "path_of",
+    "replace",
     "save",
     "verify",
     "write",
@@ -99,20 +100,13 @@ def save(path: Path | str, identity: Identity, role: Role, tree: Any) -> None:
 
 def write(path: Path | str, pieces: Sequence[Buffer]) -> None:
     """Seal these bytes under this name, or raise ``CheckpointError`` and leave nothing behind."""
-    path = Path(path)
-    size = sum(map(len, pieces))
-    try:
-        _refuse_sealed(path)
-        make_folder(path.parent)
-        with _temporary_beside(path) as (temporary, file):
-            with open(file, "wb", buffering=1 << 20, closefd=False) as stream:
-                for piece in pieces:
-                    stream.write(piece)
-            os.fchmod(file, 0o400)
-            os.fsync(file)
-            _publish(temporary, path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}{_space_left(path, size)}") from error
+    _refuse_sealed(path := Path(path))
+    _put(path, pieces, _publish)
+
+
+def replace(path: Path | str, pieces: Sequence[Buffer]) -> None:
+    """The same for a name that may be taken: what is there stays whole until these bytes are."""
+    _put(Path(path), pieces, _exchange)
 
 
 def inspect(path: Path | str) -> Header:
@@ -173,6 +167,21 @@ def clean(directory: Path | str) -> list[Path]:
     return sorted(removed)
 
 
+def _put(path: Path, pieces: Sequence[Buffer], publish: Callable[[Path, Path], None]) -> None:
+    size = sum(map(len, pieces))
+    try:
+        make_folder(path.parent)
+        with _temporary_beside(path) as (temporary, file):
+            with open(file, "wb", buffering=1 << 20, closefd=False) as stream:
+                for piece in pieces:
+                    stream.write(piece)
+            os.fchmod(file, 0o400)
+            os.fsync(file)
+            publish(temporary, path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}{_space_left(path, size)}") from error
+
+
 @contextmanager
 def _temporary_beside(path: Path) -> Iterator[tuple[Path, int]]:
     """A file that only this writer knows, gone afterwards whatever happens."""
@@ -219,6 +228,11 @@ def _publish(temporary: Path, path: Path) -> None:
     except OSError:
         path.unlink(missing_ok=True)
         raise
+
+
+def _exchange(temporary: Path, path: Path) -> None:
+    temporary.replace(path)
+    _sync_folder(path.parent)
 
 
 def _refuse_sealed(path: Path) -> None:

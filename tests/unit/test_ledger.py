@@ -1,0 +1,234 @@
+"""The gate's state in files: whole or the one before, never a guess."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_gate import train
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate_state import CheckpointGate
+from torchscout.checkpoint.shard_format import digest
+from torchscout.errors import CheckpointError, DamagedError
+
+FIRST = train(CheckpointGate(recipes=2), "hhh")
+SECOND = train(CheckpointGate(recipes=2), "hhhhx")
+
+
+def write(folder: Path, gate: CheckpointGate, rank: int = 1, job: str = "job", world_size: int = 4) -> Path:
+    ledger.write(folder, rank, gate, job=job, world_size=world_size)
+    return ledger.path_of(folder, rank)
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def put(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def previous(path: Path) -> Path:
+    return path.with_name(path.name + ".previous")
+
+
+def test_what_was_written_last_is_read(tmp_path: Path):
+    path = write(tmp_path / "made" / "on the way", FIRST)
+    assert ledger.read(path.parent, 1) == FIRST
+    write(path.parent, SECOND)
+    assert ledger.read(path.parent, 1) == SECOND
+    assert ledger.inspect(path.parent, 1) == ledger.Ledger("job", 4, 1, SECOND)
+    assert names(path.parent) == ["rank-1.ledger", "rank-1.ledger.previous"], "nothing else is left"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o400
+
+
+def test_where_nothing_was_written_there_is_nothing(tmp_path: Path):
+    write(tmp_path, FIRST, rank=2)
+    assert ledger.read(tmp_path, 1) is None
+    assert ledger.read(tmp_path / "none", 1) is None
+    assert ledger.ranks_in(tmp_path) == [2]
+
+
+def test_every_flipped_bit_falls_back_to_the_one_before(tmp_path: Path):
+    write(tmp_path, FIRST)
+    path = write(tmp_path, SECOND)
+    data = path.read_bytes()
+    for bit in range(len(data) * 8):
+        put(path, flipped(data, bit))
+        found = ledger.inspect(tmp_path, 1)
+        assert found is not None
+        assert found.gate == FIRST
+        assert found.doubt is not None
+        assert "rank-1.ledger is damaged" in found.doubt
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, -1, -2, -40])
+def test_a_torn_file_falls_back_to_the_one_before(tmp_path: Path, length: int):
+    write(tmp_path, FIRST)
+    path = write(tmp_path, SECOND)
+    put(path, path.read_bytes()[:length])
+    assert ledger.read(tmp_path, 1) == FIRST
+
+
+def test_a_missing_file_falls_back_to_the_one_before(tmp_path: Path):
+    write(tmp_path, FIRST)
+    write(tmp_path, SECOND).unlink()
+    found = ledger.inspect(tmp_path, 1)
+    assert found is not None
+    assert (found.gate, found.doubt) == (FIRST, f"{tmp_path}/rank-1.ledger is missing")
+
+
+def test_two_damaged_files_are_an_error_that_names_both(tmp_path: Path):
+    write(tmp_path, FIRST)
+    path = write(tmp_path, SECOND)
+    put(path, flipped(path.read_bytes(), 77))
+    put(previous(path), b"")
+    with pytest.raises(DamagedError, match=r"rank-1\.ledger is damaged.*rank-1\.ledger\.previous is damaged"):
+        ledger.read(tmp_path, 1)
+
+
+def test_a_damaged_file_without_one_before_is_an_error(tmp_path: Path):
+    put(write(tmp_path, FIRST), b"nonsense")
+    with pytest.raises(DamagedError, match=r"rank-1\.ledger is damaged"):
+        ledger.read(tmp_path, 1)
+
+
+def test_a_damaged_file_does_not_displace_the_whole_one_before(tmp_path: Path):
+    write(tmp_path, FIRST)
+    path = write(tmp_path, SECOND)
+    put(path, flipped(path.read_bytes(), 77))
+    write(tmp_path, SECOND)
+    put(path, b"")
+    assert ledger.read(tmp_path, 1) == FIRST
+
+
+def forged(**changes: object) -> bytes:
+    body = {"schema": 1, "job": "job", "world_size": 4, "rank": 1, "gate": FIRST.to_json(), **changes}
+    text = json.dumps(body).encode()
+    return text + b'\n{"xxh3_128":"' + digest(text).encode() + b'"}\n'
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"schema": 2}, "a ledger of schema 2, this version reads 1"),
+        ({"rank": 3}, "is the ledger of rank 3"),
+    ],
+)
+def test_a_whole_file_that_is_not_meant_is_refused_and_the_one_before_is_not_asked(tmp_path, changes, told):
+    write(tmp_path, FIRST)
+    put(write(tmp_path, SECOND), forged(**changes))
+    with pytest.raises(CheckpointError, match=told) as caught:
+        ledger.read(tmp_path, 1)
+    assert not isinstance(caught.value, DamagedError)
+
+
+def test_another_jobs_ledger_is_refused_if_one_says_whose_it_should_be(tmp_path: Path):
+    write(tmp_path, FIRST, job="theirs")
+    assert ledger.read(tmp_path, 1) == FIRST
+    with pytest.raises(CheckpointError, match=r"rank-1\.ledger belongs to job 'theirs', not to 'ours'"):
+        ledger.read(tmp_path, 1, job="ours")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gate": None},
+        {"gate": {**FIRST.to_json(), "accepted": 2}},
+        {"gate": {**FIRST.to_json(), "more": 1}},
+        {"job": 3},
+        {"world_size": 1},
+        {"world_size": "4"},
+        {"rank": True},
+    ],
+)
+def test_a_sealed_file_that_makes_no_sense_is_damaged(tmp_path: Path, changes: dict[str, object]):
+    put(write(tmp_path, FIRST), forged(**changes))
+    with pytest.raises(DamagedError, match="is not a ledger"):
+        ledger.read(tmp_path, 1)
+
+
+@pytest.mark.parametrize("body", [b"[]", b"3", b"{", b"[" * 100_000])
+def test_sealed_bytes_of_any_kind_are_refused(tmp_path: Path, body: bytes):
+    put(ledger.path_of(tmp_path, 1), body + b'\n{"xxh3_128":"' + digest(body).encode() + b'"}\n')
+    with pytest.raises(DamagedError, match="is not a ledger"):
+        ledger.read(tmp_path, 1)
+
+
+def test_what_is_no_file_is_an_error_and_holds_nobody_up(tmp_path: Path):
+    os.mkfifo(ledger.path_of(tmp_path, 0))
+    with pytest.raises(DamagedError):
+        ledger.read(tmp_path, 0)
+    ledger.path_of(tmp_path, 1).mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot read .*rank-1\.ledger: Is a directory"):
+        ledger.read(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"cannot read .*rank-1\.ledger: Is a directory"):
+        write(tmp_path, FIRST)
+
+
+WRITER = """
+import itertools, sys
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate_state import CheckpointGate
+print("writing", flush=True)
+for step in itertools.count(int(sys.argv[2])):
+    ledger.write(sys.argv[1], 0, CheckpointGate(step=step), job="job", world_size=1)
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_writer_killed_at_any_instant_leaves_a_whole_state_and_never_an_older_one(tmp_path: Path):
+    last = 0
+    for attempt in range(20):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(last + 1)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        with process:
+            assert process.stdout.readline() == "writing\n"
+            time.sleep(0.002 * attempt)
+            process.send_signal(signal.SIGKILL)
+        found = ledger.inspect(tmp_path, 0)
+        if found is None:  # killed before its first write
+            assert last == 0
+            continue
+        assert found.doubt is None, "the file is whole"
+        assert found.gate.step >= last
+        last = found.gate.step
+    assert last > 20, "they got to write"
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path):
+    write(tmp_path, FIRST)
+    limited = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate_state import CheckpointGate
+from torchscout.errors import CheckpointError
+try:
+    ledger.write({str(tmp_path)!r}, 1, CheckpointGate(), job="job", world_size=4)
+except CheckpointError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, check=True)
+    assert "cannot write" in done.stdout
+    assert "File too large" in done.stdout
+    found = ledger.inspect(tmp_path, 1)
+    assert found == ledger.Ledger("job", 4, 1, FIRST)
+    assert names(tmp_path) == ["rank-1.ledger"]

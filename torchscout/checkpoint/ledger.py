@@ -1,0 +1,202 @@
+"""The gate's state as a small file beside the shards, one per rank (paper, section 9, recovery integration).
+
+A write is whole or has not happened, and the file before it is kept, should this one be damaged later. Which
+shards there are, and whether they are whole, is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torchscout.checkpoint import shards
+from torchscout.checkpoint.gate_state import CheckpointGate
+from torchscout.checkpoint.generation import Generation, is_number
+from torchscout.checkpoint.shard_format import digest
+from torchscout.errors import CheckpointError, DamagedError
+
+__all__ = ["SCHEMA", "Ledger", "inspect", "newest", "path_of", "ranks_in", "read", "reconcile", "write"]
+
+SCHEMA = 1
+"""Version of the file; other versions are refused."""
+
+# [Note: the layout of a ledger]
+#
+# Two lines of JSON: the ledger, and the xxh3-128 of the first line's bytes. There is exactly one way to write
+# either, so that no bit can change unseen. A ledger that is whole but of another job, rank or schema is no
+# damage: it is refused, and the one before it is not asked.
+_NAME = re.compile(r"rank-(0|[1-9]\d{0,8})\.ledger(\.previous)?")
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What one rank has written down about its job's checkpoints."""
+
+    job: str
+    world_size: int
+    rank: int
+    gate: CheckpointGate
+    doubt: str | None = None
+    """Why this is the state before the last one; None if it is the last."""
+
+
+def path_of(folder: Path | str, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank}.ledger"
+
+
+def ranks_in(folder: Path | str) -> list[int]:
+    """Those with a ledger here, whole or not; an ``OSError`` if there is no such folder."""
+    names = (_NAME.fullmatch(path.name) for path in Path(folder).iterdir())
+    return sorted({int(name[1]) for name in names if name})
+
+
+def write(folder: Path | str, rank: int, gate: CheckpointGate, *, job: str, world_size: int) -> None:
+    """Put this state in the place of the last; after a ``CheckpointError`` the last one is still there."""
+    assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+    path = path_of(folder, rank)
+    try:
+        former = _bytes(path)
+        _parsed(former, path)
+    except (FileNotFoundError, DamagedError):
+        pass  # nothing, or nothing that is worth more than what is kept already
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    else:
+        shards.replace(_previous(path), [former])
+    body = {"schema": SCHEMA, "job": job, "world_size": world_size, "rank": rank, "gate": gate.to_json()}
+    shards.replace(path, [_sealed(json.dumps(body, separators=(",", ":")).encode())])
+
+
+def read(folder: Path | str, rank: int, *, job: str | None = None) -> CheckpointGate | None:
+    """The last state that can be read, or None if there never was one; see ``inspect``."""
+    found = inspect(folder, rank)
+    if found is not None and job is not None and found.job != job:
+        raise CheckpointError(f"{path_of(folder, rank)} belongs to job {found.job!r}, not to {job!r}")
+    return None if found is None else found.gate
+
+
+def inspect(folder: Path | str, rank: int) -> Ledger | None:
+    """What this rank has written down; ``DamagedError`` if neither the last nor the one before is whole."""
+    path = path_of(folder, rank)
+    if isinstance(last := _tried(path, rank), Ledger):
+        return last
+    if isinstance(former := _tried(_previous(path), rank), Ledger):
+        return replace(former, doubt=last or f"{path} is missing")
+    if last is former is None:
+        return None
+    raise DamagedError("; ".join(filter(None, (last, former))))
+
+
+def newest(gates: Iterable[CheckpointGate]) -> CheckpointGate:
+    """One rank's state, written down in several places of which some may be behind."""
+    gates = list(gates)
+    last = max((gate.lineage, gate.step) for gate in gates)
+    return reconcile([gate for gate in gates if (gate.lineage, gate.step) == last])
+
+
+def reconcile(gates: Sequence[CheckpointGate | None]) -> CheckpointGate:
+    """What all ranks may rely on, though they may have stopped in the middle of a job-wide change.
+
+    No generation is trusted more than by the rank that trusts it least. A rank that has no ledger, being new,
+    has no say. For a job that is not running: nothing is being written any more.
+    """
+    known = [gate for gate in gates if gate is not None]
+    if not known:
+        return CheckpointGate()
+    poisoned = max((gate.poisoned for gate in known if gate.poisoned is not None), default=None)
+    catalogs = {gate.recipes for gate in known}
+    trusted = _common(known, lambda gate: gate.trusted)
+    durable = _common(known, lambda gate: gate.durable)
+    # Promoted on some ranks and not yet on others: still a candidate. Without all its files it is none.
+    waiting = _common(known, lambda gate: tuple(filter(None, (*gate.trusted, gate.candidate))))
+    candidates = [each for each in waiting if each in durable and each not in trusted]
+    captured = _common(known, lambda gate: gate.captured)
+    if poisoned is not None:
+        candidates, captured = [], tuple(each for each in captured if each in trusted)
+    assert len(candidates) < 2, "a candidate is newer than all that its rank trusts"
+    return CheckpointGate(
+        recipes=max((size for size in catalogs if size is not None), default=None),
+        persist_every=min(gate.persist_every for gate in known),
+        keep=max(gate.keep for gate in known),
+        accepted=min(gate.accepted for gate in known) if len(catalogs) == 1 and poisoned is None else 0,
+        captured=captured,
+        candidate=candidates[0] if candidates else None,
+        trusted=trusted,
+        durable=tuple(each for each in durable if each in (*trusted, *candidates)),
+        unwritten=max(gate.unwritten for gate in known),
+        poisoned=poisoned,
+        lineage=max(gate.lineage for gate in known),
+        step=max(gate.step for gate in known),
+    )
+
+
+_Pick = Callable[[CheckpointGate], tuple[Generation, ...]]
+
+
+def _common(gates: Sequence[CheckpointGate], pick: _Pick) -> tuple[Generation, ...]:
+    return tuple(sorted(set.intersection(*(set(pick(gate)) for gate in gates))))
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f"{path.name}.previous")
+
+
+def _sealed(body: bytes) -> bytes:
+    return body + b'\n{"xxh3_128":"' + digest(body).encode() + b'"}\n'
+
+
+def _bytes(path: Path) -> bytes:
+    """Not to be held up by a pipe of that name, nor filled up by a large file."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        return file.read(_MOST_BYTES + 1)
+
+
+def _parsed(data: bytes, path: Path) -> dict[str, Any]:
+    """The first line; ``DamagedError`` unless it is what was sealed."""
+    body, _, _ = data.partition(b"\n")
+    if data != _sealed(body):
+        raise DamagedError(f"{path} is damaged: its digest does not match")
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is not a ledger: {error}") from error
+    if not isinstance(document, dict):
+        raise DamagedError(f"{path} is not a ledger: {document!r:.80}")
+    return document
+
+
+def _tried(path: Path, rank: int) -> Ledger | str | None:
+    """What is in this file, or how it is damaged, or None if it is not there."""
+    try:
+        return _ledger(_parsed(_bytes(path), path), path, rank)
+    except FileNotFoundError:
+        return None
+    except DamagedError as error:
+        return str(error)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _ledger(document: dict[str, Any], path: Path, rank: int) -> Ledger:
+    if (schema := document.get("schema")) != SCHEMA:
+        raise CheckpointError(f"{path} is a ledger of schema {schema!r:.20}, this version reads {SCHEMA}")
+    whose: dict[str, Any] = {name: document.get(name) for name in ("job", "world_size", "rank")}
+    job, size, owner = whose.values()
+    if not isinstance(job, str) or not is_number(owner) or not is_number(size, owner + 1):
+        raise DamagedError(f"{path} is not a ledger: it does not say whose it is")
+    if owner != rank:
+        raise CheckpointError(f"{path} is the ledger of rank {owner}")
+    try:
+        return Ledger(job, size, rank, CheckpointGate.from_json(document.get("gate")))
+    except ValueError as error:
+        raise DamagedError(f"{path} is not a ledger: {error}") from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot read {path}: {error.strerror}")
