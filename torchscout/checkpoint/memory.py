@@ -30,7 +30,7 @@ def memory_folder(job: str) -> Path:
     told = os.environ.get(_VARIABLE)
     if not told and not _SHARED_MEMORY.is_dir():
         raise CheckpointError(f"there is no {_SHARED_MEMORY} here; set {_VARIABLE} to a folder in memory")
-    root = Path(told) if told else _SHARED_MEMORY / f"torchscout-{os.geteuid()}"
+    root = Path(told) if told else _SHARED_MEMORY / f"torchscout-checkpoints-{os.geteuid()}"
     for folder in (root, root / job):
         try:
             folder.mkdir(mode=0o700, parents=folder is root, exist_ok=True)

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchscout.config import ObserverConfig, Parallelism, ReplayConfig
+from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.errors import ScoutError
 from torchscout.evidence.observer.device import device_of
 from torchscout.integration.adapter import Adapter
+from torchscout.integration.checkpointing import Checkpointing
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.news import News
 from torchscout.integration.recipes import device_of_job, recipes_for
@@ -40,6 +41,7 @@ def enable_resiliency(
     *,
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  frozen
     observer: ObserverConfig | None = ObserverConfig(),  # noqa: B008  frozen
+    checkpoint: CheckpointConfig | None = None,
     parallelism: Mesh | DeviceMesh | Parallelism | None = None,
     run_dir: Path | str | None = None,
     on_incident: Callable[[Incident], None] | None = None,
@@ -63,12 +65,20 @@ def enable_resiliency(
         communicators = Communicators() if replay is None else Communicators(replay.patience_seconds)
         undo.callback(communicators.close)
         job = _agree(adapter, communicators, run_dir)
+        checkpointing = None
+        if checkpoint is not None:
+            if replay is None or not adapter.optimizers():
+                raise ValueError("checkpoint= needs replay=, which certifies them, and an optimizer")
+            checkpointing = Checkpointing(job, checkpoint, communicators, model, adapter.optimizers())
         session = Session(job.run_dir, undo.pop_all())
+        session.checkpointing = checkpointing
     if observer is not None:
         _watch(session, job, observer, adapter, communicators)
     if optimizers := adapter.optimizers():
         hook = optimizers[-1].register_step_post_hook(lambda *_: session.step_finished())
         session.undo.callback(hook.remove)
+        for each in optimizers if checkpointing is not None else ():
+            session.undo.callback(each.register_step_pre_hook(lambda *_: session.before_update()).remove)
     if replay is not None:
         session.guarded(lambda: _replay(session, job, replay, adapter, communicators))
     if on_incident is not None:
@@ -142,5 +152,6 @@ def _replay(
         JsonlRecorder(job.run_dir, job.rank),
         session.guarded,
     )
+    replaying.certifier = session.checkpointing
     replaying.begin(1)
     session.replaying = replaying

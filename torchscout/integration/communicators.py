@@ -37,6 +37,11 @@ class Communicators:
         everybody = PeerGroup(tuple(range(dist.get_world_size())), Axis.REPLICA)
         self._job = ProcessGroupChannel(everybody, self._group)
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Of all ranks, for tensors in host memory."""
+        return self._group
+
     def exchange(self, document: Any) -> list[Any]:
         """Every rank's document, by rank. JSON: what a rank sends is data, not code."""
         return [json.loads(each) for each in self._job.gather(json.dumps(document).encode())]

@@ -80,6 +80,12 @@ class Replaying:
         """Before a step: capture what is due at its end."""
         self._replayer.begin(step)
 
+    def start_after(self, step: int) -> None:
+        """Go on from a checkpoint of this step; what was begun before it was loaded is let go."""
+        self._replayer.abandon()
+        self._rotation.start_after(step)
+        self._replayer.begin(step + 1)
+
     def step_finished(self, step: int) -> None:
         """Right after the optimizer's update: check what is due, conclude, and look ahead."""
         begin = self._now()

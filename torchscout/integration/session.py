@@ -13,10 +13,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from torchscout.checkpoint.state import Stateful
 from torchscout.decision import recorder
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
+from torchscout.integration.checkpointing import Checkpointing, Resumption
 from torchscout.integration.replaying import Replaying
 from torchscout.integration.watching import Watching
 
@@ -37,6 +39,7 @@ class Session:
         """What went wrong within SCOUT itself, and is therefore not checked."""
         self.watching: Watching | None = None
         self.replaying: Replaying | None = None
+        self.checkpointing: Checkpointing | None = None
         self.not_replaying = "it was not asked for"
         """Why there is no replay, where there is none."""
         self.undo = undo
@@ -66,6 +69,7 @@ class Session:
             "run_dir": str(self.run_dir),
             "observer": observer,
             "replay": replay,
+            "checkpoint": self.guarded(self.checkpointing.status) if self.checkpointing else None,
             "failures": list(self.failures),
         }
 
@@ -96,6 +100,25 @@ class Session:
         finally:
             self.watching.writer.resume()
 
+    def register_state(self, name: str, stateful: Stateful) -> None:
+        """Let checkpoints keep this too: a scheduler, a scaler, the position of a data loader.
+
+        It has ``state_dict`` and ``load_state_dict``; register it before ``resume``, on every rank.
+        """
+        self._checkpoints().register(name, stateful)
+
+    def resume(self) -> Resumption:
+        """Go back to the checkpoint of an earlier run that can be trusted, if there is one.
+
+        Call it on every rank, after ``register_state`` and before training. ``CheckpointError`` on every rank
+        if there is one and it cannot be had: what to do then is for a person to say.
+        """
+        resumed = self._checkpoints().resume()
+        self.step = resumed.step
+        if resumed.role is not None and self.replaying is not None:
+            self.replaying.start_after(self.step)
+        return resumed
+
     def change_observer(self, **settings: float) -> None:
         """Change fields of ``ObserverConfig`` while the job runs, on this rank."""
         if self.watching is None:
@@ -121,10 +144,18 @@ class Session:
                 on_failure=lambda: self.stop_replay(self.failures[-1]),
             )
 
+    def before_update(self) -> None:
+        """Called by the optimizers' hooks: what the last check captured must be copied by now."""
+        if self.checkpointing is not None:
+            self.guarded(self.checkpointing.fence)
+
     def close(self) -> None:
         """Detach: nothing of SCOUT stays on this rank. Again is no mistake; every rank must call it."""
         atexit.unregister(self._at_exit)
         self.stop_replay("the session is closed")
+        checkpointing, self.checkpointing = self.checkpointing, None
+        if checkpointing is not None:
+            self.guarded(checkpointing.close)
         watching, self.watching = self.watching, None
         if watching is not None:
             self.guarded(watching.close)
@@ -148,6 +179,11 @@ class Session:
         """A script that ends without ``close`` has finished, unless an exception ended it."""
         if self.watching is not None and not hasattr(sys, "last_value"):
             self.guarded(self.watching.close)
+
+    def _checkpoints(self) -> Checkpointing:
+        if self.checkpointing is None:
+            raise ValueError("this session keeps no checkpoints; pass checkpoint=CheckpointConfig(...)")
+        return self.checkpointing
 
     def _during(self, phase: Phase) -> AbstractContextManager[None]:
         return nullcontext() if self.watching is None else self.watching.publisher.during(phase)

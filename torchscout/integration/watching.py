@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import ipaddress
 import os
 import shutil
-import socket
-import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +19,12 @@ from torchscout.evidence.observer.assignment import Assignment, describe_mesh, h
 from torchscout.evidence.observer.launch import Observer, launch
 from torchscout.evidence.observer.progress import ProgressWriter, reclaim
 from torchscout.evidence.observer.publisher import Publisher
+from torchscout.integration.addresses import EVERYWHERE, own_address
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.roster import Entry
 from torchscout.mesh import Mesh
 
 __all__ = ["Job", "Watching", "watch"]
-
-_EVERYWHERE = {"*", "0.0.0.0", "::"}
-_SIOCGIFADDR = 0x8915
-"""Linux: the IPv4 address of a network interface."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +83,8 @@ def _watch_alone(
 ) -> tuple[ProgressWriter, Publisher, Observer, str | None]:
     """What each rank does by itself, and may fail at; last, where others reach the hub it hosts, if any."""
     hub = job.hubs.index(job.rank) if job.rank in job.hubs else None
-    address = None if hub is None else _own_address(job, config.address)
-    if address is not None and config.address not in _EVERYWHERE:
+    address = None if hub is None else own_address(job.hosts, job.rank, config.address)
+    if address is not None and config.address not in EVERYWHERE:
         config = replace(config, address=address)
     directory = _private_directory()
     undo.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -129,47 +122,3 @@ def _private_directory() -> Path:
         if reclaim(directory):
             shutil.rmtree(directory, ignore_errors=True)
     return Path(tempfile.mkdtemp(dir=home))
-
-
-def _own_address(job: Job, listens: str) -> str:
-    """Where others reach a hub of this machine: not what its own name means here, often loopback."""
-    other = next((host for host in job.hosts if host != job.hosts[job.rank]), None)
-    for address in _own_addresses(listens, other):
-        if other is None or not ipaddress.ip_address(address).is_loopback:
-            return address
-    if other is None:
-        return "127.0.0.1"
-    raise ScoutError(
-        f"found no address of this machine that {other} could reach: let that name resolve here, or set "
-        f"ObserverConfig.address, now {listens!r}, to the name of a network interface or to an address"
-    )
-
-
-def _own_addresses(listens: str, other: str | None) -> Iterator[str]:
-    if listens not in _EVERYWHERE:
-        yield _address_of(listens)
-        return
-    # Where the ranks met everybody could go; a machine's name may mean nothing elsewhere.
-    for name in filter(None, (os.environ.get("MASTER_ADDR"), other)):
-        yield from _addresses_towards(name)
-
-
-def _addresses_towards(name: str) -> Iterator[str]:
-    """Which of its addresses this machine would use to talk to that one."""
-    with suppress(socket.gaierror):
-        for family, kind, protocol, _, target in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)  # sends nothing: only asks which way one would go
-                yield probe.getsockname()[0]
-
-
-def _address_of(interface: str) -> str:
-    """Its IPv4 address; an address stands for itself.
-
-    ZeroMQ would take an IPv6 one, and that is mostly one that means nothing beyond the next cable.
-    """
-    if interface not in (name for _, name in socket.if_nameindex()):
-        return interface
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode())
-        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])

@@ -35,6 +35,11 @@ class Rotation:
         self.rounds = 0
         """Checks so far; the source replica rotates with it."""
 
+    def start_after(self, step: int) -> None:
+        """Count from this step on: a job that goes on from a checkpoint."""
+        self._last = dict.fromkeys(self._last, step)
+        self._next = {kind: step + interval * self._stretch for kind, interval in self._intervals.items()}
+
     def due(self, step: int) -> list[Due]:
         """What is to be replayed at the end of this step; mostly nothing."""
         return [

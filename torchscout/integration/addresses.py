@@ -1,0 +1,64 @@
+"""Where other machines of the job reach this one."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from torchscout.errors import ScoutError
+
+__all__ = ["EVERYWHERE", "own_address"]
+
+EVERYWHERE = {"*", "0.0.0.0", "::"}
+"""What stands for every interface of a machine."""
+_SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of a network interface."""
+
+
+def own_address(hosts: Sequence[str], rank: int, listens: str = "*") -> str:
+    """Where other machines reach this one: not what its own name means here, often loopback."""
+    other = next((host for host in hosts if host != hosts[rank]), None)
+    for address in _own_addresses(listens, other):
+        if other is None or not ipaddress.ip_address(address).is_loopback:
+            return address
+    if other is None:
+        return "127.0.0.1"
+    raise ScoutError(
+        f"found no address of this machine that {other} could reach: let that name resolve here, or set "
+        f"ObserverConfig.address, now {listens!r}, to the name of a network interface or to an address"
+    )
+
+
+def _own_addresses(listens: str, other: str | None) -> Iterator[str]:
+    if listens not in EVERYWHERE:
+        yield _address_of(listens)
+        return
+    # Where the ranks met everybody could go; a machine's name may mean nothing elsewhere.
+    for name in filter(None, (os.environ.get("MASTER_ADDR"), other)):
+        yield from _addresses_towards(name)
+
+
+def _addresses_towards(name: str) -> Iterator[str]:
+    """Which of its addresses this machine would use to talk to that one."""
+    with suppress(socket.gaierror):
+        for family, kind, protocol, _, target in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # sends nothing: only asks which way one would go
+                yield probe.getsockname()[0]
+
+
+def _address_of(interface: str) -> str:
+    """Its IPv4 address; an address stands for itself.
+
+    ZeroMQ would take an IPv6 one, and that is mostly one that means nothing beyond the next cable.
+    """
+    if interface not in (name for _, name in socket.if_nameindex()):
+        return interface
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode())
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
