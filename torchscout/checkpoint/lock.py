@@ -25,7 +25,7 @@ __all__ = ["Lock", "claim", "owner_of"]
 #
 # Every process of a run holds the lock, shared. Whoever comes first takes it alone, writes down whose it is,
 # and then shares it; whoever can share it reads whose it is, and stays if that is its own run. While somebody
-# has it alone nothing can be told, which is over in a moment. Going from alone to shared is not atomic: whoever
+# has it alone nothing can be told, which is over in a moment. Going from alone to shared is not atomic: who
 # loses it there begins again. The file is never deleted: a lock on a file without a name keeps nobody out.
 _NAME = "lock"
 _PATIENCE_SECONDS = 2.0
