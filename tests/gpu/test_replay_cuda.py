@@ -116,6 +116,17 @@ def test_the_lowest_bit_on_one_rank_is_found(at: str, surface: str, calls: range
     assert surface in sentence
 
 
+@pytest.mark.parametrize("at", ["forward", "backward"])
+def test_a_slow_rank_is_named_by_the_devices_clock(at: str, tmp_path: Path):
+    faults = Faults()
+    for layer in (0, 1):
+        faults = faults.delay(rank=2, at=f"layers.{layer}/{at}", step=range(3, 7), seconds=0.25, calls=None)
+    found = run_ranks(train, RANKS, tmp_path, faults, timeout=240)
+    assert found[2][2], "the fault has fired"
+    named = {ranks for ranks, sentence in found[0][1] if "250" in sentence or "25" in sentence}
+    assert named == {(2,)}, found[0][1]
+
+
 def memory(rank: int, run_dir: Path, interval: int | None) -> list[int]:
     """Bytes that are allocated on the device after each step."""
     torch.manual_seed(0)

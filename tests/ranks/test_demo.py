@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchscout.decision import recorder
+from torchscout.decision.record import Manifestation
 from torchscout.decision.recorder import Stamped
 
 SCOUT = Path(sys.executable).with_name("scout")
@@ -43,7 +44,8 @@ def test_the_flipped_bit_is_named_exactly(tmp_path: Path, rank, step, at, bit, p
     assert line.item.to_json() == incident
     records = [line.item for line in recorder.read(tmp_path / "records" / f"rank-{rank}.jsonl")]
     assert {record.step for record in records} == set(range(1, 11))
-    differing = {(record.step, record.surface) for record in records if record.scope}
+    numbers = [record for record in records if record.manifestation is Manifestation.SDC]
+    differing = {(record.step, record.surface) for record in numbers if record.scope}
     assert min(differing)[0] == step
     layer = at.split(".")[1]
     # The weight itself, and its layer's turn; though rounding may heal a low bit later.

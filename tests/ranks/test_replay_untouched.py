@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.ears import Ears
 from tests.support.ranks import run_ranks
 from tests.support.variations import VARIATIONS, Trained, train
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import Stamped, read
+from torchscout.evidence.collectives import listen
 from torchscout.integration.attach import enable_resiliency
 
 STEPS, RANKS = 12, 3
@@ -83,6 +85,7 @@ def test_training_is_bitwise_the_same_with_replay(name: str, tmp_path: Path):
 
 def due_steps_only(rank: int, run_dir: Path) -> list[int]:
     """Tensors alive after each step: those that replay holds on to."""
+    listen(Ears()).remove()  # from then on Python sees every collective's tensors, DDP's buckets among them
     training = train(VARIATIONS["plain"], rank, 11)
     trained = next(training)
     config = ReplayConfig(interval=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(
     [
         ("stack.1/output", REPLAY, "stack.1/output"),
         ("stack.1/grad_input", REPLAY, "stack.1/grad_input"),
+        ("stack.1.norm/grad_output", REPLAY, "stack.1/grad_input"),  # and the gradients of the norm's weights
         ("head/output", REPLAY, "head/output"),
         (
             "stack.0.up/weight",
@@ -66,6 +68,21 @@ def test_a_wrong_number_under_fsdp_names_the_rank(
     found = run_ranks(train, 4, (4,), "plain", tmp_path, faults, 5, timeout=120)
     assert sum(each.fired for each in found) >= 1
     assert found[0].incidents == [("rank", (rank,), surface, step)], found[0].sentences
+
+
+@pytest.mark.parametrize(
+    ("shape", "group", "named"),
+    [((4,), "default_pg", 2), ((3, 2), "mesh_dp_shard", 3)],
+    ids=["fsdp2", "hsdp"],
+)
+def test_what_gathering_leaves_wrong_in_memory_names_the_rank(
+    shape: tuple[int, ...], group: str, named: int, tmp_path: Path
+):
+    """Training gathers five times in a step; what comes later is replay's."""
+    faults = Faults().flip_bit(rank=named, at=f"all_gather@{group}", step=2, bit=20, calls=range(5, 60))
+    found = run_ranks(train, math.prod(shape), shape, "plain", tmp_path, faults, 3, timeout=120)
+    assert found[named].fired
+    assert found[0].incidents == [("rank", (named,), "stack.1/parameters", 2)], found[0].sentences
 
 
 def test_a_shard_that_changes_at_rest_names_its_owner(tmp_path: Path):

@@ -26,6 +26,7 @@ def passing(rank: int, *, is_async: bool) -> Observation:
         time.sleep(0.05)
         if work is not None:
             work.wait()
+    seen.read()
     return seen
 
 
@@ -55,6 +56,7 @@ def sending(rank: int) -> Observation:
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
+    seen.read()
     return seen
 
 
@@ -71,6 +73,7 @@ def failing(rank: int) -> tuple[dict, int]:
             raise ValueError(rank)
     except ValueError:
         dist.barrier()
+        seen.read()
         return seen.times, len(seen.laps)
     raise AssertionError("nobody failed")
 
@@ -91,6 +94,7 @@ def beside(rank: int) -> tuple[int, float]:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
+    seen.read()
     return len(seen.laps), seen.times["time/module"]
 
 
@@ -106,6 +110,7 @@ def inverted(rank: int) -> tuple[bool, list[str]]:
     with timed(CPU, seen, work="time/module", communication="time/{}@"):
         for work in [dist.all_reduce(torch.ones(1), group=each, async_op=True) for each in groups]:
             work.wait()
+    seen.read()
     return "time/module" in seen.times, [surface for surface, _ in seen.laps]
 
 

@@ -206,6 +206,7 @@ def test_who_does_not_post_is_absent_after_the_deadline(board: Board):
 def test_stacks_are_asked_for_when_all_have_posted_and_only_of_the_still(board: Board):
     board.join(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)
+    board.until(lambda: "ask" in board.kinds(1))  # connections are not read in the order of their messages
     board.clients[0].send(0, "post", round=1, post=post(0, moving=False))
     board.clients[1].send(0, "post", round=1, post=post(1, moving=False))
     board.clients[0].send(0, "stack", round=1, stack="too early", waiting=True)

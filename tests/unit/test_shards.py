@@ -58,6 +58,14 @@ def test_a_large_tensor_is_read_in_pieces(tmp_path: Path):
     assert torch.equal(load(tmp_path / "a").tree, tensor)
 
 
+def test_tensors_that_lie_otherwise_in_memory_come_back_too(tmp_path: Path):
+    """Each is made dense first, and that copy must live until it is written."""
+    strided = {index: torch.randn(300, 400).T for index in range(8)}
+    save(tmp_path / "a", IDENTITY, Role.LATEST, strided)
+    found = load(tmp_path / "a").tree
+    assert all(torch.equal(found[index], each) for index, each in strided.items())
+
+
 def test_a_replica_is_the_same_bytes_under_its_holders_name(sealed: Path, tmp_path: Path):
     path = path_of(tmp_path, IDENTITY, holder=0)
     decode(sealed.read_bytes())

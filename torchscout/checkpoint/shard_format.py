@@ -27,10 +27,12 @@ __all__ = [
     "Entry",
     "Header",
     "Identity",
+    "Outline",
     "check_padding",
     "decode",
     "digest",
     "encode",
+    "outline",
     "parse",
     "probe",
 ]
@@ -42,7 +44,7 @@ __all__ = [
 #               4 bytes   reserved, zero
 #               8 bytes   length of the header in bytes
 #              16 bytes   xxh3-128 of the 24 bytes before this and of the header
-#     header              JSON
+#     header              JSON, perhaps with spaces after it
 #     tensors             each at the next multiple of 64 bytes, zeros between
 #
 # The last tensor's last byte ends the shard. Where every tensor lies follows from the lengths alone; the
@@ -68,6 +70,7 @@ ITEM_BYTES = {
 
 _MAX_DIMENSIONS = 64
 _MAX_BYTES = 1 << 62
+_NO_DIGEST = "0" * 32
 
 Buffer = bytes | bytearray | memoryview
 
@@ -157,33 +160,70 @@ def digest(data: Buffer) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+class Outline:
+    """A shard before its tensors' bytes are known: where each will lie, and later the header."""
+
+    def __init__(self, fields: dict[str, Any], room: int) -> None:
+        self._fields = fields
+        self._rows: list[dict[str, Any]] = fields["tensors"]
+        # Digests have one length, so that the header has it before they are known.
+        self.header_bytes = max(len(self._json([_NO_DIGEST] * len(self._rows))), room)
+        self.start = PREFIX_BYTES + self.header_bytes
+        """Where the header ends."""
+        self.places = [_aligned(self.start) + row["offset"] for row in self._rows]
+        """Each tensor's first byte."""
+        self.ends = [place + row["length"] for place, row in zip(self.places, self._rows, strict=True)]
+        self.size = self.ends[-1] if self.ends else self.start
+        """Of the whole shard."""
+
+    def head(self, digests: Sequence[str]) -> bytes:
+        """Everything before the first tensor's padding."""
+        header = self._json(digests).ljust(self.header_bytes)
+        prefix = _PREFIX.pack(MAGIC, SCHEMA, 0, len(header), b"")[:_DIGESTED]
+        return prefix + xxhash.xxh3_128_digest(prefix + header) + header
+
+    def _json(self, digests: Sequence[str]) -> bytes:
+        rows = [{**row, "digest": each} for row, each in zip(self._rows, digests, strict=True)]
+        document = {**self._fields, "tensors": rows}
+        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+
+
+def outline(
+    identity: Identity,
+    role: Role,
+    document: Any,
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+    room: int = 0,
+) -> Outline:
+    """Lay out a shard of tensors given by name, dtype and shape.
+
+    The header has ``room`` bytes at least, so that tensors can lie where they lay in another shard.
+    """
+    if len({name for name, _, _ in tensors}) < len(tensors):
+        raise ValueError("two tensors of a shard have the same name")
+    # Offsets count from the header's end, rounded up, so that the header's own length does not change them.
+    table: list[dict[str, Any]] = []
+    offset = 0
+    for name, dtype, shape in tensors:
+        length = _bytes_of(dtype, shape)
+        offset = _aligned(offset)
+        row = {"name": name, "dtype": dtype, "shape": list(shape), "length": length, "offset": offset}
+        table.append(row)
+        offset += length
+    fields = {"identity": identity.to_json(), "role": role.value, "tensors": table, "document": document}
+    return Outline(fields, room)
+
+
 def encode(identity: Identity, role: Role, document: Any, blobs: Sequence[Blob]) -> list[Buffer]:
     """The shard as pieces to be written one after the other; tensors are not copied."""
-    if len({blob.name for blob in blobs}) < len(blobs):
-        raise ValueError("two tensors of a shard have the same name")
-    table = [_described(blob) for blob in blobs]
-    # Offsets count from the header's end, rounded up, so that the header's own length does not change them.
-    offset = 0
-    for row, blob in zip(table, blobs, strict=True):
-        offset = _aligned(offset)
-        row["offset"] = offset
-        offset += len(blob.data)
-    header = json.dumps(
-        {
-            "identity": identity.to_json(),
-            "role": role.value,
-            "tensors": table,
-            "document": document,
-        },
-        allow_nan=False,
-        separators=(",", ":"),
-    ).encode()
-    prefix = _PREFIX.pack(MAGIC, SCHEMA, 0, len(header), b"")[:_DIGESTED]
-    pieces: list[Buffer] = [prefix + xxhash.xxh3_128_digest(prefix + header), header]
-    position = PREFIX_BYTES + len(header)
     for blob in blobs:
-        pieces += [bytes(_aligned(position) - position), blob.data]
-        position = _aligned(position) + len(blob.data)
+        _check_length(blob)
+    laid_out = outline(identity, role, document, [(blob.name, blob.dtype, blob.shape) for blob in blobs])
+    pieces: list[Buffer] = [laid_out.head([digest(blob.data) for blob in blobs])]
+    position = len(pieces[0])
+    for place, blob in zip(laid_out.places, blobs, strict=True):
+        pieces += [bytes(place - position), blob.data]
+        position = place + len(blob.data)
     return pieces
 
 
@@ -237,20 +277,13 @@ def check_padding(header: Header, read: Callable[[int, int], Buffer]) -> None:
         position = entry.end
 
 
-def _described(blob: Blob) -> dict[str, Any]:
+def _check_length(blob: Blob) -> None:
     expected = _bytes_of(blob.dtype, blob.shape)
     if len(blob.data) != expected:
         raise ValueError(
             f"tensor {blob.name!r}, {blob.dtype} of shape {blob.shape}, has {expected} bytes, "
             f"not {len(blob.data)}"
         )
-    return {
-        "name": blob.name,
-        "dtype": blob.dtype,
-        "shape": list(blob.shape),
-        "length": expected,
-        "digest": digest(blob.data),
-    }
 
 
 def _header(document: Any, start: int, size: int) -> Header:

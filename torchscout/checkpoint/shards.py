@@ -35,7 +35,20 @@ from torchscout.checkpoint.shard_format import (
 )
 from torchscout.errors import CheckpointError, DamagedError
 
-__all__ = ["Report", "Restored", "clean", "inspect", "load", "path_of", "replace", "save", "verify", "write"]
+__all__ = [
+    "Report",
+    "Restored",
+    "clean",
+    "created",
+    "inspect",
+    "load",
+    "make_folder",
+    "path_of",
+    "replace",
+    "save",
+    "verify",
+    "write",
+]
 
 _TEMPORARY = ".writing"
 _CHUNK = 8 << 20
@@ -81,7 +94,8 @@ def save(path: Path | str, identity: Identity, role: Role, tree: Any) -> None:
     from torchscout.checkpoint import tree as trees
 
     encoded = trees.encode(tree)
-    write(path, encode(identity, role, encoded.document, tensors.blobs_of(encoded.tensors)))
+    blobs = tensors.blobs_of(encoded.tensors)  # alive until all is written: some own the memory they tell of
+    write(path, encode(identity, role, encoded.document, blobs))
 
 
 def write(path: Path | str, pieces: Sequence[Buffer]) -> None:
@@ -156,7 +170,7 @@ def clean(directory: Path | str) -> list[Path]:
 def _put(path: Path, pieces: Sequence[Buffer], publish: Callable[[Path, Path], None]) -> None:
     size = sum(map(len, pieces))
     try:
-        _make_folder(path.parent)
+        make_folder(path.parent)
         with _temporary_beside(path) as (temporary, file):
             with open(file, "wb", buffering=1 << 20, closefd=False) as stream:
                 for piece in pieces:
@@ -171,7 +185,7 @@ def _put(path: Path, pieces: Sequence[Buffer], publish: Callable[[Path, Path], N
 @contextmanager
 def _temporary_beside(path: Path) -> Iterator[tuple[Path, int]]:
     """A file that only this writer knows, gone afterwards whatever happens."""
-    temporary, file = _created(path)
+    temporary, file = created(path)
     try:
         yield temporary, file
     finally:
@@ -181,8 +195,8 @@ def _temporary_beside(path: Path) -> Iterator[tuple[Path, int]]:
             os.close(file)
 
 
-def _created(path: Path) -> tuple[Path, int]:
-    """Open and locked, by which ``clean`` knows that its writer lives."""
+def created(path: Path) -> tuple[Path, int]:
+    """A new file beside the one it is to become; locked, by which ``clean`` knows that its writer lives."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_TEMPORARY}")
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -226,9 +240,10 @@ def _refuse_sealed(path: Path) -> None:
         raise CheckpointError(f"{path} is sealed and is not overwritten")
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """With its parents, for its owner alone, and on the disk."""
     if not folder.is_dir():
-        _make_folder(folder.parent)
+        make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
         _sync_folder(folder.parent)
 

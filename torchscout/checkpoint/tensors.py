@@ -10,7 +10,9 @@ import torch
 from torchscout.checkpoint.shard_format import ITEM_BYTES, Blob, Entry
 from torchscout.decision.fold import memory_of
 
-__all__ = ["blob_of", "blobs_of", "bytes_of", "dtype_named", "name_of", "objection", "room_for"]
+__all__ = ["blob_of", "blobs_of", "bytes_of", "dtype_named", "fill", "name_of", "objection", "room_for"]
+
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def objection(tensor: torch.Tensor) -> str | None:
@@ -44,6 +46,21 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     # Not through NumPy, which forbids the storage ever to be resized and does not know all dtypes.
     array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr()) if size else bytearray()
     return memoryview(array).cast("B")
+
+
+def fill(tensor: torch.Tensor, source: torch.Tensor, *, wait: bool = True) -> None:
+    """Give it the source's bits, strided or not, from whichever device, perhaps later in that one's order."""
+    with torch.no_grad():
+        if tensor.is_conj() or tensor.is_neg():  # its memory does not hold what it says
+            tensor.copy_(source)
+        else:
+            _whole(tensor).copy_(_whole(source.resolve_conj().resolve_neg()), non_blocking=not wait)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers, which every device copies as they are."""
+    kind = _WHOLE.get(tensor.itemsize)
+    return tensor.detach() if kind is None else tensor.detach().view(kind)
 
 
 def room_for(entries: Iterable[Entry]) -> dict[str, torch.Tensor]:

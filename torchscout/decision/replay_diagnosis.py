@@ -19,12 +19,26 @@ from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifes
 from torchscout.decision.wording import listed, named
 from torchscout.mesh import Mesh
 
-__all__ = ["COMPUTATION", "INPUT", "STATE", "Repeatability", "ReplayDiagnosis", "repeatability", "settle"]
+__all__ = [
+    "COMPUTATION",
+    "FAILED",
+    "INPUT",
+    "NONDETERMINISTIC",
+    "STATE",
+    "Repeatability",
+    "ReplayDiagnosis",
+    "repeatability",
+    "settle",
+]
 
 INPUT = "input"
 """The mode of records about whether peers received the same input for a replay."""
 STATE = "state"
 """The mode of records about what ranks hold, as weights and optimizer slots, rather than compute."""
+NONDETERMINISTIC = "nondeterministic kernel"
+"""How the reason begins why numbers that differ say nothing."""
+FAILED = "replay failed"
+"""How the reason begins why there are none."""
 
 COMPUTATION: frozenset[Surface] = frozenset(
     {
@@ -222,7 +236,7 @@ def _settle(record: EvidenceRecord, again: EvidenceRecord | None) -> EvidenceRec
     assert again is not None
     assert again.verdict is not None
     changed = [record.peers[position] for position in sorted(_changed(record.verdict, again.verdict))]
-    reason = f"nondeterministic kernel: replayed again, {named(changed)} did not repeat the same numbers"
+    reason = f"{NONDETERMINISTIC}: replayed again, {named(changed)} did not repeat the same numbers"
     return replace(record, verdict=None, reason=reason)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from torchscout.checkpoint.certify import outcome_of
+from torchscout.checkpoint.happening import Outcome as Worth
 from torchscout.config import ReplayConfig
 from torchscout.decision.ongoing import Ongoing
 from torchscout.decision.record import EvidenceRecord, Incident
@@ -24,6 +26,18 @@ from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.mesh import Mesh
 
 __all__ = ["Replaying"]
+
+
+class Certifier(Protocol):
+    """What checkpoints have to do with a check."""
+
+    def votes(self, outcome: Worth) -> list[int]:
+        """What this rank says about the check; as many numbers on every rank."""
+        ...
+
+    def decide(self, step: int, counted: Sequence[int]) -> None:
+        """The highest of each rank's; the same is decided everywhere."""
+        ...
 
 
 class Replaying:
@@ -58,6 +72,7 @@ class Replaying:
         self._cadence = Cadence()
         self._since = time.monotonic()
         self._revision, self._revisions = 0, 0
+        self.certifier: Certifier | None = None
         self._last: dict[str, dict[str, Any]] = {}
         self._unchecked: dict[str, str] = {}
 
@@ -73,9 +88,9 @@ class Replaying:
             outcome = self._replayer.check(step)
             told = self._communicators.exchange([each.to_json(self._mesh) for each in outcome.measured])
             # What fails from here on is this rank's own affair: a full disk must not part it from the others.
-            self._guard(lambda: self._conclude(outcome, Timings(step, self._mesh, told)))
+            worth = self._guard(lambda: self._conclude(outcome, Timings(step, self._mesh, told)))
             self._cadence.check_took(self._now() - begin)
-            self._agree_on_cadence(step)
+            self._agree(step, worth or Worth.NOT_CHECKED)
         self._replayer.begin(step + 1)
         self._since = time.monotonic()
 
@@ -110,7 +125,7 @@ class Replaying:
         self._replayer.abandon()
         self._recorder.close()
 
-    def _conclude(self, outcome: Outcome, timings: Timings) -> None:
+    def _conclude(self, outcome: Outcome, timings: Timings) -> Worth:
         records = settle(outcome.records, outcome.repeats)
         incidents = self._diagnosis.observe(
             outcome.records, repeats=outcome.repeats, elsewhere=outcome.elsewhere
@@ -120,6 +135,7 @@ class Replaying:
         # Apart: who cannot write down its comparisons may still be the one to report the conclusion.
         self._guard(lambda: self._report([*self._ongoing.news(incidents, records), *slow.incidents]))
         self._guard(lambda: self._write([*records, *outcome.repeats, *slow.records]))
+        return outcome_of(records, slow.incidents, outcome.targets)
 
     def _report(self, incidents: Sequence[Incident]) -> None:
         """Peers conclude alike; one of them writes it down."""
@@ -142,11 +158,15 @@ class Replaying:
             clean = record.verdict.agrees and (known.get("step") != record.step or known["clean"])
             self._last[name] = {"step": record.step, "clean": clean}
 
-    def _agree_on_cadence(self, step: int) -> None:
+    def _agree(self, step: int, worth: Worth) -> None:
+        """On what the check is worth to checkpoints, and when the next one is."""
         intervals, budget = self._config.intervals, self._config.budget
         stretch = self._cadence.stretch(min(intervals.values()), budget)
         revision = self._revision if self._is_first else 0
-        stretch, revision = self._communicators.highest([stretch, revision])
+        votes = [] if self.certifier is None else self.certifier.votes(worth)
+        stretch, revision, *counted = self._communicators.highest([stretch, revision, *votes])
+        if (certifier := self.certifier) is not None:
+            self._guard(lambda: certifier.decide(step, counted))
         if revision > self._revisions:
             self._revisions = revision
             self._adopt(self._communicators.said_by_first(_changeable(self._wanted)))

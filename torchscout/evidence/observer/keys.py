@@ -1,44 +1,15 @@
-"""The keys of a job's board, from the job's token (DESIGN.md, "The observer is light and cannot be stuck").
-
-CURVE encrypts and authenticates every connection. Both ends derive both key pairs from the token, so
-nothing is exchanged or stored: who has the token belongs to the job. The hub's public key is never
-sent, so a client without the token cannot even begin the handshake.
-"""
+"""The keys of a job's board (DESIGN.md, "The observer is light and cannot be stuck")."""
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-from typing import NamedTuple
-
-import zmq
-from zmq.utils import z85
+from torchscout.keys import KeyPair, derive, new_token
 
 __all__ = ["KeyPair", "client_keys", "hub_keys", "new_token"]
 
-_SHORTEST = 16
-
-
-class KeyPair(NamedTuple):
-    public: bytes
-    secret: bytes
-
-
-def new_token() -> str:
-    """A token for a job; one rank makes it and tells the others."""
-    return secrets.token_hex(32)
-
 
 def hub_keys(token: str) -> KeyPair:
-    return _derive(token, "hub")
+    return derive(token, "board", "hub")
 
 
 def client_keys(token: str) -> KeyPair:
-    return _derive(token, "client")
-
-
-def _derive(token: str, role: str) -> KeyPair:
-    if len(token) < _SHORTEST:
-        raise ValueError(f"a job's token needs at least {_SHORTEST} characters, got {len(token)}")
-    secret = z85.encode(hashlib.sha256(f"torchscout board\0{role}\0{token}".encode()).digest())
-    return KeyPair(zmq.curve_public(secret), secret)
+    return derive(token, "board", "client")

@@ -15,6 +15,7 @@ import xxhash
 from torchscout.decision import consensus
 from torchscout.decision.fold import signed
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope, Surface
+from torchscout.decision.replay_diagnosis import FAILED
 from torchscout.decision.wording import named
 from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison
 
@@ -143,7 +144,7 @@ def _without_tie(comparison: Comparison, record: EvidenceRecord) -> EvidenceReco
 
 
 def _failure(context: Context, comparison: Comparison, failed: Sequence[int]) -> EvidenceRecord:
-    reason = f"replay failed on {named(failed)}"
+    reason = f"{FAILED} on {named(failed)}"
     if context.problem is not None:
         reason += f": {context.problem}"
     return replace(context.record(comparison), peers=tuple(failed), reason=reason)

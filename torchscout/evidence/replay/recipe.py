@@ -78,6 +78,13 @@ class Observation:
     """What this rank spent by itself, in milliseconds."""
     laps: dict[tuple[Surface, tuple[int, ...]], Laps] = field(default_factory=dict)
     """What it spent in collectives, by surface and members of the process group."""
+    unread: list[Callable[[], None]] = field(default_factory=list)
+    """Clocks that have not been read: a device is not to be waited for in the middle of its work."""
+
+    def read(self) -> None:
+        """Fill in the times, once the work is done."""
+        while self.unread:
+            self.unread.pop(0)()
 
     def lap(
         self, surface: Surface, members: tuple[int, ...] | None, elements: int, milliseconds: float

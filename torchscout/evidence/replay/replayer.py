@@ -45,6 +45,8 @@ class Outcome:
     """Of the second replay, where a disagreement called for one."""
     elsewhere: set[int] = field(default_factory=set)
     """Ranks of other peer groups that were named for wrong results in the same check."""
+    targets: list[str] = field(default_factory=list)
+    """What was due on this rank, whether or not it could be replayed."""
     measured: list[Measured] = field(default_factory=list)
     """What the replays took, this rank's own; without those that were run for the first time."""
 
@@ -102,9 +104,11 @@ class Replayer:
             self._vote()
             for begun in self._begun:
                 context = Context(step, begun.peers.group.ranks, begun.target)
-                if begun.replay is None and begun.due.target is None:
+                if begun.due.target is None:
                     self._attend(begun)
-                elif begun.problem is None and begun.replay is not None:
+                    continue
+                outcome.targets.append(begun.target)
+                if begun.problem is None and begun.replay is not None:
                     self._run(begun, begun.replay, context, outcome)
                 else:
                     surface = "/".join(filter(None, (begun.target, begun.due.kind)))
@@ -205,6 +209,8 @@ class Replayer:
             for each in comparisons:
                 evidence[_key(each.surface, variant)] = into.signatures.get(each.surface, POISON)
         verdicts = c3.compare(begun.peers.evidence, exact=evidence)
+        for into in seen.values():
+            into.read()
         records = []
         for variant, problem in zip(seen, problems, strict=True):
             gathered: dict[Surface, Any] = {

@@ -36,7 +36,7 @@ _Mark = TypeVar("_Mark")
 def timed(
     device: torch.device, seen: Observation, *, work: Surface | None, communication: str
 ) -> Iterator[None]:
-    """Add what this block takes to ``seen``: its own ``work``, and each collective under its name.
+    """What this block takes is ``seen`` when that is read: its own ``work``, and each collective by its name.
 
     ``communication`` has a place for the operation: ``time/{}_backward``. A block that fails says nothing.
     """
@@ -46,12 +46,16 @@ def timed(
         begin = clock.mark()
         yield
         end = clock.mark()
-    clock.settle()
-    laps = [(call, clock.milliseconds(*marks)) for call, marks in ear.laps]
-    for call, milliseconds in laps:
-        seen.lap(communication.format(call.operation), call.members, call.elements, milliseconds)
-    if work is not None and ear.is_separable:
-        seen.times[work] = clock.milliseconds(begin, end) - sum(lap for _, lap in laps)
+
+    def read() -> None:
+        clock.settle()
+        laps = [(call, clock.milliseconds(*marks)) for call, marks in ear.laps]
+        for call, milliseconds in laps:
+            seen.lap(communication.format(call.operation), call.members, call.elements, milliseconds)
+        if work is not None and ear.is_separable:
+            seen.times[work] = clock.milliseconds(begin, end) - sum(lap for _, lap in laps)
+
+    seen.unread.append(read)
 
 
 class _Heard:

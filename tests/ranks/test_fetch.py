@@ -1,0 +1,299 @@
+"""State brought back to real ranks, on machines pretended by folders of their own, whatever was damaged."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from tests.support.replica_ranks import files, identity, seal
+from torchscout.checkpoint.fetch import Links, fetch, whole
+from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.generations import Listing
+from torchscout.checkpoint.inventory import Member, Tier, inventory
+from torchscout.checkpoint.placement import holders
+from torchscout.checkpoint.shards import path_of, verify
+from torchscout.errors import ChannelError, CheckpointError
+from torchscout.integration.communicators import Communicators
+
+SIZE = 9 << 20
+"""More than two pieces."""
+WANTED = (Generation(8), Generation(6))
+TIERS = ("memory", "disk")
+
+
+def place(folder: Path, hosts: str, rank: int, step: int, tier: str, holder: int) -> Path:
+    return path_of(folder / hosts[holder] / tier, identity(rank, step, len(hosts)), holder)
+
+
+def furnish(folder: Path, hosts: str, steps: Sequence[int] = (8, 6), size: int = 1000) -> dict[tuple, bytes]:
+    """Every rank's state of these steps in all four places; what it is, by rank and step."""
+    made = {}
+    for rank, holder in holders(hosts).items():
+        for step in steps:
+            path = seal(folder / "made", rank, step, size, len(hosts))
+            made[rank, step] = path.read_bytes()
+            for tier in TIERS:
+                for keeper in {rank, holder} - {None}:
+                    copy = place(folder, hosts, rank, step, tier, keeper)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    copy.write_bytes(made[rank, step])
+    return made
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def connected(patience: float) -> Links:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=patience))
+    return Links(Communicators(patience).exchange, group)
+
+
+def recover(rank: int, folder: Path, hosts: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What a rank of a job that starts again does; ``options["rank_1"]`` are that rank's own."""
+    options = {**options, **options.get(f"rank_{rank}", {})}
+    links = connected(options.get("patience", 30))
+    member = Member(job="job", mesh=options.get("mesh", "replica=2"), world_size=len(hosts), rank=rank)
+    opened: list[Path] = []
+
+    def load(path: Path) -> bytes:
+        opened.append(path)
+        whole(path)
+        return path.read_bytes()
+
+    folders = (folder / hosts[rank] / "memory", folder / hosts[rank] / "disk")
+    try:
+        fetched = fetch(member, options.get("wanted", WANTED), folders, links, load)
+    except (CheckpointError, ChannelError) as error:
+        return {"error": str(error)}
+    return {
+        "step": fetched.plan.generation.step,
+        "value": fetched.value,
+        "path": fetched.path,
+        "source": fetched.plan.sources[rank],
+        "demoted": fetched.demoted,
+        "reason": fetched.plan.reason,
+        "opened": opened,
+    }
+
+
+def recovered(folder: Path, hosts: str, **options: Any) -> list[dict[str, Any]]:
+    return run_ranks(recover, len(hosts), folder, hosts, options)
+
+
+def check(answers: list[dict[str, Any]], made: dict[tuple, bytes], step: int) -> None:
+    """All have their own state of this step, and have been told the same."""
+    for rank, answer in enumerate(answers):
+        assert answer.get("step") == step, answer
+        assert answer["value"] == made[rank, step]
+    assert len({(answer["demoted"], answer["reason"]) for answer in answers}) == 1
+
+
+def test_each_takes_its_own_memory_where_nothing_is_wrong(tmp_path: Path):
+    made = furnish(tmp_path, "ab")
+    answers = recovered(tmp_path, "ab")
+    check(answers, made, 8)
+    for rank, answer in enumerate(answers):
+        assert answer["source"] == (rank, Tier.MEMORY, rank)
+        assert answer["demoted"] == ()
+        assert answer["opened"] == [place(tmp_path, "ab", rank, 8, "memory", rank)], "nothing is read twice"
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab", "abcd"])
+def test_a_replaced_machine_gets_its_state_back_bit_by_bit(tmp_path: Path, hosts: str):
+    made = furnish(tmp_path, hosts, size=SIZE)
+    shutil.rmtree(tmp_path / "b")
+    answers = recovered(tmp_path, hosts)
+    check(answers, made, 8)
+    for rank in (rank for rank, host in enumerate(hosts) if host == "b"):
+        own = place(tmp_path, hosts, rank, 8, "memory", rank)
+        assert own.read_bytes() == made[rank, 8]
+        assert answers[rank]["path"] == own
+        assert answers[rank]["source"] == (holders(hosts)[rank], Tier.MEMORY, holders(hosts)[rank])
+        assert answers[rank]["demoted"] == ()
+
+
+def test_only_what_was_on_disk_survives_when_all_memory_is_lost(tmp_path: Path):
+    made = furnish(tmp_path, "ab")
+    for host in "ab":
+        shutil.rmtree(tmp_path / host / "memory")
+    shutil.rmtree(tmp_path / "b" / "disk")
+    answers = recovered(tmp_path, "ab")
+    check(answers, made, 8)
+    assert [answer["source"] for answer in answers] == [(0, Tier.DISK, 0), (0, Tier.DISK, 0)]
+
+
+DAMAGES: list[Callable[[Path], None]] = [flip, truncate, Path.unlink]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=["bit", "end", "file"])
+def test_one_place_after_the_other_is_demoted_aloud(tmp_path: Path, damage: Callable[[Path], None]):
+    """Rank 1's state: own memory, own disk, its holder's memory, its holder's disk."""
+    order = [("memory", 1), ("disk", 1), ("memory", 0), ("disk", 0)]
+    made = furnish(tmp_path, "ab")
+    for tier, holder in order[:3]:
+        damage(place(tmp_path, "ab", 1, 8, tier, holder))
+    answers = recovered(tmp_path, "ab")
+    check(answers, made, 8)
+    assert answers[0]["source"] == (0, Tier.MEMORY, 0)
+    assert answers[1]["source"] == (0, Tier.DISK, 0)
+    assert len(answers[0]["opened"]) == 1, "who has its state does not read it again"
+    demoted = " ".join(answers[0]["demoted"])
+    if damage is flip:
+        for words in ("its own memory", "its own disk", "rank 0's memory"):
+            assert f"rank 1's state at step 8 in {words} is damaged" in demoted
+    elif damage is truncate:
+        assert demoted.count("bytes are described") == 0
+        assert demoted.count("are described") == 3
+    else:
+        assert demoted == ""
+    assert verify(place(tmp_path, "ab", 1, 8, "memory", 1)).whole, "what came stands in for what was damaged"
+
+
+@pytest.mark.parametrize("places", range(1, 4))
+def test_as_many_places_as_are_damaged_are_passed_over(tmp_path: Path, places: int):
+    order = [("memory", 1), ("disk", 1), ("memory", 0), ("disk", 0)]
+    made = furnish(tmp_path, "ab")
+    for tier, holder in order[:places]:
+        flip(place(tmp_path, "ab", 1, 8, tier, holder))
+    answers = recovered(tmp_path, "ab")
+    check(answers, made, 8)
+    tier, holder = order[places]
+    assert answers[1]["source"] == (holder, Tier(tier), holder)
+    assert len(answers[0]["demoted"]) == places
+
+
+def test_the_newest_damaged_everywhere_makes_all_take_the_next_older(tmp_path: Path):
+    made = furnish(tmp_path, "abc")
+    for tier in TIERS:
+        for holder in (1, holders("abc")[1]):
+            flip(place(tmp_path, "abc", 1, 8, tier, holder))
+    answers = recovered(tmp_path, "abc")
+    check(answers, made, 6)
+    assert len(answers[0]["demoted"]) == 4
+    assert "All ranks load step 6, because step 8 cannot be had: the state of rank 1" in answers[2]["reason"]
+
+
+def test_what_is_not_wanted_is_never_taken(tmp_path: Path):
+    """Step 8 is whole everywhere, but nobody trusts it."""
+    made = furnish(tmp_path, "ab", (8, 6, 4))
+    for holder in (0, 1):
+        for tier in TIERS:
+            flip(place(tmp_path, "ab", 0, 6, tier, holder))
+    check(recovered(tmp_path, "ab", wanted=(Generation(6), Generation(4))), made, 4)
+
+
+def test_a_rank_that_lacks_the_newest_makes_all_take_the_one_before(tmp_path: Path):
+    made = furnish(tmp_path, "ab")
+    for holder in (0, 1):
+        for tier in TIERS:
+            place(tmp_path, "ab", 1, 8, tier, holder).unlink()
+    answers = recovered(tmp_path, "ab")
+    check(answers, made, 6)
+    assert "rank 1 is nowhere" in answers[0]["reason"]
+
+
+def test_both_holders_lost_is_the_same_error_everywhere_and_says_whose(tmp_path: Path):
+    furnish(tmp_path, "abc")
+    for host in "bc":
+        shutil.rmtree(tmp_path / host)
+    answers = recovered(tmp_path, "abc")
+    assert len({answer["error"] for answer in answers}) == 1
+    assert "step 8 cannot be had: the state of rank 1 is nowhere" in answers[0]["error"]
+    assert "step 6 cannot be had: the state of rank 1 is nowhere" in answers[0]["error"]
+
+
+def test_damage_that_leaves_nothing_is_part_of_the_error(tmp_path: Path):
+    furnish(tmp_path, "ab", (8,))
+    for tier, holder in (("memory", 1), ("disk", 1), ("memory", 0), ("disk", 0)):
+        flip(place(tmp_path, "ab", 1, 8, tier, holder))
+    (error,) = {answer["error"] for answer in recovered(tmp_path, "ab")}
+    assert "No checkpoint is left that may be loaded" in error
+    assert error.count("is damaged: ") >= 4
+
+
+def test_state_of_another_world_size_is_diagnosed_on_every_rank(tmp_path: Path):
+    furnish(tmp_path, "abc")
+    answers = recovered(tmp_path, "ab")
+    assert len({answer["error"] for answer in answers}) == 1
+    assert "it is of world size 3, this job is of 2" in answers[0]["error"]
+
+
+def test_state_of_another_mesh_is_diagnosed_on_every_rank(tmp_path: Path):
+    furnish(tmp_path, "ab")
+    (error,) = {answer["error"] for answer in recovered(tmp_path, "ab", mesh="shard=2")}
+    assert "it is of mesh 'replica=2', this job is of 'shard=2'" in error
+
+
+def test_ranks_that_want_different_things_are_told_so(tmp_path: Path):
+    furnish(tmp_path, "ab")
+    (error,) = {answer["error"] for answer in recovered(tmp_path, "ab", rank_1={"wanted": WANTED[:1]})}
+    assert "ranks disagree on what to load" in error
+    assert "rank 0 says ['job', 'replica=2', 2, [[8, 0], [6, 0]]]" in error
+    assert "rank 1 says ['job', 'replica=2', 2, [[8, 0]]]" in error
+
+
+def test_ranks_of_one_machine_look_at_a_damaged_file_once_each_and_send_it_once(tmp_path: Path):
+    """Ranks 2 to 4 see the same memory: what rank 2 sent and was damaged is not asked of ranks 3 and 4."""
+    hosts = "aabbb"
+    made = furnish(tmp_path, hosts)
+    holder = holders(hosts)[0]
+    assert hosts[holder] == "b"
+    shutil.rmtree(tmp_path / "a")
+    flip(place(tmp_path, hosts, 0, 8, "memory", holder))
+    answers = recovered(tmp_path, hosts)
+    check(answers, made, 8)
+    assert answers[0]["source"] == (holder, Tier.DISK, holder)
+    assert len(answers[0]["demoted"]) == 1
+
+
+def test_a_rank_without_room_is_an_error_on_all_and_not_damage(tmp_path: Path):
+    furnish(tmp_path, "ab", size=SIZE)
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "memory").write_bytes(b"a file where a folder should be")
+    (error,) = {answer["error"] for answer in recovered(tmp_path, "ab")}
+    assert "step 8 cannot be loaded. rank 1: cannot write" in error
+
+
+def hang(rank: int, folder: Path, hosts: str) -> str:
+    """Rank 1 agrees, and then neither gives nor takes."""
+    if rank == 0:
+        return recover(rank, folder, hosts, {"patience": 2})["error"]
+    links = connected(2)
+    member = Member(job="job", mesh="replica=2", world_size=2, rank=1)
+    stock = inventory(folder / "b" / "memory", folder / "b" / "disk")
+    links.exchange([])
+    purpose = ["job", "replica=2", 2, [[8, 0], [6, 0]]]
+    links.exchange({"purpose": purpose, "listing": Listing.of(stock, member, WANTED).to_json()})
+    return ""
+
+
+@pytest.mark.parametrize(("empty", "words"), [("a", "receiving a shard from"), ("b", "sending a shard to")])
+def test_a_rank_that_hangs_is_an_error_and_no_endless_wait(tmp_path: Path, empty: str, words: str):
+    furnish(tmp_path, "ab", size=SIZE)
+    shutil.rmtree(tmp_path / empty)
+    answers = run_ranks(hang, 2, tmp_path, "ab")
+    assert f"{words} rank 1 failed" in answers[0]
+    assert not [name for name in files(tmp_path) if name.startswith(".")]
+
+
+def test_nothing_half_done_is_left(tmp_path: Path):
+    made = furnish(tmp_path, "ab", size=SIZE)
+    for tier, holder in (("memory", 1), ("disk", 1), ("memory", 0)):
+        flip(place(tmp_path, "ab", 1, 8, tier, holder))
+    check(recovered(tmp_path, "ab"), made, 8)
+    assert not [name for name in files(tmp_path) if name.startswith(".")]

@@ -1,0 +1,241 @@
+"""Copies of state in another machine's memory: real processes, which are killed, stopped and disturbed."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.replica_ranks import Rank, Wire, files, identity, ranks, seal
+from tests.support.small_job import until
+from torchscout.checkpoint.placement import holders
+from torchscout.checkpoint.shards import path_of, verify
+from torchscout.keys import new_token
+
+TOKEN = new_token()
+LARGE = 40 << 20
+"""More than may be on its way at once."""
+
+
+def said(rank: Rank, word: str, heard: list[str]) -> bool:
+    heard += rank.ask("problems")
+    return any(word in each for each in heard)
+
+
+def test_a_shard_comes_to_the_holder_bit_by_bit(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        for step, size in ((1, 1), (2, LARGE), (3, 4 << 20)):
+            path = seal(owner.memory, 0, step, size)
+            owner.ask("send", str(path))
+            until(lambda step=step: step in owner.held(), "the copy counts")
+            copy = path_of(holder.memory, identity(0, step), holder=1)
+            assert copy.read_bytes() == path.read_bytes()
+        assert owner.ask("problems") == holder.ask("problems") == []
+        assert len(files(holder.memory)) == 3
+
+
+def test_any_number_of_ranks_on_uneven_hosts_copy_to_each_other_at_once(tmp_path: Path):
+    hosts = "aaabc"
+    with ranks(tmp_path, TOKEN, hosts) as job:
+        paths = [seal(each.memory, each.rank, 7, 6 << 20, world_size=5) for each in job]
+        for each, path in zip(job, paths, strict=True):
+            each.ask("send", str(path))
+        for each in job:
+            until(lambda each=each: each.held() == [7], f"rank {each.rank} has a copy")
+        for rank, holder in holders(hosts).items():
+            assert holder is not None
+            copy = path_of(tmp_path / hosts[holder], identity(rank, 7, 5), holder)
+            assert copy.read_bytes() == paths[rank].read_bytes()
+
+
+def test_one_host_alone_copies_nothing_and_minds_nothing(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "aa") as (first, _):
+        first.ask("send", str(seal(first.memory, 0, 1)))
+        first.ask("retire", [[1, 0]])
+        until(lambda: files(first.memory) == [], "it is retired")
+        assert first.held() == []
+        assert first.ask("problems") == []
+
+
+def test_a_holder_killed_in_the_middle_leaves_no_copy_and_the_next_one_succeeds(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        wire = Wire(holder.address, hold_after=20 << 20)
+        owner.ask("connect", [owner.address, wire.address], ["a", "b"])
+        owner.ask("send", str(seal(owner.memory, 0, 1, LARGE)))
+        until(wire.held_up.is_set, "half of it is there")
+        holder.signal(signal.SIGKILL)
+        wire.close()
+        assert not list(holder.memory.rglob("*.shard"))
+        heard: list[str] = []
+        until(lambda: said(owner, "step 1 of rank 0 has no copy at rank 1", heard), "it is said")
+        assert owner.held() == []
+        restarted = Rank(1, holder.memory, TOKEN)
+        try:
+            owner.ask("connect", [owner.address, restarted.address], ["a", "b"])
+            restarted.ask("connect", [owner.address, restarted.address], ["a", "b"])
+            path = seal(owner.memory, 0, 2, LARGE)
+            owner.ask("send", str(path))
+            until(lambda: 2 in owner.held(), "the next one has a copy")
+            assert path_of(holder.memory, identity(0, 2), 1).read_bytes() == path.read_bytes()
+        finally:
+            restarted.end()
+
+
+def test_a_stopped_holder_is_said_in_time_and_goes_on_once_it_is_continued(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        wire = Wire(holder.address, hold_after=20 << 20)
+        owner.ask("connect", [owner.address, wire.address], ["a", "b"])
+        owner.ask("send", str(seal(owner.memory, 0, 1, LARGE)))
+        until(wire.held_up.is_set, "half of it is there")
+        holder.signal(signal.SIGSTOP)
+        wire.released.set()
+        heard: list[str] = []
+        until(lambda: said(owner, "it does not answer for 1 s", heard), "it is said")
+        owner.ask("send", str(seal(owner.memory, 0, 2, LARGE)))
+        owner.ask("send", str(seal(owner.memory, 0, 3, LARGE)))
+        until(lambda: said(owner, "could not be reached", heard), "nor can it be reached")
+        assert not list(holder.memory.rglob("*.shard"))
+        assert owner.held() == []
+        holder.signal(signal.SIGCONT)
+        until(lambda: 3 in owner.held(), "the newest has a copy")
+        wire.close()
+        assert 2 not in owner.held(), "an older one that waited was given up"
+        assert verify(path_of(holder.memory, identity(0, 3), 1)).whole
+        until(lambda: len(files(holder.memory)) == len(owner.held()), "of the others nothing is left")
+
+
+def test_a_dead_owner_leaves_nothing_half_done_at_its_holder(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        wire = Wire(holder.address, hold_after=20 << 20)
+        owner.ask("connect", [owner.address, wire.address], ["a", "b"])
+        owner.ask("send", str(seal(owner.memory, 0, 1, LARGE)))
+        until(wire.held_up.is_set, "half of it is there")
+        assert files(holder.memory) != []
+        owner.signal(signal.SIGKILL)
+        until(lambda: files(holder.memory) == [], "what it had sent is dropped")
+        wire.close()
+
+
+def test_a_bit_that_flips_on_the_way_is_noticed_and_sent_again(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        wire = Wire(holder.address, flip_at=10 << 20)
+        owner.ask("connect", [owner.address, wire.address], ["a", "b"])
+        path = seal(owner.memory, 0, 1, LARGE)
+        owner.ask("send", str(path))
+        until(lambda: owner.held() == [1], "it came all the same")
+        assert wire.flipped
+        assert "no copy at rank 1" in " ".join(owner.ask("problems"))
+        assert path_of(holder.memory, identity(0, 1), 1).read_bytes() == path.read_bytes()
+        wire.close()
+
+
+def test_a_shard_damaged_at_its_source_is_refused_and_given_up(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        path = seal(owner.memory, 0, 1)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.chmod(0o600)
+        path.write_bytes(data)
+        owner.ask("send", str(path))
+        heard: list[str] = []
+        until(
+            lambda: said(owner, "refused 3 times, and is given up: tensor 'b' is damaged", heard),
+            "it is said",
+        )
+        assert "tensor 'b' is damaged" in " ".join(holder.ask("problems"))
+        assert files(holder.memory) == []
+        owner.ask("send", str(seal(owner.memory, 0, 2)))
+        until(lambda: owner.held() == [2], "the next one is whole")
+
+
+def test_who_does_not_have_the_token_gets_nowhere(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        stranger = Rank(0, tmp_path / "stranger", new_token())
+        try:
+            stranger.ask("connect", [owner.address, holder.address], ["a", "b"])
+            stranger.ask("send", str(seal(stranger.memory, 0, 5)))
+            heard: list[str] = []
+            until(lambda: said(stranger, "could not be reached", heard), "it is not let in")
+            assert stranger.held() == []
+        finally:
+            stranger.end()
+        assert files(holder.memory) == []
+        owner.ask("send", str(seal(owner.memory, 0, 1)))
+        until(lambda: owner.held() == [1], "who has it is let in")
+
+
+def test_what_is_retired_goes_here_and_at_the_holder(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        for step in (1, 2):
+            owner.ask("send", str(seal(owner.memory, 0, step)))
+            until(lambda step=step: step in owner.held(), "the copy counts")
+        seal(holder.memory, 1, 1)
+        owner.ask("retire", [[1, 0]])
+        until(lambda: len(files(holder.memory)) == 2, "its copy is gone, and what is the holder's own stays")
+        assert owner.held() == [2]
+        assert files(owner.memory) == ["rank-0-of-2.held-by-0.shard"]
+        assert len(list(owner.memory.iterdir())) == 1, "and so is the folder"
+
+
+def test_a_holder_that_was_away_is_told_later_what_is_retired(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        owner.ask("send", str(seal(owner.memory, 0, 1)))
+        until(lambda: owner.held() == [1], "the copy counts")
+        holder.signal(signal.SIGSTOP)
+        owner.ask("retire", [[1, 0]])
+        until(lambda: files(owner.memory) == [], "it is gone here")
+        heard: list[str] = []
+        until(lambda: said(owner, "does not answer", heard), "it is noticed that nobody answers")
+        holder.signal(signal.SIGKILL)
+        assert files(holder.memory) != []
+        restarted = Rank(1, holder.memory, TOKEN, port=holder.address[1])
+        try:
+            until(lambda: files(holder.memory) == [], "and gone there")
+        finally:
+            restarted.end()
+
+
+def test_a_holder_that_lost_its_memory_gets_the_newest_again(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        for step in (1, 2):
+            owner.ask("send", str(seal(owner.memory, 0, step)))
+            until(lambda step=step: step in owner.held(), "the copy counts")
+        for path in holder.memory.rglob("*.shard"):
+            path.unlink()
+        heard: list[str] = []
+        until(lambda: said(owner, "lost its copies of step 1, step 2", heard), "it is noticed")
+        until(lambda: owner.held() == [2], "the newest is there again")
+        assert verify(path_of(holder.memory, identity(0, 2), 1)).whole
+
+
+def test_a_copy_that_is_there_already_is_replaced_by_a_whole_one(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        path = seal(owner.memory, 0, 1)
+        copy = path_of(holder.memory, identity(0, 1), 1)
+        copy.parent.mkdir(parents=True)
+        copy.write_bytes(b"damaged")
+        owner.ask("send", str(path))
+        until(lambda: owner.held() == [1], "the copy counts")
+        assert copy.read_bytes() == path.read_bytes()
+
+
+def test_closing_does_not_wait_for_a_holder_that_hangs(tmp_path: Path):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
+        holder.signal(signal.SIGSTOP)
+        owner.ask("send", str(seal(owner.memory, 0, 1, LARGE)))
+        owner.ask("close")
+        owner.ask("close")
+        owner.ask("send", "/nowhere")
+        assert owner.held() == []
+        holder.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("text", ["/nowhere/at/all", __file__])
+def test_a_path_that_is_no_shard_is_a_problem_in_words(tmp_path: Path, text: str):
+    with ranks(tmp_path, TOKEN, "ab") as (owner, _):
+        owner.ask("send", text)
+        heard: list[str] = []
+        until(lambda: said(owner, "nothing to copy to rank 1 (127.0.0.1:", heard), "it is said")
+        owner.ask("send", str(seal(owner.memory, 0, 1)))
+        until(lambda: owner.held() == [1], "and the next one is copied")

@@ -1,0 +1,61 @@
+"""A rank's state under every layout: real ranks are interrupted and go on bitwise, or are refused."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.state_jobs import after_an_evaluation, crash_and_resume, refused, registered_parts
+
+LAYOUTS = [
+    ("ddp", (2,)),
+    ("zero", (2,)),
+    ("fsdp2", (2,)),
+    ("fsdp2", (3,)),
+    ("hsdp", (2, 2)),
+    ("tp", (2,)),
+    ("fsdp2+tp", (2, 2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape"), LAYOUTS)
+@pytest.mark.parametrize("at", [0, 2])
+def test_interrupted_ranks_are_bitwise_the_uninterrupted_ones(kind: str, shape: tuple[int, ...], at: int):
+    for same, same_streams, count in run_ranks(crash_and_resume, math.prod(shape), kind, shape, at):
+        assert same
+        assert same_streams
+        assert count > 18, "parameters and groups at least"
+
+
+@pytest.mark.parametrize(
+    ("kept", "here", "said"),
+    [
+        (("ddp", ()), ("fsdp2", (2,)), "'module.tokens.weight' is in the checkpoint and not here"),
+        (("tp", (2,)), ("fsdp2", (2,)), "stack.0.up.weight' .*lies on a mesh with the axes"),
+        (("fsdp2", (2,)), ("tp", (2,)), "'tokens.weight' has shape .24, 16., had .12, 16."),
+    ],
+)
+def test_another_layout_is_refused_and_nothing_changes(kept, here, said: str):
+    for message, unchanged in run_ranks(refused, 2, kept, here):
+        assert unchanged
+        assert message.startswith("the checkpoint does not fit this job: ")
+        assert re.search(said, message), message
+
+
+def test_hsdp_of_another_mesh_is_refused():
+    for message, unchanged in run_ranks(refused, 4, ("hsdp", (2, 2)), ("hsdp", (4, 1))):
+        assert unchanged
+        assert "has shape" in message or "lies on a mesh of [4, 1], was [2, 2]" in message
+
+
+def test_gathered_parameters_are_neither_kept_nor_left_stale():
+    assert run_ranks(after_an_evaluation, 2) == [True, True]
+
+
+def test_registered_parts_of_distributed_tensors_come_back_where_they_were():
+    for same, message in run_ranks(registered_parts, 2):
+        assert same
+        assert "does not fit this job" in message

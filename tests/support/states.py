@@ -1,0 +1,150 @@
+"""Jobs to be interrupted, and what is left of a state once it has been bytes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchscout.checkpoint import tree
+from torchscout.checkpoint.generation import Generation, Role
+from torchscout.checkpoint.shard_format import Identity, decode, encode
+from torchscout.checkpoint.state import State, Stateful, collect, restore
+from torchscout.checkpoint.tensors import blobs_of, dtype_named
+
+__all__ = ["Job", "all_bits", "identity", "interrupted", "through_bytes"]
+
+
+def identity(step: int = 1, *, rank: int = 0, world_size: int = 1) -> Identity:
+    return Identity(job="job", mesh="none", world_size=world_size, rank=rank, generation=Generation(step))
+
+
+def through_bytes(state: State, named: Sequence[type] = ()) -> Any:
+    """The tree that another process would read."""
+    blobs = blobs_of(state.tensors)  # some own the memory they tell of
+    pieces = encode(identity(), Role.LATEST, state.document, blobs)
+    header, memory = decode(b"".join(pieces))
+    tensors = {
+        each.name: torch.frombuffer(bytearray(memory[each.name]) or bytearray(16), dtype=torch.uint8)
+        .clone()[: each.length]
+        .view(dtype_named(each.dtype))
+        .view(each.shape)
+        for each in header.entries
+    }
+    return tree.decode(header.document, tensors, named)
+
+
+@dataclass
+class Job:
+    """Something that trains."""
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    registered: Mapping[str, Stateful] = field(default_factory=dict)
+
+    def step(self, number: int) -> None:
+        """The default for models of eight inputs."""
+        generator = torch.Generator().manual_seed(number)
+        noise = random.random() + np.random.rand()
+        x = torch.randn(4, 8, generator=generator) + noise
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.model(x).square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for each in self.registered.values():
+            if isinstance(each, torch.optim.lr_scheduler.LRScheduler):
+                each.step()
+
+    def train(self, steps: range) -> None:
+        for number in steps:
+            self.step(number)
+
+    def collect(self) -> State:
+        return collect(self.model, self.optimizers, self.registered)
+
+    def restore(self, kept: Any) -> None:
+        restore(self.model, self.optimizers, self.registered, kept)
+
+
+def interrupted(make: Any, *, at: int = 3, steps: int = 7, named: Sequence[type] = ()) -> tuple[Job, Job]:
+    """An uninterrupted job, and one that was lost after ``at`` steps and went on from its checkpoint."""
+    seed(0)
+    whole = make()
+    whole.train(range(at))
+    kept = through_bytes(whole.collect(), named)
+    whole.train(range(at, steps))
+    whole.streams = streams()
+    seed(99)
+    resumed = make()
+    resumed.restore(kept)
+    resumed.train(range(at, steps))
+    resumed.streams = streams()
+    return whole, resumed
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def streams() -> tuple[Any, ...]:
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state())
+
+
+def all_bits(job: Job) -> dict[str, Any]:
+    """Every bit of a job, by name, with kinds and layouts."""
+    found: dict[str, Any] = {}
+    for name, tensor in [*job.model.named_parameters(), *job.model.named_buffers()]:
+        found[name] = _bits(tensor)
+    for number, optimizer in enumerate(job.optimizers):
+        keys = {
+            parameter: f"{place}.{index}"
+            for place, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+        for key, slots in optimizer.state.items():
+            found[f"{number} {keys.get(key, key)}"] = _told(slots)
+        for place, group in enumerate(optimizer.param_groups):
+            settings = {name: value for name, value in group.items() if name != "params"}
+            found[f"{number} group {place}"] = _told(settings)
+    found["registered"] = {name: _told(each.state_dict()) for name, each in job.registered.items()}
+    return found
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _bits(value)
+    if isinstance(value, dict):
+        return type(value).__name__, {repr(key): _told(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value).__name__, [_told(each) for each in value]
+    return type(value).__name__, repr(value)
+
+
+def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    placed = ()
+    with torch.no_grad():
+        if isinstance(tensor, DTensor):
+            placed = (str(tensor.placements), tuple(tensor.shape), tuple(tensor.device_mesh.shape))
+            tensor = tensor.to_local()
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return str(tensor.dtype), tuple(tensor.shape), tensor.stride(), str(tensor.device), placed, data
+
+
+def walk_tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from walk_tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from walk_tensors(each)

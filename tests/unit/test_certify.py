@@ -1,0 +1,132 @@
+"""What a check is worth to checkpoints, on one rank and job-wide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchscout.checkpoint.certify import Ballot, events_of, outcome_of
+from torchscout.checkpoint.gate import CheckpointGate, after
+from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.happening import Checked, Lost, Outcome, WriteFailed, Written
+from torchscout.decision.consensus import exact, statistical
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.replay_diagnosis import FAILED, NONDETERMINISTIC
+from torchscout.errors import CheckpointError
+
+TARGETS = ("", "layer.0")
+
+
+def number(layer: str, *values: int, reason: str | None = None) -> EvidenceRecord:
+    return EvidenceRecord(
+        step=1,
+        surface=f"{layer}/output",
+        manifestation=Manifestation.SDC,
+        peers=(0, 1, 2),
+        verdict=None if reason else exact(values or (1, 1, 1)),
+        reason=reason,
+        layer=layer or None,
+    )
+
+
+HEALTHY = [number(""), number("layer.0")]
+
+
+def slow() -> Incident:
+    record = EvidenceRecord(
+        step=1,
+        surface="time/module",
+        manifestation=Manifestation.STRAGGLER,
+        peers=(0, 1, 2),
+        verdict=statistical([1.0, 1.0, 9.0]),
+    )
+    return Incident(
+        manifestation=Manifestation.STRAGGLER,
+        scope=Scope.RANK,
+        step=1,
+        ranks=(2,),
+        hosts=(),
+        records=(record,),
+        action=Action.INSPECT,
+        sentence="Rank 2 is slow.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("records", "outcome"),
+    [
+        (HEALTHY, Outcome.HEALTHY),
+        ([*HEALTHY, number("layer.0", reason="no gradient reached it")], Outcome.HEALTHY),
+        ([*HEALTHY, number("layer.0", 1, 1, 2)], Outcome.SDC),
+        ([*HEALTHY, number("layer.0", 1, 2, 3)], Outcome.SDC),
+        ([*HEALTHY, number("layer.0", reason=f"{NONDETERMINISTIC}: who knows")], Outcome.REJECTED),
+        ([*HEALTHY, number("layer.0", reason=f"{FAILED} on rank 2")], Outcome.NOT_CHECKED),
+        ([number(""), number("layer.0", reason="it was not called")], Outcome.NOT_CHECKED),
+        ([number("")], Outcome.NOT_CHECKED),
+        ([], Outcome.NOT_CHECKED),
+    ],
+)
+def test_what_one_rank_makes_of_a_check(records: list[EvidenceRecord], outcome: Outcome):
+    assert outcome_of(records, [], TARGETS) is outcome
+
+
+def test_slowness_is_accepted_and_said():
+    outcome = outcome_of([*HEALTHY, slow().records[0]], [slow()], TARGETS)
+    assert outcome is Outcome.STRAGGLER
+    assert outcome.accepted
+    # A time that differs is no wrong number, and one round of it is no incident.
+    assert outcome_of([*HEALTHY, slow().records[0]], [], TARGETS) is Outcome.HEALTHY
+
+
+def counted(*ballots: Ballot) -> Ballot:
+    return Ballot.counted([max(column) for column in zip(*(each.votes() for each in ballots), strict=True)])
+
+
+@pytest.mark.parametrize("worst", list(Outcome))
+def test_the_worst_outcome_of_any_rank_is_the_jobs(worst: Outcome):
+    order = [Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED, Outcome.REJECTED, Outcome.SDC]
+    for other in order[: order.index(worst) + 1]:
+        assert counted(Ballot(other, 0), Ballot(worst, 0), Ballot(other, 0)).outcome is worst
+
+
+def test_ranks_in_different_cycles_are_an_error_that_moves_nothing():
+    with pytest.raises(CheckpointError, match="some have accepted 1 of it, others 2; no checkpoint"):
+        counted(Ballot(Outcome.HEALTHY, 1), Ballot(Outcome.HEALTHY, 2))
+    assert counted(Ballot(Outcome.HEALTHY, 2), Ballot(Outcome.HEALTHY, 2)).accepted == 2
+
+
+FINE = Ballot(Outcome.HEALTHY, 0)
+
+
+def written_at(step: int) -> CheckpointGate:
+    """A dense job that has begun to write what it captured."""
+    gate, effects = after(CheckpointGate(persist_every=1), Checked(step, Outcome.HEALTHY))
+    assert effects.persist == Generation(step)
+    return gate
+
+
+def test_files_count_when_every_rank_has_sealed_them():
+    gate = written_at(5)
+    late = replace(FINE, writing=True)
+    assert events_of(gate, 6, counted(FINE, late)) == [Checked(6, Outcome.HEALTHY)]
+    assert events_of(gate, 6, counted(FINE, FINE)) == [Written(Generation(5)), Checked(6, Outcome.HEALTHY)]
+
+
+def test_one_rank_that_cannot_write_is_enough_to_go_without():
+    failed = replace(FINE, unwritten=True)
+    events = events_of(written_at(5), 6, counted(FINE, failed, replace(FINE, writing=True)))
+    assert events == [WriteFailed(Generation(5)), Checked(6, Outcome.HEALTHY)]
+
+
+def test_a_capture_that_failed_on_one_rank_is_lost_to_all():
+    gate = written_at(5)
+    events = events_of(gate, 6, counted(FINE, replace(FINE, lost=True, writing=True)))
+    assert events == [Lost(Generation(5)), Checked(6, Outcome.HEALTHY)]
+    gate, _ = after(gate, events[0])
+    assert (gate.latest, gate.verified, gate.writing) == (None, None, None)
+
+
+def test_before_the_first_capture_nothing_can_be_lost():
+    gate = CheckpointGate()
+    assert events_of(gate, 1, replace(FINE, lost=True)) == [Checked(1, Outcome.HEALTHY)]

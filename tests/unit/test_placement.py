@@ -1,0 +1,67 @@
+"""Who holds whose copy, over every small layout and many large ones."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from math import ceil
+
+from torchscout.checkpoint.placement import holders, wards
+
+
+def layouts() -> Iterator[list[str]]:
+    """Every way to put up to six ranks on up to four hosts, then larger ones at random."""
+    for size in range(1, 7):
+        yield from (list(hosts) for hosts in product("abcd", repeat=size))
+    chance = random.Random(3)
+    for _ in range(300):
+        names = [f"host-{number}" for number in range(chance.randint(1, 12))]
+        yield chance.choices(names, weights=[chance.random() ** 3 for _ in names], k=chance.randint(7, 90))
+
+
+def test_every_copy_is_on_another_host_if_there_is_one():
+    for hosts in layouts():
+        found = holders(hosts)
+        assert sorted(found) == list(range(len(hosts)))
+        for rank, holder in found.items():
+            if len(set(hosts)) == 1:
+                assert holder is None
+            else:
+                assert holder is not None
+                assert hosts[holder] != hosts[rank], hosts
+
+
+def test_nobody_holds_more_copies_than_somebody_must():
+    """Whatever the choice, a host's ranks must be shared out among those outside it."""
+    for hosts in layouts():
+        if len(set(hosts)) == 1:
+            continue
+        needed = max(ceil(count / (len(hosts) - count)) for count in Counter(hosts).values())
+        assert max(Counter(holders(hosts).values()).values()) == needed, hosts
+
+
+def test_machines_of_equal_size_hold_for_each_other_as_whole_machines():
+    hosts = [host for host in "abc" for _ in range(4)]
+    found = holders(hosts)
+    pairs = {(hosts[rank], hosts[holder]) for rank, holder in found.items() if holder is not None}
+    assert pairs == {("a", "b"), ("b", "c"), ("c", "a")}
+
+
+def test_names_do_not_matter_and_neither_does_who_asks():
+    for hosts in layouts():
+        renamed = [f"{hash(host)}" for host in hosts]
+        assert holders(hosts) == holders(tuple(renamed))
+
+
+def test_wards_are_the_other_side_of_holders():
+    for hosts in layouts():
+        found = holders(hosts)
+        for rank in range(len(hosts)):
+            assert wards(hosts, rank) == tuple(ward for ward in sorted(found) if found[ward] == rank)
+
+
+def test_one_large_host_and_one_rank_elsewhere():
+    assert holders(["a", "a", "a", "b"]) == {0: 3, 1: 3, 2: 3, 3: 0}
+    assert holders([]) == {}

@@ -1,0 +1,418 @@
+"""A rank's state: all of it is kept, and a job that goes on from it is the job that was never interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.states import Job, all_bits, interrupted, seed, through_bytes
+from torchscout.checkpoint.state import collect, expected_bytes, restore
+from torchscout.errors import CheckpointError
+
+
+class Net(nn.Module):
+    """Batch norm, dropout, a frozen layer, tied weights, a transient buffer, a channels-last convolution."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.3)
+        self.convolution = nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
+        self.tied = nn.Linear(width, width, bias=False)
+        self.tied.weight = self.frozen.weight if width != 8 else self.first.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.dropout(self.norm(self.frozen(self.first(x))))
+        image = self.convolution(x.view(-1, 2, 2, 2))
+        return self.tied(x) + image.mean() + self.calls * 1e-3
+
+
+class Odd(torch.optim.Optimizer):
+    """Adafactor-like, and with state of every kind: numbers, None, lists, nested, shared, by other keys."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2, "betas": (0.9, torch.tensor(0.99)), "name": "odd"})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.state.setdefault("shared", torch.zeros(()))
+        self.state["shared"] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=0, row=None, past=[], deep={"a": ({"b": torch.zeros(1)}, None), 1: 2.5})
+                    state.update(common=self.state["shared"], half=torch.zeros(3, dtype=torch.bfloat16))
+                state["step"] += 1
+                square = parameter.grad.square()
+                state["row"] = square.mean(-1) if parameter.dim() > 1 else square
+                state["past"] = [*state["past"], square.mean()][-3:]
+                state["deep"]["a"][0]["b"] += sum(state["past"])
+                state["half"] += 0.1
+                rate = group["lr"] / (1 + state["deep"]["a"][0]["b"] + state["common"] + state["half"].sum())
+                parameter.sub_(rate * parameter.grad * group["betas"][1] ** state["step"])
+
+
+def trained(net: nn.Module) -> list[nn.Parameter]:
+    return [each for each in net.parameters() if each.requires_grad]
+
+
+def job(make: Callable[[Any], Any], scheduled: bool = False) -> Callable[[], Job]:
+    def made() -> Job:
+        net = Net()
+        optimizer = make(trained(net))
+        registered = (
+            {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)} if scheduled else {}
+        )
+        return Job(net, [optimizer], registered)
+
+    return made
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "foreach": lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True, amsgrad=True),
+    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "rprop": torch.optim.Rprop,
+    "odd": Odd,
+}
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_interrupted_job_is_bitwise_the_uninterrupted_one(name: str, scheduled: bool, at: int):
+    whole, resumed = interrupted(job(OPTIMIZERS[name], scheduled), at=at)
+    assert all_bits(resumed) == all_bits(whole)
+    assert resumed.streams == whole.streams
+
+
+def test_the_comparison_can_fail():
+    whole, resumed = interrupted(job(OPTIMIZERS["amsgrad"]))
+    with torch.no_grad():
+        resumed.model.norm.running_mean[0] += 1e-7
+    assert all_bits(resumed) != all_bits(whole)
+
+
+def test_several_optimizers_and_pipeline_stages_are_kept_each():
+    class Stages(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for stage in self:
+                x = stage(x)
+            return x
+
+    def make() -> Job:
+        stages = Stages([Net(), Net()])
+        optimizers = [
+            torch.optim.SGD(stages[0].parameters(), lr=0.1, momentum=0.9),
+            torch.optim.AdamW(
+                [{"params": [stages[1].first.weight]}, {"params": [stages[1].first.bias], "lr": 0.5}]
+            ),
+        ]
+        return Job(stages, optimizers)
+
+    whole, resumed = interrupted(make)
+    assert all_bits(resumed) == all_bits(whole)
+
+
+def test_an_optimizers_own_copies_of_parameters_are_kept():
+    """As mixed precision has them: what is updated is not what the model computes with."""
+
+    class Mixed(Job):
+        def step(self, number: int) -> None:
+            super().step(number)
+            with torch.no_grad():
+                masters = self.optimizers[0].param_groups[0]["params"]
+                for parameter, master in zip(self.model.parameters(), masters, strict=True):
+                    master.grad = torch.full_like(master, number + 1.0)
+                    parameter.copy_(master)
+
+    def make() -> Job:
+        model = nn.Linear(8, 8).bfloat16()
+        model.register_forward_pre_hook(lambda _, args: args[0].bfloat16())
+        masters = [each.detach().float().requires_grad_() for each in model.parameters()]
+        return Mixed(model, [torch.optim.AdamW(masters)])
+
+    whole, resumed = interrupted(make)
+    assert all_bits(resumed) == all_bits(whole)
+    masters = [job.optimizers[0].param_groups[0]["params"][0] for job in (whole, resumed)]
+    assert torch.equal(*masters)
+
+
+class Position(NamedTuple):
+    epoch: int
+    seen: torch.Tensor
+
+
+class Loader:
+    """Something that knows where it is."""
+
+    def __init__(self) -> None:
+        self.position = Position(0, torch.zeros(2))
+
+    def state_dict(self) -> Any:
+        return self.position
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position = state
+
+
+def test_registered_objects_and_a_gradient_scaler_come_back():
+    net = Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    loader = Loader()
+    loader.position = Position(3, torch.ones(2))
+    registered = {"loader": loader, "scaler": scaler}
+    kept = through_bytes(collect(net, [], registered), [Position])
+    other, found = torch.amp.GradScaler("cpu", init_scale=2.0), Loader()
+    restore(Net(), [], {"loader": found, "scaler": other}, kept)
+    assert other.get_scale() == 8.0
+    assert isinstance(found.position, Position)
+    assert (found.position.epoch, found.position.seen.tolist()) == (3, [1.0, 1.0])
+
+
+def test_what_may_change_at_once_is_told_from_what_stays_until_the_next_update():
+    net = nn.ModuleDict({"net": Net(), "lookup": nn.Embedding(3, 2, max_norm=1.0)})
+    ours = job(OPTIMIZERS["tensor lr"])()
+    ours.train(range(1))
+    state = collect(ours.model, ours.optimizers, {"loader": Loader()})
+    kinds = {name.split("/")[0] for name in state.live}
+    assert kinds == {"parameters", "slots"}
+    assert "parameters/first.weight" in state.live
+    assert "parameters/frozen.weight" in state.live
+    assert not [name for name in state.tensors if "tied" in name], "tied weights are kept once"
+    assert {name.split("/")[0] for name in state.prompt} == {
+        "buffers",
+        "caches",
+        "optimizers",
+        "registered",
+        "rng",
+    }
+    state = collect(net, [], {})
+    assert "restless/lookup.weight" in state.prompt, "a forward pass scales these"
+    assert state.bytes == sum(each.nbytes for each in state.tensors.values())
+
+
+def test_gradients_are_no_state():
+    ours = job(OPTIMIZERS["amsgrad"])()
+    ours.train(range(1))
+    before = through_bytes(ours.collect())
+    for parameter in ours.model.parameters():
+        parameter.grad = None
+    assert str(through_bytes(ours.collect())) == str(before)
+
+
+def test_existing_tensors_are_filled_in_place():
+    ours = job(OPTIMIZERS["tensor lr"])()
+    ours.train(range(2))
+    kept, bits = through_bytes(ours.collect()), all_bits(ours)
+    (optimizer,) = ours.optimizers
+    held = [
+        *ours.model.parameters(),
+        *ours.model.buffers(),
+        optimizer.param_groups[0]["lr"],
+        *(slot for slots in optimizer.state.values() for slot in slots.values()),
+    ]
+    ours.train(range(2, 5))
+    optimizer.param_groups[0]["lr"].fill_(7.0)
+    ours.restore(kept)
+    again = [
+        *ours.model.parameters(),
+        *ours.model.buffers(),
+        optimizer.param_groups[0]["lr"],
+        *(slot for slots in optimizer.state.values() for slot in slots.values()),
+    ]
+    assert all(map(lambda one, other: one is other, held, again))
+    assert all_bits(ours) == bits
+
+
+def test_a_state_from_before_the_first_update_takes_optimizer_state_away_again():
+    ours = job(OPTIMIZERS["momentum"])()
+    kept = through_bytes(ours.collect())
+    ours.train(range(2))
+    assert ours.optimizers[0].state
+    ours.restore(kept)
+    assert not ours.optimizers[0].state
+
+
+def test_a_passing_buffer_that_grew_or_is_made_later_comes_back_as_it_was():
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("angles", torch.zeros(2), persistent=False)
+            self.register_buffer("later", None, persistent=False)
+
+    net, other = Cached(), Cached()
+    net.angles, net.later = torch.arange(5.0), torch.ones(3)
+    restore(other, [], {}, through_bytes(collect(net, [], {})))
+    assert torch.equal(other.angles, net.angles)
+    assert torch.equal(other.later, net.later)
+
+
+def test_extra_state_of_modules_is_kept():
+    class Counting(nn.Module):
+        count = 0
+
+        def get_extra_state(self) -> Any:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state["count"]
+
+    net, other = Counting(), Counting()
+    net.count = 5
+    restore(other, [], {}, through_bytes(collect(net, [], {})))
+    assert other.count == 5
+
+
+def test_all_bits_of_numbers_stay():
+    net = nn.Module()
+    net.register_buffer(
+        "odd", torch.tensor([0x7F800001, -1, -(1 << 31)], dtype=torch.int32).view(torch.float32)
+    )
+    net.register_buffer("strided", torch.arange(6, dtype=torch.float64).view(2, 3).T)
+    net.register_buffer("conjugate", torch.tensor([1 + 2j]).conj())
+    net.register_buffer("empty", torch.zeros(0, 3))
+    kept = through_bytes(collect(net, [], {}))
+    expected = [each.clone() for each in net.buffers()]
+    for each in net.buffers():
+        each.zero_()
+    restore(net, [], {}, kept)
+    assert net.odd.view(torch.int32).tolist() == [0x7F800001, -1, -(1 << 31)]
+    assert all(map(torch.equal, [*net.buffers()][1:], expected[1:]))
+
+
+def fitting() -> tuple[Job, Any]:
+    ours = job(OPTIMIZERS["amsgrad"], scheduled=True)()
+    ours.train(range(2))
+    return ours, through_bytes(ours.collect())
+
+
+class Elsewhere(Net):
+    def __init__(self) -> None:
+        super().__init__(width=16)
+        self.convolution = nn.Conv2d(2, 2, 2)
+
+
+def renamed(net: nn.Module) -> None:
+    net.second = net.first
+    del net.first
+
+
+MISFITS: dict[str, tuple[Callable[[Job], None], str]] = {
+    "shape": (
+        lambda ours: setattr(ours.model, "norm", nn.BatchNorm1d(16)),
+        r"parameter 'norm.weight' has shape \(16,\), had \(8,\)",
+    ),
+    "dtype": (
+        lambda ours: ours.model.norm.double(),
+        "parameter 'norm.weight' is float64, was float32",
+    ),
+    "buffer dtype": (
+        lambda ours: setattr(ours.model.norm, "running_mean", torch.zeros(8).half()),
+        "buffer 'norm.running_mean' is float16, was float32",
+    ),
+    "name": (
+        lambda ours: renamed(ours.model),
+        "parameter 'first.weight' is in the checkpoint and not here.*'second.bias' is here and not in",
+    ),
+    "another optimizer": (
+        lambda ours: setattr(ours, "optimizers", [torch.optim.SGD(trained(ours.model), lr=0.1)]),
+        "optimizer 0 is a torch.optim.sgd.SGD, was a torch.optim.adamw.AdamW",
+    ),
+    "fewer optimizers": (lambda ours: setattr(ours, "optimizers", []), "there are 0 optimizers, were 1"),
+    "other groups": (
+        lambda ours: setattr(ours, "optimizers", [torch.optim.AdamW(trained(ours.model)[::-1])]),
+        "the parameter groups of optimizer 0 hold other parameters, or in another order",
+    ),
+    "not registered": (
+        lambda ours: setattr(ours, "registered", {}),
+        "registered 'scheduler' is in the checkpoint and not here",
+    ),
+    "not kept": (
+        lambda ours: ours.registered.update(loader=Loader()),
+        "registered 'loader' is here and not in the checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_named_and_nothing_changes(name: str):
+    _, kept = fitting()
+    seed(5)
+    ours = job(OPTIMIZERS["amsgrad"], scheduled=True)()
+    ours.train(range(1))
+    change, message = MISFITS[name]
+    change(ours)
+    before, drawn = all_bits(ours), torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=message):
+        ours.restore(kept)
+    assert all_bits(ours) == before
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_registered_object_that_refuses_leaves_everything_as_it_was():
+    class Refusing(Loader):
+        def load_state_dict(self, state: Any) -> None:
+            if state == "poor":
+                raise ZeroDivisionError("mine")
+
+    class Giving(Refusing):
+        def state_dict(self) -> Any:
+            return "poor"
+
+    ours, _ = fitting()
+    ours.registered["loader"] = Giving()
+    kept = through_bytes(ours.collect())
+    ours.train(range(2, 4))
+    ours.registered["loader"] = Refusing()
+    before = all_bits(ours)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        ours.restore(kept)
+    assert all_bits(ours) == before, "the scheduler, which had loaded, is put back"
+
+
+def test_state_for_a_tensor_that_nobody_knows_is_refused():
+    ours, _ = fitting()
+    ours.optimizers[0].state[torch.zeros(3)] = {"a": 1}
+    with pytest.raises(CheckpointError, match=r"keeps state for a tensor of shape \(3,\)"):
+        ours.collect()
+
+
+def test_what_cannot_be_kept_is_named_with_its_place():
+    ours, _ = fitting()
+    ours.registered["loader"] = loader = Loader()
+    loader.position = {"file": object()}
+    with pytest.raises(CheckpointError, match="registered/loader/file is a builtins"):
+        ours.collect()
+
+
+def test_something_else_is_not_taken_for_a_state():
+    with pytest.raises(CheckpointError, match="not the state of a rank"):
+        restore(Net(), [], {}, {"weights": 1})
+
+
+def test_the_expected_size_is_about_right_before_and_after_the_first_update():
+    ours = job(torch.optim.AdamW)()
+    before = expected_bytes(ours.model, ours.optimizers)
+    ours.train(range(1))
+    after = expected_bytes(ours.model, ours.optimizers)
+    steps = 4 * len(trained(ours.model))
+    assert after == before + steps
+    rest = {"rng", "optimizers"}
+    kept = sum(each.nbytes for name, each in ours.collect().tensors.items() if name.split("/")[0] not in rest)
+    assert after == kept

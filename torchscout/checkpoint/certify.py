@@ -1,0 +1,96 @@
+"""What every rank says at the end of a check, and what the job makes of it (paper, sections 8 and 9).
+
+Flags are combined across the job before anything moves: each rank casts a ballot of whole numbers, the
+highest of each counts, and from that all ranks derive the same events for the gate. Pure: nothing is
+exchanged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torchscout.checkpoint.gate import CheckpointGate
+from torchscout.checkpoint.happening import Checked, Event, Lost, Outcome, WriteFailed, Written
+from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.replay_diagnosis import FAILED, NONDETERMINISTIC
+from torchscout.errors import CheckpointError
+
+__all__ = ["Ballot", "events_of", "outcome_of"]
+
+_SEVERITY = (Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED, Outcome.REJECTED, Outcome.SDC)
+"""The worst that any rank has seen is the job's."""
+
+
+def outcome_of(
+    records: Sequence[EvidenceRecord], incidents: Collection[Incident], targets: Collection[str]
+) -> Outcome:
+    """One rank's view of a check; ``targets`` are what it replayed, each of which must have been compared.
+
+    ``records`` are settled: what a nondeterministic kernel computed has no verdict, and neither has what a
+    rank failed to compute. A surface that nobody has (a parameter without a gradient) is no loss.
+    """
+    numbers = [each for each in records if each.manifestation is Manifestation.SDC]
+    if any(each.scope is not None for each in numbers):
+        return Outcome.SDC
+    if _has(numbers, NONDETERMINISTIC):
+        return Outcome.REJECTED
+    compared = {each.layer or "" for each in numbers if each.verdict is not None}
+    if _has(numbers, FAILED) or not set(targets) <= compared:
+        return Outcome.NOT_CHECKED
+    slow = any(each.manifestation is Manifestation.STRAGGLER for each in incidents)
+    return Outcome.STRAGGLER if slow else Outcome.HEALTHY
+
+
+def _has(records: Sequence[EvidenceRecord], reason: str) -> bool:
+    return any(each.reason is not None and each.reason.startswith(reason) for each in records)
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """What one rank brings to the vote."""
+
+    outcome: Outcome
+    accepted: int
+    """Where its gate's cycle stands."""
+    lost: bool = False
+    """The latest capture came to nothing here."""
+    writing: bool = False
+    """The files that are due are not sealed here yet."""
+    unwritten: bool = False
+    """They could not be written here."""
+
+    def votes(self) -> list[int]:
+        """To be combined by taking the highest of each."""
+        return [
+            _SEVERITY.index(self.outcome),
+            self.accepted,
+            -self.accepted,
+            int(self.lost),
+            int(self.writing),
+            int(self.unwritten),
+        ]
+
+    @classmethod
+    def counted(cls, highest: Sequence[int]) -> Ballot:
+        """The job's; a ``CheckpointError``, the same on every rank, if ranks are in different cycles."""
+        severity, accepted, negated, lost, writing, unwritten = highest
+        if accepted != -negated:
+            raise CheckpointError(
+                f"ranks disagree about the cycle of checks: some have accepted {-negated} of it, "
+                f"others {accepted}; no checkpoint is touched"
+            )
+        return cls(_SEVERITY[severity], accepted, bool(lost), bool(writing), bool(unwritten))
+
+
+def events_of(gate: CheckpointGate, step: int, counted: Ballot) -> list[Event]:
+    """What has happened since the last check, in order, and the check itself."""
+    events: list[Event] = []
+    if gate.writing is not None:
+        if counted.unwritten:
+            events.append(WriteFailed(gate.writing))
+        elif not counted.writing:
+            events.append(Written(gate.writing))
+    if counted.lost and gate.latest is not None:
+        events.append(Lost(gate.latest))
+    return [*events, Checked(step, counted.outcome)]

@@ -1,0 +1,76 @@
+"""Where checkpoints lie in a machine's memory, and how much of it they may take (paper, section 8).
+
+The shared-memory file system outlives a killed trainer; segments of ``multiprocessing.shared_memory`` do not,
+because its tracker removes them. It does not outlive the machine: that is what replicas and files are for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from torchscout.errors import CheckpointError
+
+__all__ = ["check_budget", "memory_folder"]
+
+_VARIABLE = "TORCHSCOUT_MEMORY"
+_SHARED_MEMORY = Path("/dev/shm")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,127}")
+
+
+def memory_folder(job: str) -> Path:
+    """The folder of a job's checkpoints in this machine's memory, its owner's alone; made if missing.
+
+    The environment variable ``TORCHSCOUT_MEMORY`` names another root than one in ``/dev/shm``.
+    """
+    if not _NAME.fullmatch(job):
+        raise ValueError(f"a job's name is of letters, digits and ._+=@-, at most 128, got {job!r}")
+    told = os.environ.get(_VARIABLE)
+    if not told and not _SHARED_MEMORY.is_dir():
+        raise CheckpointError(f"there is no {_SHARED_MEMORY} here; set {_VARIABLE} to a folder in memory")
+    root = Path(told) if told else _SHARED_MEMORY / f"torchscout-{os.geteuid()}"
+    for folder in (root, root / job):
+        try:
+            folder.mkdir(mode=0o700, parents=folder is root, exist_ok=True)
+            status = os.lstat(folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot keep checkpoints in {folder}: {error.strerror}") from error
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise CheckpointError(f"{folder} must be a folder that belongs to this user alone (mode 0700)")
+    return root / job
+
+
+def check_budget(bytes_per_snapshot: int, copies: int, budget: int | None, folder: Path) -> int:
+    """The bytes that checkpoints may take, or a ``CheckpointError`` if so many copies do not fit into them.
+
+    ``copies`` counts all that this machine is to hold, of all its ranks. Without a budget it is half of what
+    is free; what this job's earlier checkpoints take counts as free, as they give way.
+    """
+    try:
+        status = os.statvfs(folder)
+        own = sum(each.stat().st_blocks * 512 for each in folder.rglob("*") if each.is_file())
+    except OSError as error:
+        raise CheckpointError(f"cannot tell how much memory {folder} has: {error.strerror}") from error
+    free = status.f_bavail * status.f_frsize + own
+    allowed = free // 2 if budget is None else budget
+    needed = bytes_per_snapshot * copies
+    if needed > min(allowed, free):
+        limit = (
+            f"half of the {_size(free)} free" if budget is None else f"memory_budget; {_size(free)} are free"
+        )
+        raise CheckpointError(
+            f"checkpoints in memory need {copies} x {_size(bytes_per_snapshot)} = {_size(needed)} "
+            f"in {folder}, and {_size(allowed)} are allowed ({limit}); "
+            "set memory_budget, or enlarge that file system"
+        )
+    return allowed
+
+
+def _size(count: float) -> str:
+    units = ["bytes", "KiB", "MiB", "GiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        del units[0]
+    return f"{count:.4g} {units[0]}"
