@@ -1,0 +1,72 @@
+"""Who holds a checkpoint folder, in words for people and bytes for a file (paper, section 9)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Owner", "refusal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process; of the several that hold a folder for one run, the first."""
+
+    job: str
+    host: str
+    pid: int
+    started: int | None
+    """When the process began, in clock ticks since the boot: a recycled ``pid`` has another."""
+    since: str
+    """Wall-clock time, for people."""
+    run: str
+    """Tells runs of one job apart."""
+
+    def __str__(self) -> str:
+        return f"job {self.job!r}, pid {self.pid} on {self.host}, since {self.since}"
+
+    @classmethod
+    def own(cls, job: str, run: str) -> Owner:
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        return cls(job, socket.gethostname(), os.getpid(), _started(os.getpid()), since, run)
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    @property
+    def is_gone(self) -> bool:
+        """Only if that is certain: it was of this machine, and there is no such process."""
+        return self.is_here and self.started is not None and _started(self.pid) != self.started
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Owner | None:
+        """None unless it is whole: it may be half written."""
+        try:
+            document: Any = json.loads(data)
+            return cls(**{field.name: document[field.name] for field in fields(cls)})
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+
+def refusal(folder: Path, holder: Owner | None, how_known: str = "") -> str:
+    who = "a process that has not said who it is" if holder is None else str(holder)
+    return f"{folder} is in use by {who}{how_known}; wait for it, end it, or use another folder"
+
+
+def _started(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The second field, the program's name, may itself hold spaces and parentheses.
+    state, *others = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(others[18])

@@ -1,0 +1,78 @@
+"""Which shards lie in a folder, by their names (paper, section 9). Whether they are whole ``shards`` says."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchscout.checkpoint.generation import Generation
+from torchscout.errors import CheckpointError
+
+__all__ = ["ShardFile", "shard_files"]
+
+# The inverse of ``shards.path_of``, and of nothing else: other spellings of a number are no names of ours.
+_NUMBER = r"(0|[1-9]\d{0,17})"
+_FOLDER = re.compile(rf"step-0*{_NUMBER}\.lineage-{_NUMBER}")
+_FILE = re.compile(rf"rank-{_NUMBER}-of-{_NUMBER}\.held-by-{_NUMBER}\.shard")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """One copy of one rank's shard."""
+
+    path: Path
+    generation: Generation
+    rank: int
+    """Whose state it is."""
+    world_size: int
+    holder: int
+    """Who keeps this copy."""
+    size: int
+    """In bytes."""
+
+    @property
+    def is_replica(self) -> bool:
+        return self.holder != self.rank
+
+
+def shard_files(folder: Path | str) -> list[ShardFile]:
+    """All of them, oldest generation first; what vanishes meanwhile is left out."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+    found = [
+        file
+        for entry in entries
+        if entry.is_dir(follow_symlinks=False) and (generation := _generation(entry.name))
+        for file in _inside(Path(entry.path), generation)
+    ]
+    return sorted(found, key=lambda each: (each.generation, each.rank, each.holder, each.path))
+
+
+def _generation(name: str) -> Generation | None:
+    match = _FOLDER.fullmatch(name)
+    if match is None or name != f"step-{int(match[1]):010d}.lineage-{match[2]}":
+        return None
+    return Generation(int(match[1]), int(match[2]))
+
+
+def _inside(folder: Path, generation: Generation) -> Iterator[ShardFile]:
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+    for entry in entries:
+        if (match := _FILE.fullmatch(entry.name)) is None:
+            continue
+        try:
+            size = entry.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            continue
+        rank, world_size, holder = map(int, match.groups())
+        yield ShardFile(Path(entry.path), generation, rank, world_size, holder, size)
