@@ -28,6 +28,8 @@ _ATTEMPTS = 3
 """Refusals of one shard before it is left alone; silence is never taken for a refusal."""
 _VERIFIED_PER_SECOND = 1 << 30
 """Bytes that a holder verifies in a second at least."""
+_COPIED_PER_SECOND = 64 << 20
+"""Bytes below which a copy is called slow."""
 _RETIRED_AT_ONCE = 500
 
 
@@ -148,7 +150,7 @@ class Outbox:
         if now - copy.heard > copy.patience(self._patience):
             how = "does not answer" if copy.offered else "could not be reached"
             self._fail(copy, f"it {how} for {self._patience:g} s", now)
-        elif now - copy.begun > copy.patience(self._patience) and not copy.slow:
+        elif now - copy.begun > self._patience + copy.size / _COPIED_PER_SECOND and not copy.slow:
             copy.slow = True
             said = f"{copy.sent} of {copy.size} bytes in {now - copy.begun:.0f} s"
             self.problems.append(f"copying {copy.generation} to {self._holder} is slow: {said}")
