@@ -48,7 +48,7 @@ class Outgoing:
         self._member, self._memory, self._disk = member, memory, disk
         self._snapshots, self._replicator, self._wards = snapshots, replicator, wards
         self._patience = patience_seconds
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._waiting = 0
         self._written: dict[Generation, str | None] = {}
         """Of what was due: why it could not be written, or None if it was."""
@@ -61,7 +61,11 @@ class Outgoing:
         """Copy this one elsewhere when it is sealed. One that is not due for files may be passed over."""
         if is_due or not self._waiting:
             self._waiting += 1
-            self._tasks.put(_Task(capture, is_due))
+            self._tasks.put(lambda: self._try(_Task(capture, is_due)))
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Do this after what was begun before it; files are slow. A failure is a problem."""
+        self._tasks.put(lambda: self._attempt(work))
 
     def is_written(self, generation: Generation) -> bool:
         """Whether its files are sealed; ``CheckpointError`` if they could not be."""
@@ -86,16 +90,22 @@ class Outgoing:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._try(task)
-            self._waiting -= 1
+            task()
+            del task  # it may refer to a snapshot
 
     def _try(self, task: _Task) -> None:
+        problem = self._attempt(lambda: self._carry(task))
+        if task.is_due:  # what fails after its own files are sealed concerns copies only
+            self._written.setdefault(task.capture.identity.generation, problem)
+        self._waiting -= 1
+
+    def _attempt(self, work: Callable[[], object]) -> str | None:
         try:
-            self._carry(task)
+            work()
         except (CheckpointError, OSError) as error:
             self._problems.append(str(error))
-            if task.is_due:
-                self._written[task.capture.identity.generation] = str(error)
+            return str(error)
+        return None
 
     def _carry(self, task: _Task) -> None:
         generation = task.capture.identity.generation
@@ -108,8 +118,8 @@ class Outgoing:
                 self._replicator.send(path)
             if task.is_due:
                 _copy(path, shards.path_of(self._disk, task.capture.identity, self._member.rank))
-                self._copy_replicas(generation)
                 self._written[generation] = None
+                self._copy_replicas(generation)
             self._await_replica(generation)
 
     def _copy_replicas(self, generation: Generation) -> None:

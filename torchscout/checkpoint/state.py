@@ -7,6 +7,7 @@ a checkpoint is taken between an update and the next backward pass. Copying and 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from torchscout.checkpoint.placing import CPU, layout_of, local_of
 from torchscout.checkpoint.restoring import restore
 from torchscout.checkpoint.walking import walk
 
-__all__ = ["State", "Stateful", "collect", "expected_bytes", "restore"]
+__all__ = ["Note", "State", "Stateful", "collect", "expected_bytes", "note", "restore"]
 
 _LIVE = ("parameters/", "masters/", "slots/")
 _USUAL_SLOTS = 2
@@ -46,16 +47,52 @@ class State:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def collect(
+# [Note: where a step ends]
+#
+# A checkpoint lies between two steps, and a step does not end with the optimizer's update: schedulers and
+# scalers are told of it after that. But a loader may have gone on to the next batch before anything of the
+# next step is seen. So what a loader draws from, its position and the random streams, is noted right after
+# the update, and everything else when the next step begins. Whatever can be iterated over counts as a loader.
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is taken right after an update: see [Note: where a step ends]."""
+
+    rng: Any
+    positions: Mapping[str, Any]
+    """What loaders said, by the name they are registered under."""
+
+
+def note(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Stateful]
+) -> Note:
+    held = Holdings(model, optimizers, registered)
+    loaders = {name: each for name, each in registered.items() if hasattr(each, "__iter__")}
+    return Note(
+        random_state.now(held.tensors),
+        {name: copy.deepcopy(each.state_dict()) for name, each in loaders.items()},
+    )
+
+
+def collect(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    registered: Mapping[str, Stateful],
+    noted: Note | None = None,
 ) -> State:
-    """The state as it is now; a ``CheckpointError`` names what cannot be kept, and where it is."""
+    """The state as it is now, but for what was noted; a ``CheckpointError`` names what cannot be kept."""
     held, taken = Holdings(model, optimizers, registered), _Taken()
+    noted = noted or note(model, optimizers, registered)
     found = {
         "schema": 1,
-        "rng": random_state.now(held.tensors),
+        "rng": noted.rng,
         "registered": {
-            name: taken.tree(each.state_dict(), f"registered/{name!r}") for name, each in registered.items()
+            name: taken.tree(
+                noted.positions[name] if name in noted.positions else each.state_dict(),
+                f"registered/{name!r}",
+            )
+            for name, each in registered.items()
         },
         "extra": {name: each.get_extra_state() for name, each in held.extra.items()},
         "buffers": taken.each("buffers", held.buffers),

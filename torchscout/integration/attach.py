@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torchscout.evidence.observer.device import device_of
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.checkpointing import Checkpointing
 from torchscout.integration.communicators import Communicators
+from torchscout.integration.modules import is_called
 from torchscout.integration.news import News
 from torchscout.integration.recipes import device_of_job, recipes_for
 from torchscout.integration.registry import adapter_for
@@ -48,7 +50,8 @@ def enable_resiliency(
 ) -> Session:
     """Attach to a training job. Every rank calls it once, when model and optimizer exist.
 
-    ``replay=None`` leaves out the checks for corrupted numbers, ``observer=None`` hang localization.
+    ``replay=None`` leaves out the checks for corrupted numbers, ``observer=None`` hang localization;
+    with ``checkpoint`` the session keeps what checks certify, and ``session.resume()`` goes back to it.
     ``parallelism`` says which ranks do the same
     work, where the model does not show it by itself. Incidents are written to ``run_dir``, by default
     a new folder ``scout-run-...`` where rank 0 was started, and given to ``on_incident``, which is called
@@ -59,26 +62,22 @@ def enable_resiliency(
     if model in _attached:
         raise ValueError("torchscout is attached to this model already; close that session first")
     adapter = adapter_for(model, optimizer, parallelism)
+    if checkpoint is not None and (replay is None or not adapter.optimizers()):
+        raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
     if replay is not None:
         recipes_for(adapter, replay)  # a user's mistake shows before anything is attached
     with ExitStack() as undo:
         communicators = Communicators() if replay is None else Communicators(replay.patience_seconds)
         undo.callback(communicators.close)
         job = _agree(adapter, communicators, run_dir)
-        checkpointing = None
-        if checkpoint is not None:
-            if replay is None or not adapter.optimizers():
-                raise ValueError("checkpoint= needs replay=, which certifies them, and an optimizer")
-            checkpointing = Checkpointing(job, checkpoint, communicators, model, adapter.optimizers())
         session = Session(job.run_dir, undo.pop_all())
-        session.checkpointing = checkpointing
+    if checkpoint is not None:
+        _keep(session, job, checkpoint, model, adapter, communicators)
     if observer is not None:
         _watch(session, job, observer, adapter, communicators)
     if optimizers := adapter.optimizers():
         hook = optimizers[-1].register_step_post_hook(lambda *_: session.step_finished())
         session.undo.callback(hook.remove)
-        for each in optimizers if checkpointing is not None else ():
-            session.undo.callback(each.register_step_pre_hook(lambda *_: session.before_update()).remove)
     if replay is not None:
         session.guarded(lambda: _replay(session, job, replay, adapter, communicators))
     if on_incident is not None:
@@ -124,6 +123,38 @@ def _watch(
         watching.publisher.watch_optimizer(optimizers[-1], device_of(layers))
     elif layers:
         watching.publisher.watch_steps(layers[0], session.step_finished)
+
+
+def _keep(
+    session: Session,
+    job: Job,
+    config: CheckpointConfig,
+    model: torch.nn.Module,
+    adapter: Adapter,
+    communicators: Communicators,
+) -> None:
+    """Put checkpoints into the session; what a user must change (folder, budget) fails on every rank."""
+    optimizers = adapter.optimizers()
+    try:
+        session.checkpointing = Checkpointing(job, config, communicators, model, optimizers)
+    except ScoutError:
+        session.close()
+        raise
+    for each in optimizers:
+        session.undo.callback(each.register_step_pre_hook(lambda *_: session.before_update()).remove)
+    for stage in [model] if is_called(model) else model.children():
+        # First in: FSDP's own hook gathers what is to be kept as shards.
+        hook = stage.register_forward_pre_hook(_training_begins(session), prepend=True)
+        session.undo.callback(hook.remove)
+
+
+def _training_begins(session: Session) -> Callable[..., None]:
+    def begins(module: torch.nn.Module, _: Any) -> None:
+        # A validation in between belongs to the step before: a schedule may depend on it.
+        if module.training and torch.is_grad_enabled():
+            session.step_begins()
+
+    return begins
 
 
 def _replay(

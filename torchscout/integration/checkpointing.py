@@ -1,4 +1,4 @@
-"""One rank's checkpoints: what is captured, certified, copied and written, and going back to it (paper, section 8).
+"""One rank's checkpoints: capturing, certifying, copying, writing, and going back (paper, section 8).
 
 Every rank carries out what the gate says after the same job-wide events, so that all hold the same
 generations. What fails on the way is a sentence in ``status``; it moves no pointer on part of the job.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchscout.checkpoint import ledger, lock, placement, shards
+from torchscout.checkpoint import ledger, lock, placement, retention, shards
 from torchscout.checkpoint.certify import Ballot, events_of
 from torchscout.checkpoint.fetch import Links, fetch
 from torchscout.checkpoint.gate import CheckpointGate, after
@@ -26,7 +26,7 @@ from torchscout.checkpoint.memory import check_budget, memory_folder
 from torchscout.checkpoint.outgoing import Outgoing
 from torchscout.checkpoint.replicate import Replicator
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state import Stateful, collect, expected_bytes, restore
+from torchscout.checkpoint.state import Stateful, collect, expected_bytes, note, restore
 from torchscout.config import CheckpointConfig
 from torchscout.errors import CheckpointError, ScoutError
 from torchscout.integration.addresses import own_address
@@ -85,6 +85,8 @@ class Checkpointing:
         self._former: CheckpointGate | None = None
         """What an earlier run has left, until this one goes back to it."""
         self._capture: Capture | None = None
+        self._due: Callable[[], None] | None = None
+        """What is to be done when the next step begins."""
         self._problems: list[str] = []
         self._reason = "nothing was captured yet"
         problem = None
@@ -102,8 +104,17 @@ class Checkpointing:
             raise ValueError(f"{name!r} must have state_dict() and load_state_dict(), got {type(stateful)}")
         self._registered[name] = stateful
 
+    def step_begins(self) -> None:
+        """The step that was checked is over, and nothing of the next has happened: capture it."""
+        due, self._due = self._due, None
+        if due is not None:
+            due()
+
     def fence(self) -> None:
         """Before every update."""
+        if self._due is not None:
+            self._due = None
+            self._problems.append("no step was seen to begin, so that nothing was captured")
         self._snapshots.fence()
 
     def votes(self, outcome: Outcome) -> list[int]:
@@ -172,6 +183,7 @@ class Checkpointing:
         }
 
     def close(self) -> None:
+        self.step_begins()
         self._snapshots.close()
         self._outgoing.close()
         for each in self._locks:
@@ -225,15 +237,16 @@ class Checkpointing:
 
     def _read(self) -> Any:
         """What this rank finds written down, in whichever place it is newest."""
-        found = []
-        for folder in (self._memory, self._disk):
-            try:
-                gate = ledger.read(folder, self._member.rank, job=self._name)
-            except CheckpointError as error:
-                self._problems.append(str(error))
-            else:
-                found += [] if gate is None else [gate]
-        return ledger.newest(found).to_json() if found else None
+        gates = [self._read_in(folder) for folder in (self._memory, self._disk)]
+        known = [gate for gate in gates if gate is not None]
+        return ledger.newest(known).to_json() if known else None
+
+    def _read_in(self, folder: Path) -> CheckpointGate | None:
+        try:
+            return ledger.read(folder, self._member.rank, job=self._name)
+        except CheckpointError as error:
+            self._problems.append(str(error))
+            return None
 
     def _chosen(self, gate: CheckpointGate) -> tuple[Decision, list[Generation]]:
         """What to go back to, and should that be damaged: older ones, verified only."""
@@ -257,30 +270,31 @@ class Checkpointing:
         self._retire(effects.retire)
 
     def _take(self, generation: Generation, effects: Effects) -> None:
-        state = collect(self._model, self._optimizers, self._registered)
+        """Note now what a loader draws from; the rest of the step is still to come."""
+        noted = note(self._model, self._optimizers, self._registered)
         role = Role.VERIFIED if effects.promote == generation else Role.LATEST
-        self._capture = self._snapshots.capture(self._member.at(generation), role, state)
-        self._outgoing.take(self._capture, is_due=effects.persist == generation)
+
+        def due() -> None:
+            state = collect(self._model, self._optimizers, self._registered, noted)
+            self._capture = self._snapshots.capture(self._member.at(generation), role, state)
+            self._outgoing.take(self._capture, is_due=effects.persist == generation)
+
+        self._due = due
 
     def _retire(self, generations: Sequence[Generation]) -> None:
-        """In memory; files go by ``retention``."""
+        if not generations:
+            return
         for generation in generations:
             self._snapshots.retire(generation)
-        if self._replicator is not None and generations:
+        if self._replicator is not None:
             self._replicator.retire(generations)
+        self._outgoing.later(lambda: retention.retire(self._disk, generations, self._member.rank))
 
     def _write_down(self) -> None:
-        for folder in (self._memory, self._disk):
-            try:
-                ledger.write(
-                    folder,
-                    self._member.rank,
-                    self._gate,
-                    job=self._name,
-                    world_size=self._member.world_size,
-                )
-            except CheckpointError as error:
-                self._problems.append(str(error))
+        """In memory at once; files may take their time, and what they say is only older."""
+        gate, rank, size = self._gate, self._member.rank, self._member.world_size
+        ledger.write(self._memory, rank, gate, job=self._name, world_size=size)
+        self._outgoing.later(lambda: ledger.write(self._disk, rank, gate, job=self._name, world_size=size))
 
 
 def _described(mesh: Mesh) -> str:

@@ -19,6 +19,7 @@ from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
 from torchscout.integration.checkpointing import Checkpointing, Resumption
+from torchscout.integration.inputs import Announced
 from torchscout.integration.replaying import Replaying
 from torchscout.integration.watching import Watching
 
@@ -75,7 +76,8 @@ class Session:
 
     def watch_input(self, source: Iterable[_Batch]) -> Iterable[_Batch]:
         """The same batches; that one is being fetched is published, and how long it took."""
-        return source if self.watching is None else self.watching.publisher.watch_input(source)
+        watched = source if self.watching is None else self.watching.publisher.watch_input(source)
+        return watched if self.checkpointing is None else Announced(watched, self.step_begins)
 
     def checkpoint_io(self, kind: Literal["read", "write"]) -> AbstractContextManager[None]:
         """Around the reading or writing of a checkpoint: longer silence is then no hang."""
@@ -143,6 +145,11 @@ class Session:
                 lambda: replaying.step_finished(self.step),
                 on_failure=lambda: self.stop_replay(self.failures[-1]),
             )
+
+    def step_begins(self) -> None:
+        """Called when a batch is asked for, or else when the model is called."""
+        if self.checkpointing is not None:
+            self.guarded(self.checkpointing.step_begins)
 
     def before_update(self) -> None:
         """Called by the optimizers' hooks: what the last check captured must be copied by now."""
