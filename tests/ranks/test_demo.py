@@ -38,12 +38,17 @@ def test_the_flipped_bit_is_named_exactly(tmp_path: Path, rank, step, at, bit, p
     assert (incident["ranks"], incident["step"], incident["surface"]) == ([rank], step, at)
     assert (incident["manifestation"], incident["scope"], incident["peers"]) == ("sdc", "rank", peers)
     assert report["exact"]
+    # Started again, it goes on from the last state that was certified, if there was one.
+    assert (report["resumed"]["step"], report["resumed"]["role"]) == (
+        (step - 1, "verified") if step > 1 else (0, None)
+    )
+    assert report["recovered"]
 
     (line,) = recorder.read(tmp_path / "incidents.jsonl")
     assert isinstance(line, Stamped)
     assert line.item.to_json() == incident
     records = [line.item for line in recorder.read(tmp_path / "records" / f"rank-{rank}.jsonl")]
-    assert {record.step for record in records} == set(range(1, 11))
+    assert {record.step for record in records} == set(range(1, 11))  # of both lives of the job
     numbers = [record for record in records if record.manifestation is Manifestation.SDC]
     differing = {(record.step, record.surface) for record in numbers if record.scope}
     assert min(differing)[0] == step
@@ -56,6 +61,7 @@ def test_without_a_fault_nobody_is_named(tmp_path: Path):
     done = scout("demo", "--clean", "--run-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "named      nobody" in done.stdout
+    assert "bitwise the state of one that was never disturbed" in done.stdout
     assert not (tmp_path / "incidents.jsonl").exists()
     assert len(list((tmp_path / "records").iterdir())) == 8
     assert done.stderr.count("loss") == 10  # progress, for who watches

@@ -142,11 +142,18 @@ class Checkpointing:
             self._carry_out(event)
         self._write_down()
 
-    def resume(self) -> Resumption:
-        """Go back to what algorithm 3 chooses; a ``CheckpointError`` on every rank if that cannot be had."""
+    def resume(self, *, start_over: bool = False) -> Resumption:
+        """Go back to what algorithm 3 chooses; a ``CheckpointError`` on every rank if that cannot be had.
+
+        With ``start_over`` a job of which nothing was ever verified begins again.
+        """
         if self._former is None:
             return Resumption(0, None, None, "There is no checkpoint to go back to.")
         decision, wanted = self._chosen(self._former)
+        if not wanted and start_over:
+            return self._started_over(self._former, decision)
+        if not wanted:
+            raise CheckpointError(f"{decision.reason} To begin again, call session.resume(start_over=True).")
         links = Links(self._communicators.exchange, self._communicators.group)
         fetched = fetch(self._member, wanted, (self._memory, self._disk), links, shards.load)
         loaded = fetched.plan.generation
@@ -177,6 +184,7 @@ class Checkpointing:
                 for role in Role
             },
             "durable": [each.step for each in self._gate.durable],
+            "poisoned": self._gate.poisoned,
             "held_seconds": None if self._capture is None else self._capture.held_seconds,
             "reason": self._reason,
             "problems": self._problems[-20:],
@@ -256,11 +264,15 @@ class Checkpointing:
         elif any(self._is_blank):
             failure = Failure.MACHINES_GONE
         decision = retrieve(failure, gate)
-        if decision.generation is None:
-            raise CheckpointError(decision.reason)
-        first = decision.generation
-        older = [each for each in reversed(gate.trusted) if each < first]
-        return decision, [first, *older]
+        if (first := decision.generation) is None:
+            return decision, []
+        return decision, [first, *(each for each in reversed(gate.trusted) if each < first)]
+
+    def _started_over(self, gate: CheckpointGate, decision: Decision) -> Resumption:
+        self._gate, self._former = gate, None
+        self._carry_out(Recovered(None))
+        self._write_down()
+        return Resumption(0, None, None, f"{decision.reason} The job begins again, as was asked for.")
 
     def _carry_out(self, event: Event) -> None:
         self._gate, effects = after(self._gate, event)

@@ -109,13 +109,13 @@ class Session:
         """
         self._checkpoints().register(name, stateful)
 
-    def resume(self) -> Resumption:
+    def resume(self, *, start_over: bool = False) -> Resumption:
         """Go back to the checkpoint of an earlier run that can be trusted, if there is one.
 
         Call it on every rank, after ``register_state`` and before training. ``CheckpointError`` on every rank
-        if there is one and it cannot be had: what to do then is for a person to say.
+        if there is one and it cannot be had: what to do then is for a person to say, ``start_over`` perhaps.
         """
-        resumed = self._checkpoints().resume()
+        resumed = self._checkpoints().resume(start_over=start_over)
         self.step = resumed.step
         if resumed.role is not None and self.replaying is not None:
             self.replaying.start_after(self.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 import tempfile
 from dataclasses import asdict
@@ -30,27 +31,35 @@ def demo(
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")] = None,
 ) -> None:
-    """Flip one bit of one weight on one of eight training ranks, and see it found and named."""
+    """Flip one bit of one weight on one of eight training ranks; see it found, named and recovered from."""
     from torchscout.cli.local_ranks import preload, run_ranks
     from torchscout.faults.fault import Faults
 
+    run_dir = run_dir or Path(tempfile.mkdtemp(prefix="scout-demo-"))
+    # Checkpoints in memory outlive the job; the demo's shall not outlive its folder.
+    os.environ["TORCHSCOUT_MEMORY"] = str((run_dir / "memory").absolute())
     preload("torchscout.cli.demo.job")
-    from torchscout.cli.demo.job import RANKS, surfaces, train
+    from torchscout.cli.demo.job import RANKS, surfaces, train, train_alone
 
     if at not in (known := surfaces()):
         near = difflib.get_close_matches(at, known, n=3, cutoff=0.0)
         raise typer.BadParameter(f"the model has no {at!r}; there is {', '.join(near)}", param_hint="--at")
-    run_dir = run_dir or Path(tempfile.mkdtemp(prefix="scout-demo-"))
     faults = Faults() if clean else Faults().flip_bit(rank=rank, at=at, step=step, bit=bit)
     print(
-        f"{STAGE}\nAfter every step they replay parts of it, and vote on what they compute and hold.\n",
+        f"{STAGE}\nAfter every step they replay parts of it, vote on what they compute and hold, and keep "
+        "what the vote certifies.\n",
         file=sys.stderr,
         flush=True,
     )
     outcomes = run_ranks(train, RANKS, faults, run_dir, timeout=300.0)
     report = summarize(outcomes, faults, run_dir)
+    if report["status"]["checkpoint"]["poisoned"] is not None:
+        print("\nThe job is started again, by new processes.\n", file=sys.stderr, flush=True)
+        outcomes = run_ranks(train, RANKS, Faults(), run_dir, True, timeout=300.0)
+    report["resumed"] = outcomes[0].resumed
+    report["recovered"] = [each.state for each in outcomes] == run_ranks(train_alone, RANKS, timeout=300.0)
     as_document(report, screen(report), as_json=as_json, output=output)
-    raise typer.Exit(0 if report["exact"] else 1)
+    raise typer.Exit(0 if report["exact"] and report["recovered"] else 1)
 
 
 def summarize(outcomes: list[Any], faults: Any, run_dir: Path) -> dict[str, Any]:
@@ -97,5 +106,10 @@ def screen(report: dict[str, Any]) -> str:
     lines.append(f"checked    {report['status']['replay']['checks']} times: all state, and in turn {checked}")
     lines.append(f"loss       {' '.join(f'{loss:.2f}' for loss in report['losses'])}")
     lines.append(f"evidence   {report['run_dir']}/incidents.jsonl and records/")
+    if report["incidents"]:
+        lines.append(f"resumed    after step {report['resumed']['step']}: {report['resumed']['reason']}")
     outcome = "Exactly what was injected was named." if report["exact"] else "This is NOT what was injected."
-    return "\n".join([*lines, "", outcome])
+    state = "The job ended with bitwise the state of one that was never disturbed."
+    if not report["recovered"]:
+        state = "The job did NOT end with the state of one that was never disturbed."
+    return "\n".join([*lines, "", outcome, state])
