@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import run_ranks
+from tests.support.snapshot_loop import life, train
 from torchscout.checkpoint import shards
 
 LOOP = [sys.executable, "-m", "tests.support.snapshot_loop"]
@@ -28,9 +30,10 @@ def memory() -> Iterator[Path]:
         yield Path(name)
 
 
-def loop(folder: Path, first: int, count: int, width: int = WIDTH, *before: str) -> subprocess.Popen[str]:
-    command = [*before, *LOOP, str(folder), str(first), str(count), str(width)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+@pytest.fixture(scope="module")
+def server() -> None:
+    """From which trainers are forked, with torch imported: they are to be killed while they work."""
+    run_ranks(int, 1)
 
 
 def steps_there(folder: Path) -> list[int]:
@@ -50,15 +53,20 @@ def steps_there(folder: Path) -> list[int]:
 
 def killed(folder: Path, first: int, seconds: float) -> int:
     """The last step that a trainer said was sealed, before it was killed in the middle of its work."""
-    with loop(folder, first, 1_000_000) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline().split()
-        assert line[0] == "ready"
-        time.sleep(seconds)
-        process.send_signal(signal.SIGKILL)
-        said = [each.split() for each in process.stdout.read().splitlines() if each]
+    log = folder / "said"
+    log.write_text("")
+    process = multiprocessing.get_context("forkserver").Process(target=life, args=(folder, first, log))
+    process.start()
+    deadline = time.monotonic() + 60
+    while not log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(seconds)
+    process.kill()
+    process.join()
+    (kind, before), *said = (line.split() for line in log.read_text().splitlines())
+    assert kind == "ready"
     assert all(each[0] == "sealed" for each in said), said
-    return int(said[-1][1]) if said else int(line[1])
+    return int(said[-1][1]) if said else int(before)
 
 
 def lives(folder: Path, count: int, longest: float) -> None:
@@ -79,17 +87,15 @@ def lives(folder: Path, count: int, longest: float) -> None:
     assert first > count, "and they got on"
 
 
-def test_a_trainer_killed_at_any_instant_leaves_its_last_snapshots_whole(memory: Path):
-    with loop(memory, 1, 2) as process:
-        process.communicate()
-    lives(memory, 5, 0.4)
+def test_a_trainer_killed_at_any_instant_leaves_its_last_snapshots_whole(memory: Path, server: None):
+    train(memory, 1, 2, WIDTH, lambda *_: None)
+    lives(memory, 20, 0.3)
 
 
 @pytest.mark.slow
-def test_dozens_of_kills_leave_whole_snapshots(memory: Path):
-    with loop(memory, 1, 2) as process:
-        process.communicate()
-    lives(memory, 40, 0.5)
+def test_a_hundred_kills_leave_whole_snapshots(memory: Path, server: None):
+    train(memory, 1, 2, WIDTH, lambda *_: None)
+    lives(memory, 100, 0.5)
 
 
 def mounted(folder: Path, size: str, script: str, *arguments: str) -> str:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.support.state_jobs import after_an_evaluation, crash_and_resume, refused, registered_parts
+from tests.support.state_jobs import (
+    after_an_evaluation,
+    captured_while_training,
+    crash_and_resume,
+    refused,
+    registered_parts,
+)
 
 LAYOUTS = [
     ("ddp", (2,)),
@@ -28,6 +35,14 @@ def test_interrupted_ranks_are_bitwise_the_uninterrupted_ones(kind: str, shape: 
         assert same
         assert same_streams
         assert count > 18, "parameters and groups at least"
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("ddp", (2,)), ("fsdp2", (2,)), ("fsdp2+tp", (2, 2))])
+def test_what_is_captured_while_ranks_train_on_is_the_state_of_one_step(
+    kind: str, shape: tuple[int, ...], tmp_path: Path
+):
+    for told in run_ranks(captured_while_training, math.prod(shape), kind, shape, tmp_path):
+        assert told == [(None, True)] * 4
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.replayed_job import Net, batch
-from tests.support.states import Job, all_bits, interrupted, through_bytes
+from tests.support.states import Job, all_bits, identity, interrupted, streams, through_bytes
+from torchscout.checkpoint import shards
+from torchscout.checkpoint.generation import Role
+from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.errors import CheckpointError
 
 
@@ -158,3 +162,36 @@ def registered_parts(rank: int) -> tuple[bool, str]:
     except CheckpointError as error:
         return all_bits(other) == bits, str(error)
     return False, ""
+
+
+def captured_while_training(
+    rank: int, kind: str, shape: tuple[int, ...], folder: Path
+) -> list[tuple[str | None, bool]]:
+    """Of a capture after every update: its problem, and whether it is the state of just that step."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    job = make(kind, shape)
+    snapshots = Snapshots(folder, rank)
+    for optimizer in job.optimizers:
+        optimizer.register_step_pre_hook(lambda *_: snapshots.fence())
+    told = []
+    kept: tuple[Any, Any] | None = None
+    for number in range(1, 6):
+        job.step(number)
+        if kept is not None:  # it was copied during this step
+            told.append(_outcome(*kept, make(kind, shape)))
+        name = identity(number, rank=rank, world_size=dist.get_world_size())
+        kept = snapshots.capture(name, Role.LATEST, job.collect()), all_bits(job)
+    snapshots.close()
+    assert shards.clean(folder) == []
+    return told
+
+
+def _outcome(capture: Capture, bits: Any, fresh: Job) -> tuple[str | None, bool]:
+    if not capture.wait(30):
+        return capture.problem, False
+    before = streams()
+    fresh.restore(shards.load(capture.path).tree)
+    same = all_bits(fresh) == bits
+    torch.set_rng_state(torch.frombuffer(bytearray(before[0]), dtype=torch.uint8))
+    return None, same

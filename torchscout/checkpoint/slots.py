@@ -49,8 +49,12 @@ class Slot:
 
     @classmethod
     def create(cls, folder: Path, rank: int) -> Slot:
-        path = _temporary(folder, rank)
-        return cls(path, None, _locked(path, os.O_CREAT | os.O_EXCL))
+        while True:
+            path = _temporary(folder, rank)
+            try:
+                return cls(path, None, _locked(path, os.O_CREAT | os.O_EXCL))
+            except _CleanedError:
+                continue  # the next one has another name
 
     def memory(self, size: int) -> torch.Tensor:
         """Exactly so many bytes, all of them allocated: a full file system says so here, not by a signal."""
@@ -232,6 +236,10 @@ class Slots:
         return sorted(found, key=lambda slot: (slot.generation or _DAMAGED)[::-1])
 
 
+class _CleanedError(OSError):
+    """Before it was locked somebody took the file for abandoned."""
+
+
 def _generation(path: Path) -> Generation:
     try:
         return shards.inspect(path).identity.generation
@@ -248,9 +256,13 @@ def _locked(path: Path, flags: int = 0) -> int:
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.fstat(file).st_nlink:
-            raise FileNotFoundError(f"{path} was removed")
+        if os.fstat(file).st_nlink:
+            return file
+    except BlockingIOError:
+        os.close(file)
+        raise _CleanedError(f"somebody else has {path}") from None
     except OSError:
         os.close(file)
         raise
-    return file
+    os.close(file)
+    raise _CleanedError(f"{path} was removed")
