@@ -384,7 +384,7 @@ def test_without_a_variable_memory_is_the_shared_memory_file_system(monkeypatch:
     if not Path("/dev/shm").is_dir():
         pytest.skip("this machine has no shared-memory file system")
     folder = memory_folder("test-of-the-folder")
-    assert folder == Path(f"/dev/shm/torchscout-{os.geteuid()}/test-of-the-folder")
+    assert folder == Path(f"/dev/shm/torchscout-checkpoints-{os.geteuid()}/test-of-the-folder")
     folder.rmdir()
 
 
