@@ -21,7 +21,6 @@ from torchscout.decision.recorder import JsonlRecorder
 from torchscout.errors import ScoutError
 from torchscout.evidence.observer.device import device_of
 from torchscout.integration.adapter import Adapter
-from torchscout.integration.checkpointing import Checkpointing
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.modules import is_called
 from torchscout.integration.news import News
@@ -134,6 +133,8 @@ def _keep(
     communicators: Communicators,
 ) -> None:
     """Put checkpoints into the session; what a user must change (folder, budget) fails on every rank."""
+    from torchscout.integration.checkpointing import Checkpointing  # with it comes ZeroMQ
+
     optimizers = adapter.optimizers()
     try:
         session.checkpointing = Checkpointing(job, config, communicators, model, optimizers)

@@ -11,17 +11,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from torchscout.checkpoint.state import Stateful
 from torchscout.decision import recorder
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
-from torchscout.integration.checkpointing import Checkpointing, Resumption
 from torchscout.integration.inputs import Announced
 from torchscout.integration.replaying import Replaying
 from torchscout.integration.watching import Watching
+
+if TYPE_CHECKING:
+    from torchscout.checkpoint.state import Stateful
+    from torchscout.integration.checkpointing import Checkpointing, Resumption
 
 __all__ = ["Session"]
 
