@@ -117,6 +117,13 @@ def test_a_missing_shard_is_listed_as_missing_with_whose_it_is(disk: Path):
     assert "step 4: no usable shard of ranks 1 and 3 is here" in run("list", disk).stdout
 
 
+def test_a_shard_with_a_damaged_header_is_as_good_as_missing(disk: Path):
+    flip(shard(disk, 4, 1), 50)
+    generation = ask("list", disk)["generations"][1]
+    assert generation["missing"] == [1]
+    assert generation["shards"][1]["problem"] == "the header is damaged: its digest does not match"
+
+
 def test_a_copy_elsewhere_makes_up_for_a_missing_shard(disk: Path, memory: Path):
     shard(disk, 6, 3).unlink()
     assert ask("list", disk)["generations"][2]["missing"] == [3]
@@ -364,8 +371,11 @@ def test_of_several_jobs_one_must_be_chosen(disk: Path):
     assert steps(ask("list", disk, "--job", "other")["generations"]) == [9]
     assert steps(ask("list", disk, "--job", JOB)["generations"]) == [2, 4, 6]
     assert "nothing of job 'third' here" in run("list", disk, "--job", "third", expect=2).stderr
+    flip(shard(disk, 2, 1), 50)
     run("prune", disk, "--job", JOB, "--yes", "--keep", "0")
-    assert {each.generation.step for each in shard_files(disk)} == {4, 6, 9}, "another job's stay"
+    assert {each.generation.step for each in shard_files(disk)} == {2, 4, 6, 9}, "another job's stay"
+    assert shard(disk, 2, 1).exists(), "and what may be another's"
+    assert not shard(disk, 2, 0).exists()
 
 
 def test_of_several_world_sizes_one_must_be_chosen(disk: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -11,6 +10,7 @@ from rich.table import Table
 from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.ledger import reconcile
+from torchscout.checkpoint.owner import Owner
 from torchscout.cli.checkpoint.contents import Contents, Copy, Folder
 from torchscout.cli.checkpoint.wording import (
     counted,
@@ -70,12 +70,16 @@ def _folder(folder: Folder) -> dict[str, Any]:
     return {
         "path": str(folder.path),
         "tier": folder.tier.value,
-        "in_use_by": None if folder.owner is None else asdict(folder.owner),
+        "in_use_by": None if folder.owner is None else _owner(folder.owner),
         "ledgers": [
             {"rank": each.rank, **_standing(each.gate), "doubt": each.doubt} for each in folder.ledgers
         ],
         "problems": list(folder.problems),
     }
+
+
+def _owner(owner: Owner) -> dict[str, Any]:
+    return {"job": owner.job, "host": owner.host, "pid": owner.pid, "since": owner.since}
 
 
 def _shard(copy: Copy) -> dict[str, Any]:
