@@ -33,6 +33,7 @@ from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.happening import Recovered
 from torchscout.checkpoint.lock import claim
 from torchscout.checkpoint.shard_files import shard_files
+from torchscout.cli.checkpoint.wording import ranks_in_words
 from torchscout.cli.main import app
 
 SCOUT = Path(sys.executable).with_name("scout")
@@ -139,6 +140,14 @@ def test_memory_is_told_from_disk_by_its_file_system(tmp_path: Path):
         assert ask("list", folder)["folders"][0]["tier"] == "memory"
     finally:
         shutil.rmtree(folder)
+
+
+def test_several_folders_of_one_kind_are_told_apart(disk: Path, tmp_path: Path):
+    other = make_disk(tmp_path / "other")
+    told = run("list", disk, other).stdout
+    assert f"disk 1: {disk}, not in use" in told
+    assert f"disk 2: {other}, not in use" in told
+    assert told.count("KiB  disk 1\n") == told.count("KiB  disk 2\n") == 3
 
 
 def test_every_shard_is_shown_if_asked(disk: Path):
@@ -389,6 +398,21 @@ def test_of_several_world_sizes_one_must_be_chosen(disk: Path):
 
 
 # how it is printed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([3], "rank 3"),
+        ([1, 3], "ranks 1 and 3"),
+        ([0, 1, 3], "ranks 0, 1 and 3"),
+        ([9, 3, 4, 5, 1], "ranks 1, 3-5 and 9"),
+        ([*range(1, 1000)], "ranks 1-999"),
+        ([*range(1000)], "any rank"),
+    ],
+)
+def test_ranks_are_told_however_many_there_are(ranks: list[int], told: str):
+    assert ranks_in_words(ranks, 1000) == told
 
 
 def test_json_is_one_document_and_nothing_else_and_a_file_gets_the_same(disk: Path, tmp_path: Path):

@@ -87,6 +87,12 @@ class Contents:
             gates.setdefault(each.rank, []).append(each.gate)
         return ledger.reconcile([ledger.newest(own) for own in gates.values()]) if gates else None
 
+    def label(self, folder: Folder) -> str:
+        """The folder's tier, and a number where another one is of the same."""
+        alike = [each.path for each in self.folders if each.tier is folder.tier]
+        number = f" {alike.index(folder.path) + 1}" if len(alike) > 1 else ""
+        return f"{folder.tier.value}{number}"
+
     def missing(self, generation: Generation, unusable: Iterable[Path] = ()) -> list[int]:
         """Ranks of whose state there is no usable copy."""
         without = frozenset(unusable)

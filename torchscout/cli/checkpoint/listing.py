@@ -116,7 +116,10 @@ def heading(contents: Contents) -> list[str]:
     for folder in contents.folders:
         used = "not in use" if folder.owner is None else f"in use by {folder.owner}"
         used = folder.untold or used
-        lines += [f"{folder.tier.value}: {folder.path}, {used}", f"  ledgers: {_ledgers(folder, contents)}"]
+        lines += [
+            f"{contents.label(folder)}: {folder.path}, {used}",
+            f"  ledgers: {_ledgers(folder, contents)}",
+        ]
     return lines
 
 
@@ -147,7 +150,7 @@ def _row(
         _share(own, contents.world_size),
         _share(replicas, contents.world_size),
         size_in_words(sum(copy.file.size for copy in copies)),
-        *([folder.tier.value] if several else []),
+        *([contents.label(folder)] if several else []),
     ]
 
 

@@ -36,8 +36,12 @@ def numbers_in_words(numbers: Sequence[int]) -> str:
             spans[-1][1:] = [number]
         else:
             spans.append([number])
-    told = ["-".join(map(str, span)) for span in spans]
+    told = [text for span in spans for text in _span(span[0], span[-1])]
     return " and ".join(filter(None, (", ".join(told[:-1]), *told[-1:])))
+
+
+def _span(first: int, last: int) -> list[str]:
+    return [f"{first}-{last}"] if last - first > 1 else list(map(str, range(first, last + 1)))
 
 
 def ranks_in_words(ranks: Sequence[int], world_size: int) -> str:
