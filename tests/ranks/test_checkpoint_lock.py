@@ -93,11 +93,9 @@ def test_a_second_job_is_refused_and_told_who_has_the_folder(tmp_path: Path, bef
     with claimant(tmp_path, job="first", before=before) as (process, said):
         assert said == "held"
         with claimant(tmp_path, job="second", before=before) as (_, told):
-            assert told.startswith(
-                f"refused: {tmp_path} is in use by job 'first', pid {own_pid(process, before)} on "
-            )
-            assert f"on {socket.gethostname()}, since 20" in said
-            assert ("has no locks; that process is alive" in said) == bool(before)
+            owner = f"job 'first', pid {own_pid(process, before)} on {socket.gethostname()}, since 20"
+            assert told.startswith(f"refused: {tmp_path} is in use by {owner}")
+            assert ("has no locks; that process is alive" in told) == bool(before)
 
 
 def test_a_second_job_of_the_same_name_is_refused(tmp_path: Path, before: list[str]):
@@ -202,6 +200,14 @@ def test_a_folder_given_back_is_free(tmp_path: Path):
     with claim(tmp_path / "made", "theirs"):
         lock.release()
         assert owner_of(tmp_path / "made") is not None, "releasing again gives back nobody else's"
+
+
+def test_a_runs_secret_is_not_written_down(tmp_path: Path):
+    with claim(tmp_path, "ours", "a secret") as lock, claim(tmp_path, "ours", "a secret"):
+        assert b"secret" not in (tmp_path / "lock").read_bytes()
+        assert "secret" not in str(lock.owner)
+        with pytest.raises(CheckpointError, match="in use"):
+            claim(tmp_path, "ours", lock.owner.run)
 
 
 def test_where_nobody_ever_was_there_is_no_owner_and_no_file_is_left(tmp_path: Path):

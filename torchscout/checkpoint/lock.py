@@ -70,7 +70,7 @@ def claim(folder: Path | str, job: str, run: str | None = None) -> Lock:
     """Take this folder, which is made if missing, or raise a ``CheckpointError`` that says who has it.
 
     All processes of a run give the same ``run``, a text that no other run of any job has, and hold the folder
-    together; without one this process holds it alone.
+    together; without one this process holds it alone. It may be secret: what is written is a digest.
     """
     folder, owner = Path(folder), Owner.own(job, run or secrets.token_hex(16))
     try:

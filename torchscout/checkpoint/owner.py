@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -25,7 +26,7 @@ class Owner:
     since: str
     """Wall-clock time, for people."""
     run: str
-    """Tells runs of one job apart."""
+    """Tells runs of one job apart: a digest, for what a run knows itself by may be its secret."""
 
     def __str__(self) -> str:
         return f"job {self.job!r}, pid {self.pid} on {self.host}, since {self.since}"
@@ -33,7 +34,8 @@ class Owner:
     @classmethod
     def own(cls, job: str, run: str) -> Owner:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        return cls(job, socket.gethostname(), os.getpid(), _started(os.getpid()), since, run)
+        told = hashlib.sha256(f"torchscout lock {run}".encode()).hexdigest()
+        return cls(job, socket.gethostname(), os.getpid(), _started(os.getpid()), since, told)
 
     @property
     def is_here(self) -> bool:

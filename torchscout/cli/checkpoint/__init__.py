@@ -1,0 +1,1 @@
+"""`scout checkpoint`: what lies in a job's checkpoint folders, and what a recovery would make of it."""

@@ -1,0 +1,230 @@
+"""What lies in checkpoint folders: shards, ledgers, who holds them (paper, section 8). Reads no tensors."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchscout.checkpoint import ledger, lock, shards
+from torchscout.checkpoint.gate_state import CheckpointGate
+from torchscout.checkpoint.generation import Generation, Role
+from torchscout.checkpoint.inventory import Tier
+from torchscout.checkpoint.ledger import Ledger
+from torchscout.checkpoint.owner import Owner
+from torchscout.checkpoint.shard_files import ShardFile, shard_files
+from torchscout.checkpoint.shard_format import Identity
+from torchscout.decision.wording import listed
+from torchscout.errors import CheckpointError
+
+__all__ = ["Contents", "Copy", "Folder", "contents_of", "memory_beside"]
+
+_MEMORY = "TORCHSCOUT_MEMORY"
+_IN_MEMORY = {"tmpfs", "ramfs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One shard in one folder."""
+
+    file: ShardFile
+    tier: Tier
+    identity: Identity | None = None
+    sealed_as: Role | None = None
+    """Its role when it was written; the ledgers say what it is by now."""
+    problem: str | None = None
+    """Why it cannot be loaded, as far as its header tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One of the folders that were asked about."""
+
+    path: Path
+    tier: Tier
+    copies: tuple[Copy, ...]
+    ledgers: tuple[Ledger, ...]
+    problems: tuple[str, ...]
+    """Ledgers that cannot be read, in words."""
+    owner: Owner | None
+    """The live job in it, other than this very process."""
+    untold: str | None
+    """Why that cannot be told."""
+
+    @property
+    def jobs(self) -> Counter[str]:
+        named = [copy.identity.job for copy in self.copies if copy.identity]
+        return Counter([*named, *(each.job for each in self.ledgers)])
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Everything of one job in these folders."""
+
+    job: str
+    world_size: int
+    folders: tuple[Folder, ...]
+
+    @property
+    def copies(self) -> list[Copy]:
+        return [copy for folder in self.folders for copy in folder.copies]
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        return [each for folder in self.folders for each in folder.ledgers]
+
+    @property
+    def generations(self) -> list[Generation]:
+        return sorted({copy.file.generation for copy in self.copies})
+
+    @property
+    def gate(self) -> CheckpointGate | None:
+        """What all ranks may rely on; None if no rank has a ledger here."""
+        gates: dict[int, list[CheckpointGate]] = {}
+        for each in self.ledgers:
+            gates.setdefault(each.rank, []).append(each.gate)
+        return ledger.reconcile([ledger.newest(own) for own in gates.values()]) if gates else None
+
+    def label(self, folder: Folder) -> str:
+        """The folder's tier, and a number where another one is of the same."""
+        alike = [each.path for each in self.folders if each.tier is folder.tier]
+        number = f" {alike.index(folder.path) + 1}" if len(alike) > 1 else ""
+        return f"{folder.tier.value}{number}"
+
+    def missing(self, generation: Generation, unusable: Iterable[Path] = ()) -> list[int]:
+        """Ranks of whose state there is no usable copy."""
+        without = frozenset(unusable)
+        had = {
+            copy.file.rank
+            for copy in self.copies
+            if copy.file.generation == generation and not copy.problem and copy.file.path not in without
+        }
+        return sorted(set(range(self.world_size)) - had)
+
+
+def contents_of(paths: Sequence[Path], job: str | None, world_size: int | None) -> Contents:
+    """What these folders hold of one job; a ``ValueError`` says what to choose, or that there is nothing."""
+    folders = [_folder(path) for path in dict.fromkeys(path.absolute() for path in paths)]
+    chosen = _chosen_job(folders, job)
+    folders = [_of_job(folder, chosen) for folder in folders]
+    size = _chosen_size(folders, world_size)
+    return Contents(chosen, size, tuple(_of_size(folder, size) for folder in folders))
+
+
+def memory_beside(contents: Contents) -> Path | None:
+    """The job's folder in this machine's memory, if there is one and it was not asked about."""
+    root = Path(os.environ.get(_MEMORY) or f"/dev/shm/torchscout-{os.geteuid()}")
+    folder = root / contents.job
+    asked = {each.path.resolve() for each in contents.folders}
+    return folder if folder.is_dir() and folder.resolve() not in asked else None
+
+
+def _folder(path: Path) -> Folder:
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
+    tier = _tier_of(path)
+    copies = tuple(_copy(file, tier) for file in shard_files(path))
+    ledgers: list[Ledger] = []
+    problems: list[str] = []
+    for rank in ledger.ranks_in(path):
+        found = _ledger(path, rank)
+        ledgers += [found] if isinstance(found, Ledger) else []
+        problems += [found] if isinstance(found, str) else []
+    if not copies and not ledgers and not problems:
+        inner = [each.name for each in sorted(path.iterdir()) if each.is_dir() and _looks_like_one(each)]
+        hint = f"; did you mean {listed(str(path / name) for name in inner)}?" if inner else ""
+        raise ValueError(f"{path} is not a checkpoint folder: it holds neither shards nor ledgers{hint}")
+    return Folder(path, tier, copies, tuple(ledgers), tuple(problems), *_owner(path))
+
+
+def _owner(path: Path) -> tuple[Owner | None, str | None]:
+    try:
+        owner = lock.owner_of(path)
+    except CheckpointError as error:
+        return None, str(error)
+    is_this = owner is not None and owner.is_here and owner.pid == os.getpid()
+    return None if is_this else owner, None
+
+
+def _looks_like_one(folder: Path) -> bool:
+    try:
+        return bool(ledger.ranks_in(folder) or shard_files(folder))
+    except (OSError, CheckpointError):
+        return False
+
+
+def _copy(file: ShardFile, tier: Tier) -> Copy:
+    try:
+        header = shards.inspect(file.path)
+    except CheckpointError as error:
+        return Copy(file, tier, problem=str(error).removeprefix(f"{file.path}: "))
+    told = header.identity
+    copy = Copy(file, tier, told, header.role)
+    if (told.generation, told.rank, told.world_size) != (file.generation, file.rank, file.world_size):
+        whose = f"rank {told.rank} of {told.world_size} at {told.generation}"
+        return replace(copy, problem=f"it is not what its name says, but the shard of {whose}")
+    return copy
+
+
+def _ledger(folder: Path, rank: int) -> Ledger | str:
+    try:
+        found = ledger.inspect(folder, rank)
+    except CheckpointError as error:
+        return str(error)
+    return found or f"{ledger.path_of(folder, rank)} is gone"
+
+
+def _chosen_job(folders: Sequence[Folder], job: str | None) -> str:
+    jobs = sum((folder.jobs for folder in folders), Counter[str]())
+    if job is not None and job not in jobs:
+        raise ValueError(f"there is nothing of job {job!r} here, only of {_among(jobs)}")
+    if job is None and len(jobs) > 1:
+        raise ValueError(f"there is more than one job here; choose with --job: {_among(jobs)}")
+    return job if job is not None else next(iter(jobs), "unknown")
+
+
+def _among(jobs: Counter[str]) -> str:
+    return listed((f"{job!r} ({count} files)" for job, count in sorted(jobs.items())), most=8) or "none"
+
+
+def _of_job(folder: Folder, job: str) -> Folder:
+    """A shard whose header cannot be read may be anybody's; it counts where there is one job only."""
+    alone = set(folder.jobs) <= {job}
+    copies = tuple(each for each in folder.copies if (each.identity.job == job if each.identity else alone))
+    return replace(folder, copies=copies, ledgers=tuple(each for each in folder.ledgers if each.job == job))
+
+
+def _chosen_size(folders: Sequence[Folder], size: int | None) -> int:
+    sizes = Counter(copy.file.world_size for folder in folders for copy in folder.copies)
+    sizes += Counter(each.world_size for folder in folders for each in folder.ledgers)
+    told = listed((f"{each} ranks ({count} files)" for each, count in sorted(sizes.items())), most=8)
+    if size is not None and size not in sizes:
+        raise ValueError(f"there is nothing of {size} ranks here, only of {told}")
+    if size is None and len(sizes) > 1:
+        raise ValueError(f"the job ran with different world sizes; choose with --world-size: {told}")
+    return size if size is not None else next(iter(sizes), 0)
+
+
+def _of_size(folder: Folder, size: int) -> Folder:
+    return replace(
+        folder,
+        copies=tuple(each for each in folder.copies if each.file.world_size == size),
+        ledgers=tuple(each for each in folder.ledgers if each.world_size == size),
+    )
+
+
+def _tier_of(path: Path) -> Tier:
+    """Memory, if that is what the folder's file system is made of."""
+    told = os.environ.get(_MEMORY)
+    if told and path.resolve().is_relative_to(Path(told).resolve()):
+        return Tier.MEMORY
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return Tier.DISK
+    kinds = {line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == number}
+    return Tier.MEMORY if kinds & _IN_MEMORY else Tier.DISK
