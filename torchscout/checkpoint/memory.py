@@ -13,11 +13,17 @@ from pathlib import Path
 
 from torchscout.errors import CheckpointError
 
-__all__ = ["check_budget", "memory_folder"]
+__all__ = ["check_budget", "memory_folder", "memory_root"]
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
 _SHARED_MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,127}")
+
+
+def memory_root() -> Path:
+    """Where the folders of all jobs of this user are, or will be."""
+    told = os.environ.get(_VARIABLE)
+    return Path(told) if told else _SHARED_MEMORY / f"torchscout-checkpoints-{os.geteuid()}"
 
 
 def memory_folder(job: str) -> Path:
@@ -27,10 +33,9 @@ def memory_folder(job: str) -> Path:
     """
     if not _NAME.fullmatch(job):
         raise ValueError(f"a job's name is of letters, digits and ._+=@-, at most 128, got {job!r}")
-    told = os.environ.get(_VARIABLE)
-    if not told and not _SHARED_MEMORY.is_dir():
+    root = memory_root()
+    if not os.environ.get(_VARIABLE) and not _SHARED_MEMORY.is_dir():
         raise CheckpointError(f"there is no {_SHARED_MEMORY} here; set {_VARIABLE} to a folder in memory")
-    root = Path(told) if told else _SHARED_MEMORY / f"torchscout-checkpoints-{os.geteuid()}"
     for folder in (root, root / job):
         try:
             folder.mkdir(mode=0o700, parents=folder is root, exist_ok=True)

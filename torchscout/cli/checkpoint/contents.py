@@ -13,6 +13,7 @@ from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation, Role
 from torchscout.checkpoint.inventory import Tier
 from torchscout.checkpoint.ledger import Ledger
+from torchscout.checkpoint.memory import memory_root
 from torchscout.checkpoint.owner import Owner
 from torchscout.checkpoint.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.shard_format import Identity
@@ -21,7 +22,6 @@ from torchscout.errors import CheckpointError
 
 __all__ = ["Contents", "Copy", "Folder", "contents_of", "memory_beside"]
 
-_MEMORY = "TORCHSCOUT_MEMORY"
 _IN_MEMORY = {"tmpfs", "ramfs"}
 
 
@@ -115,8 +115,7 @@ def contents_of(paths: Sequence[Path], job: str | None, world_size: int | None) 
 
 def memory_beside(contents: Contents) -> Path | None:
     """The job's folder in this machine's memory, if there is one and it was not asked about."""
-    root = Path(os.environ.get(_MEMORY) or f"/dev/shm/torchscout-{os.geteuid()}")
-    folder = root / contents.job
+    folder = memory_root() / contents.job
     asked = {each.path.resolve() for each in contents.folders}
     return folder if folder.is_dir() and folder.resolve() not in asked else None
 
@@ -217,8 +216,7 @@ def _of_size(folder: Folder, size: int) -> Folder:
 
 def _tier_of(path: Path) -> Tier:
     """Memory, if that is what the folder's file system is made of."""
-    told = os.environ.get(_MEMORY)
-    if told and path.resolve().is_relative_to(Path(told).resolve()):
+    if path.resolve().is_relative_to(memory_root().resolve()):
         return Tier.MEMORY
     device = path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
