@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,7 @@ def test_a_change_that_no_fence_announced_is_seen(snapshots: Snapshots):
     """A user's own write to a parameter: the snapshot would be neither the old state nor the new one."""
     module = nn.ParameterDict({str(index): nn.Parameter(torch.zeros(1 << 20)) for index in range(64)})
     state = collect(module, [], {})
-    while True:  # until the write comes before the end of the copy
+    for _ in range(50):  # until the write comes before the end of the copy
         capture = snapshots.capture(identity(1), Role.LATEST, state)
         with torch.no_grad():
             module["63"].add_(1)
@@ -179,6 +181,37 @@ def test_a_snapshot_that_is_read_is_not_reused(snapshots: Snapshots):
     assert snapshots.sealed == [Generation(5), Generation(6), Generation(8)]
 
 
+def test_a_snapshot_that_is_retired_while_it_is_read_can_be_read_to_its_end(snapshots: Snapshots):
+    ours = job()
+    assert taken(snapshots, 1, ours).wait(30)
+    with snapshots.held(Generation(1)) as path:
+        assert path is not None
+        before = path.read_bytes()
+        with path.open("rb") as file:
+            snapshots.retire(Generation(1))
+            for step in range(2, 8):
+                assert taken(snapshots, step, ours).wait(30)
+            assert file.read() == before
+    assert not path.exists()
+
+
+def test_a_child_that_outlives_its_trainer_keeps_nobody_from_capturing(folder: Path):
+    """A loader's worker has its parent's open files, and with them the locks."""
+    ours = job()
+    first = Snapshots(folder, 0)
+    for step in (1, 2, 3):
+        assert taken(first, step, ours).wait(30)
+    first.close()
+    with ExitStack() as files:
+        for path in folder.rglob("*.shard"):
+            fcntl.flock(files.enter_context(path.open("rb")), fcntl.LOCK_EX)
+        second = Snapshots(folder, 0)
+        for step in (4, 5, 6):
+            assert taken(second, step, ours).wait(30)
+        assert second.sealed == [Generation(4), Generation(5), Generation(6)]
+        second.close()
+
+
 def test_a_retired_snapshot_is_gone_and_is_the_next_to_be_filled(snapshots: Snapshots):
     ours = job()
     captures = [taken(snapshots, step, ours) for step in (1, 2, 3)]
@@ -239,8 +272,8 @@ def test_what_a_killed_life_was_writing_is_taken_over_and_what_is_damaged_goes_f
 def test_a_living_owners_file_is_not_taken_over_nor_cleaned_away(snapshots: Snapshots, folder: Path):
     assert taken(snapshots, 1, job()).wait(30)
     deadline = time.monotonic() + 30
-    while not temporary(folder) and time.monotonic() < deadline:
-        time.sleep(0.01)  # the next one is prepared after the first is sealed
+    while not any(map(os.path.getsize, temporary(folder))) and time.monotonic() < deadline:
+        time.sleep(0.01)  # the next one is prepared after the first is sealed, and locked before it is sized
     (path,) = temporary(folder)
     other = Snapshots(folder, 0)
     other.close()
@@ -316,6 +349,7 @@ def test_a_failure_is_a_problem_of_this_capture_alone(snapshots: Snapshots, fold
     assert taken(snapshots, 2, job()).wait(30)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_unreasonable_state_is_a_problem_too(snapshots: Snapshots):
     state = State({"not": object()}, {}, {})  # type: ignore[arg-type]
     meta = State(None, {"a": torch.empty(2, device="meta")}, {})

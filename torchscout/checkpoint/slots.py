@@ -27,7 +27,7 @@ from torchscout.checkpoint import shards
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.shard_format import Identity
 from torchscout.checkpoint.transfer import Pinning
-from torchscout.errors import CheckpointError, DamagedError
+from torchscout.errors import CheckpointError
 
 __all__ = ["Slot", "Slots"]
 
@@ -61,8 +61,7 @@ class Slot:
         if self._tensor is not None and len(self._tensor) == size:
             return self._tensor
         self._unmap()
-        if self._file is None:
-            self._file = _locked(self.path)
+        assert self._file is not None
         os.ftruncate(self._file, size)
         os.posix_fallocate(self._file, 0, size)
         populate = getattr(mmap, "MAP_POPULATE", 0)
@@ -78,6 +77,11 @@ class Slot:
         if self.pinning is None:
             self.pinning = Pinning(self._tensor)
         return self.pinning.done
+
+    def lock(self) -> None:
+        """Open it, if it is not, as the one that writes to it."""
+        if self._file is None:
+            self._file = _locked(self.path)
 
     def rename(self, path: Path, generation: Generation | None) -> None:
         self.path.rename(path)
@@ -119,13 +123,11 @@ class Slots:
             if len(self._slots) < self._count:
                 self._slots.append(Slot.create(self._folder, self._rank))
                 return self._slots[-1]
-            for slot in list(self._slots):
-                if slot.generation not in self._held:
-                    if self._unseal(slot):
-                        return slot
-                    self._drop(slot)
-                    self._slots.append(Slot.create(self._folder, self._rank))
-                    return self._slots[-1]
+            for slot in [each for each in self._slots if each.generation not in self._held]:
+                if self._unseal(slot):
+                    return slot
+                self._slots.append(Slot.create(self._folder, self._rank))
+                return self._slots[-1]
         raise CheckpointError(f"all {self._count} snapshots in memory are being read")
 
     def prepare(self, size: int) -> None:
@@ -165,10 +167,10 @@ class Slots:
             self._drop(slot)
 
     def retire(self, generation: Generation) -> None:
-        """Take this one's name away; the file is the next to be filled."""
+        """Take this one's name away; the file is the next to be filled, unless somebody reads it."""
         with self._lock:
             for slot in [each for each in self._slots if each.generation == generation]:
-                if not self._unseal(slot):
+                if self._unseal(slot) and generation in self._held:
                     self._drop(slot)
 
     def hold(self, generation: Generation) -> Path | None:
@@ -202,13 +204,15 @@ class Slots:
             self._slots = []
 
     def _unseal(self, slot: Slot) -> bool:
-        """False if somebody removed the file."""
+        """False, and it is one no more, if somebody removed the file, or a child of a dead owner has it."""
         folder = slot.path.parent
         try:
             slot.rename(_temporary(self._folder, self._rank), None)
-        except FileNotFoundError:
+            slot.make_writable(True)
+            slot.lock()
+        except (FileNotFoundError, _CleanedError):
+            self._drop(slot)
             return False
-        slot.make_writable(True)
         with suppress(OSError):  # others keep theirs there
             folder.rmdir()
         return True
@@ -243,7 +247,7 @@ class _CleanedError(OSError):
 def _generation(path: Path) -> Generation:
     try:
         return shards.inspect(path).identity.generation
-    except DamagedError:
+    except CheckpointError:
         return _DAMAGED
 
 

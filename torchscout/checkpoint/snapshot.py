@@ -8,7 +8,6 @@ keep of it and where else to keep it is decided elsewhere; no failure here reach
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -238,22 +237,20 @@ class Snapshots:
 def _fill(memory: torch.Tensor, laid_out: Outline, task: _Task, pinned: bool) -> None:
     """Everything into its place, what training waits for first, the header last."""
     staged, live = task.staged, task.state.live
-    places = [memory[first:end] for first, end in zip(laid_out.places, laid_out.ends, strict=True)]
-    copies = [
-        Copy(source, place.view(source.dtype).view(source.shape))
-        for source, place in zip((*staged.values(), *live.values()), places, strict=True)
-    ]
+    sources = (*staged.values(), *live.values())
+    copies = [Copy(each, memory, first) for each, first in zip(sources, laid_out.places, strict=True)]
     task.copies.issue(copies[len(staged) :], pinned)
     if changed := [name for name, each in live.items() if _version(each) != task.versions[name]]:
         raise CheckpointError(f"{changed[0]} was changed while it was copied, and not by an update")
     task.capture._copied.set()
     task.copies.issue(copies[: len(staged)], pinned)
     task.copies.wait()
-    ends = [laid_out.start, *laid_out.ends]
-    for end, first in zip(ends, laid_out.places, strict=False):
-        ctypes.memset(memory.data_ptr() + end, 0, first - end)
-    head = laid_out.head([digest(bytes_of(place)) for place in places])
-    bytes_of(memory)[: len(head)] = head
+    shard = bytes_of(memory)
+    for end, first in zip((laid_out.start, *laid_out.ends), laid_out.places, strict=False):
+        shard[end:first] = bytes(first - end)
+    spans = zip(laid_out.places, laid_out.ends, strict=True)
+    head = laid_out.head([digest(shard[first:end]) for first, end in spans])
+    shard[: len(head)] = head
     if task.capture._given_up is not None:
         raise CheckpointError(task.capture._given_up)
 

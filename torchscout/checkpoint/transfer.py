@@ -22,10 +22,19 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
 class Copy(NamedTuple):
-    """One tensor and its place in host memory, dense and of the same dtype and shape."""
+    """One tensor, and where its bytes go."""
 
     source: torch.Tensor
-    place: torch.Tensor
+    memory: torch.Tensor
+    """Bytes in host memory."""
+    first: int
+    """The place's first byte in it, a multiple of 64."""
+
+    @property
+    def place(self) -> torch.Tensor:
+        """Dense, and of the same dtype and shape."""
+        data = self.memory[self.first : self.first + self.source.nbytes]
+        return data.view(self.source.dtype).view(self.source.shape)
 
 
 class Copies:
@@ -42,10 +51,10 @@ class Copies:
         May be called again for more; ``fence`` is only about the first.
         """
         if self.devices is not None:
-            self.devices.issue([each for each in copies if each.source.device.type != "cpu"], pinned)
-        for source, place in copies:
-            if source.device.type == "cpu":
-                _copy_on_host(source, place)
+            self.devices.issue([each for each in copies if not each.source.is_cpu], pinned)
+        for each in copies:
+            if each.source.is_cpu:
+                _copy_on_host(each)
 
     def fence(self) -> None:
         """On training's thread, after ``issue``: what it issues from here on comes after the copies."""
@@ -96,8 +105,8 @@ class _Side:
         with self.module.device(self.device), self.module.stream(self._stream):
             self._stream.wait_event(self._ready)
             if pinned:
-                for source, place in copies:
-                    fill(place, source, wait=False)
+                for each in copies:
+                    fill(each.place, each.source, wait=False)
             else:
                 self._in_chunks(copies)
             done = self.module.Event()
@@ -107,10 +116,10 @@ class _Side:
     def _in_chunks(self, copies: Sequence[Copy]) -> None:
         """Through a small pinned buffer: slower, and nothing of it is left to do afterwards."""
         chunk = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
-        for source, place in copies:
+        for source, memory, start in copies:
             dense = torch.empty_like(source, memory_format=torch.contiguous_format)
             fill(dense, source)
-            data, room = dense.view(-1).view(torch.uint8), place.view(-1).view(torch.uint8)
+            data, room = dense.view(-1).view(torch.uint8), memory[start : start + source.nbytes]
             for first in range(0, len(data), _CHUNK):
                 piece = data[first : first + _CHUNK]
                 chunk[: len(piece)].copy_(piece, non_blocking=True)
@@ -167,12 +176,13 @@ class Stage:
         return staged
 
 
-def _copy_on_host(source: torch.Tensor, place: torch.Tensor) -> None:
+def _copy_on_host(copy: Copy) -> None:
+    source = copy.source
     if source.is_contiguous() and not source.is_conj() and not source.is_neg():
         # One thread, without Python's lock, and without the threads that training computes with.
-        ctypes.memmove(place.data_ptr(), source.data_ptr(), source.nbytes)
+        ctypes.memmove(copy.memory.data_ptr() + copy.first, source.data_ptr(), source.nbytes)
     else:
-        fill(place, source)
+        fill(copy.place, source)
 
 
 def _aligned(size: int) -> int:

@@ -107,9 +107,12 @@ class _Encoder:
 
     def _pairs(self, values: Mapping[Any, Any], path: tuple[str, ...]) -> list[list[Any]]:
         return [
-            [self.encode(key, (*path, f"key {key!r:.40}")), self.encode(value, (*path, str(key)))]
-            for key, value in values.items()
+            [self._key(key, path), self.encode(value, (*path, str(key)))] for key, value in values.items()
         ]
+
+    def _key(self, key: Any, path: tuple[str, ...]) -> Any:
+        # Text is nearly all keys there are, and a state has thousands.
+        return key if type(key) is str else self.encode(key, (*path, f"key {key!r:.40}"))
 
     def _named(self, value: Any, path: tuple[str, ...]) -> Any:
         fields = zip(value._fields, value, strict=True)
