@@ -14,6 +14,7 @@ import torchscout
 
 PUBLIC = [
     "Action",
+    "CheckpointConfig",
     "EvidenceRecord",
     "Incident",
     "Manifestation",

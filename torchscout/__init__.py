@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchscout.config import ObserverConfig, Parallelism, ReplayConfig
+    from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig
     from torchscout.decision.consensus import Status, Verdict
     from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
     from torchscout.decision.signature import signature, signatures
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Action": "decision.record",
+    "CheckpointConfig": "config",
     "EvidenceRecord": "decision.record",
     "Incident": "decision.record",
     "Manifestation": "decision.record",
@@ -44,6 +45,7 @@ _HOME = {
 
 __all__ = [
     "Action",
+    "CheckpointConfig",
     "EvidenceRecord",
     "Incident",
     "Manifestation",
