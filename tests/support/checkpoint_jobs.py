@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.pipeline_stages import SCHEDULES, Layout, stages_of
 from tests.support.replayed_job import Net, batch
+from tests.support.small_job import until
 from tests.support.tensor_jobs import local_of
 from tests.support.tensor_jobs import plain as split
 from torchscout.config import CheckpointConfig, ReplayConfig
@@ -33,10 +37,23 @@ from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.checkpointing import Resumption
 from torchscout.integration.session import Session
 
-__all__ = ["KINDS", "Plan", "Told", "kill", "reached", "train"]
+__all__ = ["KINDS", "Doom", "Plan", "Told", "doomed", "kill", "reached", "train"]
 
 ACCUMULATED = 2
 """Batches of a step."""
+
+
+@dataclass(frozen=True)
+class Doom:
+    """When ranks are killed."""
+
+    ranks: tuple[int, ...]
+    seconds: float
+    """After training has begun."""
+    during: str | None = None
+    """What must be under way: ``capture`` or ``persist``; None is whatever is."""
+    delay: float = 0.0
+    """How long after that has begun."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +71,12 @@ class Plan:
     keep: int = 1
     killed: Mapping[int, int] = field(default_factory=dict)
     """Ranks that kill themselves in the middle of a step, with that step."""
+    burden: Mapping[int, int] = field(default_factory=dict)
+    """Ranks with that many bytes more to keep."""
     faults: Faults = field(default_factory=Faults)
     patience_seconds: float = 30.0
-    memory: str | None = None
-    """Where this job's memory is; None is where the test's environment says."""
+    memory: Path | None = None
+    """Where this job's memory is; None is where it always is."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +182,19 @@ class Scaler:
         self.scale, self._since = state["scale"], state["since"]
 
 
+class Burden:
+    """Bytes that take their time to be kept."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = torch.zeros(size, dtype=torch.uint8)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"bytes": self._bytes}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self._bytes = state["bytes"]
+
+
 class Loader:
     """Every replica's own batches, from a position on that is part of the state."""
 
@@ -185,7 +217,7 @@ def train(rank: int, plan: Plan) -> Told:
     """Train to the end, from the last checkpoint if there is one."""
     warnings.filterwarnings("ignore", message=".*(view tensor|full backward hook|complete support).*")
     if plan.memory is not None:
-        os.environ["TORCHSCOUT_MEMORY"] = plan.memory
+        os.environ["TORCHSCOUT_MEMORY"] = str(plan.memory)
     torch.manual_seed(0)
     work = KINDS[plan.kind](rank)
     trained = [each for each in work.model.parameters() if each.requires_grad]
@@ -197,10 +229,14 @@ def train(rank: int, plan: Plan) -> Told:
     with Injector(plan.faults, rank, _bare(work.model), optimizer) as injector:
         session = _attached(plan, work, optimizer)
         if session is not None:
-            for name, stateful in (("schedule", schedule), ("scaler", scaler), ("loader", loader)):
+            burden = Burden(plan.burden.get(rank, 0))
+            known = {"schedule": schedule, "scaler": scaler, "loader": loader, "burden": burden}
+            for name, stateful in known.items():
                 session.register_state(name, stateful)
         resumed = session and session.resume()
         done = session.step if session is not None else 0
+        _log(plan, rank, done, _bits(work.model, optimizer, schedule, scaler, loader))
+        _write_pid(plan, rank)
         for step, batches in zip(range(done + 1, plan.steps + 1), loader, strict=False):
             optimizer.zero_grad()
             work.accumulate(batches, scaler.scale)
@@ -226,8 +262,38 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@contextmanager
+def doomed(plan: Plan, doom: Doom) -> Iterator[None]:
+    """Somebody outside kills ranks of the job that is run in this block."""
+    killer = threading.Thread(target=_kill, args=(plan, doom), daemon=True)
+    killer.start()
+    yield
+    killer.join()
+
+
+def _kill(plan: Plan, doom: Doom) -> None:
+    assert plan.memory is not None
+    assert plan.directory is not None
+    paths = [plan.run_dir / f"pid-{rank}" for rank in doom.ranks]
+    pids = until(lambda: all(map(Path.exists, paths)) and [path.read_text() for path in paths], "it trains", 60)
+    time.sleep(doom.seconds)
+    ledgers = [*plan.memory.glob("*/rank-*.ledger")]
+    before = [path.stat().st_mtime_ns for path in ledgers]
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        is_noted = [path.stat().st_mtime_ns for path in ledgers] != before  # just before it is captured
+        is_written = doom.during == "persist" and any(plan.directory.glob("step-*/.rank-*.writing"))
+        if doom.during is None or (doom.during == "capture" and is_noted) or is_written:
+            break
+        time.sleep(0.0002)
+    time.sleep(doom.delay)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
 def reached(plan: Plan, rank: int) -> dict[int, str]:
-    """The steps that a rank did, killed or not, and the state after each."""
+    """The steps that a rank did, killed or not, and the state after each; first what it began with."""
     path = plan.run_dir / f"steps-{rank}"
     lines = path.read_text().splitlines() if path.exists() else []
     return {int(step): bits for step, bits in map(str.split, lines)}
@@ -238,6 +304,13 @@ def _log(plan: Plan, rank: int, step: int, bits: str) -> None:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
         with (plan.run_dir / f"steps-{rank}").open("a") as file:
             file.write(f"{step} {bits}\n")
+
+
+def _write_pid(plan: Plan, rank: int) -> None:
+    if plan.directory is not None:
+        path = plan.run_dir / f"pid-{rank}"
+        path.with_suffix(".new").write_text(str(os.getpid()))
+        path.with_suffix(".new").replace(path)
 
 
 def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Session | None:
