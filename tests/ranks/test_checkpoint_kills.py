@@ -135,7 +135,7 @@ def test_a_generation_is_given_up_only_when_the_next_is_sealed_on_every_rank(tmp
     """One rank has so much to seal that the other one would be two checks ahead of it."""
     plan = replace(planned(tmp_path), burden={1: 300 << 20}, persist_every=1000, run_dir=tmp_path / "run")
     with pytest.raises(RankError):
-        run_ranks(train, RANKS, replace(plan, killed={0: 8, 1: 8}), timeout=60)
+        run_ranks(train, RANKS, replace(plan, killed={0: 8, 1: 8}, after_update=True), timeout=60)
     expected = newest_complete(plan)
     assert expected >= 6
     again = replace(plan, steps=9, run_dir=tmp_path / "again")

@@ -6,6 +6,7 @@ and a loader with a position, so that a state that is not put back whole shows i
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import signal
@@ -71,6 +72,9 @@ class Plan:
     keep: int = 1
     killed: Mapping[int, int] = field(default_factory=dict)
     """Ranks that kill themselves in the middle of a step, with that step."""
+    after_update: bool = False
+    """They do so after the step's update, before its end."""
+    resumes: bool = True
     burden: Mapping[int, int] = field(default_factory=dict)
     """Ranks with that many bytes more to keep."""
     faults: Faults = field(default_factory=Faults)
@@ -233,18 +237,20 @@ def train(rank: int, plan: Plan) -> Told:
             known = {"schedule": schedule, "scaler": scaler, "loader": loader, "burden": burden}
             for name, stateful in known.items():
                 session.register_state(name, stateful)
-        resumed = session and session.resume()
+        resumed = session.resume() if session is not None and plan.resumes else None
         done = session.step if session is not None else 0
         _log(plan, rank, done, _bits(work.model, optimizer, schedule, scaler, loader))
         _write_pid(plan, rank)
         for step, batches in zip(range(done + 1, plan.steps + 1), loader, strict=False):
             optimizer.zero_grad()
             work.accumulate(batches, scaler.scale)
-            if plan.killed.get(rank) == step:
+            if plan.killed.get(rank) == step and not plan.after_update:
                 kill()
             for parameter in trained:
                 parameter.grad.div_(scaler.scale)
             optimizer.step()
+            if plan.killed.get(rank) == step:
+                kill()
             schedule.step()
             scaler.update()
             bits[step] = _bits(work.model, optimizer, schedule, scaler, loader)
@@ -254,7 +260,7 @@ def train(rank: int, plan: Plan) -> Told:
     status, incidents = session.status()["checkpoint"], session.incidents
     session.close()
     told = [(each.manifestation.value, each.step) for each in incidents]
-    return Told(bits, resumed or None, status, session.failures, told, len(injector.unfired))
+    return Told(bits, resumed, status, session.failures, told, len(injector.unfired))
 
 
 def kill() -> None:
@@ -282,7 +288,7 @@ def _kill(plan: Plan, doom: Doom) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         is_noted = [path.stat().st_mtime_ns for path in ledgers] != before  # just before it is captured
-        is_written = doom.during == "persist" and any(plan.directory.glob("step-*/.rank-*.writing"))
+        is_written = doom.during == "persist" and glob.glob(f"{plan.directory}/step-*/.rank-*.writing")
         if doom.during is None or (doom.during == "capture" and is_noted) or is_written:
             break
         time.sleep(0.0002)

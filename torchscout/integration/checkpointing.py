@@ -159,6 +159,7 @@ class Checkpointing:
         decision, wanted = self._former.chosen()
         links = Links(self._communicators.exchange, self._communicators.group)
         fetched = fetch(self._member, wanted, (self._memory, self._disk), links, shards.load)
+        self._problems += fetched.demoted
         loaded = fetched.plan.generation
         assert loaded is not None, "fetch raises otherwise"
         problem: str | None = f"{loaded} could not be put back"

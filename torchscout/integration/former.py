@@ -14,6 +14,7 @@ from typing import Any
 from torchscout.checkpoint import ledger
 from torchscout.checkpoint.gate import CheckpointGate
 from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.shard_files import shard_files
 from torchscout.errors import CheckpointError
 from torchscout.recovery.retrieval import Decision, Failure, retrieve
 
@@ -38,7 +39,7 @@ class Remains:
         read = [_read(folder, rank, job) for folder in folders]
         gates = [each for each in read if isinstance(each, CheckpointGate)]
         problems = [each for each in read if isinstance(each, str)]
-        count = sum(1 for folder in folders for _ in folder.glob("step-*/rank-*.shard"))
+        count = sum(len(shard_files(folder)) for folder in folders)
         return cls(ledger.newest(gates) if gates else None, tuple(problems), count)
 
     def to_json(self) -> dict[str, Any]:
