@@ -19,6 +19,7 @@ from torchscout.checkpoint import replica_wire as wire
 from torchscout.checkpoint import shards
 from torchscout.checkpoint.arriving import Arriving
 from torchscout.checkpoint.generation import Generation, is_number
+from torchscout.checkpoint.shard_files import shard_files
 from torchscout.checkpoint.shard_format import Identity
 from torchscout.errors import CheckpointError, DamagedError
 
@@ -149,7 +150,7 @@ class Inbox:
 
 def held_for(memory: Path, ward: int, holder: int) -> frozenset[Generation]:
     """Of which generations ``holder`` has a copy of this rank's state here, as far as headers tell."""
-    copies = memory.glob(f"step-*/rank-{ward}-of-*.held-by-{holder}.shard")
+    copies = [each.path for each in shard_files(memory) if (each.rank, each.holder) == (ward, holder)]
     return frozenset(each for each in map(_generation_in, copies) if each is not None)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,17 @@ from torchscout.checkpoint.inventory import Member
 from torchscout.checkpoint.memory import check_budget, memory_folder
 from torchscout.checkpoint.outgoing import Outgoing
 from torchscout.checkpoint.replicate import Replicator
+from torchscout.checkpoint.shard_files import shard_files
 from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state import Stateful, collect, expected_bytes, note, restore
 from torchscout.config import CheckpointConfig
 from torchscout.errors import CheckpointError, ScoutError
 from torchscout.integration.addresses import own_address
 from torchscout.integration.communicators import Communicators
+from torchscout.integration.former import Former, Remains
 from torchscout.integration.watching import Job
 from torchscout.mesh import AXES, Mesh
-from torchscout.recovery.retrieval import Decision, Failure, retrieve
+from torchscout.recovery.retrieval import Decision
 
 __all__ = ["Checkpointing", "Resumption", "job_name"]
 
@@ -82,20 +85,29 @@ class Checkpointing:
             job=self._name, mesh=_described(job.mesh), world_size=len(job.mesh), rank=job.rank
         )
         self._gate = CheckpointGate(persist_every=config.persist_every, keep=config.keep)
-        self._former: CheckpointGate | None = None
+        self._former: Former | None = None
         """What an earlier run has left, until this one goes back to it."""
+        self._awaited: Generation | None = None
+        """What was to be captured last."""
         self._capture: Capture | None = None
+        """Of that; None until it has begun."""
         self._due: Callable[[], None] | None = None
         """What is to be done when the next step begins."""
         self._problems: list[str] = []
         self._reason = "nothing was captured yet"
-        problem = None
-        try:
-            self._open()
-        except (ScoutError, OSError) as error:
-            problem = str(error)
-        communicators.together(problem)
-        self._meet()
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            undo.callback(self._undo.close)
+            problem: str | None = "it could not begin"
+            try:
+                self._open()
+                problem = None
+            except (ScoutError, OSError) as error:
+                problem = str(error)
+            finally:
+                self._together(problem)
+            self._meet()
+            undo.pop_all()
 
     def register(self, name: str, stateful: Stateful) -> None:
         if name in self._registered:
@@ -124,8 +136,7 @@ class Checkpointing:
             is_written = writing is None or self._outgoing.is_written(writing)
         except CheckpointError:
             is_written, unwritten = False, True
-        lost = self._capture is not None and self._capture.problem is not None
-        ballot = Ballot(outcome, self._gate.accepted, lost, not is_written, unwritten)
+        ballot = Ballot(outcome, self._gate.accepted, not self._is_captured(), not is_written, unwritten)
         return ballot.votes()
 
     def decide(self, step: int, counted: Sequence[int]) -> None:
@@ -133,8 +144,8 @@ class Checkpointing:
         self._problems += self._outgoing.problems()
         if self._former is not None:
             raise CheckpointError(
-                f"{self._disk} has checkpoints of an earlier run, up to {self._former.latest}; nothing is "
-                "captured. Call session.resume() before training, or give another directory"
+                f"{self._disk} has checkpoints of an earlier run, {self._former}; nothing is captured. "
+                "Call session.resume() before training, or give another directory"
             )
         if self._capture is not None and self._capture.problem is not None:
             self._problems.append(self._capture.problem)
@@ -149,26 +160,35 @@ class Checkpointing:
         """
         if self._former is None:
             return Resumption(0, None, None, "There is no checkpoint to go back to.")
-        decision, wanted = self._chosen(self._former)
-        if not wanted and start_over:
-            return self._started_over(self._former, decision)
+        decision, wanted = self._former.chosen()
+        if not wanted and start_over and self._former.gate is not None:
+            return self._started_over(self._former.gate, decision)
         if not wanted:
             raise CheckpointError(f"{decision.reason} To begin again, call session.resume(start_over=True).")
         links = Links(self._communicators.exchange, self._communicators.group)
         fetched = fetch(self._member, wanted, (self._memory, self._disk), links, shards.load)
+        self._problems += fetched.demoted
         loaded = fetched.plan.generation
         assert loaded is not None, "fetch raises otherwise"
-        problem = None
+        problem: str | None = f"{loaded} could not be put back"
         try:
             restore(self._model, self._optimizers, self._registered, fetched.value.tree)
+            problem = None
         except ScoutError as error:
             problem = str(error)
-        self._communicators.together(problem)
-        self._gate, self._former = self._former, None
+        finally:  # whatever a user's load_state_dict raises: the others must not wait for this rank
+            self._together(problem)
+        assert self._former.gate is not None, "something was chosen"
+        config = self._config
+        self._gate = replace(self._former.gate, persist_every=config.persist_every, keep=config.keep)
+        self._former = None
         for passed, _ in fetched.plan.passed:
             self._carry_out(Lost(passed))
         self._carry_out(Recovered(loaded))
         self._write_down()
+        self._outgoing.later(self._tidy)
+        if self._replicator is not None:  # whoever held the copy may be new, and have none
+            self._replicator.send(fetched.path)
         source = fetched.plan.sources[self._member.rank].told(self._member.rank)
         role = Role.VERIFIED if loaded in self._gate.trusted else decision.role
         return Resumption(loaded.step, role, source, f"{decision.reason} {fetched.plan.reason}.")
@@ -192,16 +212,15 @@ class Checkpointing:
 
     def close(self) -> None:
         self.step_begins()
-        self._snapshots.close()
-        self._outgoing.close()
-        for each in self._locks:
-            each.release()
+        self._undo.close()
 
     def _open(self) -> None:
         """What may fail on this rank alone."""
         job, config = self._job, self._config
         self._memory = memory_folder(self._name)
-        self._locks = [lock.claim(folder, self._name, job.token) for folder in (self._memory, self._disk)]
+        for folder in (self._memory, self._disk):
+            self._undo.callback(lock.claim(folder, self._name, job.token).release)
+            shards.clean(folder)
         beside = sum(host == job.hosts[job.rank] for host in job.hosts)
         copies = (_COPIES + (1 if config.replicate else 0)) * beside
         allowed = check_budget(
@@ -214,17 +233,19 @@ class Checkpointing:
             limit=allowed // copies,
             patience_seconds=config.patience_seconds,
         )
-        self._replicator = None
+        self._undo.callback(self._snapshots.close)
+        self._replicator, self._address = None, None
         if config.replicate and len(set(job.hosts)) > 1:
-            listens = ("0.0.0.0", 0)
-            self._replicator = Replicator(job.rank, self._memory, job.token, listens=listens)
+            self._replicator = Replicator(job.rank, self._memory, job.token, listens=("0.0.0.0", 0))
+            self._undo.callback(self._replicator.close)
+            self._address = [own_address(job.hosts, job.rank), self._replicator.address[1]]
+        self._remains = Remains.found((self._memory, self._disk), self._member.rank, self._name)
+        self._problems += self._remains.problems
 
     def _meet(self) -> None:
         """Tell each other where copies go, and what an earlier run has left."""
-        job, addresses = self._job, None
-        if self._replicator is not None:
-            addresses = [own_address(job.hosts, job.rank), self._replicator.address[1]]
-        told = self._communicators.exchange({"address": addresses, "gate": self._read()})
+        job = self._job
+        told = self._communicators.exchange({"address": self._address, "remains": self._remains.to_json()})
         wards: Sequence[int] = ()
         if self._replicator is not None:
             self._replicator.connect([tuple(each["address"]) for each in told], job.hosts)
@@ -238,35 +259,20 @@ class Checkpointing:
             wards,
             self._config.patience_seconds,
         )
-        gates = [each["gate"] and CheckpointGate.from_json(each["gate"]) for each in told]
-        self._is_blank = [gate is None for gate in gates]
-        if not all(self._is_blank):
-            self._former = ledger.reconcile(gates)
+        self._undo.callback(self._outgoing.close)
+        self._former = Former.of([Remains.from_json(each["remains"]) for each in told])
 
-    def _read(self) -> Any:
-        """What this rank finds written down, in whichever place it is newest."""
-        gates = [self._read_in(folder) for folder in (self._memory, self._disk)]
-        known = [gate for gate in gates if gate is not None]
-        return ledger.newest(known).to_json() if known else None
+    def _together(self, problem: str | None) -> None:
+        """Fail on every rank if this failed on any."""
+        problems = self._communicators.exchange(problem)
+        if told := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]:
+            raise CheckpointError(f"{len(told)} of {len(problems)} ranks failed\n" + "\n".join(told))
 
-    def _read_in(self, folder: Path) -> CheckpointGate | None:
-        try:
-            return ledger.read(folder, self._member.rank, job=self._name)
-        except CheckpointError as error:
-            self._problems.append(str(error))
-            return None
-
-    def _chosen(self, gate: CheckpointGate) -> tuple[Decision, list[Generation]]:
-        """What to go back to, and should that be damaged: older ones, verified only."""
-        failure = Failure.OTHER
-        if gate.poisoned is not None:
-            failure = Failure.SDC
-        elif any(self._is_blank):
-            failure = Failure.MACHINES_GONE
-        decision = retrieve(failure, gate)
-        if (first := decision.generation) is None:
-            return decision, []
-        return decision, [first, *(each for each in reversed(gate.trusted) if each < first)]
+    def _is_captured(self) -> bool:
+        """Whether what the gate counts on is there; the one before it may be given up then, by any rank."""
+        if self._awaited is None:
+            return True
+        return self._capture is not None and self._capture.wait(self._config.patience_seconds)
 
     def _started_over(self, gate: CheckpointGate, decision: Decision) -> Resumption:
         self._gate, self._former = gate, None
@@ -291,7 +297,7 @@ class Checkpointing:
             self._capture = self._snapshots.capture(self._member.at(generation), role, state)
             self._outgoing.take(self._capture, is_due=effects.persist == generation)
 
-        self._due = due
+        self._awaited, self._capture, self._due = generation, None, due
 
     def _retire(self, generations: Sequence[Generation]) -> None:
         if not generations:
@@ -301,6 +307,18 @@ class Checkpointing:
         if self._replicator is not None:
             self._replicator.retire(generations)
         self._outgoing.later(lambda: retention.retire(self._disk, generations, self._member.rank))
+
+    def _tidy(self) -> None:
+        """Delete what a killed run was about to delete: earlier generations that the job no longer knows."""
+        gate, rank, size = self._gate, self._member.rank, self._member.world_size
+        for folder in (self._memory, self._disk):
+            retention.remove(
+                each
+                for each in shard_files(folder)
+                if (each.holder, each.world_size) == (rank, size)
+                and each.generation.lineage < gate.lineage
+                and each.generation not in gate.held
+            )
 
     def _write_down(self) -> None:
         """In memory at once; files may take their time, and what they say is only older."""

@@ -117,6 +117,8 @@ class Session:
         Call it on every rank, after ``register_state`` and before training. ``CheckpointError`` on every rank
         if there is one and it cannot be had: what to do then is for a person to say, ``start_over`` perhaps.
         """
+        if self.step:
+            raise ValueError(f"call resume() before training; {self.step} steps are done")
         resumed = self._checkpoints().resume(start_over=start_over)
         self.step = resumed.step
         if resumed.role is not None and self.replaying is not None:

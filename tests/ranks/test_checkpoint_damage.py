@@ -1,0 +1,218 @@
+"""Checkpoints that were damaged, deleted or left by another job: never loaded, and never passed over silently.
+
+One job has trained eight steps with a check at every step: step 8, the latest, is in memory and in files, and
+so are older ones. Each test spoils something of that, and starts the job again.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.ranks import RankError, run_ranks
+from torchscout.checkpoint.generation import Role
+
+STEPS, MORE = 8, 10
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a job has left."""
+
+    plan: Plan
+    alone: list[Told]
+    """The same job without SCOUT."""
+
+    @property
+    def memory(self) -> Path:
+        assert self.plan.memory is not None
+        (folder,) = self.plan.memory.iterdir()
+        return folder
+
+    @property
+    def disk(self) -> Path:
+        assert self.plan.directory is not None
+        return self.plan.directory
+
+    def shard(self, folder: Path, rank: int, step: int) -> Path:
+        return folder / f"step-{step:010d}.lineage-0" / f"rank-{rank}-of-2.held-by-{rank}.shard"
+
+    def copies(self, rank: int, step: int) -> list[Path]:
+        paths = [self.shard(folder, rank, step) for folder in (self.memory, self.disk)]
+        return [path for path in paths if path.exists()]
+
+    def again(self, ranks: int = 2, **changes: object) -> list[Told]:
+        plan = replace(self.plan, steps=MORE, run_dir=self.plan.run_dir.with_name("again"), **changes)
+        return run_ranks(train, ranks, plan, timeout=60)
+
+    def refused(self, ranks: int = 2, **changes: object) -> str:
+        """What every rank says when the job cannot go on."""
+        with pytest.raises(RankError) as raised:
+            self.again(ranks, **changes)
+        said = str(raised.value)
+        assert said.count("torchscout.errors.CheckpointError") == ranks, said
+        return said
+
+    def went_on(self, step: int, sources: tuple[str, ...]) -> list[str]:
+        """The job goes on from this step, with every rank's state from there; what was said about problems."""
+        told = self.again()
+        for mine, theirs, source in zip(told, self.alone, sources, strict=True):
+            assert mine.resumed is not None
+            assert (mine.resumed.step, mine.resumed.role) == (step, Role.VERIFIED), mine.resumed
+            assert mine.resumed.source == f"its own {source}"
+            assert mine.bits == {each: theirs.bits[each] for each in range(step + 1, MORE + 1)}
+            assert mine.failures == []
+        return [problem for mine in told for problem in mine.status["problems"]]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Left:
+    root = tmp_path_factory.mktemp("damage")
+    plan = Plan(
+        "ddp",
+        STEPS,
+        interval=1,
+        directory=root / "there" / "checkpoints",
+        memory=root / "there" / "memory",
+        run_dir=root / "run",
+        patience_seconds=10.0,
+    )
+    told = run_ranks(train, 2, plan, timeout=60)
+    assert [each.status["verified"] for each in told] == [STEPS, STEPS]
+    shutil.copytree(root / "there", root / "whole")
+    return Left(plan, run_ranks(train, 2, replace(plan, directory=None, steps=MORE), timeout=60))
+
+
+@pytest.fixture
+def left(kept: Left) -> Left:
+    """As it was, whatever the last test did."""
+    there = kept.disk.parent
+    shutil.rmtree(there)
+    shutil.copytree(there.with_name("whole"), there)
+    # What the tests count on.
+    assert [len(kept.copies(rank, step)) for rank in (0, 1) for step in (8, 7, 6)] == [2, 1, 2] * 2 or [
+        len(kept.copies(rank, step)) for rank in (0, 1) for step in (8, 7, 6)
+    ] == [2, 1, 1] * 2
+    return kept
+
+
+def flip(path: Path, place: float, bit: int = 3) -> None:
+    """One bit, at this share of the file."""
+    path.chmod(0o600)
+    data = bytearray(path.read_bytes())
+    data[min(int(place * len(data)), len(data) - 1)] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def cut(path: Path, place: float) -> None:
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[: int(place * path.stat().st_size)])
+
+
+SPOIL: dict[str, Callable[[Path], None]] = {
+    "a bit of the header": lambda path: flip(path, 0.001),
+    "a bit of a tensor": lambda path: flip(path, 0.6),
+    "the last bit": lambda path: flip(path, 1.0, 7),
+    "the end is missing": lambda path: cut(path, 0.9),
+    "it is empty": lambda path: cut(path, 0.0),
+    "it is deleted": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("how", SPOIL)
+def test_a_damaged_snapshot_is_not_loaded_and_its_file_is(left: Left, how: str):
+    path = left.shard(left.memory, 1, STEPS)
+    SPOIL[how](path)
+    problems = left.went_on(STEPS, ("memory", "disk"))
+    assert how == "it is deleted" or any(str(path) in each for each in problems), problems
+
+
+@pytest.mark.parametrize("how", ["a bit of a tensor", "it is deleted"])
+def test_all_ranks_take_the_generation_before_if_one_of_them_has_lost_the_newest(left: Left, how: str):
+    for path in left.copies(1, STEPS):
+        SPOIL[how](path)
+    left.went_on(STEPS - 1, ("memory", "memory"))
+
+
+def test_further_back_it_goes_from_verified_to_verified(left: Left):
+    """Step 8 is damaged on one rank and step 7 on the other: 6 is the newest that both have."""
+    for path in (*left.copies(0, 8), *left.copies(1, 7)):
+        flip(path, 0.5)
+    for path in [left.shard(left.memory, rank, 6) for rank in (0, 1)]:
+        path.unlink(missing_ok=True)
+    left.went_on(6, ("disk", "disk"))
+
+
+def test_what_one_rank_has_not_certified_is_not_loaded_though_it_is_whole(left: Left):
+    """Rank 0 was killed before it had written down that step 8 is certified."""
+    for folder in (left.memory, left.disk):
+        (folder / "rank-0.ledger").unlink()
+        assert (folder / "rank-0.ledger.previous").exists()
+    assert all(len(left.copies(rank, STEPS)) == 2 for rank in (0, 1))
+    left.went_on(STEPS - 1, ("memory", "memory"))
+
+
+def test_damaged_everywhere_is_said_on_every_rank_and_nothing_is_loaded(left: Left):
+    for path in [*left.memory.glob("step-*/rank-1-*"), *left.disk.glob("step-*/rank-1-*")]:
+        flip(path, 0.5)
+    said = left.refused()
+    assert "No checkpoint is left that may be loaded" in said
+    assert "the state of rank 1 is nowhere" in said
+
+
+@pytest.mark.parametrize("spoiled", ["memory", "disk"])
+def test_one_damaged_ledger_does_no_harm(left: Left, spoiled: str):
+    folder = getattr(left, spoiled)
+    for path in folder.glob("rank-1.ledger*"):
+        flip(path, 0.5)
+    problems = left.went_on(STEPS, ("memory", "memory"))
+    assert any("rank-1.ledger is damaged" in each for each in problems)
+
+
+def test_a_rank_without_any_ledger_relies_on_the_others(left: Left):
+    for path in [*left.memory.glob("rank-1.ledger*"), *left.disk.glob("rank-1.ledger*")]:
+        path.unlink()
+    left.went_on(STEPS, ("memory", "memory"))
+
+
+@pytest.mark.parametrize("how", ["a bit of a tensor", "it is deleted"])
+def test_without_any_ledger_that_can_be_read_there_is_no_silent_beginning(left: Left, how: str):
+    for path in [*left.memory.glob("*.ledger*"), *left.disk.glob("*.ledger*")]:
+        SPOIL[how](path)
+    assert "no rank can read which of its checkpoints may be trusted" in left.refused()
+
+
+def test_another_world_size_is_told(left: Left):
+    said = left.refused(4)
+    assert "it is of world size 2, this job is of 4" in said
+
+
+def test_another_mesh_is_told(left: Left):
+    said = left.refused(kind="fsdp")
+    assert "it is of mesh 'replica 2" in said
+    assert "this job is of 'shard 2" in said
+
+
+def test_a_job_that_does_not_resume_does_not_touch_what_is_there(left: Left):
+    before = {path: path.read_bytes() for path in left.disk.rglob("*.shard")}
+    told = left.again(resumes=False)
+    for each in told:
+        assert any("Call session.resume() before training" in failure for failure in each.failures)
+    assert {path: path.read_bytes() for path in left.disk.rglob("*.shard")} == before
+    left.went_on(STEPS, ("memory", "memory"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_any_bit_of_any_copy_is_noticed(left: Left, seed: int):
+    chance = random.Random(seed)
+    for rank in (0, 1):
+        for path in left.copies(rank, STEPS):
+            flip(path, chance.random(), chance.randrange(8))
+    left.went_on(STEPS - 1, ("memory", "memory"))

@@ -1,0 +1,71 @@
+"""Jobs that are killed in the middle of a step and go on from their checkpoints: bitwise as if never killed.
+
+Sums over three or more Gloo ranks depend on the order in which DDP and FSDP happen to add them up, and DDP
+orders its buckets anew in each process's second step. That is PyTorch's own; so every sum here is over two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoint_jobs import Plan, Told, reached, train
+from tests.support.ranks import RankError, run_ranks
+from torchscout.checkpoint.generation import Role
+
+RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4, "tensor": 4, "pipeline": 4}
+
+
+def on_ranks(plan: Plan) -> list[Told]:
+    return run_ranks(train, RANKS[plan.kind], plan, timeout=180)
+
+
+def planned(tmp_path: Path, kind: str, steps: int = 8) -> Plan:
+    return Plan(
+        kind,
+        steps,
+        directory=tmp_path / "checkpoints",
+        run_dir=tmp_path / "run",
+        memory=tmp_path / "memory",
+    )
+
+
+def killed(plan: Plan, step: int) -> None:
+    """All ranks, in the middle of that step."""
+    ranks = range(RANKS[plan.kind])
+    with pytest.raises(RankError) as raised:
+        on_ranks(replace(plan, killed=dict.fromkeys(ranks, step)))
+    assert str(raised.value).count("exit code -9") == len(ranks), raised.value
+    assert all(max(reached(plan, rank)) == step - 1 for rank in ranks)
+
+
+@pytest.mark.parametrize("kind", RANKS)
+def test_a_killed_job_that_goes_on_ends_bitwise_as_one_that_was_not(tmp_path: Path, kind: str):
+    plan = planned(tmp_path, kind)
+    alone = on_ranks(replace(plan, directory=None))
+    killed(plan, 6)
+    before = [reached(plan, rank) for rank in range(RANKS[kind])]
+    told = on_ranks(plan)
+    for rank, (mine, theirs) in enumerate(zip(told, alone, strict=True)):
+        assert mine.resumed is not None
+        # The capture of step 4 may have been under way.
+        assert (mine.resumed.step, mine.resumed.role) in ((2, Role.VERIFIED), (4, Role.VERIFIED)), mine
+        assert mine.resumed.source == "its own memory"
+        assert list(mine.bits) == list(range(mine.resumed.step + 1, 9))
+        for step, bits in [*list(before[rank].items())[1:], *mine.bits.items()]:
+            assert bits == theirs.bits[step], f"rank {rank} differs after step {step}"
+        assert mine.failures == mine.status["problems"] == mine.incidents == []
+    assert len({mine.resumed.step for mine in told if mine.resumed}) == 1
+
+
+def test_training_that_keeps_checkpoints_is_bitwise_training_that_does_not(tmp_path: Path):
+    plan = replace(planned(tmp_path, "ddp", 12), interval=1)
+    alone = on_ranks(replace(plan, directory=None))
+    told = on_ranks(plan)
+    assert [each.bits for each in told] == [each.bits for each in alone]
+    for each in told:
+        assert each.status["latest"] == each.status["verified"] == 12
+        assert each.status["durable"], "files were written meanwhile"
+        assert each.failures == each.status["problems"] == []

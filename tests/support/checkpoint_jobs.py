@@ -1,0 +1,394 @@
+"""Small jobs that keep checkpoints, are killed, and go on: one for each kind of parallelism.
+
+All of them accumulate gradients, have dropout, frozen parameters, AMSGrad, a learning-rate schedule, a scaler
+and a loader with a position, so that a state that is not put back whole shows in the bits.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.pipeline_stages import SCHEDULES, Layout, stages_of
+from tests.support.replayed_job import Net, batch
+from tests.support.small_job import until
+from tests.support.tensor_jobs import local_of
+from tests.support.tensor_jobs import plain as split
+from torchscout.config import CheckpointConfig, ReplayConfig
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.integration.attach import enable_resiliency
+from torchscout.integration.checkpointing import Resumption
+from torchscout.integration.session import Session
+
+__all__ = ["KINDS", "Doom", "Plan", "Told", "doomed", "kill", "reached", "train"]
+
+ACCUMULATED = 2
+"""Batches of a step."""
+
+
+@dataclass(frozen=True)
+class Doom:
+    """When ranks are killed."""
+
+    ranks: tuple[int, ...]
+    seconds: float
+    """After training has begun."""
+    during: str | None = None
+    """What must be under way: ``capture`` or ``persist``; None is whatever is."""
+    delay: float = 0.0
+    """How long after that has begun."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train."""
+
+    kind: str = "ddp"
+    steps: int = 12
+    interval: int = 2
+    """Steps from one check to the next."""
+    directory: Path | None = None
+    """Of checkpoints; None trains without SCOUT."""
+    run_dir: Path = Path()
+    persist_every: int = 2
+    keep: int = 1
+    killed: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that kill themselves in the middle of a step, with that step."""
+    after_update: bool = False
+    """They do so after the step's update, before its end."""
+    resumes: bool = True
+    burden: Mapping[int, int] = field(default_factory=dict)
+    """Ranks with that many bytes more to keep."""
+    faults: Faults = field(default_factory=Faults)
+    patience_seconds: float = 30.0
+    memory: Path | None = None
+    """Where this job's memory is; None is where it always is."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank has to tell."""
+
+    bits: dict[int, str]
+    """The state after each step that it did."""
+    resumed: Resumption | None
+    status: dict[str, Any]
+    failures: list[str]
+    incidents: list[tuple[str, int]]
+    """Manifestation and step of each."""
+    unfired: int
+
+
+@dataclass
+class Work:
+    """A model on this rank, and how to make a step's gradients."""
+
+    model: nn.Module
+    replica: int
+    """Which batches are its own."""
+    accumulate: Callable[[list[Any], float], None]
+    parallelism: Any = None
+
+
+def ddp(rank: int) -> Work:
+    model = DistributedDataParallel(_frozen(Net()))
+
+    def accumulate(batches: list[Any], scale: float) -> None:
+        with model.no_sync():
+            for each in batches[:-1]:
+                _backward(model, each, scale)
+        _backward(model, batches[-1], scale)
+
+    return Work(model, rank, accumulate)
+
+
+def fsdp(rank: int) -> Work:
+    return _sharded(rank, (dist.get_world_size(),))
+
+
+def hsdp(rank: int) -> Work:
+    return _sharded(rank, (2, dist.get_world_size() // 2))
+
+
+def tensor(rank: int) -> Work:
+    axes = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    net = _frozen(Net())
+    split(net, axes["tp"])
+
+    def accumulate(batches: list[Any], scale: float) -> None:
+        for each in batches:
+            _backward(net, each, scale)
+        _average(net, axes["dp"])
+
+    return Work(net, rank // 2, accumulate, axes)
+
+
+def pipeline(rank: int) -> Work:
+    layout = Layout("1f1b", dist.get_world_size() // 2)
+    axes, stages = stages_of(layout)
+    (stage,) = stages
+    model, scaled = _frozen(stage.submod), [1.0]
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return scaled[0] * nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    schedule = SCHEDULES[layout.schedule](stage, 4, loss_fn=loss_of)
+
+    def accumulate(batches: list[Any], scale: float) -> None:
+        scaled[0] = scale
+        for tokens, targets in batches:
+            given = [tokens] if stage.is_first else []
+            last = {"target": targets, "losses": []} if stage.is_last else {}
+            schedule.step(*given, **last)
+        _average(model, axes["dp"])
+
+    return Work(model, layout.copy_of(rank), accumulate, axes)
+
+
+KINDS: dict[str, Callable[[int], Work]] = {
+    each.__name__: each for each in (ddp, fsdp, hsdp, tensor, pipeline)
+}
+
+
+class Scaler:
+    """Like a gradient scaler; its factor is no power of two, so that a wrong one shows in the bits."""
+
+    def __init__(self) -> None:
+        self.scale, self._since = 3.0, 0
+
+    def update(self) -> None:
+        self._since += 1
+        if self._since == 5:
+            self.scale, self._since = 1.7 * self.scale, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "since": self._since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self._since = state["scale"], state["since"]
+
+
+class Burden:
+    """Bytes that take their time to be kept."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = torch.zeros(size, dtype=torch.uint8)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"bytes": self._bytes}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self._bytes = state["bytes"]
+
+
+class Loader:
+    """Every replica's own batches, from a position on that is part of the state."""
+
+    def __init__(self, replica: int) -> None:
+        self._replica, self.position = replica, 0
+
+    def __iter__(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+        while True:
+            self.position += 1
+            yield [batch(ACCUMULATED * self.position + part, self._replica) for part in range(ACCUMULATED)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def train(rank: int, plan: Plan) -> Told:
+    """Train to the end, from the last checkpoint if there is one."""
+    warnings.filterwarnings("ignore", message=".*(view tensor|full backward hook|complete support).*")
+    if plan.memory is not None:
+        os.environ["TORCHSCOUT_MEMORY"] = str(plan.memory)
+    torch.manual_seed(0)
+    work = KINDS[plan.kind](rank)
+    trained = [each for each in work.model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, amsgrad=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    scaler, loader = Scaler(), Loader(work.replica)
+    torch.manual_seed(rank)  # dropout is each rank's own
+    bits: dict[int, str] = {}
+    with Injector(plan.faults, rank, _bare(work.model), optimizer) as injector:
+        session = _attached(plan, work, optimizer)
+        if session is not None:
+            burden = Burden(plan.burden.get(rank, 0))
+            known = {"schedule": schedule, "scaler": scaler, "loader": loader, "burden": burden}
+            for name, stateful in known.items():
+                session.register_state(name, stateful)
+        resumed = session.resume() if session is not None and plan.resumes else None
+        done = session.step if session is not None else 0
+        _log(plan, rank, done, _bits(work.model, optimizer, schedule, scaler, loader))
+        _write_pid(plan, rank)
+        for step, batches in zip(range(done + 1, plan.steps + 1), loader, strict=False):
+            optimizer.zero_grad()
+            work.accumulate(batches, scaler.scale)
+            if plan.killed.get(rank) == step and not plan.after_update:
+                kill()
+            for parameter in trained:
+                parameter.grad.div_(scaler.scale)
+            optimizer.step()
+            if plan.killed.get(rank) == step:
+                kill()
+            schedule.step()
+            scaler.update()
+            bits[step] = _bits(work.model, optimizer, schedule, scaler, loader)
+            _log(plan, rank, step, bits[step])
+    if session is None:
+        return Told(bits, None, {}, [], [], len(injector.unfired))
+    status, incidents = session.status()["checkpoint"], session.incidents
+    session.close()
+    told = [(each.manifestation.value, each.step) for each in incidents]
+    return Told(bits, resumed, status, session.failures, told, len(injector.unfired))
+
+
+def kill() -> None:
+    """End this process as nothing can prevent or notice."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def doomed(plan: Plan, doom: Doom) -> Iterator[None]:
+    """Somebody outside kills ranks of the job that is run in this block."""
+    killer = threading.Thread(target=_kill, args=(plan, doom), daemon=True)
+    killer.start()
+    yield
+    killer.join()
+
+
+def _kill(plan: Plan, doom: Doom) -> None:
+    assert plan.memory is not None
+    assert plan.directory is not None
+    paths = [plan.run_dir / f"pid-{rank}" for rank in doom.ranks]
+    pids = until(
+        lambda: all(map(Path.exists, paths)) and [path.read_text() for path in paths], "it trains", 60
+    )
+    time.sleep(doom.seconds)
+    ledgers = [*plan.memory.glob("*/rank-*.ledger")]
+    before = [path.stat().st_mtime_ns for path in ledgers]
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        is_noted = [path.stat().st_mtime_ns for path in ledgers] != before  # just before it is captured
+        is_written = doom.during == "persist" and glob.glob(f"{plan.directory}/step-*/.rank-*.writing")
+        if doom.during is None or (doom.during == "capture" and is_noted) or is_written:
+            break
+        time.sleep(0.0002)
+    time.sleep(doom.delay)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def reached(plan: Plan, rank: int) -> dict[int, str]:
+    """The steps that a rank did, killed or not, and the state after each; first what it began with."""
+    path = plan.run_dir / f"steps-{rank}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {int(step): bits for step, bits in map(str.split, lines)}
+
+
+def _log(plan: Plan, rank: int, step: int, bits: str) -> None:
+    if plan.directory is not None:
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
+        with (plan.run_dir / f"steps-{rank}").open("a") as file:
+            file.write(f"{step} {bits}\n")
+
+
+def _write_pid(plan: Plan, rank: int) -> None:
+    if plan.directory is not None:
+        path = plan.run_dir / f"pid-{rank}"
+        path.with_suffix(".new").write_text(str(os.getpid()))
+        path.with_suffix(".new").replace(path)
+
+
+def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Session | None:
+    if plan.directory is None:
+        return None
+    checkpoint = CheckpointConfig(
+        plan.directory,
+        persist_every=plan.persist_every,
+        keep=plan.keep,
+        patience_seconds=plan.patience_seconds,
+    )
+    return enable_resiliency(
+        work.model,
+        optimizer,
+        replay=ReplayConfig(interval=plan.interval, patience_seconds=plan.patience_seconds),
+        observer=None,
+        checkpoint=checkpoint,
+        parallelism=work.parallelism,
+        run_dir=plan.run_dir,
+    )
+
+
+def _sharded(rank: int, shape: tuple[int, ...]) -> Work:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
+    net = _frozen(Net())
+    for block in net.stack:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+
+    def accumulate(batches: list[Any], scale: float) -> None:
+        for place, each in enumerate(batches, 1):
+            net.set_requires_gradient_sync(place == len(batches))
+            _backward(net, each, scale)
+
+    return Work(net, rank, accumulate)
+
+
+def _frozen(net: nn.Module) -> nn.Module:
+    """One parameter of every block is not trained."""
+    for name, parameter in net.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.requires_grad_(False)
+    return net
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _backward(model: nn.Module, samples: tuple[torch.Tensor, torch.Tensor], scale: float) -> None:
+    tokens, targets = samples
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    (scale * loss).backward()
+
+
+def _average(net: nn.Module, replicas: DeviceMesh) -> None:
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(local_of(parameter.grad), op=dist.ReduceOp.AVG, group=replicas.get_group())
+
+
+def _bits(
+    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, scaler: Scaler, loader: Loader
+) -> str:
+    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
+    tensors = [*model.parameters(), *model.buffers(), *slots, torch.get_rng_state()]
+    digest = hashlib.blake2b(digest_size=16)
+    for each in tensors:
+        digest.update(local_of(each).detach().contiguous().numpy().tobytes())
+    # ``_step_count`` and the like are PyTorch's own; what a schedule decides is the rate.
+    plain = [schedule.last_epoch, optimizer.param_groups[0]["lr"], scaler.state_dict(), loader.state_dict()]
+    digest.update(repr(plain).encode())
+    return digest.hexdigest()

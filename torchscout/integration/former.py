@@ -1,0 +1,114 @@
+"""What an earlier run has left, as all ranks together see it, and what to go back to (paper, section 8).
+
+Every rank tells what it finds written down; from the same answers all conclude alike. Loading is done by
+``integration.checkpointing``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import CheckpointGate
+from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.shard_files import shard_files
+from torchscout.errors import CheckpointError
+from torchscout.recovery.retrieval import Decision, Failure, retrieve
+
+__all__ = ["Former", "Remains"]
+
+_TOLD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What one rank finds."""
+
+    gate: CheckpointGate | None
+    """What it had written down last, in whichever place; None if nothing can be read."""
+    problems: tuple[str, ...]
+    """What is there and cannot be read."""
+    shards: int
+    """Files that have the name of a shard."""
+
+    @classmethod
+    def found(cls, folders: Sequence[Path], rank: int, job: str) -> Remains:
+        read = [_read(folder, rank, job) for folder in folders]
+        gates = [each for each in read if isinstance(each, CheckpointGate)]
+        problems = [each for each in read if isinstance(each, str)]
+        count = sum(len(shard_files(folder)) for folder in folders)
+        return cls(ledger.newest(gates) if gates else None, tuple(problems), count)
+
+    def to_json(self) -> dict[str, Any]:
+        gate = None if self.gate is None else self.gate.to_json()
+        return {"gate": gate, "problems": list(self.problems), "shards": self.shards}
+
+    @classmethod
+    def from_json(cls, told: Any) -> Remains:
+        gate = None if told["gate"] is None else CheckpointGate.from_json(told["gate"])
+        return cls(gate, tuple(map(str, told["problems"])), int(told["shards"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """The earlier run of this job."""
+
+    gate: CheckpointGate | None
+    """What all ranks may rely on; None if nobody can tell."""
+    is_whole: bool
+    """Whether every rank has its say in it. One that has not is new here, or was away for a while."""
+    obstacle: str | None
+    """Why nobody can tell."""
+
+    @classmethod
+    def of(cls, remains: Sequence[Remains]) -> Former | None:
+        """None if there was no earlier run."""
+        gates = [each.gate for each in remains if each.gate is not None]
+        if not gates:
+            obstacle = _obstacle(remains)
+            return None if obstacle is None else cls(None, False, obstacle)
+        # A lineage begins when all ranks have agreed on what to load: who knows only of one before it was not
+        # there any more, or was killed just then. What is known now is then for the others to say.
+        last = max(gate.lineage for gate in gates)
+        heard = [gate for gate in gates if gate.lineage == last]
+        return cls(ledger.reconcile(heard), len(heard) == len(remains), None)
+
+    def __str__(self) -> str:
+        return f"up to {self.gate.latest}" if self.gate is not None else str(self.obstacle)
+
+    def chosen(self) -> tuple[Decision, list[Generation]]:
+        """What to go back to, and should that be damaged: older ones, verified only. None if there is none."""
+        if self.gate is None:
+            raise CheckpointError(str(self.obstacle))
+        failure = Failure.OTHER
+        if self.gate.poisoned is not None:
+            failure = Failure.SDC
+        elif not self.is_whole:
+            failure = Failure.MACHINES_GONE
+        decision = retrieve(failure, self.gate)
+        if (first := decision.generation) is None:
+            return decision, []
+        return decision, [first, *(each for each in reversed(self.gate.trusted) if each < first)]
+
+
+def _read(folder: Path, rank: int, job: str) -> CheckpointGate | str | None:
+    try:
+        return ledger.read(folder, rank, job=job)
+    except CheckpointError as error:
+        return str(error)
+
+
+def _obstacle(remains: Sequence[Remains]) -> str | None:
+    """Without any ledger nobody knows what may be trusted; that is not the same as a new job."""
+    told = [f"rank {rank}: {each}" for rank, found in enumerate(remains) for each in found.problems]
+    count = max(found.shards for found in remains)
+    if not told and not count:
+        return None
+    told += [f"there are {count} shards"] if count else []
+    return (
+        "Nothing can be recovered: there was an earlier run, and no rank can read which of its checkpoints "
+        f"may be trusted ({'; '.join(told[:_TOLD])}); give another directory to start from the beginning"
+    )
