@@ -80,7 +80,7 @@ class Former:
         return f"up to {self.gate.latest}" if self.gate is not None else str(self.obstacle)
 
     def chosen(self) -> tuple[Decision, list[Generation]]:
-        """What to go back to, and should that be damaged: older ones, verified only. None if there is none."""
+        """What to go back to, and should that be damaged, older ones: verified only; or nothing."""
         if self.gate is None:
             raise CheckpointError(str(self.obstacle))
         failure = Failure.OTHER
