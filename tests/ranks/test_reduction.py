@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.ranks import run_ranks
+from torchscout.decision.signature import signature
 from torchscout.evidence.replay.reduction import Reduction, route_of
 from torchscout.mesh import Mesh
 
@@ -55,6 +56,27 @@ def test_shards_with_one_owner_have_nothing_to_be_compared_with():
     for has_copies, signatures in run_ranks(reduced, 3, (3,), None):
         assert not has_copies
         assert len(signatures) == 1
+
+
+def twice(rank: int) -> tuple[list[int], list[int], int]:
+    """The second time rank 0 has nothing to give: its pass has failed."""
+    module = nn.Linear(3, 5)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    parameters = [*module.parameters()]
+    route = route_of(parameters, Mesh.grid(shard=2), rank)
+    assert route is not None
+    reduction, gradients = Reduction(route, parameters), [torch.ones(5, 3), torch.ones(5)]
+    reduction.take(gradients)
+    first = reduction.run()
+    if rank == 1:
+        reduction.take(gradients)
+    return first, reduction.run(), signature(torch.full((10,), 0.5))
+
+
+def test_a_rank_without_gradients_gives_zeros_and_takes_part():
+    for first, second, halves in run_ranks(twice, 2):
+        assert first != second
+        assert second == [halves]
 
 
 def test_where_the_mesh_says_otherwise_nothing_is_reduced():

@@ -11,7 +11,7 @@ from torchscout.decision.record import (
     Manifestation,
     Scope,
 )
-from torchscout.evidence.replay.judgement import Context, judge
+from torchscout.evidence.replay.judgement import Context, broken_depth, judge, withhold
 from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison, Mode
 
 PEERS = (0, 2, 4, 6)
@@ -88,6 +88,36 @@ def test_what_agrees_under_one_summary_is_one_record_and_what_differs_its_own():
     assert found["state/parameters"].verdict.agrees
     other = judged([2] * 4, [5, 5, 9, 5], [3] * 4, comparisons=census)
     assert other["state/parameters"].verdict.evidence != found["state/parameters"].verdict.evidence
+
+
+CHAIN = [
+    Comparison("layer.1/parameters", Mode.STATE, tie="another comparison says so"),
+    Comparison("layer.1/weight.grad", Mode.BACKWARD, ("layer.1/parameters",)),
+    Comparison("layer.1/grad_scattered", Mode.BACKWARD, ("layer.1/weight.grad",)),
+]
+SAME = [1, 1, 1, 1]
+
+
+def test_a_tie_that_is_anothers_to_report_is_not_checked_and_still_explains_what_follows():
+    found = judged([1, 1, 2, 2], [3, 3, 4, 4], SAME, comparisons=CHAIN)
+    assert found["layer.1/parameters"].reason == "another comparison says so"
+    assert found["layer.1/weight.grad"].reason == "layer.1/parameters differs among peers already"
+    assert broken_depth(CHAIN, [*found.values()]) == 0
+    # A majority is no tie.
+    assert judged([1, 1, 1, 2], SAME, SAME, comparisons=CHAIN)["layer.1/parameters"].ranks == (6,)
+
+
+def test_how_deep_a_difference_lies_says_what_else_is_in_doubt():
+    gradient = judged(SAME, [3, 3, 3, 4], SAME, comparisons=CHAIN)
+    assert broken_depth(CHAIN, [*gradient.values()]) == 1
+    assert broken_depth(CHAIN, [*judged(SAME, SAME, SAME, comparisons=CHAIN).values()]) is None
+    # Nothing builds upon the last.
+    last = judged(SAME, SAME, [3, 3, 3, 4], comparisons=CHAIN)
+    assert broken_depth(CHAIN, [*last.values()]) is None
+    # Another rank's gradient differs: what was made of all ranks' is nobody's fault here.
+    assert [each.ranks for each in withhold(CHAIN, [*last.values()], 1)] == [(), (), ()]
+    assert [each.ranks for each in withhold(CHAIN, [*last.values()], 2)] == [(), (), (6,)]
+    assert [each.ranks for each in withhold(CHAIN, [*gradient.values()], 1)] == [(), (6,), ()]
 
 
 def incident(records: dict[str, EvidenceRecord], surface: str) -> Incident:
