@@ -74,6 +74,8 @@ class Plan:
     """Ranks that kill themselves in the middle of a step, with that step."""
     after_update: bool = False
     """They do so after the step's update, before its end."""
+    when_copied: bool = False
+    """They wait until another machine has a copy of the latest checkpoint."""
     resumes: bool = True
     burden: Mapping[int, int] = field(default_factory=dict)
     """Ranks with that many bytes more to keep."""
@@ -245,6 +247,7 @@ def train(rank: int, plan: Plan) -> Told:
             optimizer.zero_grad()
             work.accumulate(batches, scaler.scale)
             if plan.killed.get(rank) == step and not plan.after_update:
+                _wait_for_copies(plan, session)
                 kill()
             for parameter in trained:
                 parameter.grad.div_(scaler.scale)
@@ -317,6 +320,18 @@ def _write_pid(plan: Plan, rank: int) -> None:
         path = plan.run_dir / f"pid-{rank}"
         path.with_suffix(".new").write_text(str(os.getpid()))
         path.with_suffix(".new").replace(path)
+
+
+def _wait_for_copies(plan: Plan, session: Session | None) -> None:
+    """On all ranks, so that none is killed before."""
+    if plan.when_copied and session is not None:
+
+        def is_copied() -> bool:
+            status = session.status()["checkpoint"]
+            return status["copied"] == status["latest"]
+
+        until(is_copied, "the latest checkpoint is copied")
+        dist.barrier()
 
 
 def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Session | None:
