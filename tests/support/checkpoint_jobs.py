@@ -55,6 +55,8 @@ class Doom:
     """What must be under way: ``capture`` or ``persist``; None is whatever is."""
     delay: float = 0.0
     """How long after that has begun."""
+    when: Path | None = None
+    """Not before there is this file."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ class Plan:
     when_copied: bool = False
     """They wait until another machine has a copy of the latest checkpoint."""
     resumes: bool = True
+    hangs: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that never come out of this step's forward pass."""
+    lost_folder: int | None = None
+    """In this step something else takes the place of the checkpoints' folder."""
     burden: Mapping[int, int] = field(default_factory=dict)
     """Ranks with that many bytes more to keep."""
     faults: Faults = field(default_factory=Faults)
@@ -245,6 +251,7 @@ def train(rank: int, plan: Plan) -> Told:
         _write_pid(plan, rank)
         for step, batches in zip(range(done + 1, plan.steps + 1), loader, strict=False):
             optimizer.zero_grad()
+            _suffer(plan, rank, step, work.model)
             work.accumulate(batches, scaler.scale)
             if plan.killed.get(rank) == step and not plan.after_update:
                 _wait_for_copies(plan, session)
@@ -285,6 +292,8 @@ def _kill(plan: Plan, doom: Doom) -> None:
     assert plan.directory is not None
     paths = [plan.run_dir / f"pid-{rank}" for rank in doom.ranks]
     pids = until(lambda: all(map(Path.exists, paths)) and [path.read_text() for path in paths], "it trains", 60)
+    if doom.when is not None:
+        until(doom.when.exists, "it is time", 60)
     time.sleep(doom.seconds)
     ledgers = [*plan.memory.glob("*/rank-*.ledger")]
     before = [path.stat().st_mtime_ns for path in ledgers]
@@ -320,6 +329,15 @@ def _write_pid(plan: Plan, rank: int) -> None:
         path = plan.run_dir / f"pid-{rank}"
         path.with_suffix(".new").write_text(str(os.getpid()))
         path.with_suffix(".new").replace(path)
+
+
+def _suffer(plan: Plan, rank: int, step: int, model: nn.Module) -> None:
+    if plan.hangs.get(rank) == step:
+        model.register_forward_hook(lambda *_: time.sleep(3600))
+    if plan.lost_folder == step and rank == 0:
+        assert plan.directory is not None
+        plan.directory.rename(plan.directory.with_suffix(".lost"))
+        plan.directory.touch()
 
 
 def _wait_for_copies(plan: Plan, session: Session | None) -> None:

@@ -1,7 +1,7 @@
 """One machine's ranks of a job that keeps checkpoints, as a launcher starts them.
 
-``python -m tests.support.spread_checkpoints PLAN OUTCOMES RANK...``; what each rank has to tell, or what ended
-it, is written to a file in the folder OUTCOMES.
+``python -m tests.support.spread_checkpoints PLAN OUTCOMES RANK... [--here]``; what each rank has to tell, or
+what ended it, is written to a file in the folder OUTCOMES. With ``--here`` these are all ranks there are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.support.checkpoint_jobs import Plan, Told, train
 from tests.support.machines import INTERFACE, Machine
 
-__all__ = ["spread"]
+__all__ = ["outcomes", "spread"]
 
 
 def spread(hosts: Sequence[Machine], plan: Plan, folder: Path, seconds: float = 120.0) -> list[Told | str]:
@@ -41,7 +41,11 @@ def spread(hosts: Sequence[Machine], plan: Plan, folder: Path, seconds: float = 
     ]
     for each in started:
         each.wait(seconds)
-    return [_outcome(folder, rank) for rank in range(len(hosts))]
+    return outcomes(folder, len(hosts))
+
+
+def outcomes(folder: Path, ranks: int) -> list[Told | str]:
+    return [_outcome(folder, rank) for rank in range(ranks)]
 
 
 def _outcome(folder: Path, rank: int) -> Told | str:
@@ -49,13 +53,18 @@ def _outcome(folder: Path, rank: int) -> Told | str:
     if path.exists():
         outcome: Told | str = pickle.loads(path.read_bytes())
         return outcome
-    said = (folder / f"output-{rank}").read_text()
+    said = (folder / f"output-{rank}").read_text() if (folder / f"output-{rank}").exists() else "nothing"
     return "killed" if "exit code -9" in said else said
 
 
-def _run(rank: int, plan: Plan, folder: Path) -> None:
+def _run(rank: int, plan: Plan, folder: Path, here: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank)
+    if here:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.FileStore(str(folder / "store"), here)
+        dist.init_process_group("gloo", rank=rank, world_size=here, store=store)
+    else:
+        dist.init_process_group("gloo", rank=rank)
     outcome: Told | str
     try:
         outcome = train(rank, plan)
@@ -65,10 +74,12 @@ def _run(rank: int, plan: Plan, folder: Path) -> None:
     os._exit(0)
 
 
-def main(plan: Path, folder: Path, *ranks: str) -> None:
+def main(plan: Path, folder: Path, *arguments: str) -> None:
+    ranks = [each for each in arguments if each != "--here"]
+    here = len(ranks) if "--here" in arguments else 0
     context = multiprocessing.get_context("fork")
     read = pickle.loads(plan.read_bytes())
-    processes = [context.Process(target=_run, args=(int(rank), read, folder)) for rank in ranks]
+    processes = [context.Process(target=_run, args=(int(rank), read, folder, here)) for rank in ranks]
     for process in processes:
         process.start()
     for process in processes:
