@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged, deleted or left by another job: never loaded, and never passed over silently.
+"""Checkpoints that were damaged, deleted or left by another job: never loaded, nor passed over silently.
 
 One job has trained eight steps with a check at every step: step 8, the latest, is in memory and in files, and
 so are older ones. Each test spoils something of that, and starts the job again.
@@ -60,7 +60,7 @@ class Left:
         return said
 
     def went_on(self, step: int, sources: tuple[str, ...]) -> list[str]:
-        """The job goes on from this step, with every rank's state from there; what was said about problems."""
+        """The job goes on from this step, with every rank's state from there; what was said meanwhile."""
         told = self.again()
         for mine, theirs, source in zip(told, self.alone, sources, strict=True):
             assert mine.resumed is not None

@@ -6,7 +6,6 @@ and a loader with a position, so that a state that is not put back whole shows i
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import signal
@@ -55,6 +54,8 @@ class Doom:
     """What must be under way: ``capture`` or ``persist``; None is whatever is."""
     delay: float = 0.0
     """How long after that has begun."""
+    when: Path | None = None
+    """Not before there is this file."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,13 @@ class Plan:
     """Ranks that kill themselves in the middle of a step, with that step."""
     after_update: bool = False
     """They do so after the step's update, before its end."""
+    when_copied: bool = False
+    """They wait until another machine has a copy of the latest checkpoint."""
     resumes: bool = True
+    hangs: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that never come out of this step's forward pass."""
+    lost_folder: int | None = None
+    """In this step something else takes the place of the checkpoints' folder."""
     burden: Mapping[int, int] = field(default_factory=dict)
     """Ranks with that many bytes more to keep."""
     faults: Faults = field(default_factory=Faults)
@@ -243,8 +250,10 @@ def train(rank: int, plan: Plan) -> Told:
         _write_pid(plan, rank)
         for step, batches in zip(range(done + 1, plan.steps + 1), loader, strict=False):
             optimizer.zero_grad()
+            _suffer(plan, rank, step, work.model)
             work.accumulate(batches, scaler.scale)
             if plan.killed.get(rank) == step and not plan.after_update:
+                _wait_for_copies(plan, session)
                 kill()
             for parameter in trained:
                 parameter.grad.div_(scaler.scale)
@@ -284,13 +293,15 @@ def _kill(plan: Plan, doom: Doom) -> None:
     pids = until(
         lambda: all(map(Path.exists, paths)) and [path.read_text() for path in paths], "it trains", 60
     )
+    if doom.when is not None:
+        until(doom.when.exists, "it is time", 60)
     time.sleep(doom.seconds)
     ledgers = [*plan.memory.glob("*/rank-*.ledger")]
     before = [path.stat().st_mtime_ns for path in ledgers]
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         is_noted = [path.stat().st_mtime_ns for path in ledgers] != before  # just before it is captured
-        is_written = doom.during == "persist" and glob.glob(f"{plan.directory}/step-*/.rank-*.writing")
+        is_written = doom.during == "persist" and any(plan.directory.glob("step-*/.rank-*.writing"))
         if doom.during is None or (doom.during == "capture" and is_noted) or is_written:
             break
         time.sleep(0.0002)
@@ -319,6 +330,27 @@ def _write_pid(plan: Plan, rank: int) -> None:
         path = plan.run_dir / f"pid-{rank}"
         path.with_suffix(".new").write_text(str(os.getpid()))
         path.with_suffix(".new").replace(path)
+
+
+def _suffer(plan: Plan, rank: int, step: int, model: nn.Module) -> None:
+    if plan.hangs.get(rank) == step:
+        model.register_forward_hook(lambda *_: time.sleep(3600))
+    if plan.lost_folder == step and rank == 0:
+        assert plan.directory is not None
+        plan.directory.rename(plan.directory.with_suffix(".lost"))
+        plan.directory.touch()
+
+
+def _wait_for_copies(plan: Plan, session: Session | None) -> None:
+    """On all ranks, so that none is killed before."""
+    if plan.when_copied and session is not None:
+
+        def is_copied() -> bool:
+            status = session.status()["checkpoint"]
+            return status["copied"] == status["latest"]
+
+        until(is_copied, "the latest checkpoint is copied")
+        dist.barrier()
 
 
 def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Session | None:

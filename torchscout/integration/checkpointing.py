@@ -205,10 +205,16 @@ class Checkpointing:
             },
             "durable": [each.step for each in self._gate.durable],
             "poisoned": self._gate.poisoned,
+            "copied": self._copied(),
             "held_seconds": None if self._capture is None else self._capture.held_seconds,
             "reason": self._reason,
             "problems": self._problems[-20:],
         }
+
+    def _copied(self) -> int | None:
+        """The newest step of which another machine's memory has this rank's state."""
+        held = frozenset() if self._replicator is None else self._replicator.held()
+        return max((each.step for each in held), default=None)
 
     def close(self) -> None:
         self.step_begins()

@@ -1,0 +1,175 @@
+"""Jobs whose disk fails, whose folder is taken, that hang or compute wrong numbers: what is kept of them."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoint_jobs import Doom, Plan, Told, doomed, reached, train
+from tests.support.ranks import RankError, run_ranks
+from tests.support.small_job import until
+from tests.support.spread_checkpoints import outcomes
+from torchscout.checkpoint import ledger, shards
+from torchscout.faults.fault import Faults
+
+
+def planned(tmp_path: Path, steps: int = 12) -> Plan:
+    return Plan(
+        "ddp",
+        steps,
+        interval=1,
+        directory=tmp_path / "checkpoints",
+        memory=tmp_path / "memory",
+        run_dir=tmp_path / "run",
+        patience_seconds=10.0,
+    )
+
+
+def alone(plan: Plan) -> list[dict[int, str]]:
+    plain = replace(plan, directory=None, hangs={}, lost_folder=None)
+    return [each.bits for each in run_ranks(train, 2, plain, timeout=60)]
+
+
+def with_a_small_disk(plan: Plan, kilobytes: int, folder: Path) -> list[Told]:
+    """The job's files lie in a file system of that size; what each rank tells."""
+    unshare = ["unshare", "--user", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], check=False).returncode:
+        pytest.skip("this machine does not let tests mount a file system")
+    assert plan.directory is not None
+    plan.directory.mkdir(mode=0o700)
+    folder.mkdir()
+    (folder / "plan").write_bytes(pickle.dumps(plan))
+    script = f'mount -t tmpfs -o mode=0700,size={kilobytes}k tmpfs "$0" && exec "$@"'
+    module = [sys.executable, "-m", "tests.support.spread_checkpoints", str(folder / "plan"), str(folder)]
+    found = subprocess.run(
+        [*unshare, "sh", "-c", script, str(plan.directory), *module, "0", "1", "--here"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    told = [each for each in outcomes(folder, 2) if isinstance(each, Told)]
+    assert len(told) == 2, (found.stderr, outcomes(folder, 2))
+    return told
+
+
+def size_of_a_shard(plan: Plan) -> int:
+    assert plan.memory is not None
+    return max(path.stat().st_size for path in plan.memory.rglob("*.shard"))
+
+
+@pytest.mark.parametrize("shares", [0.5, 1.5], ids=["nobody", "one rank"])
+def test_a_full_disk_moves_no_pointer_on_any_rank_and_training_goes_on(tmp_path: Path, shares: float):
+    """There is room for nothing, or for one rank's file only."""
+    plan = planned(tmp_path)
+    whole = 88 << 10
+    told = with_a_small_disk(plan, int(shares * whole) // 1024 + 24, tmp_path / "outcomes")
+    assert 0.9 * whole < size_of_a_shard(plan) < whole, "or the disk has room for something else"
+    assert [each.bits for each in told] == alone(plan)
+    for each in told:
+        assert each.status["durable"] == []
+        assert each.status["latest"] == each.status["verified"] == 12
+        assert each.failures == []
+    problems = [[one for one in each.status["problems"] if "No space left" in one] for each in told]
+    assert any(problems), "and it is said"
+    if shares < 1:
+        assert all(problems)
+
+
+def test_a_folder_that_is_lost_later_moves_no_pointer_and_memory_still_has_it_all(tmp_path: Path):
+    plan = replace(planned(tmp_path), lost_folder=6)
+    told = run_ranks(train, 2, plan, timeout=60)
+    expected = alone(plan)
+    assert [each.bits for each in told] == expected
+    for each in told:
+        assert each.status["durable"], "something was written before"
+        assert max(each.status["durable"]) <= 6
+        assert any("cannot write" in one for one in each.status["problems"]), each.status
+    assert plan.directory is not None
+    with pytest.raises(RankError) as raised:
+        run_ranks(train, 2, replace(plan, steps=14), timeout=60)
+    assert str(raised.value).count("CheckpointError: 2 of 2 ranks failed") == 2, raised.value
+    plan.directory.unlink()
+    plan.directory.with_suffix(".lost").rename(plan.directory)
+    again = run_ranks(train, 2, replace(plan, steps=14, lost_folder=None), timeout=60)
+    assert [each.resumed and each.resumed.step for each in again] == [12, 12]
+
+
+def test_a_folder_has_one_job_and_a_dead_one_gives_it_back(tmp_path: Path):
+    plan = replace(planned(tmp_path, 100_000), run_dir=tmp_path / "first")
+    said: list[str] = []
+
+    def first() -> None:
+        try:
+            run_ranks(train, 2, plan, timeout=90)
+        except RankError as error:
+            said.append(str(error))
+
+    running = threading.Thread(target=first)
+    with doomed(plan, Doom((0, 1), 0.0, when=tmp_path / "kill")):
+        running.start()
+        until(lambda: max(reached(plan, 0), default=0) > 4, "the first one trains", 60)
+        with pytest.raises(RankError) as raised:
+            run_ranks(train, 2, replace(plan, run_dir=tmp_path / "second"), timeout=60)
+        pids = [(plan.run_dir / f"pid-{rank}").read_text() for rank in (0, 1)]
+        assert str(raised.value).count("torchscout.errors.CheckpointError") == 2
+        assert any(f"pid {pid} on" in str(raised.value) for pid in pids), raised.value
+        then = max(reached(plan, 0))
+        until(lambda: max(reached(plan, 0)) > then, "it goes on, undisturbed", 30)
+        (tmp_path / "kill").touch()
+    running.join()
+    assert said[0].count("exit code -9") == 2
+    third = replace(plan, steps=max(reached(plan, 0)) + 2, run_dir=tmp_path / "third")
+    for each in run_ranks(train, 2, third, timeout=60):
+        assert each.resumed is not None
+        assert each.resumed.step >= then - 2
+
+
+def test_what_a_job_that_hangs_has_captured_is_recovered_after_it_is_killed(tmp_path: Path):
+    """One rank never comes to the sum; the other one's main thread waits in it for ever."""
+    plan = replace(planned(tmp_path), hangs={1: 6})
+    with doomed(plan, Doom((0, 1), 2.0)), pytest.raises(RankError) as raised:
+        run_ranks(train, 2, plan, timeout=60)
+    assert str(raised.value).count("exit code -9") == 2
+    assert [max(reached(plan, rank)) for rank in (0, 1)] == [5, 5], "it hung"
+    again = replace(plan, hangs={}, run_dir=tmp_path / "again")
+    told = run_ranks(train, 2, again, timeout=60)
+    assert [each.resumed and each.resumed.step for each in told] == [5, 5]
+    assert [each.bits for each in told] == [
+        {step: bits[step] for step in range(6, 13)} for bits in alone(plan)
+    ]
+
+
+def test_after_corruption_nothing_is_certified_and_a_restart_is_as_if_it_had_not_been(tmp_path: Path):
+    faults = Faults().flip_bit(rank=1, at="stack.0.up/weight", step=5, bit=28)
+    plan = planned(tmp_path, 9)
+    broken = run_ranks(train, 2, replace(plan, faults=faults), timeout=60)
+    for each in broken:
+        assert each.unfired == 0
+        assert ("sdc", 5) in each.incidents
+        assert each.status["latest"] == each.status["verified"] == 4
+        assert max(each.status["durable"], default=0) <= 4
+        assert "corruption was found at step 5" in each.status["reason"]
+    assert plan.memory is not None
+    found = {shards.inspect(path).identity.generation.step for path in tmp_path.rglob("*.shard")}
+    assert max(found) == 4, "nothing newer was captured"
+    for path in plan.memory.glob("*/rank-*.ledger"):
+        gate = ledger.read(path.parent, int(path.stem.removeprefix("rank-")))
+        assert gate is not None
+        assert gate.poisoned == 5
+    told = run_ranks(train, 2, replace(plan, run_dir=tmp_path / "again"), timeout=60)
+    healthy = alone(plan)
+    for each, theirs, _ in zip(told, healthy, broken, strict=True):
+        assert each.resumed is not None
+        assert each.resumed.step == 4
+        assert "corruption was found at step 5" in each.resumed.reason
+        assert each.bits == {step: theirs[step] for step in range(5, 10)}
+        assert each.status["verified"] == 9
+    assert broken[1].bits[9] != healthy[1][9], "it did harm"

@@ -1,0 +1,93 @@
+"""One machine's ranks of a job that keeps checkpoints, as a launcher starts them.
+
+``python -m tests.support.spread_checkpoints PLAN OUTCOMES RANK... [--here]``; what each rank has to tell, or
+what ended it, is written to a file in the folder OUTCOMES. With ``--here`` these are all ranks there are.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.machines import INTERFACE, Machine
+
+__all__ = ["outcomes", "spread"]
+
+
+def spread(hosts: Sequence[Machine], plan: Plan, folder: Path, seconds: float = 120.0) -> list[Told | str]:
+    """Run a job with a rank on each machine: what each has to tell, what it raised, or "killed"."""
+    folder.mkdir()
+    (folder / "plan").write_bytes(pickle.dumps(plan))
+    common = {
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": "29533",
+        "WORLD_SIZE": str(len(hosts)),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+    module = [sys.executable, "-m", "tests.support.spread_checkpoints"]
+    started: list[subprocess.Popen[bytes]] = [
+        host.start(
+            [*module, str(folder / "plan"), str(folder), str(rank)], folder / f"output-{rank}", **common
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    for each in started:
+        each.wait(seconds)
+    return outcomes(folder, len(hosts))
+
+
+def outcomes(folder: Path, ranks: int) -> list[Told | str]:
+    return [_outcome(folder, rank) for rank in range(ranks)]
+
+
+def _outcome(folder: Path, rank: int) -> Told | str:
+    path = folder / f"outcome-{rank}"
+    if path.exists():
+        outcome: Told | str = pickle.loads(path.read_bytes())
+        return outcome
+    said = (folder / f"output-{rank}").read_text() if (folder / f"output-{rank}").exists() else "nothing"
+    return "killed" if "exit code -9" in said else said
+
+
+def _run(rank: int, plan: Plan, folder: Path, here: int) -> None:
+    torch.set_num_threads(1)
+    if here:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.FileStore(str(folder / "store"), here)
+        dist.init_process_group("gloo", rank=rank, world_size=here, store=store)
+    else:
+        dist.init_process_group("gloo", rank=rank)
+    outcome: Told | str
+    try:
+        outcome = train(rank, plan)
+    except Exception:  # noqa: BLE001  whatever ended it is the answer
+        outcome = traceback.format_exc()
+    (folder / f"outcome-{rank}").write_bytes(pickle.dumps(outcome))
+    os._exit(0)
+
+
+def main(plan: Path, folder: Path, *arguments: str) -> None:
+    ranks = [each for each in arguments if each != "--here"]
+    here = len(ranks) if "--here" in arguments else 0
+    context = multiprocessing.get_context("fork")
+    read = pickle.loads(plan.read_bytes())
+    processes = [context.Process(target=_run, args=(int(rank), read, folder, here)) for rank in ranks]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        print("exit code", process.exitcode, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
