@@ -52,7 +52,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*arguments: str | Path, expect: int = 0) -> Result:
     """In this process, as the command would run."""
-    done = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+    done = CliRunner(env={"COLUMNS": None}).invoke(app, ["checkpoint", *map(str, arguments)])
     assert done.exit_code == expect, done.output
     return done
 
