@@ -147,7 +147,7 @@ def test_what_cannot_be_deleted_is_said_and_the_rest_is_deleted(full: Path):
     for parent in [full, *full.parents]:
         if parent.name.startswith(
             ("pytest-", "popen-", full.name)
-        ):  # pytest's own, down from the shared /tmp
+        ):  # pytest's own, not /tmp
             parent.chmod(0o755)
     for each in full.iterdir():
         each.chmod(0o755)
