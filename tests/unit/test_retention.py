@@ -145,9 +145,7 @@ def test_what_cannot_be_deleted_is_said_and_the_rest_is_deleted(full: Path):
     if os.getuid():
         pytest.skip("only root can become somebody else")
     for parent in [full, *full.parents]:
-        if parent.name.startswith(
-            ("pytest-", "popen-", full.name)
-        ):  # pytest's own, not /tmp
+        if parent.name.startswith(("pytest-", "popen-", full.name)):  # pytest's own, not /tmp
             parent.chmod(0o755)
     for each in full.iterdir():
         each.chmod(0o755)
