@@ -33,16 +33,16 @@ def untouched(layout: Layout, run_dir: Path) -> None:
 
 
 LAYOUTS = [
-    Layout("gpipe", 2),
     Layout("1f1b", 2, pipeline_first=True),
     Layout("interleaved", 2, told="degrees"),
     Layout("zero bubble", 2),
     Layout("zbv", 2),
-    Layout("1f1b", 2, "ddp"),
     Layout("1f1b", 2, "fsdp", pipeline_first=True),
-    Layout("zbv", 2, "gathered fsdp", told="degrees"),
 ]
 LARGER = [
+    Layout("gpipe", 2),
+    Layout("1f1b", 2, "ddp"),
+    Layout("zbv", 2, "gathered fsdp", told="degrees"),
     Layout("1f1b", 2, "checkpoints"),
     Layout("interleaved", 2, "compiled blocks"),
     Layout("zbv", 2, "compiled blocks"),
