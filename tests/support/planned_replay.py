@@ -12,7 +12,7 @@ from torchscout.decision.record import EvidenceRecord
 from torchscout.errors import ReplayError
 from torchscout.evidence.hearing import is_inert
 from torchscout.evidence.replay.recipe import Broadcast, Comparison, Mode, Observation, Recipe
-from torchscout.evidence.replay.replayer import Outcome, Replayer
+from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
 
 Act = Callable[[int, str, float], Any]
@@ -89,7 +89,7 @@ class Rank:
         self.replayer = Replayer(recipes, self.rotation, peers)
         self.replayer.variants = variants
 
-    def step(self, step: int = 1) -> Outcome:
+    def step(self, step: int = 1) -> Findings:
         self.replayer.begin(step)
         return self.replayer.check(step)
 
@@ -99,11 +99,11 @@ def job(act: Act = lambda *_: None, *groups: Sequence[int], **settings: Any) -> 
     return [Rank(peers, [Planned(peers.rank, act)], **settings) for peers in every]
 
 
-def checked(ranks: Sequence[Rank], steps: int = 1) -> list[Outcome]:
+def checked(ranks: Sequence[Rank], steps: int = 1) -> list[Findings]:
     """The last step's outcome on each rank."""
     by_peers = {rank.peers: rank for rank in ranks}
 
-    def body(peers: ThreadPeers) -> Outcome:
+    def body(peers: ThreadPeers) -> Findings:
         outcomes = [by_peers[peers].step(step) for step in range(1, steps + 1)]
         return outcomes[-1]
 

@@ -128,9 +128,8 @@ def test_other_work_has_a_history_of_its_own():
     assert [baseline.observe([record]) for record in peers] == [[]] * 20
 
 
-def test_cold_rounds_and_numbers_never_count():
+def test_numbers_never_count():
     baseline = learned()
-    assert [baseline.observe([timed(slower(3))], cold=True) for _ in range(5)] == [[]] * 5
     numbers = replace(timed(slower(3)), manifestation=Manifestation.SDC)
     assert [baseline.observe([numbers]) for _ in range(5)] == [[]] * 5
 

@@ -146,10 +146,6 @@ def test_a_long_list_is_cut_short_in_the_sentence_only():
     assert incident.records == tuple(records)
 
 
-def test_a_cold_round_hides_no_wrong_numbers():
-    assert diagnosis().observe([signed([7, 7, 9, 7])], cold=True)[0].ranks == (2,)
-
-
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
@@ -269,13 +265,6 @@ def test_materiality_is_the_users_to_set():
 @pytest.mark.parametrize("surface", ["time/all_gather", "time/reduce_scatter", "time/all_to_all", "time/new"])
 def test_communication_is_never_blamed_on_an_endpoint(surface):
     assert feed(diagnosis(), [SLOW] * 5, surface=surface) == [[]] * 5
-
-
-def test_cold_rounds_never_count():
-    scout = diagnosis()
-    assert [scout.observe([timed(SLOW)], cold=True) for _ in range(5)] == [[]] * 5
-    assert scout.observe([timed(SLOW)]) == []
-    assert scout.observe([timed(SLOW)]) != []
 
 
 def test_a_straggler_is_reported_once_and_again_only_after_it_was_clean():

@@ -17,7 +17,7 @@ from torchscout.evidence.hearing import is_inert
 from torchscout.evidence.replay.census import CensusRecipe
 from torchscout.evidence.replay.layer import LayerRecipe
 from torchscout.evidence.replay.recipe import Mode, Observation, Recipe, Replay
-from torchscout.evidence.replay.replayer import Outcome, Replayer
+from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
 
 ORDER = ["begin", "describe", "prepare", "align", "comparisons", "observe", "release"]
@@ -216,13 +216,22 @@ def test_where_nothing_is_due_nothing_is_exchanged():
     for step in range(1, 10):
         replayer.begin(step)
         assert not replayer.is_due
-        assert replayer.check(step) == Outcome()
+        assert replayer.check(step) == Findings()
     assert (peers.exchanges, recipe.calls, rotation.rounds) == (0, [], 0)
     replayer.begin(10)
     assert replayer.is_due
     replayer.check(10)
     assert peers.exchanges > 0
     assert rotation.rounds == 1
+
+
+def test_what_is_run_for_the_first_time_is_not_timed():
+    """Of two targets that are the same work, only the first is cold."""
+    ranks = job()
+    assert [each.measured for each in checked(ranks)] == [[], [], []]
+    for findings in on_threads([rank.peers for rank in ranks], lambda peers: ranks[peers.rank].step(2)):
+        (each,) = findings.measured
+        assert (each.layer, each.shape) == ("b", (1,))
 
 
 def test_what_was_begun_can_be_abandoned():
@@ -254,7 +263,7 @@ def test_an_update_inside_the_backward_pass_is_not_checked():
     ranks = job()
     by_peers = {rank.peers: rank for rank in ranks}
 
-    def body(peers: ThreadPeers) -> Outcome:
+    def body(peers: ThreadPeers) -> Findings:
         rank, outcomes = by_peers[peers], []
         rank.replayer.begin(1)
         weight = torch.ones(2, requires_grad=True)
@@ -309,7 +318,7 @@ def test_a_real_layer_and_all_state_name_the_rank_with_a_wrong_weight():
         modules.append(module)
         ranks.append(Rank(peers, [OneAtATime(recipe, lock) for recipe in recipes]))
 
-    def outcomes(step: int) -> list[Outcome]:
+    def outcomes(step: int) -> list[Findings]:
         for rank, module in zip(ranks, modules, strict=True):
             rank.replayer.begin(step)
             module(torch.full((2, 3), float(rank.rank))).square().sum().backward()

@@ -5,13 +5,14 @@ Only headers are read: whether a shard's every bit is what was sealed shows when
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from torchscout.checkpoint import shards
 from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.shard_files import shard_files
 from torchscout.checkpoint.shard_format import Identity
 from torchscout.errors import CheckpointError
 
@@ -79,20 +80,13 @@ def inventory(memory: Path, disk: Path, wanted: Sequence[Generation] | None = No
     found: list[Found] = []
     problems: list[str] = []
     for tier, folder in ((Tier.MEMORY, memory), (Tier.DISK, disk)):
-        for path, holder in _candidates(folder):
-            seen = _looked_at(path, holder, tier)
+        for file in shard_files(folder) if folder.is_dir() else ():
+            seen = _looked_at(file.path, file.holder, tier)
             if isinstance(seen, str):
                 problems.append(seen)
             elif wanted is None or seen.identity.generation in wanted:
                 found.append(seen)
     return Inventory(tuple(found), tuple(problems))
-
-
-def _candidates(folder: Path) -> Iterator[tuple[Path, int]]:
-    for path in sorted(folder.glob("step-*/rank-*.shard")):
-        holder = path.name.removesuffix(".shard").rpartition(".held-by-")[2]
-        if holder.isascii() and holder.isdigit():
-            yield path, int(holder)
 
 
 def _looked_at(path: Path, holder: int, tier: Tier) -> Found | str:

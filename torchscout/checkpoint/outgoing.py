@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -49,18 +50,19 @@ class Outgoing:
         self._snapshots, self._replicator, self._wards = snapshots, replicator, wards
         self._patience = patience_seconds
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._waiting = 0
+        self._pending: set[Generation] = set()
+        """Taken, and not yet elsewhere."""
         self._written: dict[Generation, str | None] = {}
         """Of what was due: why it could not be written, or None if it was."""
-        self._problems: list[str] = []
+        self._problems: deque[str] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="torchscout-outgoing", daemon=True)
         self._thread.start()
 
     def take(self, capture: Capture, *, is_due: bool) -> None:
         """Copy this one elsewhere when it is sealed. One that is not due for files may be passed over."""
-        if is_due or not self._waiting:
-            self._waiting += 1
+        if is_due or not self._pending:
+            self._pending.add(capture.identity.generation)
             self._tasks.put(lambda: self._try(_Task(capture, is_due)))
 
     def later(self, work: Callable[[], object]) -> None:
@@ -77,16 +79,16 @@ class Outgoing:
 
     def problems(self) -> list[str]:
         """What went wrong since the last call."""
-        said, self._problems = self._problems, []
-        return [*said, *(self._replicator.problems() if self._replicator is not None else ())]
+        said = [] if self._replicator is None else self._replicator.problems()
+        while self._problems:
+            said.append(self._problems.popleft())
+        return said
 
     def close(self) -> None:
         """Let what is under way end, within bounds."""
         self._closing = True
         self._tasks.put(None)
         self._thread.join(min(self._patience, 10.0))
-        if self._replicator is not None:
-            self._replicator.close()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -94,10 +96,11 @@ class Outgoing:
             del task  # it may refer to a snapshot
 
     def _try(self, task: _Task) -> None:
+        generation = task.capture.identity.generation
         problem = self._attempt(lambda: self._carry(task))
         if task.is_due:  # what fails after its own files are sealed concerns copies only
-            self._written.setdefault(task.capture.identity.generation, problem)
-        self._waiting -= 1
+            self._written.setdefault(generation, problem)
+        self._pending.discard(generation)
 
     def _attempt(self, work: Callable[[], object]) -> str | None:
         try:

@@ -32,11 +32,11 @@ class Baseline:
         self._config = config
         self._levels: dict[Hashable, _Level] = {}
 
-    def observe(self, records: Sequence[EvidenceRecord], *, cold: bool = False) -> list[Incident]:
-        """Take in the records of one round; a ``cold`` one never counts."""
+    def observe(self, records: Sequence[EvidenceRecord]) -> list[Incident]:
+        """Take in the records of one round."""
         work: dict[Hashable, list[EvidenceRecord]] = defaultdict(list)
         for record in records:
-            if record.manifestation is Manifestation.STRAGGLER and not cold:
+            if record.manifestation is Manifestation.STRAGGLER:
                 work[record.peers, record.surface, record.shape, record.mode].append(record)
         levels = [(self._levels.setdefault(key, _Level(self._config)), found) for key, found in work.items()]
         slow = [slowdown for level, found in levels if (slowdown := level.observe(found))]

@@ -98,16 +98,15 @@ class ReplayDiagnosis:
         records: Sequence[EvidenceRecord],
         *,
         repeats: Sequence[EvidenceRecord] = (),
-        cold: bool = False,
         elsewhere: Collection[int] = (),
     ) -> list[Incident]:
         """Take in the records of one round.
 
-        ``repeats`` are those of the second replay, where a disagreement called for one. The times of
-        a ``cold`` round (compilation, first touch of memory) never count; its numbers do. ``elsewhere`` are
-        ranks that other peer groups named for their results in this round.
+        ``repeats`` are those of the second replay, where a disagreement called for one. ``elsewhere`` are
+        ranks that other peer groups named for their results in this round. Times of cold rounds
+        (compilation, first touch of memory) must not be among the records.
         """
-        return [*self._sdc(records, repeats, elsewhere), *([] if cold else self._stragglers(records))]
+        return [*self._sdc(records, repeats, elsewhere), *self._stragglers(records)]
 
     def _sdc(
         self,

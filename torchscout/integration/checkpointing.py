@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -93,7 +94,7 @@ class Checkpointing:
         """Of that; None until it has begun."""
         self._due: Callable[[], None] | None = None
         """What is to be done when the next step begins."""
-        self._problems: list[str] = []
+        self._problems: deque[str] = deque(maxlen=20)
         self._reason = "nothing was captured yet"
         self._undo = ExitStack()
         with ExitStack() as undo:
@@ -208,7 +209,7 @@ class Checkpointing:
             "copied": self._copied(),
             "held_seconds": None if self._capture is None else self._capture.held_seconds,
             "reason": self._reason,
-            "problems": self._problems[-20:],
+            "problems": list(self._problems),
         }
 
     def _copied(self) -> int | None:
@@ -217,8 +218,8 @@ class Checkpointing:
         return max((each.step for each in held), default=None)
 
     def close(self) -> None:
-        self.step_begins()
-        self._undo.close()
+        with self._undo:
+            self.step_begins()
 
     def _open(self) -> None:
         """What may fail on this rank alone."""
@@ -295,6 +296,7 @@ class Checkpointing:
 
     def _take(self, generation: Generation, effects: Effects) -> None:
         """Note now what a loader draws from; the rest of the step is still to come."""
+        self._awaited, self._capture, self._due = generation, None, None  # whatever becomes of it below
         noted = note(self._model, self._optimizers, self._registered)
         role = Role.VERIFIED if effects.promote == generation else Role.LATEST
 
@@ -303,7 +305,7 @@ class Checkpointing:
             self._capture = self._snapshots.capture(self._member.at(generation), role, state)
             self._outgoing.take(self._capture, is_due=effects.persist == generation)
 
-        self._awaited, self._capture, self._due = generation, None, due
+        self._due = due
 
     def _retire(self, generations: Sequence[Generation]) -> None:
         if not generations:

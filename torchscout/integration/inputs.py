@@ -31,4 +31,6 @@ class Announced(Generic[_Batch]):
         return len(self._source)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of a copy that is being made there is no source yet
+            raise AttributeError(name)
         return getattr(self._source, name)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from torchscout.checkpoint.certify import outcome_of
-from torchscout.checkpoint.happening import Outcome as Worth
+from torchscout.checkpoint.happening import Outcome
 from torchscout.config import ReplayConfig
 from torchscout.decision.ongoing import Ongoing
 from torchscout.decision.record import EvidenceRecord, Incident
@@ -20,7 +20,7 @@ from torchscout.decision.stragglers import Stragglers
 from torchscout.decision.timings import Timings
 from torchscout.evidence.replay.cadence import Cadence
 from torchscout.evidence.replay.recipe import Recipe
-from torchscout.evidence.replay.replayer import Outcome, Replayer
+from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
 from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.mesh import Mesh
@@ -31,7 +31,7 @@ __all__ = ["Replaying"]
 class Certifier(Protocol):
     """What checkpoints have to do with a check."""
 
-    def votes(self, outcome: Worth) -> list[int]:
+    def votes(self, outcome: Outcome) -> list[int]:
         """What this rank says about the check; as many numbers on every rank."""
         ...
 
@@ -91,12 +91,12 @@ class Replaying:
         begin = self._now()
         self._cadence.step_took(begin - self._since)
         if self._replayer.is_due:
-            outcome = self._replayer.check(step)
-            told = self._communicators.exchange([each.to_json(self._mesh) for each in outcome.measured])
+            findings = self._replayer.check(step)
+            told = self._communicators.exchange([each.to_json(self._mesh) for each in findings.measured])
             # What fails from here on is this rank's own affair: a full disk must not part it from the others.
-            worth = self._guard(lambda: self._conclude(outcome, Timings(step, self._mesh, told)))
+            outcome = self._guard(lambda: self._conclude(findings, Timings(step, self._mesh, told)))
             self._cadence.check_took(self._now() - begin)
-            self._agree(step, worth or Worth.NOT_CHECKED)
+            self._agree(step, outcome or Outcome.NOT_CHECKED)
         self._replayer.begin(step + 1)
         self._since = time.monotonic()
 
@@ -131,17 +131,17 @@ class Replaying:
         self._replayer.abandon()
         self._recorder.close()
 
-    def _conclude(self, outcome: Outcome, timings: Timings) -> Worth:
-        records = settle(outcome.records, outcome.repeats)
+    def _conclude(self, findings: Findings, timings: Timings) -> Outcome:
+        records = settle(findings.records, findings.repeats)
         incidents = self._diagnosis.observe(
-            outcome.records, repeats=outcome.repeats, elsewhere=outcome.elsewhere
+            findings.records, repeats=findings.repeats, elsewhere=findings.elsewhere
         )
         slow = self._stragglers.observe(timings)
         self._remember(records)
         # Apart: who cannot write down its comparisons may still be the one to report the conclusion.
         self._guard(lambda: self._report([*self._ongoing.news(incidents, records), *slow.incidents]))
-        self._guard(lambda: self._write([*records, *outcome.repeats, *slow.records]))
-        return outcome_of(records, slow.incidents, outcome.targets)
+        self._guard(lambda: self._write([*records, *findings.repeats, *slow.records]))
+        return outcome_of(records, slow.incidents, findings.targets)
 
     def _report(self, incidents: Sequence[Incident]) -> None:
         """Peers conclude alike; one of them writes it down."""
@@ -164,12 +164,12 @@ class Replaying:
             clean = record.verdict.agrees and (known.get("step") != record.step or known["clean"])
             self._last[name] = {"step": record.step, "clean": clean}
 
-    def _agree(self, step: int, worth: Worth) -> None:
+    def _agree(self, step: int, outcome: Outcome) -> None:
         """On what the check is worth to checkpoints, and when the next one is."""
         intervals, budget = self._config.intervals, self._config.budget
         stretch = self._cadence.stretch(min(intervals.values()), budget)
         revision = self._revision if self._is_first else 0
-        votes = [] if self.certifier is None else self.certifier.votes(worth)
+        votes = [] if self.certifier is None else self.certifier.votes(outcome)
         stretch, revision, *counted = self._communicators.highest([stretch, revision, *votes])
         if (certifier := self.certifier) is not None:
             self._guard(lambda: certifier.decide(step, counted))

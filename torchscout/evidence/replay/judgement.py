@@ -109,7 +109,7 @@ def withhold(
     A tensor-parallel rank computes with what its partners compute; a partner's wrong weight is not its fault.
     """
     found = depths(comparisons)
-    reason = "input or weights differ already on another rank, which may compute together with this one"
+    reason = "what it builds upon differs, or failed, on a rank that may compute together with this one"
     return [
         replace(record, verdict=None, reason=reason)
         if record.scope is not None and found[record.surface] > depth

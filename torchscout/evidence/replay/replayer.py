@@ -29,7 +29,7 @@ from torchscout.evidence.replay.peers import Peers
 from torchscout.evidence.replay.recipe import POISON, Comparison, Observation, Recipe, Replay, measured
 from torchscout.evidence.replay.rotation import Due, Rotation
 
-__all__ = ["Outcome", "Replayer"]
+__all__ = ["Findings", "Replayer"]
 
 _HEIGHT = 8
 """More than the comparisons that build upon each other."""
@@ -37,7 +37,7 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Findings:
     """What one check produced, the same on every peer."""
 
     records: list[EvidenceRecord] = field(default_factory=list)
@@ -94,11 +94,11 @@ class Replayer:
             replay, problem = _attempt(begin)
             self._begun.append(_Begun(due, recipe.targets[due.target], recipe, peers, replay, problem))
 
-    def check(self, step: int) -> Outcome:
+    def check(self, step: int) -> Findings:
         """At the end of the step: replay, compare, and let go of everything."""
-        outcome = Outcome()
+        findings = Findings()
         if not self._begun:
-            return outcome
+            return findings
         try:
             self._describe()
             self._vote()
@@ -107,16 +107,16 @@ class Replayer:
                 if begun.due.target is None:
                     self._attend(begun)
                     continue
-                outcome.targets.append(begun.target)
+                findings.targets.append(begun.target)
                 if begun.problem is None and begun.replay is not None:
-                    self._run(begun, begun.replay, context, outcome)
+                    self._run(begun, begun.replay, context, findings)
                 else:
                     surface = "/".join(filter(None, (begun.target, begun.due.kind)))
-                    outcome.records.append(not_checked(context, surface, str(begun.problem)))
+                    findings.records.append(not_checked(context, surface, str(begun.problem)))
         finally:
             self.abandon()
             self._rotation.finished(step)
-        return outcome
+        return findings
 
     def abandon(self) -> None:
         """Let go of what was begun, whatever became of it."""
@@ -157,7 +157,7 @@ class Replayer:
             self._peers.highest([0, 0])
             self._peers.exchange([])
 
-    def _run(self, begun: _Begun, replay: Replay, context: Context, outcome: Outcome) -> None:
+    def _run(self, begun: _Begun, replay: Replay, context: Context, findings: Findings) -> None:
         source = self._source(begun.peers)
         replay.align(lambda tensor: begun.peers.broadcast(tensor, source=source))
         variants = self.variants if begun.recipe.varies else (1.0,)
@@ -166,13 +166,13 @@ class Replayer:
         records: list[EvidenceRecord] = []
         if self._compare(begun, comparisons, seen, context, records):
             again = {variant: Observation() for variant in variants}
-            self._compare(begun, comparisons, again, context, outcome.repeats)
+            self._compare(begun, comparisons, again, context, findings.repeats)
             named = self._peers.exchange(named_for_results(comparisons, records))
-            outcome.elsewhere.update({rank for ranks in named for rank in ranks} - set(context.peers))
-        outcome.records.extend(records)
+            findings.elsewhere.update({rank for ranks in named for rank in ranks} - set(context.peers))
+        findings.records.extend(records)
         key = (begun.due.kind, *replay.work)
         if key in self._warm:
-            outcome.measured.append(measured(begun.target, replay.work[1], [*seen.values()]))
+            findings.measured.append(measured(begun.target, replay.work[1], [*seen.values()]))
         self._warm.add(key)
 
     def _compare(
@@ -210,7 +210,7 @@ class Replayer:
                 evidence[_key(each.surface, variant)] = into.signatures.get(each.surface, POISON)
         verdicts = c3.compare(begun.peers.evidence, exact=evidence)
         for into in seen.values():
-            into.read()
+            _attempt(into.read)  # a device that cannot be asked is not timed
         records = []
         for variant, problem in zip(seen, problems, strict=True):
             gathered: dict[Surface, Any] = {
