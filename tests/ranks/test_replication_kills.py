@@ -56,7 +56,7 @@ def half_come(host: Machine, after: int) -> list[Path]:
 def until_on_its_way(hosts: Sequence[Machine], life: Plan) -> None:
     """Until a copy has come in part for which nobody waits."""
     paths = [life.run_dir / f"pid-{rank}" for rank in range(RANKS)]
-    until(lambda: all(map(Path.exists, paths)), "it trains, and what earlier lives have left is gone", 60)
+    until(lambda: all(map(Path.exists, paths)), "it trains, and what earlier lives have left is gone", 90)
     last = life.copied_until - 1
     until(lambda: any(half_come(host, after=last) for host in hosts), "state is on its way")
 
@@ -73,7 +73,7 @@ def test_a_machine_lost_in_the_middle_of_a_copy_takes_all_back_to_the_generation
     doomed = replace(PLAN, copied_until=5, hangs={0: 8, 1: 8}, run_dir=tmp_path / "first")
     with machines(tmp_path, names(3)) as (one, two, three):
         running = started((one, two), doomed, tmp_path / "life")
-        until(lambda: half_come(one, after=4), "rank 1's state is on its way")
+        until(lambda: half_come(one, after=4), "rank 1's state is on its way", 90)
         kill((two, one))
         for each in running:
             each.wait(30)
