@@ -14,8 +14,9 @@ import pytest
 from tests.support.checkpoint_jobs import Plan, Told, reached, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import Role
+from torchscout.recovery.retrieval import Sweep
 
-RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4, "tensor": 4, "pipeline": 4}
+RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4, "tensor": 4, "distributed": 4, "pipeline": 4}
 
 
 def on_ranks(plan: Plan) -> list[Told]:
@@ -43,16 +44,18 @@ def killed(plan: Plan, step: int) -> None:
 
 @pytest.mark.parametrize("kind", RANKS)
 def test_a_killed_job_that_goes_on_ends_bitwise_as_one_that_was_not(tmp_path: Path, kind: str):
-    plan = planned(tmp_path, kind)
+    plan = replace(planned(tmp_path, kind), interval=1)
     alone = on_ranks(replace(plan, directory=None))
     killed(plan, 6)
     before = [reached(plan, rank) for rank in range(RANKS[kind])]
     told = on_ranks(plan)
     for rank, (mine, theirs) in enumerate(zip(told, alone, strict=True)):
         assert mine.resumed is not None
-        # The capture of step 4 may have been under way.
-        assert (mine.resumed.step, mine.resumed.role) in ((2, Role.VERIFIED), (4, Role.VERIFIED)), mine
+        # The capture of step 5 may have been under way.
+        assert (mine.resumed.step, mine.resumed.role) in ((4, Role.VERIFIED), (5, Role.VERIFIED)), mine
         assert mine.resumed.source == "its own memory"
+        # By then all layers have been replayed, and their calls kept.
+        assert (mine.resumed.swept, mine.resumed.unswept) == (Sweep.CLEAN, None), mine
         assert list(mine.bits) == list(range(mine.resumed.step + 1, 9))
         for step, bits in [*list(before[rank].items())[1:], *mine.bits.items()]:
             assert bits == theirs.bits[step], f"rank {rank} differs after step {step}"

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.pipeline_stages import SCHEDULES, Layout, stages_of
 from tests.support.replayed_job import Net, batch
 from tests.support.small_job import until
+from tests.support.tensor_jobs import distributed as split_tokens
 from tests.support.tensor_jobs import local_of
 from tests.support.tensor_jobs import plain as split
 from torchscout.config import CheckpointConfig, ReplayConfig
@@ -80,6 +83,9 @@ class Plan:
     copied_until: int = 0
     """Up to this step, whoever is in the middle of one waits for that, too."""
     resumes: bool = True
+    start_over: bool = False
+    recipes: int | None = None
+    sweep: bool = True
     hangs: Mapping[int, int] = field(default_factory=dict)
     """Ranks that never come out of this step's forward pass."""
     lost_folder: int | None = None
@@ -103,6 +109,8 @@ class Told:
     failures: list[str]
     incidents: list[tuple[str, int]]
     """Manifestation and step of each."""
+    named: list[tuple[int, ...]]
+    """The ranks of each."""
     unfired: int
 
 
@@ -138,9 +146,18 @@ def hsdp(rank: int) -> Work:
 
 
 def tensor(rank: int) -> Work:
+    return _split(rank, split)
+
+
+def distributed(rank: int) -> Work:
+    """What goes from block to block is a DTensor."""
+    return _split(rank, split_tokens)
+
+
+def _split(rank: int, plan: Callable[[Any, DeviceMesh], None]) -> Work:
     axes = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     net = _frozen(Net())
-    split(net, axes["tp"])
+    plan(net, axes["tp"])
 
     def accumulate(batches: list[Any], scale: float) -> None:
         for each in batches:
@@ -173,7 +190,7 @@ def pipeline(rank: int) -> Work:
 
 
 KINDS: dict[str, Callable[[int], Work]] = {
-    each.__name__: each for each in (ddp, fsdp, hsdp, tensor, pipeline)
+    each.__name__: each for each in (ddp, fsdp, hsdp, tensor, distributed, pipeline)
 }
 
 
@@ -246,7 +263,7 @@ def train(rank: int, plan: Plan) -> Told:
             known = {"schedule": schedule, "scaler": scaler, "loader": loader, "burden": burden}
             for name, stateful in known.items():
                 session.register_state(name, stateful)
-        resumed = session.resume() if session is not None and plan.resumes else None
+        resumed = session.resume(start_over=plan.start_over) if session is not None and plan.resumes else None
         done = session.step if session is not None else 0
         _log(plan, rank, done, _bits(work.model, optimizer, schedule, scaler, loader))
         _write_pid(plan, rank)
@@ -269,11 +286,12 @@ def train(rank: int, plan: Plan) -> Told:
             bits[step] = _bits(work.model, optimizer, schedule, scaler, loader)
             _log(plan, rank, step, bits[step])
     if session is None:
-        return Told(bits, None, {}, [], [], len(injector.unfired))
+        return Told(bits, None, {}, [], [], [], len(injector.unfired))
     status, incidents = session.status()["checkpoint"], session.incidents
     session.close()
     told = [(each.manifestation.value, each.step) for each in incidents]
-    return Told(bits, resumed, status, session.failures, told, len(injector.unfired))
+    named = [each.ranks for each in incidents]
+    return Told(bits, resumed, status, session.failures, told, named, len(injector.unfired))
 
 
 def kill() -> None:
@@ -364,6 +382,8 @@ def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Sessi
         plan.directory,
         persist_every=plan.persist_every,
         keep=plan.keep,
+        recipes=plan.recipes,
+        sweep=plan.sweep,
         patience_seconds=plan.patience_seconds,
     )
     return enable_resiliency(
@@ -406,8 +426,9 @@ def _bare(model: nn.Module) -> nn.Module:
 
 def _backward(model: nn.Module, samples: tuple[torch.Tensor, torch.Tensor], scale: float) -> None:
     tokens, targets = samples
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    (scale * loss).backward()
+    logits = model(tokens).flatten(0, 1)
+    with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+        (scale * nn.functional.cross_entropy(logits, targets.flatten())).backward()
 
 
 def _average(net: nn.Module, replicas: DeviceMesh) -> None:

@@ -54,6 +54,15 @@ class Fetched(Generic[T]):
     demoted: tuple[str, ...]
     """What was damaged on the way here, on any rank, in words."""
 
+    @property
+    def generation(self) -> Generation:
+        assert self.plan.generation is not None, "fetch raises otherwise"
+        return self.plan.generation
+
+    @property
+    def step(self) -> int:
+        return self.generation.step
+
 
 def whole(path: Path) -> None:
     """Look at every bit, or ``DamagedError``."""

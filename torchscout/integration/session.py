@@ -119,7 +119,8 @@ class Session:
         """
         if self.step:
             raise ValueError(f"call resume() before training; {self.step} steps are done")
-        resumed = self._checkpoints().resume(start_over=start_over)
+        sweep = None if self.replaying is None else self.replaying.sweep
+        resumed = self._checkpoints().resume(sweep, start_over=start_over)
         self.step = resumed.step
         if resumed.role is not None and self.replaying is not None:
             self.replaying.start_after(self.step)
