@@ -33,6 +33,7 @@ from tests.support.small_job import until
 from tests.support.tensor_jobs import distributed as split_tokens
 from tests.support.tensor_jobs import local_of
 from tests.support.tensor_jobs import plain as split
+from torchscout.checkpoint.generation import Role
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
@@ -82,6 +83,8 @@ class Plan:
     """They wait until another machine has a copy of the latest checkpoint."""
     copied_until: int = 0
     """Up to this step, whoever is in the middle of one waits for that, too."""
+    candidates_written: bool = False
+    """Whoever is in the middle of a step waits until the candidate, if there is one, is in files."""
     resumes: bool = True
     start_over: bool = False
     recipes: int | None = None
@@ -104,6 +107,8 @@ class Told:
 
     bits: dict[int, str]
     """The state after each step that it did."""
+    roles: dict[int, tuple[int | None, ...]]
+    """Which steps were latest, candidate and verified then."""
     resumed: Resumption | None
     status: dict[str, Any]
     failures: list[str]
@@ -256,6 +261,7 @@ def train(rank: int, plan: Plan) -> Told:
     scaler, loader = Scaler(), Loader(work.replica)
     torch.manual_seed(rank)  # dropout is each rank's own
     bits: dict[int, str] = {}
+    roles: dict[int, tuple[int | None, ...]] = {}
     with Injector(plan.faults, rank, _bare(work.model), optimizer) as injector:
         session = _attached(plan, work, optimizer)
         if session is not None:
@@ -271,10 +277,9 @@ def train(rank: int, plan: Plan) -> Told:
             optimizer.zero_grad()
             _suffer(plan, rank, step, work.model)
             work.accumulate(batches, scaler.scale)
-            is_killed = plan.killed.get(rank) == step and not plan.after_update
-            if step <= plan.copied_until or (is_killed and plan.when_copied):
-                _wait_for_copies(session)
-            if is_killed:
+            if session is not None:
+                _wait(plan, rank, step, session)
+            if plan.killed.get(rank) == step and not plan.after_update:
                 kill()
             for parameter in trained:
                 parameter.grad.div_(scaler.scale)
@@ -285,13 +290,14 @@ def train(rank: int, plan: Plan) -> Told:
             scaler.update()
             bits[step] = _bits(work.model, optimizer, schedule, scaler, loader)
             _log(plan, rank, step, bits[step])
+            roles[step] = _roles(session)
     if session is None:
-        return Told(bits, None, {}, [], [], [], len(injector.unfired))
+        return Told(bits, roles, None, {}, [], [], [], len(injector.unfired))
     status, incidents = session.status()["checkpoint"], session.incidents
     session.close()
     told = [(each.manifestation.value, each.step) for each in incidents]
     named = [each.ranks for each in incidents]
-    return Told(bits, resumed, status, session.failures, told, named, len(injector.unfired))
+    return Told(bits, roles, resumed, status, session.failures, told, named, len(injector.unfired))
 
 
 def kill() -> None:
@@ -363,16 +369,31 @@ def _suffer(plan: Plan, rank: int, step: int, model: nn.Module) -> None:
         plan.directory.touch()
 
 
-def _wait_for_copies(session: Session | None) -> None:
+def _wait(plan: Plan, rank: int, step: int, session: Session) -> None:
+    """For what is done in the background, in the middle of a step."""
+    if step <= plan.copied_until or (plan.when_copied and plan.killed.get(rank) == step):
+        _wait_for_copies(session)
+    _, candidate, _ = _roles(session)
+    if plan.candidates_written and candidate is not None:
+        assert plan.directory is not None
+        name = f"step-{candidate:010d}.lineage-*/rank-{rank}-of-*.held-by-{rank}.shard"
+        until(lambda: [*plan.directory.glob(name)], "the candidate is written")
+
+
+def _wait_for_copies(session: Session) -> None:
     """On all ranks, so that none is killed before."""
-    if session is not None:
 
-        def is_copied() -> bool:
-            status = session.status()["checkpoint"]
-            return status["copied"] == status["latest"]
+    def is_copied() -> bool:
+        status = session.status()["checkpoint"]
+        return status["copied"] == status["latest"]
 
-        until(is_copied, "the latest checkpoint is copied")
-        dist.barrier()
+    until(is_copied, "the latest checkpoint is copied")
+    dist.barrier()
+
+
+def _roles(session: Session | None) -> tuple[int | None, ...]:
+    status = {} if session is None else session.status()["checkpoint"]
+    return tuple(status.get(role.value) for role in (Role.LATEST, Role.CANDIDATE, Role.VERIFIED))
 
 
 def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Session | None:
