@@ -80,6 +80,8 @@ class Plan:
     """They do so after the step's update, before its end."""
     when_copied: bool = False
     """They wait until another machine has a copy of the latest checkpoint."""
+    copied_until: int = 0
+    """Up to this step, whoever is in the middle of one waits for that, too."""
     resumes: bool = True
     start_over: bool = False
     recipes: int | None = None
@@ -269,8 +271,10 @@ def train(rank: int, plan: Plan) -> Told:
             optimizer.zero_grad()
             _suffer(plan, rank, step, work.model)
             work.accumulate(batches, scaler.scale)
-            if plan.killed.get(rank) == step and not plan.after_update:
-                _wait_for_copies(plan, session)
+            is_killed = plan.killed.get(rank) == step and not plan.after_update
+            if step <= plan.copied_until or (is_killed and plan.when_copied):
+                _wait_for_copies(session)
+            if is_killed:
                 kill()
             for parameter in trained:
                 parameter.grad.div_(scaler.scale)
@@ -359,9 +363,9 @@ def _suffer(plan: Plan, rank: int, step: int, model: nn.Module) -> None:
         plan.directory.touch()
 
 
-def _wait_for_copies(plan: Plan, session: Session | None) -> None:
+def _wait_for_copies(session: Session | None) -> None:
     """On all ranks, so that none is killed before."""
-    if plan.when_copied and session is not None:
+    if session is not None:
 
         def is_copied() -> bool:
             status = session.status()["checkpoint"]
