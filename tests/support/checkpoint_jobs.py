@@ -38,7 +38,7 @@ from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.checkpointing import Resumption
+from torchscout.integration.resumption import Resumption
 from torchscout.integration.session import Session
 
 __all__ = ["KINDS", "Doom", "Plan", "Told", "doomed", "kill", "reached", "train"]

@@ -11,7 +11,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -32,40 +32,17 @@ from torchscout.checkpoint.shard_files import shard_files
 from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state import OURS, Stateful, collect, expected_bytes, note, restore
 from torchscout.config import CheckpointConfig
-from torchscout.errors import CheckpointError, ScoutError
+from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.integration.addresses import own_address
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.former import Former, Remains
+from torchscout.integration.resumption import Resumption, Sweeping
 from torchscout.integration.watching import Job
 from torchscout.mesh import AXES, Mesh
 from torchscout.recovery.retrieval import Decision, Sweep, confirm
 
-__all__ = ["Checkpointing", "Resumption", "job_name"]
-
-Sweeping = Callable[[int], tuple[Sweep, str | None]]
-"""See ``integration.replaying.Replaying.sweep``."""
-
-_COPIES = 3
-"""Snapshots in memory: two whole ones, and one that is being written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """Where a job goes on from."""
-
-    step: int
-    """Steps that are done; 0 if there was nothing to go back to."""
-    role: Role | None
-    """What the checkpoint was trusted for; None if there was none."""
-    source: str | None
-    """Where this rank got its state."""
-    reason: str
-    """Why this one, in words."""
-    swept: Sweep | None = None
-    """What a replay of everything has shown on these workers; None if there was no need for one."""
-    unswept: str | None = None
-    """What it could not replay on this rank, and why; one of several perhaps."""
+__all__ = ["Checkpointing", "job_name"]
 
 
 def job_name(directory: Path) -> str:
@@ -175,12 +152,18 @@ class Checkpointing:
         if self._former is None:
             return Resumption(0, None, None, "There is no checkpoint to go back to.")
         decision, wanted = self._former.chosen()
-        if not wanted and start_over and self._former.gate is not None:
-            return self._started_over(self._former.gate, decision)
+        gate = self._former.gate
+        assert gate is not None, "chosen() raises otherwise"
+        if not wanted and start_over:
+            return self._started_over(gate, decision.reason)
         if not wanted:
             raise CheckpointError(f"{decision.reason} To begin again, call session.resume(start_over=True).")
-        gate, fetched = self._former.gate, self._load(wanted)
-        assert gate is not None, "something was chosen"
+        try:
+            fetched = self._load(wanted)
+        except UnavailableError as error:
+            if start_over and gate.is_unproven:
+                return self._started_over(gate, f"{error}.")
+            raise
         swept, unswept = None, None
         if decision.is_swept and sweep is not None and self._config.sweep:
             swept, unswept = sweep(fetched.step)
@@ -229,10 +212,11 @@ class Checkpointing:
     ) -> Resumption:
         """From here on this run is the job."""
         loaded = fetched.generation
-        self._gate, self._former = self._configured(gate), None
+        self._gate, self._former = gate, None
         for passed, _ in fetched.plan.passed:
             self._carry_out(Lost(passed))
         self._carry_out(Recovered(loaded))
+        self._gate = self._configured(self._gate)
         self._write_down()
         self._outgoing.later(self._tidy)
         if self._replicator is not None:  # whoever held the copy may be new, and have none
@@ -279,8 +263,7 @@ class Checkpointing:
         for folder in (self._memory, self._disk):
             self._undo.callback(lock.claim(folder, self._name, job.token).release)
             shards.clean(folder)
-        beside = sum(host == job.hosts[job.rank] for host in job.hosts)
-        copies = (_COPIES + (1 if config.replicate else 0)) * beside
+        copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
         expected = expected_bytes(self._model, self._optimizers)
         allowed = check_budget(expected, copies, config.memory_budget, self._memory)
         # Of what its state will not need, though it should turn out twice as large.
@@ -288,7 +271,7 @@ class Checkpointing:
         self._snapshots = Snapshots(
             self._memory,
             job.rank,
-            copies=_COPIES,
+            copies=placement.SNAPSHOTS,
             limit=allowed // copies,
             patience_seconds=config.patience_seconds,
         )
@@ -333,18 +316,24 @@ class Checkpointing:
             return True
         return self._capture is not None and self._capture.wait(self._config.patience_seconds)
 
-    def _started_over(self, gate: CheckpointGate, decision: Decision) -> Resumption:
+    def _started_over(self, gate: CheckpointGate, reason: str) -> Resumption:
         self._gate, self._former = gate, None
+        for each in gate.trusted:
+            self._carry_out(Lost(each))
         self._carry_out(Recovered(None))
+        self._gate = self._configured(self._gate)
         self._write_down()
-        return Resumption(0, None, None, f"{decision.reason} The job begins again, as was asked for.")
+        return Resumption(0, None, None, f"{reason} The job begins again, as was asked for.")
 
     def _carry_out(self, event: Event) -> None:
-        self._gate, effects = after(self._gate, event)
+        before = self._gate
+        self._gate, effects = after(before, event)
         self._reason = effects.reason
         if effects.capture is not None:
             self._take(effects.capture, effects)
         self._retire(effects.retire)
+        if self._replicator is not None:  # what is in files need not be in another machine's memory as well
+            self._replicator.retire(before.in_memory.union(effects.retire) - self._gate.in_memory)
 
     def _take(self, generation: Generation, effects: Effects) -> None:
         """Note now what a loader draws from; the rest of the step is still to come."""
@@ -364,8 +353,6 @@ class Checkpointing:
             return
         for generation in generations:
             self._snapshots.retire(generation)
-        if self._replicator is not None:
-            self._replicator.retire(generations)
         self._outgoing.later(lambda: retention.retire(self._disk, generations, self._member.rank))
 
     def _tidy(self) -> None:

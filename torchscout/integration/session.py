@@ -23,7 +23,8 @@ from torchscout.integration.watching import Watching
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
-    from torchscout.integration.checkpointing import Checkpointing, Resumption
+    from torchscout.integration.checkpointing import Checkpointing
+    from torchscout.integration.resumption import Resumption
 
 __all__ = ["Session"]
 
