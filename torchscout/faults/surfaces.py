@@ -41,8 +41,9 @@ def _surface_of_hang(fault: Fault) -> Surface:
 def _surface_of_time(place: Place, fault: Fault, mesh: Mesh) -> Surface:
     if place.kind is Kind.COLLECTIVE:
         axis = axis_of(fault, mesh)
-        # Those that gather and reduce a layer's state are told from the ones it makes itself.
-        return f"time/{place.name}" if axis in ("replica", "shard") else f"time/{place.name}@{axis}"
+        # Of embeddings, layers and outputs, forward and backward; those that gather and reduce a layer's
+        # state are told from the ones it makes itself.
+        return f"time/*{place.name}*" if axis in ("replica", "shard") else f"time/*{place.name}*@{axis}"
     if place.kind is Kind.PHASE:
         return f"time/{place.name}"
     if place.kind is Kind.PASS:

@@ -150,10 +150,9 @@ def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
         findings = localize(mesh, slow, [each for each in measured if len(_corresponding(each, mesh)) >= 3])
     else:
         findings = tuple(undecided(mesh, rivals[group]) for group in slow)
-    return [
-        Truth(first.manifestation, each.ranks, scope_of(each), surface_of(first, mesh), first.steps)
-        for each in findings
-    ]
+    surfaces = {surface_of(fault, mesh) for fault in faults}
+    surface = surfaces.pop() if len(surfaces) == 1 else "time/*"
+    return [Truth(first.manifestation, each.ranks, scope_of(each), surface, first.steps) for each in findings]
 
 
 def _group(fault: Fault, mesh: Mesh) -> Group:
