@@ -37,15 +37,16 @@ class Truth:
     scope: Scope
     surface: Surface
     """As an incident gives it. ``*`` stands for what only the job knows: ``issued/*`` is whatever process
-    group the others wait in."""
+    group the others wait in; ``|`` is between surfaces of which it depends on the moment which shows first."""
     steps: range
     """Those in which it may happen."""
 
     def is_told_by(self, incident: Incident) -> bool:
         """Whether an incident says this, and nothing else."""
         told = (incident.manifestation, incident.ranks, incident.scope)
-        wanted = (self.manifestation, self.ranks, self.scope)
-        return told == wanted and fnmatchcase(incident.records[0].surface, self.surface)
+        shown = incident.records[0].surface
+        is_there = any(fnmatchcase(shown, surface) for surface in self.surface.split("|"))
+        return is_there and told == (self.manifestation, self.ranks, self.scope)
 
 
 @dataclass(frozen=True, slots=True)
