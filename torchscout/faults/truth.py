@@ -37,7 +37,7 @@ class Truth:
     scope: Scope
     surface: Surface
     """As an incident gives it. ``*`` stands for what only the job knows: ``issued/*`` is whatever process
-    group the others wait in; ``|`` is between surfaces of which it depends on the moment which shows first."""
+    group the others wait in; ``|`` is between surfaces where the moment decides which shows first."""
     steps: range
     """Those in which it may happen."""
 
