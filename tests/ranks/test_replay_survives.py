@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchscout.faults.effects import ProcessEffect, Signal, Sleep
 
 from tests.support.hangs import QUICK, STALL, incidents, wait_for_incident
 from tests.support.ranks import RankError, run_ranks
@@ -31,6 +30,7 @@ from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope
 from torchscout.faults.fault import Fault, Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.process_effects import ProcessEffect, Signal, Sleep
 
 STEPS, FAULTY_STEP = 5, 3
 """At odd steps ``stack.0`` is replayed, where every step is checked."""

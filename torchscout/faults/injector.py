@@ -87,7 +87,8 @@ class Injector:
         self._tampering = Tampering(replacing, self._is_replaced)
         for fault in self._mine:
             self._hook(fault)
-        self._handles.append(model.register_forward_pre_hook(self._next_begins))
+        # Before all other hooks: FSDP gathers a model's parameters in one, and that belongs to the step.
+        self._handles.append(model.register_forward_pre_hook(self._next_begins, prepend=True))
         self._handles.append(optimizer.register_step_pre_hook(self._before_update))
         self._handles.append(optimizer.register_step_post_hook(self._after_update))
         self._tampering.begin(self.step)
