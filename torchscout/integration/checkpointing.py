@@ -7,19 +7,21 @@ generations. What fails on the way is a sentence in ``status``; it moves no poin
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from torchscout.checkpoint import ledger, lock, placement, retention, shards
 from torchscout.checkpoint.certify import Ballot, events_of
-from torchscout.checkpoint.fetch import Links, fetch
+from torchscout.checkpoint.fetch import Fetched, Links, fetch
 from torchscout.checkpoint.gate import CheckpointGate, after
 from torchscout.checkpoint.generation import Generation, Role
 from torchscout.checkpoint.happening import Effects, Event, Lost, Outcome, Recovered
@@ -29,34 +31,20 @@ from torchscout.checkpoint.outgoing import Outgoing
 from torchscout.checkpoint.replicate import Replicator
 from torchscout.checkpoint.shard_files import shard_files
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state import Stateful, collect, expected_bytes, note, restore
+from torchscout.checkpoint.state import OURS, Stateful, collect, expected_bytes, is_copied, note, restore
 from torchscout.config import CheckpointConfig
-from torchscout.errors import CheckpointError, ScoutError
+from torchscout.decision.fold import signed
+from torchscout.errors import CheckpointError, ScoutError, UnavailableError
+from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.integration.addresses import own_address
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.former import Former, Remains
+from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
+from torchscout.integration.resumption import Resumption, Sweeping
 from torchscout.integration.watching import Job
 from torchscout.mesh import AXES, Mesh
-from torchscout.recovery.retrieval import Decision
 
-__all__ = ["Checkpointing", "Resumption", "job_name"]
-
-_COPIES = 3
-"""Snapshots in memory: two whole ones, and one that is being written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """Where a job goes on from."""
-
-    step: int
-    """Steps that are done; 0 if there was nothing to go back to."""
-    role: Role | None
-    """What the checkpoint was trusted for; None if there was none."""
-    source: str | None
-    """Where this rank got its state."""
-    reason: str
-    """Why this one, in words."""
+__all__ = ["Checkpointing", "job_name"]
 
 
 def job_name(directory: Path) -> str:
@@ -75,17 +63,23 @@ class Checkpointing:
         communicators: Communicators,
         model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
+        unreplicated: Collection[str] = (),
     ) -> None:
-        """On every rank, or with a ``ScoutError`` on none."""
+        """On every rank, or with a ``ScoutError`` on none.
+
+        Of the parameters ``unreplicated`` replicas do not keep equal ones.
+        """
         self._job, self._config, self._communicators = job, config, communicators
-        self._model, self._optimizers = model, optimizers
-        self._registered: dict[str, Stateful] = {}
+        self._model, self._optimizers, self._unreplicated = model, optimizers, unreplicated
+        self.keepsakes = Keepsakes()
+        """What a sweep will replay, as far as there is room for it."""
+        self._registered: dict[str, Stateful] = {f"{OURS}keepsakes": self.keepsakes}
         self._disk = Path(config.directory).absolute()
         self._name = job_name(self._disk)
         self._member = Member(
             job=self._name, mesh=_described(job.mesh), world_size=len(job.mesh), rank=job.rank
         )
-        self._gate = CheckpointGate(persist_every=config.persist_every, keep=config.keep)
+        self._gate = self._configured(CheckpointGate())
         self._former: Former | None = None
         """What an earlier run has left, until this one goes back to it."""
         self._awaited: Generation | None = None
@@ -113,6 +107,8 @@ class Checkpointing:
     def register(self, name: str, stateful: Stateful) -> None:
         if name in self._registered:
             raise ValueError(f"state is registered as {name!r} already")
+        if name.startswith(OURS):
+            raise ValueError(f"names that begin with {OURS!r} are not for others, got {name!r}")
         if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
             raise ValueError(f"{name!r} must have state_dict() and load_state_dict(), got {type(stateful)}")
         self._registered[name] = stateful
@@ -130,15 +126,24 @@ class Checkpointing:
             self._problems.append("no step was seen to begin, so that nothing was captured")
         self._snapshots.fence()
 
-    def votes(self, outcome: Outcome) -> list[int]:
+    def signature(self) -> int | None:
+        """Of what was captured last, as far as replicas should have the same; None if it is not there."""
+        if self._awaited is None or not self._is_captured() or self._capture is None:
+            return None
+        copied = {
+            name: each for name, each in self._capture.digests.items() if is_copied(name, self._unreplicated)
+        }
+        return signed(xxhash.xxh3_64_intdigest(json.dumps(copied, sort_keys=True).encode()))
+
+    def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
         """What this rank says at the end of a check; see ``integration.replaying.Certifier``."""
         writing, unwritten = self._gate.writing, False
         try:
             is_written = writing is None or self._outgoing.is_written(writing)
         except CheckpointError:
             is_written, unwritten = False, True
-        ballot = Ballot(outcome, self._gate.accepted, not self._is_captured(), not is_written, unwritten)
-        return ballot.votes()
+        is_lost = differs or not self._is_captured()
+        return Ballot(outcome, self._gate.accepted, is_lost, not is_written, unwritten).votes()
 
     def decide(self, step: int, counted: Sequence[int]) -> None:
         """The same on every rank."""
@@ -154,7 +159,7 @@ class Checkpointing:
             self._carry_out(event)
         self._write_down()
 
-    def resume(self, *, start_over: bool = False) -> Resumption:
+    def resume(self, sweep: Sweeping | None = None, *, start_over: bool = False) -> Resumption:
         """Go back to what algorithm 3 chooses; a ``CheckpointError`` on every rank if that cannot be had.
 
         With ``start_over`` a job of which nothing was ever verified begins again.
@@ -162,16 +167,32 @@ class Checkpointing:
         if self._former is None:
             return Resumption(0, None, None, "There is no checkpoint to go back to.")
         decision, wanted = self._former.chosen()
-        if not wanted and start_over and self._former.gate is not None:
-            return self._started_over(self._former.gate, decision)
+        gate = self._former.gate
+        assert gate is not None, "chosen() raises otherwise"
+        if not wanted and start_over:
+            return self._started_over(gate, decision.reason)
         if not wanted:
             raise CheckpointError(f"{decision.reason} To begin again, call session.resume(start_over=True).")
+        decision = replace(decision, is_swept=decision.is_swept and self._config.sweep)
+        try:
+            loaded = load_what_is_fit(gate, decision, wanted, self._load, sweep)
+        except UnavailableError as error:
+            if start_over and gate.is_unproven:
+                return self._started_over(gate, f"{error}.")
+            raise
+        except UnfitError as error:
+            self._gate = gate
+            for each in dict.fromkeys(error.lost):
+                self._carry_out(Lost(each))
+            self._write_down()
+            raise
+        return self._resumed(gate, loaded)
+
+    def _load(self, wanted: Sequence[Generation]) -> Fetched[shards.Restored]:
         links = Links(self._communicators.exchange, self._communicators.group)
         fetched = fetch(self._member, wanted, (self._memory, self._disk), links, shards.load)
         self._problems += fetched.demoted
-        loaded = fetched.plan.generation
-        assert loaded is not None, "fetch raises otherwise"
-        problem: str | None = f"{loaded} could not be put back"
+        problem: str | None = f"{fetched.generation} could not be put back"
         try:
             restore(self._model, self._optimizers, self._registered, fetched.value.tree)
             problem = None
@@ -179,20 +200,33 @@ class Checkpointing:
             problem = str(error)
         finally:  # whatever a user's load_state_dict raises: the others must not wait for this rank
             self._together(problem)
-        assert self._former.gate is not None, "something was chosen"
-        config = self._config
-        self._gate = replace(self._former.gate, persist_every=config.persist_every, keep=config.keep)
-        self._former = None
-        for passed, _ in fetched.plan.passed:
+        return fetched
+
+    def _resumed(self, gate: CheckpointGate, loaded: Loaded) -> Resumption:
+        """From here on this run is the job."""
+        fetched, decision = loaded.fetched, loaded.decision
+        self._gate, self._former = gate, None
+        for passed in loaded.lost:
             self._carry_out(Lost(passed))
-        self._carry_out(Recovered(loaded))
+        self._carry_out(Recovered(fetched.generation))
+        self._gate = self._configured(self._gate)
         self._write_down()
         self._outgoing.later(self._tidy)
         if self._replicator is not None:  # whoever held the copy may be new, and have none
             self._replicator.send(fetched.path)
-        source = fetched.plan.sources[self._member.rank].told(self._member.rank)
-        role = Role.VERIFIED if loaded in self._gate.trusted else decision.role
-        return Resumption(loaded.step, role, source, f"{decision.reason} {fetched.plan.reason}.")
+        swept = loaded.swept
+        return Resumption(
+            fetched.step,
+            Role.VERIFIED if fetched.generation in self._gate.trusted else decision.role,
+            fetched.plan.sources[self._member.rank].told(self._member.rank),
+            f"{decision.reason} {fetched.plan.reason}.",
+            None if swept is None else swept.sweep,
+            None if swept is None else swept.unswept,
+        )
+
+    def _configured(self, gate: CheckpointGate) -> CheckpointGate:
+        config = self._config
+        return replace(gate, recipes=config.recipes, persist_every=config.persist_every, keep=config.keep)
 
     def status(self) -> Mapping[str, Any]:
         self._problems += self._outgoing.problems()
@@ -228,15 +262,15 @@ class Checkpointing:
         for folder in (self._memory, self._disk):
             self._undo.callback(lock.claim(folder, self._name, job.token).release)
             shards.clean(folder)
-        beside = sum(host == job.hosts[job.rank] for host in job.hosts)
-        copies = (_COPIES + (1 if config.replicate else 0)) * beside
-        allowed = check_budget(
-            expected_bytes(self._model, self._optimizers), copies, config.memory_budget, self._memory
-        )
+        copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
+        expected = expected_bytes(self._model, self._optimizers)
+        allowed = check_budget(expected, copies, config.memory_budget, self._memory)
+        # Of what its state will not need, though it should turn out twice as large.
+        self.keepsakes.limit = max(0, allowed // copies - 2 * expected) if config.sweep else 0
         self._snapshots = Snapshots(
             self._memory,
             job.rank,
-            copies=_COPIES,
+            copies=placement.SNAPSHOTS,
             limit=allowed // copies,
             patience_seconds=config.patience_seconds,
         )
@@ -281,18 +315,24 @@ class Checkpointing:
             return True
         return self._capture is not None and self._capture.wait(self._config.patience_seconds)
 
-    def _started_over(self, gate: CheckpointGate, decision: Decision) -> Resumption:
+    def _started_over(self, gate: CheckpointGate, reason: str) -> Resumption:
         self._gate, self._former = gate, None
+        for each in gate.trusted:
+            self._carry_out(Lost(each))
         self._carry_out(Recovered(None))
+        self._gate = self._configured(self._gate)
         self._write_down()
-        return Resumption(0, None, None, f"{decision.reason} The job begins again, as was asked for.")
+        return Resumption(0, None, None, f"{reason} The job begins again, as was asked for.")
 
     def _carry_out(self, event: Event) -> None:
-        self._gate, effects = after(self._gate, event)
+        before = self._gate
+        self._gate, effects = after(before, event)
         self._reason = effects.reason
         if effects.capture is not None:
             self._take(effects.capture, effects)
         self._retire(effects.retire)
+        if self._replicator is not None:  # what is in files need not be in another machine's memory as well
+            self._replicator.retire(before.in_memory.union(effects.retire) - self._gate.in_memory)
 
     def _take(self, generation: Generation, effects: Effects) -> None:
         """Note now what a loader draws from; the rest of the step is still to come."""
@@ -312,8 +352,6 @@ class Checkpointing:
             return
         for generation in generations:
             self._snapshots.retire(generation)
-        if self._replicator is not None:
-            self._replicator.retire(generations)
         self._outgoing.later(lambda: retention.retire(self._disk, generations, self._member.rank))
 
     def _tidy(self) -> None:
