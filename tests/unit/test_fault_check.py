@@ -18,7 +18,7 @@ def test_what_is_possible_is_let_by():
     plan = (
         Faults()
         .flip_bit(rank=3, at="layer.2/weight", step=7, bit=31, index=15)
-        .flip_bits(rank=0, at="layer.0/output", step=Recurring(range(1, 9), 0.5), bits=[1, 2])
+        .flip_bits(rank=0, at="layer.0/output", step=Recurring(range(1, 9), 0.5), bits=[1, 2], calls=None)
         .scale(rank=0, at="layer.1/bias.exp_avg", step=1, factor=2)
         .set_value(rank=0, at="broadcast@torchscout", step=1, value=2)
         .delay(rank=1, at="layer.0/backward", step=2, seconds=1)
@@ -90,6 +90,11 @@ def test_what_is_impossible_is_refused(plan: Faults, told: str):
 
 def test_what_a_mesh_cannot_show_is_refused():
     plan = Faults().scale(rank=0, at="layer.0/output", step=1, factor=2)
+    with pytest.raises(ValueError, match="hits training's own pass alone"):
+        plan.check(FOUR, Block())
+    shard = Faults().scale(rank=0, at="layer.0/weight.grad", step=1, factor=2)
+    with pytest.raises(ValueError, match="shows on no surface: only its owner has that shard"):
+        shard.check(Mesh.grid(shard=4), Block())
     with pytest.raises(ValueError, match="rank 0 has no peer to be compared with in this mesh"):
         plan.check(Mesh.grid(tensor=2), Block())
     Faults().stall(rank=0, at="step", step=1, seconds=1).check(Mesh.grid(tensor=2), Block())

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchscout.decision.record import Manifestation
 from torchscout.evidence.call import operators
 from torchscout.faults.call_effects import CallEffect
-from torchscout.faults.place import Kind, Place
+from torchscout.faults.place import FIRST, Kind, Place
 from torchscout.faults.process_effects import StayInside
 from torchscout.faults.surfaces import surface_of
 from torchscout.faults.tensor_effects import TensorEffect
@@ -112,6 +112,12 @@ def _check_visibility(fault: Fault, mesh: Mesh) -> None:
     is_causal = fault.manifestation is Manifestation.HANG or fault.place.kind is Kind.COLLECTIVE
     if not is_causal and not peers_of(fault, mesh).can_compare:
         raise ValueError(f"{_said(fault)}: rank {fault.rank} has no peer to be compared with in this mesh")
+    is_computed = fault.manifestation is Manifestation.SDC and fault.place.kind in (Kind.PASS, Kind.GRADIENT)
+    if is_computed and fault.calls == FIRST:
+        raise ValueError(
+            f"{_said(fault)}: hits training's own pass alone, and nothing is left that replicas disagree "
+            "about; calls=range(1, 9) are those of replay, None are all"
+        )
 
 
 def _said(fault: Fault) -> str:

@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["BACKWARD", "FORWARD", "STEP", "Kind", "Place"]
+__all__ = ["BACKWARD", "FIRST", "FORWARD", "STEP", "Kind", "Place"]
+
+FIRST = range(1)
+"""The first pass over a place in a step."""
 
 STEP = "step"
 """The moment before the optimizer runs."""

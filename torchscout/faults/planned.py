@@ -6,17 +6,15 @@ from dataclasses import dataclass, field
 
 from torchscout.decision.record import Manifestation
 from torchscout.faults.call_effects import CallEffect
-from torchscout.faults.place import Place
+from torchscout.faults.place import FIRST, Place
 from torchscout.faults.process_effects import ProcessEffect
 from torchscout.faults.tensor_effects import TensorEffect
 from torchscout.faults.truth import Shown, Truth, truths
 from torchscout.faults.when import Recurring
 from torchscout.mesh import Mesh
 
-__all__ = ["FIRST", "Effect", "Fault"]
+__all__ = ["Effect", "Fault"]
 
-FIRST = range(1)
-"""The first pass over a place in a step."""
 Effect = ProcessEffect | TensorEffect | CallEffect
 
 

@@ -65,7 +65,11 @@ def _surface_of_number(place: Place, mesh: Mesh) -> Surface:
     if place.kind is Kind.GRADIENT:
         return f"{module}/{place.name}.grad"
     if mesh.peer_axis() is Axis.SHARD:  # nobody has a second copy: the owner's own evidence
-        return "state/at_rest" if place.slot not in ("", "grad") else "optimizer/update"
+        if place.slot == "grad":
+            raise ValueError(
+                f"a wrong gradient of {place.tensor} shows on no surface: only its owner has that shard of it"
+            )
+        return "state/at_rest" if place.slot else "optimizer/update"
     slot = "" if place.slot in ("", "grad") else f".{place.slot}"  # a wrong gradient leaves a wrong weight
     return f"{module}/{place.name}{slot}"
 
