@@ -28,9 +28,9 @@ from tests.support.replay_jobs import (
 from tests.support.replayed_job import REPLAY, Block, Net
 from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope
-from torchscout.faults.effects import ProcessEffect, Signal, Sleep
 from torchscout.faults.fault import Fault, Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.process_effects import ProcessEffect, Signal, Sleep
 
 STEPS, FAULTY_STEP = 5, 3
 """At odd steps ``stack.0`` is replayed, where every step is checked."""

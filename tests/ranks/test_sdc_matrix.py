@@ -22,7 +22,8 @@ from tests.support.replayed_job import (
     due_parameter,
 )
 from torchscout.decision.record import EvidenceRecord, Manifestation
-from torchscout.faults.fault import Faults
+from torchscout.faults.fault import Faults, Truth
+from torchscout.mesh import Mesh
 
 RANKS = 4
 PARAMETERS = ["/".join(name.rsplit(".", 1)) for name, _ in Net().named_parameters()]
@@ -112,7 +113,7 @@ def differing(records: Iterable[EvidenceRecord], step: int) -> dict[str, tuple[i
     return {record.surface: record.ranks for record in records if record.step == step and record.scope}
 
 
-def check(wanted: Sequence[Cell], found: Sequence[Found]) -> None:
+def check(wanted: Sequence[Cell], found: Sequence[Found], truths: Sequence[Truth]) -> None:
     for rank, told in enumerate(found):
         assert told.failures == []
         assert told.unfired == 0
@@ -130,14 +131,18 @@ def check(wanted: Sequence[Cell], found: Sequence[Found]) -> None:
     incidents = [each for each in found[0].incidents if each.manifestation is Manifestation.SDC]
     assert sorted(each.step for each in incidents) == [fault_step(place) for place in range(len(wanted))]
     for incident in incidents:
-        assert incident.ranks == (wanted[(incident.step - 2) // 3].rank,), incident.sentence
+        place = (incident.step - 2) // 3
+        assert incident.ranks == (wanted[place].rank,), incident.sentence
+        assert truths[place].is_told_by(incident), (truths[place], incident.sentence)
 
 
 def run(wanted: Sequence[Cell], run_dir: Path, *, seed: int = 0, timeout: float = 600) -> None:
     mended = [(fault_step(place), (cell.rank + 1) % RANKS) for place, cell in enumerate(wanted)]
     steps = 3 * len(wanted)
-    found = run_ranks(checked_training, RANKS, plan(wanted, seed), steps, mended, run_dir, timeout=timeout)
-    check(wanted, found)
+    faults = plan(wanted, seed)
+    faults.check(RANKS, Net())
+    found = run_ranks(checked_training, RANKS, faults, steps, mended, run_dir, timeout=timeout)
+    check(wanted, found, faults.truth(Mesh.grid(replica=RANKS)))
 
 
 def test_there_are_enough_cells():

@@ -10,9 +10,15 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.sharded_jobs import SHARDINGS, Sharded, train
 from torchscout.faults.fault import Faults
+from torchscout.mesh import Mesh
 
 REPLAY = range(1, 9)
 """Passes that are not training's own."""
+
+
+def as_told(faults: Faults, mesh: Mesh) -> tuple[str, tuple[int, ...], str]:
+    (truth,) = faults.truth(mesh)
+    return truth.scope.value, truth.ranks, truth.surface
 
 
 def with_and_without(rank: int, shape: tuple[int, ...], sharding: str, run_dir: Path) -> tuple[bool, Sharded]:
@@ -65,6 +71,8 @@ def test_a_wrong_number_under_fsdp_names_the_rank(
     # The owner of the slice is the source of its round: rank (step - 1) of 4.
     rank = (step - 1) % 4 if surface == "optimizer/update" else rank
     faults = Faults().flip_bit(rank=rank, at=at, step=step, bit=2, calls=calls)
+    inside = faults.showing(surface) if at == "stack.1.norm/grad_output" else faults
+    assert as_told(inside, Mesh.grid(shard=4)) == ("rank", (rank,), surface)
     found = run_ranks(train, 4, (4,), "plain", tmp_path, faults, 5, timeout=120)
     assert sum(each.fired for each in found) >= 1
     assert found[0].incidents == [("rank", (rank,), surface, step)], found[0].sentences
@@ -78,8 +86,8 @@ def test_a_wrong_number_under_fsdp_names_the_rank(
 def test_what_gathering_leaves_wrong_in_memory_names_the_rank(
     shape: tuple[int, ...], group: str, named: int, tmp_path: Path
 ):
-    """Training gathers five times in a step; what comes later is replay's."""
-    faults = Faults().flip_bit(rank=named, at=f"all_gather@{group}", step=2, bit=20, calls=range(5, 60))
+    """Training gathers five times in a step, and replay once for the embedding; then comes the layer."""
+    faults = Faults().flip_bit(rank=named, at=f"all_gather@{group}", step=2, bit=20, calls=range(6, 60))
     found = run_ranks(train, math.prod(shape), shape, "plain", tmp_path, faults, 3, timeout=120)
     assert found[named].fired
     assert found[0].incidents == [("rank", (named,), "stack.1/parameters", 2)], found[0].sentences
@@ -101,6 +109,7 @@ def test_a_shard_that_changes_at_rest_names_its_owner(tmp_path: Path):
 )
 def test_a_wrong_number_under_hsdp_names_the_rank(at: str, calls: range, surface: str, tmp_path: Path):
     faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
+    assert as_told(faults, Mesh.grid(replica=3, shard=2)) == ("rank", (3,), surface)
     found = run_ranks(train, 6, (3, 2), "plain", tmp_path, faults, 3, timeout=120)
     assert found[3].fired
     first = found[0].incidents[0]
@@ -120,6 +129,7 @@ def test_a_wrong_gradient_after_the_all_reduce_names_the_rank_that_holds_it(tmp_
 def test_two_replicas_of_shards_differ_as_a_pair(tmp_path: Path):
     """State is compared shard by shard, and of two copies nobody can say which is right."""
     faults = Faults().flip_bit(rank=3, at="stack.1.up/weight", step=2, bit=20)
+    assert as_told(faults, Mesh.grid(replica=2, shard=2)) == ("peer_group", (1, 3), "stack.1.up/weight")
     found = run_ranks(train, 4, (2, 2), "plain", tmp_path, faults, 2, timeout=120)
     assert found[3].fired
     assert found[0].incidents == [("peer_group", (1, 3), "stack.1.up/weight", 2)], found[0].sentences
@@ -129,6 +139,7 @@ def test_two_replicas_of_shards_differ_as_a_pair(tmp_path: Path):
 def test_what_two_replicas_of_shards_compute_names_the_rank(at: str, tmp_path: Path):
     """Gathered, the parameters are equal on all four ranks."""
     faults = Faults().flip_bit(rank=3, at=f"stack.1/{at}", step=2, bit=20, calls=REPLAY)
+    assert as_told(faults, Mesh.grid(replica=2, shard=2)) == ("rank", (3,), f"stack.1/{at}")
     found = run_ranks(train, 4, (2, 2), "plain", tmp_path, faults, 3, timeout=120)
     assert found[3].fired
     assert found[0].incidents == [("rank", (3,), f"stack.1/{at}", 2)], found[0].sentences

@@ -19,9 +19,9 @@ from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import read
 from torchscout.evidence.hearing import is_inert
-from torchscout.faults.effects import FlipBit
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.tensor_effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
 
 EVERY_STEP = ReplayConfig(interval=1)

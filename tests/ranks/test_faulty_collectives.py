@@ -1,0 +1,140 @@
+"""Faults of collectives do to a call what they say, whoever issues it, and to no other call.
+
+All ranks have the same fault here, so that none is left behind: what a job does whose ranks differ in that is
+for the tests of hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.ranks import run_ranks
+from tests.support.tensor_jobs import local_of
+from torchscout.evidence.call import Call
+from torchscout.evidence.collectives import listen
+from torchscout.faults.call_effects import CHANGES
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+
+STEPS, FAULTY_STEP = 4, 3
+
+
+class Heard:
+    """What each step issues, in words."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[str]] = [[]]
+
+    def before(self, call: Call) -> None:
+        shapes = call.input_shapes or call.output_shapes
+        self.steps[-1].append(f"{call.operation} {call.dtype} {shapes}".replace("torch.", ""))
+
+    def issued(self, *_: Any) -> None:
+        """Not of interest."""
+
+
+def ddp(net: nn.Module) -> nn.Module:
+    return DistributedDataParallel(net)
+
+
+def fsdp(net: nn.Module) -> nn.Module:
+    return fully_shard(net)
+
+
+def by_hand(net: nn.Module) -> nn.Module:
+    return net
+
+
+KINDS = {each.__name__: each for each in (ddp, fsdp, by_hand)}
+
+
+def train(rank: int, kind: str, faults: Faults) -> tuple[list[list[str]], list[list[float]], int]:
+    """What was heard in each step, the parameters after it, and how many faults fired."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4, bias=False)
+    model = KINDS[kind](net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    heard, weights = Heard(), []
+    with Injector(faults, rank, model, optimizer) as injector, listen(heard):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.full((1, 4), rank + 1.0)).sum().backward()
+            if kind == "by_hand":
+                dist.all_reduce(net.weight.grad)
+                dist.broadcast(torch.ones(2), src=0)
+            optimizer.step()
+            weights.append(local_of(next(model.parameters())).detach().flatten().tolist())
+            heard.steps.append([])
+    return heard.steps[:-1], weights, len(injector.fired)
+
+
+PLANS: dict[str, Callable[..., Faults]] = {
+    "skip": Faults.skip_collective,
+    "swap": Faults.swap_collectives,
+    **{what: partial(Faults.change_collective, what=what) for what in CHANGES},
+}
+
+
+def everywhere(how: str, at: str) -> Faults:
+    plan = Faults()
+    for rank in (0, 1):
+        plan = PLANS[how](plan, rank=rank, at=at, axis="replica", step=FAULTY_STEP)
+    return plan
+
+
+def compared(kind: str, faults: Faults) -> tuple[list[str], list[str], list[list[list[float]]]]:
+    """What the faulty step issues with the fault and without, and all weights with it.
+
+    The steps before and after it issue what they always do.
+    """
+    healthy = run_ranks(train, 2, kind, Faults(), timeout=60)
+    results = run_ranks(train, 2, kind, faults, timeout=60)
+    for (clean, usual, _), (heard, weights, fired) in zip(healthy, results, strict=True):
+        assert fired == 1
+        others = [step for step in range(STEPS) if step != FAULTY_STEP - 1]
+        assert [heard[step] for step in others] == [clean[step] for step in others]
+        assert weights[: FAULTY_STEP - 1] == usual[: FAULTY_STEP - 1]
+    heard, clean = results[0][0], healthy[0][0]
+    return heard[FAULTY_STEP - 1], clean[FAULTY_STEP - 1], [weights for _, weights, _ in results]
+
+
+def test_ddp_goes_on_without_the_sum_that_was_left_out():
+    faulty, clean, (first, second) = compared("ddp", everywhere("skip", "all_reduce@default_pg"))
+    assert clean == [*faulty, "all_reduce float32 ((16,),)"]
+    assert first[FAULTY_STEP - 2] == second[FAULTY_STEP - 2]
+    assert first[FAULTY_STEP - 1] != second[FAULTY_STEP - 1], "each has applied its own gradient"
+
+
+@pytest.mark.parametrize(
+    ("what", "issued"),
+    [
+        ("shape", "all_reduce float32 ((32,),)"),
+        ("dtype", "all_reduce float64 ((16,),)"),
+        ("operation", "all_gather float32 ((16,),)"),
+    ],
+)
+def test_ddp_issues_something_else(what: str, issued: str):
+    faulty, clean, _ = compared("ddp", everywhere(what, "all_reduce@default_pg"))
+    assert clean[-1] == "all_reduce float32 ((16,),)"
+    assert faulty == [*clean[:-1], issued]
+
+
+def test_fsdp_goes_on_without_the_parameters_that_were_not_gathered():
+    faulty, clean, _ = compared("fsdp", everywhere("skip", "all_gather@default_pg"))
+    left_out = clean.index(next(each for each in clean if each.startswith("all_gather")))
+    assert faulty == clean[:left_out] + clean[left_out + 1 :]
+
+
+def test_two_collectives_are_issued_in_the_other_order_and_both_are_done():
+    faulty, clean, _ = compared("by_hand", everywhere("swap", "all_reduce@default_pg"))
+    assert clean == ["all_reduce float32 ((4, 4),)", "broadcast float32 ((2,),)"]
+    assert faulty == clean[::-1]

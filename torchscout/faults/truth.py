@@ -1,0 +1,197 @@
+"""What is really wrong, in the words of a detector that makes no mistakes (paper, sections 4, 5 and 7).
+
+How precisely evidence can point depends on the mesh: of two peers nobody can say which one is right, a slow
+collective belongs to its process group, and who holds others up is named in a group of any size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from torchscout.decision.cross_group import scope_of
+from torchscout.decision.localization import Group, localize, undecided
+from torchscout.decision.record import Incident, Manifestation, Scope, Surface
+from torchscout.faults.call_effects import CallEffect
+from torchscout.faults.place import Kind
+from torchscout.faults.process_effects import StayInside
+from torchscout.faults.surfaces import axis_of, surface_of
+from torchscout.mesh import AXES, Mesh, PeerGroup, Role
+
+if TYPE_CHECKING:
+    from torchscout.faults.planned import Fault
+
+__all__ = ["Shown", "Truth", "peers_of", "truths"]
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """One finding that a run with these faults must have."""
+
+    manifestation: Manifestation
+    ranks: tuple[int, ...]
+    """Who is named; for a group scope all its members."""
+    scope: Scope
+    surface: Surface
+    """As an incident gives it. ``*`` stands for what only the job knows: ``issued/*`` is whatever process
+    group the others wait in; ``|`` is between surfaces where the moment decides which shows first."""
+    steps: range
+    """Those in which it may happen."""
+
+    def is_told_by(self, incident: Incident) -> bool:
+        """Whether an incident says this, and nothing else."""
+        told = (incident.manifestation, incident.ranks, incident.scope)
+        shown = incident.records[0].surface
+        is_there = any(fnmatchcase(shown, surface) for surface in self.surface.split("|"))
+        return is_there and told == (self.manifestation, self.ranks, self.scope)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the plan's author knows of the finding, where it does not follow from the fault alone."""
+
+    surface: Surface | None = None
+    scope: Scope | None = None
+    ranks: tuple[int, ...] | None = None
+    role: Role | None = None
+    """Whose peers vote, where experts are carved out of data parallelism."""
+
+
+def truths(faults: Iterable[Fault], mesh: Mesh) -> tuple[Truth, ...]:
+    """The findings of faults that happen in one job, each once: what happens together is told together."""
+    together: dict[Hashable, list[Fault]] = defaultdict(list)
+    for fault in faults:
+        together[_occasion(fault, mesh)].append(fault)
+    return tuple(
+        _stated(fault.shown, truth)
+        for each in together.values()
+        for fault, truth in ((each[0], found) for found in _found(each, mesh))
+    )
+
+
+def _occasion(fault: Fault, mesh: Mesh) -> Hashable:
+    """Faults with the same one make one finding."""
+    kind, common = fault.place.kind, (fault.manifestation, fault.steps)
+    if fault.manifestation is Manifestation.SDC:
+        return *common, surface_of(fault, mesh), peers_of(fault, mesh).ranks
+    if kind is Kind.COLLECTIVE:
+        # What process groups that are slow have in common is asked of all of them at once.
+        is_slow = fault.manifestation is Manifestation.STRAGGLER
+        return *common, kind, "" if is_slow else (surface_of(fault, mesh), type(fault.effect))
+    if fault.manifestation is Manifestation.STRAGGLER:
+        return *common, kind, peers_of(fault, mesh).ranks
+    return common
+
+
+def _found(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
+    if faults[0].manifestation is Manifestation.SDC:
+        return [_wrong(faults, mesh)]
+    if faults[0].manifestation is Manifestation.HANG:
+        return [_late(faults, mesh)]
+    return _slow_groups(faults, mesh) if faults[0].place.kind is Kind.COLLECTIVE else _slow(faults, mesh)
+
+
+def _wrong(faults: Sequence[Fault], mesh: Mesh) -> Truth:
+    """A strict majority shows who is wrong."""
+    first, peers = faults[0], peers_of(faults[0], mesh).ranks
+    ranks = _ranks(faults)
+    if 2 * len(ranks) >= len(peers):
+        scope, ranks = Scope.PEER_GROUP, peers
+    else:
+        hosts = {mesh.host_of(rank) for rank in ranks}
+        scope = Scope.MACHINE if len(ranks) > 1 and len(hosts) == 1 and None not in hosts else Scope.RANK
+    return Truth(first.manifestation, ranks, scope, surface_of(first, mesh), first.steps)
+
+
+def _late(faults: Sequence[Fault], mesh: Mesh) -> Truth:
+    """Who is waited for and does not wait is the source: evidence that needs no vote.
+
+    Who issued something else, or waits in a circle, is for the members of the group to vote on; and where all
+    have entered, nobody in it is to blame.
+    """
+    ranks, first = _ranks(faults), faults[0]
+    if isinstance(first.effect, CallEffect | StayInside):
+        members = _group(first, mesh).ranks
+        if isinstance(first.effect, StayInside) or 2 * len(ranks) >= len(members):
+            surface = surface_of(first, mesh)
+            return Truth(first.manifestation, members, Scope.PROCESS_GROUP, surface, first.steps)
+    on_host = Counter(mesh.host_of(rank) for rank in ranks)
+    together = None not in on_host and all(count > 1 for count in on_host.values())
+    scope = Scope.MACHINE if together else Scope.RANK
+    return Truth(first.manifestation, ranks, scope, surface_of(first, mesh), first.steps)
+
+
+def _slow(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
+    """Each slow rank by itself; where all are equally slow it is the job."""
+    first, peers = faults[0], peers_of(faults[0], mesh)
+    surfaces = {
+        rank: min(surface_of(each, mesh) for each in faults if each.rank == rank) for rank in _ranks(faults)
+    }
+    if len(surfaces) == len(mesh):
+        return [Truth(first.manifestation, (), Scope.JOB, min(surfaces.values()), first.steps)]
+    if not peers.can_attribute:
+        surface = min(surfaces.values())
+        return [Truth(first.manifestation, peers.ranks, Scope.PEER_GROUP, surface, first.steps)]
+    return [
+        Truth(first.manifestation, (rank,), Scope.RANK, surface, first.steps)
+        for rank, surface in surfaces.items()
+    ]
+
+
+def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
+    """What the slow process groups have in common, all others being measured and normal."""
+    first = faults[0]
+    slow = list(dict.fromkeys(_group(fault, mesh) for fault in faults))
+    rivals = {group: _corresponding(group, mesh) for group in slow}
+    if all(len(each) >= 3 for each in rivals.values()):
+        measured = [group for axis in AXES for group in _groups(axis, mesh)]
+        findings = localize(mesh, slow, [each for each in measured if len(_corresponding(each, mesh)) >= 3])
+    else:
+        findings = tuple(undecided(mesh, rivals[group]) for group in slow)
+    surfaces = {surface_of(fault, mesh) for fault in faults}
+    surface = surfaces.pop() if len(surfaces) == 1 else "time/*"
+    return [Truth(first.manifestation, each.ranks, scope_of(each), surface, first.steps) for each in findings]
+
+
+def _group(fault: Fault, mesh: Mesh) -> Group:
+    axis = axis_of(fault, mesh)
+    return Group(axis, mesh.ranks_along(axis, fault.rank))
+
+
+def _groups(axis: str, mesh: Mesh) -> list[Group]:
+    groups = [] if axis == "pipeline" else mesh.groups_along(axis)  # transfers have no group's time
+    return [Group(axis, ranks) for ranks in groups if len(ranks) > 1]
+
+
+def _corresponding(group: Group, mesh: Mesh) -> list[Group]:
+    """Groups that are alike in size and in how they lie on machines, itself among them."""
+    return [each for each in _groups(group.axis, mesh) if _placed(each, mesh) == _placed(group, mesh)]
+
+
+def _placed(group: Group, mesh: Mesh) -> list[int]:
+    return sorted(Counter(map(mesh.host_of, group.ranks)).values())
+
+
+def peers_of(fault: Fault, mesh: Mesh) -> PeerGroup:
+    """Who is compared: holders of the same state, or whoever computes the same layer."""
+    role = fault.shown.role
+    if fault.place.kind in (Kind.PASS, Kind.GRADIENT):
+        return mesh.layer_peers_of(fault.rank, role)
+    if fault.place.kind is Kind.PHASE:
+        return mesh.peers_of(fault.rank, Role.DENSE)  # batches belong to data-parallel ranks
+    return mesh.peers_of(fault.rank, role)
+
+
+def _ranks(faults: Sequence[Fault]) -> tuple[int, ...]:
+    return tuple(sorted({fault.rank for fault in faults}))
+
+
+def _stated(shown: Shown, truth: Truth) -> Truth:
+    return replace(
+        truth,
+        scope=truth.scope if shown.scope is None else shown.scope,
+        ranks=truth.ranks if shown.ranks is None else shown.ranks,
+    )
