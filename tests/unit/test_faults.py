@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchscout.decision.record import Manifestation
 from torchscout.faults.effects import FlipBit, Scale, SetValue
-from torchscout.faults.fault import Faults, Truth
+from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 
 
@@ -140,20 +139,8 @@ train(Faults().signal(rank=0, step=2, number=signal.SIGKILL), log=pathlib.Path(s
 """
 
 
-def test_the_ground_truth():
-    plan = (
-        Faults()
-        .flip_bit(rank=5, at="layer.2/weight", step=7, bit=30)
-        .delay(rank=1, at="layer.0/forward", step=range(3, 6), seconds=0.25)
-        .stall(rank=2, at="step", step=4, seconds=60)
-        .signal(rank=3, step=4, number=signal.SIGSTOP)
-    )
-    assert plan.truth == (
-        Truth(Manifestation.SDC, 5, "layer.2/weight", range(7, 8)),
-        Truth(Manifestation.STRAGGLER, 1, "layer.0/forward", range(3, 6)),
-        Truth(Manifestation.HANG, 2, "step", range(4, 5)),
-        Truth(Manifestation.HANG, 3, "step", range(4, 5)),
-    )
+def test_a_plan_travels():
+    plan = Faults().flip_bit(rank=5, at="layer.2/weight", step=7, bit=30).showing("layer.2/output")
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 

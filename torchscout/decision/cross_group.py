@@ -23,7 +23,7 @@ from torchscout.decision.persistence import Persistence
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope, Surface
 from torchscout.mesh import Mesh
 
-__all__ = ["CrossGroupDiagnosis", "GroupTime", "incident"]
+__all__ = ["CrossGroupDiagnosis", "GroupTime", "incident", "scope_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +191,19 @@ def _subjects(finding: Localization) -> set[tuple[object, ...]]:
     return {(finding.diagnosis, finding.ambiguous, part) for part in parts}
 
 
+def scope_of(finding: Localization) -> Scope:
+    """How precisely a finding points."""
+    if finding.names_machines:
+        return Scope.MACHINE
+    return Scope.JOB if finding.diagnosis is Diagnosis.JOB else Scope.PROCESS_GROUP
+
+
 def incident(finding: Localization, step: int, records: Sequence[EvidenceRecord]) -> Incident:
     """The finding as something to act on, with the comparisons that prove it."""
-    if finding.names_machines:
-        scope = Scope.MACHINE
-    else:
-        scope = Scope.JOB if finding.diagnosis is Diagnosis.JOB else Scope.PROCESS_GROUP
     action = {Diagnosis.MACHINE: Action.REPLACE, Diagnosis.JOB: Action.CONTINUE}
     return Incident(
         manifestation=Manifestation.STRAGGLER,
-        scope=scope,
+        scope=scope_of(finding),
         step=step,
         ranks=finding.ranks,
         hosts=finding.hosts,

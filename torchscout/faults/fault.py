@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from torchscout.decision.record import Manifestation
+from torchscout.decision.record import Manifestation, Scope
 from torchscout.faults.effects import (
     FlipBit,
     ProcessEffect,
@@ -16,22 +16,15 @@ from torchscout.faults.effects import (
     Sleep,
     TensorEffect,
 )
+from torchscout.faults.place import Place
+from torchscout.faults.truth import Shown, Truth, truths
+from torchscout.mesh import Mesh, Role
 
 __all__ = ["FIRST", "Fault", "Faults", "Truth"]
 
 
 FIRST = range(1)
 """The first pass over a place in a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """What is really wrong, for holding a verdict against."""
-
-    manifestation: Manifestation
-    rank: int
-    at: str
-    steps: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +47,10 @@ class Fault:
     manifestation: Manifestation
     calls: range | None = FIRST
     """Which passes over the place within a step, counted from 0; None for all. Replay passes again."""
+    axis: str | None = None
+    """Of the mesh, along which the process group of a collective lies."""
+    shown: Shown = field(default_factory=Shown)
+    """What is known of the finding besides."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -62,8 +59,13 @@ class Fault:
             raise ValueError(f"steps are counted from 1, got {self.steps}")
 
     @property
-    def truth(self) -> Truth:
-        return Truth(self.manifestation, self.rank, self.at, self.steps)
+    def place(self) -> Place:
+        return Place.read(self.at)
+
+    def truth(self, mesh: Mesh) -> Truth:
+        """What a perfect detector says of it, if nothing else is wrong."""
+        (truth,) = truths([self], mesh)
+        return truth
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,21 @@ class Faults:
     def __len__(self) -> int:
         return len(self.planned)
 
-    @property
-    def truth(self) -> tuple[Truth, ...]:
-        return tuple(fault.truth for fault in self.planned)
+    def truth(self, mesh: Mesh) -> tuple[Truth, ...]:
+        """What a perfect detector says of all of them; one finding may be of several faults."""
+        return truths(self.planned, mesh)
+
+    def showing(
+        self,
+        surface: str | None = None,
+        *,
+        scope: Scope | None = None,
+        ranks: tuple[int, ...] | None = None,
+        role: Role | None = None,
+    ) -> Faults:
+        """What is known of the last fault's finding: a part of a layer shows in the layer's output."""
+        *before, last = self.planned
+        return Faults((*before, replace(last, shown=Shown(surface, scope, ranks, role))))
 
     def flip_bit(
         self, *, rank: int, at: str, step: int | range, bit: int, index: int = 0, calls: range | None = FIRST
@@ -117,6 +131,16 @@ class Faults:
     ) -> Faults:
         """Be slow, and go on: a straggler. At a collective, it takes longer for this rank."""
         return self._add(rank, at, step, Sleep(seconds), Manifestation.STRAGGLER, calls)
+
+    def slow_collective(
+        self, *, ranks: Sequence[int], at: str, axis: str, step: int | range, seconds: float
+    ) -> Faults:
+        """Such collectives of a process group along ``axis`` take longer for these of its members."""
+        faults = self
+        for rank in ranks:
+            planned = faults.delay(rank=rank, at=at, step=step, seconds=seconds, calls=None).planned
+            faults = Faults((*planned[:-1], replace(planned[-1], axis=axis)))
+        return faults
 
     def stall(self, *, rank: int, at: str, step: int | range, seconds: float) -> Faults:
         """Stop for so long that the job hangs."""

@@ -64,8 +64,10 @@ def demo(
 
 def summarize(outcomes: list[Any], faults: Any, run_dir: Path) -> dict[str, Any]:
     """One document: what was done to the job, what was found, and whether the two are the same."""
+    from torchscout.cli.demo.job import REPLICAS, SHARDS
     from torchscout.decision.record import Incident
     from torchscout.decision.recorder import Stamped, read
+    from torchscout.mesh import Mesh
 
     path = run_dir / "incidents.jsonl"
     lines = [line.item for line in read(path) if isinstance(line, Stamped)] if path.exists() else []
@@ -73,11 +75,11 @@ def summarize(outcomes: list[Any], faults: Any, run_dir: Path) -> dict[str, Any]
     fired = [asdict(firing) for outcome in outcomes for firing in outcome.fired]
     found = [(each["manifestation"], each["ranks"], each["surface"], each["step"]) for each in incidents]
     true = [
-        (truth.manifestation.value, [truth.rank], truth.at, truth.steps[0])
-        for truth, _ in zip(faults.truth, fired, strict=True)  # every planned fault was seen to happen
+        (truth.manifestation.value, list(truth.ranks), truth.surface, truth.steps[0])
+        for truth in faults.truth(Mesh.grid(replica=REPLICAS, tensor=SHARDS))
     ]
     return {
-        "exact": found == true,
+        "exact": found == true and len(fired) == len(faults),
         "injected": fired,
         "incidents": incidents,
         "losses": outcomes[0].losses,
