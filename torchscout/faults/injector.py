@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -46,6 +47,8 @@ class Firing:
     at: str
     step: int
     detail: str
+    monotonic: float
+    """When, by the machine's monotonic clock."""
 
 
 class Injector:
@@ -148,7 +151,7 @@ class Injector:
             self._count(fault, fault.effect.corrupt(found[0]))
 
     def _count(self, fault: Fault, detail: str) -> None:
-        firing = Firing(self._rank, fault.at, self.step, detail)
+        firing = Firing(self._rank, fault.at, self.step, detail, time.monotonic())
         self.fired.append(firing)
         self._happened.add(fault)
         if self._log is not None:

@@ -1,0 +1,30 @@
+"""Runs cells, each in the processes it needs (paper, evaluation)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from torchscout.cli.campaign.cell import Cell, Processes
+from torchscout.cli.campaign.result import Result
+from torchscout.cli.campaign.warm_bench import run_warm
+
+__all__ = ["run_cells"]
+
+MODULES = ("torch._dynamo", "torchscout.cli.campaign.warm")
+"""What ranks need; the server that they are forked from imports it once."""
+
+
+def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Iterator[Result]:  # noqa: ARG001
+    """Results as they come. ``jobs`` hangs are run at once: they mostly wait."""
+    ordered = sorted(cells, key=_group)
+    for (processes, layout), group in groupby(ordered, key=_group):
+        together = list(group)
+        place = folder / "evidence" / f"{processes}-{layout}"
+        if processes == Processes.WARM.value:
+            yield from run_warm(together, place, seed)
+
+
+def _group(cell: Cell) -> tuple[str, str]:
+    return cell.processes.value, cell.layout

@@ -1,0 +1,116 @@
+"""The campaign's commands."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from torchscout.cli.document import as_document
+
+if TYPE_CHECKING:
+    from torchscout.cli.campaign.cell import Cell
+    from torchscout.cli.campaign.store import Store
+
+__all__ = ["app"]
+
+_Value = TypeVar("_Value")
+
+app = typer.Typer(
+    help="Inject faults into real jobs, cell by cell, and count what was found.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+_Output = Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")]
+_Html = Annotated[Path | None, typer.Option(help="Write a page with the table to a file.")]
+_Seed = Annotated[int, typer.Option(min=0, help="Chooses ranks, elements and places.")]
+_Cells = Annotated[
+    str, typer.Option(help="Run only these: ROW, ROW/LAYOUT or ROW/LAYOUT/NAME, * for anything.")
+]
+_Jobs = Annotated[int, typer.Option(min=1, help="How many hangs are run at once.")]
+_Quick = Annotated[bool, typer.Option("--quick", help="A sample of every row, in under 3 minutes.")]
+_Resume = Annotated[
+    Path | None, typer.Option(help="The folder of an interrupted campaign, to go on with it.")
+]
+
+
+@app.command()
+def paper(
+    as_json: _Json = False,
+    output: _Output = None,
+    html: _Html = None,
+    seed: _Seed = 0,
+    cells: _Cells = "*",
+    jobs: _Jobs = 2,
+    quick: _Quick = False,
+    resume: _Resume = None,
+) -> None:
+    """Reproduce the paper's table of fault-injection coverage, row by row, on CPU ranks."""
+    from torchscout.cli.campaign.page import page
+    from torchscout.cli.campaign.paper import paper_cells
+    from torchscout.cli.campaign.rows import ROWS
+    from torchscout.cli.campaign.selection import chosen, sampled
+    from torchscout.cli.campaign.store import Store
+    from torchscout.cli.campaign.summary import as_report
+    from torchscout.cli.campaign.table import screen_of
+
+    wanted = _or_refused("--cells", lambda: chosen(paper_cells(seed), ROWS, cells))
+    if quick:
+        wanted = sampled(wanted, seed)
+    store = _or_refused("--resume", lambda: Store(_folder(resume), "paper", seed))
+    try:
+        run(wanted, store, seed, jobs)
+    except KeyboardInterrupt:
+        print(
+            f"Interrupted; nothing is left running. Go on with: scout campaign paper --seed {seed} "
+            f"--resume {store.folder}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(130) from None
+    summaries, results = store.summaries(ROWS, wanted)
+    report = as_report("paper", seed, summaries, results)
+    if html is not None:
+        html.write_text(page(report))
+    as_document(report, screen_of(summaries, results, str(store.folder)), as_json=as_json, output=output)
+    raise typer.Exit(0 if report["passed"] else 1)
+
+
+def run(cells: Sequence[Cell], store: Store, seed: int, jobs: int) -> None:
+    """Every cell that has no result yet; what a signal interrupts leaves nothing behind but its results."""
+    from rich.console import Console
+
+    from torchscout.cli.campaign.bench import MODULES, run_cells
+    from torchscout.cli.campaign.leftovers import interruptible, nothing_left
+    from torchscout.cli.campaign.rows import ROWS
+    from torchscout.cli.campaign.table import Screen
+    from torchscout.cli.local_ranks import preload
+
+    left = [cell for cell in cells if cell.identity not in store.results]
+    print(
+        f"{len(left)} of {len(cells)} cells to run; results go to {store.folder}", file=sys.stderr, flush=True
+    )
+    with interruptible(), nothing_left(store.folder), Screen(Console(stderr=True), len(left)) as screen:
+        preload(*MODULES)
+        for result in run_cells(left, store.folder, seed, jobs):
+            store.add(result)
+            screen.show(store.summaries(ROWS, cells)[0], result)
+
+
+def _folder(resumed: Path | None) -> Path:
+    return (resumed or Path(tempfile.mkdtemp(prefix="scout-campaign-"))).absolute()
+
+
+def _or_refused(option: str, action: Callable[[], _Value]) -> _Value:
+    """A user's mistake shows before anything starts."""
+    try:
+        return action()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error

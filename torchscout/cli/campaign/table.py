@@ -1,0 +1,114 @@
+"""A campaign on the screen: progress while it runs, and the table at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from torchscout.cli.campaign.result import Result
+from torchscout.cli.campaign.summary import RowSummary
+from torchscout.cli.campaign.tally import percentile
+
+__all__ = ["Screen", "screen_of"]
+
+HEADS = (
+    "fault",
+    "ranks",
+    "passed",
+    "95% interval",
+    "false positives",
+    "wrong names",
+    "missed",
+    "to incident, median",
+    "p95",
+)
+
+
+class Screen:
+    """A live table on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console, cells: int) -> None:
+        self._console, self._cells, self._done = console, cells, 0
+        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+
+    def __enter__(self) -> Screen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, summaries: Sequence[RowSummary], result: Result) -> None:
+        self._done += 1
+        line = _line(result)
+        if self._live is None:
+            self._console.print(
+                f"{self._done}/{self._cells} {line}", markup=False, highlight=False, soft_wrap=True
+            )
+        else:
+            if not result.grade.passed:
+                self._console.print(line, markup=False, highlight=False)
+            self._live.update(_table(summaries, f"{self._done} of {self._cells} cells, last: {line}"))
+
+
+def screen_of(summaries: Sequence[RowSummary], results: Iterable[Result], folder: str) -> str:
+    """The final table, and what failed."""
+    console = Console(width=150, record=True, file=_Nowhere())
+    console.print(_table(summaries))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    lines += [_line(each) for each in results if not each.grade.passed]
+    return "\n".join([*lines, f"results    {folder}/results.jsonl"])
+
+
+def figures(summary: RowSummary) -> list[str]:
+    """One row of the table, as text."""
+    ranks = ", ".join(map(str, summary.ranks))
+    if summary.row.missing:
+        return [summary.row.title, ranks, "not built yet", *[""] * (len(HEADS) - 3)]
+    low, high = summary.interval
+    shown = f"{100 * low:.1f} to {100 * high:.1f}" if summary.run else ""
+    rest = "" if summary.run == summary.cells else f" (of {summary.cells})"
+    return [
+        summary.row.title,
+        ranks,
+        f"{summary.passed}/{summary.run}{rest}",
+        shown,
+        str(summary.false_alarms),
+        str(summary.wrong_names),
+        str(summary.missed),
+        _seconds(percentile(summary.seconds, 0.5)),
+        _seconds(percentile(summary.seconds, 0.95)),
+    ]
+
+
+def _table(summaries: Sequence[RowSummary], caption: str | None = None) -> Table:
+    table = Table(caption=caption, caption_justify="left")
+    for place, head in enumerate(HEADS):
+        table.add_column(head, justify="left" if place == 0 else "right", no_wrap=place == 0)
+    for summary in summaries:
+        table.add_row(*figures(summary))
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"
+
+
+def _line(result: Result) -> str:
+    name = result.cell.rpartition("@")[0]
+    return f"passed  {name}" if result.grade.passed else f"FAILED  {name}: {result.grade.reason}"
+
+
+class _Nowhere:
+    """A file for what is only recorded."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
