@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
@@ -58,9 +59,9 @@ class Screen:
 
 def screen_of(summaries: Sequence[RowSummary], results: Iterable[Result], folder: str) -> str:
     """The final table, and what failed."""
-    console = Console(width=150, record=True, file=_Nowhere())
-    console.print(_table(summaries))
-    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    text = io.StringIO()
+    Console(width=150, file=text).print(_table(summaries))
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
     lines += [_line(each) for each in results if not each.grade.passed]
     return "\n".join([*lines, f"results    {folder}/results.jsonl"])
 
@@ -102,13 +103,3 @@ def _seconds(value: float | None) -> str:
 def _line(result: Result) -> str:
     name = result.cell.rpartition("@")[0]
     return f"passed  {name}" if result.grade.passed else f"FAILED  {name}: {result.grade.reason}"
-
-
-class _Nowhere:
-    """A file for what is only recorded."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing is kept back."""
