@@ -178,7 +178,7 @@ def test_a_truth_knows_whether_an_incident_tells_it():
     [
         (Faults().flip_bit(rank=4, at="layer.2/weight", step=7, bit=1), "rank 4 is not in a mesh of 4"),
         (Faults().delay(rank=1, at="step", step=7, seconds=1), "shows on no surface"),
-        (Faults().delay(rank=1, at="all_reduce@tp", step=7, seconds=1), "say it with slow_collective"),
+        (Faults().delay(rank=1, at="all_reduce@tp", step=7, seconds=1), "say it by axis"),
     ],
 )
 def test_what_cannot_be_known_is_refused(plan: Faults, told: str):

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchscout.faults.effects import FlipBit, Scale, SetValue
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.tensor_effects import FlipBit, Scale, SetValue
 
 
 class Block(nn.Module):

@@ -5,29 +5,33 @@ The code under test has no branch for faults: an unarmed job and an armed one ru
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from torchscout.evidence.call import Call
-from torchscout.evidence.collectives import Handle, Pending, listen
 from torchscout.evidence.hearing import is_inert
-from torchscout.faults.effects import ProcessEffect
-from torchscout.faults.fault import Fault, Faults
+from torchscout.faults.call_effects import CallEffect
+from torchscout.faults.check import module_at, tensor_at
+from torchscout.faults.fault import Faults
+from torchscout.faults.listening import Ear
+from torchscout.faults.place import Kind
+from torchscout.faults.planned import Fault
+from torchscout.faults.process_effects import ProcessEffect
+from torchscout.faults.tampering import Tampering
+from torchscout.faults.tensor_effects import TensorEffect
 
 __all__ = ["Firing", "Injector"]
 
-_MOMENT = "step"
 _HOOKS: Mapping[str, Callable[[torch.nn.Module, Callable[[Any], None]], RemovableHandle]] = {
     "input": lambda module, act: module.register_forward_pre_hook(lambda _, args: act(args)),
     "forward": lambda module, act: module.register_forward_pre_hook(lambda _, args: act(args)),
@@ -36,7 +40,7 @@ _HOOKS: Mapping[str, Callable[[torch.nn.Module, Callable[[Any], None]], Removabl
     "backward": lambda module, act: module.register_full_backward_pre_hook(lambda _, g: act(g)),
     "grad_input": lambda module, act: module.register_full_backward_hook(lambda _, g, __: act(g)),
 }
-_Named = TypeVar("_Named")
+_Batch = TypeVar("_Batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,24 @@ class Injector:
         self._passes: Counter[tuple[Fault, int]] = Counter()
         """How often each place was passed in each step."""
         self._happened: set[Fault] = set()
+        self._masked: Counter[Fault] = Counter()
+        """How often a fault came to its place and changed nothing there."""
         self._rank, self._model, self._optimizer, self._log = rank, model, optimizer, log
-        self._mine = [fault for fault in faults if fault.rank == rank]
-        self._handles: list[RemovableHandle | Handle] = []
-        self._hook_everything()
+        self._mine = faults.of(rank).planned
+        self._is_updated = False
+        """Whether the optimizer has run in this step."""
+        self._handles: list[RemovableHandle | Ear] = []
+        self._before: list[Callable[[], None]] = []
+        self._after: list[Callable[[], None]] = []
+        """What is due just before and just after the optimizer runs."""
+        replacing = [fault for fault in self._mine if isinstance(fault.effect, CallEffect)]
+        self._tampering = Tampering(replacing, self._is_replaced)
+        for fault in self._mine:
+            self._hook(fault)
+        self._handles.append(model.register_forward_pre_hook(self._next_begins))
+        self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+        self._handles.append(optimizer.register_step_post_hook(self._after_update))
+        self._tampering.begin(self.step)
 
     def __enter__(self) -> Injector:
         return self
@@ -88,115 +106,110 @@ class Injector:
         """Faults of this rank that have not happened in any step: a test must not pass with one."""
         return [fault for fault in self._mine if fault not in self._happened]
 
+    def report(self) -> dict[str, Any]:
+        """What became of this rank's share, as plain data."""
+        return {
+            "rank": self._rank,
+            "planned": len(self._mine),
+            "fired": [asdict(firing) for firing in self.fired],
+            "unfired": [fault.at for fault in self.unfired],
+            "masked": {fault.at: count for fault, count in self._masked.items()},
+        }
+
     def disarm(self) -> None:
+        self._tampering.end()
         while self._handles:
             self._handles.pop().remove()
 
-    def _hook_everything(self) -> None:
-        before: list[Callable[[], None]] = []
-        after: list[Callable[[], None]] = []
-        for fault in self._mine:
-            path, _, what = fault.at.rpartition("/")
-            name, _, slot = what.partition(".")
-            act = partial(self._fire, fault)
-            if fault.at == _MOMENT:
-                before.append(partial(act, ()))
-            elif "@" in fault.at:
-                self._handles.append(listen(_Ear(fault.at, act)))
-            elif what in _HOOKS:
-                self._handles.append(_HOOKS[what](self._module(path), act))
-            elif slot == "gradient":
-                register: Callable[..., RemovableHandle] = self._parameter(path, name).register_hook
-                self._handles.append(register(act))
-            else:
-                find = partial(self._parameter_tensors, self._parameter(path, name), slot)
-                moment = before if slot == "grad" else after
-                moment.append(lambda act=act, find=find: act(find()))  # type: ignore[misc]
-        self._follow_steps(before, after)
+    def input(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """The same batches; whatever is planned for fetching them happens meanwhile."""
+        for batch in batches:
+            self._pass("input", self.step + self._is_updated)
+            yield batch
 
-    def _follow_steps(self, before: list[Callable[[], None]], after: list[Callable[[], None]]) -> None:
+    @contextmanager
+    def checkpoint_io(self, kind: Literal["read", "write"]) -> Iterator[None]:
+        """What is planned for reading or writing checkpoints happens here."""
+        self._pass(f"checkpoint_{kind}", self.step)
+        yield
+
+    def _hook(self, fault: Fault) -> None:
+        place, act = fault.place, partial(self._fire, fault)
+        if place.kind is Kind.STEP:
+            self._before.append(partial(act, ()))
+        elif place.kind is Kind.COLLECTIVE and not isinstance(fault.effect, CallEffect):
+            self._handles.append(Ear(fault, act))
+        elif place.kind is Kind.PASS:
+            self._handles.append(_HOOKS[place.name](module_at(place, self._model), act))
+        elif place.kind is Kind.GRADIENT:
+            register: Callable[..., RemovableHandle] = tensor_at(place, self._model).register_hook
+            self._handles.append(register(act))
+        elif place.kind is Kind.STATE:
+            tensor = tensor_at(place, self._model)
+            moment = self._before if place.slot == "grad" else self._after
+            moment.append(lambda: act(self._held(tensor, place.slot)))
+
+    def _next_begins(self, *_: Any) -> None:
         """A step ends when the next one begins: what is replayed between them belongs to the first."""
-        updated = False
+        if self._is_updated and not is_inert():
+            self.step, self._is_updated = self.step + 1, False
+            self._tampering.begin(self.step)
+        for handle in self._handles:
+            if isinstance(handle, Ear):
+                handle.step_begins()
 
-        def next_begins(*_: Any) -> None:
-            nonlocal updated
-            if updated and not is_inert():
-                self.step, updated = self.step + 1, False
+    def _before_update(self, *_: Any) -> None:
+        self._next_begins()
+        for act in self._before:
+            act()
 
-        def before_update(*_: Any) -> None:
-            next_begins()
-            for act in before:
-                act()
+    def _after_update(self, *_: Any) -> None:
+        self._is_updated = True
+        self._tampering.end()
+        for act in self._after:
+            act()
 
-        def after_update(*_: Any) -> None:
-            nonlocal updated
-            updated = True
-            for act in after:
-                act()
+    def _pass(self, phase: str, step: int) -> None:
+        for fault in self._mine:
+            if fault.place.kind is Kind.PHASE and fault.place.name == phase:
+                self._fire(fault, (), step)
 
-        self._handles.append(self._model.register_forward_pre_hook(next_begins))
-        self._handles.append(self._optimizer.register_step_pre_hook(before_update))
-        self._handles.append(self._optimizer.register_step_post_hook(after_update))
+    def _is_due(self, fault: Fault, step: int) -> bool:
+        """Whether its step has come, and within it its call."""
+        call = self._passes[fault, step]
+        self._passes[fault, step] += 1
+        return step in fault.when and (fault.calls is None or call in fault.calls)
 
-    def _fire(self, fault: Fault, tensors: Any) -> None:
-        """Let the fault happen if its step has come, and within it its call."""
-        call = self._passes[fault, self.step]
-        self._passes[fault, self.step] += 1
-        if self.step not in fault.steps or not (fault.calls is None or call in fault.calls):
+    def _is_replaced(self, fault: Fault) -> bool:
+        is_due = self._is_due(fault, self.step)
+        if is_due:
+            self._count(fault, repr(fault.effect), self.step)
+        return is_due
+
+    def _fire(self, fault: Fault, tensors: Any, step: int | None = None) -> None:
+        step = self.step if step is None else step
+        if not self._is_due(fault, step):
             return
+        found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
         if isinstance(fault.effect, ProcessEffect):
-            self._count(fault, repr(fault.effect))  # first: the process may not come back from it
+            self._count(fault, repr(fault.effect), step)  # first: the process may not come back from it
             fault.effect.happen()
-        elif found := _tensors(tensors):
-            self._count(fault, fault.effect.corrupt(found[0]))
+        elif found and isinstance(fault.effect, TensorEffect):
+            told = fault.effect.corrupt(found[0])
+            if told is None:
+                self._masked[fault] += 1
+            else:
+                self._count(fault, told, step)
 
-    def _count(self, fault: Fault, detail: str) -> None:
-        firing = Firing(self._rank, fault.at, self.step, detail, time.monotonic())
+    def _count(self, fault: Fault, detail: str, step: int) -> None:
+        firing = Firing(self._rank, fault.at, step, detail, time.monotonic())
         self.fired.append(firing)
         self._happened.add(fault)
         if self._log is not None:
             with self._log.open("a") as log:
                 log.write(json.dumps(asdict(firing)) + "\n")
 
-    def _module(self, path: str) -> torch.nn.Module:
-        modules: dict[str, torch.nn.Module] = dict(self._model.named_modules())
-        return _named(path, modules, "module")
-
-    def _parameter(self, path: str, name: str) -> torch.nn.Parameter:
-        dotted = f"{path}.{name}" if path else name
-        return _named(dotted, dict(self._model.named_parameters()), "parameter")
-
-    def _parameter_tensors(self, parameter: torch.nn.Parameter, slot: str) -> Iterable[Any]:
+    def _held(self, tensor: torch.Tensor, slot: str) -> Any:
         if not slot:
-            return [parameter]
-        if slot == "grad":
-            return [parameter.grad]
-        return [self._optimizer.state[parameter].get(slot)]
-
-
-class _Ear:
-    """Hears of collectives, and acts on what one of them has left in this rank's memory."""
-
-    def __init__(self, at: str, act: Callable[[Any], None]) -> None:
-        self._operation, _, self._description = at.partition("@")
-        self._act = act
-
-    def before(self, call: Call) -> None:
-        """Nothing has moved yet."""
-
-    def issued(self, call: Call, token: Any, pending: Pending | None) -> None:  # noqa: ARG002
-        if call.operation == self._operation and call.group.description == self._description:
-            if pending is not None:
-                pending.wait()
-            self._act(call.tensors)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _named(name: str, known: Mapping[str, _Named], kind: str) -> _Named:
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or sorted(known)[:3]
-        raise ValueError(f"the model has no {kind} {name!r}; there is {', '.join(map(repr, near))}")
-    return known[name]
+            return tensor
+        return tensor.grad if slot == "grad" else self._optimizer.state[tensor].get(slot)

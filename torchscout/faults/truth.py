@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING
 from torchscout.decision.cross_group import scope_of
 from torchscout.decision.localization import Group, localize, undecided
 from torchscout.decision.record import Incident, Manifestation, Scope, Surface
-from torchscout.faults.place import BACKWARD, Kind, Place
-from torchscout.mesh import AXES, Axis, Mesh, PeerGroup, Role
+from torchscout.faults.call_effects import CallEffect
+from torchscout.faults.place import Kind
+from torchscout.faults.process_effects import StayInside
+from torchscout.faults.surfaces import axis_of, surface_of
+from torchscout.mesh import AXES, Mesh, PeerGroup, Role
 
 if TYPE_CHECKING:
-    from torchscout.faults.fault import Fault
+    from torchscout.faults.planned import Fault
 
-__all__ = ["Shown", "Truth", "truths"]
+__all__ = ["Shown", "Truth", "peers_of", "truths"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +75,13 @@ def _occasion(fault: Fault, mesh: Mesh) -> Hashable:
     """Faults with the same one make one finding."""
     kind, common = fault.place.kind, (fault.manifestation, fault.steps)
     if fault.manifestation is Manifestation.SDC:
-        return *common, surface_of(fault, mesh), _peers(fault, mesh).ranks
+        return *common, surface_of(fault, mesh), peers_of(fault, mesh).ranks
     if kind is Kind.COLLECTIVE:
-        return *common, kind, fault.place.slot if fault.manifestation is Manifestation.HANG else ""
+        # What process groups that are slow have in common is asked of all of them at once.
+        is_slow = fault.manifestation is Manifestation.STRAGGLER
+        return *common, kind, "" if is_slow else (surface_of(fault, mesh), type(fault.effect))
     if fault.manifestation is Manifestation.STRAGGLER:
-        return *common, kind, _peers(fault, mesh).ranks
+        return *common, kind, peers_of(fault, mesh).ranks
     return common
 
 
@@ -90,7 +95,7 @@ def _found(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
 
 def _wrong(faults: Sequence[Fault], mesh: Mesh) -> Truth:
     """A strict majority shows who is wrong."""
-    first, peers = faults[0], _peers(faults[0], mesh).ranks
+    first, peers = faults[0], peers_of(faults[0], mesh).ranks
     ranks = _ranks(faults)
     if 2 * len(ranks) >= len(peers):
         scope, ranks = Scope.PEER_GROUP, peers
@@ -101,8 +106,17 @@ def _wrong(faults: Sequence[Fault], mesh: Mesh) -> Truth:
 
 
 def _late(faults: Sequence[Fault], mesh: Mesh) -> Truth:
-    """Who is waited for and does not wait is the source: evidence that needs no vote."""
+    """Who is waited for and does not wait is the source: evidence that needs no vote.
+
+    Who issued something else, or waits in a circle, is for the members of the group to vote on; and where all
+    have entered, nobody in it is to blame.
+    """
     ranks, first = _ranks(faults), faults[0]
+    if isinstance(first.effect, CallEffect | StayInside):
+        members = _group(first, mesh).ranks
+        if isinstance(first.effect, StayInside) or 2 * len(ranks) >= len(members):
+            surface = surface_of(first, mesh)
+            return Truth(first.manifestation, members, Scope.PROCESS_GROUP, surface, first.steps)
     on_host = Counter(mesh.host_of(rank) for rank in ranks)
     together = None not in on_host and all(count > 1 for count in on_host.values())
     scope = Scope.MACHINE if together else Scope.RANK
@@ -111,7 +125,7 @@ def _late(faults: Sequence[Fault], mesh: Mesh) -> Truth:
 
 def _slow(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
     """Each slow rank by itself; where all are equally slow it is the job."""
-    first, peers = faults[0], _peers(faults[0], mesh)
+    first, peers = faults[0], peers_of(faults[0], mesh)
     surfaces = {
         rank: min(surface_of(each, mesh) for each in faults if each.rank == rank) for rank in _ranks(faults)
     }
@@ -143,7 +157,7 @@ def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
 
 
 def _group(fault: Fault, mesh: Mesh) -> Group:
-    axis = _axis(fault, mesh)
+    axis = axis_of(fault, mesh)
     return Group(axis, mesh.ranks_along(axis, fault.rank))
 
 
@@ -161,20 +175,7 @@ def _placed(group: Group, mesh: Mesh) -> list[int]:
     return sorted(Counter(map(mesh.host_of, group.ranks)).values())
 
 
-def _axis(fault: Fault, mesh: Mesh) -> str:
-    if fault.axis is not None:
-        return fault.axis
-    everybody = tuple(range(len(mesh)))
-    along = [axis for axis in AXES if mesh.ranks_along(axis, 0) == everybody]
-    if fault.place.slot != "default_pg" or not along:
-        raise ValueError(
-            f"along which axis of the mesh the process group of {fault.at!r} lies is not known; "
-            f"say it with slow_collective(axis=...), one of {', '.join(AXES)}"
-        )
-    return along[0]
-
-
-def _peers(fault: Fault, mesh: Mesh) -> PeerGroup:
+def peers_of(fault: Fault, mesh: Mesh) -> PeerGroup:
     """Who is compared: holders of the same state, or whoever computes the same layer."""
     role = fault.shown.role
     if fault.place.kind in (Kind.PASS, Kind.GRADIENT):
@@ -194,41 +195,3 @@ def _stated(shown: Shown, truth: Truth) -> Truth:
         scope=truth.scope if shown.scope is None else shown.scope,
         ranks=truth.ranks if shown.ranks is None else shown.ranks,
     )
-
-
-def surface_of(fault: Fault, mesh: Mesh) -> Surface:
-    """Where it shows first; a module is taken for the layer that replay calls."""
-    if fault.shown.surface is not None:
-        return fault.shown.surface
-    if fault.manifestation is Manifestation.HANG:
-        return "issued/*"
-    if fault.manifestation is Manifestation.STRAGGLER:
-        return _surface_of_time(fault.place, fault, mesh)
-    return _surface_of_number(fault.place, mesh)
-
-
-def _surface_of_time(place: Place, fault: Fault, mesh: Mesh) -> Surface:
-    if place.kind is Kind.COLLECTIVE:
-        axis = _axis(fault, mesh)
-        # Those that gather and reduce a layer's state are told from the ones it makes itself.
-        return f"time/{place.name}" if axis in ("replica", "shard") else f"time/{place.name}@{axis}"
-    if place.kind is Kind.PHASE:
-        return f"time/{place.name}"
-    if place.kind is Kind.PASS:
-        return "time/module_backward" if place.name in BACKWARD else "time/module"
-    raise ValueError(f"a delay at {fault.at!r} shows on no surface: nothing times that place by itself")
-
-
-def _surface_of_number(place: Place, mesh: Mesh) -> Surface:
-    module = place.module or "model"
-    if place.kind is Kind.COLLECTIVE:
-        return {"all_gather": "*/parameters", "broadcast": "*/input"}.get(place.name, "*")
-    if place.kind is Kind.PASS:
-        seen = {"input": "output", "forward": "output"}
-        return f"{module}/{seen.get(place.name, 'grad_input' if place.name in BACKWARD else place.name)}"
-    if place.kind is Kind.GRADIENT:
-        return f"{module}/{place.name}.grad"
-    if mesh.peer_axis() is Axis.SHARD:  # nobody has a second copy: the owner's own evidence
-        return "state/at_rest" if place.slot not in ("", "grad") else "optimizer/update"
-    slot = "" if place.slot in ("", "grad") else f".{place.slot}"  # a wrong gradient leaves a wrong weight
-    return f"{module}/{place.name}{slot}"
