@@ -96,9 +96,25 @@ class LiveRanks:
 
     def ask(self, question: Any, timeout: float = 60.0) -> list[Any]:
         """Every rank's answer, in order."""
+        self.tell(question)
+        return self.answers(timeout)
+
+    def tell(self, question: Any) -> None:
+        """Ask, and do something else until there are answers."""
         message = pickle.dumps(question)
         for rank in self._ranks:
             rank.tell(message)
+
+    def have_answered(self, timeout: float) -> bool:
+        """Whether all have, or have failed, within that time."""
+        waiting: set[Any] = {rank.pipe for rank in self._ranks}
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            waiting -= set(wait(list(waiting), left))
+        return not waiting
+
+    def answers(self, timeout: float = 60.0) -> list[Any]:
+        """What was told, by every rank in order."""
         return _values(_collect(self._ranks, timeout))
 
     def close(self, patience_seconds: float = _LEAVE_SECONDS) -> None:

@@ -7,16 +7,24 @@ from itertools import groupby
 from pathlib import Path
 
 from torchscout.cli.campaign.cell import Cell, Processes
+from torchscout.cli.campaign.observed_bench import run_observed
+from torchscout.cli.campaign.recovery_bench import run_recovery
 from torchscout.cli.campaign.result import Result
 from torchscout.cli.campaign.warm_bench import run_warm
 
 __all__ = ["run_cells"]
 
-MODULES = ("torch._dynamo", "torchscout.cli.campaign.warm")
+MODULES = (
+    "torch._dynamo",  # comes with the first optimizer
+    "torchscout.cli.campaign.observed",
+    "torchscout.cli.campaign.recovery",
+    "torchscout.cli.campaign.warm",
+    "torchscout.integration.checkpointing",
+)
 """What ranks need; the server that they are forked from imports it once."""
 
 
-def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Iterator[Result]:  # noqa: ARG001
+def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Iterator[Result]:
     """Results as they come. ``jobs`` hangs are run at once: they mostly wait."""
     ordered = sorted(cells, key=_group)
     for (processes, layout), group in groupby(ordered, key=_group):
@@ -24,6 +32,10 @@ def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Iter
         place = folder / "evidence" / f"{processes}-{layout}"
         if processes == Processes.WARM.value:
             yield from run_warm(together, place, seed)
+        elif processes == Processes.RECOVERY.value:
+            yield from run_recovery(together, place)
+        else:
+            yield from run_observed(together, place, jobs)
 
 
 def _group(cell: Cell) -> tuple[str, str]:

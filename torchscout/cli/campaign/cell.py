@@ -51,14 +51,12 @@ class Cell:
     """Steps are the cell's own: the first one is clean. Without faults nothing must be reported."""
     due: int | None = None
     """The hidden layer that replay must be at when the fault happens, where that matters."""
-    job: str = ""
-    """Which of the observed jobs, where there are several."""
     seed: int = 0
 
     @property
     def identity(self) -> str:
         """The same in every run of the same campaign, and for no other cell: ``ROW/LAYOUT/NAME@DIGEST``."""
-        told = repr((self.faults, self.due, self.job, self.seed))
+        told = repr((self.faults, self.due, self.seed))
         digest = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
         return f"{self.row}/{self.layout}/{self.name}@{digest}"
 

@@ -49,7 +49,7 @@ def paper(
     html: _Html = None,
     seed: _Seed = 0,
     cells: _Cells = "*",
-    jobs: _Jobs = 2,
+    jobs: _Jobs = 3,
     quick: _Quick = False,
     resume: _Resume = None,
 ) -> None:

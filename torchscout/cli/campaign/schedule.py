@@ -68,5 +68,5 @@ def _slot(cell: Cell, before: int, done: int, layers: int) -> Slot:
 
 
 def _later(fault: Fault, steps: int) -> Fault:
-    moved = range(fault.steps.start + steps, fault.steps.stop + steps, fault.steps.step)
-    return replace(fault, steps=moved)
+    assert isinstance(fault.when, range), "a cell's faults happen in steps that are known"
+    return replace(fault, when=range(fault.when.start + steps, fault.when.stop + steps, fault.when.step))
