@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -24,7 +24,7 @@ MODULES = (
 """What ranks need; the server that they are forked from imports it once."""
 
 
-def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Iterator[Result]:
+def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Generator[Result, None, None]:
     """Results as they come. ``jobs`` hangs are run at once: they mostly wait."""
     ordered = sorted(cells, key=_group)
     for (processes, layout), group in groupby(ordered, key=_group):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -99,9 +100,10 @@ def run(cells: Sequence[Cell], store: Store, seed: int, jobs: int) -> None:
     )
     with interruptible(), nothing_left(store.folder), Screen(Console(stderr=True), len(left)) as screen:
         preload(*MODULES)
-        for result in run_cells(left, store.folder, seed, jobs):
-            store.add(result)
-            screen.show(store.summaries(ROWS, cells)[0], result)
+        with closing(run_cells(left, store.folder, seed, jobs)) as results:
+            for result in results:
+                store.add(result)
+                screen.show(store.summaries(ROWS, cells)[0], result)
 
 
 def _folder(resumed: Path | None) -> Path:

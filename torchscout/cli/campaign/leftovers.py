@@ -21,17 +21,19 @@ _PATIENCE_SECONDS = 5.0
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a campaign as Ctrl-C does: by an exception, so that it can clear up."""
+    """SIGTERM and SIGHUP end a campaign as Ctrl-C does: by an exception, so that it can clear up, once."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # an impatient second one would leave something behind
         raise KeyboardInterrupt
 
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, interrupt) for number in numbers]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 

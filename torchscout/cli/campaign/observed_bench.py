@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
@@ -33,20 +34,23 @@ _POLL_SECONDS = 0.1
 _REASON_CHARACTERS = 600
 
 
-def run_observed(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[Result]:
+def run_observed(cells: Sequence[Cell], folder: Path, jobs: int) -> Generator[Result, None, None]:
     """Results as they come; the evidence of those that fail stays in ``folder``."""
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [
-            pool.submit(_run, cell, folder / re.sub(r"[^\w.@-]", "_", cell.identity)) for cell in cells
-        ]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool, stop = ThreadPoolExecutor(jobs), threading.Event()
+    try:
+        futures = [pool.submit(_run, cell, folder / _file_name(cell), stop) for cell in cells]
+        for future in as_completed(futures):
+            yield future.result()
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
 
 
-def _run(cell: Cell, run_dir: Path) -> Result:
+def _file_name(cell: Cell) -> str:
+    return re.sub(r"[^\w.@-]", "_", cell.identity)
+
+
+def _run(cell: Cell, run_dir: Path, stop: threading.Event) -> Result:
     begin = time.monotonic()
     shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was interrupted
     for each in (firings_of(run_dir), observers_of(run_dir)):
@@ -55,8 +59,8 @@ def _run(cell: Cell, run_dir: Path) -> Result:
     ranks = LiveRanks(train, cell.place.ranks, cell.place, cell.faults, run_dir)
     try:
         ranks.tell("train")
-        found = _followed(ranks, reports, goes_on=_goes_on(cell))
-        if _goes_on(cell):
+        found = _followed(ranks, reports, stop, goes_on=_goes_on(cell))
+        if _goes_on(cell) and not stop.is_set():
             told = ranks.answers(timeout=1.0)
     except RankError as error:
         problem = str(error)[:_REASON_CHARACTERS]
@@ -75,11 +79,11 @@ def _goes_on(cell: Cell) -> bool:
     return not any(isinstance(fault.effect, CallEffect) for fault in cell.faults)
 
 
-def _followed(ranks: LiveRanks, reports: Reports, *, goes_on: bool) -> list[Stamped]:
+def _followed(ranks: LiveRanks, reports: Reports, stop: threading.Event, *, goes_on: bool) -> list[Stamped]:
     """What is reported until the job has ended, or until nothing more is to be expected of it."""
     found: list[Stamped] = []
     deadline = time.monotonic() + _SECONDS
-    while not ranks.have_answered(_POLL_SECONDS) and time.monotonic() < deadline:
+    while not (ranks.have_answered(_POLL_SECONDS) or stop.is_set() or time.monotonic() > deadline):
         new = reports.new()
         if new and not found and not goes_on:
             deadline = time.monotonic() + _SETTLE_SECONDS

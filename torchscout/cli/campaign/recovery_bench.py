@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from torchscout.cli.campaign.cell import Cell
@@ -22,7 +22,7 @@ _SECONDS = 180.0
 _REASON_CHARACTERS = 600
 
 
-def run_recovery(cells: Sequence[Cell], folder: Path) -> Iterator[Result]:
+def run_recovery(cells: Sequence[Cell], folder: Path) -> Generator[Result, None, None]:
     """One after another; the evidence of those that fail stays in ``folder``."""
     for cell in cells:
         place = folder / cell.name

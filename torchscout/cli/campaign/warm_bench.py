@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from torchscout.cli.campaign.cell import Cell
@@ -24,7 +24,7 @@ _SECONDS = 120.0
 _REASON_CHARACTERS = 600
 
 
-def run_warm(cells: Sequence[Cell], folder: Path, seed: int) -> Iterator[Result]:
+def run_warm(cells: Sequence[Cell], folder: Path, seed: int) -> Generator[Result, None, None]:
     """Cells of one layout; their evidence goes to ``folder``, and stays there for those that fail."""
     left, run = list(cells), 0
     while left:
@@ -40,7 +40,7 @@ def run_warm(cells: Sequence[Cell], folder: Path, seed: int) -> Iterator[Result]
             shutil.rmtree(run_dir / "records", ignore_errors=True)
 
 
-def _run(cells: Sequence[Cell], run_dir: Path, seed: int) -> Iterator[Result]:
+def _run(cells: Sequence[Cell], run_dir: Path, seed: int) -> Generator[Result, None, None]:
     """Until all are done, or the ranks cannot be used for the next cell."""
     slots, layout = scheduled(cells, BLOCKS), LAYOUTS[cells[0].layout]
     reports = Reports(run_dir)
