@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchscout.cli.campaign.cell import Cell
     from torchscout.cli.campaign.store import Store
 
-__all__ = ["app"]
+__all__ = ["answer", "app", "run_campaign"]
 
 _Value = TypeVar("_Value")
 
@@ -59,8 +59,8 @@ def paper(
     from torchscout.cli.campaign.campaigns import PAPER
 
     wanted = _wanted(PAPER, seed, cells, quick=quick)
-    report, screen = _run(PAPER, wanted, seed, jobs, resume)
-    _answer(report, screen, as_json=as_json, output=output, html=html)
+    report, screen = run_campaign(PAPER, wanted, seed, jobs, resume)
+    answer(report, screen, as_json=as_json, output=output, html=html)
 
 
 @app.command()
@@ -78,8 +78,8 @@ def ablation(
     from torchscout.cli.campaign.campaigns import ABLATION
 
     wanted = _wanted(ABLATION, seed, cells, quick=quick)
-    report, screen = _run(ABLATION, wanted, seed, jobs, resume)
-    _answer(report, screen, as_json=as_json, output=output, html=html)
+    report, screen = run_campaign(ABLATION, wanted, seed, jobs, resume)
+    answer(report, screen, as_json=as_json, output=output, html=html)
 
 
 def _wanted(campaign: Campaign, seed: int, pattern: str, *, quick: bool) -> list[Cell]:
@@ -89,7 +89,7 @@ def _wanted(campaign: Campaign, seed: int, pattern: str, *, quick: bool) -> list
     return sampled(cells, seed, campaign.sample) if quick else cells
 
 
-def _run(
+def run_campaign(
     campaign: Campaign, cells: Sequence[Cell], seed: int, jobs: int, resumed: Path | None
 ) -> tuple[dict[str, Any], str]:
     """Every cell that has no result yet; what a signal interrupts leaves nothing behind but its results."""
@@ -128,7 +128,7 @@ def _run_all(campaign: Campaign, cells: Sequence[Cell], store: Store, seed: int,
                 screen.show(store.summaries(campaign.rows, cells)[0], result)
 
 
-def _answer(
+def answer(
     report: dict[str, Any], screen: str, *, as_json: bool, output: Path | None, html: Path | None
 ) -> None:
     from torchscout.cli.campaign.page import page

@@ -35,7 +35,12 @@ class Told:
 
 
 def train(
-    rank: int, questions: Iterator[Any], layout: Layout, faults: Faults, run_dir: Path
+    rank: int,
+    questions: Iterator[Any],
+    layout: Layout,
+    faults: Faults,
+    run_dir: Path,
+    observer: ObserverConfig = QUICK,
 ) -> Iterator[Told]:
     """One short training; the only question is to begin."""
     be_quiet(run_dir)
@@ -46,7 +51,7 @@ def train(
             training.model,
             training.optimizer,
             replay=None,
-            observer=QUICK,
+            observer=observer,
             parallelism=layout.mesh() if layout.tensor > 1 else None,
             run_dir=run_dir,
         ) as session,

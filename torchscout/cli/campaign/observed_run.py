@@ -79,7 +79,7 @@ def observe(
         if _goes_on(cell) and not stop.is_set():
             told = ranks.answers(timeout=1.0)
     except RankError as error:
-        failures = [str(error)[:_PROBLEM_CHARACTERS]]
+        failures = [error.in_short[:_PROBLEM_CHARACTERS]]
     finally:
         if not told:
             _end_observers(run_dir)  # first: they would report that their trainers are killed

@@ -41,7 +41,7 @@ def _run(cell: Cell, place: Path) -> Result:
         told = run_ranks(train, layout.ranks, layout, cell.faults, place, place / "kept", timeout=_SECONDS)
         again = run_ranks(train, layout.ranks, layout, Faults(), place, place / "kept", timeout=_SECONDS)
     except RankError as error:
-        problem = str(error)[:_REASON_CHARACTERS]
+        problem = error.in_short[:_REASON_CHARACTERS]
     found = reports.new()
     fired = [firing for each in told for firing in each.fired]
     given = grade(

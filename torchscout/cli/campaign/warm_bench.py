@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,8 +16,9 @@ from torchscout.cli.campaign.layout import BLOCKS, LAYOUTS, Layout
 from torchscout.cli.campaign.reports import Reports
 from torchscout.cli.campaign.result import Result, found_in
 from torchscout.cli.campaign.schedule import Slot, planned, scheduled
-from torchscout.cli.campaign.warm import Stretch, Told, train
+from torchscout.cli.campaign.warm import EVERY_STEP, Stretch, Told, train
 from torchscout.cli.local_ranks import LiveRanks, RankError
+from torchscout.config import ReplayConfig
 from torchscout.decision.record import Incident
 
 __all__ = ["Judge", "run_warm"]
@@ -35,18 +37,24 @@ class Judge(Protocol):
 
 
 def run_warm(
-    cells: Sequence[Cell], folder: Path, seed: int, judge: Callable[[Layout], Judge] | None = None
+    cells: Sequence[Cell],
+    folder: Path,
+    seed: int,
+    *,
+    replay: ReplayConfig = EVERY_STEP,
+    judge: Callable[[Layout], Judge] | None = None,
 ) -> Generator[Result, None, None]:
     """Cells of one layout; their evidence goes to ``folder``, and stays there for those that fail.
 
-    Where there is a ``judge``, each set of ranks gets a new one.
+    ``replay`` must have a check at every step. Where there is a ``judge``, each set of ranks gets a new one.
     """
-    left, run = list(cells), 0
+    left, run, layout = list(cells), 0, LAYOUTS[cells[0].layout]
     while left:
         run += 1
         results: list[Result] = []
         run_dir = folder / f"run-{run}"
-        for result in _run(left, run_dir, seed, None if judge is None else judge(LAYOUTS[left[0].layout])):
+        body = partial(train, replay=replay)
+        for result in _run(left, run_dir, seed, body, None if judge is None else judge(layout)):
             results.append(result)
             yield result
         done = {each.cell for each in results}
@@ -56,18 +64,22 @@ def run_warm(
 
 
 def _run(
-    cells: Sequence[Cell], run_dir: Path, seed: int, judge: Judge | None
+    cells: Sequence[Cell],
+    run_dir: Path,
+    seed: int,
+    body: Callable[..., Iterator[Told]],
+    judge: Judge | None,
 ) -> Generator[Result, None, None]:
     """Until all are done, or the ranks cannot be used for the next cell."""
     slots, layout = scheduled(cells, BLOCKS), LAYOUTS[cells[0].layout]
     reports = Reports(run_dir)
-    with LiveRanks(train, layout.ranks, layout, planned(slots), run_dir, seed) as ranks:
+    with LiveRanks(body, layout.ranks, layout, planned(slots), run_dir, seed) as ranks:
         for slot in slots:
             begin = time.monotonic()
             try:
                 told: list[Told] = ranks.ask(Stretch(slot.last, slot.restored_after), timeout=_SECONDS)
             except RankError as error:
-                yield _broken(slot, str(error), time.monotonic() - begin)
+                yield _broken(slot, error.in_short, time.monotonic() - begin)
                 return
             result = _graded(slot, told, reports, time.monotonic() - begin)
             if judge is not None:

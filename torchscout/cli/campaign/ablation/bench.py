@@ -41,7 +41,7 @@ def run_ablated(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Ge
     for (processes, layout), group in groupby(sorted(cells, key=_group), key=_group):
         place, together = folder / "evidence" / f"{processes}-{layout}", list(group)
         if processes == Processes.WARM.value:
-            yield from run_warm(together, place, seed, _Judge)
+            yield from run_warm(together, place, seed, judge=_Judge)
         else:
             yield from run_at_once(_hang, together, place, jobs)
 

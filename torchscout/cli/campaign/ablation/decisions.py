@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from torchscout.cli.campaign.ablation.outcome import Claim, claims_of
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
+from torchscout.decision.persistence import Times
 from torchscout.decision.progress import Standing
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import Stamped
@@ -58,11 +58,11 @@ def unconfirmed(records: Iterable[EvidenceRecord], config: StragglerConfig) -> s
 
 
 def _materially_slow(record: EvidenceRecord, config: StragglerConfig) -> list[int]:
-    assert record.verdict is not None
-    times = dict(zip(record.peers, record.verdict.evidence, strict=True))
-    median = statistics.median(times.values())
-    floor = max(config.material_ratio * median, median + config.material_ms)
-    return [rank for rank in record.ranks if times[rank] >= floor]
+    times = Times.of(record)
+    if times is None:
+        return []
+    floor = max(config.material_ratio * times.reference, times.reference + config.material_ms)
+    return [rank for rank in record.ranks if times.of_rank.get(rank, 0.0) >= floor]
 
 
 class RawStepTimes:
