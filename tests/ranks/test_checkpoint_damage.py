@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from tests.support.checkpoint_jobs import Plan, Told, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import Role
+from torchscout.faults.storage import Cut, Damage, Delete, FlipFileBit, copies, spoil
 
 STEPS, MORE = 8, 10
 
@@ -40,12 +40,8 @@ class Left:
         assert self.plan.directory is not None
         return self.plan.directory
 
-    def shard(self, folder: Path, rank: int, step: int) -> Path:
-        return folder / f"step-{step:010d}.lineage-0" / f"rank-{rank}-of-2.held-by-{rank}.shard"
-
     def copies(self, rank: int, step: int) -> list[Path]:
-        paths = [self.shard(folder, rank, step) for folder in (self.memory, self.disk)]
-        return [path for path in paths if path.exists()]
+        return copies([self.memory, self.disk], rank, step)
 
     def again(self, ranks: int = 2, **changes: object) -> list[Told]:
         plan = replace(self.plan, steps=MORE, run_dir=self.plan.run_dir.with_name("again"), **changes)
@@ -97,54 +93,39 @@ def left(kept: Left) -> Left:
     shutil.copytree(there.with_name("whole"), there)
     for rank in (0, 1):
         assert [len(kept.copies(rank, step)) for step in (8, 7)] == [2, 1], "what the tests count on"
-        assert kept.shard(kept.disk, rank, 6).exists()
+        assert copies([kept.disk], rank, 6)
     return kept
 
 
-def flip(path: Path, place: float, bit: int = 3) -> None:
-    """One bit, at this share of the file."""
-    path.chmod(0o600)
-    data = bytearray(path.read_bytes())
-    data[min(int(place * len(data)), len(data) - 1)] ^= 1 << bit
-    path.write_bytes(data)
-
-
-def cut(path: Path, place: float) -> None:
-    path.chmod(0o600)
-    path.write_bytes(path.read_bytes()[: int(place * path.stat().st_size)])
-
-
-SPOIL: dict[str, Callable[[Path], None]] = {
-    "a bit of the header": lambda path: flip(path, 0.001),
-    "a bit of a tensor": lambda path: flip(path, 0.6),
-    "the last bit": lambda path: flip(path, 1.0, 7),
-    "the end is missing": lambda path: cut(path, 0.9),
-    "it is empty": lambda path: cut(path, 0.0),
-    "it is deleted": lambda path: path.unlink(),
+SPOIL: dict[str, Damage] = {
+    "a bit of the header": FlipFileBit(0.001),
+    "a bit of a tensor": FlipFileBit(0.6),
+    "the last bit": FlipFileBit(1.0, 7),
+    "the end is missing": Cut(0.9),
+    "it is empty": Cut(0.0),
+    "it is deleted": Delete(),
 }
+MIDDLE = FlipFileBit(0.5)
 
 
 @pytest.mark.parametrize("how", SPOIL)
 def test_a_damaged_snapshot_is_not_loaded_and_its_file_is(left: Left, how: str):
-    path = left.shard(left.memory, 1, STEPS)
-    SPOIL[how](path)
+    lost = spoil(copies([left.memory], 1, STEPS), SPOIL[how])
     problems = left.went_on(STEPS, ("memory", "disk"))
-    assert how == "it is deleted" or any(str(path) in each for each in problems), problems
+    assert lost.is_told_by(problems), problems
 
 
 @pytest.mark.parametrize("how", ["a bit of a tensor", "it is deleted"])
 def test_all_ranks_take_the_generation_before_if_one_of_them_has_lost_the_newest(left: Left, how: str):
-    for path in left.copies(1, STEPS):
-        SPOIL[how](path)
+    spoil(left.copies(1, STEPS), SPOIL[how])
     left.went_on(STEPS - 1, ("memory", "memory"))
 
 
 def test_further_back_it_goes_from_verified_to_verified(left: Left):
     """Step 8 is damaged on one rank and step 7 on the other: 6 is the newest that both have."""
-    for path in (*left.copies(0, 8), *left.copies(1, 7)):
-        flip(path, 0.5)
-    for path in [left.shard(left.memory, rank, 6) for rank in (0, 1)]:
-        path.unlink(missing_ok=True)
+    spoil([*left.copies(0, 8), *left.copies(1, 7)], MIDDLE)
+    for path in [*copies([left.memory], 0, 6), *copies([left.memory], 1, 6)]:
+        path.unlink()
     left.went_on(6, ("disk", "disk"))
 
 
@@ -158,8 +139,7 @@ def test_what_one_rank_has_not_certified_is_not_loaded_though_it_is_whole(left: 
 
 
 def test_damaged_everywhere_is_said_on_every_rank_and_nothing_is_loaded(left: Left):
-    for path in [*left.memory.glob("step-*/rank-1-*"), *left.disk.glob("step-*/rank-1-*")]:
-        flip(path, 0.5)
+    spoil([*left.memory.glob("step-*/rank-1-*"), *left.disk.glob("step-*/rank-1-*")], MIDDLE)
     said = left.refused()
     assert "No checkpoint is left that may be loaded" in said
     assert "the state of rank 1 is nowhere" in said
@@ -168,15 +148,13 @@ def test_damaged_everywhere_is_said_on_every_rank_and_nothing_is_loaded(left: Le
 @pytest.mark.parametrize("spoiled", ["memory", "disk"])
 def test_one_damaged_ledger_does_no_harm(left: Left, spoiled: str):
     folder = getattr(left, spoiled)
-    for path in folder.glob("rank-1.ledger*"):
-        flip(path, 0.5)
+    spoil(list(folder.glob("rank-1.ledger*")), MIDDLE)
     problems = left.went_on(STEPS, ("memory", "memory"))
     assert any("rank-1.ledger is damaged" in each for each in problems)
 
 
 def test_a_rank_without_any_ledger_relies_on_the_others(left: Left):
-    for path in [*left.memory.glob("rank-1.ledger*"), *left.disk.glob("rank-1.ledger*")]:
-        path.unlink()
+    spoil([*left.memory.glob("rank-1.ledger*"), *left.disk.glob("rank-1.ledger*")], Delete())
     left.went_on(STEPS, ("memory", "memory"))
 
 
@@ -194,8 +172,7 @@ def test_a_rank_that_knows_only_of_an_earlier_lineage_has_no_say(left: Left):
 
 @pytest.mark.parametrize("how", ["a bit of a tensor", "it is deleted"])
 def test_without_any_ledger_that_can_be_read_there_is_no_silent_beginning(left: Left, how: str):
-    for path in [*left.memory.glob("*.ledger*"), *left.disk.glob("*.ledger*")]:
-        SPOIL[how](path)
+    spoil([*left.memory.glob("*.ledger*"), *left.disk.glob("*.ledger*")], SPOIL[how])
     assert "no rank can read which of its checkpoints may be trusted" in left.refused()
 
 
@@ -225,5 +202,5 @@ def test_any_bit_of_any_copy_is_noticed(left: Left, seed: int):
     chance = random.Random(seed)
     for rank in (0, 1):
         for path in left.copies(rank, STEPS):
-            flip(path, chance.random(), chance.randrange(8))
+            spoil([path], FlipFileBit(chance.random(), chance.randrange(8)))
     left.went_on(STEPS - 1, ("memory", "memory"))

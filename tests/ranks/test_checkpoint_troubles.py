@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
 from torchscout.checkpoint import ledger, shards
 from torchscout.faults.fault import Faults
+from torchscout.faults.storage import can_fill_disks, on_a_small_disk, restore_folder
 
 
 def planned(tmp_path: Path, steps: int = 12) -> Plan:
@@ -39,17 +39,15 @@ def alone(plan: Plan) -> list[dict[int, str]]:
 
 def with_a_small_disk(plan: Plan, kilobytes: int, folder: Path) -> list[Told]:
     """The job's files lie in a file system of that size; what each rank tells."""
-    unshare = ["unshare", "--user", "--map-root-user", "--mount"]
-    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], check=False).returncode:
+    if not can_fill_disks():
         pytest.skip("this machine does not let tests mount a file system")
     assert plan.directory is not None
     plan.directory.mkdir(mode=0o700)
     folder.mkdir()
     (folder / "plan").write_bytes(pickle.dumps(plan))
-    script = f'mount -t tmpfs -o mode=0700,size={kilobytes}k tmpfs "$0" && exec "$@"'
     module = [sys.executable, "-m", "tests.support.spread_checkpoints", str(folder / "plan"), str(folder)]
     found = subprocess.run(
-        [*unshare, "sh", "-c", script, str(plan.directory), *module, "0", "1", "--here"],
+        on_a_small_disk(plan.directory, kilobytes, [*module, "0", "1", "--here"]),
         capture_output=True,
         text=True,
         check=False,
@@ -96,8 +94,7 @@ def test_a_folder_that_is_lost_later_moves_no_pointer_and_memory_still_has_it_al
     with pytest.raises(RankError) as raised:
         run_ranks(train, 2, replace(plan, steps=14), timeout=60)
     assert str(raised.value).count("CheckpointError: 2 of 2 ranks failed") == 2, raised.value
-    plan.directory.unlink()
-    plan.directory.with_suffix(".lost").rename(plan.directory)
+    restore_folder(plan.directory)
     again = run_ranks(train, 2, replace(plan, steps=14, lost_folder=None), timeout=60)
     assert [each.resumed and each.resumed.step for each in again] == [12, 12]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks.test_hangs import ddp_job, fsdp_job, mismatched_job
+from tests.ranks.test_hangs import TRAINING, communicating_job, ddp_job, fsdp_job
 from tests.support.hangs import FAULTY_STEP, QUICK, Net, incidents, wait_for_incident
 from tests.support.ranks import RankError, run_ranks
 from torchscout.faults.fault import Faults
@@ -46,8 +46,9 @@ def test_late_to_an_all_reduce(tmp_path: Path, seed: int):
 
 @pytest.mark.parametrize("seed", REPEATS)
 def test_stalled_input(tmp_path: Path, seed: int):
-    rank = random.Random(100 + seed).randrange(RANKS)
-    run_ranks(ddp_job, RANKS, tmp_path, Faults(), rank, timeout=120)
+    generator = random.Random(100 + seed)
+    rank = generator.randrange(RANKS)
+    run_ranks(ddp_job, RANKS, tmp_path, stall(generator, rank, "input"), timeout=120)
     names_exactly(tmp_path, rank)
 
 
@@ -56,8 +57,9 @@ def test_another_collective(tmp_path: Path, seed: int):
     generator = random.Random(200 + seed)
     rank, hidden = generator.randrange(RANKS), generator.random() < 0.5
     what = generator.choice(["operation", "shape", "dtype"])
+    faults = Faults().change_collective(rank=rank, step=FAULTY_STEP, what=what, **TRAINING)
     with suppress(RankError):
-        run_ranks(mismatched_job, RANKS, tmp_path, what, hidden, rank, timeout=120)
+        run_ranks(communicating_job, RANKS, tmp_path, faults, hidden, timeout=120)
     names_exactly(tmp_path, rank)
 
 

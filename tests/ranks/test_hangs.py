@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -26,24 +25,22 @@ from tests.support.hangs import (
     incidents,
     resolutions,
     steps,
-    stop_myself_until,
     until_it_raises,
     wait_for_incident,
 )
 from tests.support.ranks import RankError, run_ranks
 from torchscout.config import Parallelism
-from torchscout.decision.record import Action, Manifestation, Scope
+from torchscout.decision.record import Action, Incident, Manifestation, Scope
 from torchscout.evidence.collectives import listen
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 from torchscout.integration.attach import enable_resiliency
+from torchscout.mesh import Mesh
 
 STEP_PLACE = "step"
 
 
-def ddp_job(
-    rank: int, run_dir: Path, faults: Faults, slow_input: int | None = None, slow_write: int | None = None
-):
+def ddp_job(rank: int, run_dir: Path, faults: Faults):
     """An ordinary DDP job; returns how many faults fired and the messages its observer exchanged."""
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -51,23 +48,24 @@ def ddp_job(
         enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir) as session,
         Injector(faults, rank, model.module, optimizer) as injector,
     ):
-        for step, batch in zip(steps(), session.watch_input(batches(slow_input == rank)), strict=False):
+        batches = injector.input(torch.randn(4, 16) for _ in range(100))
+        for step, batch in zip(steps(), session.watch_input(batches), strict=False):
             optimizer.zero_grad()
             model(batch).sum().backward()
             optimizer.step()
             if step == FAULTY_STEP:
-                with session.checkpoint_io("write"):
-                    time.sleep(STALL if slow_write == rank else 0.0)
+                with session.checkpoint_io("write"), injector.checkpoint_io("write"):
+                    pass
         status = session.status()
         dist.barrier()  # who leaves says goodbye, and that is a message
     return len(injector.fired), status
 
 
-def batches(stalls: bool):
-    for step in range(1, 100):
-        if stalls and step == FAULTY_STEP:
-            time.sleep(STALL)
-        yield torch.randn(4, 16)
+def only_incident(run_dir: Path, faults: Faults, mesh: Mesh = Mesh.grid(replica=4)) -> Incident:  # noqa: B008
+    """The one incident there is, which says exactly what was done to the job."""
+    (incident,), (truth,) = incidents(run_dir), faults.truth(mesh)
+    assert truth.is_told_by(incident), (truth, incident.sentence)
+    return incident
 
 
 def test_a_clean_job_is_silent_and_its_observers_too(tmp_path: Path):
@@ -82,7 +80,7 @@ def test_a_late_rank_is_named(tmp_path: Path, place: str):
     faults = Faults().stall(rank=2, at=place, step=FAULTY_STEP, seconds=STALL)
     results = run_ranks(ddp_job, 4, tmp_path, faults, timeout=90)
     assert [fired for fired, _ in results] == [0, 0, 1, 0]
-    (incident,) = incidents(tmp_path)
+    incident = only_incident(tmp_path, faults)
     assert (incident.manifestation, incident.scope, incident.ranks) == (Manifestation.HANG, Scope.RANK, (2,))
     assert incident.action is Action.RESTART
     assert "rank 2" in incident.sentence
@@ -91,50 +89,44 @@ def test_a_late_rank_is_named(tmp_path: Path, place: str):
 
 
 def test_a_stalled_input_is_named_as_such(tmp_path: Path):
-    run_ranks(ddp_job, 4, tmp_path, Faults(), 1, timeout=90)
-    (incident,) = incidents(tmp_path)
+    faults = Faults().stall(rank=1, at="input", step=FAULTY_STEP, seconds=STALL)
+    assert [fired for fired, _ in run_ranks(ddp_job, 4, tmp_path, faults, timeout=90)] == [0, 1, 0, 0]
+    incident = only_incident(tmp_path, faults)
     assert incident.ranks == (1,)
     assert "input" in incident.sentence
 
 
 def test_a_stalled_checkpoint_write_is_named_as_such(tmp_path: Path):
-    run_ranks(ddp_job, 4, tmp_path, Faults(), None, 3, timeout=90)
-    (incident,) = incidents(tmp_path)
+    faults = Faults().stall(rank=3, at="checkpoint_write", step=FAULTY_STEP, seconds=STALL)
+    assert [fired for fired, _ in run_ranks(ddp_job, 4, tmp_path, faults, timeout=90)] == [0, 0, 0, 1]
+    incident = only_incident(tmp_path, faults)
     assert incident.ranks == (3,)
     assert "checkpoint" in incident.sentence
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_trainer_is_named_as_gone(tmp_path: Path, victim: int):
-    faults = Faults().signal(rank=victim, step=FAULTY_STEP, number=signal.SIGKILL)
+    faults = Faults().kill(rank=victim, step=FAULTY_STEP)
     with pytest.raises(RankError, match=f"rank {victim}: left without an answer, exit code -9"):
         run_ranks(ddp_job, 4, tmp_path, faults, timeout=60)
     wait_for_incident(tmp_path)
-    (incident,) = incidents(tmp_path)
+    incident = only_incident(tmp_path, faults)
     assert incident.ranks == (victim,)
     assert f"rank {victim}" in incident.sentence
     assert "ended before it had finished" in incident.sentence
 
 
-def stopped_job(rank: int, run_dir: Path, how: str) -> None:
-    model = DistributedDataParallel(Net())
-    optimizer = torch.optim.AdamW(model.parameters())
-    with enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir):
-        for step in steps():
-            if step == FAULTY_STEP and rank == 1:
-                if how == "SIGSTOP":
-                    stop_myself_until(run_dir)
-                else:  # a foreign function that never lets go of the interpreter
-                    ctypes.PyDLL(None).usleep(int(STALL * 1e6))
-            optimizer.zero_grad()
-            model(torch.randn(4, 16)).sum().backward()
-            optimizer.step()
+STOPPED = {
+    "SIGSTOP": Faults().freeze(rank=1, step=FAULTY_STEP, seconds=STALL),
+    "GIL": Faults().hold_interpreter(rank=1, step=FAULTY_STEP, seconds=STALL),
+}
 
 
-@pytest.mark.parametrize("how", ["SIGSTOP", "GIL"])
+@pytest.mark.parametrize("how", STOPPED)
 def test_a_trainer_that_cannot_run_is_named(tmp_path: Path, how: str):
-    run_ranks(stopped_job, 4, tmp_path, how, timeout=90)
-    (incident,) = incidents(tmp_path)
+    results = run_ranks(ddp_job, 4, tmp_path, STOPPED[how], timeout=90)
+    assert [fired for fired, _ in results] == [0, 1, 0, 0]
+    incident = only_incident(tmp_path, STOPPED[how])
     assert incident.ranks == (1,)
     assert ("stopped" in incident.sentence) is (how == "SIGSTOP")
 
@@ -240,45 +232,65 @@ def test_a_stalled_pipeline_stage_is_named_and_its_neighbours_are_not(
     assert incident.ranks == (stalled,)
 
 
-def mismatched_job(rank: int, run_dir: Path, what: str, hidden: bool, culprit: int = 1) -> bool:
-    """One rank does something else in one collective; Gloo hangs over it, then gives up."""
+TRAINING = {"at": "all_reduce@training", "axis": "replica"}
+
+
+def communicating_job(rank: int, run_dir: Path, faults: Faults, hidden: bool = False) -> tuple[bool, int]:
+    """Two groups of all ranks. Gloo may hang over what is done to them, then gives up; and what fired.
+
+    Where the first collective is ``hidden``, it is waited for only after the second was issued.
+    """
     model, optimizer = net_and_optimizer()
     replicas = Parallelism(replica=4)
-    with enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir):
-        group = give_up_soon()
+    with (
+        enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir),
+        Injector(faults, rank, model, optimizer) as injector,
+    ):
+        first, second = give_up_soon(), give_up_soon()
 
         def train() -> None:
-            for step in steps():
+            for _ in steps():
                 model(torch.ones(1, 16))
-                odd = what if step == FAULTY_STEP and rank == culprit else "nothing"
-                work = collective(group, odd, asynchronous=hidden)
+                work = dist.all_reduce(torch.ones(4000), group=first, async_op=hidden)
+                dist.all_reduce(torch.ones(3), group=first if hidden else second)
                 if hidden:
-                    model(torch.ones(1, 16))
-                    dist.all_reduce(torch.ones(3), group=group)
                     work.wait()
                 optimizer.step()
 
-        return until_it_raises(train)
-
-
-def collective(group: dist.ProcessGroup, odd: str, *, asynchronous: bool = False) -> Any:
-    size = 6 if odd == "shape" else 4
-    dtype = torch.float64 if odd == "dtype" else torch.float32
-    tensor = torch.ones(size * 1000, dtype=dtype)
-    if odd == "operation":
-        return dist.all_gather(
-            [torch.ones(4000) for _ in range(4)], tensor, group=group, async_op=asynchronous
-        )
-    return dist.all_reduce(tensor, group=group, async_op=asynchronous)
+        return until_it_raises(train), len(injector.fired)
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["seen", "hidden behind later operations"])
 @pytest.mark.parametrize("what", ["operation", "shape", "dtype"])
 def test_a_rank_that_does_something_else_is_named(tmp_path: Path, what: str, hidden: bool):
+    faults = Faults().change_collective(rank=1, step=FAULTY_STEP, what=what, **TRAINING)
     with suppress(RankError):  # Gloo may abort a process over it
-        assert any(run_ranks(mismatched_job, 4, tmp_path, what, hidden, timeout=90))
+        results = run_ranks(communicating_job, 4, tmp_path, faults, hidden, timeout=90)
+        assert any(raised for raised, _ in results)
+        assert [fired for _, fired in results] == [0, 1, 0, 0]
     wait_for_incident(tmp_path)
+    (truth,) = faults.truth(Mesh.grid(replica=4))
+    assert all(truth.is_told_by(incident) for incident in incidents(tmp_path)), (truth, incidents(tmp_path))
     assert {incident.ranks for incident in incidents(tmp_path)} == {(1,)}
+
+
+def test_a_rank_that_leaves_a_collective_out_is_named(tmp_path: Path):
+    """It comes to the next one on that group in the next step, and all others are a step behind it there."""
+    faults = Faults().skip_collective(rank=2, step=FAULTY_STEP, **TRAINING)
+    with suppress(RankError):
+        results = run_ranks(communicating_job, 4, tmp_path, faults, timeout=90)
+        assert [fired for _, fired in results] == [0, 0, 1, 0]
+    wait_for_incident(tmp_path)
+    incident = only_incident(tmp_path, faults)
+    assert incident.ranks == (2,)
+
+
+def test_a_rank_that_enters_two_collectives_in_another_order_is_named(tmp_path: Path):
+    faults = Faults().swap_collectives(rank=2, step=FAULTY_STEP, **TRAINING)
+    results = run_ranks(communicating_job, 4, tmp_path, faults, timeout=90)
+    assert [fired for _, fired in results] == [0, 0, 1, 0]
+    incident = only_incident(tmp_path, faults)
+    assert incident.ranks == (2,)
 
 
 def other_argument(rank: int, run_dir: Path, what: str) -> bool:
@@ -315,27 +327,14 @@ def test_a_rank_that_names_another_root_or_reduction_is_named(tmp_path: Path, wh
     assert {incident.ranks for incident in incidents(tmp_path)} == {(1,)}
 
 
-def opposite_orders(rank: int, run_dir: Path) -> bool:
-    """Two groups of the same ranks: half of them enter one first, the others the other."""
-    model, optimizer = net_and_optimizer()
-    replicas = Parallelism(replica=4)
-    with enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir):
-        groups = [give_up_soon(), give_up_soon()]
-
-        def train() -> None:
-            for step in steps():
-                model(torch.ones(1, 16))
-                inverted = step == FAULTY_STEP and rank % 2
-                for group in reversed(groups) if inverted else groups:
-                    dist.all_reduce(torch.ones(3), group=group)
-                optimizer.step()
-
-        return until_it_raises(train)
-
-
 def test_a_deadlock_by_order_inversion_is_told_as_one(tmp_path: Path):
-    assert all(run_ranks(opposite_orders, 4, tmp_path, timeout=90))
-    (incident,) = incidents(tmp_path)
+    """Half of the ranks enter one group first, the others the other."""
+    faults = Faults()
+    for rank in (1, 3):
+        faults = faults.swap_collectives(rank=rank, step=FAULTY_STEP, **TRAINING)
+    results = run_ranks(communicating_job, 4, tmp_path, faults, timeout=90)
+    assert results == [(True, 0), (True, 1)] * 2
+    incident = only_incident(tmp_path, faults)
     assert incident.ranks == (0, 1, 2, 3)  # two against two: nobody is named
     assert incident.scope is Scope.PROCESS_GROUP
     assert "wait for each other, entered in opposite order" in incident.sentence
@@ -356,26 +355,21 @@ class StuckTransport:
         """Not of interest."""
 
 
-def stuck_together(rank: int, run_dir: Path) -> None:
-    model, optimizer = net_and_optimizer()
-    replicas = Parallelism(replica=4)
-    with (
-        enable_resiliency(model, optimizer, observer=QUICK, parallelism=replicas, run_dir=run_dir),
-        listen(StuckTransport(FAULTY_STEP)),
-    ):
-        for _ in steps():
-            model(torch.ones(1, 16))
-            dist.all_reduce(torch.ones(3))
-            optimizer.step()
-
-
 def test_when_all_have_entered_and_nobody_returns_the_group_is_named_and_nobody_in_it(tmp_path: Path):
-    run_ranks(stuck_together, 4, tmp_path, timeout=90)
-    (incident,) = incidents(tmp_path)
+    faults = Faults().stick_collective(ranks=range(4), step=FAULTY_STEP, seconds=STALL, **TRAINING)
+    assert run_ranks(communicating_job, 4, tmp_path, faults, timeout=90) == [(False, 1)] * 4
+    incident = only_incident(tmp_path, faults)
     assert incident.scope is Scope.PROCESS_GROUP
     assert incident.action is Action.INSPECT
     assert incident.ranks == (0, 1, 2, 3)
     assert incident.records[0].ranks == ()
+
+
+def test_a_rank_that_does_not_enter_a_collective_is_named_and_its_group_is_not(tmp_path: Path):
+    faults = Faults().stall(rank=2, at=TRAINING["at"], step=FAULTY_STEP, seconds=STALL)
+    results = run_ranks(communicating_job, 4, tmp_path, faults, timeout=90)
+    assert [fired for _, fired in results] == [0, 0, 1, 0]
+    assert only_incident(tmp_path, faults).scope is Scope.RANK
 
 
 def a_minority_ahead(rank: int, run_dir: Path) -> None:
@@ -523,12 +517,13 @@ NOBODY = -1
         (hybrid_job, 8, (NOBODY,)),
         (pipeline_job, 4, (NOBODY, False)),
         (pipeline_job, 4, (NOBODY, True)),
-        (mismatched_job, 4, ("nothing", False)),
-        (mismatched_job, 4, ("nothing", True)),
+        (communicating_job, 4, (Faults(), False)),
+        (communicating_job, 4, (Faults(), True)),
     ],
 )
 def test_the_same_jobs_without_a_fault_are_silent(
     tmp_path: Path, job: Any, size: int, arguments: tuple[Any, ...]
 ):
-    assert not any(run_ranks(job, size, tmp_path, *arguments, timeout=120))
+    results = run_ranks(job, size, tmp_path, *arguments, timeout=120)
+    assert all(each in (None, 0, (False, 0)) for each in results), results  # nothing raised, nothing fired
     assert incidents(tmp_path) == []

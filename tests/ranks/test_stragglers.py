@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import Found, checked_training
-from tests.support.straggler_jobs import ALL, Layout, Told, slow_link, train
+from tests.support.straggler_jobs import ALL, Layout, Told, train
 from torchscout.config import BaselineConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.faults.fault import Faults
+from torchscout.mesh import Mesh
 
 SLOW = range(4, 10)
 """The steps in which a planned delay happens."""
+SHARDS, TENSORS = ("all_gather@mesh_dp_shard", "shard"), ("all_reduce@mesh_tp", "tensor")
 
 
 def slow_layers(faults: Faults, rank: int, at: str, steps: range = SLOW) -> Faults:
     for layer in (0, 1):
         faults = faults.delay(rank=rank, at=f"stack.{layer}/{at}", step=steps, seconds=0.25, calls=ALL)
     return faults
+
+
+def slow_link(faults: Faults, at: tuple[str, str], ranks: Sequence[int], steps: range = SLOW) -> Faults:
+    """All members are slow in every such collective; where one alone is, its whole group waits for it."""
+    place, axis = at
+    return faults.slow_collective(ranks=ranks, at=place, axis=axis, step=steps, seconds=0.25)
 
 
 def told(found: list[Found]) -> list[tuple[str, str, tuple[int, ...], int]]:
@@ -35,9 +44,10 @@ def test_a_slow_layer_names_its_rank_after_two_rounds(at: str, tmp_path: Path):
     found = run_ranks(checked_training, 4, faults, 8, [], tmp_path, timeout=120)
     assert len(found[2].fired) >= 2 * 5  # training's own pass and the replayed one, in each of five steps
     (incident,) = found[0].incidents
-    assert told(found)[0][:3] == ("straggler", "rank", (2,)), incident.sentence
-    surface = {"forward": "time/module", "backward": "time/module_backward"}[at]
-    assert {each.surface for each in incident.records} == {surface}
+    (truth,) = faults.truth(Mesh.grid(replica=4))
+    assert truth.ranks == (2,)
+    assert truth.is_told_by(incident), incident.sentence
+    assert {each.surface for each in incident.records} == {truth.surface}
     # Two rounds, or three where another rank was held up by the machine meanwhile.
     assert sorted(each.step for each in incident.records) in ([4, 5], [4, 5, 6])
 
@@ -76,21 +86,23 @@ def test_whoever_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("layout", "at", "ranks"),
+    ("layout", "at", "rank", "ranks"),
     [
-        (Layout(replica=3, shard=2), "all_gather@mesh_dp_shard", (2, 3)),
-        (Layout(replica=3, shard=1, tensor=2), "all_reduce@mesh_tp", (1, 4)),
+        (Layout(replica=3, shard=2), SHARDS, 3, (2, 3)),
+        (Layout(replica=3, shard=1, tensor=2), TENSORS, 1, (1, 4)),
     ],
     ids=["shard group", "tensor group"],
 )
 def test_a_slow_collective_names_its_process_group(
-    layout: Layout, at: str, ranks: tuple[int, ...], tmp_path: Path
+    layout: Layout, at: tuple[str, str], rank: int, ranks: tuple[int, ...], tmp_path: Path
 ):
-    faults = slow_link(Faults(), at, ranks, range(4, 6))
+    faults = slow_link(Faults(), at, [rank], range(4, 6))
     found: list[Told] = run_ranks(train, layout.ranks, layout, faults, 7, tmp_path, timeout=240)
-    assert all(found[rank].fired for rank in ranks)
+    assert found[rank].fired
     ((_, named, step),) = found[0].stragglers
     assert (named, step) == (ranks, 5), found[0].sentences
+    (truth,) = faults.truth(layout.mesh())
+    assert truth.is_told_by(found[0].incidents[0]), (truth, found[0].sentences)
     for each in found:
         assert each.failures == []
         assert {record.step for record in each.records if _is_slow(record)} <= {4, 5}  # the next are clean
@@ -104,18 +116,19 @@ def _is_slow(record: EvidenceRecord) -> bool:
 
 PAPER = Layout(replica=4, shard=2, tensor=2)
 """Sixteen ranks: the paper's figure of a slow machine."""
-SHARDS, TENSORS = "all_gather@mesh_dp_shard", "all_reduce@mesh_tp"
 
 
 def sixteen(faults: Faults, run_dir: Path) -> Told:
     found = run_ranks(train, PAPER.ranks, PAPER, faults, 7, run_dir, timeout=400)
     assert [each.failures for each in found] == [[]] * 16
     assert {rank for rank, each in enumerate(found) if each.fired} == {each.rank for each in faults}
+    for truth, incident in zip(faults.truth(PAPER.mesh()), found[0].incidents, strict=True):
+        assert truth.is_told_by(incident), (truth, incident.sentence)
     return found[0]
 
 
 def test_slow_groups_that_meet_on_a_machine_name_it(tmp_path: Path):
-    faults = slow_link(slow_link(Faults(), SHARDS, (4, 5), SLOW), TENSORS, (4, 12), SLOW)
+    faults = slow_link(slow_link(Faults(), SHARDS, (4, 5)), TENSORS, (4, 12))
     found = sixteen(faults, tmp_path)
     assert found.stragglers == [("machine", (4, 12), 5)], found.sentences
     assert found.incidents[0].hosts == ("machine-2-0",)
@@ -124,14 +137,14 @@ def test_slow_groups_that_meet_on_a_machine_name_it(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_slow_tensor_parallel_group_alone_is_inside_its_machine(tmp_path: Path):
-    found = sixteen(slow_link(Faults(), TENSORS, (4, 12), SLOW), tmp_path)
+    found = sixteen(slow_link(Faults(), TENSORS, (4, 12)), tmp_path)
     assert found.stragglers == [("machine", (4, 12), 5)], found.sentences
     assert "a fault inside machine-2-0" in found.sentences[0]
 
 
 @pytest.mark.slow
 def test_slow_shard_groups_alone_are_the_networks(tmp_path: Path):
-    faults = slow_link(slow_link(Faults(), SHARDS, (4, 5), SLOW), SHARDS, (12, 13), SLOW)
+    faults = slow_link(slow_link(Faults(), SHARDS, (4, 5)), SHARDS, (12, 13))
     found = sixteen(faults, tmp_path)
     assert [(scope, ranks) for scope, ranks, _ in found.stragglers] == [("process_group", (4, 5, 12, 13))]
     assert "the network between machine-2-0 and machine-2-1" in found.sentences[0]
@@ -141,6 +154,6 @@ def test_slow_shard_groups_alone_are_the_networks(tmp_path: Path):
 def test_groups_that_are_slow_everywhere_are_the_jobs(tmp_path: Path):
     faults = Faults()
     for group in ((0, 8), (2, 10), (5, 13)):
-        faults = slow_link(faults, TENSORS, group, SLOW)
+        faults = slow_link(faults, TENSORS, group)
     found = sixteen(faults, tmp_path)
     assert [scope for scope, _, _ in found.stragglers] == ["job"], found.sentences

@@ -33,6 +33,7 @@ from tests.support.tensor_jobs import plain as split
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.storage import lose_folder
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.checkpointing import Resumption
 from torchscout.integration.session import Session
@@ -337,8 +338,7 @@ def _suffer(plan: Plan, rank: int, step: int, model: nn.Module) -> None:
         model.register_forward_hook(lambda *_: time.sleep(3600))
     if plan.lost_folder == step and rank == 0:
         assert plan.directory is not None
-        plan.directory.rename(plan.directory.with_suffix(".lost"))
-        plan.directory.touch()
+        lose_folder(plan.directory)
 
 
 def _wait_for_copies(plan: Plan, session: Session | None) -> None:

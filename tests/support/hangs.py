@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,13 +84,3 @@ def until_it_raises(body: Callable[[], None]) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def stop_myself_until(run_dir: Path) -> None:
-    """SIGSTOP, with a child that sends SIGCONT once an incident is on record."""
-    me = os.getpid()
-    if os.fork() == 0:
-        wait_for_incident(run_dir)
-        os.kill(me, signal.SIGCONT)
-        os._exit(0)
-    os.kill(me, signal.SIGSTOP)

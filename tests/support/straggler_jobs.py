@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,13 +74,6 @@ class Told:
     @property
     def sentences(self) -> list[str]:
         return [each.sentence for each in self.incidents]
-
-
-def slow_link(faults: Faults, at: str, ranks: Sequence[int], steps: range) -> Faults:
-    """All members of a group see a collective done a quarter of a second late."""
-    for rank in ranks:
-        faults = faults.delay(rank=rank, at=at, step=steps, seconds=0.25, calls=ALL)
-    return faults
 
 
 def train(rank: int, layout: Layout, faults: Faults, steps: int, run_dir: Path) -> Told:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
 import signal
 import struct
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from torch import nn
 
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
-from torchscout.faults.tensor_effects import FlipBit, Scale, SetValue
+from torchscout.faults.when import Recurring, since
 
 
 class Block(nn.Module):
@@ -95,6 +97,101 @@ def test_a_range_of_steps_fires_once_in_each():
     assert [firing.step for firing in injector.fired] == [2, 3]
 
 
+def test_a_persistent_fault_happens_in_every_step_from_its_first_on():
+    injector, _ = train(Faults().scale(rank=0, at="layer.0/weight", step=since(2), factor=2.0), steps=5)
+    assert [firing.step for firing in injector.fired] == [2, 3, 4, 5]
+
+
+def test_a_recurring_fault_happens_by_chance_and_alike_in_every_run_and_on_every_rank():
+    when = Recurring(range(1, 1001), probability=0.3, seed=5)
+    drawn = [step for step in range(1, 1200) if step in when]
+    assert 250 < len(drawn) < 350
+    assert max(drawn) <= 1000
+    assert drawn != [step for step in range(1, 1200) if step in Recurring(range(1, 1001), 0.3, seed=6)]
+    for rank in (0, 1):
+        plan = Faults().delay(rank=rank, at="step", step=when, seconds=0)
+        injector, _ = train(plan, steps=12, rank=rank)
+        assert [firing.step for firing in injector.fired] == [step for step in drawn if step <= 12]
+
+
+def test_a_buffer_can_be_wrong():
+    model = nn.BatchNorm1d(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    faults = Faults().set_value(rank=0, at="/running_mean", step=2, value=9.0, index=3)
+    with Injector(faults, 0, model, optimizer) as injector:
+        for _ in range(2):
+            assert 9.0 not in model.running_mean
+            model(torch.randn(8, 4)).sum().backward()
+            optimizer.step()
+    assert model.running_mean[3] == 9.0
+    assert len(injector.fired) == 1
+
+
+def test_what_changes_nothing_has_not_happened():
+    _, clean = train(Faults())
+    negative = {name: int((value.flatten() < 0).nonzero()[0]) for name, value in clean[0].items()}
+    weight, bias = negative["layer.0.weight"], negative["layer.0.bias"]
+    plan = Faults().stick_bit(rank=0, at="layer.0/weight", step=since(1), bit=31, value=1, index=weight)
+    plan = plan.stick_bit(rank=0, at="layer.0/bias", step=1, bit=31, value=0, index=bias)
+    injector, history = train(plan)
+    assert [firing.at for firing in injector.fired] == ["layer.0/bias"]
+    assert [fault.at for fault in injector.unfired] == ["layer.0/weight"]
+    assert injector.report()["masked"] == {"layer.0/weight": 3}
+    assert injector.report()["unfired"] == ["layer.0/weight"]
+    assert differing(history, clean, 0) == ["layer.0.bias"]
+
+
+def test_phases_are_slow_in_the_step_they_belong_to():
+    """A batch is fetched before the step it is for begins; a checkpoint is written after the one it is of."""
+    model = Block()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    faults = Faults().delay(rank=0, at="input", step=2, seconds=0.3)
+    faults = faults.delay(rank=0, at="checkpoint_write", step=3, seconds=0.3)
+    faults = faults.delay(rank=0, at="checkpoint_read", step=3, seconds=60)
+    spent: dict[str, list[float]] = {"fetch": [], "write": []}
+    with Injector(faults, 0, model, optimizer) as injector:
+        batches = injector.input(torch.full((1, 4), float(value)) for value in range(4))
+        for value in range(4):
+            start = time.monotonic()
+            batch = next(batches)
+            spent["fetch"].append(time.monotonic() - start)
+            assert torch.equal(batch, torch.full((1, 4), float(value)))
+            model(batch).sum().backward()
+            optimizer.step()
+            start = time.monotonic()
+            with injector.checkpoint_io("write"):
+                pass
+            spent["write"].append(time.monotonic() - start)
+    assert [(firing.at, firing.step) for firing in injector.fired] == [("input", 2), ("checkpoint_write", 3)]
+    assert spent["fetch"].index(max(spent["fetch"])) == 1
+    assert spent["write"].index(max(spent["write"])) == 2
+    assert [fault.at for fault in injector.unfired] == ["checkpoint_read"]
+
+
+def test_a_frozen_process_comes_back():
+    start = time.monotonic()
+    injector, history = train(Faults().freeze(rank=0, step=2, seconds=0.5))
+    assert time.monotonic() - start >= 0.5
+    assert len(injector.fired) == 1
+    assert differing(history, train(Faults())[1], 2) == []
+
+
+def test_no_other_thread_runs_while_the_interpreter_is_held():
+    ticks: list[float] = []
+    is_over = threading.Event()
+
+    def tick() -> None:
+        while not is_over.wait(0.01):
+            ticks.append(time.monotonic())
+
+    threading.Thread(target=tick).start()
+    time.sleep(0.1)
+    injector, _ = train(Faults().hold_interpreter(rank=0, step=2, seconds=0.5))
+    is_over.set()
+    assert len(injector.fired) == 1
+    assert max(later - earlier for earlier, later in itertools.pairwise(ticks)) >= 0.5
+
+
 def test_a_module_called_twice_in_a_step_fires_once():
     model = Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -144,43 +241,9 @@ def test_a_plan_travels():
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
-INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
-def test_every_bit_flips_and_flips_back(dtype: torch.dtype):
-    tensor = torch.arange(12).reshape(3, 4).to(dtype).t()  # not contiguous
-    original = tensor.contiguous().view(torch.uint8).clone()
-    for bit in range(8 * tensor.element_size()):
-        FlipBit(bit, index=7).corrupt(tensor)
-        changed = tensor.contiguous().view(torch.uint8) ^ original
-        assert changed.count_nonzero() == 1
-        position = changed.flatten().nonzero().item()
-        assert position == 7 * tensor.element_size() + bit // 8
-        assert changed.flatten()[position] == 1 << (bit % 8)
-        FlipBit(bit, index=7).corrupt(tensor)
-    assert torch.equal(tensor.contiguous().view(torch.uint8), original)
-
-
-def test_autograd_does_not_notice():
-    tensor = torch.ones(3, requires_grad=True)
-    version = tensor._version
-    assert SetValue(5.0, index=1).corrupt(tensor) == "element 1: 1.0 -> 5.0"
-    assert Scale(2.0).corrupt(tensor) == "all 3 elements times 2.0"
-    assert tensor.tolist() == [2.0, 10.0, 2.0]
-    assert tensor._version == version
-
-
 @pytest.mark.parametrize(
     ("plan", "told"),
     [
-        (lambda: FlipBit(32).corrupt(torch.ones(1)), r"float32 has bits 0 to 31, got 32"),
-        (lambda: FlipBit(0, index=4).corrupt(torch.ones(4)), "element 4 of a tensor of 4"),
-        (
-            lambda: FlipBit(0).corrupt(torch.ones(2, dtype=torch.complex128)),
-            "cannot flip a bit of torch.complex128",
-        ),
         (lambda: Faults().delay(rank=-1, at="step", step=1, seconds=1), "negative, got -1"),
         (lambda: Faults().delay(rank=0, at="step", step=0, seconds=1), "counted from 1"),
         (

@@ -31,7 +31,7 @@ __all__ = ["check", "module_at", "tensor_at"]
 
 _MOMENTS = ("forward", "backward")
 _TIMED = (Kind.PASS, Kind.PHASE, Kind.COLLECTIVE)
-_HANGS = ("issued/", "fingerprint/", "digest/", "splits/", "deadlock")
+_HANGS = ("issued/", "fingerprint/", "digest/", "splits/", "deadlock", "process")
 _Named = TypeVar("_Named")
 
 
@@ -96,16 +96,15 @@ def _check_place(fault: Fault, model: nn.Module) -> None:
 
 def _check_surface(fault: Fault) -> None:
     """Whether what the plan expects is what a detector of this kind of failure reports."""
-    surface = fault.shown.surface
-    if surface is None:
-        return
-    fits = {
-        Manifestation.STRAGGLER: surface.startswith("time/"),
-        Manifestation.HANG: surface.startswith(_HANGS),
-        Manifestation.SDC: "/" in surface and not surface.startswith(("time/", *_HANGS)),
-    }[fault.manifestation]
-    if not fits and surface != "*":
-        raise ValueError(f"{_said(fault)}: no {fault.manifestation.value} shows on a surface {surface!r}")
+    surfaces = fault.shown.surface.split("|") if fault.shown.surface is not None else []
+    for surface in surfaces:
+        fits = {
+            Manifestation.STRAGGLER: surface.startswith("time/"),
+            Manifestation.HANG: surface.startswith(_HANGS),
+            Manifestation.SDC: "/" in surface and not surface.startswith(("time/", *_HANGS)),
+        }[fault.manifestation]
+        if not fits:
+            raise ValueError(f"{_said(fault)}: no {fault.manifestation.value} shows on {surface!r}")
 
 
 def _check_visibility(fault: Fault, mesh: Mesh) -> None:

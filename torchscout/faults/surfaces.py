@@ -5,11 +5,13 @@ A module is taken for the layer that replay calls; what is inside of one, a plan
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from torchscout.decision.record import Manifestation, Surface
-from torchscout.faults.call_effects import CallEffect, Swap
+from torchscout.faults.call_effects import CallEffect, Skip, Swap
 from torchscout.faults.place import BACKWARD, Kind, Place
+from torchscout.faults.process_effects import Signal
 from torchscout.mesh import AXES, Axis, Mesh
 
 if TYPE_CHECKING:
@@ -30,19 +32,22 @@ def surface_of(fault: Fault, mesh: Mesh) -> Surface:
 
 
 def _surface_of_hang(fault: Fault) -> Surface:
+    if fault.effect == Signal(signal.SIGKILL):
+        return "process|issued/*"  # it is seen to be gone before others wait for it, or after
     if fault.place.kind is not Kind.COLLECTIVE:
-        return "issued/*"  # whatever process group the others wait in
+        return "issued/*"
     group = fault.place.slot if fault.place.slot not in ("", "undefined") else "*"
-    if isinstance(fault.effect, Swap):
-        return "deadlock"
+    if isinstance(fault.effect, Skip | Swap):
+        return f"deadlock|fingerprint/{group}"  # the latter where its next collective is on the same group
     return f"fingerprint/{group}" if isinstance(fault.effect, CallEffect) else f"issued/{group}"
 
 
 def _surface_of_time(place: Place, fault: Fault, mesh: Mesh) -> Surface:
     if place.kind is Kind.COLLECTIVE:
         axis = axis_of(fault, mesh)
-        # Those that gather and reduce a layer's state are told from the ones it makes itself.
-        return f"time/{place.name}" if axis in ("replica", "shard") else f"time/{place.name}@{axis}"
+        # Of embeddings, layers and outputs, forward and backward; those that gather and reduce a layer's
+        # state are told from the ones it makes itself.
+        return f"time/*{place.name}*" if axis in ("replica", "shard") else f"time/*{place.name}*@{axis}"
     if place.kind is Kind.PHASE:
         return f"time/{place.name}"
     if place.kind is Kind.PASS:

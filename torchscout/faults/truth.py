@@ -37,15 +37,16 @@ class Truth:
     scope: Scope
     surface: Surface
     """As an incident gives it. ``*`` stands for what only the job knows: ``issued/*`` is whatever process
-    group the others wait in."""
+    group the others wait in; ``|`` is between surfaces where the moment decides which shows first."""
     steps: range
     """Those in which it may happen."""
 
     def is_told_by(self, incident: Incident) -> bool:
         """Whether an incident says this, and nothing else."""
         told = (incident.manifestation, incident.ranks, incident.scope)
-        wanted = (self.manifestation, self.ranks, self.scope)
-        return told == wanted and fnmatchcase(incident.records[0].surface, self.surface)
+        shown = incident.records[0].surface
+        is_there = any(fnmatchcase(shown, surface) for surface in self.surface.split("|"))
+        return is_there and told == (self.manifestation, self.ranks, self.scope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +151,9 @@ def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
         findings = localize(mesh, slow, [each for each in measured if len(_corresponding(each, mesh)) >= 3])
     else:
         findings = tuple(undecided(mesh, rivals[group]) for group in slow)
-    return [
-        Truth(first.manifestation, each.ranks, scope_of(each), surface_of(first, mesh), first.steps)
-        for each in findings
-    ]
+    surfaces = {surface_of(fault, mesh) for fault in faults}
+    surface = surfaces.pop() if len(surfaces) == 1 else "time/*"
+    return [Truth(first.manifestation, each.ranks, scope_of(each), surface, first.steps) for each in findings]
 
 
 def _group(fault: Fault, mesh: Mesh) -> Group:
