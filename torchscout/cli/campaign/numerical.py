@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torchscout.cli.campaign.cell import Cell
 from torchscout.cli.campaign.layout import LAYOUTS
@@ -42,8 +43,13 @@ _ELEMENTS = 16
 _Plan = Callable[..., Faults]
 
 
-def _flip(bit: int) -> tuple[str, _Plan]:
-    return f"bit-{bit}", lambda **where: Faults().flip_bit(bit=bit, **where)
+def _flip(*bits: int, every: int = 0) -> tuple[str, _Plan]:
+    """Bits of one element, or of every n-th."""
+    name = f"bit-{bits[0]}" if len(bits) == 1 else f"bits-{'-'.join(map(str, bits))}"
+    return (
+        f"{name}-every-{every}" if every else name,
+        lambda **where: Faults().flip_bits(bits=bits, every=every, **where),
+    )
 
 
 def _value(value: float) -> tuple[str, _Plan]:
@@ -51,27 +57,36 @@ def _value(value: float) -> tuple[str, _Plan]:
 
 
 def _times(factor: float) -> tuple[str, _Plan]:
-    def plan(*, index: int, **where: object) -> Faults:  # noqa: ARG001  it is about the whole tensor
-        return Faults().scale(factor=factor, **where)  # type: ignore[arg-type]
+    def plan(*, index: int, **where: Any) -> Faults:  # noqa: ARG001  it is about the whole tensor
+        return Faults().scale(factor=factor, **where)
 
     return f"times-{factor:g}", plan
 
 
+def _noise(length: int) -> tuple[str, _Plan]:
+    def plan(*, index: int, **where: Any) -> Faults:
+        first = index % (_ELEMENTS - length)
+        return Faults().overwrite(elements=range(first, first + length), seed=index, **where)
+
+    return f"noise-{length}", plan
+
+
 _EFFECTS = (
-    _flip(8),
-    _flip(15),
     _flip(22),
+    _flip(4, 13),
+    _flip(9, every=8),
     _flip(31),
     _value(1e4),
     _times(1.001),
-    _flip(12),
-    _times(-1.0),
-    _flip(19),
-    _flip(26),
+    _noise(4),
+    _flip(2, 7, 18),
+    _flip(15),
+    _flip(0, 1, 2, 3, 4, 5),
     _value(1.5),
-    _times(0.5),
+    _times(-1.0),
 )
-"""From a thousandth of the value to ten thousand times it, in one element and in all."""
+"""From a millionth of the value to ten thousand times it, in one element, in several and in all. Of the bit
+flips, those of a single bit are the smaller part, as in the field."""
 
 
 def numerical_cells(seed: int) -> list[Cell]:

@@ -57,12 +57,12 @@ def planned(slots: Sequence[Slot]) -> Faults:
 def _slot(cell: Cell, before: int, done: int, layers: int) -> Slot:
     if not cell.faults:
         return Slot(cell, before + 1, done + _CLEAN_STEPS)
-    begin, offset, waits = min(min(fault.steps) for fault in cell.faults), done - 1, 0
+    begin, offset, waits = min(fault.steps[0] for fault in cell.faults), done - 1, 0
     assert begin > 1, f"{cell.identity} has no clean step before its fault"
     while cell.due is not None and (offset + waits + begin - 1) % layers != cell.due:
         waits += 1
     moved = Faults(tuple(_later(fault, offset + waits) for fault in cell.faults))
-    end = max(max(fault.steps) for fault in moved)
+    end = max(fault.steps[-1] for fault in moved)
     spoils = any(fault.place.kind is Kind.STATE for fault in moved)
     return Slot(cell, before + 1, end + 1, moved, end if spoils else None, waits)
 
