@@ -20,7 +20,7 @@ ROWS = (
         "Dense numerical SDC",
         "one forward output or parameter of one rank, 64 of them in the lowest bits",
     ),
-    Row("numerical-clean", "  fault-free", "nothing"),
+    Row("numerical-clean", "Dense numerical, fault-free", "nothing"),
     Row("compute-straggler", "Compute straggler", "rank 9's layers take 250 ms longer"),
     Row(
         "communication-straggler",
@@ -33,7 +33,7 @@ ROWS = (
         "Hang and input stall",
         "one rank frozen, stopped, late with its input, or in another collective",
     ),
-    Row("hang-clean", "  fault-free", "nothing"),
+    Row("hang-clean", "Hang, fault-free", "nothing"),
     Row(
         "moe-kernel", "MoE kernel-role SDC", "every selected work item of the expert kernel", missing=_EXPERTS
     ),

@@ -41,7 +41,7 @@ class RowSummary:
         low, high = self.interval
         return {
             "row": self.row.key,
-            "title": self.row.title.strip(),
+            "title": self.row.title,
             "trigger": self.row.trigger,
             "missing": self.row.missing or None,
             "ranks": list(self.ranks),

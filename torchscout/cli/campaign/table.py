@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from torchscout.cli.campaign.result import Result
@@ -33,7 +34,10 @@ class Screen:
 
     def __init__(self, console: Console, cells: int) -> None:
         self._console, self._cells, self._done = console, cells, 0
-        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task("starting", total=cells)
+        self._live = Live(self._progress, console=console, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> Screen:
         if self._live is not None:
@@ -48,13 +52,13 @@ class Screen:
         self._done += 1
         line = _line(result)
         if self._live is None:
-            self._console.print(
-                f"{self._done}/{self._cells} {line}", markup=False, highlight=False, soft_wrap=True
-            )
-        else:
-            if not result.grade.passed:
-                self._console.print(line, markup=False, highlight=False)
-            self._live.update(_table(summaries, f"{self._done} of {self._cells} cells, last: {line}"))
+            text = f"{self._done}/{self._cells} {line}"
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        if not result.grade.passed:
+            self._console.print(line, markup=False, highlight=False)
+        self._progress.update(self._task, completed=self._done, description=_name(result))
+        self._live.update(Group(_table(summaries), self._progress))
 
 
 def screen_of(summaries: Sequence[RowSummary], results: Iterable[Result], folder: str) -> str:
@@ -87,8 +91,8 @@ def figures(summary: RowSummary) -> list[str]:
     ]
 
 
-def _table(summaries: Sequence[RowSummary], caption: str | None = None) -> Table:
-    table = Table(caption=caption, caption_justify="left")
+def _table(summaries: Sequence[RowSummary]) -> Table:
+    table = Table()
     for place, head in enumerate(HEADS):
         table.add_column(head, justify="left" if place == 0 else "right", no_wrap=place == 0)
     for summary in summaries:
@@ -101,5 +105,9 @@ def _seconds(value: float | None) -> str:
 
 
 def _line(result: Result) -> str:
-    name = result.cell.rpartition("@")[0]
+    name = _name(result)
     return f"passed  {name}" if result.grade.passed else f"FAILED  {name}: {result.grade.reason}"
+
+
+def _name(result: Result) -> str:
+    return result.cell.rpartition("@")[0]
