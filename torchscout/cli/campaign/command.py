@@ -125,7 +125,7 @@ def _run_all(campaign: Campaign, cells: Sequence[Cell], store: Store, seed: int,
         with closing(campaign.run(left, store.folder, seed, jobs)) as results:
             for result in results:
                 store.add(result)
-                screen.show(store.summaries(campaign.rows, cells)[0], result)
+                screen.show(result, lambda: store.summaries(campaign.rows, cells)[0])
 
 
 def answer(

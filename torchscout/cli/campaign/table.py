@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -48,7 +48,8 @@ class Screen:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, summaries: Sequence[RowSummary], result: Result) -> None:
+    def show(self, result: Result, summaries: Callable[[], Sequence[RowSummary]]) -> None:
+        """``summaries`` are those of all rows by now, should they be needed."""
         self._done += 1
         line = _line(result)
         if self._live is None:
@@ -58,7 +59,7 @@ class Screen:
         if not result.grade.passed:
             self._console.print(line, markup=False, highlight=False)
         self._progress.update(self._task, completed=self._done, description=_name(result))
-        self._live.update(Group(_table(summaries), self._progress))
+        self._live.update(Group(_table(summaries()), self._progress))
 
 
 def screen_of(summaries: Sequence[RowSummary], results: Iterable[Result], folder: str) -> str:
