@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import LiveRanks, RankError, run_ranks
 
 
 def summed(rank: int, offset: int) -> tuple[int, torch.Tensor]:
@@ -157,3 +158,32 @@ def writing_its_pid(rank: int, path: str) -> None:
 def test_a_world_needs_a_rank():
     with pytest.raises(ValueError, match="got 0"):
         run_ranks(shared_tensor, 0)
+
+
+def adding_up(rank: int, questions: Iterator[int], offset: int, ended: Path) -> Iterator[tuple[int, int]]:
+    total = offset
+    for question in questions:
+        if question < 0 and rank == 1:
+            raise KeyError(f"never {question}")
+        total += int(summed(rank, question)[1].item())
+        yield total, os.getpid()
+    (ended / str(rank)).touch()
+
+
+def test_live_ranks_answer_one_question_after_another(tmp_path: Path):
+    with LiveRanks(adding_up, 2, 100, tmp_path) as ranks:
+        first, second = ranks.ask(1), ranks.ask(10)
+    assert [total for total, _ in first] == [103, 103]
+    assert [total for total, _ in second] == [124, 124]  # they remember
+    assert [pid for _, pid in first] == [pid for _, pid in second]
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}, "a body comes to its own end"
+    for _, pid in first:
+        assert_gone(pid)
+
+
+def test_a_live_rank_that_fails_is_told_of_with_its_traceback(tmp_path: Path):
+    with LiveRanks(adding_up, 2, 100, tmp_path) as ranks:
+        ranks.ask(1)
+        with pytest.raises(RankError, match="never -5") as caught:
+            ranks.ask(-5)
+    assert "in summed" in str(caught.value).split("rank 1:")[0], "where the other one waits"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torchscout.cli.local_ranks import RankError, preload, run_ranks
+from torchscout.cli.local_ranks import LiveRanks, RankError, preload, run_ranks
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["LiveRanks", "RankError", "run_ranks"]
 
 # Test modules import these; a rank that inherits them starts in milliseconds.
 preload(

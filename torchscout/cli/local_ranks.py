@@ -1,4 +1,4 @@
-"""Run one function on N real Gloo ranks of this machine: for the demo, campaigns and our own tests.
+"""Run functions on N real Gloo ranks of this machine: for the demo, campaigns and our own tests.
 
 Importing torch costs seconds, so ranks are forked from a server that has done it once. A rank
 never takes the interpreter's exit path: Gloo threads of a live DDP object race with it.
@@ -16,25 +16,39 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankError", "preload", "run_ranks"]
+__all__ = ["LiveRanks", "RankError", "preload", "run_ranks"]
 
 _AFTER_FAILURE_SECONDS = 5.0
 _STACK_SECONDS = 3.0
 _LEAVE_SECONDS = 1.0
+_LEAVE = b"leave"
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "torch.distributed", "torchscout.cli.local_ranks"]
 
 
 class RankError(AssertionError):
     """One or more ranks raised, died or hung; the message holds each one's traceback or stack."""
+
+    def __init__(self, failures: Mapping[int, str], size: int) -> None:
+        told = "\n".join(f"rank {rank}: {failure}" for rank, failure in failures.items())
+        super().__init__(f"{len(failures)} of {size} ranks failed\n{told}")
+        self.failures = dict(failures)
+        """By rank, in words."""
+
+    @property
+    def in_short(self) -> str:
+        """The end of each one's traceback; whoever died without one comes first."""
+        last = {rank: told.strip().splitlines()[-1] for rank, told in self.failures.items()}
+        order = sorted(last, key=lambda rank: "\n" in self.failures[rank].strip())
+        return "; ".join(f"rank {rank}: {last[rank]}" for rank in order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,8 @@ class _Work:
     body: Callable[..., Any]
     world_size: int
     args: tuple[Any, ...]
+    is_asked: bool = False
+    """Whether the body answers questions, one after another."""
 
 
 def preload(*modules: str) -> None:
@@ -63,19 +79,80 @@ def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout: fl
     ``timeout`` seconds, or a few seconds after another one failed, is killed, and where it
     stood is part of the ``RankError``.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
-    _context.set_forkserver_preload(_preloaded)
     with tempfile.TemporaryDirectory(prefix="scout-ranks-") as name:
-        folder = Path(name)
-        work = _Work(body, world_size, args)
-        ranks = [_Rank.start(rank, folder, work) for rank in range(world_size)]
+        ranks = _start(Path(name), _Work(body, world_size, args))
         try:
             answers = _collect(ranks, timeout)
         finally:
             _end(ranks)
-    if failures := [f"rank {rank}: {answer.value}" for rank, answer in enumerate(answers) if not answer.ok]:
-        raise RankError(f"{len(failures)} of {world_size} ranks failed\n" + "\n".join(failures))
+    return _values(answers)
+
+
+class LiveRanks:
+    """Ranks that stay and are asked one thing after another, until ``close`` or the end of a ``with`` block.
+
+    ``body(rank, questions, *args)`` is a generator: it takes one question after another and yields an
+    answer to each. When there are no more questions it comes to its end. After a ``RankError`` the ranks
+    are of no more use.
+    """
+
+    def __init__(self, body: Callable[..., Iterator[Any]], world_size: int, *args: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="scout-ranks-")
+        work = _Work(body, world_size, args, is_asked=True)
+        self._ranks = _start(Path(self._folder.name), work)
+
+    def __enter__(self) -> LiveRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, question: Any, timeout: float = 60.0) -> list[Any]:
+        """Every rank's answer, in order."""
+        self.tell(question)
+        return self.answers(timeout)
+
+    def tell(self, question: Any) -> None:
+        """Ask, and do something else until there are answers."""
+        message = pickle.dumps(question)
+        for rank in self._ranks:
+            rank.tell(message)
+
+    def have_answered(self, timeout: float) -> bool:
+        """Whether all have, or have failed, within that time."""
+        waiting: set[Any] = {rank.pipe for rank in self._ranks}
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            waiting -= set(wait(list(waiting), left))
+        return not waiting
+
+    def answers(self, timeout: float = 60.0) -> list[Any]:
+        """What was told, by every rank in order."""
+        return _values(_collect(self._ranks, timeout))
+
+    def close(self, patience_seconds: float = _LEAVE_SECONDS) -> None:
+        """End all ranks; those that have not come to their end by then are killed. Again is no mistake."""
+        _end(self._ranks, patience_seconds)
+        self._ranks = []
+        self._folder.cleanup()
+
+
+def _start(folder: Path, work: _Work) -> list[_Rank]:
+    if work.world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {work.world_size}")
+    _context.set_forkserver_preload(_preloaded)
+    ranks: list[_Rank] = []
+    with ExitStack() as undo:
+        undo.callback(_end, ranks)
+        for rank in range(work.world_size):
+            ranks.append(_Rank.start(rank, folder, work))  # noqa: PERF401  those begun so far must end
+        undo.pop_all()
+    return ranks
+
+
+def _values(answers: Sequence[_Answer]) -> list[Any]:
+    if failures := {rank: answer.value for rank, answer in enumerate(answers) if not answer.ok}:
+        raise RankError(failures, len(answers))
     return [answer.value for answer in answers]
 
 
@@ -117,9 +194,9 @@ class _Rank:
             time.sleep(0.05)
         return "did not answer in time and gave no stack (stopped, or blocked in the kernel)"
 
-    def leave(self) -> None:
-        with suppress(OSError):
-            self.pipe.send_bytes(b"leave")
+    def tell(self, message: bytes) -> None:
+        with suppress(OSError):  # whoever is gone has no answer, which is found when it is collected
+            self.pipe.send_bytes(message)
 
     def end(self) -> None:
         """Make sure that neither the rank nor a child of it stays."""
@@ -146,10 +223,10 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[_Answer]:
     return [answers[index] for index in range(len(ranks))]
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
+def _end(ranks: Sequence[_Rank], patience_seconds: float = _LEAVE_SECONDS) -> None:
     for rank in ranks:
-        rank.leave()
-    deadline = time.monotonic() + _LEAVE_SECONDS
+        rank.tell(_LEAVE)
+    deadline = time.monotonic() + patience_seconds
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
     for rank in ranks:
@@ -160,37 +237,73 @@ def _rank_main(rank: int, folder: Path, pipe: Connection, work: _Work) -> None:
     """The child's whole life. It answers, waits until every rank has answered, and leaves."""
     os.setpgid(0, 0)  # so that the parent can end whatever this rank started
     _die_with_parent()
-    with (folder / f"stack-{rank}").open("w") as stack:
+    ok = True
+    with (folder / f"stack-{rank}").open("w") as stack, suppress(OSError, EOFError):
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        answer = _run(rank, folder, work)
-        try:
-            # By value: torch would send a tensor as a shared-memory handle, which dies with us.
-            message = pickle.dumps(answer)
-        except Exception:  # noqa: BLE001  whatever a result's own pickling raises is the answer
-            answer = _Answer(False, f"its result cannot be pickled\n{traceback.format_exc()}")
-            message = pickle.dumps(answer)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with suppress(OSError, EOFError):
-            pipe.send_bytes(message)
-            pipe.recv_bytes()  # a rank that leaves early looks like a failure to the others
-    os._exit(0 if answer.ok else 1)
+        questions = _Questions(pipe)
+        answers = _answers(
+            rank, folder, work, questions
+        )  # never closed: it is a body in the middle of its work
+        for answer in answers:
+            ok = _tell(pipe, answer)
+            if not ok:
+                break
+        questions.wait_to_leave()  # a rank that leaves early looks like a failure to the others
+    os._exit(0 if ok else 1)
 
 
-def _run(rank: int, folder: Path, work: _Work) -> _Answer:
+class _Questions:
+    """What the parent asks, until it says that the rank may leave."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._may_leave = pipe, False
+
+    def __iter__(self) -> Iterator[Any]:
+        while (message := self._pipe.recv_bytes()) != _LEAVE:
+            yield pickle.loads(message)
+        self._may_leave = True
+
+    def wait_to_leave(self) -> None:
+        if not self._may_leave:
+            self._pipe.recv_bytes()
+
+
+def _tell(pipe: Connection, answer: _Answer) -> bool:
+    """Whether it was a good answer, and could be told."""
+    try:
+        # By value: torch would send a tensor as a shared-memory handle, which dies with us.
+        message = pickle.dumps(answer)
+    except Exception:  # noqa: BLE001  whatever a result's own pickling raises is the answer
+        answer = _Answer(False, f"its result cannot be pickled\n{traceback.format_exc()}")
+        message = pickle.dumps(answer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send_bytes(message)
+    return answer.ok
+
+
+def _answers(rank: int, folder: Path, work: _Work, questions: Iterable[Any]) -> Iterator[_Answer]:
+    try:
+        _join(rank, folder, work.world_size)
+        if work.is_asked:
+            for value in work.body(rank, iter(questions), *work.args):
+                yield _Answer(True, value)
+        else:
+            yield _Answer(True, work.body(rank, *work.args))
+    except BaseException:  # noqa: BLE001  the boundary: whatever ended the body is the answer
+        yield _Answer(False, traceback.format_exc())
+
+
+def _join(rank: int, folder: Path, world_size: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(work.world_size)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     if Path("/sys/class/net/lo").exists():
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name need not resolve
-    try:
-        store = dist.FileStore(str(folder / "store"), work.world_size)  # type: ignore[attr-defined]  # no port
-        dist.init_process_group("gloo", rank=rank, world_size=work.world_size, store=store)
-        return _Answer(True, work.body(rank, *work.args))
-    except BaseException:  # noqa: BLE001  the boundary: whatever ended the body is the answer
-        return _Answer(False, traceback.format_exc())
+    store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]  # no port
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
 
 
 def _die_with_parent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from torchscout.cli.campaign.command import app as campaign
 from torchscout.cli.checkpoint.command import app as checkpoint
 from torchscout.cli.demo.command import demo
 from torchscout.cli.status import status
@@ -19,4 +20,5 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(status)
+app.add_typer(campaign, name="campaign")
 app.add_typer(checkpoint, name="checkpoint")

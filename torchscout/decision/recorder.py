@@ -26,6 +26,7 @@ __all__ = [
     "Stamped",
     "Tee",
     "read",
+    "stamped",
 ]
 
 Recordable = EvidenceRecord | Incident | Resolved
@@ -152,12 +153,13 @@ def read(path: Path | str) -> Iterator[Stamped | Problem]:
             if not line.strip():
                 continue
             try:
-                yield _stamped(json.loads(line))
+                yield stamped(json.loads(line))
             except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
                 yield Problem(Path(path), number, str(error))
 
 
-def _stamped(line: Any) -> Stamped:
+def stamped(line: Any) -> Stamped:
+    """One line, as JSON has it; a ``ValueError`` says what is foreign about it."""
     if not isinstance(line, dict):
         raise ValueError(f"not a record: {line!r:.80}")
     if line.get("schema") != SCHEMA:

@@ -6,6 +6,7 @@ The code under test has no branch for faults: an unarmed job and an armed one ru
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +51,8 @@ class Firing:
     at: str
     step: int
     detail: str
+    monotonic: float
+    """When, by the machine's monotonic clock."""
 
 
 class Injector:
@@ -200,7 +203,7 @@ class Injector:
                 self._count(fault, told, step)
 
     def _count(self, fault: Fault, detail: str, step: int) -> None:
-        firing = Firing(self._rank, fault.at, step, detail)
+        firing = Firing(self._rank, fault.at, step, detail, time.monotonic())
         self.fired.append(firing)
         self._happened.add(fault)
         if self._log is not None:

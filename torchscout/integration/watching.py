@@ -24,7 +24,7 @@ from torchscout.integration.communicators import Communicators
 from torchscout.integration.roster import Entry
 from torchscout.mesh import Mesh
 
-__all__ = ["Job", "Watching", "watch"]
+__all__ = ["Job", "Watching", "clear_away_the_dead", "watch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,20 @@ def _watch_alone(
 
 def _private_directory() -> Path:
     """A new directory for this process, in memory where that looks like one; the dead's are cleared away."""
-    root = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
-    home = root / f"torchscout-{os.getuid()}"
+    home = _home()
     home.mkdir(mode=0o700, exist_ok=True)
-    for directory in home.iterdir():
+    clear_away_the_dead()
+    return Path(tempfile.mkdtemp(dir=home))
+
+
+def clear_away_the_dead() -> None:
+    """Remove the records of this user's trainers that are gone and could not do so themselves."""
+    home = _home()
+    for directory in home.iterdir() if home.is_dir() else ():
         if reclaim(directory):
             shutil.rmtree(directory, ignore_errors=True)
-    return Path(tempfile.mkdtemp(dir=home))
+
+
+def _home() -> Path:
+    root = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
+    return root / f"torchscout-{os.getuid()}"

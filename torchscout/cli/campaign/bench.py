@@ -1,0 +1,33 @@
+"""Runs cells, each in the processes it needs (paper, evaluation)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from torchscout.cli.campaign.cell import Cell, Processes
+from torchscout.cli.campaign.observed_bench import run_observed
+from torchscout.cli.campaign.recovery_bench import run_recovery
+from torchscout.cli.campaign.result import Result
+from torchscout.cli.campaign.warm_bench import run_warm
+
+__all__ = ["run_cells"]
+
+
+def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Generator[Result, None, None]:
+    """Results as they come. ``jobs`` hangs are run at once: they mostly wait."""
+    ordered = sorted(cells, key=_group)
+    for (processes, layout), group in groupby(ordered, key=_group):
+        together = list(group)
+        place = folder / "evidence" / f"{processes}-{layout}"
+        if processes == Processes.WARM.value:
+            yield from run_warm(together, place, seed)
+        elif processes == Processes.RECOVERY.value:
+            yield from run_recovery(together, place)
+        else:
+            yield from run_observed(together, place, jobs)
+
+
+def _group(cell: Cell) -> tuple[str, str]:
+    return cell.processes.value, cell.layout

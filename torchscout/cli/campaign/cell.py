@@ -1,0 +1,72 @@
+"""One cell of a campaign: a job, the faults that happen in it, and what must be found (paper, evaluation)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torchscout.cli.campaign.layout import LAYOUTS, Layout
+from torchscout.faults.fault import Faults
+from torchscout.faults.truth import Truth
+
+__all__ = ["Cell", "Processes", "Row"]
+
+
+class Processes(str, Enum):
+    """Which processes a cell runs in."""
+
+    WARM = "warm"
+    """Ranks that have run other cells before, and go on training."""
+    RECOVERY = "recovery"
+    """Ranks of its own, and after the fault new ones that go on from a checkpoint."""
+    OBSERVED = "observed"
+    """Ranks of its own, each with its observer: what hangs cannot be used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the campaign's table."""
+
+    key: str
+    title: str
+    trigger: str
+    """What is injected, in a few words."""
+    missing: str = ""
+    """Why it has no cells, where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Plain data that travels to every rank."""
+
+    row: str
+    """The key of the row it counts for."""
+    name: str
+    """What tells it from the others of its row."""
+    layout: str
+    """A key of ``LAYOUTS``."""
+    processes: Processes = Processes.WARM
+    faults: Faults = field(default_factory=Faults)
+    """Steps are the cell's own: the first one is clean. Without faults nothing must be reported."""
+    benign: bool = False
+    """What happens is no failure: nothing must be reported of it."""
+    due: int | None = None
+    """The hidden layer that replay must be at when the fault happens, where that matters."""
+    seed: int = 0
+
+    @property
+    def identity(self) -> str:
+        """The same in every run of the same campaign, and for no other cell: ``ROW/LAYOUT/NAME@DIGEST``."""
+        told = repr((self.faults, self.benign, self.due, self.seed))
+        digest = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+        return f"{self.row}/{self.layout}/{self.name}@{digest}"
+
+    @property
+    def place(self) -> Layout:
+        return LAYOUTS[self.layout]
+
+    @property
+    def truths(self) -> tuple[Truth, ...]:
+        """What a perfect detector says; nothing where nothing is wrong."""
+        return () if self.benign else self.faults.truth(self.place.mesh())

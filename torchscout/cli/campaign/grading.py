@@ -1,0 +1,112 @@
+"""Whether a cell has passed: what was found, held against what was injected. Pure.
+
+A cell passes only if each fault was seen to happen, each of their findings was reported with the right
+manifestation, ranks, scope and surface, and nothing else was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+
+from torchscout.decision.record import Incident
+from torchscout.decision.wording import listed, named
+from torchscout.faults.planned import Fault
+from torchscout.faults.truth import Truth
+
+__all__ = ["Flaw", "Grade", "grade", "unfired"]
+
+
+class Flaw(str, Enum):
+    """Why a cell has failed; the first that applies."""
+
+    BROKEN = "broken"
+    """Its ranks, or SCOUT itself, failed on the way."""
+    NOT_INJECTED = "not_injected"
+    """A fault did not happen, so that nothing is shown either way."""
+    MISSED = "missed"
+    """Nothing was reported."""
+    WRONG_NAME = "wrong_name"
+    """Something was, but not what is wrong."""
+    FALSE_ALARM = "false_alarm"
+    """More was reported than is wrong."""
+    NOT_RECOVERED = "not_recovered"
+    """It was found, and the job did not go back to what it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    flaw: Flaw | None = None
+    """None where the cell has passed."""
+    reason: str = ""
+    """The flaw in one sentence."""
+
+    @property
+    def passed(self) -> bool:
+        return self.flaw is None
+
+
+def grade(
+    truths: Sequence[Truth],
+    *,
+    unfired: Sequence[str] = (),
+    incidents: Sequence[Incident] = (),
+    failures: Sequence[str] = (),
+) -> Grade:
+    """``unfired`` are faults that did not happen, ``failures`` what SCOUT says went wrong within itself."""
+    if unfired:
+        return Grade(Flaw.NOT_INJECTED, f"not injected: {listed(unfired)} did not happen")
+    if failures:
+        return Grade(Flaw.BROKEN, f"the check itself failed: {failures[0]}")
+    if truths and not incidents:
+        return Grade(Flaw.MISSED, f"nothing was reported of {_wanted(truths[0])}")
+    left = list(incidents)
+    for truth in truths:
+        told = next((each for each in left if truth.is_told_by(each)), None)
+        if told is None:
+            return Grade(Flaw.WRONG_NAME, _difference(truth, left))
+        left.remove(told)
+    if left:
+        return Grade(Flaw.FALSE_ALARM, f"{'also ' if truths else ''}reported: {_told(left[0])}")
+    return Grade()
+
+
+def unfired(faults: Iterable[Fault], happened: Collection[tuple[int, str]]) -> list[str]:
+    """Those of the faults that did not happen, in words; ``happened`` are ranks and places."""
+    missing = [fault for fault in faults if (fault.rank, fault.at) not in happened]
+    return [f"the fault of rank {fault.rank} at {fault.at}" for fault in missing]
+
+
+def _difference(truth: Truth, incidents: Sequence[Incident]) -> str:
+    """What is wrong about the report that comes nearest to the truth."""
+    if not incidents:
+        return f"nothing was reported of {_wanted(truth)}"
+    wrong = min((_wrong(truth, each) for each in incidents), key=len)
+    return f"wrong {listed(wrong)}: {_wanted(truth)} was reported as {_told(incidents[0])}"
+
+
+def _wrong(truth: Truth, incident: Incident) -> list[str]:
+    right = {
+        "manifestation": incident.manifestation is truth.manifestation,
+        "ranks": incident.ranks == truth.ranks,
+        "scope": incident.scope is truth.scope,
+        "surface": fnmatchcase(incident.records[0].surface, truth.surface),
+    }
+    return [aspect for aspect, is_right in right.items() if not is_right]
+
+
+def _wanted(truth: Truth) -> str:
+    return f"{truth.manifestation.value} of {_ranks(truth.ranks)} ({truth.scope.value}) in {truth.surface}"
+
+
+def _told(incident: Incident) -> str:
+    return (
+        f"{incident.manifestation.value} of {_ranks(incident.ranks)} ({incident.scope.value}) "
+        f"in {incident.records[0].surface} at step {incident.step}"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return named(ranks) if ranks else "nobody"

@@ -1,0 +1,75 @@
+"""However a campaign ends, no process and no shared memory of it stays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from torchscout.integration.watching import clear_away_the_dead
+
+__all__ = ["interruptible", "nothing_left"]
+
+_VARIABLE = "TORCHSCOUT_MEMORY"
+_PATIENCE_SECONDS = 5.0
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a campaign as Ctrl-C does: by an exception, so that it can clear up, once."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # an impatient second one would leave something behind
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def nothing_left(folder: Path) -> Iterator[None]:
+    """While in this block checkpoints in memory go to ``folder``; at its end all that it started is ended."""
+    memory = folder / "memory"
+    os.environ[_VARIABLE] = str(memory)
+    try:
+        yield
+    finally:
+        del os.environ[_VARIABLE]
+        end_processes(f"{_VARIABLE}={memory}")
+        shutil.rmtree(memory, ignore_errors=True)
+        clear_away_the_dead()
+
+
+def end_processes(mark: str) -> None:
+    """Kill whoever has ``mark`` in its environment, and wait until they are gone.
+
+    Ranks end with their pipes; observers have sessions of their own and outlive a killed trainer for a while.
+    """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (marked := list(_marked(mark))) and time.monotonic() < deadline:
+        for process in marked:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    wanted, own = mark.encode(), os.getpid()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == own:
+            continue
+        with suppress(OSError):  # it is gone, or another user's
+            is_dead = b") Z " in (entry / "stat").read_bytes()
+            if not is_dead and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                yield int(entry.name)

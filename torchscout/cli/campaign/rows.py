@@ -1,0 +1,44 @@
+"""The rows of the paper's table of fault-injection coverage, in its order."""
+
+from __future__ import annotations
+
+from torchscout.cli.campaign.cell import Row
+
+__all__ = ["ROWS", "row_of"]
+
+_EXPERTS = "comes with support for mixtures of experts"
+
+ROWS = (
+    Row(
+        "dense-sdc",
+        "Dense SDC",
+        "rank 9, persistently, after two accepted checks: a DDP parameter, an FSDP2 replay output, an HSDP "
+        "gradient shard; then new processes go on",
+    ),
+    Row(
+        "numerical-sdc",
+        "Dense numerical SDC",
+        "one forward output or parameter of one rank, 64 of them in the lowest bits",
+    ),
+    Row("numerical-clean", "Dense numerical, fault-free", "nothing"),
+    Row("compute-straggler", "Compute straggler", "rank 9's layers take 250 ms longer"),
+    Row(
+        "communication-straggler",
+        "Communication straggler",
+        "rank 15's tensor-parallel collective takes 250 ms longer",
+    ),
+    Row("moe-sdc", "MoE SDC", "rank 15's expert weights, at two routed shapes", missing=_EXPERTS),
+    Row(
+        "hang",
+        "Hang and input stall",
+        "one rank frozen, stopped, late with its input, or in another collective",
+    ),
+    Row("hang-clean", "Hang, fault-free", "nothing"),
+    Row(
+        "moe-kernel", "MoE kernel-role SDC", "every selected work item of the expert kernel", missing=_EXPERTS
+    ),
+)
+
+
+def row_of(key: str) -> Row:
+    return next(row for row in ROWS if row.key == key)

@@ -1,0 +1,99 @@
+"""What a campaign has shown, row by row. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchscout.cli.campaign.cell import Cell, Row
+from torchscout.cli.campaign.grading import Flaw
+from torchscout.cli.campaign.result import Result
+from torchscout.cli.campaign.tally import interval, percentile
+
+__all__ = ["RowSummary", "as_report", "summarized"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSummary:
+    row: Row
+    cells: int
+    """That were asked for."""
+    run: int
+    passed: int
+    ranks: tuple[int, ...]
+    """How many each of its jobs has."""
+    false_alarms: int
+    """Cells in which more was reported than was wrong."""
+    wrong_names: int
+    """Cells in which something else was."""
+    missed: int
+    """Cells in which nothing was, though something was wrong."""
+    seconds: Sequence[float]
+    """From fault to incident, of each cell that has both."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the share that passes, 95 %."""
+        return interval(self.passed, self.run)
+
+    def to_json(self) -> dict[str, Any]:
+        low, high = self.interval
+        return {
+            "row": self.row.key,
+            "title": self.row.title,
+            "trigger": self.row.trigger,
+            "missing": self.row.missing or None,
+            "ranks": list(self.ranks),
+            "cells": self.cells,
+            "run": self.run,
+            "passed": self.passed,
+            "interval": [low, high] if self.run else None,
+            "false_alarms": self.false_alarms,
+            "wrong_names": self.wrong_names,
+            "missed": self.missed,
+            "seconds_median": percentile(self.seconds, 0.5),
+            "seconds_p95": percentile(self.seconds, 0.95),
+        }
+
+
+def summarized(rows: Iterable[Row], cells: Sequence[Cell], results: Mapping[str, Result]) -> list[RowSummary]:
+    """One for each row that has cells, or that says why it has none."""
+    found = []
+    for row in rows:
+        wanted = [cell for cell in cells if cell.row == row.key]
+        if wanted or row.missing:
+            found.append(
+                _summary(row, wanted, [results[each.identity] for each in wanted if each.identity in results])
+            )
+    return found
+
+
+def as_report(
+    campaign: str, seed: int, summaries: Sequence[RowSummary], results: Sequence[Result]
+) -> dict[str, Any]:
+    """One document: the table, each cell that failed, and whether all have passed."""
+    return {
+        "campaign": campaign,
+        "seed": seed,
+        "passed": all(each.grade.passed for each in results),
+        "complete": all(each.run == each.cells for each in summaries),
+        "took_seconds": sum(each.took_seconds for each in results),
+        "rows": [each.to_json() for each in summaries],
+        "failed": [each.to_json() for each in results if not each.grade.passed],
+    }
+
+
+def _summary(row: Row, cells: Sequence[Cell], results: Sequence[Result]) -> RowSummary:
+    flaws = [each.grade.flaw for each in results]
+    return RowSummary(
+        row,
+        len(cells),
+        len(results),
+        sum(each.grade.passed for each in results),
+        tuple(sorted({cell.place.ranks for cell in cells})),
+        flaws.count(Flaw.FALSE_ALARM),
+        flaws.count(Flaw.WRONG_NAME),
+        flaws.count(Flaw.MISSED),
+        [each.seconds for each in results if each.seconds is not None],
+    )

@@ -1,0 +1,114 @@
+"""A campaign on the screen: progress while it runs, and the table at its end."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from torchscout.cli.campaign.result import Result
+from torchscout.cli.campaign.summary import RowSummary
+from torchscout.cli.campaign.tally import percentile
+
+__all__ = ["Screen", "screen_of"]
+
+HEADS = (
+    "fault",
+    "ranks",
+    "passed",
+    "95% interval",
+    "false positives",
+    "wrong names",
+    "missed",
+    "to incident, median",
+    "p95",
+)
+
+
+class Screen:
+    """A live table on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console, cells: int) -> None:
+        self._console, self._cells, self._done = console, cells, 0
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task("starting", total=cells)
+        self._live = Live(self._progress, console=console, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Screen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, result: Result, summaries: Callable[[], Sequence[RowSummary]]) -> None:
+        """``summaries`` are those of all rows by now, should they be needed."""
+        self._done += 1
+        line = _line(result)
+        if self._live is None:
+            text = f"{self._done}/{self._cells} {line}"
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        if not result.grade.passed:
+            self._console.print(line, markup=False, highlight=False)
+        self._progress.update(self._task, completed=self._done, description=_name(result))
+        self._live.update(Group(_table(summaries()), self._progress))
+
+
+def screen_of(summaries: Sequence[RowSummary], results: Iterable[Result], folder: str) -> str:
+    """The final table, and what failed."""
+    text = io.StringIO()
+    Console(width=150, file=text).print(_table(summaries))
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    lines += [_line(each) for each in results if not each.grade.passed]
+    return "\n".join([*lines, f"results    {folder}/results.jsonl"])
+
+
+def figures(summary: RowSummary) -> list[str]:
+    """One row of the table, as text."""
+    ranks = ", ".join(map(str, summary.ranks))
+    if summary.row.missing:
+        return [summary.row.title, ranks, "not built yet", *[""] * (len(HEADS) - 3)]
+    low, high = summary.interval
+    shown = f"{100 * low:.1f} to {100 * high:.1f}" if summary.run else ""
+    rest = "" if summary.run == summary.cells else f" (of {summary.cells})"
+    return [
+        summary.row.title,
+        ranks,
+        f"{summary.passed}/{summary.run}{rest}",
+        shown,
+        str(summary.false_alarms),
+        str(summary.wrong_names),
+        str(summary.missed),
+        _seconds(percentile(summary.seconds, 0.5)),
+        _seconds(percentile(summary.seconds, 0.95)),
+    ]
+
+
+def _table(summaries: Sequence[RowSummary]) -> Table:
+    table = Table()
+    for place, head in enumerate(HEADS):
+        table.add_column(head, justify="left" if place == 0 else "right", no_wrap=place == 0)
+    for summary in summaries:
+        table.add_row(*figures(summary))
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"
+
+
+def _line(result: Result) -> str:
+    name = _name(result)
+    return f"passed  {name}" if result.grade.passed else f"FAILED  {name}: {result.grade.reason}"
+
+
+def _name(result: Result) -> str:
+    return result.cell.rpartition("@")[0]
