@@ -243,6 +243,12 @@ class CheckpointConfig:
     persist_every: int = 10
     """Certified checkpoints in memory from one that is written to files to the next.
     A mixture of experts writes at the end of every cycle through its recipe catalog instead."""
+    recipes: int | None = None
+    """Accepted checks in a row that go over everything once; a checkpoint is verified after two such cycles.
+    None: every accepted check certifies what is kept after it, as a dense model's shapes do not change."""
+    sweep: bool = True
+    """After a crash or a hang, replay every layer and update before training goes on. For that, checkpoints
+    keep the inputs with which each layer was replayed last."""
     keep: int = 1
     """Older verified checkpoints kept in files, should the newest turn out damaged."""
     patience_seconds: float = 120.0
@@ -257,6 +263,10 @@ class CheckpointConfig:
             raise ValueError(f"replicate is True or False, got {self.replicate!r}")
         if not _whole(self.persist_every, 1):
             raise ValueError(f"persist_every must be at least 1, got {self.persist_every!r}")
+        if self.recipes is not None and not _whole(self.recipes, 1):
+            raise ValueError(f"recipes must be at least 1, or None, got {self.recipes!r}")
+        if not isinstance(self.sweep, bool):
+            raise ValueError(f"sweep is True or False, got {self.sweep!r}")
         if not _whole(self.keep, 0):
             raise ValueError(f"keep must not be negative, got {self.keep!r}")
         if not 0 < self.patience_seconds < float("inf"):

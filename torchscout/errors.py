@@ -4,6 +4,7 @@
     +-- ChannelError     peers could not exchange evidence: one is gone, late, or out of step
     +-- CheckpointError  state could not be kept, or cannot be restored, and why
     |   +-- DamagedError stored bytes are not what was sealed, or were never a checkpoint (a ValueError too)
+    |   +-- UnavailableError  no generation that may be loaded can be had whole on every rank
     +-- ObserverError    a trainer's observer could not be started, or does not answer
     +-- ReplayError      replay cannot repeat this work, and why
     +-- TornRecordError  a trainer publishes its progress faster than its observer can read
@@ -22,6 +23,7 @@ __all__ = [
     "ReplayError",
     "ScoutError",
     "TornRecordError",
+    "UnavailableError",
     "told",
 ]
 
@@ -40,6 +42,10 @@ class CheckpointError(ScoutError):
 
 class DamagedError(CheckpointError, ValueError):
     """Stored bytes are not what was sealed, or were never a checkpoint; nothing of them may be loaded."""
+
+
+class UnavailableError(CheckpointError):
+    """Of no generation that may be loaded does every rank find its state."""
 
 
 class ObserverError(ScoutError):

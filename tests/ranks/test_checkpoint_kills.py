@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Doom, Plan, doomed, reached, train
+from tests.support.checkpoint_jobs import Doom, Plan, doomed, train
+from tests.support.checkpoint_remains import History, newest_complete
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint import ledger, shards
-from torchscout.checkpoint.generation import Generation
 
 RANKS = 2
 PLACES = (None, "capture", "persist", None, "capture", "persist", None, None)
@@ -30,74 +29,10 @@ def planned(tmp_path: Path) -> Plan:
     )
 
 
-def ledgers(plan: Plan, rank: int) -> ledger.CheckpointGate | None:
-    """What a rank had written down last."""
+def folders(plan: Plan) -> list[Path]:
     assert plan.memory is not None
     assert plan.directory is not None
-    found = [ledger.read(folder, rank) for folder in (*plan.memory.iterdir(), plan.directory)]
-    known = [each for each in found if each is not None]
-    return ledger.newest(known) if known else None
-
-
-def whole(plan: Plan) -> dict[Generation, set[int]]:
-    """Whose state is there, every bit of it, for each generation."""
-    assert plan.memory is not None
-    assert plan.directory is not None
-    found: dict[Generation, set[int]] = {}
-    for folder in (plan.memory, plan.directory):
-        for path in folder.rglob("*.shard"):
-            report = shards.verify(path)
-            assert report.whole, f"a file under a sealed name is not whole: {report.problems}"
-            assert report.header is not None
-            found.setdefault(report.header.identity.generation, set()).add(report.header.identity.rank)
-    return found
-
-
-def newest_complete(plan: Plan) -> int:
-    """Of those that every rank has certified; 0 if there is none."""
-    gates = [ledgers(plan, rank) for rank in range(RANKS)]
-    known = [each for each in gates if each is not None]
-    if not known:
-        return 0
-    last = max(gate.lineage for gate in known)
-    certified = set.intersection(*(set(gate.trusted) for gate in known if gate.lineage == last))
-    complete = [
-        each for each, ranks in whole(plan).items() if ranks == set(range(RANKS)) and each in certified
-    ]
-    return max((each.step for each in complete), default=0)
-
-
-@dataclass
-class History:
-    """Of lives that follow each other."""
-
-    known: dict[int, list[str | None]] = field(default_factory=dict)
-    """Each step's state on each rank, whoever did it first."""
-    unwritten: int = 0
-    """Kills that left a file half written, on the disk."""
-    came: list[int] = field(default_factory=list)
-    """The steps that lives began with."""
-
-    def lives(self, plan: Plan, dooms: Iterator[Doom]) -> None:
-        for number, doom in enumerate(dooms):
-            expected = newest_complete(plan) if number else 0
-            life = replace(plan, run_dir=plan.directory.parent / f"life-{number}")
-            with doomed(life, doom), pytest.raises(RankError) as raised:
-                run_ranks(train, RANKS, life, timeout=60)
-            assert str(raised.value).count("exit code -9") == len(doom.ranks), raised.value
-            self._heard(life, expected)
-            assert plan.directory is not None
-            self.unwritten += bool([*plan.directory.rglob("step-*/.*.writing")])
-
-    def _heard(self, life: Plan, expected: int) -> None:
-        for rank in range(RANKS):
-            steps = reached(life, rank)
-            assert next(iter(steps)) == expected, "it began with the newest complete generation"
-            for step, bits in steps.items():
-                states = self.known.setdefault(step, [None] * RANKS)
-                states[rank] = states[rank] or bits
-                assert states[rank] == bits, f"rank {rank} has another state at step {step} than before"
-        self.came.append(expected)
+    return [*plan.memory.iterdir(), plan.directory]
 
 
 def dooms(count: int, seed: int) -> Iterator[Doom]:
@@ -111,17 +46,20 @@ def dooms(count: int, seed: int) -> Iterator[Doom]:
 
 
 def lived(plan: Plan, count: int, seed: int) -> None:
-    history = History()
-    history.lives(plan, dooms(count, seed))
+    history, unwritten = History(RANKS), 0
+    assert plan.directory is not None
+    for number, doom in enumerate(dooms(count, seed)):
+        expected = newest_complete(folders(plan), RANKS) if number else 0
+        life = replace(plan, run_dir=plan.directory.parent / f"life-{number}")
+        with doomed(life, doom), pytest.raises(RankError) as raised:
+            run_ranks(train, RANKS, life, timeout=60)
+        assert str(raised.value).count("exit code -9") == len(doom.ranks), raised.value
+        history.heard(life, expected)
+        unwritten += bool([*plan.directory.rglob("step-*/.*.writing")])
     assert history.came == sorted(history.came), "no life loses what an earlier one had"
     assert history.came[-1] > 0
-    last = max(history.known)
-    alone = run_ranks(train, RANKS, replace(plan, directory=None, steps=last), timeout=300)
-    for step, states in history.known.items():
-        for rank, bits in enumerate(states):
-            if bits is not None and step > 0:
-                assert bits == alone[rank].bits[step], f"step {step} is not what an uninterrupted job has"
-    assert history.unwritten, "some were killed while they wrote files"
+    history.is_as_uninterrupted(plan)
+    assert unwritten, "some were killed while they wrote files"
 
 
 def test_killed_at_any_instant_a_job_goes_on_from_its_newest_complete_generation(tmp_path: Path):
@@ -138,7 +76,7 @@ def test_a_generation_is_given_up_only_when_the_next_is_sealed_on_every_rank(tmp
     plan = replace(planned(tmp_path), burden={1: 300 << 20}, persist_every=1000, run_dir=tmp_path / "run")
     with pytest.raises(RankError):
         run_ranks(train, RANKS, replace(plan, killed={0: 8, 1: 8}, after_update=True), timeout=60)
-    expected = newest_complete(plan)
+    expected = newest_complete(folders(plan), RANKS)
     assert expected >= 6
     again = replace(plan, steps=9, run_dir=tmp_path / "again")
     told = run_ranks(train, RANKS, again, timeout=60)

@@ -14,8 +14,9 @@ import pytest
 from tests.support.checkpoint_jobs import Plan, Told, reached, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import Role
+from torchscout.recovery.retrieval import Sweep
 
-RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4, "tensor": 4, "pipeline": 4}
+RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4, "tensor": 4, "distributed": 4, "pipeline": 4}
 
 
 def on_ranks(plan: Plan) -> list[Told]:
@@ -43,16 +44,18 @@ def killed(plan: Plan, step: int) -> None:
 
 @pytest.mark.parametrize("kind", RANKS)
 def test_a_killed_job_that_goes_on_ends_bitwise_as_one_that_was_not(tmp_path: Path, kind: str):
-    plan = planned(tmp_path, kind)
+    plan = replace(planned(tmp_path, kind), interval=1)
     alone = on_ranks(replace(plan, directory=None))
     killed(plan, 6)
     before = [reached(plan, rank) for rank in range(RANKS[kind])]
     told = on_ranks(plan)
     for rank, (mine, theirs) in enumerate(zip(told, alone, strict=True)):
         assert mine.resumed is not None
-        # The capture of step 4 may have been under way.
-        assert (mine.resumed.step, mine.resumed.role) in ((2, Role.VERIFIED), (4, Role.VERIFIED)), mine
+        # The capture of step 5 may have been under way.
+        assert (mine.resumed.step, mine.resumed.role) in ((4, Role.VERIFIED), (5, Role.VERIFIED)), mine
         assert mine.resumed.source == "its own memory"
+        # By then all layers have been replayed, and their calls kept.
+        assert (mine.resumed.swept, mine.resumed.unswept) == (Sweep.CLEAN, None), mine
         assert list(mine.bits) == list(range(mine.resumed.step + 1, 9))
         for step, bits in [*list(before[rank].items())[1:], *mine.bits.items()]:
             assert bits == theirs.bits[step], f"rank {rank} differs after step {step}"
@@ -69,3 +72,28 @@ def test_training_that_keeps_checkpoints_is_bitwise_training_that_does_not(tmp_p
         assert each.status["latest"] == each.status["verified"] == 12
         assert each.status["durable"], "files were written meanwhile"
         assert each.failures == each.status["problems"] == []
+
+
+def test_a_job_that_ended_before_its_first_checkpoint_begins_again_if_that_is_asked_for(tmp_path: Path):
+    plan = replace(planned(tmp_path, "ddp", steps=2), interval=1)
+    both = dict.fromkeys(range(2), 1)
+    with pytest.raises(RankError):
+        on_ranks(replace(plan, killed=both, after_update=True))  # checked, and not captured yet
+    with pytest.raises(RankError, match="No checkpoint is left"):
+        on_ranks(plan)
+    for each in on_ranks(replace(plan, start_over=True)):
+        assert each.resumed is not None
+        assert (each.resumed.step, each.resumed.role) == (0, None)
+        assert "The job begins again, as was asked for" in each.resumed.reason
+        assert list(each.bits) == [1, 2]
+        assert each.failures == each.status["problems"] == []
+
+
+def test_a_cycle_can_be_had_or_given_up_when_a_job_goes_on(tmp_path: Path):
+    plan = replace(planned(tmp_path, "ddp", steps=6), interval=1, recipes=2)
+    on_ranks(plan)
+    dense = on_ranks(replace(plan, recipes=None, steps=8))
+    assert [each.status["verified"] for each in dense] == [8, 8]
+    for each in on_ranks(replace(plan, recipes=3, steps=9)):
+        assert each.resumed is not None
+        assert (each.resumed.step, each.status["verified"], each.status["latest"]) == (8, 8, 9)

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.pipeline_stages import SCHEDULES, Layout, stages_of
 from tests.support.replayed_job import Net, batch
 from tests.support.small_job import until
+from tests.support.tensor_jobs import distributed as split_tokens
 from tests.support.tensor_jobs import local_of
 from tests.support.tensor_jobs import plain as split
+from torchscout.checkpoint.generation import Role
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.checkpointing import Resumption
+from torchscout.integration.resumption import Resumption
 from torchscout.integration.session import Session
 
 __all__ = ["KINDS", "Doom", "Plan", "Told", "doomed", "kill", "reached", "train"]
@@ -77,7 +81,14 @@ class Plan:
     """They do so after the step's update, before its end."""
     when_copied: bool = False
     """They wait until another machine has a copy of the latest checkpoint."""
+    copied_until: int = 0
+    """Up to this step, whoever is in the middle of one waits for that, too."""
+    candidates_written: bool = False
+    """Whoever is in the middle of a step waits until the candidate, if there is one, is in files."""
     resumes: bool = True
+    start_over: bool = False
+    recipes: int | None = None
+    sweep: bool = True
     hangs: Mapping[int, int] = field(default_factory=dict)
     """Ranks that never come out of this step's forward pass."""
     lost_folder: int | None = None
@@ -96,11 +107,15 @@ class Told:
 
     bits: dict[int, str]
     """The state after each step that it did."""
+    roles: dict[int, tuple[int | None, ...]]
+    """Which steps were latest, candidate and verified then."""
     resumed: Resumption | None
     status: dict[str, Any]
     failures: list[str]
     incidents: list[tuple[str, int]]
     """Manifestation and step of each."""
+    named: list[tuple[int, ...]]
+    """The ranks of each."""
     unfired: int
 
 
@@ -136,9 +151,18 @@ def hsdp(rank: int) -> Work:
 
 
 def tensor(rank: int) -> Work:
+    return _split(rank, split)
+
+
+def distributed(rank: int) -> Work:
+    """What goes from block to block is a DTensor."""
+    return _split(rank, split_tokens)
+
+
+def _split(rank: int, plan: Callable[[Any, DeviceMesh], None]) -> Work:
     axes = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     net = _frozen(Net())
-    split(net, axes["tp"])
+    plan(net, axes["tp"])
 
     def accumulate(batches: list[Any], scale: float) -> None:
         for each in batches:
@@ -171,7 +195,7 @@ def pipeline(rank: int) -> Work:
 
 
 KINDS: dict[str, Callable[[int], Work]] = {
-    each.__name__: each for each in (ddp, fsdp, hsdp, tensor, pipeline)
+    each.__name__: each for each in (ddp, fsdp, hsdp, tensor, distributed, pipeline)
 }
 
 
@@ -237,6 +261,7 @@ def train(rank: int, plan: Plan) -> Told:
     scaler, loader = Scaler(), Loader(work.replica)
     torch.manual_seed(rank)  # dropout is each rank's own
     bits: dict[int, str] = {}
+    roles: dict[int, tuple[int | None, ...]] = {}
     with Injector(plan.faults, rank, _bare(work.model), optimizer) as injector:
         session = _attached(plan, work, optimizer)
         if session is not None:
@@ -244,7 +269,7 @@ def train(rank: int, plan: Plan) -> Told:
             known = {"schedule": schedule, "scaler": scaler, "loader": loader, "burden": burden}
             for name, stateful in known.items():
                 session.register_state(name, stateful)
-        resumed = session.resume() if session is not None and plan.resumes else None
+        resumed = session.resume(start_over=plan.start_over) if session is not None and plan.resumes else None
         done = session.step if session is not None else 0
         _log(plan, rank, done, _bits(work.model, optimizer, schedule, scaler, loader))
         _write_pid(plan, rank)
@@ -252,8 +277,9 @@ def train(rank: int, plan: Plan) -> Told:
             optimizer.zero_grad()
             _suffer(plan, rank, step, work.model)
             work.accumulate(batches, scaler.scale)
+            if session is not None:
+                _wait(plan, rank, step, session)
             if plan.killed.get(rank) == step and not plan.after_update:
-                _wait_for_copies(plan, session)
                 kill()
             for parameter in trained:
                 parameter.grad.div_(scaler.scale)
@@ -264,12 +290,14 @@ def train(rank: int, plan: Plan) -> Told:
             scaler.update()
             bits[step] = _bits(work.model, optimizer, schedule, scaler, loader)
             _log(plan, rank, step, bits[step])
+            roles[step] = _roles(session)
     if session is None:
-        return Told(bits, None, {}, [], [], len(injector.unfired))
+        return Told(bits, roles, None, {}, [], [], [], len(injector.unfired))
     status, incidents = session.status()["checkpoint"], session.incidents
     session.close()
     told = [(each.manifestation.value, each.step) for each in incidents]
-    return Told(bits, resumed, status, session.failures, told, len(injector.unfired))
+    named = [each.ranks for each in incidents]
+    return Told(bits, roles, resumed, status, session.failures, told, named, len(injector.unfired))
 
 
 def kill() -> None:
@@ -341,16 +369,31 @@ def _suffer(plan: Plan, rank: int, step: int, model: nn.Module) -> None:
         plan.directory.touch()
 
 
-def _wait_for_copies(plan: Plan, session: Session | None) -> None:
+def _wait(plan: Plan, rank: int, step: int, session: Session) -> None:
+    """For what is done in the background, in the middle of a step."""
+    if step <= plan.copied_until or (plan.when_copied and plan.killed.get(rank) == step):
+        _wait_for_copies(session)
+    _, candidate, _ = _roles(session)
+    if plan.candidates_written and candidate is not None:
+        assert plan.directory is not None
+        name = f"step-{candidate:010d}.lineage-*/rank-{rank}-of-*.held-by-{rank}.shard"
+        until(lambda: [*plan.directory.glob(name)], "the candidate is written")
+
+
+def _wait_for_copies(session: Session) -> None:
     """On all ranks, so that none is killed before."""
-    if plan.when_copied and session is not None:
 
-        def is_copied() -> bool:
-            status = session.status()["checkpoint"]
-            return status["copied"] == status["latest"]
+    def is_copied() -> bool:
+        status = session.status()["checkpoint"]
+        return status["copied"] == status["latest"]
 
-        until(is_copied, "the latest checkpoint is copied")
-        dist.barrier()
+    until(is_copied, "the latest checkpoint is copied")
+    dist.barrier()
+
+
+def _roles(session: Session | None) -> tuple[int | None, ...]:
+    status = {} if session is None else session.status()["checkpoint"]
+    return tuple(status.get(role.value) for role in (Role.LATEST, Role.CANDIDATE, Role.VERIFIED))
 
 
 def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Session | None:
@@ -360,6 +403,8 @@ def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Sessi
         plan.directory,
         persist_every=plan.persist_every,
         keep=plan.keep,
+        recipes=plan.recipes,
+        sweep=plan.sweep,
         patience_seconds=plan.patience_seconds,
     )
     return enable_resiliency(
@@ -402,8 +447,9 @@ def _bare(model: nn.Module) -> nn.Module:
 
 def _backward(model: nn.Module, samples: tuple[torch.Tensor, torch.Tensor], scale: float) -> None:
     tokens, targets = samples
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    (scale * loss).backward()
+    logits = model(tokens).flatten(0, 1)
+    with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+        (scale * nn.functional.cross_entropy(logits, targets.flatten())).backward()
 
 
 def _average(net: nn.Module, replicas: DeviceMesh) -> None:

@@ -49,6 +49,11 @@ class Machine:
     def other_address(self) -> str:
         return f"10.78.0.{self.number}"
 
+    @property
+    def shared_memory(self) -> Path:
+        """Its ``/dev/shm``, seen from here."""
+        return Path(f"/proc/{self.init}/root/dev/shm")
+
     def start(self, command: Sequence[str], output: Path, **variables: str) -> subprocess.Popen[bytes]:
         """Run a command there."""
         enter = ["nsenter", "--target", str(self.init), "--net", "--uts", "--mount", "--pid"]

@@ -11,7 +11,7 @@ from tests.support.thread_peers import ThreadPeers, on_threads
 from torchscout.decision.record import EvidenceRecord
 from torchscout.errors import ReplayError
 from torchscout.evidence.hearing import is_inert
-from torchscout.evidence.replay.recipe import Broadcast, Comparison, Mode, Observation, Recipe
+from torchscout.evidence.replay.recipe import Broadcast, Comparison, Given, Mode, Observation, Recipe
 from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
 
@@ -29,7 +29,7 @@ class Planned:
     ) -> None:
         self.rank, self.act, self.kind, self.varies = rank, act, kind, varies
         self.targets = ("a", "b")
-        self.is_gathered = False
+        self.is_gathered, self.is_swept = False, True
         self.calls: list[tuple[str, Any]] = []
 
     def say(self, call: str, detail: Any = None, variant: float = 1.0) -> Any:
@@ -39,6 +39,11 @@ class Planned:
     def begin(self, target: int, *, is_source: bool) -> PlannedReplay:
         replay = PlannedReplay(self, self.targets[target])
         self.say("begin", (target, is_source))
+        return replay
+
+    def again(self, target: int, given: Given) -> PlannedReplay:
+        replay = PlannedReplay(self, self.targets[target])
+        self.say("again", (target, given.is_source))
         return replay
 
     def said(self) -> list[str]:
@@ -74,6 +79,9 @@ class PlannedReplay:
         seen.signatures[f"{self._target}/input"] = self._value.item()
         wrong = self._recipe.say("observe", variant, variant)
         seen.signatures[f"{self._target}/output"] = int(self._value.item() * variant * 100) + (wrong or 0)
+
+    def invocation(self) -> None:
+        """No sweep needs it."""
 
     def release(self) -> None:
         self._recipe.say("release")

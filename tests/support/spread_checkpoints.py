@@ -21,11 +21,20 @@ import torch.distributed as dist
 from tests.support.checkpoint_jobs import Plan, Told, train
 from tests.support.machines import INTERFACE, Machine
 
-__all__ = ["outcomes", "spread"]
+__all__ = ["outcomes", "spread", "started", "trainers"]
+
+_MODULE = "tests.support.spread_checkpoints"
 
 
 def spread(hosts: Sequence[Machine], plan: Plan, folder: Path, seconds: float = 120.0) -> list[Told | str]:
     """Run a job with a rank on each machine: what each has to tell, what it raised, or "killed"."""
+    for each in started(hosts, plan, folder):
+        each.wait(seconds)
+    return outcomes(folder, len(hosts))
+
+
+def started(hosts: Sequence[Machine], plan: Plan, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """The same job, and one does not wait for its end."""
     folder.mkdir()
     (folder / "plan").write_bytes(pickle.dumps(plan))
     common = {
@@ -34,16 +43,24 @@ def spread(hosts: Sequence[Machine], plan: Plan, folder: Path, seconds: float = 
         "WORLD_SIZE": str(len(hosts)),
         "GLOO_SOCKET_IFNAME": INTERFACE,
     }
-    module = [sys.executable, "-m", "tests.support.spread_checkpoints"]
-    started: list[subprocess.Popen[bytes]] = [
-        host.start(
-            [*module, str(folder / "plan"), str(folder), str(rank)], folder / f"output-{rank}", **common
-        )
+    command = [sys.executable, "-m", _MODULE, str(folder / "plan"), str(folder)]
+    return [
+        host.start([*command, str(rank)], folder / f"output-{rank}", **common)
         for rank, host in enumerate(hosts)
     ]
-    for each in started:
-        each.wait(seconds)
-    return outcomes(folder, len(hosts))
+
+
+def trainers(host: Machine) -> list[int]:
+    """The processes of a machine's ranks; they are children of the one that started them."""
+    found = host.processes(_MODULE)
+    return [pid for pid in found if _parent(pid) in found]
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has just ended
+        return None
 
 
 def outcomes(folder: Path, ranks: int) -> list[Told | str]:

@@ -26,6 +26,8 @@ def test_a_folder_is_all_that_is_needed(tmp_path: Path):
         ({"replicate": "no"}, "replicate is True or False, got 'no'"),
         ({"persist_every": 0}, "persist_every must be at least 1, got 0"),
         ({"persist_every": True}, "persist_every must be at least 1, got True"),
+        ({"recipes": 0}, "recipes must be at least 1, or None, got 0"),
+        ({"sweep": 1}, "sweep is True or False, got 1"),
         ({"keep": -1}, "keep must not be negative, got -1"),
         ({"patience_seconds": 0}, "patience_seconds must be positive and finite, got 0"),
         ({"patience_seconds": float("inf")}, "patience_seconds must be"),

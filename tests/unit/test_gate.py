@@ -265,3 +265,24 @@ def test_a_state_that_cannot_exist_is_refused(change: dict[str, Any], message: s
 def test_what_is_no_state_is_refused(document: object):
     with pytest.raises(ValueError, match="checkpoint gate"):
         CheckpointGate.from_json(document)
+
+
+def test_only_the_first_capture_of_a_lineage_is_unproven():
+    gate = CheckpointGate(persist_every=9)
+    assert gate.is_unproven
+    gate, _ = told(gate, Checked(1, Outcome.HEALTHY))
+    assert gate.is_unproven  # no later check has seen that it was sealed
+    second, _ = told(gate, Checked(2, Outcome.HEALTHY))
+    assert not second.is_unproven
+    recovered, _ = told(gate, Recovered(gate.latest))
+    assert not recovered.is_unproven  # it was loaded
+    written, _ = told(CheckpointGate(), Checked(1, Outcome.HEALTHY), Written(Generation(1, 0)))
+    assert not written.is_unproven
+
+
+def test_memory_holds_two_captures_and_what_still_goes_to_files():
+    gate, _ = told(CheckpointGate(keep=5), *(Checked(step, Outcome.HEALTHY) for step in range(1, 5)))
+    assert [each.step for each in sorted(gate.in_memory)] == [1, 3, 4]
+    gate, _ = told(gate, Written(Generation(1, 0)))
+    assert [each.step for each in sorted(gate.in_memory)] == [3, 4]
+    assert Generation(1, 0) in gate.held

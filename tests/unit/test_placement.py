@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from itertools import product
 from math import ceil
 
-from torchscout.checkpoint.placement import holders, wards
+import pytest
+
+from torchscout.checkpoint.placement import copies_beside, holders, wards
 
 
 def layouts() -> Iterator[list[str]]:
@@ -65,3 +67,18 @@ def test_wards_are_the_other_side_of_holders():
 def test_one_large_host_and_one_rank_elsewhere():
     assert holders(["a", "a", "a", "b"]) == {0: 3, 1: 3, 2: 3, 3: 0}
     assert holders([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "copies"),
+    [
+        ("a", [3]),
+        ("aa", [6, 6]),
+        ("ab", [7, 7]),  # three of its own, four of the other's
+        ("aab", [10, 10, 11]),  # b holds for both
+    ],
+)
+def test_a_machine_must_have_room_for_its_ranks_and_for_what_they_hold(hosts: str, copies: list[int]):
+    assert [copies_beside(hosts, rank, replicate=True) for rank in range(len(hosts))] == copies
+    alone = [3 * hosts.count(host) for host in hosts]
+    assert [copies_beside(hosts, rank, replicate=False) for rank in range(len(hosts))] == alone

@@ -16,7 +16,7 @@ from torchscout.errors import ChannelError, ReplayError
 from torchscout.evidence.hearing import is_inert
 from torchscout.evidence.replay.census import CensusRecipe
 from torchscout.evidence.replay.layer import LayerRecipe
-from torchscout.evidence.replay.recipe import Mode, Observation, Recipe, Replay
+from torchscout.evidence.replay.recipe import Given, Mode, Observation, Recipe, Replay
 from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
 
@@ -296,11 +296,14 @@ class OneAtATime:
 
     def __init__(self, recipe: Recipe, lock: threading.Lock) -> None:
         self.kind, self.targets, self.varies = recipe.kind, recipe.targets, recipe.varies
-        self.is_gathered = recipe.is_gathered
+        self.is_gathered, self.is_swept = recipe.is_gathered, recipe.is_swept
         self._recipe, self._lock = recipe, lock
 
     def begin(self, target: int, *, is_source: bool) -> Alone:
         return Alone(self._recipe.begin(target, is_source=is_source), self._lock)
+
+    def again(self, target: int, given: Given) -> Alone:
+        return Alone(self._recipe.again(target, given), self._lock)
 
 
 def test_a_real_layer_and_all_state_name_the_rank_with_a_wrong_weight():

@@ -16,9 +16,9 @@ from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.replay_diagnosis import FAILED, NONDETERMINISTIC
 from torchscout.errors import CheckpointError
 
-__all__ = ["Ballot", "events_of", "outcome_of"]
+__all__ = ["SEVERITY", "Ballot", "events_of", "outcome_of"]
 
-_SEVERITY = (Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED, Outcome.REJECTED, Outcome.SDC)
+SEVERITY = (Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED, Outcome.REJECTED, Outcome.SDC)
 """The worst that any rank has seen is the job's."""
 
 
@@ -63,7 +63,7 @@ class Ballot:
     def votes(self) -> list[int]:
         """To be combined by taking the highest of each."""
         return [
-            _SEVERITY.index(self.outcome),
+            SEVERITY.index(self.outcome),
             self.accepted,
             -self.accepted,
             int(self.lost),
@@ -80,7 +80,7 @@ class Ballot:
                 f"ranks disagree about the cycle of checks: some have accepted {-negated} of it, "
                 f"others {accepted}; no checkpoint is touched"
             )
-        return cls(_SEVERITY[severity], accepted, bool(lost), bool(writing), bool(unwritten))
+        return cls(SEVERITY[severity], accepted, bool(lost), bool(writing), bool(unwritten))
 
 
 def events_of(gate: CheckpointGate, step: int, counted: Ballot) -> list[Event]:

@@ -21,7 +21,7 @@ from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.generations import Copy, Listing, Plan, agree
 from torchscout.checkpoint.inventory import Found, Inventory, Member, Tier, inventory
 from torchscout.checkpoint.shard_format import Identity
-from torchscout.errors import CheckpointError, DamagedError
+from torchscout.errors import CheckpointError, DamagedError, UnavailableError
 
 __all__ = ["Fetched", "Links", "fetch", "whole"]
 
@@ -54,6 +54,15 @@ class Fetched(Generic[T]):
     demoted: tuple[str, ...]
     """What was damaged on the way here, on any rank, in words."""
 
+    @property
+    def generation(self) -> Generation:
+        assert self.plan.generation is not None, "fetch raises otherwise"
+        return self.plan.generation
+
+    @property
+    def step(self) -> int:
+        return self.generation.step
+
 
 def whole(path: Path) -> None:
     """Look at every bit, or ``DamagedError``."""
@@ -72,14 +81,14 @@ def fetch(
     """The first of the ``wanted`` generations that every rank can have whole, from memory and disk.
 
     ``load`` reads a shard and verifies it, as ``shards.load`` and ``whole`` do, and raises
-    ``CheckpointError`` if it cannot. Raises that itself, on every rank alike, if nothing can be had.
+    ``CheckpointError`` if it cannot. ``UnavailableError``, on every rank alike, if nothing can be had.
     """
     desk = _Desk(member, folders[0], links, inventory(*folders, wanted), load)
     demoted = desk.share(list(desk.stock.problems[:_TOLD]))
     while True:
         plan = agree(desk.listings(wanted), wanted)
         if plan.generation is None:
-            raise CheckpointError(". ".join([plan.reason, *demoted]))
+            raise UnavailableError(". ".join([plan.reason, *demoted]))
         _log.log(logging.ERROR if plan.passed else logging.INFO, "torchscout: %s", plan.reason)
         desk.attempt(plan)
         damaged = desk.settle(plan)

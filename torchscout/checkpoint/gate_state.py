@@ -62,6 +62,20 @@ class CheckpointGate:
         pending = {each for each in (self.candidate, self.writing) if each is not None}
         return frozenset(pending).union(self.captured, self.trusted)
 
+    @property
+    def in_memory(self) -> frozenset[Generation]:
+        """Every generation that memory must hold: what is in files need not be there any more."""
+        return frozenset(self.captured).union([] if self.writing is None else [self.writing])
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether there is no more than this lineage's first capture, which no check has seen sealed yet."""
+        return (
+            not self.durable
+            and all(each.lineage == self.lineage for each in self.held)
+            and len(self.held) < 2
+        )
+
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
         several = {name: [list(each) for each in getattr(self, name)] for name in _SEVERAL}

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["holders", "wards"]
+__all__ = ["SNAPSHOTS", "copies_beside", "holders", "wards"]
+
+SNAPSHOTS = 3
+"""Snapshots in memory: two whole ones, and one that is being written."""
+_REPLICAS = 4
+"""Of another rank's: two whole ones, one that is still going to files, and one that is arriving."""
 
 # [Note: a ring, unless one machine outweighs the others]
 #
@@ -39,3 +44,10 @@ def holders(hosts: Sequence[str]) -> dict[int, int | None]:
 def wards(hosts: Sequence[str], rank: int) -> tuple[int, ...]:
     """Whose copies this rank holds."""
     return tuple(sorted(ward for ward, holder in holders(hosts).items() if holder == rank))
+
+
+def copies_beside(hosts: Sequence[str], rank: int, *, replicate: bool) -> int:
+    """Of one rank's state, as many as this rank's machine may have to hold at once, for all its ranks."""
+    beside = [each for each, host in enumerate(hosts) if host == hosts[rank]]
+    held = sum(len(wards(hosts, each)) for each in beside) if replicate else 0
+    return SNAPSHOTS * len(beside) + _REPLICAS * held

@@ -21,9 +21,11 @@ from torchscout.checkpoint.placing import CPU, layout_of, local_of
 from torchscout.checkpoint.restoring import restore
 from torchscout.checkpoint.walking import walk
 
-__all__ = ["Note", "State", "Stateful", "collect", "expected_bytes", "note", "restore"]
+__all__ = ["OURS", "Note", "State", "Stateful", "collect", "expected_bytes", "note", "restore"]
 
-_LIVE = ("parameters/", "masters/", "slots/")
+OURS = "torchscout/"
+"""What SCOUT itself registers is named so; its tensors never change."""
+_LIVE = ("parameters/", "masters/", "slots/", f"registered/{OURS}")
 _USUAL_SLOTS = 2
 
 

@@ -184,6 +184,7 @@ def _replay(
         JsonlRecorder(job.run_dir, job.rank),
         session.guarded,
     )
-    replaying.certifier = session.checkpointing
+    if session.checkpointing is not None:
+        replaying.serve(session.checkpointing)
     replaying.begin(1)
     session.replaying = replaying

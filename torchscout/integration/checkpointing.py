@@ -11,7 +11,8 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from torchscout.checkpoint import ledger, lock, placement, retention, shards
 from torchscout.checkpoint.certify import Ballot, events_of
-from torchscout.checkpoint.fetch import Links, fetch
+from torchscout.checkpoint.fetch import Fetched, Links, fetch
 from torchscout.checkpoint.gate import CheckpointGate, after
 from torchscout.checkpoint.generation import Generation, Role
 from torchscout.checkpoint.happening import Effects, Event, Lost, Outcome, Recovered
@@ -29,34 +30,19 @@ from torchscout.checkpoint.outgoing import Outgoing
 from torchscout.checkpoint.replicate import Replicator
 from torchscout.checkpoint.shard_files import shard_files
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state import Stateful, collect, expected_bytes, note, restore
+from torchscout.checkpoint.state import OURS, Stateful, collect, expected_bytes, note, restore
 from torchscout.config import CheckpointConfig
-from torchscout.errors import CheckpointError, ScoutError
+from torchscout.errors import CheckpointError, ScoutError, UnavailableError
+from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.integration.addresses import own_address
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.former import Former, Remains
+from torchscout.integration.resumption import Resumption, Sweeping
 from torchscout.integration.watching import Job
 from torchscout.mesh import AXES, Mesh
-from torchscout.recovery.retrieval import Decision
+from torchscout.recovery.retrieval import Decision, Sweep, confirm
 
-__all__ = ["Checkpointing", "Resumption", "job_name"]
-
-_COPIES = 3
-"""Snapshots in memory: two whole ones, and one that is being written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """Where a job goes on from."""
-
-    step: int
-    """Steps that are done; 0 if there was nothing to go back to."""
-    role: Role | None
-    """What the checkpoint was trusted for; None if there was none."""
-    source: str | None
-    """Where this rank got its state."""
-    reason: str
-    """Why this one, in words."""
+__all__ = ["Checkpointing", "job_name"]
 
 
 def job_name(directory: Path) -> str:
@@ -79,13 +65,15 @@ class Checkpointing:
         """On every rank, or with a ``ScoutError`` on none."""
         self._job, self._config, self._communicators = job, config, communicators
         self._model, self._optimizers = model, optimizers
-        self._registered: dict[str, Stateful] = {}
+        self.keepsakes = Keepsakes()
+        """What a sweep will replay, as far as there is room for it."""
+        self._registered: dict[str, Stateful] = {f"{OURS}keepsakes": self.keepsakes}
         self._disk = Path(config.directory).absolute()
         self._name = job_name(self._disk)
         self._member = Member(
             job=self._name, mesh=_described(job.mesh), world_size=len(job.mesh), rank=job.rank
         )
-        self._gate = CheckpointGate(persist_every=config.persist_every, keep=config.keep)
+        self._gate = self._configured(CheckpointGate())
         self._former: Former | None = None
         """What an earlier run has left, until this one goes back to it."""
         self._awaited: Generation | None = None
@@ -113,6 +101,8 @@ class Checkpointing:
     def register(self, name: str, stateful: Stateful) -> None:
         if name in self._registered:
             raise ValueError(f"state is registered as {name!r} already")
+        if name.startswith(OURS):
+            raise ValueError(f"names that begin with {OURS!r} are not for others, got {name!r}")
         if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
             raise ValueError(f"{name!r} must have state_dict() and load_state_dict(), got {type(stateful)}")
         self._registered[name] = stateful
@@ -154,7 +144,7 @@ class Checkpointing:
             self._carry_out(event)
         self._write_down()
 
-    def resume(self, *, start_over: bool = False) -> Resumption:
+    def resume(self, sweep: Sweeping | None = None, *, start_over: bool = False) -> Resumption:
         """Go back to what algorithm 3 chooses; a ``CheckpointError`` on every rank if that cannot be had.
 
         With ``start_over`` a job of which nothing was ever verified begins again.
@@ -162,16 +152,35 @@ class Checkpointing:
         if self._former is None:
             return Resumption(0, None, None, "There is no checkpoint to go back to.")
         decision, wanted = self._former.chosen()
-        if not wanted and start_over and self._former.gate is not None:
-            return self._started_over(self._former.gate, decision)
+        gate = self._former.gate
+        assert gate is not None, "chosen() raises otherwise"
+        if not wanted and start_over:
+            return self._started_over(gate, decision.reason)
         if not wanted:
             raise CheckpointError(f"{decision.reason} To begin again, call session.resume(start_over=True).")
+        try:
+            fetched = self._load(wanted)
+        except UnavailableError as error:
+            if start_over and gate.is_unproven:
+                return self._started_over(gate, f"{error}.")
+            raise
+        swept, unswept = None, None
+        if decision.is_swept and sweep is not None and self._config.sweep:
+            swept, unswept = sweep(fetched.step)
+        if decision.tentative and fetched.generation not in gate.trusted:
+            lost = (Lost(passed) for passed, _ in fetched.plan.passed)
+            found = reduce(lambda known, event: after(known, event)[0], lost, gate)
+            decision = confirm(found, swept or Sweep.COULD_NOT_RUN)
+            if decision.role is not Role.LATEST:
+                fetched = self._instead(gate, decision, fetched.generation)
+        resumed = self._resumed(gate, decision, fetched)
+        return resumed if swept is None else replace(resumed, swept=swept, unswept=unswept)
+
+    def _load(self, wanted: Sequence[Generation]) -> Fetched[shards.Restored]:
         links = Links(self._communicators.exchange, self._communicators.group)
         fetched = fetch(self._member, wanted, (self._memory, self._disk), links, shards.load)
         self._problems += fetched.demoted
-        loaded = fetched.plan.generation
-        assert loaded is not None, "fetch raises otherwise"
-        problem: str | None = f"{loaded} could not be put back"
+        problem: str | None = f"{fetched.generation} could not be put back"
         try:
             restore(self._model, self._optimizers, self._registered, fetched.value.tree)
             problem = None
@@ -179,13 +188,35 @@ class Checkpointing:
             problem = str(error)
         finally:  # whatever a user's load_state_dict raises: the others must not wait for this rank
             self._together(problem)
-        assert self._former.gate is not None, "something was chosen"
-        config = self._config
-        self._gate = replace(self._former.gate, persist_every=config.persist_every, keep=config.keep)
-        self._former = None
+        return fetched
+
+    def _instead(
+        self, gate: CheckpointGate, decision: Decision, distrusted: Generation
+    ) -> Fetched[shards.Restored]:
+        """What is verified, now that the latest turned out not to be fit for use."""
+        wanted = [each for each in reversed(gate.trusted) if each < distrusted]
+        if wanted:
+            return self._load(wanted)
+        # The model holds what was distrusted. So this is for new processes, which shall not try it again.
+        self._gate = gate
+        for each in gate.captured:
+            self._carry_out(Lost(each))
+        self._write_down()
+        raise CheckpointError(
+            f"{decision.reason} To begin again, start the job once more and call "
+            "session.resume(start_over=True)."
+        )
+
+    def _resumed(
+        self, gate: CheckpointGate, decision: Decision, fetched: Fetched[shards.Restored]
+    ) -> Resumption:
+        """From here on this run is the job."""
+        loaded = fetched.generation
+        self._gate, self._former = gate, None
         for passed, _ in fetched.plan.passed:
             self._carry_out(Lost(passed))
         self._carry_out(Recovered(loaded))
+        self._gate = self._configured(self._gate)
         self._write_down()
         self._outgoing.later(self._tidy)
         if self._replicator is not None:  # whoever held the copy may be new, and have none
@@ -193,6 +224,10 @@ class Checkpointing:
         source = fetched.plan.sources[self._member.rank].told(self._member.rank)
         role = Role.VERIFIED if loaded in self._gate.trusted else decision.role
         return Resumption(loaded.step, role, source, f"{decision.reason} {fetched.plan.reason}.")
+
+    def _configured(self, gate: CheckpointGate) -> CheckpointGate:
+        config = self._config
+        return replace(gate, recipes=config.recipes, persist_every=config.persist_every, keep=config.keep)
 
     def status(self) -> Mapping[str, Any]:
         self._problems += self._outgoing.problems()
@@ -228,15 +263,15 @@ class Checkpointing:
         for folder in (self._memory, self._disk):
             self._undo.callback(lock.claim(folder, self._name, job.token).release)
             shards.clean(folder)
-        beside = sum(host == job.hosts[job.rank] for host in job.hosts)
-        copies = (_COPIES + (1 if config.replicate else 0)) * beside
-        allowed = check_budget(
-            expected_bytes(self._model, self._optimizers), copies, config.memory_budget, self._memory
-        )
+        copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
+        expected = expected_bytes(self._model, self._optimizers)
+        allowed = check_budget(expected, copies, config.memory_budget, self._memory)
+        # Of what its state will not need, though it should turn out twice as large.
+        self.keepsakes.limit = max(0, allowed // copies - 2 * expected) if config.sweep else 0
         self._snapshots = Snapshots(
             self._memory,
             job.rank,
-            copies=_COPIES,
+            copies=placement.SNAPSHOTS,
             limit=allowed // copies,
             patience_seconds=config.patience_seconds,
         )
@@ -281,18 +316,24 @@ class Checkpointing:
             return True
         return self._capture is not None and self._capture.wait(self._config.patience_seconds)
 
-    def _started_over(self, gate: CheckpointGate, decision: Decision) -> Resumption:
+    def _started_over(self, gate: CheckpointGate, reason: str) -> Resumption:
         self._gate, self._former = gate, None
+        for each in gate.trusted:
+            self._carry_out(Lost(each))
         self._carry_out(Recovered(None))
+        self._gate = self._configured(self._gate)
         self._write_down()
-        return Resumption(0, None, None, f"{decision.reason} The job begins again, as was asked for.")
+        return Resumption(0, None, None, f"{reason} The job begins again, as was asked for.")
 
     def _carry_out(self, event: Event) -> None:
-        self._gate, effects = after(self._gate, event)
+        before = self._gate
+        self._gate, effects = after(before, event)
         self._reason = effects.reason
         if effects.capture is not None:
             self._take(effects.capture, effects)
         self._retire(effects.retire)
+        if self._replicator is not None:  # what is in files need not be in another machine's memory as well
+            self._replicator.retire(before.in_memory.union(effects.retire) - self._gate.in_memory)
 
     def _take(self, generation: Generation, effects: Effects) -> None:
         """Note now what a loader draws from; the rest of the step is still to come."""
@@ -312,8 +353,6 @@ class Checkpointing:
             return
         for generation in generations:
             self._snapshots.retire(generation)
-        if self._replicator is not None:
-            self._replicator.retire(generations)
         self._outgoing.later(lambda: retention.retire(self._disk, generations, self._member.rank))
 
     def _tidy(self) -> None:

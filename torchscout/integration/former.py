@@ -80,7 +80,10 @@ class Former:
         return f"up to {self.gate.latest}" if self.gate is not None else str(self.obstacle)
 
     def chosen(self) -> tuple[Decision, list[Generation]]:
-        """What to go back to, and should that be damaged, older ones: verified only; or nothing."""
+        """What to go back to, and should that be damaged, older ones; or nothing.
+
+        Those are verified, but for the one before the latest, which must stand the same test as that.
+        """
         if self.gate is None:
             raise CheckpointError(str(self.obstacle))
         failure = Failure.OTHER
@@ -91,7 +94,8 @@ class Former:
         decision = retrieve(failure, self.gate)
         if (first := decision.generation) is None:
             return decision, []
-        return decision, [first, *(each for each in reversed(self.gate.trusted) if each < first)]
+        fit = {*self.gate.trusted, *(self.gate.captured if decision.tentative else ())}
+        return decision, [first, *sorted((each for each in fit if each < first), reverse=True)]
 
 
 def _read(folder: Path, rank: int, job: str) -> CheckpointGate | str | None:

@@ -9,27 +9,34 @@ from typing import Any, Protocol
 
 import torch
 
-from torchscout.checkpoint.certify import outcome_of
+from torchscout.checkpoint.certify import SEVERITY, outcome_of
 from torchscout.checkpoint.happening import Outcome
 from torchscout.config import ReplayConfig
 from torchscout.decision.ongoing import Ongoing
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import LogRecorder, Recorder
 from torchscout.decision.replay_diagnosis import ReplayDiagnosis, settle
-from torchscout.decision.stragglers import Stragglers
+from torchscout.decision.stragglers import Slowness, Stragglers
 from torchscout.decision.timings import Timings
 from torchscout.evidence.replay.cadence import Cadence
+from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.evidence.replay.recipe import Recipe
 from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
+from torchscout.evidence.replay.sweep import sweep
 from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.mesh import Mesh
+from torchscout.recovery.retrieval import Sweep
 
 __all__ = ["Replaying"]
+
+_SWEPT = {Outcome.HEALTHY: Sweep.CLEAN, Outcome.SDC: Sweep.SDC}
 
 
 class Certifier(Protocol):
     """What checkpoints have to do with a check."""
+
+    keepsakes: Keepsakes
 
     def votes(self, outcome: Outcome) -> list[int]:
         """What this rank says about the check; as many numbers on every rank."""
@@ -56,7 +63,7 @@ class Replaying:
         """``links`` to this rank's peers, and to those who compute the same layers."""
         self._guard = guard
         self._config, self._wanted = config, config
-        self._kinds = {each.kind for each in recipes}
+        self._recipes, self._kinds = recipes, {each.kind for each in recipes}
         self._rotation = Rotation({each.kind: len(each.targets) for each in recipes}, config.intervals)
         self._replayer = Replayer(recipes, self._rotation, *links)
         self._replayer.variants = config.variants
@@ -72,7 +79,7 @@ class Replaying:
         self._cadence = Cadence()
         self._since = time.monotonic()
         self._revision, self._revisions = 0, 0
-        self.certifier: Certifier | None = None
+        self._certifier: Certifier | None = None
         self._last: dict[str, dict[str, Any]] = {}
         self._unchecked: dict[str, str] = {}
 
@@ -99,6 +106,25 @@ class Replaying:
             self._agree(step, outcome or Outcome.NOT_CHECKED)
         self._replayer.begin(step + 1)
         self._since = time.monotonic()
+
+    def serve(self, certifier: Certifier) -> None:
+        """Let checkpoints depend on what is found, and keep what a sweep replays."""
+        self._certifier = certifier
+        self._replayer.keepsakes = certifier.keepsakes
+
+    def sweep(self, step: int) -> tuple[Sweep, str | None]:
+        """Replay everything, now that the state of this step is loaded; reported as in any check.
+
+        What it has shown, job-wide, and the first thing that could not be replayed on this rank.
+        """
+        self._replayer.abandon()
+        findings = sweep(self._replayer, self._recipes, self._links, step)
+        outcome = self._guard(lambda: self._conclude(findings, None))
+        (severity,) = self._communicators.highest([SEVERITY.index(outcome or Outcome.NOT_CHECKED)])
+        compared = {each.layer for each in findings.records if each.verdict is not None}
+        left = (each for each in findings.records if each.layer not in compared)
+        unswept = next((f"{each.surface}: {each.reason}" for each in left), None)
+        return _SWEPT.get(SEVERITY[severity], Sweep.COULD_NOT_RUN), unswept
 
     def change(self, **settings: Any) -> None:
         """Other settings from the next check on; what rank 0 wants is done by all."""
@@ -131,12 +157,12 @@ class Replaying:
         self._replayer.abandon()
         self._recorder.close()
 
-    def _conclude(self, findings: Findings, timings: Timings) -> Outcome:
+    def _conclude(self, findings: Findings, timings: Timings | None) -> Outcome:
         records = settle(findings.records, findings.repeats)
         incidents = self._diagnosis.observe(
             findings.records, repeats=findings.repeats, elsewhere=findings.elsewhere
         )
-        slow = self._stragglers.observe(timings)
+        slow = Slowness([], []) if timings is None else self._stragglers.observe(timings)
         self._remember(records)
         # Apart: who cannot write down its comparisons may still be the one to report the conclusion.
         self._guard(lambda: self._report([*self._ongoing.news(incidents, records), *slow.incidents]))
@@ -169,9 +195,9 @@ class Replaying:
         intervals, budget = self._config.intervals, self._config.budget
         stretch = self._cadence.stretch(min(intervals.values()), budget)
         revision = self._revision if self._is_first else 0
-        votes = [] if self.certifier is None else self.certifier.votes(outcome)
+        votes = [] if self._certifier is None else self._certifier.votes(outcome)
         stretch, revision, *counted = self._communicators.highest([stretch, revision, *votes])
-        if (certifier := self.certifier) is not None:
+        if (certifier := self._certifier) is not None:
             self._guard(lambda: certifier.decide(step, counted))
         if revision > self._revisions:
             self._revisions = revision

@@ -23,7 +23,8 @@ from torchscout.integration.watching import Watching
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
-    from torchscout.integration.checkpointing import Checkpointing, Resumption
+    from torchscout.integration.checkpointing import Checkpointing
+    from torchscout.integration.resumption import Resumption
 
 __all__ = ["Session"]
 
@@ -119,7 +120,8 @@ class Session:
         """
         if self.step:
             raise ValueError(f"call resume() before training; {self.step} steps are done")
-        resumed = self._checkpoints().resume(start_over=start_over)
+        sweep = None if self.replaying is None else self.replaying.sweep
+        resumed = self._checkpoints().resume(sweep, start_over=start_over)
         self.step = resumed.step
         if resumed.role is not None and self.replaying is not None:
             self.replaying.start_after(self.step)

@@ -7,7 +7,7 @@ full-catalog replay reaches this as a callable, and is not called where its answ
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from torchscout.checkpoint.gate import CheckpointGate
@@ -47,6 +47,8 @@ class Decision:
     """Loaded only to be swept: before they train, the new workers replay the catalog and ``confirm``."""
     reason: str
     """The choice in one sentence."""
+    is_swept: bool = False
+    """Whether new workers replay the catalog before they train: nothing was found, and nobody has looked."""
 
 
 def retrieve(failure: Failure, gate: CheckpointGate, sweep: Callable[[], Sweep] | None = None) -> Decision:
@@ -58,7 +60,8 @@ def retrieve(failure: Failure, gate: CheckpointGate, sweep: Callable[[], Sweep] 
     if sweep is not None:
         return confirm(gate, sweep())
     if gate.latest == gate.verified:
-        return _verified(gate, "it is the latest as well, so that a sweep could not change the choice")
+        same = _verified(gate, "it is the latest as well, so that a sweep could not change the choice")
+        return replace(same, is_swept=True)
     return _latest(gate, "nobody could replay the catalog, so the next workers must before they train", True)
 
 
@@ -88,7 +91,8 @@ def _out_of_question(gate: CheckpointGate) -> str | None:
 
 def _latest(gate: CheckpointGate, why: str, tentative: bool = False) -> Decision:
     how = "Tentatively take the latest" if tentative else "Take the latest"
-    return Decision(Role.LATEST, gate.latest, tentative, f"{how} checkpoint, {gate.latest}: {why}.")
+    reason = f"{how} checkpoint, {gate.latest}: {why}."
+    return Decision(Role.LATEST, gate.latest, tentative, reason, is_swept=tentative)
 
 
 def _verified(gate: CheckpointGate, why: str) -> Decision:

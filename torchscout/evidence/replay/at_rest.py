@@ -18,7 +18,7 @@ from torchscout.decision.record import Surface
 from torchscout.decision.signature import signatures
 from torchscout.errors import ReplayError, told
 from torchscout.evidence.replay.optimizer_slice import local_of
-from torchscout.evidence.replay.recipe import Broadcast, Comparison, Mode, Observation
+from torchscout.evidence.replay.recipe import Broadcast, Comparison, Given, Mode, Observation
 
 __all__ = ["UNCHANGED", "AtRestRecipe"]
 
@@ -35,12 +35,16 @@ class AtRestRecipe:
     targets = ("",)
     varies = False
     is_gathered = False
+    is_swept = False
 
     def __init__(self, state: _State, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._state, self._optimizers = state, optimizers
 
     def begin(self, target: int, *, is_source: bool) -> _AtRest:  # noqa: ARG002  nothing is broadcast
         return _AtRest(self._state, self._optimizers)
+
+    def again(self, target: int, given: Given) -> _AtRest:  # noqa: ARG002  as the protocol has it
+        raise ReplayError("what rests is watched over a training step")
 
 
 class _AtRest:
@@ -76,6 +80,9 @@ class _AtRest:
         assert self._changed is not None, "prepared first"
         names = "\n".join(self._changed).encode()
         seen.signatures[AT_REST] = signed(xxhash.xxh3_64_intdigest(names)) if self._changed else UNCHANGED
+
+    def invocation(self) -> None:
+        """State is no call."""
 
     def release(self) -> None:
         self._unhook()

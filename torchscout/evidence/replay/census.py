@@ -15,7 +15,7 @@ import xxhash
 from torchscout.decision.record import Surface
 from torchscout.decision.signature import signatures
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.recipe import Broadcast, Comparison, Mode, Observation
+from torchscout.evidence.replay.recipe import Broadcast, Comparison, Given, Mode, Observation
 
 __all__ = ["CensusRecipe", "State", "slots_of"]
 
@@ -46,11 +46,15 @@ class CensusRecipe:
     targets = ("",)
     varies = False
     is_gathered = False
+    is_swept = True
 
     def __init__(self, state: State) -> None:
         self._state = state
 
     def begin(self, target: int, *, is_source: bool) -> _Census:  # noqa: ARG002  nothing is captured
+        return _Census(self._state)
+
+    def again(self, target: int, given: Given) -> _Census:  # noqa: ARG002  nothing is broadcast
         return _Census(self._state)
 
 
@@ -89,6 +93,9 @@ class _Census:
         names = [name for tensors in self._tensors.values() for name in tensors]
         tensors = [each for tensors in self._tensors.values() for each in tensors.values()]
         seen.signatures.update(zip(names, signatures(tensors), strict=True))
+
+    def invocation(self) -> None:
+        """State is no call."""
 
     def release(self) -> None:
         self._tensors = {}

@@ -7,12 +7,13 @@ the attention that a block around the call has put in place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from torchscout.errors import ReplayError
@@ -58,6 +59,26 @@ class Invocation:
         mask = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         kept = [_kept(place, leaf, keep=keep) for place, leaf in enumerate(leaves)]
         return cls(kept, mask, spec, autocast_now(device), Randomness.now(device), Attention.now())
+
+    @classmethod
+    def told(
+        cls, call: Mapping[str, Any], spec: TreeSpec, attention: Attention, meshes: Sequence[DeviceMesh]
+    ) -> Invocation:
+        """A call that this rank knows from its description alone; ``meshes`` are those of this rank."""
+        leaves = [
+            _Left(_layout(told["tensor"], meshes)) if "tensor" in told else told["plain"]
+            for told in call["leaves"]
+        ]
+        layouts = {int(place): _layout(told, meshes) for place, told in call["gradients"].items()}
+        return cls(
+            leaves,
+            list(call["requires_grad"]),
+            spec,
+            call["autocast"],
+            Randomness({name: torch.empty(0, dtype=torch.uint8) for name in call["random"]}),
+            attention,
+            {place: each for place, each in layouts.items() if each is not None},
+        )
 
     def arguments(self, tensors: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, with these tensors in place of its own."""
@@ -132,6 +153,10 @@ def _kept(place: int, leaf: Any, *, keep: bool) -> Any:
         return captured(leaf)
     refuse(leaf)
     return _Left(Layout.of(leaf))
+
+
+def _layout(told: Mapping[str, Any], meshes: Sequence[DeviceMesh]) -> Layout | None:
+    return None if "layout" not in told else Layout.found(told["layout"], meshes)
 
 
 def _hides_tensors(leaf: Any) -> bool:

@@ -22,12 +22,13 @@ from torchscout.evidence.replay.capture import WRITES, Capture
 from torchscout.evidence.replay.conditions import autocast_as, deterministic, is_compiled
 from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.invocation import Invocation, is_floating
+from torchscout.evidence.replay.keepsakes import recalled
 from torchscout.evidence.replay.layout import Layout
 from torchscout.evidence.replay.module_state import buffers_of, preserved, refusal
 from torchscout.evidence.replay.randomness import unmoved
-from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
+from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.reduction import Reduction
-from torchscout.evidence.replay.sharded import NOBODY, Keepers, gathered, gathered_again
+from torchscout.evidence.replay.sharded import NOBODY, Keepers, awaken, gathered, gathered_again
 from torchscout.evidence.replay.stopwatch import timed
 
 __all__ = ["LayerRecipe", "LayerReplay"]
@@ -41,6 +42,7 @@ class LayerRecipe:
 
     varies = True
     is_gathered = True
+    is_swept = True
 
     def __init__(
         self,
@@ -56,6 +58,17 @@ class LayerRecipe:
         self._keepers = keepers
 
     def begin(self, target: int, *, is_source: bool) -> LayerReplay:
+        return self._replay(target, is_source)
+
+    def again(self, target: int, given: Given) -> LayerReplay:
+        module = self._modules[target]
+        if given.call is None:
+            raise ReplayError("no call of it was kept")
+        awaken(self._keepers(module))
+        call = recalled(given.call, module, self._device, given.tensors)
+        return self._replay(target, given.is_source, call)
+
+    def _replay(self, target: int, is_source: bool, call: Invocation | None = None) -> LayerReplay:
         module, name = self._modules[target], self.targets[target]
         trained = {path: each for path, each in module.named_parameters() if each.requires_grad}
         if not all(each in self._surfaces for each in trained.values()):
@@ -69,6 +82,7 @@ class LayerRecipe:
             is_source=is_source,
             keepers=self._keepers(module),
             kind=self.kind,
+            call=call,
         )
 
 
@@ -85,7 +99,9 @@ class LayerReplay:
         is_source: bool,
         keepers: Keepers = NOBODY,
         kind: str = "layer",
+        call: Invocation | None = None,
     ) -> None:
+        """``call`` is what to replay, where it is not training's next one."""
         self._name, self._module, self._device, self._is_source = name, module, device, is_source
         self._parameters = gradients
         """Those whose gradients are compared: their paths in the module, by surface."""
@@ -97,17 +113,21 @@ class LayerReplay:
         self._work = f"time/{'module' if kind == 'layer' else kind}"
         self._communication = "time/" if kind == "layer" else f"time/{kind}_"
         self._refusal = keepers.obstacle or refusal(module)
-        self._capture = None if self._refusal else Capture(module, device, keep=is_source)
-        self._own: Invocation | None = None
+        self._own = call
+        """This rank's call; until it is over, None."""
+        is_to_come = call is None and not self._refusal
+        self._capture = Capture(module, device, keep=is_source) if is_to_come else None
         self._call: Invocation | None = None
         """The source's call: room for it first, its values once aligned."""
         self._buffers: dict[str, torch.Tensor] = {}
         """The source's."""
 
     def describe(self) -> dict[str, Any]:
-        if self._capture is None:
-            raise ReplayError(str(self._refusal))
-        self._own = self._capture.invocation().densified()
+        if self._refusal:
+            raise ReplayError(self._refusal)
+        if self._capture is not None:
+            self._own = self._capture.invocation().densified()
+        assert self._own is not None, "captured, or given"
         buffers = {name: alignment.described(each) for name, each in self._buffers_before().items()}
         return {**self._own.describe(), "buffers": buffers, "parameters": list(self._parameters)}
 
@@ -190,6 +210,9 @@ class LayerReplay:
             raise ReplayError(WRITES)
         found[f"{self._name}/output"] = digest(outputs) if outputs else ABSENT
         return list(inputs.values()), outputs
+
+    def invocation(self) -> Invocation | None:
+        return self._own if self._is_source else None
 
     def release(self) -> None:
         if self._capture is not None:

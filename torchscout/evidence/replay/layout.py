@@ -5,7 +5,7 @@ Only the local part travels. A peer puts it on a mesh of its own, which has othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,15 @@ class Layout:
             )
         placements = tuple(_placement(*each) for each in told["placements"])
         return Layout(self.mesh, placements, tuple(told["size"]), tuple(told["stride"]))
+
+    @classmethod
+    def found(cls, told: Mapping[str, Any], meshes: Sequence[DeviceMesh]) -> Layout:
+        """The layout on whichever of these meshes has its form; a ``ReplayError`` if none has."""
+        alike = next((mesh for mesh in meshes if _form(mesh) == told["mesh"]), None)
+        if alike is None:
+            raise ReplayError(f"a DTensor lay on {_said(told['mesh'])}, and there is no such mesh here")
+        placements = tuple(_placement(*each) for each in told["placements"])
+        return cls(alike, placements, tuple(told["size"]), tuple(told["stride"]))
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """A DTensor over this memory; nothing is communicated."""

@@ -39,7 +39,7 @@ from torchscout.evidence.replay.optimizer_slice import (
     reduce,
     whole_of,
 )
-from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Mode, Observation
+from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.separability import Separability
 from torchscout.evidence.replay.stopwatch import timed
 
@@ -65,6 +65,7 @@ class OptimizerRecipe:
     kind = "optimizer"
     varies = False
     is_gathered = False
+    is_swept = True
 
     def __init__(
         self,
@@ -100,6 +101,15 @@ class OptimizerRecipe:
         self._begun[target] += 1
         return replay
 
+    def again(self, target: int, given: Given) -> OptimizerReplay:
+        """The update of a slice as it is now; any gradient will do, as long as peers have the same."""
+        owned = self._owned[target]
+        replay = OptimizerReplay(
+            owned, self._device, is_source=given.is_source, owned=self._is_owned, swept=True
+        )
+        replay.take(self._separability.obstacle(owned.optimizer, owned.parameter), self._begun[target])
+        return replay
+
 
 @dataclass(frozen=True, slots=True)
 class _Target:
@@ -112,9 +122,9 @@ class _Target:
     def local(self) -> torch.Tensor:
         return local_of(self.parameter, self.parameter)
 
-    def parts(self) -> Parts:
-        """This rank's parameter, gradient and state, as they are."""
-        gradient = self.parameter.grad
+    def parts(self, *, swept: bool = False) -> Parts:
+        """This rank's parameter, gradient (in a sweep the parameter again) and state, as they are."""
+        gradient = self.parameter.detach() if swept else self.parameter.grad
         if gradient is None:
             raise ReplayError(f"{self.name} had no gradient when the optimizer stepped")
         parts = Parts(
@@ -164,11 +174,18 @@ class OptimizerReplay:
     """One update of one slice."""
 
     def __init__(
-        self, target: _Target, device: torch.device, *, is_source: bool, owned: bool = False
+        self,
+        target: _Target,
+        device: torch.device,
+        *,
+        is_source: bool,
+        owned: bool = False,
+        swept: bool = False,
     ) -> None:
+        """``swept``: there is no real update to capture, or to compare with."""
         self._target = target
         self._device = device
-        self._is_source, self._is_owned = is_source, owned
+        self._is_source, self._is_owned, self._is_swept = is_source, owned, swept
         self._failure: str | None = f"the optimizer did not step {target.name} in this training step"
         self._hook: Any = None
         self._slice: Slice | None = None
@@ -195,12 +212,16 @@ class OptimizerReplay:
 
         self._hook = target.optimizer.register_step_pre_hook(before_update)
 
+    def take(self, obstacle: str | None, count: int) -> None:
+        """Capture what there is now."""
+        self._capture((), {}, count, obstacle)
+
     def _capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, obstacle: str | None
     ) -> None:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise ReplayError("the optimizer was given a closure, which may compute another gradient")
-        parts = self._target.parts()
+        parts = self._target.parts(swept=self._is_swept)
         part = self._target.slice(parts, count, obstacle)
         cut = Parts(
             parameter=part.of(parts.parameter),
@@ -214,7 +235,7 @@ class OptimizerReplay:
         self._slice, self._blueprint = part, blueprint
         self._descriptions = dict(zip(blueprint.names, map(described, tensors), strict=True))
         self._tensors = [captured(tensor) for tensor in tensors] if self._is_source else []
-        self._unreduced = self._target.unreduced()
+        self._unreduced = None if self._is_swept else self._target.unreduced()
         self._failure = None
 
     def describe(self) -> Any:
@@ -289,10 +310,13 @@ class OptimizerReplay:
         real = self._slice.of(self._target.local()) if has_result else leaf.detach()
         found[PARAMETER], left_behind, *of_slots = signatures([leaf.detach(), real, *slots.values()])
         found |= dict(zip(slots, of_slots, strict=True))
-        if variant == 1.0:
+        if variant == 1.0 and not self._is_swept:
             found[UPDATE] = left_behind
             found[REPRODUCTION] = REPRODUCED if left_behind == found[PARAMETER] else ABSENT
         seen.signatures.update(found)
+
+    def invocation(self) -> None:
+        """A sweep updates what it finds."""
 
     def release(self) -> None:
         self._unhook()

@@ -6,9 +6,9 @@ end of one training step. ``replayer`` makes the calls, in the order in which th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import xxhash
@@ -18,11 +18,15 @@ from torchscout.decision.record import Surface
 from torchscout.decision.replay_diagnosis import INPUT, STATE
 from torchscout.decision.timings import Lap, Measured
 
+if TYPE_CHECKING:
+    from torchscout.evidence.replay.invocation import Invocation
+
 __all__ = [
     "ABSENT",
     "POISON",
     "Broadcast",
     "Comparison",
+    "Given",
     "Laps",
     "Mode",
     "Observation",
@@ -119,6 +123,17 @@ def measured(target: str, shape: tuple[int, ...], seen: Sequence[Observation]) -
     return Measured(target, shape, times, laps)
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a replay without a training step starts from."""
+
+    is_source: bool
+    call: Mapping[str, Any] | None = None
+    """The source's, described; None if no peer has kept one."""
+    tensors: Sequence[torch.Tensor] | None = None
+    """Its values, on the source."""
+
+
 class Recipe(Protocol):
     """One kind of work: the embedding, hidden layers, the output layer, the optimizer, all state."""
 
@@ -140,11 +155,20 @@ class Recipe(Protocol):
         """Whether it computes on gathered parameters: then ranks with other shards do the same work too."""
         ...
 
+    @property
+    def is_swept(self) -> bool:
+        """Whether it can be replayed without a training step; the same on every rank."""
+        ...
+
     def begin(self, target: int, *, is_source: bool) -> Replay:
         """Called before the training step at whose end the target is due: start to capture.
 
         Only the source's values will be needed; the others may keep descriptions alone.
         """
+        ...
+
+    def again(self, target: int, given: Given) -> Replay:
+        """Called between training steps, in a sweep. ``ReplayError`` says why it cannot be replayed."""
         ...
 
 
@@ -181,6 +205,10 @@ class Replay(Protocol):
         training untouched."""
         ...
 
+    def invocation(self) -> Invocation | None:
+        """6. The call that was replayed, on the source; None if a sweep needs none."""
+        ...
+
     def release(self) -> None:
-        """6. Let go of everything, whether or not any other call was made."""
+        """7. Let go of everything, whether or not any other call was made."""
         ...

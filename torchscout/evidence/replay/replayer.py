@@ -25,11 +25,12 @@ from torchscout.evidence.replay.judgement import (
     not_checked,
     withhold,
 )
+from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.evidence.replay.peers import Peers
 from torchscout.evidence.replay.recipe import POISON, Comparison, Observation, Recipe, Replay, measured
 from torchscout.evidence.replay.rotation import Due, Rotation
 
-__all__ = ["Findings", "Replayer"]
+__all__ = ["Begun", "Findings", "Replayer", "attempt"]
 
 _HEIGHT = 8
 """More than the comparisons that build upon each other."""
@@ -52,13 +53,15 @@ class Findings:
 
 
 @dataclass(slots=True)
-class _Begun:
+class Begun:
     """One replay on its way."""
 
     due: Due
     target: str
     recipe: Recipe
     peers: Peers
+    source: int
+    """The position of the peer whose values are used."""
     replay: Replay | None
     problem: str | None
     """Why it cannot go on, on this rank or, after the vote, on any."""
@@ -73,10 +76,11 @@ class Replayer:
         """``layer_peers`` are those who compute the same layers, where they are more than the ``peers``."""
         self._recipes = {recipe.kind: recipe for recipe in recipes}
         self._rotation, self._peers, self._layer_peers = rotation, peers, layer_peers or peers
-        self._begun: list[_Begun] = []
+        self._begun: list[Begun] = []
         self._warm: set[Hashable] = set()
         """What has been run before."""
         self.variants: tuple[float, ...] = (1.0,)
+        self.keepsakes = Keepsakes()
 
     @property
     def is_due(self) -> bool:
@@ -86,19 +90,36 @@ class Replayer:
         """Before the step: start to capture what is due at its end; mostly nothing."""
         for due in self._rotation.due(step):
             recipe = self._recipes[due.kind]
-            peers = self._layer_peers if recipe.is_gathered else self._peers
+            peers = self.peers_for(recipe)
+            source = self._source(peers)
             if due.target is None:  # a pipeline stage without embedding, say
-                self._begun.append(_Begun(due, "", recipe, peers, None, None))
+                self._begun.append(Begun(due, "", recipe, peers, source, None, None))
                 continue
-            begin = _bound(recipe.begin, due.target, is_source=peers.position == self._source(peers))
-            replay, problem = _attempt(begin)
-            self._begun.append(_Begun(due, recipe.targets[due.target], recipe, peers, replay, problem))
+            replay, problem = attempt(_bound(recipe.begin, due.target, is_source=peers.position == source))
+            name = recipe.targets[due.target]
+            self._begun.append(Begun(due, name, recipe, peers, source, replay, problem))
 
     def check(self, step: int) -> Findings:
         """At the end of the step: replay, compare, and let go of everything."""
         findings = Findings()
         if not self._begun:
             return findings
+        try:
+            self._carry_out(step, findings)
+        finally:
+            self._rotation.finished(step)
+        return findings
+
+    def check_besides(self, begun: Begun, step: int, findings: Findings) -> None:
+        """One replay that no rotation has asked for, on every rank of the job."""
+        assert not self._begun, "no step is under way"
+        self._begun = [begun]
+        self._carry_out(step, findings)
+
+    def peers_for(self, recipe: Recipe) -> Peers:
+        return self._layer_peers if recipe.is_gathered else self._peers
+
+    def _carry_out(self, step: int, findings: Findings) -> None:
         try:
             self._describe()
             self._vote()
@@ -115,8 +136,6 @@ class Replayer:
                     findings.records.append(not_checked(context, surface, str(begun.problem)))
         finally:
             self.abandon()
-            self._rotation.finished(step)
-        return findings
 
     def abandon(self) -> None:
         """Let go of what was begun, whatever became of it."""
@@ -138,12 +157,12 @@ class Replayer:
             for place, each in enumerate(begun):
                 self._prepare(each, [told[place] for told in gathered])
 
-    def _prepare(self, begun: _Begun, told_by: Sequence[Any]) -> None:
+    def _prepare(self, begun: Begun, told_by: Sequence[Any]) -> None:
         is_sound = begun.problem is None and not any(each["problem"] for each in told_by)
         if is_sound and begun.replay is not None:
             documents = [json.loads(each["document"]) for each in told_by]
-            prepare = _bound(begun.replay.prepare, documents, self._source(begun.peers))
-            _, begun.problem = _attempt(prepare)
+            prepare = _bound(begun.replay.prepare, documents, begun.source)
+            _, begun.problem = attempt(prepare)
 
     def _vote(self) -> None:
         """Work that is not ready everywhere is done nowhere."""
@@ -151,15 +170,14 @@ class Replayer:
         for begun, problem in zip(self._begun, agreed, strict=True):
             begun.problem = problem
 
-    def _attend(self, begun: _Begun) -> None:
+    def _attend(self, begun: Begun) -> None:
         """Others replay what this rank has not; it is asked as often as they are."""
         if begun.problem is None and self._peers.highest([0, 0])[0]:
             self._peers.highest([0, 0])
             self._peers.exchange([])
 
-    def _run(self, begun: _Begun, replay: Replay, context: Context, findings: Findings) -> None:
-        source = self._source(begun.peers)
-        replay.align(lambda tensor: begun.peers.broadcast(tensor, source=source))
+    def _run(self, begun: Begun, replay: Replay, context: Context, findings: Findings) -> None:
+        replay.align(lambda tensor: begun.peers.broadcast(tensor, source=begun.source))
         variants = self.variants if begun.recipe.varies else (1.0,)
         comparisons = replay.comparisons()
         seen = {variant: Observation() for variant in variants}
@@ -174,10 +192,19 @@ class Replayer:
         if key in self._warm:
             findings.measured.append(measured(begun.target, replay.work[1], [*seen.values()]))
         self._warm.add(key)
+        self._keep(begun, replay)
+
+    def _keep(self, begun: Begun, replay: Replay) -> None:
+        """Whoever's call was replayed keeps it for a sweep, in place of what another peer had kept."""
+        key = (begun.due.kind, begun.target)
+        if (call := replay.invocation()) is None:
+            self.keepsakes.drop(key)
+        else:
+            attempt(_bound(self.keepsakes.keep, key, call))
 
     def _compare(
         self,
-        begun: _Begun,
+        begun: Begun,
         comparisons: Sequence[Comparison],
         seen: Mapping[float, Observation],
         context: Context,
@@ -194,7 +221,7 @@ class Replayer:
 
     def _judged(
         self,
-        begun: _Begun,
+        begun: Begun,
         comparisons: Sequence[Comparison],
         seen: Mapping[float, Observation],
         context: Context,
@@ -204,13 +231,13 @@ class Replayer:
         evidence: dict[Surface, int] = {}
         problems: list[str | None] = []
         for variant, into in seen.items():
-            _, problem = _attempt(_bound(begun.replay.observe, variant, into))
+            _, problem = attempt(_bound(begun.replay.observe, variant, into))
             problems.append(problem)
             for each in comparisons:
                 evidence[_key(each.surface, variant)] = into.signatures.get(each.surface, POISON)
         verdicts = c3.compare(begun.peers.evidence, exact=evidence)
         for into in seen.values():
-            _attempt(into.read)  # a device that cannot be asked is not timed
+            attempt(into.read)  # a device that cannot be asked is not timed
         records = []
         for variant, problem in zip(seen, problems, strict=True):
             gathered: dict[Surface, Any] = {
@@ -221,10 +248,10 @@ class Replayer:
         return records, any(problem is not None for problem in problems)
 
 
-def _description(begun: _Begun, inside: str | None) -> dict[str, Any]:
+def _description(begun: Begun, inside: str | None) -> dict[str, Any]:
     document = None
     if begun.replay is not None and begun.problem is None:
-        document, begun.problem = _attempt(_bound(_spelled, begun.replay))
+        document, begun.problem = attempt(_bound(_spelled, begun.replay))
     begun.problem = begun.problem or inside
     return {"problem": begun.problem, "document": document}
 
@@ -241,7 +268,7 @@ def _bound(function: Callable[..., _Value], *args: Any, **kwargs: Any) -> Callab
     return lambda: function(*args, **kwargs)
 
 
-def _attempt(work: Callable[[], _Value]) -> tuple[_Value | None, str | None]:
+def attempt(work: Callable[[], _Value]) -> tuple[_Value | None, str | None]:
     """The result, or in words why there is none."""
     try:
         with inert():

@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from torchscout.errors import ReplayError
 from torchscout.evidence.replay.reduction import Route
 
-__all__ = ["NOBODY", "Keepers", "gathered", "gathered_again", "keepers_of"]
+__all__ = ["NOBODY", "Keepers", "awaken", "gathered", "gathered_again", "keepers_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,18 @@ def keepers_of(model: nn.Module, module: nn.Module) -> Keepers:
     inside = [each for each in module.modules() if isinstance(each, FSDPModule)]
     nearest = [] if isinstance(module, FSDPModule) else around[-1:]
     return Keepers((*nearest, *inside), next(iter([*around, *inside]), None))
+
+
+def awaken(keepers: Keepers) -> None:
+    """Let FSDP find out which module is the outermost, as it does in the first pass over the whole model.
+
+    A part that is called before that would take itself for the whole. A ``ReplayError`` says if it cannot.
+    """
+    if keepers.root is not None:
+        state = fully_shard.state(keepers.root)  # type: ignore[attr-defined]
+        if not hasattr(state, "_lazy_init"):
+            raise ReplayError("this PyTorch's FSDP cannot be prepared before the first training step")
+        state._lazy_init()  # private, and used here alone; later calls of it do nothing
 
 
 @contextmanager

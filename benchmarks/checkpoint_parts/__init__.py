@@ -1,0 +1,1 @@
+"""The parts of ``benchmarks/checkpoint.py``, one question each; ``job`` is what they share."""

@@ -1,0 +1,94 @@
+"""A sweep on a CUDA device: calls that were kept in host memory, replayed by ranks that share the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gpu.test_replay_cuda import RANKS, Net
+from tests.support.ranks import run_ranks
+from torchscout.checkpoint.happening import Outcome
+from torchscout.config import Parallelism, ReplayConfig
+from torchscout.evidence.replay.keepsakes import Keepsakes
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.integration.attach import enable_resiliency
+from torchscout.recovery.retrieval import Sweep
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+STEPS = 3
+
+
+class Keeper:
+    """As checkpoints have to do with checks, without files."""
+
+    def __init__(self) -> None:
+        self.keepsakes = Keepsakes()
+        self.keepsakes.limit = 1 << 30
+
+    def votes(self, outcome: Outcome) -> list[int]:  # noqa: ARG002
+        return []
+
+    def decide(self, step: int, counted: Sequence[int]) -> None:
+        """There is nothing to decide."""
+
+
+def swept(rank: int, run_dir: Path, faults: Faults) -> tuple[Sweep, str | None, bool, list, bool, int]:
+    """What a sweep after some steps shows, and whether it has changed anything."""
+    torch.manual_seed(0)
+    model, keeper = Net().cuda(), Keeper()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    with Injector(faults, rank, model, optimizer) as injector:
+        session = enable_resiliency(
+            model,
+            optimizer,
+            replay=ReplayConfig(interval=1),
+            observer=None,
+            parallelism=Parallelism(replica=RANKS),
+            run_dir=run_dir,
+        )
+        assert session.replaying is not None
+        session.replaying.serve(keeper)
+        for step in range(STEPS):
+            tokens = torch.randint(100, (4, 17), generator=torch.Generator().manual_seed(step)).cuda()
+            logits = model(tokens[:, :-1])
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+        before = bits(model, optimizer)
+        found, unswept = session.replaying.sweep(STEPS)
+        is_same = bits(model, optimizer) == before
+    in_host_memory = all(each.is_cpu for key in keeper.keepsakes for each in keeper.keepsakes[key].tensors)
+    named = [each.ranks for each in session.incidents]
+    return found, unswept, is_same, named, in_host_memory, len(injector.fired)
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
+    state = [*model.parameters(), *slots, torch.get_rng_state(), torch.cuda.get_rng_state()]
+    return b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in state)
+
+
+def test_healthy_ranks_sweep_clean_and_nothing_changes(tmp_path: Path):
+    for found, unswept, is_same, named, in_host_memory, _ in run_ranks(
+        swept, RANKS, tmp_path, Faults(), timeout=240
+    ):
+        assert (found, unswept, named) == (Sweep.CLEAN, None, [])
+        assert is_same
+        assert in_host_memory
+
+
+def test_a_rank_that_is_wrong_in_one_layer_is_named(tmp_path: Path):
+    # In the last step this layer is not due: only the sweep comes to it again.
+    faults = Faults().flip_bit(rank=2, at="layers.1/output", step=STEPS, bit=20, calls=range(1, 9))
+    found = run_ranks(swept, RANKS, tmp_path, faults, timeout=240)
+    assert found[2][-1], "the fault has fired"
+    assert {each[0] for each in found} == {Sweep.SDC}
+    assert found[0][3] == [(2,)]

@@ -1,0 +1,118 @@
+"""A replayed call as it is kept for a sweep: through a checkpoint, and into a process that never made it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.replay_by_hand import CPU
+from torchscout.checkpoint import tree
+from torchscout.evidence.replay.attention import Attention
+from torchscout.evidence.replay.invocation import Invocation
+from torchscout.evidence.replay.keepsakes import Keepsakes, recalled
+
+KEY = ("layer", "layer.3")
+
+
+def call(*args: Any, **kwargs: Any) -> Invocation:
+    made = Invocation.of(args, kwargs, CPU, keep=True)
+    made.gradients[0] = torch.arange(4.0)
+    return made
+
+
+def kept(made: Invocation, limit: int = 1 << 20) -> Keepsakes:
+    keepsakes = Keepsakes()
+    keepsakes.limit = limit
+    keepsakes.keep(KEY, made)
+    return keepsakes
+
+
+def saved(keepsakes: Keepsakes, limit: int = 1 << 20) -> Keepsakes:
+    """As another process loads them."""
+    document, tensors = tree.encode(keepsakes.state_dict())
+    loaded = Keepsakes()
+    loaded.limit = limit
+    loaded.load_state_dict(tree.decode(json.loads(json.dumps(document)), tensors))
+    return loaded
+
+
+def test_a_call_comes_back_bit_for_bit_with_its_arguments_as_they_were():
+    torch.manual_seed(3)
+    x = torch.randn(4, 3).t().requires_grad_()  # not contiguous
+    made = call(x, [2, None, (torch.tensor([1, 2]), "mask")], scale=0.5, flags={"a": True})
+    state = torch.get_rng_state()
+    found = saved(kept(made))[KEY]
+    assert found is not None
+    again = recalled(found.call, nn.Linear(2, 2), CPU, found.tensors)
+    args, kwargs = again.arguments({})
+    assert torch.equal(args[0], x)
+    assert args[0].stride() == x.stride()
+    assert args[1][:2] == [2, None]
+    assert torch.equal(args[1][2][0], torch.tensor([1, 2]))
+    assert (args[1][2][1], kwargs) == ("mask", {"scale": 0.5, "flags": {"a": True}})
+    assert again.requires_grad == made.requires_grad
+    assert torch.equal(again.gradients[0], torch.arange(4.0))
+    assert torch.equal(again.randomness.states["cpu"], state)
+
+
+def test_a_rank_that_keeps_nothing_makes_room_from_the_description_alone():
+    made = call(torch.randn(4, 3), 7)
+    found = kept(made)[KEY]
+    assert found is not None
+    room = recalled(found.call, nn.Linear(2, 2), CPU).like(found.call, CPU)
+    assert [(each.shape, each.dtype) for each in room.tensors()] == [
+        (each.shape, each.dtype) for each in made.tensors()
+    ]
+    assert room.leaves[1] == 7
+
+
+def test_later_training_does_not_change_what_is_kept():
+    gradient = torch.zeros(4)
+    made = call(torch.ones(2))
+    made.gradients[0] = gradient
+    found = kept(made)[KEY]
+    assert found is not None
+    gradient.add_(1)
+    made.leaves[0].add_(1)
+    again = recalled(found.call, nn.Linear(2, 2), CPU, found.tensors)
+    assert torch.equal(again.gradients[0], torch.zeros(4))
+    assert torch.equal(again.leaves[0], torch.ones(2))
+
+
+class Mask:
+    """What a file cannot hold."""
+
+
+def in_a_ring() -> Invocation:
+    made = call(torch.ones(2))
+    made.attention = Attention(made.attention.function, is_ring=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "limit", "reason"),
+    [
+        (lambda: call(torch.ones(2), Mask()), 1 << 20, "argument 1 is .*Mask, which a file cannot hold"),
+        (in_a_ring, 1 << 20, "context_parallel block"),
+        (lambda: call(torch.ones(2)), 40, "bytes would be kept, and 40 are allowed"),
+    ],
+)
+def test_what_cannot_be_kept_says_why_and_takes_the_place_of_what_was(made: Any, limit: int, reason: str):
+    keepsakes = kept(call(torch.ones(2)))
+    keepsakes.limit = limit
+    keepsakes.keep(KEY, made())
+    assert keepsakes[KEY] is None
+    assert re.search(reason, keepsakes.problems[KEY])
+    keepsakes.drop(KEY)
+    assert not keepsakes.problems
+
+
+def test_without_room_nothing_is_kept_or_loaded():
+    keepsakes = kept(call(torch.ones(2)))
+    assert list(saved(keepsakes)) == [KEY]
+    assert list(saved(keepsakes, limit=0)) == list(kept(call(torch.ones(2)), limit=0)) == []

@@ -1,0 +1,32 @@
+"""What ``session.resume()`` answers, and what it asks of replay (paper, section 8). Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchscout.checkpoint.generation import Role
+from torchscout.recovery.retrieval import Sweep
+
+__all__ = ["Resumption", "Sweeping"]
+
+Sweeping = Callable[[int], tuple[Sweep, str | None]]
+"""See ``integration.replaying.Replaying.sweep``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Where a job goes on from."""
+
+    step: int
+    """Steps that are done; 0 if there was nothing to go back to."""
+    role: Role | None
+    """What the checkpoint was trusted for; None if there was none."""
+    source: str | None
+    """Where this rank got its state."""
+    reason: str
+    """Why this one, in words."""
+    swept: Sweep | None = None
+    """What a replay of everything has shown on these workers; None if there was no need for one."""
+    unswept: str | None = None
+    """What it could not replay on this rank, and why; one of several perhaps."""
