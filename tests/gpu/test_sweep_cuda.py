@@ -33,7 +33,10 @@ class Keeper:
         self.keepsakes = Keepsakes()
         self.keepsakes.limit = 1 << 30
 
-    def votes(self, outcome: Outcome) -> list[int]:  # noqa: ARG002
+    def signature(self) -> None:
+        """Nothing is captured."""
+
+    def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:  # noqa: ARG002
         return []
 
     def decide(self, step: int, counted: Sequence[int]) -> None:
@@ -63,11 +66,11 @@ def swept(rank: int, run_dir: Path, faults: Faults) -> tuple[Sweep, str | None, 
             nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
         before = bits(model, optimizer)
-        found, unswept = session.replaying.sweep(STEPS)
+        found = session.replaying.sweep(STEPS, everything=True)
         is_same = bits(model, optimizer) == before
     in_host_memory = all(each.is_cpu for key in keeper.keepsakes for each in keeper.keepsakes[key].tensors)
     named = [each.ranks for each in session.incidents]
-    return found, unswept, is_same, named, in_host_memory, len(injector.fired)
+    return found.sweep, found.unswept, is_same, named, in_host_memory, len(injector.fired)
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:

@@ -18,6 +18,7 @@ from tests.support.checkpoint_remains import History, newest_complete, whole
 from tests.support.machines import Machine, machines, why_impossible
 from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes, spread, started, trainers
+from torchscout.checkpoint import ledger
 from torchscout.checkpoint.generation import Generation
 
 pytestmark = pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible()))
@@ -51,6 +52,12 @@ def half_come(host: Machine, after: int) -> list[Path]:
     found = host.shared_memory.glob("memory/*/step-*/.*.writing")
     late = [path for path in found if int(path.parent.name[5:15]) > after]
     return [path for path in late if 0 < path.stat().st_size < BURDEN]
+
+
+def is_durable(folder: Path) -> bool:
+    """Whether rank 0 knows of a generation that every rank has written."""
+    gate = ledger.read(folder, 0)
+    return gate is not None and gate.durable != ()
 
 
 def until_on_its_way(hosts: Sequence[Machine], life: Plan) -> None:
@@ -90,6 +97,26 @@ def test_a_machine_lost_in_the_middle_of_a_copy_takes_all_back_to_the_generation
             before, after = reached(doomed, rank), reached(again, rank)
             assert [after[step] for step in (4, 5, 6)] == [before[step] for step in (4, 5, 6)], "bitwise"
         assert not half_come(one, after=4), "what was left half done is gone"
+
+
+@pytest.mark.slow
+def test_checks_that_outrun_copies_leave_something_to_go_back_to_without_a_machine(tmp_path: Path):
+    doomed = replace(PLAN, steps=100_000, interval=1, persist_every=3, run_dir=tmp_path / "first")
+    with machines(tmp_path, names(3)) as (one, two, three):
+        running = started((one, two), doomed, tmp_path / "life")
+        until(lambda: any(map(is_durable, folders([one]))), "something is in files, copies and all", 120)
+        kill((two, one))
+        for each in running:
+            each.wait(30)
+        two.kill()
+        expected = newest_complete(folders([one]), RANKS)
+        assert expected > 0
+        again = replace(PLAN, steps=expected + 2, run_dir=tmp_path / "again")
+        for rank, each in enumerate(spread((one, three), again, tmp_path / "second")):
+            assert isinstance(each, Told), each
+            assert each.resumed is not None
+            assert each.resumed.step == expected
+            assert reached(again, rank)[expected] == reached(doomed, rank)[expected], "bitwise"
 
 
 @pytest.mark.slow

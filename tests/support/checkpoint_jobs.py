@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,8 @@ class Plan:
     burden: Mapping[int, int] = field(default_factory=dict)
     """Ranks with that many bytes more to keep."""
     faults: Faults = field(default_factory=Faults)
+    after_checks: bool = False
+    """What befalls parameters does so after the check of their step, when it is due to be captured."""
     patience_seconds: float = 30.0
     memory: Path | None = None
     """Where this job's memory is; None is where it always is."""
@@ -262,13 +264,16 @@ def train(rank: int, plan: Plan) -> Told:
     torch.manual_seed(rank)  # dropout is each rank's own
     bits: dict[int, str] = {}
     roles: dict[int, tuple[int | None, ...]] = {}
-    with Injector(plan.faults, rank, _bare(work.model), optimizer) as injector:
+    with ExitStack() as armed:
+
+        def arm() -> Injector:
+            return armed.enter_context(Injector(plan.faults, rank, _bare(work.model), optimizer))
+
+        injector = None if plan.after_checks else arm()
         session = _attached(plan, work, optimizer)
-        if session is not None:
-            burden = Burden(plan.burden.get(rank, 0))
-            known = {"schedule": schedule, "scaler": scaler, "loader": loader, "burden": burden}
-            for name, stateful in known.items():
-                session.register_state(name, stateful)
+        injector = injector or arm()
+        burden = Burden(plan.burden.get(rank, 0))
+        _register(session, {"schedule": schedule, "scaler": scaler, "loader": loader, "burden": burden})
         resumed = session.resume(start_over=plan.start_over) if session is not None and plan.resumes else None
         done = session.step if session is not None else 0
         _log(plan, rank, done, _bits(work.model, optimizer, schedule, scaler, loader))
@@ -298,6 +303,11 @@ def train(rank: int, plan: Plan) -> Told:
     told = [(each.manifestation.value, each.step) for each in incidents]
     named = [each.ranks for each in incidents]
     return Told(bits, roles, resumed, status, session.failures, told, named, len(injector.unfired))
+
+
+def _register(session: Session | None, known: Mapping[str, Any]) -> None:
+    for name, stateful in known.items() if session is not None else ():
+        session.register_state(name, stateful)
 
 
 def kill() -> None:

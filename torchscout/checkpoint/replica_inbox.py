@@ -48,6 +48,10 @@ class Inbox:
         self._rank, self._memory, self._patience = rank, memory, patience
         self._arrivals: dict[bytes, _Arrival] = {}
 
+    @property
+    def arriving(self) -> frozenset[Identity]:
+        return frozenset(each.shard.identity for each in self._arrivals.values())
+
     def turn(self, now: float) -> None:
         """Take what has come, and forget whom nothing comes from any more."""
         for heard in wire.receive(self.socket):
@@ -165,8 +169,9 @@ def remove(memory: Path, generations: Iterable[Generation], pattern: str) -> Non
     """Delete files of these generations, and their folders once nothing is left in them."""
     for step, lineage in generations:
         folder = memory / f"step-{step:010d}.lineage-{lineage}"
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another rank has just removed it
+            for path in folder.glob(pattern):
+                path.unlink(missing_ok=True)
         with suppress(OSError):  # others' files are in it, or it never was
             folder.rmdir()
 

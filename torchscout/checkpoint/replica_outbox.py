@@ -33,11 +33,17 @@ _COPIED_PER_SECOND = 64 << 20
 _RETIRED_AT_ONCE = 500
 
 
+def _nobody_cares(_: bool) -> None:
+    return
+
+
 class _Named(NamedTuple):
     """A sealed file, and what it holds."""
 
     path: Path
     identity: Identity
+    over: Callable[[bool], None] = _nobody_cares
+    """To be called when the file is not needed here any more, with whether it was copied."""
 
 
 @dataclass(slots=True)
@@ -95,13 +101,16 @@ class Outbox:
         named = self._waiting or under_way or self._newest
         return None if named is None else named.path
 
-    def put(self, path: Path) -> None:
-        """To be sent next, instead of what waits by now."""
+    def put(self, path: Path, over: Callable[[bool], None] = _nobody_cares) -> None:
+        """To be sent next, instead of what waits by now; ``over`` is called when that is done or given up."""
         try:
-            self._waiting = _Named(path, shards.inspect(path).identity)
+            named = _Named(path, shards.inspect(path).identity, over)
         except CheckpointError as error:
             self.problems.append(f"nothing to copy to {self._holder}: {error}")
+            over(False)
             return
+        self._stop_waiting()
+        self._waiting = named
         self._refusals, self._not_before = 0, 0.0
 
     def retire(self, generations: Iterable[Generation]) -> None:
@@ -111,9 +120,11 @@ class Outbox:
         if self._newest is not None and self._newest.identity.generation in gone:
             self._newest = None
         if self._waiting is not None and self._waiting.identity.generation in gone:
-            self._waiting = None
+            self._stop_waiting()
         if self._copy is not None and self._copy.generation in gone:
-            self._drop()
+            self.problems.append(f"copies to {self._holder} come too late: checks are faster than they are")
+            self._unanswered = None  # it may have answered where nobody listens any more
+            self._end()
             self._reopen()
 
     def turn(self, now: float) -> None:
@@ -128,7 +139,8 @@ class Outbox:
         self._greet(now)
 
     def close(self) -> None:
-        self._drop()
+        self._stop_waiting()
+        self._end()
         self.socket.close()
 
     def _begin(self, named: _Named, now: float) -> None:
@@ -137,6 +149,7 @@ class Outbox:
             file = os.open(named.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             self.problems.append(f"nothing to copy to {self._holder}: {named.path}: {error.strerror}")
+            named.over(False)
             return
         self._copy = _Copy(named, file, os.fstat(file).st_size, secrets.token_hex(8), now, now)
         self._go_on(self._copy, now)
@@ -200,9 +213,9 @@ class Outbox:
             self._fail(copy, f"it says it has all of it after {sent}, which cannot be", now)
             return
         self.held |= {copy.generation}
-        self._newest = copy.named
+        self._newest = _Named(copy.named.path, copy.named.identity)
         self._backoff, self._refusals = _BACKOFF_SECONDS, 0
-        self._drop()
+        self._end(copied=True)
 
     def _refused(self, copy: _Copy, why: str, now: float) -> None:
         self._refusals += 1
@@ -212,16 +225,19 @@ class Outbox:
         self.problems.append(
             self._sentence(copy, f"it was refused {_ATTEMPTS} times, and is given up: {why}")
         )
-        self._drop()
+        self._end()
         self._reopen()
 
     def _fail(self, copy: _Copy, why: str, now: float) -> None:
         """Say so, and try again after a while with whatever is the newest by then."""
         self.problems.append(self._sentence(copy, why))
-        self._waiting = self._waiting or copy.named
         self._not_before = now + self._backoff
         self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF_SECONDS)
         self._drop()
+        if self._waiting is None:
+            self._waiting = copy.named
+        else:
+            copy.named.over(False)
         self._reopen()
 
     def _sentence(self, copy: _Copy, why: str) -> str:
@@ -260,6 +276,18 @@ class Outbox:
         except zmq.Again:
             return False
         return True
+
+    def _stop_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.over(False)
+
+    def _end(self, *, copied: bool = False) -> None:
+        """Nothing more of it is sent, now or later."""
+        copy = self._copy
+        self._drop()
+        if copy is not None:
+            copy.named.over(copied)
 
     def _drop(self) -> None:
         copy, self._copy = self._copy, None

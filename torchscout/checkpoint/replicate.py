@@ -23,6 +23,7 @@ from torchscout.checkpoint import replica_wire as wire
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.replica_inbox import Inbox, remove
 from torchscout.checkpoint.replica_outbox import Outbox
+from torchscout.checkpoint.shard_format import Identity
 from torchscout.errors import CheckpointError
 
 __all__ = ["Replicator"]
@@ -63,6 +64,7 @@ class Replicator:
         self._problems: deque[str] = deque(maxlen=_KEPT_PROBLEMS)
         self._told: set[str] = set()
         self._held: frozenset[Generation] = frozenset()
+        self._arriving: frozenset[Identity] = frozenset()
         self._closing = False
         self._bell_out, self._bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="torchscout-replicate", daemon=True)
@@ -79,9 +81,13 @@ class Replicator:
         address = None if self.holder is None else (addresses[self.holder][0], addresses[self.holder][1])
         self._leave_word(lambda: self._connected(self.holder, address, wards))
 
-    def send(self, path: Path) -> None:
-        """Copy this sealed file; one that waits to be sent is given up for it."""
-        self._leave_word(lambda: None if self._outbox is None else self._outbox.put(path))
+    def send(self, path: Path, over: Callable[[bool], None] = lambda _: None) -> None:
+        """Copy this sealed file; one that waits to be sent is given up for it.
+
+        ``over`` is called, on a thread of ours, with whether the file was copied or is given up: until then
+        it must stay.
+        """
+        self._leave_word(lambda: over(False) if self._outbox is None else self._outbox.put(path, over))
 
     def retire(self, generations: Iterable[Generation]) -> None:
         """Delete what this rank keeps of them in memory, and have its holder do the same with its copies."""
@@ -91,6 +97,10 @@ class Replicator:
     def held(self) -> frozenset[Generation]:
         """The generations of this rank's state that its holder has verified and keeps."""
         return self._held
+
+    def arriving(self) -> frozenset[Identity]:
+        """Whose state is on its way here, for which generation."""
+        return self._arriving
 
     def problems(self) -> list[str]:
         """What went wrong since the last call, in words; what lasts is said once until a copy succeeds."""
@@ -144,6 +154,7 @@ class Replicator:
         except (OSError, zmq.ZMQError) as error:
             self._tell([f"copying among ranks: {error}"])
             time.sleep(_BUSY_SECONDS)  # what fails at once, fails often
+        self._arriving = self._inbox.arriving
         if self._outbox is not None:
             if self._outbox.held - self._held:
                 self._told.clear()

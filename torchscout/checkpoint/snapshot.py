@@ -44,6 +44,8 @@ class Capture:
         """Where it is once it is sealed."""
         self.problem: str | None = None
         """Why it is not there, once that is known."""
+        self.digests: Mapping[str, str] = {}
+        """Of every tensor in it, by name, once it is sealed."""
         self.held_seconds = 0.0
         """How long training has waited for it, in ``capture`` and in ``fence``."""
         self._copied, self._over = threading.Event(), threading.Event()
@@ -249,8 +251,10 @@ def _fill(memory: torch.Tensor, laid_out: Outline, task: _Task, pinned: bool) ->
     for end, first in zip((laid_out.start, *laid_out.ends), laid_out.places, strict=False):
         shard[end:first] = bytes(first - end)
     spans = zip(laid_out.places, laid_out.ends, strict=True)
-    head = laid_out.head([digest(shard[first:end]) for first, end in spans])
+    digests = [digest(shard[first:end]) for first, end in spans]
+    head = laid_out.head(digests)
     shard[: len(head)] = head
+    task.capture.digests = dict(zip((*staged, *live), digests, strict=True))
     if task.capture._given_up is not None:
         raise CheckpointError(task.capture._given_up)
 

@@ -28,6 +28,7 @@ from torchscout.integration.recipes import device_of_job, recipes_for
 from torchscout.integration.registry import adapter_for
 from torchscout.integration.replaying import Replaying
 from torchscout.integration.session import Session
+from torchscout.integration.structure import surface_of
 from torchscout.integration.watching import Job, watch
 from torchscout.mesh import Mesh
 
@@ -137,7 +138,9 @@ def _keep(
 
     optimizers = adapter.optimizers()
     try:
-        session.checkpointing = Checkpointing(job, config, communicators, model, optimizers)
+        differing = adapter.unreplicated()
+        names = [name for name, _ in model.named_parameters() if surface_of(name) in differing]
+        session.checkpointing = Checkpointing(job, config, communicators, model, optimizers, names)
     except ScoutError:
         session.close()
         raise

@@ -7,16 +7,17 @@ generations. What fails on the way is a sentence in ``status``; it moves no poin
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from torchscout.checkpoint import ledger, lock, placement, retention, shards
 from torchscout.checkpoint.certify import Ballot, events_of
@@ -30,17 +31,18 @@ from torchscout.checkpoint.outgoing import Outgoing
 from torchscout.checkpoint.replicate import Replicator
 from torchscout.checkpoint.shard_files import shard_files
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state import OURS, Stateful, collect, expected_bytes, note, restore
+from torchscout.checkpoint.state import OURS, Stateful, collect, expected_bytes, is_copied, note, restore
 from torchscout.config import CheckpointConfig
+from torchscout.decision.fold import signed
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.integration.addresses import own_address
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.former import Former, Remains
+from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
 from torchscout.integration.resumption import Resumption, Sweeping
 from torchscout.integration.watching import Job
 from torchscout.mesh import AXES, Mesh
-from torchscout.recovery.retrieval import Decision, Sweep, confirm
 
 __all__ = ["Checkpointing", "job_name"]
 
@@ -61,10 +63,14 @@ class Checkpointing:
         communicators: Communicators,
         model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
+        unreplicated: Collection[str] = (),
     ) -> None:
-        """On every rank, or with a ``ScoutError`` on none."""
+        """On every rank, or with a ``ScoutError`` on none.
+
+        Of the parameters ``unreplicated`` replicas do not keep equal ones.
+        """
         self._job, self._config, self._communicators = job, config, communicators
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers, self._unreplicated = model, optimizers, unreplicated
         self.keepsakes = Keepsakes()
         """What a sweep will replay, as far as there is room for it."""
         self._registered: dict[str, Stateful] = {f"{OURS}keepsakes": self.keepsakes}
@@ -120,15 +126,24 @@ class Checkpointing:
             self._problems.append("no step was seen to begin, so that nothing was captured")
         self._snapshots.fence()
 
-    def votes(self, outcome: Outcome) -> list[int]:
+    def signature(self) -> int | None:
+        """Of what was captured last, as far as replicas should have the same; None if it is not there."""
+        if self._awaited is None or not self._is_captured() or self._capture is None:
+            return None
+        copied = {
+            name: each for name, each in self._capture.digests.items() if is_copied(name, self._unreplicated)
+        }
+        return signed(xxhash.xxh3_64_intdigest(json.dumps(copied, sort_keys=True).encode()))
+
+    def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
         """What this rank says at the end of a check; see ``integration.replaying.Certifier``."""
         writing, unwritten = self._gate.writing, False
         try:
             is_written = writing is None or self._outgoing.is_written(writing)
         except CheckpointError:
             is_written, unwritten = False, True
-        ballot = Ballot(outcome, self._gate.accepted, not self._is_captured(), not is_written, unwritten)
-        return ballot.votes()
+        is_lost = differs or not self._is_captured()
+        return Ballot(outcome, self._gate.accepted, is_lost, not is_written, unwritten).votes()
 
     def decide(self, step: int, counted: Sequence[int]) -> None:
         """The same on every rank."""
@@ -158,23 +173,20 @@ class Checkpointing:
             return self._started_over(gate, decision.reason)
         if not wanted:
             raise CheckpointError(f"{decision.reason} To begin again, call session.resume(start_over=True).")
+        decision = replace(decision, is_swept=decision.is_swept and self._config.sweep)
         try:
-            fetched = self._load(wanted)
+            loaded = load_what_is_fit(gate, decision, wanted, self._load, sweep)
         except UnavailableError as error:
             if start_over and gate.is_unproven:
                 return self._started_over(gate, f"{error}.")
             raise
-        swept, unswept = None, None
-        if decision.is_swept and sweep is not None and self._config.sweep:
-            swept, unswept = sweep(fetched.step)
-        if decision.tentative and fetched.generation not in gate.trusted:
-            lost = (Lost(passed) for passed, _ in fetched.plan.passed)
-            found = reduce(lambda known, event: after(known, event)[0], lost, gate)
-            decision = confirm(found, swept or Sweep.COULD_NOT_RUN)
-            if decision.role is not Role.LATEST:
-                fetched = self._instead(gate, decision, fetched.generation)
-        resumed = self._resumed(gate, decision, fetched)
-        return resumed if swept is None else replace(resumed, swept=swept, unswept=unswept)
+        except UnfitError as error:
+            self._gate = gate
+            for each in dict.fromkeys(error.lost):
+                self._carry_out(Lost(each))
+            self._write_down()
+            raise
+        return self._resumed(gate, loaded)
 
     def _load(self, wanted: Sequence[Generation]) -> Fetched[shards.Restored]:
         links = Links(self._communicators.exchange, self._communicators.group)
@@ -190,40 +202,27 @@ class Checkpointing:
             self._together(problem)
         return fetched
 
-    def _instead(
-        self, gate: CheckpointGate, decision: Decision, distrusted: Generation
-    ) -> Fetched[shards.Restored]:
-        """What is verified, now that the latest turned out not to be fit for use."""
-        wanted = [each for each in reversed(gate.trusted) if each < distrusted]
-        if wanted:
-            return self._load(wanted)
-        # The model holds what was distrusted. So this is for new processes, which shall not try it again.
-        self._gate = gate
-        for each in gate.captured:
-            self._carry_out(Lost(each))
-        self._write_down()
-        raise CheckpointError(
-            f"{decision.reason} To begin again, start the job once more and call "
-            "session.resume(start_over=True)."
-        )
-
-    def _resumed(
-        self, gate: CheckpointGate, decision: Decision, fetched: Fetched[shards.Restored]
-    ) -> Resumption:
+    def _resumed(self, gate: CheckpointGate, loaded: Loaded) -> Resumption:
         """From here on this run is the job."""
-        loaded = fetched.generation
+        fetched, decision = loaded.fetched, loaded.decision
         self._gate, self._former = gate, None
-        for passed, _ in fetched.plan.passed:
+        for passed in loaded.lost:
             self._carry_out(Lost(passed))
-        self._carry_out(Recovered(loaded))
+        self._carry_out(Recovered(fetched.generation))
         self._gate = self._configured(self._gate)
         self._write_down()
         self._outgoing.later(self._tidy)
         if self._replicator is not None:  # whoever held the copy may be new, and have none
             self._replicator.send(fetched.path)
-        source = fetched.plan.sources[self._member.rank].told(self._member.rank)
-        role = Role.VERIFIED if loaded in self._gate.trusted else decision.role
-        return Resumption(loaded.step, role, source, f"{decision.reason} {fetched.plan.reason}.")
+        swept = loaded.swept
+        return Resumption(
+            fetched.step,
+            Role.VERIFIED if fetched.generation in self._gate.trusted else decision.role,
+            fetched.plan.sources[self._member.rank].told(self._member.rank),
+            f"{decision.reason} {fetched.plan.reason}.",
+            None if swept is None else swept.sweep,
+            None if swept is None else swept.unswept,
+        )
 
     def _configured(self, gate: CheckpointGate) -> CheckpointGate:
         config = self._config

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from torchscout.checkpoint.certify import SEVERITY, outcome_of
 from torchscout.checkpoint.happening import Outcome
 from torchscout.config import ReplayConfig
+from torchscout.decision import c3
 from torchscout.decision.ongoing import Ongoing
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import LogRecorder, Recorder
@@ -19,17 +20,23 @@ from torchscout.decision.replay_diagnosis import ReplayDiagnosis, settle
 from torchscout.decision.stragglers import Slowness, Stragglers
 from torchscout.decision.timings import Timings
 from torchscout.evidence.replay.cadence import Cadence
+from torchscout.evidence.replay.judgement import Context, judge
 from torchscout.evidence.replay.keepsakes import Keepsakes
-from torchscout.evidence.replay.recipe import Recipe
+from torchscout.evidence.replay.recipe import ABSENT, Comparison, Mode, Recipe
 from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
 from torchscout.evidence.replay.sweep import sweep
 from torchscout.integration.communicators import Communicators, PeerLinks
-from torchscout.mesh import Mesh
+from torchscout.integration.resumption import Swept
+from torchscout.mesh import Axis, Mesh
 from torchscout.recovery.retrieval import Sweep
 
 __all__ = ["Replaying"]
 
+CENSUS = "census"
+"""The recipe that compares what peers hold."""
+KEPT = "state/checkpoint"
+"""What peers have captured of the state that they hold copies of."""
 _SWEPT = {Outcome.HEALTHY: Sweep.CLEAN, Outcome.SDC: Sweep.SDC}
 
 
@@ -38,8 +45,13 @@ class Certifier(Protocol):
 
     keepsakes: Keepsakes
 
-    def votes(self, outcome: Outcome) -> list[int]:
-        """What this rank says about the check; as many numbers on every rank."""
+    def signature(self) -> int | None:
+        """Of what the last check let it capture, as far as peers should have the same; None if nothing."""
+        ...
+
+    def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
+        """What this rank says about the check, and whether peers have captured different things; as many
+        numbers on every rank."""
         ...
 
     def decide(self, step: int, counted: Sequence[int]) -> None:
@@ -99,11 +111,14 @@ class Replaying:
         self._cadence.step_took(begin - self._since)
         if self._replayer.is_due:
             findings = self._replayer.check(step)
+            kept = self._compare_kept(step)
+            findings.records.extend(kept)
             told = self._communicators.exchange([each.to_json(self._mesh) for each in findings.measured])
             # What fails from here on is this rank's own affair: a full disk must not part it from the others.
             outcome = self._guard(lambda: self._conclude(findings, Timings(step, self._mesh, told)))
             self._cadence.check_took(self._now() - begin)
-            self._agree(step, outcome or Outcome.NOT_CHECKED)
+            differs = any(each.scope is not None for each in kept)
+            self._agree(step, outcome or Outcome.NOT_CHECKED, differs=differs)
         self._replayer.begin(step + 1)
         self._since = time.monotonic()
 
@@ -112,19 +127,21 @@ class Replaying:
         self._certifier = certifier
         self._replayer.keepsakes = certifier.keepsakes
 
-    def sweep(self, step: int) -> tuple[Sweep, str | None]:
-        """Replay everything, now that the state of this step is loaded; reported as in any check.
+    def sweep(self, step: int, everything: bool) -> Swept:
+        """Compare the state of this step, which was just loaded, and replay ``everything`` on it if asked to.
 
-        What it has shown, job-wide, and the first thing that could not be replayed on this rank.
+        Reported as in any check.
         """
         self._replayer.abandon()
-        findings = sweep(self._replayer, self._recipes, self._links, step)
-        outcome = self._guard(lambda: self._conclude(findings, None))
-        (severity,) = self._communicators.highest([SEVERITY.index(outcome or Outcome.NOT_CHECKED)])
+        recipes = self._recipes if everything else [each for each in self._recipes if each.kind == CENSUS]
+        findings = sweep(self._replayer, recipes, self._links, step)
+        outcome = self._guard(lambda: self._conclude(findings, None)) or Outcome.NOT_CHECKED
+        differing = [each.mode for each in findings.records if each.scope is not None and not each.layer]
+        severity, is_state = self._communicators.highest([SEVERITY.index(outcome), Mode.STATE in differing])
         compared = {each.layer for each in findings.records if each.verdict is not None}
         left = (each for each in findings.records if each.layer not in compared)
         unswept = next((f"{each.surface}: {each.reason}" for each in left), None)
-        return _SWEPT.get(SEVERITY[severity], Sweep.COULD_NOT_RUN), unswept
+        return Swept(_SWEPT.get(SEVERITY[severity], Sweep.COULD_NOT_RUN), bool(is_state), unswept)
 
     def change(self, **settings: Any) -> None:
         """Other settings from the next check on; what rank 0 wants is done by all."""
@@ -167,7 +184,20 @@ class Replaying:
         # Apart: who cannot write down its comparisons may still be the one to report the conclusion.
         self._guard(lambda: self._report([*self._ongoing.news(incidents, records), *slow.incidents]))
         self._guard(lambda: self._write([*records, *findings.repeats, *slow.records]))
-        return outcome_of(records, slow.incidents, findings.targets)
+        # A wrong copy of right numbers is nothing to stop training for; it is given up.
+        live = [each for each in records if each.surface != KEPT]
+        return outcome_of(live, slow.incidents, findings.targets)
+
+    def _compare_kept(self, step: int) -> list[EvidenceRecord]:
+        """What peers have captured since the last check must be the same: it may go wrong on its way."""
+        if self._certifier is None or self._mesh.peer_axis() is Axis.SHARD:
+            return []
+        own = self._guard(self._certifier.signature)
+        found = c3.compare(self._links.evidence, exact={KEPT: ABSENT if own is None else own})[KEPT]
+        if ABSENT in found.evidence:
+            return []
+        context, gathered = Context(step, self._links.group.ranks, ""), cast("Sequence[int]", found.evidence)
+        return judge(context, [Comparison(KEPT, Mode.STATE)], {KEPT: gathered})
 
     def _report(self, incidents: Sequence[Incident]) -> None:
         """Peers conclude alike; one of them writes it down."""
@@ -190,12 +220,12 @@ class Replaying:
             clean = record.verdict.agrees and (known.get("step") != record.step or known["clean"])
             self._last[name] = {"step": record.step, "clean": clean}
 
-    def _agree(self, step: int, outcome: Outcome) -> None:
+    def _agree(self, step: int, outcome: Outcome, *, differs: bool) -> None:
         """On what the check is worth to checkpoints, and when the next one is."""
         intervals, budget = self._config.intervals, self._config.budget
         stretch = self._cadence.stretch(min(intervals.values()), budget)
         revision = self._revision if self._is_first else 0
-        votes = [] if self._certifier is None else self._certifier.votes(outcome)
+        votes = [] if self._certifier is None else self._certifier.votes(outcome, differs=differs)
         stretch, revision, *counted = self._communicators.highest([stretch, revision, *votes])
         if (certifier := self._certifier) is not None:
             self._guard(lambda: certifier.decide(step, counted))

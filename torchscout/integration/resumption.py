@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torchscout.checkpoint.generation import Role
 from torchscout.recovery.retrieval import Sweep
 
-__all__ = ["Resumption", "Sweeping"]
+__all__ = ["Resumption", "Sweeping", "Swept"]
 
-Sweeping = Callable[[int], tuple[Sweep, str | None]]
+Sweeping = Callable[[int, bool], "Swept"]
 """See ``integration.replaying.Replaying.sweep``."""
 
 
@@ -30,3 +30,14 @@ class Resumption:
     """What a replay of everything has shown on these workers; None if there was no need for one."""
     unswept: str | None = None
     """What it could not replay on this rank, and why; one of several perhaps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What replay has found in a loaded state, before it is trained on; job-wide but for ``unswept``."""
+
+    sweep: Sweep
+    is_state: bool
+    """Whether replicas hold different state: then that is what was loaded, whoever computes well."""
+    unswept: str | None
+    """What could not be replayed on this rank, and why; one of several perhaps."""

@@ -1,0 +1,70 @@
+"""Numbers that go wrong after they were checked, and before or while they are captured.
+
+A check certifies what is captured after it. That peers have captured the same is seen at the next check, or
+by who loads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.ranks import RankError, run_ranks
+from torchscout.checkpoint.generation import Role
+from torchscout.faults.fault import Faults
+
+RANKS = 3
+FLIP = Faults().flip_bit(rank=1, at="head/weight", step=5, bit=20)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return Plan(
+        "ddp",
+        6,
+        interval=1,
+        directory=tmp_path / "checkpoints",
+        run_dir=tmp_path / "run",
+        memory=tmp_path / "memory",
+        faults=FLIP,
+        after_checks=True,
+    )
+
+
+def gone_on(plan: Plan) -> list[Told]:
+    return run_ranks(train, RANKS, replace(plan, steps=0, faults=Faults()), timeout=120)
+
+
+def test_the_next_check_finds_that_a_copy_is_wrong_and_gives_it_up(plan: Plan):
+    told = run_ranks(train, RANKS, plan, timeout=120)
+    assert all(each.unfired == 0 for each in told)
+    assert {(manifestation, step) for manifestation, step in told[0].incidents} == {("sdc", 6)}
+    assert set(told[0].named) == {(1,)}
+    for each in told:
+        assert (each.status["poisoned"], each.status["verified"]) == (6, 4)
+    for each in gone_on(plan):
+        assert each.resumed is not None
+        assert (each.resumed.step, each.resumed.role) == (4, Role.VERIFIED)
+        assert each.incidents == told[0].incidents, "nothing new"
+
+
+def test_who_loads_a_wrong_copy_finds_it_and_takes_the_one_before(plan: Plan):
+    with pytest.raises(RankError):
+        run_ranks(train, RANKS, replace(plan, killed=dict.fromkeys(range(RANKS), 6)), timeout=120)
+    told = gone_on(plan)
+    assert set(told[0].named) == {(1,)}
+    assert {manifestation for manifestation, _ in told[0].incidents} == {"sdc"}
+    for each in told:
+        assert each.resumed is not None
+        assert (each.resumed.step, each.resumed.role) == (4, Role.VERIFIED)
+        assert each.status["verified"] == 4
+
+
+def test_two_that_differ_are_not_trusted_though_nobody_can_be_named(plan: Plan):
+    told = run_ranks(train, 2, plan, timeout=120)
+    assert {(manifestation, step) for manifestation, step in told[0].incidents} == {("sdc", 6)}
+    assert set(told[0].named) == {(0, 1)}
+    assert {each.status["verified"] for each in told} == {4}
