@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -36,6 +36,19 @@ _preloaded = ["torch", "torch.distributed", "torchscout.cli.local_ranks"]
 
 class RankError(AssertionError):
     """One or more ranks raised, died or hung; the message holds each one's traceback or stack."""
+
+    def __init__(self, failures: Mapping[int, str], size: int) -> None:
+        told = "\n".join(f"rank {rank}: {failure}" for rank, failure in failures.items())
+        super().__init__(f"{len(failures)} of {size} ranks failed\n{told}")
+        self.failures = dict(failures)
+        """By rank, in words."""
+
+    @property
+    def in_short(self) -> str:
+        """The end of each one's traceback; whoever died without one comes first."""
+        last = {rank: told.strip().splitlines()[-1] for rank, told in self.failures.items()}
+        order = sorted(last, key=lambda rank: "\n" in self.failures[rank].strip())
+        return "; ".join(f"rank {rank}: {last[rank]}" for rank in order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +151,8 @@ def _start(folder: Path, work: _Work) -> list[_Rank]:
 
 
 def _values(answers: Sequence[_Answer]) -> list[Any]:
-    if failures := [f"rank {rank}: {answer.value}" for rank, answer in enumerate(answers) if not answer.ok]:
-        raise RankError(f"{len(failures)} of {len(answers)} ranks failed\n" + "\n".join(failures))
+    if failures := {rank: answer.value for rank, answer in enumerate(answers) if not answer.ok}:
+        raise RankError(failures, len(answers))
     return [answer.value for answer in answers]
 
 

@@ -14,15 +14,6 @@ from torchscout.cli.campaign.warm_bench import run_warm
 
 __all__ = ["run_cells"]
 
-MODULES = (
-    "torch._dynamo",  # comes with the first optimizer
-    "torchscout.cli.campaign.observed",
-    "torchscout.cli.campaign.recovery",
-    "torchscout.cli.campaign.warm",
-    "torchscout.integration.checkpointing",
-)
-"""What ranks need; the server that they are forked from imports it once."""
-
 
 def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Generator[Result, None, None]:
     """Results as they come. ``jobs`` hangs are run at once: they mostly wait."""

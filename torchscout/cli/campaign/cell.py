@@ -49,6 +49,8 @@ class Cell:
     processes: Processes = Processes.WARM
     faults: Faults = field(default_factory=Faults)
     """Steps are the cell's own: the first one is clean. Without faults nothing must be reported."""
+    benign: bool = False
+    """What happens is no failure: nothing must be reported of it."""
     due: int | None = None
     """The hidden layer that replay must be at when the fault happens, where that matters."""
     seed: int = 0
@@ -56,7 +58,7 @@ class Cell:
     @property
     def identity(self) -> str:
         """The same in every run of the same campaign, and for no other cell: ``ROW/LAYOUT/NAME@DIGEST``."""
-        told = repr((self.faults, self.due, self.seed))
+        told = repr((self.faults, self.benign, self.due, self.seed))
         digest = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
         return f"{self.row}/{self.layout}/{self.name}@{digest}"
 
@@ -66,5 +68,5 @@ class Cell:
 
     @property
     def truths(self) -> tuple[Truth, ...]:
-        """What a perfect detector says; nothing for a clean cell."""
-        return self.faults.truth(self.place.mesh())
+        """What a perfect detector says; nothing where nothing is wrong."""
+        return () if self.benign else self.faults.truth(self.place.mesh())

@@ -7,17 +7,18 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from torchscout.cli.document import as_document
 
 if TYPE_CHECKING:
+    from torchscout.cli.campaign.campaigns import Campaign
     from torchscout.cli.campaign.cell import Cell
     from torchscout.cli.campaign.store import Store
 
-__all__ = ["app"]
+__all__ = ["answer", "app", "run_campaign"]
 
 _Value = TypeVar("_Value")
 
@@ -55,42 +56,63 @@ def paper(
     resume: _Resume = None,
 ) -> None:
     """Reproduce the paper's table of fault-injection coverage, row by row, on CPU ranks."""
-    from torchscout.cli.campaign.page import page
-    from torchscout.cli.campaign.paper import paper_cells
-    from torchscout.cli.campaign.rows import ROWS
+    from torchscout.cli.campaign.campaigns import PAPER
+
+    wanted = _wanted(PAPER, seed, cells, quick=quick)
+    report, screen = run_campaign(PAPER, wanted, seed, jobs, resume)
+    answer(report, screen, as_json=as_json, output=output, html=html)
+
+
+@app.command()
+def ablation(
+    as_json: _Json = False,
+    output: _Output = None,
+    html: _Html = None,
+    seed: _Seed = 0,
+    cells: _Cells = "*",
+    jobs: _Jobs = 3,
+    quick: _Quick = False,
+    resume: _Resume = None,
+) -> None:
+    """Decide the same cells again with one piece of the method left out: who is named then."""
+    from torchscout.cli.campaign.campaigns import ABLATION
+
+    wanted = _wanted(ABLATION, seed, cells, quick=quick)
+    report, screen = run_campaign(ABLATION, wanted, seed, jobs, resume)
+    answer(report, screen, as_json=as_json, output=output, html=html)
+
+
+def _wanted(campaign: Campaign, seed: int, pattern: str, *, quick: bool) -> list[Cell]:
     from torchscout.cli.campaign.selection import chosen, sampled
-    from torchscout.cli.campaign.store import Store
-    from torchscout.cli.campaign.summary import as_report
-    from torchscout.cli.campaign.table import screen_of
 
-    wanted = _or_refused("--cells", lambda: chosen(paper_cells(seed), ROWS, cells))
-    if quick:
-        wanted = sampled(wanted, seed)
-    store = _or_refused("--resume", lambda: Store(_folder(resume), "paper", seed))
-    try:
-        run(wanted, store, seed, jobs)
-    except KeyboardInterrupt:
-        print(
-            f"Interrupted; nothing is left running. Go on with: scout campaign paper --seed {seed} "
-            f"--resume {store.folder}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(130) from None
-    summaries, results = store.summaries(ROWS, wanted)
-    report = as_report("paper", seed, summaries, results)
-    if html is not None:
-        html.write_text(page(report))
-    as_document(report, screen_of(summaries, results, str(store.folder)), as_json=as_json, output=output)
-    raise typer.Exit(0 if report["passed"] else 1)
+    cells = _or_refused("--cells", lambda: chosen(campaign.cells(seed), campaign.rows, pattern))
+    return sampled(cells, seed, campaign.sample) if quick else cells
 
 
-def run(cells: Sequence[Cell], store: Store, seed: int, jobs: int) -> None:
+def run_campaign(
+    campaign: Campaign, cells: Sequence[Cell], seed: int, jobs: int, resumed: Path | None
+) -> tuple[dict[str, Any], str]:
     """Every cell that has no result yet; what a signal interrupts leaves nothing behind but its results."""
+    from torchscout.cli.campaign.store import Store
+
+    store = _or_refused("--resume", lambda: Store(_folder(resumed), campaign.name, seed))
+    try:
+        _run_all(campaign, cells, store, seed, jobs)
+    except KeyboardInterrupt:
+        told = (
+            f"Interrupted; nothing is left running. Go on with: scout campaign {campaign.name} --seed {seed}"
+        )
+        print(f"{told} --resume {store.folder}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    summaries, results = store.summaries(campaign.rows, cells)
+    return campaign.told(seed, summaries, results, str(store.folder))
+
+
+def _run_all(campaign: Campaign, cells: Sequence[Cell], store: Store, seed: int, jobs: int) -> None:
     from rich.console import Console
 
-    from torchscout.cli.campaign.bench import MODULES, run_cells
+    from torchscout.cli.campaign.campaigns import MODULES
     from torchscout.cli.campaign.leftovers import interruptible, nothing_left
-    from torchscout.cli.campaign.rows import ROWS
     from torchscout.cli.campaign.table import Screen
     from torchscout.cli.local_ranks import preload
 
@@ -100,10 +122,21 @@ def run(cells: Sequence[Cell], store: Store, seed: int, jobs: int) -> None:
     )
     with interruptible(), nothing_left(store.folder), Screen(Console(stderr=True), len(left)) as screen:
         preload(*MODULES)
-        with closing(run_cells(left, store.folder, seed, jobs)) as results:
+        with closing(campaign.run(left, store.folder, seed, jobs)) as results:
             for result in results:
                 store.add(result)
-                screen.show(store.summaries(ROWS, cells)[0], result)
+                screen.show(store.summaries(campaign.rows, cells)[0], result)
+
+
+def answer(
+    report: dict[str, Any], screen: str, *, as_json: bool, output: Path | None, html: Path | None
+) -> None:
+    from torchscout.cli.campaign.page import page
+
+    if html is not None:
+        html.write_text(page(report))
+    as_document(report, screen, as_json=as_json, output=output)
+    raise typer.Exit(0 if report["passed"] else 1)
 
 
 def _folder(resumed: Path | None) -> Path:

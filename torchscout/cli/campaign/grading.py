@@ -6,16 +6,17 @@ manifestation, ranks, scope and surface, and nothing else was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 
 from torchscout.decision.record import Incident
 from torchscout.decision.wording import listed, named
+from torchscout.faults.planned import Fault
 from torchscout.faults.truth import Truth
 
-__all__ = ["Flaw", "Grade", "grade"]
+__all__ = ["Flaw", "Grade", "grade", "unfired"]
 
 
 class Flaw(str, Enum):
@@ -70,6 +71,12 @@ def grade(
     if left:
         return Grade(Flaw.FALSE_ALARM, f"{'also ' if truths else ''}reported: {_told(left[0])}")
     return Grade()
+
+
+def unfired(faults: Iterable[Fault], happened: Collection[tuple[int, str]]) -> list[str]:
+    """Those of the faults that did not happen, in words; ``happened`` are ranks and places."""
+    missing = [fault for fault in faults if (fault.rank, fault.at) not in happened]
+    return [f"the fault of rank {fault.rank} at {fault.at}" for fault in missing]
 
 
 def _difference(truth: Truth, incidents: Sequence[Incident]) -> str:

@@ -14,7 +14,7 @@ from torchscout.cli.campaign.layout import LAYOUTS
 from torchscout.faults.fault import Faults
 from torchscout.faults.place import Kind, Place
 
-__all__ = ["REPLAYED", "numerical_cells"]
+__all__ = ["FAULTY", "REPLAYED", "numerical_cells"]
 
 REPLAYED = range(1, 9)
 """The passes over a place within a step that are not training's own."""

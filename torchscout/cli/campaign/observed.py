@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 from torchscout.integration.attach import enable_resiliency
 
-__all__ = ["STEPS", "Told", "firings_of", "observers_of", "train"]
+__all__ = ["QUICK", "Told", "be_quiet", "firings_of", "observers_of", "steps", "train"]
 
 STEPS = 6
 QUICK = ObserverConfig(floor_seconds=0.75, multiple=1.5, start_seconds=20.0, grace_seconds=3.0)
@@ -35,10 +35,15 @@ class Told:
 
 
 def train(
-    rank: int, questions: Iterator[Any], layout: Layout, faults: Faults, run_dir: Path
+    rank: int,
+    questions: Iterator[Any],
+    layout: Layout,
+    faults: Faults,
+    run_dir: Path,
+    observer: ObserverConfig = QUICK,
 ) -> Iterator[Told]:
     """One short training; the only question is to begin."""
-    _be_quiet(run_dir)
+    be_quiet(run_dir)
     training = Training(layout)
     log = firings_of(run_dir) / f"rank-{rank}.jsonl"
     with (
@@ -46,7 +51,7 @@ def train(
             training.model,
             training.optimizer,
             replay=None,
-            observer=QUICK,
+            observer=observer,
             parallelism=layout.mesh() if layout.tensor > 1 else None,
             run_dir=run_dir,
         ) as session,
@@ -55,13 +60,18 @@ def train(
         if session.watching is not None:
             (observers_of(run_dir) / str(rank)).write_text(str(session.watching.observer.pid))
         for _ in questions:
-            for step, tokens in enumerate(session.watch_input(injector.input(_batches(training))), start=1):
-                training.step(step, tokens)
-                time.sleep(_PAUSE_SECONDS)
+            steps(training, session.watch_input(injector.input(training.batches())))
             yield Told(session.failures)
 
 
-def _be_quiet(run_dir: Path) -> None:
+def steps(training: Training, batches: Iterable[torch.Tensor]) -> None:
+    """A few of them, whatever happens on the way."""
+    for step, tokens in zip(range(1, STEPS + 1), batches, strict=False):
+        training.step(step, tokens)
+        time.sleep(_PAUSE_SECONDS)
+
+
+def be_quiet(run_dir: Path) -> None:
     """The campaign tells what was found; what Gloo has to say of mismatched collectives goes to a file."""
     logging.getLogger("torchscout").addHandler(logging.NullHandler())
     with (run_dir / "errors.log").open("a") as log:
@@ -76,8 +86,3 @@ def firings_of(run_dir: Path) -> Path:
 def observers_of(run_dir: Path) -> Path:
     """Where the process numbers of observers are."""
     return run_dir / "observers"
-
-
-def _batches(training: Training) -> Iterator[torch.Tensor]:
-    for step in range(1, STEPS + 1):
-        yield training.batch(step)

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torchscout.cli.campaign.ablation.summary import HEADS as ABLATION_HEADS
+from torchscout.cli.campaign.ablation.summary import figures
+
 __all__ = ["page"]
 
 _STYLE = """
@@ -53,6 +56,7 @@ def page(report: Mapping[str, Any]) -> str:
             f"<title>scout campaign {escape(report['campaign'])}</title><style>{_STYLE}</style></head><body>",
             f"<h1>scout campaign {escape(report['campaign'])}</h1>",
             f"<p>Seed {report['seed']}. {outcome} {_RULE}</p>",
+            *([_ablations(report["ablations"])] if "ablations" in report else []),
             _table(report["rows"]),
             *_failures(report["failed"]),
             "</body></html>",
@@ -63,6 +67,18 @@ def page(report: Mapping[str, Any]) -> str:
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     heads = "".join(f"<th>{head}</th>" for head in _HEADS)
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(map(_row, rows))}</tbody></table>"
+
+
+def _ablations(rows: Sequence[Mapping[str, Any]]) -> str:
+    heads = "".join(f"<th>{head.capitalize()}</th>" for head in ABLATION_HEADS)
+    body = "".join(map(_ablation, rows))
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table><h2>Cells</h2>"
+
+
+def _ablation(row: Mapping[str, Any]) -> str:
+    title, *rest = figures(row)
+    told = f"<td>{escape(title)}<small>instead: {escape(row['instead'])}</small></td>"
+    return f"<tr>{told}{''.join(f'<td>{escape(each)}</td>' for each in rest)}</tr>"
 
 
 def _row(row: Mapping[str, Any]) -> str:

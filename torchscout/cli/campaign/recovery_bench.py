@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from torchscout.cli.campaign.cell import Cell
-from torchscout.cli.campaign.grading import Flaw, Grade, grade
+from torchscout.cli.campaign.grading import Flaw, Grade, grade, unfired
 from torchscout.cli.campaign.recovery import STEPS, Told, train
 from torchscout.cli.campaign.reports import Reports
 from torchscout.cli.campaign.result import Result, found_in
@@ -41,14 +41,12 @@ def _run(cell: Cell, place: Path) -> Result:
         told = run_ranks(train, layout.ranks, layout, cell.faults, place, place / "kept", timeout=_SECONDS)
         again = run_ranks(train, layout.ranks, layout, Faults(), place, place / "kept", timeout=_SECONDS)
     except RankError as error:
-        problem = str(error)[:_REASON_CHARACTERS]
+        problem = error.in_short[:_REASON_CHARACTERS]
     found = reports.new()
     fired = [firing for each in told for firing in each.fired]
     given = grade(
         cell.truths,
-        unfired=[]
-        if fired or not told
-        else [f"the fault of rank {each.rank} at {each.at}" for each in cell.faults],
+        unfired=unfired(cell.faults, {(firing.rank, firing.at) for firing in fired}) if told else (),
         incidents=[each.item for each in found if isinstance(each.item, Incident)],
         failures=[problem] if problem else [failure for each in (*told, *again) for failure in each.failures],
     )

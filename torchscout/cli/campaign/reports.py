@@ -1,4 +1,4 @@
-"""Reads what a job reports as it goes on: each line of its incidents once."""
+"""Reads what a job writes down as it goes on: each line once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped, stamped
 
-__all__ = ["Reports"]
+__all__ = ["Reports", "Tail"]
 
 
-class Reports:
-    """The incidents of a run directory, from where one has stopped reading."""
+class Tail:
+    """One file of a run directory, from where one has stopped reading."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._path, self._read = run_dir / "incidents.jsonl", 0
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
 
     def new(self) -> list[Stamped]:
         """Whole lines that have come since; what cannot be read is a ``ValueError``."""
@@ -25,5 +25,14 @@ class Reports:
             file.seek(self._read)
             *lines, _ = file.read().split(b"\n")
         self._read += sum(len(line) + 1 for line in lines)
-        reports = [stamped(json.loads(line)) for line in lines if line]
-        return [each for each in reports if isinstance(each.item, Incident)]
+        return [stamped(json.loads(line)) for line in lines if line]
+
+
+class Reports:
+    """The incidents of a run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._tail = Tail(run_dir / "incidents.jsonl")
+
+    def new(self) -> list[Stamped]:
+        return [each for each in self._tail.new() if isinstance(each.item, Incident)]

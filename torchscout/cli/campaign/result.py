@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchscout.cli.campaign.cell import Cell
@@ -45,7 +45,7 @@ class Result:
     """Its identity."""
     row: str
     is_clean: bool
-    """Whether nothing was injected, and nothing must be reported."""
+    """Whether nothing is wrong, and nothing must be reported."""
     grade: Grade
     seconds: float | None = None
     """From the fault to the incident that names it; None where there was neither."""
@@ -53,6 +53,8 @@ class Result:
     found: tuple[Found, ...] = ()
     detail: str = ""
     """What else is worth knowing."""
+    ablated: Mapping[str, str] = field(default_factory=dict)
+    """What was decided without a piece of the method: see ``ablation``."""
 
     def to_json(self) -> dict[str, Any]:
         document = asdict(self)
@@ -74,6 +76,7 @@ class Result:
             document["took_seconds"],
             tuple(found),
             document["detail"],
+            document["ablated"],
         )
 
 
@@ -96,7 +99,7 @@ def found_in(
     return Result(
         cell.identity,
         cell.row,
-        not cell.faults,
+        not cell.truths,
         grade,
         max(0.0, min(named) - happened) if named and happened is not None else None,
         took_seconds,

@@ -13,7 +13,7 @@ from torchscout.cli.campaign.cell import Cell
 from torchscout.faults.fault import Fault, Faults
 from torchscout.faults.place import Kind
 
-__all__ = ["Slot", "planned", "scheduled"]
+__all__ = ["WARMUP", "Slot", "planned", "scheduled"]
 
 WARMUP = 4
 """Steps before the first cell: what replay does for the first time is slow, and the last of them is clean."""

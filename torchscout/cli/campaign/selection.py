@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torchscout.cli.campaign.cell import Cell, Row
 
 __all__ = ["chosen", "sampled"]
 
-_SAMPLE = {"numerical-sdc": 8, "numerical-clean": 2, "hang": 6, "hang-clean": 2}
-"""Cells of a row in a quick run; of others, one."""
 _QUICK_LAYOUTS = ("ddp", "hsdp")
 """A quick run has 16 ranks in one of these only, where a row has the choice: starting them takes longest."""
 
@@ -30,15 +28,15 @@ def chosen(cells: Sequence[Cell], rows: Sequence[Row], pattern: str) -> list[Cel
     )
 
 
-def sampled(cells: Sequence[Cell], seed: int) -> list[Cell]:
-    """Some of every row, the same for the same seed."""
+def sampled(cells: Sequence[Cell], seed: int, counts: Mapping[str, int]) -> list[Cell]:
+    """As many of every row as ``counts`` says, or one, the same for the same seed."""
     choose = random.Random(seed)
     layout = choose.choice(_QUICK_LAYOUTS)
     found: list[Cell] = []
     for row in dict.fromkeys(cell.row for cell in cells):
         every = [cell for cell in cells if cell.row == row]
         candidates = [cell for cell in every if cell.layout == layout] or every
-        wanted = set(choose.sample(range(len(candidates)), min(_SAMPLE.get(row, 1), len(candidates))))
+        wanted = set(choose.sample(range(len(candidates)), min(counts.get(row, 1), len(candidates))))
         found += [cell for place, cell in enumerate(candidates) if place in wanted]
     return found
 

@@ -6,9 +6,9 @@ from torchscout.cli.campaign.cell import Cell
 from torchscout.cli.campaign.layout import BLOCKS
 from torchscout.faults.fault import Faults
 
-__all__ = ["slow_cells", "slow_layers"]
+__all__ = ["SLOW", "slow_cells", "slow_layers"]
 
-_SLOW = range(6, 10)
+SLOW = range(6, 10)
 """Two rounds are enough for an incident, unless the machine is noisy. Before them there are clean ones, from
 which replay learns how noisy it is."""
 _SECONDS = 0.25
@@ -25,10 +25,10 @@ def slow_layers(rank: int, steps: range) -> Faults:
 
 def slow_cells(seed: int) -> list[Cell]:
     ranks = [
-        Cell("compute-straggler", "rank-9", layout, faults=slow_layers(9, _SLOW), seed=seed)
+        Cell("compute-straggler", "rank-9", layout, faults=slow_layers(9, SLOW), seed=seed)
         for layout in ("ddp", "hsdp", "fsdp2")
     ]
     link = Faults().slow_collective(
-        ranks=(15,), at="all_reduce@mesh_tensor", axis="tensor", step=_SLOW, seconds=_SECONDS
+        ranks=(15,), at="all_reduce@mesh_tensor", axis="tensor", step=SLOW, seconds=_SECONDS
     )
     return [*ranks, Cell("communication-straggler", "rank-15", "tensor", faults=link, seed=seed)]

@@ -6,6 +6,7 @@ Ordinary PyTorch, and nothing in it knows of torchscout.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -99,6 +100,10 @@ class Training:
         start = torch.randint(VOCABULARY, (4, 1), generator=generator)
         stride = torch.randint(1, 4, (4, 1), generator=generator)
         return (start + stride * torch.arange(LENGTH + 1)) % VOCABULARY
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """One for each step, without end."""
+        return map(self.batch, itertools.count(1))
 
     def state(self) -> list[torch.Tensor]:
         """What this rank holds of parameters and optimizer slots."""

@@ -17,7 +17,7 @@ from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Firing, Injector
 from torchscout.integration.attach import enable_resiliency
 
-__all__ = ["Stretch", "Told", "train"]
+__all__ = ["EVERY_STEP", "Stretch", "Told", "train"]
 
 EVERY_STEP = ReplayConfig(interval=1)
 
@@ -43,7 +43,13 @@ class Told:
 
 
 def train(
-    rank: int, stretches: Iterator[Stretch], layout: Layout, faults: Faults, run_dir: Path, seed: int
+    rank: int,
+    stretches: Iterator[Stretch],
+    layout: Layout,
+    faults: Faults,
+    run_dir: Path,
+    seed: int,
+    replay: ReplayConfig = EVERY_STEP,
 ) -> Iterator[Told]:
     """Go on with one training from stretch to stretch."""
     logging.getLogger("torchscout").addHandler(logging.NullHandler())  # the campaign tells what was found
@@ -53,7 +59,7 @@ def train(
         enable_resiliency(
             training.model,
             training.optimizer,
-            replay=EVERY_STEP,
+            replay=replay,
             observer=None,
             parallelism=layout.mesh() if layout.apart else None,
             run_dir=run_dir,

@@ -4,34 +4,57 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from torchscout.cli.campaign.cell import Cell
-from torchscout.cli.campaign.grading import Flaw, Grade, grade
-from torchscout.cli.campaign.layout import BLOCKS, LAYOUTS
+from torchscout.cli.campaign.grading import Flaw, Grade, grade, unfired
+from torchscout.cli.campaign.layout import BLOCKS, LAYOUTS, Layout
 from torchscout.cli.campaign.reports import Reports
 from torchscout.cli.campaign.result import Result, found_in
 from torchscout.cli.campaign.schedule import Slot, planned, scheduled
-from torchscout.cli.campaign.warm import Stretch, Told, train
+from torchscout.cli.campaign.warm import EVERY_STEP, Stretch, Told, train
 from torchscout.cli.local_ranks import LiveRanks, RankError
+from torchscout.config import ReplayConfig
 from torchscout.decision.record import Incident
 
-__all__ = ["run_warm"]
+__all__ = ["Judge", "run_warm"]
 
 _SECONDS = 120.0
 """What a cell may take, on a machine that is busy with other things."""
 _REASON_CHARACTERS = 600
 
 
-def run_warm(cells: Sequence[Cell], folder: Path, seed: int) -> Generator[Result, None, None]:
-    """Cells of one layout; their evidence goes to ``folder``, and stays there for those that fail."""
-    left, run = list(cells), 0
+class Judge(Protocol):
+    """Decides on the same evidence by itself."""
+
+    def judge(self, slot: Slot, told: Sequence[Told], run_dir: Path) -> Mapping[str, str]:
+        """Called after each cell of the same ranks, in order."""
+        ...
+
+
+def run_warm(
+    cells: Sequence[Cell],
+    folder: Path,
+    seed: int,
+    *,
+    replay: ReplayConfig = EVERY_STEP,
+    judge: Callable[[Layout], Judge] | None = None,
+) -> Generator[Result, None, None]:
+    """Cells of one layout; their evidence goes to ``folder``, and stays there for those that fail.
+
+    ``replay`` must have a check at every step. Where there is a ``judge``, each set of ranks gets a new one.
+    """
+    left, run, layout = list(cells), 0, LAYOUTS[cells[0].layout]
     while left:
         run += 1
         results: list[Result] = []
         run_dir = folder / f"run-{run}"
-        for result in _run(left, run_dir, seed):
+        body = partial(train, replay=replay)
+        for result in _run(left, run_dir, seed, body, None if judge is None else judge(layout)):
             results.append(result)
             yield result
         done = {each.cell for each in results}
@@ -40,19 +63,27 @@ def run_warm(cells: Sequence[Cell], folder: Path, seed: int) -> Generator[Result
             shutil.rmtree(run_dir / "records", ignore_errors=True)
 
 
-def _run(cells: Sequence[Cell], run_dir: Path, seed: int) -> Generator[Result, None, None]:
+def _run(
+    cells: Sequence[Cell],
+    run_dir: Path,
+    seed: int,
+    body: Callable[..., Iterator[Told]],
+    judge: Judge | None,
+) -> Generator[Result, None, None]:
     """Until all are done, or the ranks cannot be used for the next cell."""
     slots, layout = scheduled(cells, BLOCKS), LAYOUTS[cells[0].layout]
     reports = Reports(run_dir)
-    with LiveRanks(train, layout.ranks, layout, planned(slots), run_dir, seed) as ranks:
+    with LiveRanks(body, layout.ranks, layout, planned(slots), run_dir, seed) as ranks:
         for slot in slots:
             begin = time.monotonic()
             try:
                 told: list[Told] = ranks.ask(Stretch(slot.last, slot.restored_after), timeout=_SECONDS)
             except RankError as error:
-                yield _broken(slot, str(error), time.monotonic() - begin)
+                yield _broken(slot, error.in_short, time.monotonic() - begin)
                 return
             result = _graded(slot, told, reports, time.monotonic() - begin)
+            if judge is not None:
+                result = replace(result, ablated=judge.judge(slot, told, run_dir))
             yield result
             if result.grade.flaw is Flaw.BROKEN or any(each.step == slot.last for each in result.found):
                 return  # the step that should have been clean was not: the next cell would suffer from it
@@ -61,15 +92,9 @@ def _run(cells: Sequence[Cell], run_dir: Path, seed: int) -> Generator[Result, N
 def _graded(slot: Slot, told: Sequence[Told], reports: Reports, took: float) -> Result:
     cell, new = slot.cell, reports.new()
     fired = [firing for each in told for firing in each.fired]
-    happened = {(firing.rank, firing.at) for firing in fired}
-    unfired = [
-        f"the fault of rank {fault.rank} at {fault.at}"
-        for fault in slot.faults
-        if (fault.rank, fault.at) not in happened
-    ]
     given = grade(
         cell.truths,
-        unfired=unfired,
+        unfired=unfired(slot.faults, {(firing.rank, firing.at) for firing in fired}),
         incidents=[each.item for each in new if isinstance(each.item, Incident)],
         failures=[failure for each in told for failure in each.failures],
     )

@@ -1,0 +1,189 @@
+"""`scout campaign` as it is run: cells that pass, cells that fail, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import typer
+
+from torchscout.cli.campaign.campaigns import PAPER
+from torchscout.cli.campaign.cell import Cell, Processes
+from torchscout.cli.campaign.command import answer, run_campaign
+from torchscout.cli.campaign.grading import Flaw
+from torchscout.cli.campaign.numerical import REPLAYED
+from torchscout.cli.campaign.observed import QUICK, train
+from torchscout.cli.campaign.observed_bench import graded
+from torchscout.cli.campaign.observed_run import observe
+from torchscout.cli.campaign.result import Result
+from torchscout.cli.campaign.warm import EVERY_STEP
+from torchscout.cli.campaign.warm_bench import run_warm
+from torchscout.config import StragglerConfig
+from torchscout.faults.fault import Faults
+
+ROOT = Path(__file__).parents[2]
+SCOUT = [sys.executable, "-c", "from torchscout.cli.main import app; app()", "campaign"]
+OUTPUT = Faults().flip_bit(rank=2, at="head/output", step=2, bit=0, calls=REPLAYED)
+PARAMETER = Faults().flip_bit(rank=1, at="blocks.1.up/weight", step=2, bit=0)
+
+
+def scout(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SCOUT, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
+    )
+
+
+def test_a_campaign_that_is_interrupted_leaves_nothing_and_goes_on_where_it_stopped(tmp_path: Path):
+    """Hangs of every kind and a job without one, through the real command."""
+    folder, told = tmp_path / "campaign", tmp_path / "told.json"
+    arguments = ["paper", "--cells", "hang*/ddp-4/*-0", "--jobs", "2", "--resume", folder]
+    first = subprocess.Popen([*SCOUT, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    kept = wait_for_a_result(folder, first)
+    running = processes_of(folder)
+    records = records_of(running)
+    assert records, "something must be running, or nothing is shown"
+    first.send_signal(signal.SIGTERM)
+    _, errors = first.communicate(timeout=30)
+    assert first.returncode == 130, errors
+    assert f"scout campaign paper --seed 0 --resume {folder}" in errors
+    assert processes_of(folder) == []
+    assert not any(record.exists() for record in records)
+    assert not (folder / "memory").exists()
+
+    done = scout(*arguments, "--json", "--output", told, "--html", tmp_path / "page.html")
+    assert done.returncode == 0, done.stderr + done.stdout
+    report = json.loads(done.stdout)
+    assert report == json.loads(told.read_text())
+    assert report["passed"]
+    rows = {row["row"]: (row["passed"], row["run"]) for row in report["rows"] if not row["missing"]}
+    assert rows == {"hang": (4, 4), "hang-clean": (1, 1)}
+    assert [row["row"] for row in report["rows"] if row["missing"]] == ["moe-sdc", "moe-kernel"]
+    results = [json.loads(line)["cell"] for line in (folder / "results.jsonl").read_text().splitlines()[1:]]
+    assert len(results) == len(set(results)) == 5, "none of those that were done is run again"
+    assert kept <= set(results)
+    assert "Hang and input stall" in (tmp_path / "page.html").read_text()
+
+
+def wait_for_a_result(folder: Path, process: subprocess.Popen[str]) -> set[str]:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        path = folder / "results.jsonl"
+        lines = path.read_text().splitlines()[1:] if path.exists() else []
+        if lines:
+            return {json.loads(line)["cell"] for line in lines}
+        time.sleep(0.05)
+    raise AssertionError(f"no result: {process.communicate()}")
+
+
+def processes_of(folder: Path) -> list[Path]:
+    """Whoever has the campaign's folder in its environment, and is alive."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and str(folder).encode() in (entry / "environ").read_bytes():
+                found.append(entry)
+    return found
+
+
+def records_of(processes: list[Path]) -> set[Path]:
+    """Progress records in shared memory that these processes have mapped."""
+    lines: list[str] = []
+    for entry in processes:
+        with suppress(OSError):
+            lines += (entry / "maps").read_text().splitlines()
+    return {Path(line.split()[-1]) for line in lines if "/dev/shm/torchscout-" in line}
+
+
+def flaws(results: list[Result]) -> dict[str, Flaw | None]:
+    return {each.cell.split("/")[2].partition("@")[0]: each.grade.flaw for each in results}
+
+
+def test_cells_fail_when_the_detector_is_broken_and_when_nothing_was_injected(tmp_path: Path):
+    never = Faults().flip_bit(rank=0, at="head/output", step=2, bit=0, calls=range(70, 71))
+    cells = [
+        Cell("numerical-sdc", "output", "ddp-4", faults=OUTPUT),
+        Cell("numerical-sdc", "parameter", "ddp-4", faults=PARAMETER),
+        Cell("numerical-sdc", "never", "ddp-4", faults=never),
+        Cell("numerical-clean", "clean", "ddp-4"),
+    ]
+    whole = list(run_warm(cells, tmp_path / "whole", 0))
+    right = {"output": None, "parameter": None, "never": Flaw.NOT_INJECTED, "clean": None}
+    assert flaws(whole) == right, [each.grade.reason for each in whole]
+    assert [each.seconds is not None for each in whole] == [True, True, False, False]
+
+    # One that looks at the output layer alone.
+    blind = replace(EVERY_STEP, recipes=("output",))
+    campaign = replace(PAPER, run=lambda cells, folder, seed, _: run_warm(cells, folder, seed, replay=blind))
+    report, screen = run_campaign(campaign, cells[:2], 0, 1, tmp_path / "blind")
+    assert not report["passed"]
+    assert [each["flaw"] for each in report["failed"]] == ["missed"]
+    assert "nothing was reported of sdc of rank 1 (rank) in blocks.1.up/weight" in screen
+    with pytest.raises(typer.Exit) as left:
+        answer(report, screen, as_json=False, output=None, html=None)
+    assert left.value.exit_code == 1
+
+
+def test_a_cell_fails_when_more_is_reported_than_is_wrong(tmp_path: Path):
+    """By a detector that calls a rank slow at the first chance."""
+    hasty = StragglerConfig(
+        kappa=1e-9, material_ratio=1.0, material_ms=0.0, host_material_ms=0.0, confirmations=1, chance=0.9
+    )
+    cell = Cell("numerical-sdc", "output", "ddp-4", faults=OUTPUT)
+    (found,) = run_warm([cell], tmp_path, 0, replay=replace(EVERY_STEP, straggler=hasty))
+    assert found.grade.flaw is Flaw.FALSE_ALARM, found
+    assert "also reported: straggler of " in found.grade.reason
+    assert (tmp_path / "run-1" / "records").exists(), "the evidence of a cell that failed stays"
+
+
+def test_a_hang_that_nobody_notices_fails_its_cell(tmp_path: Path):
+    faults = Faults().stall(rank=1, at="step", step=3, seconds=2.0)
+    cell = Cell("hang", "late", "ddp-4", Processes.OBSERVED, faults)
+    deaf = partial(train, observer=replace(QUICK, floor_seconds=60.0))
+    seen = observe(cell, tmp_path / "run", threading.Event(), body=deaf)
+    assert [firing["rank"] for firing in seen.fired] == [1]
+    assert graded(cell, seen).grade.flaw is Flaw.MISSED
+
+
+def test_ranks_that_break_are_replaced_and_their_cell_fails(tmp_path: Path):
+    cells = [
+        Cell("hang", "killed", "ddp-4", faults=Faults().kill(rank=1, step=2)),
+        Cell("numerical-sdc", "output", "ddp-4", faults=OUTPUT),
+    ]
+    killed, after = run_warm(cells, tmp_path, 0)
+    assert killed.grade.flaw is Flaw.BROKEN
+    assert "replaced: rank 1: left without an answer, exit code -9; " in killed.grade.reason
+    assert after.grade.passed, after.grade.reason
+
+
+def test_a_mistyped_row_is_refused_before_anything_starts(tmp_path: Path):
+    done = scout("paper", "--cells", "numerical", "--resume", tmp_path / "campaign")
+    assert done.returncode == 2
+    assert "no cell matches 'numerical'" in done.stderr
+    assert not (tmp_path / "campaign").exists()
+
+
+@pytest.mark.slow
+def test_a_quick_campaign_passes(tmp_path: Path):
+    done = scout("paper", "--quick", "--seed", "3", "--json", "--resume", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert all(row["missing"] or row["passed"] == row["run"] > 0 for row in report["rows"])
+
+
+@pytest.mark.slow
+def test_what_each_piece_is_for_shows_when_it_is_left_out(tmp_path: Path):
+    done = scout("ablation", "--quick", "--json", "--resume", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pieces = {each["piece"]: each for each in json.loads(done.stdout)["ablations"]}
+    assert all(each["right_with"] == each["cells"] for each in pieces.values())
+    for piece in ("majority", "confirmation", "wait_graph", "controlled_replay"):
+        assert pieces[piece]["right"] < pieces[piece]["cells"], pieces[piece]

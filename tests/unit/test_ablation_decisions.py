@@ -1,0 +1,95 @@
+"""Decisions that lack a piece of the method: what they get wrong is what the piece is for."""
+
+from __future__ import annotations
+
+from torchscout.cli.campaign.ablation.decisions import (
+    RawStepTimes,
+    coordinate_vote,
+    first_to_differ,
+    first_to_time_out,
+    unconfirmed,
+)
+from torchscout.cli.campaign.ablation.outcome import Claim, Outcome, judged
+from torchscout.config import StragglerConfig
+from torchscout.decision.consensus import exact, statistical
+from torchscout.decision.progress import Phase, Process, Progress, Standing
+from torchscout.decision.record import EvidenceRecord, Manifestation, Scope
+from torchscout.decision.recorder import Stamped
+from torchscout.faults.truth import Truth
+from torchscout.mesh import Mesh
+
+SDC, STRAGGLER, HANG = Manifestation.SDC, Manifestation.STRAGGLER, Manifestation.HANG
+CONFIG = StragglerConfig().on_host()
+
+
+def numbers(*values: int) -> EvidenceRecord:
+    peers = tuple(range(len(values)))
+    return EvidenceRecord(
+        step=2, surface="head/output", manifestation=SDC, peers=peers, verdict=exact(list(values))
+    )
+
+
+def times(*values: float, surface: str = "time/module") -> EvidenceRecord:
+    peers = tuple(range(len(values)))
+    return EvidenceRecord(
+        step=2, surface=surface, manifestation=STRAGGLER, peers=peers, verdict=statistical(list(values))
+    )
+
+
+def standing(rank: int, operation: int, *, waits: bool, silent: float) -> Standing:
+    progress = Progress(rank, 4, operation, Phase.BACKWARD, {}, (), waits, silent)
+    return Standing(rank, Process.RUNNING, progress)
+
+
+def test_claims_are_held_against_the_truth():
+    truth = Truth(SDC, (9,), Scope.RANK, "head/output", range(2, 3))
+    assert judged([truth], {Claim(SDC, (9,))}) is Outcome.RIGHT
+    assert judged([truth], {Claim(SDC, (8,))}) is Outcome.WRONG
+    assert judged([truth], {Claim(SDC, (9,)), Claim(SDC, (8,))}) is Outcome.WRONG
+    assert judged([truth], {Claim(STRAGGLER, (9,))}) is Outcome.WRONG
+    assert judged([truth], ()) is Outcome.MISSED
+    assert judged([], ()) is Outcome.RIGHT
+    assert judged([], {Claim(SDC, (9,))}) is Outcome.FALSE_ALARM
+
+
+def test_without_a_majority_the_first_to_say_so_is_blamed_for_numbers():
+    written = {
+        0: [Stamped(numbers(1, 1, 1), 0, 1.0), Stamped(numbers(1, 2, 1), 0, 5.2)],
+        1: [Stamped(numbers(1, 2, 1), 0, 5.3)],
+        2: [Stamped(numbers(1, 2, 1), 0, 5.1)],
+    }
+    assert first_to_differ(written) == {Claim(SDC, (2,))}
+    assert first_to_differ({0: [Stamped(numbers(1, 1, 1), 0, 1.0)]}) == set()
+
+
+def test_without_a_majority_the_first_to_time_out_is_blamed_for_a_hang():
+    late = standing(1, 3, waits=False, silent=9.0)
+    victims = [standing(0, 7, waits=True, silent=3.0), standing(2, 7, waits=True, silent=4.0)]
+    assert first_to_time_out([late, *victims]) == {Claim(HANG, (2,))}
+    assert first_to_time_out([late]) == set(), "who has not entered a collective does not time out in it"
+
+
+def test_without_confirmation_one_round_is_enough():
+    records = [numbers(1, 2, 1), times(4.0, 4.1, 260.0, 4.2), times(4.0, 9.0, 4.1, 4.0), numbers(1, 1, 1)]
+    assert unconfirmed(records, CONFIG) == {Claim(SDC, (1,)), Claim(STRAGGLER, (2,))}
+    assert unconfirmed([times(4.0, 4.1, 260.0, 4.2, surface="time/all_reduce")], CONFIG) == set()
+
+
+def test_raw_step_times_show_a_slow_rank_only_where_nobody_waits_for_it():
+    slow, mesh = [0.01, 0.01, 0.3, 0.01], Mesh.grid(replica=4)
+    alone = RawStepTimes(mesh, CONFIG)
+    told = [alone.observe(step, slow) for step in range(1, 4)]
+    assert set().union(*told) == {Claim(STRAGGLER, (2,))}
+    assert told[0] == set(), "confirmed as replayed layers are"
+    together = RawStepTimes(mesh, CONFIG)
+    assert not any(together.observe(step, [0.3, 0.31, 0.3, 0.32]) for step in range(1, 6))
+
+
+def test_without_the_wait_graph_victims_are_blamed_with_the_one_they_wait_for():
+    mesh = Mesh.grid(replica=3, tensor=2)
+    # Rank 3 is late; its tensor-parallel partner waits for it, and all others wait for those two further on.
+    where = {0: 9, 1: 9, 2: 5, 3: 4, 4: 9, 5: 9}
+    standings = [standing(rank, where[rank], waits=rank != 3, silent=1.0) for rank in where]
+    assert coordinate_vote(standings, mesh) == {Claim(HANG, (2, 3))}
+    equal = [standing(rank, 9, waits=True, silent=1.0) for rank in range(6)]
+    assert coordinate_vote(equal, mesh) == set(), "who is in another collective stands at the same place"

@@ -1,0 +1,109 @@
+"""When a cell of a campaign has passed, and what is said of one that has not."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchscout.cli.campaign.grading import Flaw, Grade, grade, unfired
+from torchscout.decision.consensus import exact
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.faults.fault import Faults
+from torchscout.faults.truth import Truth
+from torchscout.mesh import Mesh
+
+SDC, STRAGGLER = Manifestation.SDC, Manifestation.STRAGGLER
+TRUTH = Truth(SDC, (9,), Scope.RANK, "blocks.1/output", range(2, 3))
+
+
+def incident(
+    manifestation: Manifestation = SDC,
+    ranks: tuple[int, ...] = (9,),
+    scope: Scope = Scope.RANK,
+    surface: str = "blocks.1/output",
+) -> Incident:
+    record = EvidenceRecord(
+        step=2, surface=surface, manifestation=manifestation, peers=(8, 9, 10), verdict=exact([1, 2, 1])
+    )
+    return Incident(
+        manifestation=manifestation,
+        scope=scope,
+        step=2,
+        ranks=ranks,
+        hosts=(),
+        records=(record,),
+        action=Action.REPLACE,
+        sentence="told",
+    )
+
+
+def test_a_cell_passes_when_exactly_what_is_wrong_was_reported():
+    assert grade([TRUTH], incidents=[incident()]) == Grade()
+    assert grade([]).passed
+    two = [TRUTH, Truth(STRAGGLER, (3,), Scope.RANK, "time/*", range(2, 3))]
+    slow = incident(STRAGGLER, (3,), surface="time/module")
+    assert grade(two, incidents=[slow, incident()]).passed, "in whatever order"
+
+
+def test_a_fault_that_did_not_happen_shows_nothing_even_where_something_was_reported():
+    faults = Faults().flip_bit(rank=9, at="blocks.1/output", step=2, bit=3)
+    (missing,) = unfired(faults, [(8, "blocks.1/output"), (9, "blocks.2/output")])
+    given = grade([TRUTH], unfired=[missing], incidents=[incident()])
+    assert given.flaw is Flaw.NOT_INJECTED
+    assert given.reason == "not injected: the fault of rank 9 at blocks.1/output did not happen"
+    assert unfired(faults, [(9, "blocks.1/output")]) == []
+    # And where a clean cell would pass, one with a fault that did not happen does not.
+    assert not grade([], unfired=[missing]).passed
+
+
+def test_silence_is_a_miss():
+    given = grade([TRUTH])
+    assert given.flaw is Flaw.MISSED
+    assert given.reason == "nothing was reported of sdc of rank 9 (rank) in blocks.1/output"
+
+
+@pytest.mark.parametrize(
+    ("told", "wrong"),
+    [
+        (incident(manifestation=STRAGGLER), "manifestation"),
+        (incident(ranks=(8,)), "ranks"),
+        (incident(ranks=(8, 9)), "ranks"),
+        (incident(scope=Scope.MACHINE), "scope"),
+        (incident(surface="blocks.2/output"), "surface"),
+    ],
+)
+def test_each_part_of_a_report_must_be_right(told: Incident, wrong: str):
+    given = grade([TRUTH], incidents=[told])
+    assert given.flaw is Flaw.WRONG_NAME
+    assert given.reason.startswith(f"wrong {wrong}: sdc of rank 9 (rank) in blocks.1/output was reported as ")
+
+
+def test_the_report_that_comes_nearest_is_held_against_the_truth():
+    given = grade([TRUTH], incidents=[incident(STRAGGLER, (1,)), incident(surface="head/output")])
+    assert given.reason.startswith("wrong surface: ")
+
+
+def test_nothing_else_may_be_reported():
+    given = grade([TRUTH], incidents=[incident(), incident(STRAGGLER, (4,), surface="time/module")])
+    assert given.flaw is Flaw.FALSE_ALARM
+    assert given.reason == "also reported: straggler of rank 4 (rank) in time/module at step 2"
+    twice = grade([TRUTH], incidents=[incident(), incident()])
+    assert twice.flaw is Flaw.FALSE_ALARM
+    clean = grade([], incidents=[incident()])
+    assert (clean.flaw, clean.reason[:9]) == (Flaw.FALSE_ALARM, "reported:")
+
+
+def test_of_two_findings_one_is_not_enough():
+    other = Truth(SDC, (3,), Scope.RANK, "head/output", range(2, 3))
+    given = grade([TRUTH, other], incidents=[incident()])
+    assert given.flaw is Flaw.WRONG_NAME
+    assert given.reason == "nothing was reported of sdc of rank 3 (rank) in head/output"
+
+
+def test_a_check_that_failed_itself_passes_nothing():
+    given = grade([TRUTH], incidents=[incident()], failures=["ChannelError: gone"])
+    assert (given.flaw, given.reason) == (Flaw.BROKEN, "the check itself failed: ChannelError: gone")
+
+
+def test_the_truth_comes_from_the_faults():
+    faults = Faults().flip_bit(rank=9, at="blocks.1/output", step=2, bit=3)
+    assert faults.truth(Mesh.grid(replica=16)) == (TRUTH,)

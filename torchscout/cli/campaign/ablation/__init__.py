@@ -1,0 +1,1 @@
+"""`scout campaign ablation`: the same cells, with one piece of the method missing at a time (paper)."""

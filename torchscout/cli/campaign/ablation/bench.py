@@ -1,0 +1,105 @@
+"""Runs each cell with all pieces in place, then decides on its evidence, or runs it again, without one."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+from torchscout.cli.campaign.ablation.decisions import (
+    RawStepTimes,
+    coordinate_vote,
+    first_to_differ,
+    first_to_time_out,
+    unconfirmed,
+)
+from torchscout.cli.campaign.ablation.in_process import train_gathering, train_posting
+from torchscout.cli.campaign.ablation.outcome import Claim, claims_of, judged
+from torchscout.cli.campaign.ablation.pieces import EVERYTHING, pieces_for
+from torchscout.cli.campaign.ablation.snapshot import standings
+from torchscout.cli.campaign.cell import Cell, Processes
+from torchscout.cli.campaign.layout import Layout
+from torchscout.cli.campaign.observed_bench import graded, run_at_once
+from torchscout.cli.campaign.observed_run import observe
+from torchscout.cli.campaign.reports import Tail
+from torchscout.cli.campaign.result import Result
+from torchscout.cli.campaign.schedule import WARMUP, Slot
+from torchscout.cli.campaign.warm import Told
+from torchscout.cli.campaign.warm_bench import run_warm
+from torchscout.config import StragglerConfig
+from torchscout.decision.progress import Standing
+from torchscout.decision.record import EvidenceRecord, Incident
+
+__all__ = ["run_ablated"]
+
+
+def run_ablated(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Generator[Result, None, None]:
+    """Results as they come, each with what was decided without a piece."""
+    for (processes, layout), group in groupby(sorted(cells, key=_group), key=_group):
+        place, together = folder / "evidence" / f"{processes}-{layout}", list(group)
+        if processes == Processes.WARM.value:
+            yield from run_warm(together, place, seed, judge=_Judge)
+        else:
+            yield from run_at_once(_hang, together, place, jobs)
+
+
+def _group(cell: Cell) -> tuple[str, str]:
+    return cell.processes.value, cell.layout
+
+
+class _Judge:
+    """Decides on what warm ranks wrote down; remembers the step times of one set of them."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._config = StragglerConfig().on_host()
+        self._raw = RawStepTimes(layout.mesh(), self._config)
+        self._tails: dict[int, Tail] = {}
+        self._incidents: Tail | None = None
+
+    def judge(self, slot: Slot, told: Sequence[Told], run_dir: Path) -> Mapping[str, str]:
+        self._incidents = self._incidents or Tail(run_dir / "incidents.jsonl")
+        for rank in range(len(told)):
+            self._tails.setdefault(rank, Tail(run_dir / "records" / f"rank-{rank}.jsonl"))
+        written = {rank: tail.new() for rank, tail in self._tails.items()}
+        items = [line.item for lines in written.values() for line in lines]
+        reported = [line.item for line in self._incidents.new()]
+        claims = {
+            EVERYTHING: claims_of(each for each in reported if isinstance(each, Incident)),
+            "majority": first_to_differ(written),
+            "confirmation": unconfirmed(
+                (each for each in items if isinstance(each, EvidenceRecord)), self._config
+            ),
+            "controlled_replay": self._by_step_times(told),
+        }
+        return _outcomes(slot.cell, claims)
+
+    def _by_step_times(self, told: Sequence[Told]) -> set[Claim]:
+        claims: set[Claim] = set()
+        for step in told[0].step_seconds:
+            if step >= WARMUP:
+                claims |= self._raw.observe(step, [each.step_seconds[step] for each in told])
+        return claims
+
+
+def _hang(cell: Cell, run_dir: Path, stop: threading.Event) -> Result:
+    found: list[Standing] = []
+    seen = observe(cell, run_dir / "whole", stop, look=lambda place: found.extend(standings(place)))
+    claims = {
+        EVERYTHING: claims_of(seen.incidents),
+        "majority": first_to_time_out(found),
+        "wait_graph": coordinate_vote(found, cell.place.mesh()),
+    }
+    for key, body in (("observer", train_gathering), ("observer_posting", train_posting)):
+        claims[key] = claims_of(observe(cell, run_dir / key, stop, body=body).incidents)
+    result = graded(cell, seen)
+    if result.grade.passed:
+        shutil.rmtree(run_dir)
+    return replace(result, ablated=_outcomes(cell, claims))
+
+
+def _outcomes(cell: Cell, claims: Mapping[str, set[Claim]]) -> dict[str, str]:
+    truths, wanted = cell.truths, {EVERYTHING, *pieces_for(cell.row)}
+    return {key: judged(truths, told).value for key, told in claims.items() if key in wanted}

@@ -1,0 +1,23 @@
+"""Where all ranks of a hanging job stand, read from outside, as `scout status` does."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from torchscout.decision.progress import Standing
+from torchscout.errors import TornRecordError
+from torchscout.evidence.observer.progress import ProgressReader
+from torchscout.integration.roster import read_roster
+
+__all__ = ["standings"]
+
+
+def standings(run_dir: Path) -> list[Standing]:
+    """Of every rank whose record is there."""
+    found = []
+    for entry in read_roster(run_dir):
+        with suppress(FileNotFoundError, TornRecordError):
+            reader = ProgressReader(Path(entry.record))
+            found.append(Standing(entry.rank, reader.trainer(), reader.read()))
+    return found

@@ -1,0 +1,137 @@
+"""One run of a job that may hang, followed from outside until it ends or nothing more is to be expected."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchscout.cli.campaign.cell import Cell
+from torchscout.cli.campaign.observed import Told, firings_of, observers_of, train
+from torchscout.cli.campaign.reports import Reports
+from torchscout.cli.local_ranks import LiveRanks, RankError
+from torchscout.decision.record import Incident
+from torchscout.decision.recorder import Stamped
+from torchscout.faults.call_effects import CallEffect
+
+__all__ = ["Seen", "observe"]
+
+_SECONDS = 40.0
+"""What a cell may take."""
+_SETTLE_SECONDS = 1.0
+"""How long one listens on after an incident, where the job will not go on: nothing else must be reported."""
+_POLL_SECONDS = 0.1
+_LOOK_SECONDS = 2.5
+"""After a fault that nobody has reported, the job is looked at all the same."""
+_PROBLEM_CHARACTERS = 600
+
+_Look = Callable[[Path], None]
+"""Called once, with the run directory, while the job hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen of it."""
+
+    reports: Sequence[Stamped]
+    fired: Sequence[Mapping[str, Any]]
+    """Every fault that happened, as ``Firing`` has it."""
+    failures: Sequence[str]
+    """What went wrong besides: ranks that failed, or SCOUT itself."""
+    took_seconds: float
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return [each.item for each in self.reports if isinstance(each.item, Incident)]
+
+    @property
+    def happened(self) -> float | None:
+        """When the first fault did."""
+        return min((firing["monotonic"] for firing in self.fired), default=None)
+
+
+def observe(
+    cell: Cell,
+    run_dir: Path,
+    stop: threading.Event,
+    *,
+    body: Callable[..., Iterator[Told]] = train,
+    look: _Look | None = None,
+) -> Seen:
+    """Run the cell's job; ``stop`` ends it before its time."""
+    begin = time.monotonic()
+    shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was interrupted
+    for each in (firings_of(run_dir), observers_of(run_dir)):
+        each.mkdir(parents=True)
+    reports, told, failures = Reports(run_dir), list[Told](), list[str]()
+    ranks = LiveRanks(body, cell.place.ranks, cell.place, cell.faults, run_dir)
+    try:
+        ranks.tell("train")
+        found = _followed(ranks, reports, stop, goes_on=_goes_on(cell), look=_Once(run_dir, look))
+        if _goes_on(cell) and not stop.is_set():
+            told = ranks.answers(timeout=1.0)
+    except RankError as error:
+        failures = [error.in_short[:_PROBLEM_CHARACTERS]]
+    finally:
+        if not told:
+            _end_observers(run_dir)  # first: they would report that their trainers are killed
+        ranks.close(patience_seconds=5.0 if told else 0.0)
+    failures += [failure for each in told for failure in each.failures]
+    return Seen([*found, *reports.new()], _fired(run_dir), failures, time.monotonic() - begin)
+
+
+def _goes_on(cell: Cell) -> bool:
+    """Whether the job comes to its end once the fault is over. Collectives that do not match never do."""
+    return not any(isinstance(fault.effect, CallEffect) for fault in cell.faults)
+
+
+class _Once:
+    """Looks at a job as soon as it is known to hang."""
+
+    def __init__(self, run_dir: Path, look: _Look | None) -> None:
+        self._run_dir, self._look = run_dir, look
+
+    def __call__(self, *, is_reported: bool) -> None:
+        if self._look is not None and (is_reported or self._is_long_ago()):
+            self._look(self._run_dir)
+            self._look = None
+
+    def _is_long_ago(self) -> bool:
+        fired = _fired(self._run_dir)
+        return bool(fired) and time.monotonic() - fired[0]["monotonic"] > _LOOK_SECONDS
+
+
+def _followed(
+    ranks: LiveRanks, reports: Reports, stop: threading.Event, *, goes_on: bool, look: _Once
+) -> list[Stamped]:
+    """What is reported until the job has ended, or until nothing more is to be expected of it."""
+    found: list[Stamped] = []
+    deadline = time.monotonic() + _SECONDS
+    while not (ranks.have_answered(_POLL_SECONDS) or stop.is_set() or time.monotonic() > deadline):
+        new = reports.new()
+        if new and not found and not goes_on:
+            deadline = time.monotonic() + _SETTLE_SECONDS
+        found += new
+        look(is_reported=bool(found))
+    return found
+
+
+def _end_observers(run_dir: Path) -> None:
+    for entry in observers_of(run_dir).iterdir():
+        with suppress(ProcessLookupError, ValueError):
+            os.kill(int(entry.read_text()), signal.SIGKILL)
+
+
+def _fired(run_dir: Path) -> list[dict[str, Any]]:
+    texts = [path.read_text() for path in sorted(firings_of(run_dir).iterdir())]
+    return [
+        json.loads(line) for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")
+    ]
