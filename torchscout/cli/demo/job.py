@@ -65,7 +65,9 @@ def train(
     _be_quiet(run_dir)
     torch.manual_seed(0)
     training = _Training(stage)
+    log = run_dir / f"injected-{rank}.jsonl"
     with (
+        Injector(faults, rank, training.model, training.optimizer, log=log) as injector,
         enable_resiliency(
             training.model,
             training.optimizer,
@@ -75,9 +77,6 @@ def train(
             parallelism=training.axes,
             run_dir=run_dir,
         ) as session,
-        Injector(
-            faults, rank, training.model, training.optimizer, log=run_dir / f"injected-{rank}.jsonl"
-        ) as injector,
     ):
         for question in questions:
             if question == "begin":
