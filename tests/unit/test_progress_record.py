@@ -245,6 +245,14 @@ def test_communication_is_the_last_event_until_something_else_is_published(write
     assert not reader.read().at_communication
 
 
+def test_a_job_that_goes_on_counts_on(writer: ProgressWriter):
+    reader = ProgressReader(writer.path)
+    writer.go_on_from(40)
+    assert (reader.read().step, reader.read().phase) == (40, Phase.START)
+    writer.next_step()
+    assert reader.read().step == writer.step == 41
+
+
 def test_a_glance_is_a_reading_without_the_operations(writer: ProgressWriter):
     writer.next_step()
     writer.issue(writer.declare(WORLD), writer.phrase(*SUM))

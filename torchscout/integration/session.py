@@ -125,6 +125,8 @@ class Session:
         self.step = resumed.step
         if resumed.role is not None and self.replaying is not None:
             self.replaying.start_after(self.step)
+        if self.watching is not None:
+            self.watching.publisher.go_on_from(self.step)
         return resumed
 
     def change_observer(self, **settings: float) -> None:

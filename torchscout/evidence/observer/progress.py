@@ -79,6 +79,12 @@ class ProgressWriter:
     def step(self) -> int:
         return self._step
 
+    def go_on_from(self, step: int) -> None:
+        """So many steps were done before this process began."""
+        with self._lock:
+            self._step = step
+            self._publish()
+
     def advance(self, phase: Phase) -> None:
         """One more coordinate in this step."""
         with self._lock:

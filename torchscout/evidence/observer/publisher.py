@@ -38,6 +38,7 @@ class Publisher:
         self._phrases: dict[Fingerprint, int] = {}
         self._went_back = False
         """Whether there was a backward in this step."""
+        self._coordinate: DeviceCoordinate | None = None
         self._undo: list[Callable[[], None]] = []
 
     def before(self, call: Call) -> None:
@@ -114,7 +115,7 @@ class Publisher:
 
         With a CUDA device it is also published how many of the steps that one has finished.
         """
-        coordinate = None if device is None else DeviceCoordinate(self._writer, device)
+        self._coordinate = coordinate = None if device is None else DeviceCoordinate(self._writer, device)
         if coordinate is not None:
             self._undo.append(coordinate.close)
 
@@ -128,6 +129,12 @@ class Publisher:
 
         self._undo.append(optimizer.register_step_pre_hook(before_step).remove)
         self._undo.append(optimizer.register_step_post_hook(after_step).remove)
+
+    def go_on_from(self, step: int) -> None:
+        """The job goes on from a checkpoint of this step."""
+        self._writer.go_on_from(step)
+        if self._coordinate is not None:
+            self._coordinate.step_finished(step)
 
     def watch_input(self, source: Iterable[_Batch]) -> WatchedInput[_Batch]:
         return WatchedInput(source, self)
