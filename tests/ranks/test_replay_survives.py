@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchscout.faults.effects import ProcessEffect, Signal, Sleep
 
 from tests.support.hangs import QUICK, STALL, incidents, wait_for_incident
 from tests.support.ranks import RankError, run_ranks
@@ -28,7 +29,6 @@ from tests.support.replay_jobs import (
 from tests.support.replayed_job import REPLAY, Block, Net
 from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope
-from torchscout.faults.effects import ProcessEffect, Signal, Sleep
 from torchscout.faults.fault import Fault, Faults
 from torchscout.faults.injector import Injector
 

@@ -10,8 +10,15 @@ from typing import Any
 
 from torchscout.cli.demo.lives import Life, Played
 from torchscout.decision.record import Incident
+from torchscout.recovery.retrieval import Sweep
 
 __all__ = ["report_of", "screen"]
+
+_SWEPT = {
+    Sweep.CLEAN: "before it went on, every layer and update was replayed: clean",
+    Sweep.SDC: "before it went on, every layer and update was replayed: corruption",
+    Sweep.COULD_NOT_RUN: "before it went on, not every layer and update could be replayed",
+}
 
 
 def report_of(played: Played, run_dir: Path) -> dict[str, Any]:
@@ -90,6 +97,8 @@ def _lived(life: Life) -> list[str]:
     lines = []
     if began:
         lines.append(f"resumed    after step {began}: {life.resumed['reason']}")
+    if life.resumed["swept"]:
+        lines.append(f"swept      {_SWEPT[life.resumed['swept']]}")
     losses = " ".join(f"{loss:.2f}" for loss in life.losses)
     ends = {"finished": "to the end", "corrupted": "until it was found corrupt", "hung": "until it hung"}
     lines.append(f"trained    from step {began + 1} {ends[life.end]}; loss {losses}")
