@@ -8,7 +8,7 @@ READY := .venv/ready
 help:  ## what there is to run
 	@awk -F':.*## *' '/^[a-z-]+:.*##/ {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## one flipped bit on one of eight ranks, found and named
+demo: $(READY)  ## a slow rank, a flipped bit and a hang, each named and recovered from
 	$(BIN)/scout demo
 
 test: $(READY)  ## every test that needs no accelerator and is not slow

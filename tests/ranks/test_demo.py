@@ -3,75 +3,130 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from torchscout.decision import recorder
-from torchscout.decision.record import Manifestation
+from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
 
 SCOUT = Path(sys.executable).with_name("scout")
+STEPS = 12
 
 
 def scout(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([SCOUT, *arguments], capture_output=True, text=True, check=False, timeout=300)
 
 
-@pytest.mark.parametrize(
-    ("rank", "step", "at", "bit", "peers"),
-    [
-        (5, 7, "layer.2.attention.query/weight", 12, [1, 3, 5, 7]),  # a shard of a tensor-parallel weight
-        pytest.param(  # the lowest bit of a replicated one, at once
-            0, 1, "layer.0.mlp_norm/bias", 0, [0, 2, 4, 6], marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_the_flipped_bit_is_named_exactly(tmp_path: Path, rank, step, at, bit, peers):
-    fault = ["--rank", str(rank), "--step", str(step), "--at", at, "--bit", str(bit)]
-    done = scout("demo", *fault, "--run-dir", tmp_path, "--json", "--output", tmp_path / "report.json")
-    assert done.returncode == 0, done.stderr
+def reported(run_dir: Path) -> list[Incident]:
+    path = run_dir / "incidents.jsonl"
+    lines = [line.item for line in recorder.read(path) if isinstance(line, Stamped)] if path.exists() else []
+    return [each for each in lines if isinstance(each, Incident)]
+
+
+def named(report: dict[str, Any]) -> list[tuple[str, str, list[int], str]]:
+    return [
+        (each["manifestation"], each["scope"], each["ranks"], each["surface"]) for each in report["incidents"]
+    ]
+
+
+def test_a_slow_rank_a_flipped_bit_and_a_hang_are_named_and_recovered_from(tmp_path: Path):
+    done = scout("demo", "--run-dir", tmp_path, "--json", "--output", tmp_path / "report.json")
+    assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "report.json").read_text())
-    (firing,), (incident,) = report["injected"], report["incidents"]
-    assert (firing["rank"], firing["step"], firing["at"]) == (rank, step, at)
-    assert (incident["ranks"], incident["step"], incident["surface"]) == ([rank], step, at)
-    assert (incident["manifestation"], incident["scope"], incident["peers"]) == ("sdc", "rank", peers)
     assert report["exact"]
-    # Started again, it goes on from the last state that was certified, if there was one.
-    assert (report["resumed"]["step"], report["resumed"]["role"]) == (
-        (step - 1, "verified") if step > 1 else (0, None)
-    )
     assert report["recovered"]
-
-    (line,) = recorder.read(tmp_path / "incidents.jsonl")
-    assert isinstance(line, Stamped)
-    assert line.item.to_json() == incident
-    records = [line.item for line in recorder.read(tmp_path / "records" / f"rank-{rank}.jsonl")]
-    assert {record.step for record in records} == set(range(1, 11))  # of both lives of the job
-    numbers = [record for record in records if record.manifestation is Manifestation.SDC]
-    differing = {(record.step, record.surface) for record in numbers if record.scope}
-    assert min(differing)[0] == step
-    layer = at.split(".")[1]
-    # The weight itself, and its layer's turn; though rounding may heal a low bit later.
-    assert {surface for _, surface in differing} <= {at, f"layer.{layer}/parameters"}
+    assert {(each["rank"], each["step"]) for each in report["injected"]} == {
+        *((7, step) for step in (3, 4, 5)),
+        (5, 7),
+        (6, 10),
+    }
+    assert named(report) == [
+        ("straggler", "rank", [7], "time/module"),
+        ("sdc", "rank", [5], "layer.2.attention.query/weight"),
+        ("hang", "rank", [6], "issued/mesh_tensor"),
+    ]
+    assert [each["step"] for each in report["incidents"][1:]] == [7, 9]  # done when the hang began
+    lives = [(each["resumed"]["step"], each["end"], each["step"]) for each in report["lives"]]
+    assert lives == [(0, "corrupted", 7), (6, "hung", 9), (9, "finished", STEPS)]
+    assert report["lives"][2]["resumed"]["swept"] == "clean"
+    assert [each.to_json() for each in reported(tmp_path)] == report["incidents"]
+    assert len(list((tmp_path / "records").iterdir())) == 8
+    assert not (tmp_path / "memory").exists()
+    told = done.stderr
+    assert told.count("reported   ") == 3
+    assert told.count("The job is started again") == 2
+    assert "\x1b" not in told, "plain where there is no terminal"
 
 
 @pytest.mark.slow
-def test_without_a_fault_nobody_is_named(tmp_path: Path):
-    done = scout("demo", "--clean", "--run-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "named      nobody" in done.stdout
-    assert "bitwise the state of one that was never disturbed" in done.stdout
-    assert not (tmp_path / "incidents.jsonl").exists()
-    assert len(list((tmp_path / "records").iterdir())) == 8
-    assert done.stderr.count("loss") == 10  # progress, for who watches
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--fault", "none"], []),
+        (["--fault", "sdc", "--rank", "0", "--at", "layer.0.mlp_norm/bias"], [("sdc", "rank", [0])]),
+        (["--fault", "straggler", "--ranks", "3", "--rank", "0"], [("straggler", "rank", [2])]),
+        (["--fault", "hang", "--mesh", "replica=3,tensor=1", "--rank", "2"], [("hang", "rank", [0])]),
+        (
+            ["--ranks", "5", "--rank", "4"],
+            [("straggler", "rank", [1]), ("sdc", "rank", [4]), ("hang", "rank", [0])],
+        ),
+    ],
+)
+def test_each_on_ranks_and_meshes_of_ones_choice(arguments: list[str], expected: list[Any], tmp_path: Path):
+    done = scout("demo", *arguments, "--run-dir", tmp_path, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert [each[:3] for each in named(report)] == expected
 
 
-def test_a_mistyped_tensor_is_refused_before_anything_runs():
-    done = scout("demo", "--at", "layer.2.attention.queries/weight")
+@pytest.mark.slow
+def test_on_a_terminal_the_ranks_are_a_live_table(tmp_path: Path):
+    master, slave = pty.openpty()
+    with subprocess.Popen(
+        [SCOUT, "demo", "--fault", "sdc", "--run-dir", tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
+        text=True,
+    ) as running:
+        os.close(slave)
+        shown = b""
+        with suppress(OSError):  # nobody has it open any more
+            while True:
+                shown += os.read(master, 65536)
+        screen = running.communicate(timeout=60)[0]
+    os.close(master)
+    assert running.returncode == 0, screen
+    assert b"what is known" in shown
+    assert b"replica 2, shard 1" in shown
+    assert b"sdc: layer.2.attention.query/weight" in shown
+    assert "Exactly what was injected was named." in screen
+    assert "bitwise the state of one that was never disturbed" in screen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--at", "layer.2.attention.queries/weight"], "layer.2.attention.query/weight"),
+        (["--rank", "8"], "there are ranks 0 to 7, got 8"),
+        (["--mesh", "replica=2,tensor=2"], "of 2 replicas no majority can name one"),
+        (["--mesh", "replica=4,tensor=3"], "cannot be shared by 3 ranks"),
+        (["--mesh", "data=4"], "a mesh is replica=N or"),
+        (["--mesh", "replica=4", "--ranks", "8"], "has 4 ranks, not 8"),
+        (["--fault", "fire"], "fire"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(arguments: list[str], message: str):
+    done = scout("demo", *arguments)
     assert done.returncode == 2
-    assert "layer.2.attention.query/weight" in done.stderr
+    assert message in " ".join(done.stderr.replace("│", " ").split())
     assert "step" not in done.stdout

@@ -1,10 +1,11 @@
-"""What each of the demo's eight ranks runs: training, with torchscout attached."""
+"""What each of the demo's ranks runs: training, with torchscout attached."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import sys
+import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,111 +17,128 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from torchscout.cli.demo.model import Transformer, batch, parallelize
-from torchscout.config import CheckpointConfig, ReplayConfig
+from torchscout.cli.demo.stage import STEPS, Stage
+from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.faults.fault import Faults
-from torchscout.faults.injector import Firing, Injector
+from torchscout.faults.injector import Injector
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.structure import surface_of
 
-__all__ = ["RANKS", "REPLICAS", "SHARDS", "STEPS", "Outcome", "surfaces", "train", "train_alone"]
+__all__ = ["Began", "Ended", "Stepped", "surfaces", "train", "train_alone"]
 
-REPLICAS, SHARDS, STEPS = 4, 2, 10
-RANKS = REPLICAS * SHARDS
+OBSERVER = ObserverConfig(floor_seconds=3.0, start_seconds=120.0, grace_seconds=3.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one rank has to tell."""
+class Began:
+    """Where training goes on from, and who watches it."""
 
-    losses: list[float]
-    fired: list[Firing]
-    status: dict[str, Any]
-    """Of the session, at the end."""
     resumed: dict[str, Any]
-    """Where it went on from."""
+    observer: int | None
+    """Its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One training step."""
+
+    step: int
+    loss: float
+    poisoned: bool
+    """Whether the numbers were found wrong: nothing that is computed from here on can be trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is left when training is over."""
+
     state: str
     """A digest of all that training leaves behind on this rank."""
+    status: dict[str, Any]
+    failures: list[str]
 
 
-def train(rank: int, faults: Faults, run_dir: Path, again: bool = False) -> Outcome:
-    """Train up to ``STEPS`` steps; torchscout checks after each, and keeps what it certifies.
-
-    A job whose numbers are found wrong stops; begun again, it goes on from what can be trusted.
-    """
-    logging.basicConfig(format="          %(message)s")  # who reports an incident says so at once
+def train(
+    rank: int, questions: Iterator[str], stage: Stage, faults: Faults, run_dir: Path
+) -> Iterator[Began | Stepped | Ended]:
+    """Train while asked for steps; torchscout checks after each, and keeps what it certifies."""
+    _be_quiet(run_dir)
     torch.manual_seed(0)
-    axes = init_device_mesh("cpu", (REPLICAS, SHARDS), mesh_dim_names=("replica", "tensor"))
-    model = Transformer()
-    parallelize(model, axes["tensor"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-    every_step = ReplayConfig(interval=1)
+    training = _Training(stage)
+    log = run_dir / f"injected-{rank}.jsonl"
     with (
-        Injector(faults, rank, model, optimizer) as injector,
+        Injector(faults, rank, training.model, training.optimizer, log=log) as injector,
         enable_resiliency(
-            model,
-            optimizer,
-            replay=every_step,
-            observer=None,
+            training.model,
+            training.optimizer,
+            replay=ReplayConfig(interval=1),
+            observer=OBSERVER,
             checkpoint=CheckpointConfig(run_dir / "checkpoints"),
-            parallelism=axes,
+            parallelism=training.axes,
             run_dir=run_dir,
         ) as session,
     ):
-        resumed, losses = asdict(session.resume(start_over=True)), []
-        if again:
-            say(f"resumed   {resumed['reason']}", only_on=0)
-        for step in range(session.step + 1, STEPS + 1):
-            losses.append(train_step(model, optimizer, axes["replica"], step))
-            if session.status()["checkpoint"]["poisoned"] is not None:
-                say("stopped   nothing that is computed from here on can be trusted", only_on=0)
-                break
-        status = session.status()
-    return Outcome(losses, injector.fired, status, resumed, digest_of(model, optimizer))
+        for question in questions:
+            if question == "begin":
+                resumed = session.resume(start_over=True)
+                injector.step = session.step + 1
+                watching = session.watching
+                yield Began(asdict(resumed), None if watching is None else watching.observer.pid)
+            elif question == "step":
+                loss = training.step(session.step + 1)
+                poisoned = session.status()["checkpoint"]["poisoned"] is not None
+                yield Stepped(session.step, loss, poisoned)
+            else:
+                yield Ended(training.digest(), session.status(), session.failures)
 
 
-def train_alone(rank: int) -> str:  # noqa: ARG001  as all ranks are started
+def train_alone(rank: int, stage: Stage) -> str:  # noqa: ARG001  as all ranks are started
     """The same training, uninterrupted and without torchscout."""
     torch.manual_seed(0)
-    axes = init_device_mesh("cpu", (REPLICAS, SHARDS), mesh_dim_names=("replica", "tensor"))
-    model = Transformer()
-    parallelize(model, axes["tensor"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    training = _Training(stage)
     for step in range(1, STEPS + 1):
-        train_step(model, optimizer, axes["replica"], step, quiet=True)
-    return digest_of(model, optimizer)
+        training.step(step)
+    return training.digest()
 
 
-def digest_of(model: Transformer, optimizer: torch.optim.Optimizer) -> str:
-    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in [*model.parameters(), *slots]]
-    whole = hashlib.blake2b(digest_size=8)
-    for each in local:
-        whole.update(each.detach().numpy().tobytes())
-    return whole.hexdigest()
+def surfaces() -> list[str]:
+    """Every weight the replicas vote on."""
+    return [surface_of(name) for name, _ in Transformer().named_parameters()]
 
 
-def train_step(
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
-    replicas: DeviceMesh,
-    step: int,
-    *,
-    quiet: bool = False,
-) -> float:
-    tokens, targets = batch(step, replicas.get_local_rank())
-    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    mean = loss.detach().clone()
-    dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=replicas.get_group())
-    if not quiet:
-        say(f"step {step:2}   loss {mean.item():.4f}", only_on=0)
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    average_gradients(model, replicas)
-    optimizer.step()
-    return mean.item()
+class _Training:
+    """Ordinary PyTorch, and nothing in it knows of torchscout."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.axes = init_device_mesh(
+            "cpu", (stage.replica, stage.tensor), mesh_dim_names=("replica", "tensor")
+        )
+        self.model = Transformer()
+        parallelize(self.model, self.axes["tensor"])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, foreach=False)
+
+    def step(self, step: int) -> float:
+        replicas = self.axes["replica"]
+        tokens, targets = batch(step, replicas.get_local_rank())
+        loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=replicas.get_group())
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        _average_gradients(self.model, replicas)
+        self.optimizer.step()
+        return mean.item()
+
+    def digest(self) -> str:
+        slots = [slot for slots in self.optimizer.state.values() for slot in slots.values()]
+        whole = hashlib.blake2b(digest_size=8)
+        for each in [*self.model.parameters(), *slots]:
+            local = each.to_local() if isinstance(each, DTensor) else each
+            whole.update(local.detach().numpy().tobytes())
+        return whole.hexdigest()
 
 
-def average_gradients(model: Transformer, replicas: DeviceMesh) -> None:
+def _average_gradients(model: Transformer, replicas: DeviceMesh) -> None:
     """Data parallelism by hand: one all-reduce over all gradients of this rank."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
@@ -130,11 +148,8 @@ def average_gradients(model: Transformer, replicas: DeviceMesh) -> None:
         each.copy_(averaged.view_as(each))
 
 
-def surfaces() -> list[str]:
-    """Every weight the replicas vote on."""
-    return [surface_of(name) for name, _ in Transformer().named_parameters()]
-
-
-def say(line: str, *, only_on: int) -> None:
-    if dist.get_rank() == only_on:
-        print(line, file=sys.stderr, flush=True)
+def _be_quiet(run_dir: Path) -> None:
+    """Whoever watches the demo is told what happens once, by the demo; the rest goes to a file."""
+    logging.basicConfig(format="%(message)s")
+    with (run_dir / "ranks.log").open("a") as log:
+        os.dup2(log.fileno(), 2)

@@ -1,0 +1,112 @@
+"""Who plays in the demo, and what befalls them; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from torchscout.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torchscout.faults.fault import Faults
+
+__all__ = ["STEPS", "Kind", "Memory", "Stage", "plan"]
+
+STEPS = 12
+LAYERS = 4
+_HEADS = 4
+_SLOW = range(3, 6)
+_SLOW_SECONDS = 0.3
+_FLIP_STEP, _FLIP_BIT = 7, 12
+_HANG_STEP = 10
+_FOR_EVER = 3600.0
+
+
+class Kind(str, Enum):
+    """What may befall the job, in the order in which it does."""
+
+    STRAGGLER = "straggler"
+    SDC = "sdc"
+    HANG = "hang"
+    NONE = "none"
+    """Nothing does, and nobody must be named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Replicas of a model, each split over as many tensor-parallel ranks."""
+
+    replica: int = 4
+    tensor: int = 2
+
+    def __post_init__(self) -> None:
+        if self.replica < 3:
+            raise ValueError(f"of {self.replica} replicas no majority can name one; take 3 or more")
+        if self.tensor not in (1, 2, 4):
+            raise ValueError(f"{_HEADS} heads cannot be shared by {self.tensor} ranks; take 1, 2 or 4")
+
+    @classmethod
+    def read(cls, ranks: int | None, mesh: str | None) -> Stage:
+        """From the command line; a ``ValueError`` says what cannot be."""
+        if mesh is None:
+            ranks = ranks or 8
+            return cls(ranks // 2, 2) if ranks % 2 == 0 and ranks >= 6 else cls(ranks, 1)
+        degrees = _degrees(mesh)
+        stage = cls(degrees.get("replica", 1), degrees.get("tensor", 1))
+        if ranks not in (None, stage.ranks):
+            raise ValueError(f"{mesh} has {stage.ranks} ranks, not {ranks}")
+        return stage
+
+    @property
+    def ranks(self) -> int:
+        return self.replica * self.tensor
+
+    @property
+    def told(self) -> str:
+        split = f" x {self.tensor} tensor shards" if self.tensor > 1 else ""
+        return f"{self.ranks} CPU ranks train a small Transformer: {self.replica} replicas{split}."
+
+    def mesh(self) -> Mesh:
+        return Mesh.grid(replica=self.replica, tensor=self.tensor)
+
+    def place_of(self, rank: int) -> str:
+        replica, shard = divmod(rank, self.tensor)
+        return f"replica {replica}" + (f", shard {shard}" if self.tensor > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Which weight goes bad on which rank."""
+
+    rank: int
+    at: str
+
+
+def plan(stage: Stage, kinds: Sequence[Kind], memory: Memory) -> Mapping[Kind, Faults]:
+    """The faults of each kind. Who is slow or stuck is somebody else than whose memory goes bad."""
+    from torchscout.faults.fault import Faults
+
+    slow, stuck = (memory.rank + 2) % stage.ranks, (memory.rank + 1) % stage.ranks
+    dragging = Faults()
+    for layer in range(LAYERS):
+        dragging = dragging.delay(
+            rank=slow, at=f"layer.{layer}/forward", step=_SLOW, seconds=_SLOW_SECONDS, calls=None
+        )
+    planned = {
+        Kind.STRAGGLER: dragging,
+        Kind.SDC: Faults().flip_bit(rank=memory.rank, at=memory.at, step=_FLIP_STEP, bit=_FLIP_BIT),
+        Kind.HANG: Faults().stall(rank=stuck, at="layer.1/forward", step=_HANG_STEP, seconds=_FOR_EVER),
+    }
+    return {kind: faults for kind, faults in planned.items() if kind in kinds}
+
+
+def _degrees(mesh: str) -> dict[str, int]:
+    degrees = {}
+    for part in mesh.split(","):
+        axis, _, degree = part.strip().partition("=")
+        if axis not in ("replica", "tensor") or not degree.isdigit():
+            raise ValueError(f"a mesh is replica=N or replica=N,tensor=M here, got {mesh!r}")
+        degrees[axis] = int(degree)
+    return degrees

@@ -1,0 +1,118 @@
+"""What one sees of the demo while it runs: a live table on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from torchscout.cli.demo.stage import Stage
+
+__all__ = ["Lines", "Picture", "View", "view_for"]
+
+_TOLD = 14
+"""Lines below the picture."""
+
+
+class View(Protocol):
+    """A narrator. Ranks are told of by number."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+    def stepped(self, step: int, loss: float) -> None: ...
+
+    def mark(self, ranks: Sequence[int], what: str) -> None:
+        """Something is known about these."""
+        ...
+
+    def clear(self) -> None:
+        """New processes: nothing is known about them."""
+        ...
+
+
+def view_for(stage: Stage) -> View:
+    """On standard error, so that standard output is free for a document."""
+    console = Console(stderr=True)
+    return Picture(stage, console) if console.is_terminal else Lines()
+
+
+class Lines:
+    """One line for each thing that happens."""
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def stepped(self, step: int, loss: float) -> None:
+        self.say(f"step {step:2}   loss {loss:.4f}")
+
+    def mark(self, ranks: Sequence[int], what: str) -> None:
+        """What is known was said."""
+
+    def clear(self) -> None:
+        """So was this."""
+
+
+class Picture:
+    """The ranks as a table, and below it what was said last."""
+
+    def __init__(self, stage: Stage, console: Console) -> None:
+        self._stage = stage
+        self._step, self._loss = 0, ""
+        self._marks: dict[int, str] = {}
+        self._said: deque[str] = deque(maxlen=_TOLD)
+        self._live = Live(self._drawn(), console=console, refresh_per_second=8)
+
+    def __enter__(self) -> Picture:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def say(self, line: str) -> None:
+        self._said.append(line)
+        self._draw()
+
+    def stepped(self, step: int, loss: float) -> None:
+        self._step, self._loss = step, f"{loss:.4f}"
+        self._draw()
+
+    def mark(self, ranks: Sequence[int], what: str) -> None:
+        self._marks.update(dict.fromkeys(ranks, what))
+        self._draw()
+
+    def clear(self) -> None:
+        self._marks.clear()
+        self._draw()
+
+    def _draw(self) -> None:
+        self._live.update(self._drawn())
+
+    def _drawn(self) -> Group:
+        table = Table(title=f"step {self._step}   loss {self._loss}", title_justify="left")
+        for heading in ("rank", "place", "what is known"):
+            table.add_column(heading)
+        for rank in range(self._stage.ranks):
+            mark = self._marks.get(rank)
+            known = Text("healthy", style="green") if mark is None else Text(mark, style="bold red")
+            table.add_row(str(rank), self._stage.place_of(rank), known)
+        return Group(table, *(Text(line) for line in self._said))
