@@ -54,6 +54,7 @@ def test_several_bits_of_one_element_flip():
 
 
 def test_periodic_addresses_are_hit_and_no_others():
+    assert changed(FlipBits((3,), index=7, every=5), torch.randn(16)) == {7: 8, 12: 8}
     assert changed(FlipBits((3,), index=2, every=5), torch.randn(4, 4).t()) == {2: 8, 7: 8, 12: 8}
 
 

@@ -145,6 +145,38 @@ def test_who_holds_others_up_is_named_in_a_group_of_any_size():
     assert both.truth(FOUR.on("abcb"))[0].scope is Scope.MACHINE
 
 
+TRAINING = {"at": "all_reduce@training", "axis": "replica", "step": 7}
+
+
+@pytest.mark.parametrize(
+    ("plan", "surface"),
+    [
+        (Faults().change_collective(rank=1, what="shape", **TRAINING), "fingerprint/training"),
+        (Faults().skip_collective(rank=1, **TRAINING), "deadlock|fingerprint/training"),
+        (Faults().swap_collectives(rank=1, **TRAINING), "deadlock|fingerprint/training"),
+    ],
+)
+def test_who_differs_in_a_collective_is_for_its_members_to_say(plan: Faults, surface: str):
+    assert plan.truth(FOUR) == (Truth(HANG, (1,), Scope.RANK, surface, ONE),)
+    assert plan.truth(PAIR) == (Truth(HANG, (0, 1), Scope.PROCESS_GROUP, surface, ONE),)
+    within = Mesh.grid(replica=4, tensor=2)  # rank 1 is in the group of the odd ranks
+    assert plan.truth(within) == (Truth(HANG, (1,), Scope.RANK, surface, ONE),)
+
+
+def test_where_all_have_entered_a_collective_nobody_in_it_is_to_blame():
+    plan = Faults().stick_collective(ranks=range(1, 8, 2), seconds=60, **TRAINING)
+    mesh = Mesh.grid(replica=4, tensor=2)
+    assert plan.truth(mesh) == (Truth(HANG, (1, 3, 5, 7), Scope.PROCESS_GROUP, "issued/training", ONE),)
+    late = Faults().stall(rank=1, at="all_reduce@training", step=7, seconds=60)
+    assert late.truth(PAIR) == (Truth(HANG, (1,), Scope.RANK, "issued/training", ONE),)
+
+
+def test_a_killed_rank_may_be_missed_before_it_is_waited_for():
+    (truth,) = Faults().kill(rank=1, step=7).truth(PAIR)
+    assert truth.is_told_by(incident(HANG, (1,), Scope.RANK, "process"))
+    assert truth.is_told_by(incident(HANG, (1,), Scope.RANK, "issued/default_pg"))
+
+
 def test_what_the_plan_knows_better_is_believed():
     plan = Faults().flip_bit(rank=3, at="stack.1.up/output", step=7, bit=1)
     plan = plan.showing("stack.1/output", scope=Scope.MACHINE, ranks=(2, 3))
