@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchscout.errors import CheckpointError
 
-__all__ = ["check_budget", "memory_folder", "memory_root"]
+__all__ = ["budget_within", "check_budget", "memory_folder", "memory_root"]
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -59,6 +59,11 @@ def check_budget(bytes_per_snapshot: int, copies: int, budget: int | None, folde
     except OSError as error:
         raise CheckpointError(f"cannot tell how much memory {folder} has: {error.strerror}") from error
     free = status.f_bavail * status.f_frsize + own
+    return budget_within(free, bytes_per_snapshot, copies, budget, folder)
+
+
+def budget_within(free: int, bytes_per_snapshot: int, copies: int, budget: int | None, folder: Path) -> int:
+    """``check_budget`` where so many bytes are free. Pure: the folder is only named."""
     allowed = free // 2 if budget is None else budget
     needed = bytes_per_snapshot * copies
     if needed > min(allowed, free):

@@ -7,6 +7,7 @@ import typer
 from torchscout.cli.campaign.command import app as campaign
 from torchscout.cli.checkpoint.command import app as checkpoint
 from torchscout.cli.demo.command import demo
+from torchscout.cli.doctor.command import doctor
 from torchscout.cli.status import status
 
 __all__ = ["app"]
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(doctor)
 app.command()(status)
 app.add_typer(campaign, name="campaign")
 app.add_typer(checkpoint, name="checkpoint")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from torchscout.evidence.observer.assignment import Assignment, describe_mesh, h
 from torchscout.evidence.observer.launch import Observer, launch
 from torchscout.evidence.observer.progress import ProgressWriter, reclaim
 from torchscout.evidence.observer.publisher import Publisher
+from torchscout.evidence.observer.record_file import records_home
 from torchscout.integration.addresses import EVERYWHERE, own_address
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.roster import Entry
@@ -114,8 +114,8 @@ def _watch_alone(
 
 
 def _private_directory() -> Path:
-    """A new directory for this process, in memory where that looks like one; the dead's are cleared away."""
-    home = _home()
+    """A new directory for this process; those of the dead are cleared away."""
+    home = records_home()
     home.mkdir(mode=0o700, exist_ok=True)
     clear_away_the_dead()
     return Path(tempfile.mkdtemp(dir=home))
@@ -123,12 +123,7 @@ def _private_directory() -> Path:
 
 def clear_away_the_dead() -> None:
     """Remove the records of this user's trainers that are gone and could not do so themselves."""
-    home = _home()
+    home = records_home()
     for directory in home.iterdir() if home.is_dir() else ():
         if reclaim(directory):
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _home() -> Path:
-    root = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
-    return root / f"torchscout-{os.getuid()}"

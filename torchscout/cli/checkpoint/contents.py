@@ -17,12 +17,11 @@ from torchscout.checkpoint.memory import memory_root
 from torchscout.checkpoint.owner import Owner
 from torchscout.checkpoint.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.shard_format import Identity
+from torchscout.cli.mounts import is_in_memory
 from torchscout.decision.wording import listed
 from torchscout.errors import CheckpointError
 
 __all__ = ["Contents", "Copy", "Folder", "contents_of", "memory_beside"]
-
-_IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +217,4 @@ def _tier_of(path: Path) -> Tier:
     """Memory, if that is what the folder's file system is made of."""
     if path.resolve().is_relative_to(memory_root().resolve()):
         return Tier.MEMORY
-    device = path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return Tier.DISK
-    kinds = {line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == number}
-    return Tier.MEMORY if kinds & _IN_MEMORY else Tier.DISK
+    return Tier.MEMORY if is_in_memory(path) else Tier.DISK

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from torchscout.decision.progress import Process
 from torchscout.evidence.observer.layout import HEADER, SIZE
 from torchscout.evidence.observer.liveness import Identity
 
-__all__ = ["Opened", "create", "open_record", "reclaim"]
+__all__ = ["Opened", "create", "is_private", "open_record", "reclaim", "records_home"]
 
 _MAGIC = b"SCOUTrec"
 _VERSION = 1
@@ -32,10 +33,16 @@ class Opened(NamedTuple):
     trainer: Identity
 
 
+def records_home() -> Path:
+    """Where the records of this user's trainers are, or will be: in memory, where that looks like one."""
+    root = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
+    return root / f"torchscout-{os.getuid()}"
+
+
 def create(directory: Path, rank: int) -> tuple[Path, mmap.mmap]:
     """A new record of this process, in a directory that only its owner can use; it is made if need be."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_private(os.lstat(directory), stat.S_ISDIR):
+    if not is_private(os.lstat(directory), stat.S_ISDIR):
         raise ValueError(f"{directory} must be a directory that belongs to this user alone (mode 0700)")
     path = directory / f"{_PREFIX}{rank}-{os.urandom(16).hex()}"
     header = HEADER.pack(_MAGIC, _VERSION, rank, *Identity.own())
@@ -57,7 +64,7 @@ def open_record(path: Path) -> Opened:
     """Map a record for reading; a ``ValueError`` says what is foreign about the file."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if not _is_private(os.fstat(file), stat.S_ISREG):
+        if not is_private(os.fstat(file), stat.S_ISREG):
             raise ValueError(f"{path} is not a file that belongs to this user alone (mode 0600)")
         rank, trainer = _header(file, path)
         size = os.fstat(file).st_size
@@ -93,7 +100,7 @@ def _is_abandoned(path: Path) -> bool:
         os.close(file)
 
 
-def _is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+def is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 

@@ -1,0 +1,49 @@
+"""The doctor's probes, and an example, where there is a CUDA device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchscout.cli.doctor.checks import devices
+from torchscout.cli.doctor.finding import Grade
+from torchscout.cli.doctor.probes.torch_facts import ask_torch
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_devices_nccl_and_the_fused_signature_are_found():
+    facts = ask_torch()
+    assert facts.problem is None
+    assert facts.devices[0] == torch.cuda.get_device_name(0)
+    assert facts.nccl
+    assert (facts.fused, facts.fused_problem) == (True, None)
+    for check in (devices.backends, devices.cuda, devices.triton):
+        assert check(facts).status is Grade.OK
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "huggingface"])
+def test_an_example_trains_over_nccl_as_far_as_one_device_goes(name: str, tmp_path: Path):
+    """One rank has no peers: it trains, and says that nothing is compared."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    done = subprocess.run(
+        [*command, ROOT / "examples" / f"{name}.py", "--steps", "5"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHSCOUT_MEMORY": str(tmp_path / "memory")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "step   5" in done.stdout
+    assert "unchecked  no other rank does the same work" in done.stdout

@@ -1,0 +1,277 @@
+"""`scout doctor` on this machine, and with something really wrong on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import torchscout
+from torchscout.checkpoint.lock import claim
+from torchscout.cli.doctor.probes import system
+from torchscout.cli.doctor.probes.network import meet, reach_own_board
+from torchscout.cli.doctor.probes.storage import folder_at
+from torchscout.cli.main import app
+
+SCOUT = Path(sys.executable).with_name("scout")
+ROOT = Path(torchscout.__file__).parent.parent
+NEVER_AVAILABLE = 1 << 60
+
+
+def alone(
+    *arguments: str | Path, limited: Callable[[], None] | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, as an operator runs it."""
+    return subprocess.run(
+        [SCOUT, "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        preexec_fn=limited,
+        timeout=300,
+    )
+
+
+def grades(document: str) -> dict[str, str]:
+    return {each["name"]: each["status"] for each in json.loads(document)["findings"]}
+
+
+def test_this_machine_is_examined_without_torch_in_the_doctors_own_process(tmp_path: Path):
+    code = (
+        "import sys; from torchscout.cli.main import app\n"
+        f"report, folder = {str(tmp_path / 'report.json')!r}, {str(tmp_path / 'new' / 'folder')!r}\n"
+        "asked = ['--json', '--output', report, '--checkpoint', folder, '--mesh', 'replica=4']\n"
+        "app(['doctor', *asked], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((tmp_path / "report.json").read_text())
+    found = grades(done.stdout)
+    assert list(found) == [
+        "Python", "torch", "backends", "CUDA", "Triton", "frameworks", "pyzmq", "board", "other machine",
+        "stacks", "clock", "open files", "file size", "shared memory", "permissions", "checkpoint folder",
+        "peers",
+    ]  # fmt: skip
+    assert json.loads(done.stdout)["fit"]
+    assert "fail" not in found.values()
+    assert found["stacks"] == found["clock"] == found["pyzmq"] == found["peers"] == "ok"
+    assert not (tmp_path / "new").exists(), "nothing is left behind"
+
+
+def test_what_is_wrong_is_found_and_comes_with_what_to_do(tmp_path: Path):
+    memory = tmp_path / "memory"
+    memory.mkdir(mode=0o755)
+    with socket.create_server(("", 0)) as taken:
+        done = alone(
+            *("--port", str(taken.getsockname()[1])),
+            *("--mesh", "tensor=2"),
+            *("--state-bytes", str(NEVER_AVAILABLE)),
+            *("--checkpoint", "/proc/checkpoints"),
+            *("--connect", "127.0.0.1:1"),
+            *("--output", tmp_path / "report.json"),
+            limited=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
+            TORCHSCOUT_MEMORY=str(memory),
+        )
+    assert done.returncode == 1, done.stderr
+    found = grades((tmp_path / "report.json").read_text())
+    wrong = {
+        "board",
+        "other machine",
+        "open files",
+        "shared memory",
+        "permissions",
+        "checkpoint folder",
+        "peers",
+    }
+    assert {name for name, grade in found.items() if grade == "fail"} == wrong
+    lines = done.stdout.splitlines()
+    assert sum("->" in line for line in lines) >= len(wrong)
+    assert any("Address already in use" in line for line in lines)
+    assert any("127.0.0.1:1: cannot connect: Connection refused" in line for line in lines)
+    assert any(f"chmod 0700 {memory}" in line for line in lines)
+    assert "7 checks failed: do what the arrows say before a long run." in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path):
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')\n")
+    done = alone("--json", PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT))))
+    assert done.returncode == 1, done.stderr
+    (told,) = [each for each in json.loads(done.stdout)["findings"] if each["name"] == "torch"]
+    assert told["status"] == "fail"
+    assert "libtorch_cpu.so: cannot open shared object file" in told["what"]
+    assert grades(done.stdout)["backends"] == "skipped"
+
+
+def in_small_memory(folder: Path, before: str, code: str) -> str:
+    """What this code prints where the folder is a file system of its own, of one mebibyte."""
+    folder.mkdir()
+    prefix = ["unshare", "--mount", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=1m,mode=0700 tmpfs {folder}"
+    if subprocess.run([*prefix, mount], capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    return subprocess.run(
+        [*prefix, f"{mount} && {before} {sys.executable} -"],
+        input=code,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHSCOUT_MEMORY": str(folder)},
+    ).stdout
+
+
+MEMORY = """
+from torchscout.checkpoint.memory import memory_root
+from torchscout.cli.doctor.checks.storage import memory
+from torchscout.cli.doctor.plan import Plan
+from torchscout.cli.doctor.probes.storage import folder_at
+for state_bytes in (None, 100_000, 200_000):
+    found = memory(folder_at(memory_root()), Plan(1, 1, state_bytes))
+    print(found.status.value, found.what)
+"""
+
+
+def test_a_memory_that_is_small_is_held_against_the_state(tmp_path: Path):
+    unknown, fits, does_not = in_small_memory(tmp_path / "memory", "", MEMORY).splitlines()
+    assert unknown.startswith("warn ")
+    assert fits.startswith("ok ")
+    assert does_not.startswith("fail ")
+    assert "need 3 x 195.3 KiB = 585.9 KiB" in does_not
+
+
+def test_a_memory_that_is_full_is_found(tmp_path: Path):
+    folder = tmp_path / "memory"
+    fill = f"{{ head -c 2M /dev/zero > {folder}/full; }} 2>/dev/null;"
+    told = in_small_memory(folder, fill, MEMORY).splitlines()
+    assert len(told) == 3
+    for line in told:
+        assert line == f"fail nothing can be kept in it: {folder}: No space left on device"
+
+
+def test_two_machines_doctors_meet():
+    command = [SCOUT, "doctor", "--listen", "--address", "127.0.0.1", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as listener:
+        try:
+            assert select.select([listener.stderr], [], [], 60)[0], "it says at once where it listens"
+            where = listener.stderr.readline().split()[-1]
+            done = alone("--connect", where, "--json")
+            assert done.returncode == 0, done.stdout
+            found = grades(done.stdout)
+            assert found["other machine"] == found["same versions"] == found["wall clock"] == "ok"
+            told = {each["name"]: each["what"] for each in json.loads(done.stdout)["findings"]}
+            assert socket.gethostname() in told["other machine"]
+            listener.send_signal(signal.SIGINT)
+            document = json.loads(listener.communicate(timeout=30)[0])
+        finally:
+            listener.kill()
+    assert [visit["host"] for visit in document["visits"]] == [socket.gethostname()]
+    assert document["visits"][0]["versions"]["torch"] is not None
+
+
+def test_listening_ends_by_itself_if_told_so():
+    done = alone("--listen", "--address", "127.0.0.1", "--seconds", "0.1")
+    assert (done.returncode, done.stdout) == (0, "0 visits.\n")
+    assert "scout doctor --connect 127.0.0.1:" in done.stderr
+
+
+def test_what_listens_but_is_no_doctor_is_told_from_one():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        assert "not `scout doctor --listen`" in str(meet(address, {}).problem)
+    assert "cannot connect: Connection refused" in str(meet(address, {}).problem)
+    assert "cannot connect" in str(meet(("no-such-host.invalid", 4), {}).problem)
+
+
+def test_a_board_that_cannot_be_hosted_says_why():
+    assert reach_own_board("lo", 0).problem is None
+    assert reach_own_board("lo", 0).is_local
+    assert "Cannot assign requested address" in str(reach_own_board("203.0.113.9", 0).problem)
+    assert "'eth99' is no interface or address here" in str(reach_own_board("eth99", 0).problem)
+
+
+def test_folders_are_tried_by_writing(tmp_path: Path):
+    whole = folder_at(tmp_path / "to" / "be" / "made")
+    assert (whole.exists, whole.problem, whole.is_private, whole.locks) == (False, None, True, True)
+    assert whole.free > 0
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    assert str(folder_at(tmp_path / "file" / "below").problem).endswith("file is not a folder")
+    for mode, is_private in ((0o700, True), (0o750, False)):
+        tmp_path.chmod(mode)
+        assert folder_at(tmp_path).is_private is is_private
+    with claim(tmp_path, "some job"):
+        assert "job 'some job', pid" in str(folder_at(tmp_path).holder)
+    assert folder_at(tmp_path).holder is None
+    assert folder_at(Path("/dev/shm") / "torchscout-not-there").in_memory
+
+
+def test_a_folder_that_is_not_to_be_written_to_is_found(tmp_path: Path):
+    folder = tmp_path / "folder"
+    code = f"""
+from pathlib import Path
+from torchscout.cli.doctor.probes.storage import folder_at
+print(folder_at(Path({str(folder)!r})).problem)
+"""
+    told = in_small_memory(folder, f"mount -o remount,ro {folder} &&", code)
+    assert told == f"{folder}: Read-only file system\n"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_the_right_to_write_is_found(tmp_path: Path):
+    tmp_path.chmod(0o500)
+    assert "Permission denied" in str(folder_at(tmp_path).problem)
+
+
+def test_a_signal_that_is_taken_or_blocked_is_found():
+    number = 46
+    assert system.own_stacks(number).problem is None
+    before = signal.signal(number, lambda *_: None)
+    try:
+        assert "in use" in str(system.own_stacks(number).problem)
+    finally:
+        signal.signal(number, before)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        assert "no stack was written" in str(system.own_stacks(number).problem)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    assert system.own_stacks(number).problem is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--mesh", "data=4"], "unknown axis 'data'"),
+        (["--mesh", "replica=3", "--experts", "2"], "cannot carve 2 expert partitions out of 3"),
+        (["--mesh", "replica=8", "--ranks", "4", "--machines", "3"], "2 machines with 4 each, not 3"),
+        (["--connect", "node1"], "HOST:PORT, such as node1:41234"),
+        (["--connect", "node1:99999"], "got 'node1:99999'"),
+        (["--state-bytes", "5", "--parameters", "5"], "not both"),
+        (["--listen", "--address", "203.0.113.9", "--seconds", "0"], "Cannot assign requested address"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_is_tried(arguments: list[str], told: str):
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["doctor", *arguments])
+    assert done.exit_code == 2
+    assert told in done.stderr
+
+
+def test_it_is_documented():
+    help_ = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--help"]).stdout
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    options = {word for word in help_.split() if word.startswith("--")} - {"--help"}
+    assert [option for option in sorted(options) if option not in page] == []

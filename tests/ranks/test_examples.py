@@ -1,0 +1,88 @@
+"""The examples as a newcomer runs them: with torchrun, and once more to go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = {
+    "ddp": 2,
+    "fsdp2": 2,
+    "hsdp": 4,
+    "tensor_parallel": 4,
+    "pipeline_parallel": 4,
+    "huggingface": 2,
+}
+QUICK = ("ddp", "fsdp2")
+
+
+def run(name: str, folder: Path, *arguments: str) -> tuple[dict[int, float], str]:
+    """The losses by step, and all that was printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", str(EXAMPLES[name]), ROOT / "examples" / f"{name}.py", *arguments],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TORCHSCOUT_MEMORY": str(folder / "memory"),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    steps = re.findall(r"^step +(\d+) +loss (\d+\.\d+)$", done.stdout, flags=re.MULTILINE)
+    return {int(step): float(loss) for step, loss in steps}, done.stdout
+
+
+def trains_and_goes_on(name: str, folder: Path, *arguments: str) -> None:
+    losses, told = run(name, folder, "--steps", "5", *arguments)
+    assert "There is no checkpoint to go back to." in told
+    assert sorted(losses) == [1, 2, 3, 4, 5]
+    assert losses[5] < losses[1]
+    assert "checks     1\nkept       step 5, certified by replay\nfound      nothing\n" in told
+
+    more, told = run(name, folder, "--steps", "7", *arguments)
+    assert "All ranks load step 5." in told
+    assert sorted(more) == [6, 7]
+    assert max(more.values()) < losses[1], "what was learned is still known"
+    assert "found      nothing\n" in told
+    assert not [*folder.glob("scout-run-*/incidents.jsonl")]
+    assert "failed  " not in told
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_example_trains_and_goes_on_from_its_checkpoint(name: str, tmp_path: Path):
+    trains_and_goes_on(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - QUICK))
+def test_every_other_example_does_too(name: str, tmp_path: Path):
+    trains_and_goes_on(name, tmp_path)
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_keeps_nothing_from_being_checked(tmp_path: Path):
+    trains_and_goes_on("huggingface", tmp_path, "--gradient-checkpointing")
+
+
+def test_every_example_is_short_and_is_run_here():
+    shared = {"common", "causal_lm"}
+    scripts = {path.stem: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    assert scripts.keys() - shared == EXAMPLES.keys()
+    told = (ROOT / "examples" / "README.md").read_text()
+    for name in EXAMPLES:
+        assert scripts[name].count("\n") < 60
+        assert f"examples/{name}.py" in told

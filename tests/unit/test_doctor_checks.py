@@ -1,0 +1,213 @@
+"""What the doctor makes of facts: every grade of every check, and that it says what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchscout.cli.doctor.checks import devices, installation, layout, network, storage, system
+from torchscout.cli.doctor.facts import Clock, Folder, Installed, Limits, Met, Reached, Stacks, TorchFacts
+from torchscout.cli.doctor.finding import Finding, Grade
+from torchscout.cli.doctor.plan import Plan, laid_out, mesh_of
+
+GIB = 1 << 30
+HERE = Installed({"Python": "3.11.7", "torch": "2.13.0", "pyzmq": "27.0"}, curve=True)
+TORCH = TorchFacts(version="2.13.0", gloo=True)
+CUDA = TorchFacts("2.13.0+cu130", "13.0", ("H200",) * 8, gloo=True, nccl=True, has_triton=True, fused=True)
+MEMORY = Folder(Path("/dev/shm/x"), True, None, True, True, True, None, 100 * GIB, 80 * GIB)
+REACHED = Reached("10.0.0.4", 41234, 0.001, None)
+MET = Met("10.0.0.5:41234", None, "node2", 0.001, 0.02, HERE.versions)
+
+
+def holds(finding: Finding, grade: str, *words: str) -> None:
+    assert finding.status is Grade(grade), finding
+    assert (finding.fix is None) == (grade in {"ok", "skipped"}), (
+        "what is wrong comes with what to do, and only that"
+    )
+    for word in words:
+        assert word in f"{finding.what} {finding.fix}", finding
+
+
+@pytest.mark.parametrize(
+    ("version", "grade"), [("3.9.18", "fail"), ("3.10.0", "ok"), ("3.11.7", "ok"), ("3.14.0rc1", "ok")]
+)
+def test_python_must_be_new_enough(version: str, grade: str):
+    holds(installation.python(Installed({"Python": version}, curve=True)), grade, version)
+
+
+@pytest.mark.parametrize(
+    ("version", "grade", "word"),
+    [
+        ("2.9.1", "fail", "2.10 to 2.13"),
+        ("2.10.0", "ok", "FSDP layers are replayed with 2.13"),
+        ("2.13.1+cu130", "ok", "2.13.1+cu130"),
+        ("2.14.0.dev2026", "warn", "2.10 to 2.13"),
+    ],
+)
+def test_torch_must_be_one_that_was_tried(version: str, grade: str, word: str):
+    holds(installation.torch(HERE, TorchFacts(version=version)), grade, word)
+
+
+def test_torch_that_is_missing_or_broken_is_told_apart():
+    holds(installation.torch(Installed({}, curve=True), TorchFacts(problem="gone")), "fail", "not installed")
+    holds(
+        installation.torch(HERE, TorchFacts(problem="libcudart")),
+        "fail",
+        "2.13.0 cannot be used",
+        "libcudart",
+    )
+    for check in (devices.backends, devices.cuda, devices.triton):
+        holds(check(TorchFacts(problem="libcudart")), "skipped")
+
+
+def test_ranks_vote_over_gloo_and_devices_over_nccl():
+    holds(devices.backends(TORCH), "ok", "Gloo; no NCCL")
+    holds(devices.backends(CUDA), "ok", "Gloo and NCCL")
+    holds(devices.backends(replace(TORCH, gloo=False)), "fail", "no Gloo")
+    holds(devices.backends(replace(CUDA, nccl=False)), "warn", "no NCCL")
+
+
+def test_cuda_is_missed_only_where_torch_was_built_for_it():
+    holds(devices.cuda(TORCH), "skipped")
+    holds(devices.cuda(CUDA), "ok", "8 x H200")
+    holds(devices.cuda(replace(TORCH, built_for="13.0")), "warn", "13.0", "nvidia-smi")
+
+
+def test_triton_is_judged_by_what_its_kernel_gives():
+    holds(devices.triton(TORCH), "skipped")
+    holds(devices.triton(CUDA), "ok")
+    holds(devices.triton(replace(CUDA, has_triton=False, fused=None)), "warn", "slower")
+    holds(devices.triton(replace(CUDA, fused=False, fused_problem="no gcc")), "fail", "no gcc", "C compiler")
+    holds(devices.triton(replace(CUDA, fused=False)), "fail", "do not train on this machine")
+
+
+def test_what_encrypts_must_be_there():
+    holds(installation.curve(HERE), "ok", "27.0, with CURVE")
+    holds(installation.curve(replace(HERE, curve=False)), "fail", "without CURVE")
+    holds(installation.curve(Installed({}, curve=False)), "fail", "pip install pyzmq")
+
+
+def test_frameworks_are_named_with_their_versions():
+    names = ("torchtitan", "deepspeed", "transformers")
+    holds(installation.frameworks(HERE, names), "skipped", "neither torchtitan, deepspeed nor transformers")
+    some = Installed({"deepspeed": "0.18", "transformers": "5.1"}, curve=True)
+    holds(
+        installation.frameworks(some, names), "ok", "deepspeed 0.18 and transformers 5.1; absent: torchtitan"
+    )
+
+
+def test_a_board_that_only_this_machine_reaches_is_no_board_for_several():
+    holds(network.board(REACHED, 2), "ok", "10.0.0.4:41234", "1.0 ms")
+    local = replace(REACHED, is_local=True)
+    holds(network.board(local, 1), "warn", "ObserverConfig.address")
+    holds(network.board(local, 2), "fail", "ObserverConfig.address")
+    silent = Reached("10.0.0.4", 41234, None, "no message came through in 5 s")
+    holds(network.board(silent, 1), "fail", "no message", "let TCP through")
+
+
+def test_the_other_machine_must_answer_quickly_run_the_same_and_know_the_time():
+    holds(network.other_machine(MET), "ok", "node2")
+    holds(network.other_machine(Met("node2:1", "cannot connect: refused")), "fail", "refused", "--listen")
+    holds(network.other_machine(replace(MET, seconds=0.8)), "warn", "0.80 s", "failover_seconds above 0.8")
+    holds(network.other_versions(MET, HERE.versions), "ok", "node2")
+    other = replace(MET, versions={**HERE.versions, "torch": "2.12.0"})
+    holds(network.other_versions(other, HERE.versions), "warn", "torch 2.13.0 here, 2.12.0 there")
+    holds(network.other_clock(MET), "ok", "0.020 s ahead")
+    holds(network.other_clock(replace(MET, offset=-90.0)), "warn", "90.000 s behind", "NTP")
+    holds(network.other_clock(replace(MET, offset=1.5, seconds=2.0)), "ok")  # it cannot be told so exactly
+    for check in (network.other_clock, lambda met: network.other_versions(met, HERE.versions)):
+        holds(check(Met("node2:1", "refused")), "skipped")
+
+
+def test_clock_signal_and_limits():
+    holds(system.monotonic(Clock(True, 1e-9, 0.021, 0.02)), "ok", "1 ns")
+    holds(system.monotonic(Clock(True, 1e-9, 0.0, 0.02)), "fail", "0.000 s", "clock source")
+    holds(system.stacks(Stacks(46, None)), "ok", "46")
+    holds(system.stacks(Stacks(46, "signal 46 is in use here")), "warn", "ObserverConfig.stack_signal")
+    holds(system.open_files(Limits(1024, None), 768), "ok", "768")
+    holds(system.open_files(Limits(1024, None), 769), "fail", "1025", "ulimit -Hn")
+    holds(system.open_files(Limits(None, None), 10**6), "ok")
+    holds(system.file_size(Limits(None, None), GIB), "ok")
+    holds(system.file_size(Limits(None, GIB), GIB), "ok")
+    holds(system.file_size(Limits(None, GIB), GIB + 1), "fail", "ulimit -f")
+    holds(system.file_size(Limits(None, GIB), None), "warn", "1.0 GiB")
+
+
+def test_memory_must_hold_three_snapshots_of_each_rank_and_others_copies():
+    holds(storage.memory(MEMORY, Plan(1)), "ok", "80.0 GiB of 100.0 GiB free")
+    holds(storage.memory(MEMORY, Plan(2, 1, 6 * GIB)), "ok", "6 copies of 6.0 GiB fit")
+    holds(storage.memory(MEMORY, Plan(2, 1, 7 * GIB)), "fail", "6 x 7 GiB = 42 GiB", "--shm-size")
+    holds(
+        storage.memory(MEMORY, Plan(2, 2, 3 * GIB)), "fail", "14 x 3 GiB"
+    )  # four of each neighbour's besides
+    holds(storage.memory(replace(MEMORY, size=64 << 20, free=64 << 20), Plan(1)), "warn", "containers")
+    holds(storage.memory(replace(MEMORY, in_memory=False), Plan(1)), "warn", "this is a disk")
+    holds(storage.memory(replace(MEMORY, problem="/dev/shm: read-only"), Plan(1)), "fail", "read-only")
+
+
+def test_what_is_kept_in_memory_is_its_owners_alone():
+    new = replace(MEMORY, exists=False)
+    holds(storage.private([MEMORY, new]), "ok", "/dev/shm/x")
+    holds(storage.private([MEMORY, replace(MEMORY, is_private=False)]), "fail", "chmod 0700 /dev/shm/x")
+    holds(storage.private([replace(new, is_private=False)]), "fail", "a file system that keeps owners")
+
+
+def test_files_need_room_for_three_generations_of_the_machines_ranks():
+    disk = replace(MEMORY, path=Path("/data"), in_memory=False)
+    holds(storage.directory(None, Plan(1)), "skipped", "--checkpoint")
+    holds(storage.directory(disk, Plan(1)), "ok", "/data, 80.0 GiB free")
+    holds(storage.directory(replace(disk, exists=False), Plan(1)), "ok", "it can be made")
+    holds(storage.directory(disk, Plan(8, 1, 3 * GIB)), "ok")
+    holds(storage.directory(disk, Plan(8, 1, 4 * GIB)), "warn", "96.0 GiB")
+    holds(storage.directory(disk, Plan(8, 1, 11 * GIB)), "fail", "264.0 GiB")
+    holds(storage.directory(replace(disk, locks=False), Plan(1)), "warn", "no locks")
+    holds(storage.directory(replace(disk, holder="job 'x'"), Plan(1)), "fail", "in use by job 'x'")
+    holds(storage.directory(replace(disk, problem="/data: Read-only"), Plan(1)), "fail", "Read-only")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "experts", "found"),
+    [
+        ("tensor=8", 1, {"peers": "fail"}),
+        ("replica=2,tensor=4", 1, {"peers": "warn"}),
+        ("replica=3", 1, {"peers": "ok"}),
+        ("shard=8,pipeline=2", 1, {"peers": "ok"}),
+        ("replica=2,shard=4", 1, {"peers, layers": "ok", "peers, state": "warn"}),
+        ("replica=8,tensor=2", 4, {"dense peers": "ok", "expert peers": "warn"}),
+        ("shard=4", 4, {"dense peers": "ok", "expert peers": "fail"}),
+    ],
+)
+def test_a_mesh_is_told_whom_it_can_name_for_each_role(mesh: str, experts: int, found: dict[str, str]):
+    findings = layout.peers(mesh_of(mesh, experts), has_experts=experts > 1)
+    assert {each.name: each.status.value for each in findings} == found
+    for each in findings:
+        holds(each, each.status.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "problem"),
+    [
+        ("data=4", "unknown axis 'data'; the axes are replica, shard"),
+        ("replica=four", "the degree of replica must be a number, got 'four'"),
+        ("replica", "got ''"),
+        ("replica=2,replica=2", "given twice"),
+        ("replica=0", "at least 1, got 0"),
+        ("", "unknown axis ''"),
+    ],
+)
+def test_a_mesh_that_makes_no_sense_is_refused(told: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        mesh_of(told)
+
+
+def test_ranks_and_machines_follow_from_mesh_and_devices():
+    assert laid_out(None, None, None, 0) == (1, 1)
+    assert laid_out(None, None, 4, 8) == (8, 4)
+    assert laid_out(32, None, None, 8) == (8, 4)
+    assert laid_out(4, None, None, 8) == (4, 1)
+    assert laid_out(6, None, None, 0) == (6, 1)
+    assert laid_out(32, None, 2, 8) == (16, 2)
+    with pytest.raises(ValueError, match="the mesh has 32 ranks: 4 machines with 8 each, not 3"):
+        laid_out(32, 8, 3, 0)

@@ -1,0 +1,1 @@
+"""What facts mean, as findings. Pure: ``probes`` finds the facts out."""

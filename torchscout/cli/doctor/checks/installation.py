@@ -1,0 +1,70 @@
+"""Versions: of Python, torch, what encrypts, and the frameworks that are there."""
+
+from __future__ import annotations
+
+import re
+
+from torchscout.cli.doctor.facts import Installed, TorchFacts
+from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
+from torchscout.decision.wording import listed
+
+__all__ = ["curve", "frameworks", "python", "torch"]
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 13)
+_FSDP_TORCH = (2, 13)
+
+
+def python(installed: Installed) -> Finding:
+    version = installed.versions["Python"] or "unknown"
+    if _numbers(version) < OLDEST_PYTHON:
+        return fail("Python", version, f"use Python {_dotted(OLDEST_PYTHON)} or later")
+    return ok("Python", version)
+
+
+def torch(installed: Installed, facts: TorchFacts) -> Finding:
+    supported = f"torch {_dotted(OLDEST_TORCH)} to {_dotted(NEWEST_TORCH)}"
+    written = installed.versions.get("torch")
+    if written is None:
+        return fail("torch", "not installed", f"install {supported}")
+    if facts.version is None:
+        return fail("torch", f"{written} cannot be used: {facts.problem}", f"reinstall {supported}")
+    version = _numbers(facts.version)
+    if version < OLDEST_TORCH:
+        return fail("torch", f"{facts.version} is too old", f"install {supported}")
+    if version > NEWEST_TORCH:
+        return warn("torch", f"torchscout was never tried with {facts.version}", f"install {supported}")
+    if version < _FSDP_TORCH:
+        return ok("torch", f"{facts.version}; FSDP layers are replayed with {_dotted(_FSDP_TORCH)} and later")
+    return ok("torch", facts.version)
+
+
+def curve(installed: Installed) -> Finding:
+    version = installed.versions.get("pyzmq")
+    if version is None:
+        return fail("pyzmq", "not installed: observers cannot talk to each other", "pip install pyzmq")
+    if not installed.curve:
+        return fail(
+            "pyzmq",
+            f"{version}, built without CURVE: observers cannot encrypt what they say",
+            "install pyzmq from its wheel, or build libzmq with libsodium",
+        )
+    return ok("pyzmq", f"{version}, with CURVE")
+
+
+def frameworks(installed: Installed, names: tuple[str, ...]) -> Finding:
+    there = [f"{name} {version}" for name in names if (version := installed.versions.get(name))]
+    absent = listed(name for name in names if not installed.versions.get(name))
+    if not there:
+        return skipped("frameworks", f"none is installed: neither {absent.replace(' and ', ' nor ')}")
+    return ok("frameworks", listed(there) + (f"; absent: {absent}" if absent else ""))
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """Major and minor; what follows, such as ``+cpu`` or ``rc1``, does not matter here."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

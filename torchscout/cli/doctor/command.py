@@ -1,0 +1,125 @@
+"""The command `scout doctor`: what it is asked, what it tries, what it says."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchscout.cli.checkpoint.wording import counted
+from torchscout.cli.doctor import screen
+from torchscout.cli.doctor.examination import findings_of, gathered
+from torchscout.cli.doctor.finding import Grade
+from torchscout.cli.doctor.plan import BYTES_PER_PARAMETER, Plan, laid_out, mesh_of
+from torchscout.cli.doctor.probes.installation import own_versions
+from torchscout.cli.document import as_document
+from torchscout.cli.options import taking
+from torchscout.errors import ScoutError
+
+__all__ = ["doctor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of `scout doctor`."""
+
+    mesh: Annotated[
+        str | None, typer.Option(help="How the job is laid out, such as replica=4,shard=2,tensor=2.")
+    ] = None
+    experts: Annotated[
+        int, typer.Option(min=1, help="Expert partitions, carved out of the mesh's replicas or shards.")
+    ] = 1
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on this machine; by default one for each CUDA device.")
+    ] = None
+    machines: Annotated[
+        int | None, typer.Option(min=1, help="Machines of the job; by default as many as the mesh takes.")
+    ] = None
+    state_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of one rank's training state.")] = None
+    parameters: Annotated[
+        float | None, typer.Option(min=1, help="Or its parameters: 12 bytes each, float32 and Adam's slots.")
+    ] = None
+    checkpoint: Annotated[Path | None, typer.Option(help="The folder that checkpoints go to.")] = None
+    address: Annotated[str, typer.Option(help="As ObserverConfig.address: an interface or address.")] = "*"
+    port: Annotated[int, typer.Option(min=0, max=65534, help="As ObserverConfig.port; 0 is any.")] = 0
+    listen: Annotated[bool, typer.Option("--listen", help="Only answer other machines' doctors.")] = False
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="How long to listen; by default until interrupted.")
+    ] = None
+    connect: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Ask the doctor that listens there, too.")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False
+    output: Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")] = None
+
+
+@taking(Asked)
+def doctor(asked: Asked) -> None:
+    """Check whether this machine is fit for a long run, and say what to fix.
+
+    The exit status is 1 if anything fails.
+    """
+    if asked.listen:
+        _listen(asked)
+        return
+    other = None if asked.connect is None else _address_of(asked.connect)
+    _plan(asked, devices=0)  # a mistake shows before anything is tried
+    facts = gathered(asked.checkpoint, asked.address, asked.port, other)
+    findings = findings_of(facts, _plan(asked, devices=len(facts.torch.devices)))
+    counts = {grade: sum(each.status is grade for each in findings) for grade in Grade}
+    report: dict[str, Any] = {
+        "fit": not counts[Grade.FAIL],
+        "host": socket.gethostname(),
+        "findings": [asdict(each) for each in findings],
+    }
+    as_document(report, screen.screen(findings, counts), as_json=asked.as_json, output=asked.output)
+    raise typer.Exit(0 if report["fit"] else 1)
+
+
+def _plan(asked: Asked, *, devices: int) -> Plan:
+    state_bytes = asked.state_bytes
+    if asked.parameters is not None:
+        if state_bytes is not None:
+            raise typer.BadParameter(
+                "give --state-bytes or --parameters, not both", param_hint="--parameters"
+            )
+        state_bytes = int(asked.parameters * BYTES_PER_PARAMETER)
+    try:
+        mesh = None if asked.mesh is None else mesh_of(asked.mesh, asked.experts)
+        ranks, machines = laid_out(None if mesh is None else len(mesh), asked.ranks, asked.machines, devices)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--mesh") from error
+    return Plan(ranks, machines, state_bytes, mesh, asked.experts > 1)
+
+
+def _address_of(told: str) -> tuple[str, int]:
+    host, _, port = told.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise typer.BadParameter(f"HOST:PORT, such as node1:41234, got {told!r}", param_hint="--connect")
+    return host.strip("[]"), int(port)
+
+
+def _listen(asked: Asked) -> None:
+    """Nothing is examined here: the doctors that ask say what they find."""
+    from torchscout.cli.doctor.probes.network import address_for_others, serve  # with it comes ZeroMQ
+
+    def ready(port: int) -> None:
+        where = f"{address_for_others(asked.address)}:{port}"
+        typer.echo(f"On every other machine run: scout doctor --connect {where}", err=True)
+
+    until = None if asked.seconds is None else time.monotonic() + asked.seconds
+    visits: list[dict[str, Any]] = []
+    try:
+        for visit in serve(asked.address, asked.port, own_versions(), until, ready):
+            visits.append({"host": visit.host, "versions": dict(visit.versions)})
+            typer.echo(f"{visit.host} was here.", err=True)
+    except KeyboardInterrupt:
+        pass
+    except (ScoutError, OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--address") from error
+    report = {"host": socket.gethostname(), "visits": visits}
+    as_document(report, f"{counted(len(visits), 'visit')}.", as_json=asked.as_json, output=asked.output)
