@@ -261,10 +261,12 @@ def test_a_signal_that_is_taken_or_blocked_is_found():
         (["--connect", "node1"], "HOST:PORT, such as node1:41234"),
         (["--connect", "node1:99999"], "got 'node1:99999'"),
         (["--state-bytes", "5", "--parameters", "5"], "not both"),
+        (["--parameters", "nan"], "got nan"),
+        (["--experts", "2"], "give --mesh too"),
         (["--listen", "--address", "203.0.113.9", "--seconds", "0"], "Cannot assign requested address"),
     ],
 )
-def test_a_mistake_is_refused_before_anything_is_tried(arguments: list[str], told: str):
+def test_a_mistake_is_refused_with_what_was_given(arguments: list[str], told: str):
     done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["doctor", *arguments])
     assert done.exit_code == 2
     assert told in done.stderr

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from torchscout.cli.checkpoint.wording import counted
 from torchscout.cli.doctor import screen
-from torchscout.cli.doctor.examination import findings_of, gathered
 from torchscout.cli.doctor.finding import Grade
-from torchscout.cli.doctor.plan import BYTES_PER_PARAMETER, Plan, laid_out, mesh_of
 from torchscout.cli.doctor.probes.installation import own_versions
 from torchscout.cli.document import as_document
 from torchscout.cli.options import taking
 from torchscout.errors import ScoutError
+
+if TYPE_CHECKING:
+    from torchscout.cli.doctor.plan import Plan
 
 __all__ = ["doctor"]
 
@@ -66,6 +68,8 @@ def doctor(asked: Asked) -> None:
     if asked.listen:
         _listen(asked)
         return
+    from torchscout.cli.doctor.examination import findings_of, gathered  # other commands do without numpy
+
     other = None if asked.connect is None else _address_of(asked.connect)
     _plan(asked, devices=0)  # a mistake shows before anything is tried
     facts = gathered(asked.checkpoint, asked.address, asked.port, other)
@@ -81,12 +85,16 @@ def doctor(asked: Asked) -> None:
 
 
 def _plan(asked: Asked, *, devices: int) -> Plan:
+    from torchscout.cli.doctor.plan import BYTES_PER_PARAMETER, Plan, laid_out, mesh_of
+
+    if asked.state_bytes is not None and asked.parameters is not None:
+        raise typer.BadParameter("give --state-bytes or --parameters, not both", param_hint="--parameters")
+    if asked.mesh is None and asked.experts > 1:
+        raise typer.BadParameter("experts are carved out of a mesh: give --mesh too", param_hint="--experts")
+    if asked.parameters is not None and not math.isfinite(asked.parameters):
+        raise typer.BadParameter(f"a number of parameters, got {asked.parameters}", param_hint="--parameters")
     state_bytes = asked.state_bytes
     if asked.parameters is not None:
-        if state_bytes is not None:
-            raise typer.BadParameter(
-                "give --state-bytes or --parameters, not both", param_hint="--parameters"
-            )
         state_bytes = int(asked.parameters * BYTES_PER_PARAMETER)
     try:
         mesh = None if asked.mesh is None else mesh_of(asked.mesh, asked.experts)
