@@ -261,7 +261,7 @@ def test_a_signal_that_is_taken_or_blocked_is_found():
         (["--connect", "node1"], "HOST:PORT, such as node1:41234"),
         (["--connect", "node1:99999"], "got 'node1:99999'"),
         (["--state-bytes", "5", "--parameters", "5"], "not both"),
-        (["--parameters", "nan"], "got nan"),
+        (["--parameters", "inf"], "got inf"),
         (["--experts", "2"], "give --mesh too"),
         (["--listen", "--address", "203.0.113.9", "--seconds", "0"], "Cannot assign requested address"),
     ],
