@@ -276,9 +276,14 @@ class OptimizerReplay:
 
     def comparisons(self) -> Sequence[Comparison]:
         computed = [PARAMETER, *self._slot_surfaces().values()]
-        return [
+        replayed = [
             Comparison(INPUT, Mode.INPUT),
             *(Comparison(surface, Mode.OPTIMIZER, premises=(INPUT,)) for surface in computed),
+        ]
+        if self._is_swept:
+            return replayed
+        return [
+            *replayed,
             Comparison(
                 UPDATE, Mode.STATE, absent="there is no real update of a gradient that was scaled for replay"
             ),
