@@ -270,6 +270,21 @@ def test_who_left_is_not_asked_and_its_last_word_counts(board: Board):
     assert board.kinds(2) == []
 
 
+def test_the_last_word_of_who_leaves_during_a_round_counts_though_it_was_not_asked(board: Board):
+    board.join(0, 1)
+    board.clients[0].send(0, "announce", insistent=False)
+    board.until(lambda: board.kinds(0) == ["heard", "ask"])
+    board.join(2)  # it could not be asked
+    board.clients[2].send(0, "leave", post=post(2, Process.GONE, 0.5))
+    board.until(lambda: board.hub.left == {2})
+    board.now = 0.25
+    board.post_all(0, 1)
+    board.until(lambda: board.rounds)
+    ((posts, _),) = board.rounds
+    assert sorted(posts) == [0, 1, 2]
+    assert posts[2].gone_seconds == 0.75
+
+
 def test_a_round_that_another_hub_took_over_is_called_off(board: Board):
     board.join(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)

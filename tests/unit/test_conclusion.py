@@ -83,6 +83,21 @@ def test_who_did_something_else_is_named_though_the_library_ended_another():
     assert (incident.ranks, incident.records[0].surface) == ((2,), "fingerprint/world")
 
 
+def test_two_that_differ_leave_the_group_undecided_only_when_nobody_can_join_them_any_more():
+    """The library ends one of two that differ at once, before the others have come as far."""
+    posts = {rank: post(rank, 4, moving=True) for rank in range(SIZE)} | {2: post(2, last=8, moving=True)}
+    ended = post(1)
+    posts[1] = replace(ended, gone_seconds=0.001, standing=replace(ended.standing, process=Process.GONE))
+    assert conclude(posts, MESH) is None
+    majority = posts | {rank: post(rank, moving=True) for rank in (0, 3)}
+    assert conclude(majority, MESH).ranks == (2,)
+    for incident in (
+        conclude(posts, MESH, insistent=True),
+        conclude({rank: replace(each, moving=False) for rank, each in posts.items()}, MESH),
+    ):
+        assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1, 2, 3))
+
+
 def test_who_ended_first_took_the_others_along():
     posts = {0: post(0, moving=True), 1: gone(1, 0.5), 2: gone(2, 0.1), 3: gone(3, 0.499)}
     assert conclude(posts, MESH).ranks == (1, 3)

@@ -14,8 +14,8 @@ __all__ = ["hang_cells"]
 
 _FAULTY = 4
 """The steps before it are clean, and those after it."""
-_SECONDS = (3.5, 4.5)
-"""A stall lasts between these, far beyond what observers take, and ends."""
+_SECONDS = 8.0
+"""What a stall lasts if nobody notices it, far beyond what observers take."""
 _PLACES = ("step", *(f"blocks.{block}/{way}" for block in range(BLOCKS) for way in ("forward", "backward")))
 _OF_EACH = 30
 
@@ -37,22 +37,22 @@ def _late(choose: random.Random, seed: int) -> Iterator[Cell]:
     for number in range(_OF_EACH):
         layout = _layout(number)
         at, rank = choose.choice(_PLACES), choose.randrange(LAYOUTS[layout].ranks)
-        faults = Faults().stall(rank=rank, at=at, step=_FAULTY, seconds=choose.uniform(*_SECONDS))
+        faults = Faults().stall(rank=rank, at=at, step=_FAULTY, seconds=_SECONDS)
         yield _cell(f"late-{number}", layout, faults, seed)
 
 
 def _frozen(choose: random.Random, seed: int) -> Iterator[Cell]:
     """A process is stopped by a signal, or one of its threads keeps the interpreter to itself."""
     for number in range(_OF_EACH):
-        rank, seconds = choose.randrange(LAYOUTS["ddp-4"].ranks), choose.uniform(*_SECONDS)
+        rank = choose.randrange(LAYOUTS["ddp-4"].ranks)
         plan = (Faults().freeze, Faults().hold_interpreter)[number % 2]
-        yield _cell(f"frozen-{number}", "ddp-4", plan(rank=rank, step=_FAULTY, seconds=seconds), seed)
+        yield _cell(f"frozen-{number}", "ddp-4", plan(rank=rank, step=_FAULTY, seconds=_SECONDS), seed)
 
 
 def _input(choose: random.Random, seed: int) -> Iterator[Cell]:
     for number in range(_OF_EACH):
-        rank, seconds = choose.randrange(LAYOUTS["ddp-4"].ranks), choose.uniform(*_SECONDS)
-        faults = Faults().stall(rank=rank, at="input", step=_FAULTY, seconds=seconds)
+        rank = choose.randrange(LAYOUTS["ddp-4"].ranks)
+        faults = Faults().stall(rank=rank, at="input", step=_FAULTY, seconds=_SECONDS)
         yield _cell(f"input-{number}", "ddp-4", faults, seed)
 
 

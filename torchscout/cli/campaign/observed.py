@@ -18,11 +18,13 @@ from torchscout.config import ObserverConfig
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 from torchscout.integration.attach import enable_resiliency
+from torchscout.integration.watching import Watching
 
 __all__ = ["QUICK", "Told", "be_quiet", "firings_of", "observers_of", "steps", "train"]
 
 STEPS = 6
 QUICK = ObserverConfig(floor_seconds=0.75, multiple=1.5, start_seconds=20.0, grace_seconds=3.0)
+_MEETING_SECONDS = 5.0
 _PAUSE_SECONDS = 0.02
 """Between steps: a job that does nothing but communicate is not what observers look at."""
 
@@ -59,9 +61,17 @@ def train(
     ):
         if session.watching is not None:
             (observers_of(run_dir) / str(rank)).write_text(str(session.watching.observer.pid))
+            _await_hubs(session.watching)
         for _ in questions:
             steps(training, session.watch_input(injector.input(training.batches())))
             yield Told(session.failures)
+
+
+def _await_hubs(watching: Watching) -> None:
+    """A job that hangs within a moment of its start is another story: observers have yet to meet."""
+    deadline = time.monotonic() + _MEETING_SECONDS
+    while not all(watching.status()["connected"]) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_SECONDS)
 
 
 def steps(training: Training, batches: Iterable[torch.Tensor]) -> None:
@@ -85,4 +95,4 @@ def firings_of(run_dir: Path) -> Path:
 
 def observers_of(run_dir: Path) -> Path:
     """Where the process numbers of observers are."""
-    return run_dir / "observers"
+    return run_dir / "observer-processes"

@@ -16,6 +16,7 @@ from typing import Any
 
 from torchscout.cli.campaign.cell import Cell
 from torchscout.cli.campaign.observed import Told, firings_of, observers_of, train
+from torchscout.cli.campaign.release import released
 from torchscout.cli.campaign.reports import Reports
 from torchscout.cli.local_ranks import LiveRanks, RankError
 from torchscout.decision.record import Incident
@@ -28,6 +29,8 @@ _SECONDS = 40.0
 """What a cell may take."""
 _SETTLE_SECONDS = 1.0
 """How long one listens on after an incident, where the job will not go on: nothing else must be reported."""
+_LEAVE_SECONDS = 5.0
+"""How long a job that has come to its end, and its observers, may take to leave."""
 _POLL_SECONDS = 0.1
 _LOOK_SECONDS = 2.5
 """After a fault that nobody has reported, the job is looked at all the same."""
@@ -72,7 +75,8 @@ def observe(
     for each in (firings_of(run_dir), observers_of(run_dir)):
         each.mkdir(parents=True)
     reports, told, failures = Reports(run_dir), list[Told](), list[str]()
-    ranks = LiveRanks(body, cell.place.ranks, cell.place, cell.faults, run_dir)
+    faults = released(cell.faults, run_dir / "incidents.jsonl")
+    ranks = LiveRanks(body, cell.place.ranks, cell.place, faults, run_dir)
     try:
         ranks.tell("train")
         found = _followed(ranks, reports, stop, goes_on=_goes_on(cell), look=_Once(run_dir, look))
@@ -83,7 +87,8 @@ def observe(
     finally:
         if not told:
             _end_observers(run_dir)  # first: they would report that their trainers are killed
-        ranks.close(patience_seconds=5.0 if told else 0.0)
+        ranks.close(patience_seconds=_LEAVE_SECONDS if told else 0.0)
+        _await_observers(run_dir)
     failures += [failure for each in told for failure in each.failures]
     return Seen([*found, *reports.new()], _fired(run_dir), failures, time.monotonic() - begin)
 
@@ -124,10 +129,29 @@ def _followed(
     return found
 
 
+def _await_observers(run_dir: Path) -> None:
+    """A round may outlast the hang that it is about."""
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    while _observers(run_dir) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _observers(run_dir: Path) -> list[int]:
+    """Those that are there."""
+    numbers = [int(entry.read_text() or 0) for entry in observers_of(run_dir).iterdir()]
+    return [number for number in numbers if number and _is_alive(number)]
+
+
+def _is_alive(number: int) -> bool:
+    with suppress(OSError):
+        return b") Z " not in Path(f"/proc/{number}/stat").read_bytes()
+    return False
+
+
 def _end_observers(run_dir: Path) -> None:
-    for entry in observers_of(run_dir).iterdir():
-        with suppress(ProcessLookupError, ValueError):
-            os.kill(int(entry.read_text()), signal.SIGKILL)
+    for number in _observers(run_dir):
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
 
 
 def _fired(run_dir: Path) -> list[dict[str, Any]]:

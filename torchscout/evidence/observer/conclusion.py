@@ -37,7 +37,8 @@ def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident 
     """What the round shows; ``insistent`` when the same silence was looked at before.
 
     A rank that moves may be about to end everybody's wait, so the first round does not blame
-    anybody while one does. If the others are still waiting the next time, it does.
+    anybody while one does. If the others are still waiting the next time, it does. Nor is a group left
+    undecided over what its members issued, as long as one that moves may yet join the majority.
     """
     gone, moving = _first_gone(posts), any(post.moving for post in posts.values())
     lost = _lost(posts, mesh) if gone else ()
@@ -48,6 +49,8 @@ def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident 
         {line.key: line for post in posts.values() for line in post.lines},
         mesh,
     )
+    if moving and not insistent and incident is not None and _is_undecided(incident):
+        return None
     if gone and not _explains(incident, lost or gone, moving=moving):
         incident = _departure(posts, lost or gone, mesh)
     if incident is None or all(rank in posts and posts[rank].excused for rank in incident.ranks):
@@ -69,10 +72,19 @@ def _explains(incident: Incident | None, gone: Sequence[int], *, moving: bool) -
     """Whether a diagnosis says more than that somebody is gone."""
     if incident is None:
         return False
-    if incident.records[0].surface.partition("/")[0] in _PROTOCOL:
+    if _is_about_protocol(incident):
         return True  # the library may end a process over what another one did
     # While somebody moves, who waits for whom is of the moment.
     return not moving and not set(gone).isdisjoint(incident.ranks)
+
+
+def _is_undecided(incident: Incident) -> bool:
+    """Whether members issued different things, and nobody can be named for it."""
+    return _is_about_protocol(incident) and incident.scope is Scope.PROCESS_GROUP
+
+
+def _is_about_protocol(incident: Incident) -> bool:
+    return incident.records[0].surface.partition("/")[0] in _PROTOCOL
 
 
 def _first_gone(posts: _Posts) -> tuple[int, ...]:

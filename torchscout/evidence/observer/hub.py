@@ -139,7 +139,7 @@ class Hub:
         if not self._round.has_posts:
             self._ask_for_stacks(self._round, now)
         if self._round.is_over(now):
-            self._finish(self._round)
+            self._finish(self._round, now)
 
     def adopt(self, finding: Finding | None) -> None:
         """The other hub has concluded a round."""
@@ -191,7 +191,6 @@ class Hub:
             self._round.insistent |= insistent
             return
         self._round = self._ask_everybody(now, insistent=insistent)
-        self._round.posts |= {other: _aged(post, now - at) for other, (post, at) in self._left.items()}
 
     def _hold_survey(self, now: float) -> None:
         """Unless there is something worse to attend to; it is announced again.
@@ -244,8 +243,12 @@ class Hub:
         if self._round is not None:
             self._round.add(rank, post)
 
-    def _finish(self, finished: Round) -> None:
+    def _finish(self, finished: Round, now: float) -> None:
         self._round = None
+        # With the last words of those who have left, also since it began: a trainer that fails is soon gone.
+        finished.posts = {
+            rank: _aged(post, now - at) for rank, (post, at) in self._left.items()
+        } | finished.posts
         incident = self._conclude(finished.posts, finished.insistent)
         if incident is not None and self._docket.enter(Finding.of(incident, finished.posts)):
             self._record(incident)
