@@ -11,7 +11,8 @@ from tests.support.thread_peers import ThreadPeers, on_threads
 from torchscout.decision.record import EvidenceRecord
 from torchscout.errors import ReplayError
 from torchscout.evidence.hearing import is_inert
-from torchscout.evidence.replay.recipe import Broadcast, Comparison, Given, Mode, Observation, Recipe
+from torchscout.evidence.replay.alignment import Broadcast
+from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation, Recipe
 from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
 

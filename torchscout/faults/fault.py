@@ -12,10 +12,10 @@ from torchscout.decision.record import Manifestation, Scope
 from torchscout.faults.call_effects import CallEffect, Change, Skip, Swap
 from torchscout.faults.check import check
 from torchscout.faults.place import FIRST
-from torchscout.faults.planned import Effect, Fault
+from torchscout.faults.planned import Effect, Fault, Shown
 from torchscout.faults.process_effects import Freeze, HoldInterpreter, Signal, Sleep, StayInside
 from torchscout.faults.tensor_effects import FlipBit, FlipBits, Overwrite, Scale, SetValue, StuckBit
-from torchscout.faults.truth import Shown, Truth, truths
+from torchscout.faults.truth import Truth, truths
 from torchscout.faults.when import Steps, steps_of
 from torchscout.mesh import Mesh, Role
 

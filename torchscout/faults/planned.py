@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchscout.decision.record import Manifestation
+from torchscout.decision.record import Manifestation, Scope, Surface
 from torchscout.faults.call_effects import CallEffect
 from torchscout.faults.place import FIRST, Place
 from torchscout.faults.process_effects import ProcessEffect
 from torchscout.faults.tensor_effects import TensorEffect
-from torchscout.faults.truth import Shown, Truth, truths
 from torchscout.faults.when import Recurring
-from torchscout.mesh import Mesh
+from torchscout.mesh import Role
 
-__all__ = ["Effect", "Fault"]
+__all__ = ["Effect", "Fault", "Shown"]
 
 Effect = ProcessEffect | TensorEffect | CallEffect
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the plan's author knows of the finding, where it does not follow from the fault alone."""
+
+    surface: Surface | None = None
+    scope: Scope | None = None
+    ranks: tuple[int, ...] | None = None
+    role: Role | None = None
+    """Whose peers vote, where experts are carved out of data parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +66,3 @@ class Fault:
     def steps(self) -> range:
         """Those in which it may happen."""
         return self.when.steps if isinstance(self.when, Recurring) else self.when
-
-    def truth(self, mesh: Mesh) -> Truth:
-        """What a perfect detector says of it, if nothing else is wrong."""
-        (truth,) = truths([self], mesh)
-        return truth

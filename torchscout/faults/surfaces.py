@@ -6,16 +6,13 @@ A module is taken for the layer that replay calls; what is inside of one, a plan
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
 
 from torchscout.decision.record import Manifestation, Surface
 from torchscout.faults.call_effects import CallEffect, Skip, Swap
 from torchscout.faults.place import BACKWARD, Kind, Place
+from torchscout.faults.planned import Fault
 from torchscout.faults.process_effects import Signal
 from torchscout.mesh import AXES, Axis, Mesh
-
-if TYPE_CHECKING:
-    from torchscout.faults.planned import Fault
 
 __all__ = ["axis_of", "surface_of"]
 

@@ -10,21 +10,18 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from torchscout.decision.cross_group import scope_of
 from torchscout.decision.localization import Group, localize, undecided
 from torchscout.decision.record import Incident, Manifestation, Scope, Surface
 from torchscout.faults.call_effects import CallEffect
 from torchscout.faults.place import Kind
+from torchscout.faults.planned import Fault, Shown
 from torchscout.faults.process_effects import StayInside
 from torchscout.faults.surfaces import axis_of, surface_of
 from torchscout.mesh import AXES, Mesh, PeerGroup, Role
 
-if TYPE_CHECKING:
-    from torchscout.faults.planned import Fault
-
-__all__ = ["Shown", "Truth", "peers_of", "truths"]
+__all__ = ["Truth", "peers_of", "truths"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +44,6 @@ class Truth:
         shown = incident.records[0].surface
         is_there = any(fnmatchcase(shown, surface) for surface in self.surface.split("|"))
         return is_there and told == (self.manifestation, self.ranks, self.scope)
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What the plan's author knows of the finding, where it does not follow from the fault alone."""
-
-    surface: Surface | None = None
-    scope: Scope | None = None
-    ranks: tuple[int, ...] | None = None
-    role: Role | None = None
-    """Whose peers vote, where experts are carved out of data parallelism."""
 
 
 def truths(faults: Iterable[Fault], mesh: Mesh) -> tuple[Truth, ...]:

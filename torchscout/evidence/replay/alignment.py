@@ -6,7 +6,7 @@ is ready. Of a DTensor only what this rank holds travels. What a tensor is used 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.layout import Layout, local_part
-from torchscout.evidence.replay.recipe import Broadcast
 
 __all__ = [
+    "Broadcast",
     "captured",
     "densely",
     "described",
@@ -28,6 +28,10 @@ __all__ = [
     "refuse",
     "room_for",
 ]
+
+
+Broadcast = Callable[[torch.Tensor], None]
+"""Fills a contiguous tensor, on every peer, with what the source's holds."""
 
 
 def captured(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,9 @@ from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
 from torchscout.decision.signature import signatures
 from torchscout.errors import ReplayError, told
+from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.optimizer_slice import local_of
-from torchscout.evidence.replay.recipe import Broadcast, Comparison, Given, Mode, Observation
+from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
 
 __all__ = ["UNCHANGED", "AtRestRecipe"]
 

@@ -15,7 +15,8 @@ import xxhash
 from torchscout.decision.record import Surface
 from torchscout.decision.signature import signatures
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.recipe import Broadcast, Comparison, Given, Mode, Observation
+from torchscout.evidence.replay.alignment import Broadcast
+from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
 
 __all__ = ["CensusRecipe", "State", "slots_of"]
 

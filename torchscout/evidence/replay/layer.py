@@ -26,7 +26,7 @@ from torchscout.evidence.replay.keepsakes import recalled
 from torchscout.evidence.replay.layout import Layout
 from torchscout.evidence.replay.module_state import buffers_of, preserved, refusal
 from torchscout.evidence.replay.randomness import unmoved
-from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Given, Mode, Observation
+from torchscout.evidence.replay.recipe import ABSENT, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.reduction import Reduction
 from torchscout.evidence.replay.sharded import NOBODY, Keepers, awaken, gathered, gathered_again
 from torchscout.evidence.replay.stopwatch import timed
@@ -152,7 +152,7 @@ class LayerReplay:
                 for name, each in told["buffers"].items()
             }
 
-    def align(self, broadcast: Broadcast) -> None:
+    def align(self, broadcast: alignment.Broadcast) -> None:
         alignment.receive(self._aligned(), broadcast)
 
     @property

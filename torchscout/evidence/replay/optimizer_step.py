@@ -20,7 +20,15 @@ from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
 from torchscout.decision.signature import signatures
 from torchscout.errors import ReplayError, told
-from torchscout.evidence.replay.alignment import captured, described, is_dense, receive, refuse, room_for
+from torchscout.evidence.replay.alignment import (
+    Broadcast,
+    captured,
+    described,
+    is_dense,
+    receive,
+    refuse,
+    room_for,
+)
 from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.optimizer_clone import (
     FAILURES,
@@ -39,7 +47,7 @@ from torchscout.evidence.replay.optimizer_slice import (
     reduce,
     whole_of,
 )
-from torchscout.evidence.replay.recipe import ABSENT, Broadcast, Comparison, Given, Mode, Observation
+from torchscout.evidence.replay.recipe import ABSENT, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.separability import Separability
 from torchscout.evidence.replay.stopwatch import timed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -17,14 +17,12 @@ from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
 from torchscout.decision.replay_diagnosis import INPUT, STATE
 from torchscout.decision.timings import Lap, Measured
-
-if TYPE_CHECKING:
-    from torchscout.evidence.replay.invocation import Invocation
+from torchscout.evidence.replay.alignment import Broadcast
+from torchscout.evidence.replay.invocation import Invocation
 
 __all__ = [
     "ABSENT",
     "POISON",
-    "Broadcast",
     "Comparison",
     "Given",
     "Laps",
@@ -39,9 +37,6 @@ ABSENT = signed(xxhash.xxh3_64_intdigest(b"torchscout: there is nothing to compa
 """In place of a signature: this rank has no such tensor. Not checked if no peer has it, else a difference."""
 POISON = signed(xxhash.xxh3_64_intdigest(b"torchscout: this rank failed in replay"))
 """In place of a signature: this rank could not compute it. Never evidence against anybody."""
-
-Broadcast = Callable[[torch.Tensor], None]
-"""Fills a contiguous tensor, on every peer, with what the source's holds."""
 
 
 class Mode:
