@@ -23,7 +23,7 @@ from torchscout.integration.watching import Watching
 __all__ = ["QUICK", "Told", "be_quiet", "firings_of", "observers_of", "steps", "train"]
 
 STEPS = 6
-QUICK = ObserverConfig(floor_seconds=0.75, multiple=1.5, start_seconds=20.0, grace_seconds=3.0)
+QUICK = ObserverConfig(floor_seconds=1.0, start_seconds=20.0, grace_seconds=3.0)
 _MEETING_SECONDS = 5.0
 _PAUSE_SECONDS = 0.02
 """Between steps: a job that does nothing but communicate is not what observers look at."""
