@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchscout.cli.campaign.cell import Cell
-from torchscout.cli.campaign.observed import Told, firings_of, observers_of, train
+from torchscout.cli.campaign.observed import QUICK, Told, firings_of, observers_of, train
 from torchscout.cli.campaign.release import released
 from torchscout.cli.campaign.reports import Reports
 from torchscout.cli.local_ranks import LiveRanks, RankError
@@ -32,12 +32,11 @@ _SETTLE_SECONDS = 1.0
 _LEAVE_SECONDS = 5.0
 """How long a job that has come to its end, and its observers, may take to leave."""
 _POLL_SECONDS = 0.1
-_LOOK_SECONDS = 2.5
-"""After a fault that nobody has reported, the job is looked at all the same."""
 _PROBLEM_CHARACTERS = 600
 
 _Look = Callable[[Path], None]
-"""Called once, with the run directory, while the job hangs."""
+"""Called with the run directory, again and again, from the fault until observers may begin to ask: to be
+asked for its stacks may end a rank's stall."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def observe(
     ranks = LiveRanks(body, cell.place.ranks, cell.place, faults, run_dir)
     try:
         ranks.tell("train")
-        found = _followed(ranks, reports, stop, goes_on=_goes_on(cell), look=_Once(run_dir, look))
+        found = _followed(ranks, reports, stop, run_dir, goes_on=_goes_on(cell), look=look)
         if _goes_on(cell) and not stop.is_set():
             told = ranks.answers(timeout=1.0)
     except RankError as error:
@@ -98,24 +97,14 @@ def _goes_on(cell: Cell) -> bool:
     return not any(isinstance(fault.effect, CallEffect) for fault in cell.faults)
 
 
-class _Once:
-    """Looks at a job as soon as it is known to hang."""
-
-    def __init__(self, run_dir: Path, look: _Look | None) -> None:
-        self._run_dir, self._look = run_dir, look
-
-    def __call__(self, *, is_reported: bool) -> None:
-        if self._look is not None and (is_reported or self._is_long_ago()):
-            self._look(self._run_dir)
-            self._look = None
-
-    def _is_long_ago(self) -> bool:
-        fired = _fired(self._run_dir)
-        return bool(fired) and time.monotonic() - fired[0]["monotonic"] > _LOOK_SECONDS
-
-
 def _followed(
-    ranks: LiveRanks, reports: Reports, stop: threading.Event, *, goes_on: bool, look: _Once
+    ranks: LiveRanks,
+    reports: Reports,
+    stop: threading.Event,
+    run_dir: Path,
+    *,
+    goes_on: bool,
+    look: _Look | None,
 ) -> list[Stamped]:
     """What is reported until the job has ended, or until nothing more is to be expected of it."""
     found: list[Stamped] = []
@@ -125,7 +114,8 @@ def _followed(
         if new and not found and not goes_on:
             deadline = time.monotonic() + _SETTLE_SECONDS
         found += new
-        look(is_reported=bool(found))
+        if look is not None and _is_undisturbed(run_dir):
+            look(run_dir)
     return found
 
 
@@ -146,6 +136,11 @@ def _is_alive(number: int) -> bool:
     with suppress(OSError):
         return b") Z " not in Path(f"/proc/{number}/stat").read_bytes()
     return False
+
+
+def _is_undisturbed(run_dir: Path) -> bool:
+    fired = _fired(run_dir)
+    return bool(fired) and time.monotonic() - fired[0]["monotonic"] < QUICK.floor_seconds
 
 
 def _end_observers(run_dir: Path) -> None:

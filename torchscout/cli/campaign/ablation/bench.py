@@ -84,13 +84,26 @@ class _Judge:
         return claims
 
 
+class _LastStandings:
+    """Where all ranks stood when they were last seen together, before anybody asked."""
+
+    def __init__(self, ranks: int) -> None:
+        self.standings: list[Standing] = []
+        self._ranks = ranks
+
+    def look(self, run_dir: Path) -> None:
+        found = standings(run_dir)
+        if len(found) == self._ranks:  # who has given up takes its record along
+            self.standings = found
+
+
 def _hang(cell: Cell, run_dir: Path, stop: threading.Event) -> Result:
-    found: list[Standing] = []
-    seen = observe(cell, run_dir / "whole", stop, look=lambda place: found.extend(standings(place)))
+    last = _LastStandings(cell.place.ranks)
+    seen = observe(cell, run_dir / "whole", stop, look=last.look)
     claims = {
         EVERYTHING: claims_of(seen.incidents),
-        "majority": first_to_time_out(found),
-        "wait_graph": coordinate_vote(found, cell.place.mesh()),
+        "majority": first_to_time_out(last.standings),
+        "wait_graph": coordinate_vote(last.standings, cell.place.mesh()),
     }
     for key, body in (("observer", train_gathering), ("observer_posting", train_posting)):
         claims[key] = claims_of(observe(cell, run_dir / key, stop, body=body).incidents)
