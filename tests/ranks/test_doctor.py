@@ -96,11 +96,11 @@ def test_what_is_wrong_is_found_and_comes_with_what_to_do(tmp_path: Path):
         "peers",
     }
     assert {name for name, grade in found.items() if grade == "fail"} == wrong
-    lines = done.stdout.splitlines()
-    assert sum("->" in line for line in lines) >= len(wrong)
-    assert any("Address already in use" in line for line in lines)
-    assert any("127.0.0.1:1: cannot connect: Connection refused" in line for line in lines)
-    assert any(f"chmod 0700 {memory}" in line for line in lines)
+    told = " ".join(done.stdout.split())  # long folders make lines break elsewhere
+    assert told.count("->") >= len(wrong)
+    assert "Address already in use" in told
+    assert "127.0.0.1:1: cannot connect: Connection refused" in told
+    assert f"chmod 0700 {memory}" in (tmp_path / "report.json").read_text()
     assert "7 checks failed: do what the arrows say before a long run." in done.stdout
     assert "\x1b" not in done.stdout
 
@@ -244,12 +244,14 @@ def test_a_signal_that_is_taken_or_blocked_is_found():
         assert "in use" in str(system.own_stacks(number).problem)
     finally:
         signal.signal(number, before)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    try:
-        assert "no stack was written" in str(system.own_stacks(number).problem)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     assert system.own_stacks(number).problem is None
+    # In a process of one thread: elsewhere another one would get it.
+    blocked = (
+        "import signal; from torchscout.cli.doctor.probes import system; "
+        f"signal.pthread_sigmask(signal.SIG_BLOCK, {{{number}}}); print(system.own_stacks({number}).problem)"
+    )
+    done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=True)
+    assert "no stack was written" in done.stdout
 
 
 @pytest.mark.parametrize(
