@@ -18,7 +18,14 @@ __all__ = ["ablation_cells"]
 _SDC = 24
 _OF_LAYOUT = {"ddp": 4, "tensor": 3}
 """Slow ranks; twice as many are slow once."""
-_HANGS = {"late": 12, "frozen": 6, "input": 4, "other": 6}
+_HANGS = {
+    ("late", "ddp-4"): 4,
+    ("late", "fsdp2-4"): 4,
+    ("late", "hybrid-8"): 6,
+    ("frozen", "ddp-4"): 6,
+    ("input", "ddp-4"): 4,
+    ("other", "ddp-4"): 6,
+}
 _CLEAN_HANGS = 5
 
 
@@ -64,8 +71,10 @@ def _nondeterministic(choose: random.Random, seed: int) -> Iterator[Cell]:
 
 def _hanging(seed: int) -> Iterator[Cell]:
     every = hang_cells(seed)
-    for kind, count in _HANGS.items():
-        yield from [cell for cell in every if cell.name.startswith(f"{kind}-")][:count]
+    for (kind, layout), count in _HANGS.items():
+        yield from [cell for cell in every if (cell.name.split("-")[0], cell.layout) == (kind, layout)][
+            :count
+        ]
     for number in range(_CLEAN_HANGS):
         layout = ("ddp-4", "fsdp2-4", "hybrid-8")[number % 3]
         yield Cell("hang-clean", f"clean-{number}", layout, Processes.OBSERVED, seed=seed)
