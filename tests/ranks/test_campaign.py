@@ -48,9 +48,7 @@ def test_a_campaign_that_is_interrupted_leaves_nothing_and_goes_on_where_it_stop
     arguments = ["paper", "--cells", "hang*/ddp-4/*-0", "--jobs", "2", "--resume", folder]
     first = subprocess.Popen([*SCOUT, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     kept = wait_for_a_result(folder, first)
-    running = processes_of(folder)
-    records = records_of(running)
-    assert records, "something must be running, or nothing is shown"
+    records = wait_for_a_record(folder, first)
     first.send_signal(signal.SIGTERM)
     _, errors = first.communicate(timeout=30)
     assert first.returncode == 130, errors
@@ -82,6 +80,16 @@ def wait_for_a_result(folder: Path, process: subprocess.Popen[str]) -> set[str]:
             return {json.loads(line)["cell"] for line in lines}
         time.sleep(0.05)
     raise AssertionError(f"no result: {process.communicate()}")
+
+
+def wait_for_a_record(folder: Path, process: subprocess.Popen[str]) -> set[Path]:
+    """Something must be running, or its end shows nothing: one job may be over and the next not begun."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if records := records_of(processes_of(folder)):
+            return records
+        time.sleep(0.01)
+    raise AssertionError(f"nothing was seen to run: {process.communicate()}")
 
 
 def processes_of(folder: Path) -> list[Path]:
