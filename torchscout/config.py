@@ -23,7 +23,10 @@ KAPPA = 5.0
 MATERIAL_RATIO = 1.1
 """Times closer than this ratio are the same for every practical purpose."""
 
-RECIPES = ("census", "embedding", "layer", "output", "optimizer")
+RECIPES = (
+    *("census", "embedding", "layer", "output", "optimizer"),
+    *("experts", "all_to_all", "expert_census", "expert_optimizer"),
+)
 """What replay can check: see ``ReplayConfig.recipes``."""
 
 
@@ -134,7 +137,9 @@ class ReplayConfig:
     """Factors for the floating inputs of a replayed layer: ``(0.1, 1.0, 10.0)`` meets more of their range."""
     recipes: tuple[str, ...] | Mapping[str, int] = RECIPES
     """What to check; as a mapping, each with its own interval. ``embedding``, ``layer`` (one hidden layer
-    after the other), ``output``, ``optimizer`` (one slice after the other), ``census`` (all state)."""
+    after the other), ``output``, ``optimizer`` (one slice after the other), ``census`` (all state). In a
+    mixture of experts also ``experts`` (one shape after the other), ``all_to_all`` (one plan of traffic after
+    the other), ``expert_census`` and ``expert_optimizer``; elsewhere these are nothing."""
     budget: float | None = None
     """The share of training's time that checks may take, such as 0.005; intervals grow as needed."""
     embedding: str | None = None
@@ -143,6 +148,11 @@ class ReplayConfig:
     """The name of the list of hidden layers, or the layers' own names."""
     output: str | None = None
     """The output layer's name."""
+    experts: str | tuple[str, ...] | None = None
+    """The names of expert modules, where they are not found by themselves; ``*`` stands for anything."""
+    catalog: str | Path | None = None
+    """The file of ``scout discover`` with the shapes at which experts are replayed; each rank reads it.
+    Without it, they are replayed with as many rows as training happens to route to them."""
     patience_seconds: float = 120.0
     """How long a rank waits for another one in a check before replay is given up, and training goes on."""
     straggler: StragglerConfig = StragglerConfig()

@@ -15,6 +15,7 @@ from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation, Recipe
 from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
+from torchscout.mesh import Role
 
 Act = Callable[[int, str, float], Any]
 
@@ -31,11 +32,15 @@ class Planned:
         self.rank, self.act, self.kind, self.varies = rank, act, kind, varies
         self.targets = ("a", "b")
         self.is_gathered, self.is_swept = False, True
+        self.role, self.is_dynamic = Role.DENSE, False
         self.calls: list[tuple[str, Any]] = []
 
     def say(self, call: str, detail: Any = None, variant: float = 1.0) -> Any:
         self.calls.append((call, detail))
         return self.act(self.rank, call, variant)
+
+    def kept_as(self, target: int) -> str:
+        return self.targets[target]
 
     def begin(self, target: int, *, is_source: bool) -> PlannedReplay:
         replay = PlannedReplay(self, self.targets[target])
@@ -95,7 +100,7 @@ class Rank:
         kinds = {recipe.kind: len(recipe.targets) for recipe in recipes}
         self.peers, self.recipes, self.rank = peers, recipes, peers.rank
         self.rotation = Rotation(kinds, dict.fromkeys(kinds, 1))
-        self.replayer = Replayer(recipes, self.rotation, peers)
+        self.replayer = Replayer(recipes, self.rotation, lambda *_: peers)
         self.replayer.variants = variants
 
     def step(self, step: int = 1) -> Findings:

@@ -212,7 +212,7 @@ def test_where_nothing_is_due_nothing_is_exchanged():
     (peers,) = ThreadPeers.create_all((0,))
     recipe = Planned(0)
     rotation = Rotation({"layer": 2}, {"layer": 10})
-    replayer = Replayer([recipe], rotation, peers)
+    replayer = Replayer([recipe], rotation, lambda *_: peers)
     for step in range(1, 10):
         replayer.begin(step)
         assert not replayer.is_due
@@ -297,6 +297,7 @@ class OneAtATime:
     def __init__(self, recipe: Recipe, lock: threading.Lock) -> None:
         self.kind, self.targets, self.varies = recipe.kind, recipe.targets, recipe.varies
         self.is_gathered, self.is_swept = recipe.is_gathered, recipe.is_swept
+        self.role, self.kept_as, self.is_dynamic = recipe.role, recipe.kept_as, recipe.is_dynamic
         self._recipe, self._lock = recipe, lock
 
     def begin(self, target: int, *, is_source: bool) -> Alone:

@@ -104,7 +104,7 @@ def test_without_a_budget_or_without_measurements_intervals_stay():
     ("settings", "message"),
     [
         ({"interval": 0}, "at least 1 step"),
-        ({"recipes": ("layer", "experts")}, "unknown recipes"),
+        ({"recipes": ("layer", "nothing")}, "unknown recipes"),
         ({"recipes": ()}, "nothing would be checked"),
         ({"recipes": {"layer": 0}}, "at least 1 step"),
         ({"variants": ()}, "finite factors"),

@@ -40,10 +40,11 @@ NONDETERMINISTIC = "nondeterministic kernel"
 FAILED = "replay failed"
 """How the reason begins why there are none."""
 
+_PASSES = ("module", "embedding", "output", "experts")
 COMPUTATION: frozenset[Surface] = frozenset(
     {
-        *(f"time/{part}" for part in ("module", "embedding", "output", "optimizer")),
-        *(f"time/{part}_backward" for part in ("module", "embedding", "output")),
+        *(f"time/{part}" for part in (*_PASSES, "optimizer", "expert_optimizer")),
+        *(f"time/{part}_backward" for part in _PASSES),
     }
 )
 """The times a rank spends by itself. Every other ``time/`` surface holds up all members of a process

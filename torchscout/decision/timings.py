@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torchscout.decision import consensus
 from torchscout.decision.cross_group import GroupTime
 from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
-from torchscout.mesh import AXES, Mesh
+from torchscout.mesh import AXES, Mesh, Role
 
 __all__ = ["Lap", "Measured", "Timings", "axis_of"]
 
@@ -57,9 +57,10 @@ class Measured:
 
 
 def axis_of(mesh: Mesh, members: Sequence[int]) -> str:
-    """The axis of the mesh that a process group lies along; ``mixed`` if it is not just one."""
+    """The axis of the mesh that a process group lies along, of dense layers or of experts; else ``mixed``."""
     wanted = tuple(sorted(members))
-    return next((axis for axis in AXES if mesh.ranks_along(axis, wanted[0]) == wanted), "mixed")
+    along = (axis for role in Role for axis in AXES if mesh.ranks_along(axis, wanted[0], role) == wanted)
+    return next(along, "mixed")
 
 
 class Timings:
@@ -109,8 +110,11 @@ class Timings:
         for rank, value in values.items():
             if rank in seen:
                 continue
-            is_update = surface.startswith("time/optimizer")  # of state, which only replicas share
-            peers = self._mesh.peers_of(rank) if is_update else self._mesh.layer_peers_of(rank)
+            # Of state, which only replicas share.
+            is_update = surface.startswith(("time/optimizer", "time/expert_optimizer"))
+            role = Role.EXPERT if _is_of_experts(surface) else Role.DENSE
+            among = self._mesh.peers_of if is_update else self._mesh.layer_peers_of
+            peers = among(rank, role)
             # A rank that could not replay has told nothing; that is no slowness. Other sizes are other work.
             having = tuple(
                 each for each in peers.ranks if each in values and values[each].shape == value.shape
@@ -144,6 +148,11 @@ class _GroupKey(NamedTuple):
 
 def _identity(lap: Lap) -> tuple[int, int, int]:
     return min(lap.members), len(lap.members), lap.elements
+
+
+def _is_of_experts(surface: Surface) -> bool:
+    """Their own work, and what is exchanged among those who hold different ones."""
+    return surface.startswith(("time/experts", "time/expert_")) or surface.endswith("@expert")
 
 
 def _named(surface: Surface, axis: str) -> Surface:

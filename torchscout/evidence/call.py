@@ -92,8 +92,13 @@ class Call:
     def group(self) -> Group:
         """SCOUT's own groups are no exception; their names tell them apart."""
         if self._group is None:
-            self._group = _described(dist.ProcessGroup.unbox(self._argument("process_group")))
+            self._group = _described(self.process_group)
         return self._group
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group itself, for whoever communicates on it too; to be kept by weak reference only."""
+        return dist.ProcessGroup.unbox(self._argument("process_group"))
 
     @property
     def dtype(self) -> torch.dtype | None:

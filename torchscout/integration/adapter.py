@@ -9,7 +9,7 @@ import torch
 
 from torchscout.decision.record import Surface
 from torchscout.evidence.replay.sharded import Keepers
-from torchscout.integration.structure import Structure
+from torchscout.integration.structure import Part, Structure
 from torchscout.mesh import Mesh
 
 __all__ = ["Adapter"]
@@ -34,6 +34,10 @@ class Adapter(Protocol):
         output: str | None = None,
     ) -> Structure:
         """What replay works on; a path the user gives wins. A ``ValueError`` says what to pass."""
+        ...
+
+    def experts(self, named: str | Sequence[str] | None = None) -> Sequence[Part]:
+        """What computes the rows that a router sends it; none where the model is dense."""
         ...
 
     def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:

@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,28 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig
-from torchscout.decision.record import Incident
+from torchscout.decision.record import Incident, Surface
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.errors import ScoutError
 from torchscout.evidence.observer.device import device_of
+from torchscout.evidence.replay.routed import Rows
 from torchscout.integration.adapter import Adapter
-from torchscout.integration.communicators import Communicators
+from torchscout.integration.communicators import Communicators, PeerLinks
+from torchscout.integration.coverage import NO_CATALOG
 from torchscout.integration.modules import is_called
 from torchscout.integration.news import News
-from torchscout.integration.recipes import device_of_job, recipes_for
+from torchscout.integration.recipes import (
+    are_experts_spread,
+    device_of_job,
+    expert_parameters,
+    recipes_for,
+)
 from torchscout.integration.registry import adapter_for
 from torchscout.integration.replaying import Replaying
 from torchscout.integration.session import Session
 from torchscout.integration.structure import surface_of
 from torchscout.integration.watching import Job, watch
-from torchscout.mesh import Mesh
+from torchscout.mesh import Mesh, Role
 
 __all__ = ["enable_resiliency"]
 
@@ -72,7 +79,9 @@ def enable_resiliency(
         job = _agree(adapter, communicators, run_dir)
         session = Session(job.run_dir, undo.pop_all())
     if checkpoint is not None:
-        _keep(session, job, checkpoint, model, adapter, communicators)
+        differing = _differing(adapter, replay, job.mesh)
+        names = [name for name, _ in model.named_parameters() if surface_of(name) in differing]
+        _keep(session, job, checkpoint, model, adapter.optimizers(), names, communicators)
     if observer is not None:
         _watch(session, job, observer, adapter, communicators)
     if optimizers := adapter.optimizers():
@@ -130,17 +139,15 @@ def _keep(
     job: Job,
     config: CheckpointConfig,
     model: torch.nn.Module,
-    adapter: Adapter,
+    optimizers: Sequence[torch.optim.Optimizer],
+    unreplicated: Sequence[str],
     communicators: Communicators,
 ) -> None:
     """Put checkpoints into the session; what a user must change (folder, budget) fails on every rank."""
     from torchscout.integration.checkpointing import Checkpointing  # with it comes ZeroMQ
 
-    optimizers = adapter.optimizers()
     try:
-        differing = adapter.unreplicated()
-        names = [name for name, _ in model.named_parameters() if surface_of(name) in differing]
-        session.checkpointing = Checkpointing(job, config, communicators, model, optimizers, names)
+        session.checkpointing = Checkpointing(job, config, communicators, model, optimizers, unreplicated)
     except ScoutError:
         session.close()
         raise
@@ -150,6 +157,14 @@ def _keep(
         # First in: FSDP's own hook gathers what is to be kept as shards.
         hook = stage.register_forward_pre_hook(_training_begins(session), prepend=True)
         session.undo.callback(hook.remove)
+
+
+def _differing(adapter: Adapter, config: ReplayConfig | None, mesh: Mesh) -> set[Surface]:
+    """The parameters that no other rank keeps equal. Those of experts, holders of the same ones do."""
+    differing = set(adapter.unreplicated())
+    if config is not None and are_experts_spread(mesh):
+        differing -= expert_parameters(adapter, adapter.experts(config.experts)).keys()
+    return differing
 
 
 def _training_begins(session: Session) -> Callable[..., None]:
@@ -165,7 +180,7 @@ def _replay(
     session: Session, job: Job, config: ReplayConfig, adapter: Adapter, communicators: Communicators
 ) -> None:
     """Put replay into the session: on every rank, or where one has no part in it, on none."""
-    peers = job.mesh.peers_of(job.rank)
+    peers = job.mesh.peers_of(job.rank, Role.DENSE)
     obstacle = None
     if not peers.can_compare:
         obstacle = "no other rank does the same work"
@@ -175,19 +190,40 @@ def _replay(
     if (agreed := communicators.first_problems([obstacle])[0]) is not None:
         session.not_replaying = obstacle or agreed
         return
+    device = device_of_job(adapter)
+    shapes, lacking = _shapes(config, adapter, communicators)
     replaying = Replaying(
         config,
-        recipes_for(adapter, config, job.mesh, job.rank),
+        recipes_for(adapter, config, job.mesh, job.rank, shapes),
         job.mesh,
         communicators,
-        [
-            communicators.links(each, device_of_job(adapter))
-            for each in dict.fromkeys((peers, job.mesh.layer_peers_of(job.rank)))
-        ],
+        _links(job, communicators, device),
         JsonlRecorder(job.run_dir, job.rank),
         session.guarded,
     )
+    replaying.cover(lacking, has_catalog=shapes is not None)
     if session.checkpointing is not None:
         replaying.serve(session.checkpointing)
     replaying.begin(1)
     session.replaying = replaying
+
+
+def _shapes(
+    config: ReplayConfig, adapter: Adapter, communicators: Communicators
+) -> tuple[Mapping[str, Sequence[Rows]] | None, str | None]:
+    """At which shapes experts are replayed, and what that leaves out; the same everywhere."""
+    experts = adapter.experts(config.experts)
+    if not any(communicators.highest([len(experts)])):
+        return None, None
+    return None, NO_CATALOG
+
+
+def _links(job: Job, communicators: Communicators, device: torch.device) -> Callable[[Role, bool], PeerLinks]:
+    """The connections of this rank: to the holders of what it holds, and to whom it computes the same as."""
+    groups = {
+        (role, is_gathered): (job.mesh.layer_peers_of if is_gathered else job.mesh.peers_of)(job.rank, role)
+        for role in Role
+        for is_gathered in (False, True)
+    }
+    links = {group: communicators.links(group, device) for group in dict.fromkeys(groups.values())}
+    return lambda role, is_gathered: links[groups[role, is_gathered]]

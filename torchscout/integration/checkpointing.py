@@ -24,7 +24,7 @@ from torchscout.checkpoint.certify import Ballot, events_of
 from torchscout.checkpoint.fetch import Fetched, Links, fetch
 from torchscout.checkpoint.gate import CheckpointGate, after
 from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.happening import Effects, Event, Lost, Outcome, Recovered
+from torchscout.checkpoint.happening import Checked, Effects, Event, Lost, Outcome, Recovered
 from torchscout.checkpoint.inventory import Member
 from torchscout.checkpoint.memory import check_budget, memory_folder
 from torchscout.checkpoint.outgoing import Outgoing
@@ -38,6 +38,7 @@ from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.integration.addresses import own_address
 from torchscout.integration.communicators import Communicators
+from torchscout.integration.coverage import Coverage
 from torchscout.integration.former import Former, Remains
 from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
 from torchscout.integration.resumption import Resumption, Sweeping
@@ -79,6 +80,7 @@ class Checkpointing:
         self._member = Member(
             job=self._name, mesh=_described(job.mesh), world_size=len(job.mesh), rank=job.rank
         )
+        self._coverage = Coverage()
         self._gate = self._configured(CheckpointGate())
         self._former: Former | None = None
         """What an earlier run has left, until this one goes back to it."""
@@ -145,8 +147,14 @@ class Checkpointing:
         is_lost = differs or not self._is_captured()
         return Ballot(outcome, self._gate.accepted, is_lost, not is_written, unwritten).votes()
 
-    def decide(self, step: int, counted: Sequence[int]) -> None:
-        """The same on every rank."""
+    def go_by(self, coverage: Coverage, rotation: Stateful) -> None:
+        """What checks go over, and how far they are; see ``integration.replaying.Certifier``."""
+        self._coverage = coverage
+        self._registered[f"{OURS}rotation"] = rotation
+        self._gate = self._configured(self._gate)
+
+    def decide(self, step: int, counted: Sequence[int], *, counts: bool = True) -> None:
+        """The same on every rank. Only a check that ``counts`` certifies, of those that are accepted."""
         self._problems += self._outgoing.problems()
         if self._former is not None:
             raise CheckpointError(
@@ -156,7 +164,8 @@ class Checkpointing:
         if self._capture is not None and self._capture.problem is not None:
             self._problems.append(self._capture.problem)
         for event in events_of(self._gate, step, Ballot.counted(counted)):
-            self._carry_out(event)
+            if counts or not (isinstance(event, Checked) and event.outcome.accepted):
+                self._carry_out(event)
         self._write_down()
 
     def resume(self, sweep: Sweeping | None = None, *, start_over: bool = False) -> Resumption:
@@ -226,7 +235,8 @@ class Checkpointing:
 
     def _configured(self, gate: CheckpointGate) -> CheckpointGate:
         config = self._config
-        return replace(gate, recipes=config.recipes, persist_every=config.persist_every, keep=config.keep)
+        recipes = self._coverage.recipes or config.recipes
+        return replace(gate, recipes=recipes, persist_every=config.persist_every, keep=config.keep)
 
     def status(self) -> Mapping[str, Any]:
         self._problems += self._outgoing.problems()
@@ -243,6 +253,7 @@ class Checkpointing:
             "copied": self._copied(),
             "held_seconds": None if self._capture is None else self._capture.held_seconds,
             "reason": self._reason,
+            "lacking": self._coverage.lacking,
             "problems": list(self._problems),
         }
 

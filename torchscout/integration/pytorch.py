@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
 from torchscout.evidence.replay.sharded import Keepers, keepers_of
+from torchscout.integration.mixture import experts_of
 from torchscout.integration.parallelism import mesh_along, mesh_from
-from torchscout.integration.structure import Structure, layers_of, structure_of, surface_of
+from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
 from torchscout.mesh import Mesh
 
 __all__ = ["PyTorchAdapter"]
@@ -52,6 +53,9 @@ class PyTorchAdapter:
         output: str | None = None,
     ) -> Structure:
         return structure_of(self._model, embedding=embedding, layers=layers, output=output)
+
+    def experts(self, named: str | Sequence[str] | None = None) -> Sequence[Part]:
+        return experts_of(self._model, named)
 
     def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
         return {surface_of(name): parameter for name, parameter in self._model.named_parameters()}

@@ -1,72 +1,144 @@
-"""From what an adapter tells about a job to what replay does with it (paper, section 6.1)."""
+"""From what an adapter tells about a job to what replay does with it (paper, section 6)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Surface
+from torchscout.evidence.replay.all_to_all import AllToAllRecipe
 from torchscout.evidence.replay.at_rest import AtRestRecipe
 from torchscout.evidence.replay.census import CensusRecipe, slots_of
+from torchscout.evidence.replay.experts import ExpertsRecipe
 from torchscout.evidence.replay.layer import LayerRecipe
 from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
 from torchscout.evidence.replay.recipe import Recipe
 from torchscout.evidence.replay.reduction import route_of
+from torchscout.evidence.replay.routed import Rows
 from torchscout.evidence.replay.sharded import Keepers
 from torchscout.integration.adapter import Adapter
+from torchscout.integration.mixture import without_experts
 from torchscout.integration.structure import Part
-from torchscout.mesh import Axis, Mesh
+from torchscout.mesh import Axis, Mesh, Role
 
-__all__ = ["device_of_job", "recipes_for"]
+__all__ = ["are_experts_spread", "device_of_job", "expert_parameters", "recipes_for"]
+
+_Parameters = Mapping[Surface, torch.nn.Parameter]
 
 
 def recipes_for(
-    adapter: Adapter, config: ReplayConfig, mesh: Mesh | None = None, rank: int = 0
+    adapter: Adapter,
+    config: ReplayConfig,
+    mesh: Mesh | None = None,
+    rank: int = 0,
+    shapes: Mapping[str, Sequence[Rows]] | None = None,
 ) -> list[Recipe]:
     """Every recipe the configuration asks for; a ``ValueError`` says what a user must name.
 
     Peers along the mesh's replica axis hold copies of each other's state, along its shard axis each its own.
-    Without a mesh nothing is known of shards.
+    Without a mesh nothing is known of shards, or of experts. ``shapes`` are those of a catalog, by the name
+    of the experts; None where there is none.
     """
     structure = adapter.structure(embedding=config.embedding, layers=config.layers, output=config.output)
-    parameters, optimizers = dict(adapter.parameters()), adapter.optimizers()
-    device = device_of_job(adapter)
-    is_owned = mesh is not None and mesh.peer_axis() is Axis.SHARD
-    is_mixed = mesh is not None and mesh.layer_peers_of(rank) != mesh.peers_of(rank)
-    surfaces: dict[torch.Tensor, Surface] = {each: surface for surface, each in parameters.items()}
-    copies = {surface: each for surface, each in parameters.items() if surface not in adapter.unreplicated()}
-
-    def layers(kind: str, parts: Sequence[Part]) -> LayerRecipe:
-        modules = {part.name: part.module for part in parts}
-
-        def keepers(module: torch.nn.Module) -> Keepers:
-            found, route = adapter.keepers(module), None
-            if mesh is not None and kind == "layer" and found.modules:
-                route = route_of([*module.parameters()], mesh, rank)
-            copies = not (is_mixed or is_owned)
-            return replace(found, copies=copies, is_mixed=is_mixed, route=route)
-
-        return LayerRecipe(kind, modules, surfaces, device, keepers)
-
-    def slots() -> Mapping[Surface, torch.Tensor]:
-        return slots_of({each: surface for surface, each in copies.items()}, optimizers)
-
-    def state() -> Mapping[str, Mapping[Surface, torch.Tensor]]:
-        return {"parameters": copies, "optimizer": slots()}
-
+    experts = adapter.experts(config.experts)
+    is_spread = mesh is not None and are_experts_spread(mesh)
+    job = _Job(adapter, mesh, rank)
+    own = expert_parameters(adapter, experts) if is_spread else {}
+    left_out = {*adapter.unreplicated(), *own}
+    shared = {surface: each for surface, each in adapter.parameters().items() if surface not in left_out}
+    layers = without_experts(structure.layers, experts) if is_spread else structure.layers
     recipes: list[Recipe] = [
-        AtRestRecipe(lambda: {**copies, **slots()}, optimizers) if is_owned else CensusRecipe(state),
-        layers("embedding", structure.embeddings),
-        layers("layer", structure.layers),
-        layers("output", structure.outputs),
-        OptimizerRecipe(copies, optimizers, device, owned=is_owned),
+        job.state("census", shared, Role.DENSE),
+        job.modules("embedding", structure.embeddings),
+        job.modules("layer", layers),
+        job.modules("output", structure.outputs),
+        job.updates("optimizer", shared, Role.DENSE),
     ]
+    if mesh is not None and _have_peers(mesh):
+        if is_spread or shapes is not None:
+            recipes.append(job.experts(experts, shapes or {}))
+        if is_spread:
+            members = mesh.ranks_along("expert", rank, Role.EXPERT)
+            recipes += [
+                job.state("expert_census", own, Role.EXPERT),
+                job.updates("expert_optimizer", own, Role.EXPERT),
+                AllToAllRecipe(members, device_of_job(adapter)),
+            ]
     return [recipe for recipe in recipes if recipe.kind in config.intervals]
+
+
+def are_experts_spread(mesh: Mesh) -> bool:
+    """Whether ranks hold different experts: then a layer is not the same work on all its dense peers."""
+    return mesh.degree("expert", Role.EXPERT) > 1
+
+
+def expert_parameters(adapter: Adapter, experts: Sequence[Part]) -> dict[Surface, torch.nn.Parameter]:
+    """What only ranks with the same experts have in common."""
+    own = {id(each) for part in experts for each in part.module.parameters()}
+    return {surface: each for surface, each in adapter.parameters().items() if id(each) in own}
 
 
 def device_of_job(adapter: Adapter) -> torch.device:
     """Where this rank computes."""
     return next((each.device for each in adapter.parameters().values()), torch.device("cpu"))
+
+
+class _Job:
+    """What all recipes of a rank are made from."""
+
+    def __init__(self, adapter: Adapter, mesh: Mesh | None, rank: int) -> None:
+        self._adapter, self._mesh, self._rank = adapter, mesh, rank
+        self._device, self._optimizers = device_of_job(adapter), adapter.optimizers()
+        self._surfaces: dict[torch.Tensor, Surface] = {
+            each: surface for surface, each in adapter.parameters().items()
+        }
+
+    def state(self, kind: str, parameters: _Parameters, role: Role) -> Recipe:
+        """All that is held: compared with copies, or watched where there are none."""
+        surfaces: dict[torch.Tensor, Surface] = {each: surface for surface, each in parameters.items()}
+
+        def slots() -> dict[Surface, torch.Tensor]:
+            return slots_of(surfaces, self._optimizers)
+
+        if self._is_owned(role):
+            return AtRestRecipe(lambda: {**parameters, **slots()}, self._optimizers, kind, role)
+        return CensusRecipe(lambda: {"parameters": parameters, "optimizer": slots()}, kind, role)
+
+    def updates(self, kind: str, parameters: _Parameters, role: Role) -> Recipe:
+        return OptimizerRecipe(
+            parameters, self._optimizers, self._device, owned=self._is_owned(role), kind=kind, role=role
+        )
+
+    def modules(self, kind: str, parts: Sequence[Part]) -> Recipe:
+        keepers = partial(self._keepers, role=Role.DENSE, reduces=kind == "layer")
+        return LayerRecipe(kind, _named(parts), self._surfaces, self._device, keepers)
+
+    def experts(self, parts: Sequence[Part], shapes: Mapping[str, Sequence[Rows]]) -> Recipe:
+        keepers = partial(self._keepers, role=Role.EXPERT, reduces=False)
+        return ExpertsRecipe(_named(parts), shapes, self._surfaces, self._device, keepers)
+
+    def _keepers(self, module: torch.nn.Module, *, role: Role, reduces: bool) -> Keepers:
+        found, mesh, rank = self._adapter.keepers(module), self._mesh, self._rank
+        if mesh is None:
+            return found
+        is_mixed = mesh.layer_peers_of(rank, role) != mesh.peers_of(rank, role)
+        route = route_of([*module.parameters()], mesh, rank, role) if reduces and found.modules else None
+        copies = not (is_mixed or self._is_owned(role))
+        return replace(found, copies=copies, is_mixed=is_mixed, route=route)
+
+    def _is_owned(self, role: Role) -> bool:
+        """Whether each rank is the only one to hold its part."""
+        return self._mesh is not None and self._mesh.peer_axis(role) is Axis.SHARD
+
+
+def _have_peers(mesh: Mesh) -> bool:
+    """Whether everybody's experts are on another rank too."""
+    return all(group.can_compare for group in mesh.peer_groups(Role.EXPERT))
+
+
+def _named(parts: Sequence[Part]) -> dict[str, torch.nn.Module]:
+    return {part.name: part.module for part in parts}

@@ -27,14 +27,17 @@ from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
 from torchscout.evidence.replay.sweep import sweep
 from torchscout.integration.communicators import Communicators, PeerLinks
+from torchscout.integration.coverage import Coverage
 from torchscout.integration.resumption import Swept
-from torchscout.mesh import Axis, Mesh
+from torchscout.mesh import Axis, Mesh, Role
 from torchscout.recovery.retrieval import Sweep
 
 __all__ = ["Replaying"]
 
-CENSUS = "census"
-"""The recipe that compares what peers hold."""
+CENSUS = ("census", "expert_census")
+"""The recipes that compare what peers hold."""
+EXPERTS = "experts"
+"""The recipe that goes through a catalog of shapes: only an accepted check takes it further."""
 KEPT = "state/checkpoint"
 """What peers have captured of the state that they hold copies of."""
 _SWEPT = {Outcome.HEALTHY: Sweep.CLEAN, Outcome.SDC: Sweep.SDC}
@@ -54,8 +57,13 @@ class Certifier(Protocol):
         numbers on every rank."""
         ...
 
-    def decide(self, step: int, counted: Sequence[int]) -> None:
-        """The highest of each rank's; the same is decided everywhere."""
+    def decide(self, step: int, counted: Sequence[int], *, counts: bool) -> None:
+        """The highest of each rank's; the same is decided everywhere. Of accepted checks only those that
+        ``counts`` is true of certify anything."""
+        ...
+
+    def go_by(self, coverage: Coverage, rotation: Rotation) -> None:
+        """What checks go over, and how far they are, which is to be kept too."""
         ...
 
 
@@ -68,19 +76,22 @@ class Replaying:
         recipes: Sequence[Recipe],
         mesh: Mesh,
         communicators: Communicators,
-        links: Sequence[PeerLinks],
+        links: Callable[[Role, bool], PeerLinks],
         recorder: Recorder,
         guard: Callable[[Callable[[], Any]], Any],
     ) -> None:
-        """``links`` to this rank's peers, and to those who compute the same layers."""
+        """``links`` to this rank's peers: see ``evidence.replay.replayer.PeersFor``."""
         self._guard = guard
         self._config, self._wanted = config, config
         self._recipes, self._kinds = recipes, {each.kind for each in recipes}
         self._rotation = Rotation({each.kind: len(each.targets) for each in recipes}, config.intervals)
-        self._replayer = Replayer(recipes, self._rotation, *links)
+        self._replayer = Replayer(recipes, self._rotation, links)
         self._replayer.variants = config.variants
         self._mesh, self._communicators, self._recorder = mesh, communicators, recorder
-        self._links = links[0]
+        self._links = links(Role.DENSE, False)
+        self._copies = links(Role.EXPERT, False)
+        """Those who hold the same of everything, experts included."""
+        self._coverage = Coverage()
         self._rank = self._links.group.ranks[self._links.position]
         self._device = self._links.device
         self._diagnosis, self._ongoing = ReplayDiagnosis(mesh, config.straggler), Ongoing()
@@ -110,6 +121,7 @@ class Replaying:
         begin = self._now()
         self._cadence.step_took(begin - self._since)
         if self._replayer.is_due:
+            counts = self._coverage.recipes is None or self._rotation.is_due(EXPERTS, step)
             findings = self._replayer.check(step)
             kept = self._compare_kept(step)
             findings.records.extend(kept)
@@ -118,13 +130,20 @@ class Replaying:
             outcome = self._guard(lambda: self._conclude(findings, Timings(step, self._mesh, told)))
             self._cadence.check_took(self._now() - begin)
             differs = any(each.scope is not None for each in kept)
-            self._agree(step, outcome or Outcome.NOT_CHECKED, differs=differs)
+            self._agree(step, outcome or Outcome.NOT_CHECKED, differs=differs, counts=counts)
         self._replayer.begin(step + 1)
         self._since = time.monotonic()
+
+    def cover(self, lacking: str | None, *, has_catalog: bool) -> None:
+        """Find out what checks go over; called with the same on every rank."""
+        turns = [len(each.targets) for each in self._recipes if each.kind == EXPERTS]
+        (most,) = self._communicators.highest([max(turns, default=0)])
+        self._coverage = Coverage(most if has_catalog and most else None, lacking)
 
     def serve(self, certifier: Certifier) -> None:
         """Let checkpoints depend on what is found, and keep what a sweep replays."""
         self._certifier = certifier
+        certifier.go_by(self._coverage, self._rotation)
         self._replayer.keepsakes = certifier.keepsakes
 
     def sweep(self, step: int, everything: bool) -> Swept:
@@ -133,7 +152,7 @@ class Replaying:
         Reported as in any check.
         """
         self._replayer.abandon()
-        recipes = self._recipes if everything else [each for each in self._recipes if each.kind == CENSUS]
+        recipes = self._recipes if everything else [each for each in self._recipes if each.kind in CENSUS]
         findings = sweep(self._replayer, recipes, self._links, step)
         outcome = self._guard(lambda: self._conclude(findings, None)) or Outcome.NOT_CHECKED
         differing = [each.mode for each in findings.records if each.scope is not None and not each.layer]
@@ -151,7 +170,7 @@ class Replaying:
         wanted = replace(self._wanted, **settings)
         if "interval" in settings and isinstance(wanted.recipes, Mapping):
             raise ValueError(f"recipes have intervals of their own, {dict(wanted.recipes)}; change recipes=")
-        if missing := wanted.intervals.keys() - self._kinds:
+        if missing := settings.get("recipes", {}) and wanted.intervals.keys() - self._kinds:
             raise ValueError(f"recipes {sorted(missing)} were not there when replay was attached")
         self._wanted = wanted
         self._revision += 1
@@ -166,6 +185,7 @@ class Replaying:
             "coverage": self._rotation.coverage(),
             "last": dict(self._last),
             "not_checked": dict(self._unchecked),
+            "lacking": self._coverage.lacking,
             "share": share,
             "budget": self._config.budget,
         }
@@ -190,13 +210,14 @@ class Replaying:
 
     def _compare_kept(self, step: int) -> list[EvidenceRecord]:
         """What peers have captured since the last check must be the same: it may go wrong on its way."""
-        if self._certifier is None or self._mesh.peer_axis() is Axis.SHARD:
+        peers = self._copies
+        if self._certifier is None or peers.group.axis is Axis.SHARD or not peers.group.can_compare:
             return []
         own = self._guard(self._certifier.signature)
-        found = c3.compare(self._links.evidence, exact={KEPT: ABSENT if own is None else own})[KEPT]
+        found = c3.compare(peers.evidence, exact={KEPT: ABSENT if own is None else own})[KEPT]
         if ABSENT in found.evidence:
             return []
-        context, gathered = Context(step, self._links.group.ranks, ""), cast("Sequence[int]", found.evidence)
+        context, gathered = Context(step, peers.group.ranks, ""), cast("Sequence[int]", found.evidence)
         return judge(context, [Comparison(KEPT, Mode.STATE)], {KEPT: gathered})
 
     def _report(self, incidents: Sequence[Incident]) -> None:
@@ -220,15 +241,20 @@ class Replaying:
             clean = record.verdict.agrees and (known.get("step") != record.step or known["clean"])
             self._last[name] = {"step": record.step, "clean": clean}
 
-    def _agree(self, step: int, outcome: Outcome, *, differs: bool) -> None:
+    def _agree(self, step: int, outcome: Outcome, *, differs: bool, counts: bool) -> None:
         """On what the check is worth to checkpoints, and when the next one is."""
         intervals, budget = self._config.intervals, self._config.budget
         stretch = self._cadence.stretch(min(intervals.values()), budget)
         revision = self._revision if self._is_first else 0
         votes = [] if self._certifier is None else self._certifier.votes(outcome, differs=differs)
-        stretch, revision, *counted = self._communicators.highest([stretch, revision, *votes])
+        severity = SEVERITY.index(outcome)
+        stretch, revision, severity, *counted = self._communicators.highest(
+            [stretch, revision, severity, *votes]
+        )
+        if not SEVERITY[severity].accepted:
+            self._rotation.take_back(EXPERTS, step)
         if (certifier := self._certifier) is not None:
-            self._guard(lambda: certifier.decide(step, counted))
+            self._guard(lambda: certifier.decide(step, counted, counts=counts))
         if revision > self._revisions:
             self._revisions = revision
             self._adopt(self._communicators.said_by_first(_changeable(self._wanted)))

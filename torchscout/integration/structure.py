@@ -28,7 +28,7 @@ from torchscout.integration.modules import (
     wrapped,
 )
 
-__all__ = ["Part", "Structure", "layers_of", "plain_name", "structure_of", "surface_of"]
+__all__ = ["Part", "Structure", "is_routed", "layers_of", "plain_name", "structure_of", "surface_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +253,12 @@ def _blocks_of(stage: Part, vocabulary: int) -> list[Part]:
         lists = [
             _layers_in(_below(stage.name, name), child, vocabulary)
             for name, child in inside.named_children()
-            if isinstance(unwrapped(child), CONTAINERS) and not _is_routed(inside, child)
+            if isinstance(unwrapped(child), CONTAINERS) and not is_routed(inside, child)
         ]
     return [block for each in lists if len(each) > 1 for block in each if not is_plain(block.module)]
 
 
-def _is_routed(owner: torch.nn.Module, child: torch.nn.Module) -> bool:
+def is_routed(owner: torch.nn.Module, child: torch.nn.Module) -> bool:
     """Whether the members are experts: a matrix beside them has a row for each, or for each rank's.
 
     Under expert parallelism the rows are a multiple of the members; that they are few tells a router

@@ -20,6 +20,7 @@ from torchscout.errors import ReplayError, told
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.optimizer_slice import local_of
 from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
+from torchscout.mesh import Role
 
 __all__ = ["UNCHANGED", "AtRestRecipe"]
 
@@ -32,14 +33,24 @@ _State = Callable[[], Mapping[Surface, torch.Tensor]]
 class AtRestRecipe:
     """All owned state, over the step at whose end it is due."""
 
-    kind = "census"
     targets = ("",)
     varies = False
     is_gathered = False
+    is_dynamic = False
     is_swept = False
 
-    def __init__(self, state: _State, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        state: _State,
+        optimizers: Sequence[torch.optim.Optimizer],
+        kind: str = "census",
+        role: Role = Role.DENSE,
+    ) -> None:
         self._state, self._optimizers = state, optimizers
+        self.kind, self.role = kind, role
+
+    def kept_as(self, target: int) -> str:
+        return self.targets[target]
 
     def begin(self, target: int, *, is_source: bool) -> _AtRest:  # noqa: ARG002  nothing is broadcast
         return _AtRest(self._state, self._optimizers)

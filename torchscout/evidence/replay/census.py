@@ -17,6 +17,7 @@ from torchscout.decision.signature import signatures
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
+from torchscout.mesh import Role
 
 __all__ = ["CensusRecipe", "State", "slots_of"]
 
@@ -43,14 +44,18 @@ def slots_of(
 class CensusRecipe:
     """All of it, each time: there is nothing to rotate over."""
 
-    kind = "census"
     targets = ("",)
     varies = False
     is_gathered = False
+    is_dynamic = False
     is_swept = True
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, kind: str = "census", role: Role = Role.DENSE) -> None:
         self._state = state
+        self.kind, self.role = kind, role
+
+    def kept_as(self, target: int) -> str:
+        return self.targets[target]
 
     def begin(self, target: int, *, is_source: bool) -> _Census:  # noqa: ARG002  nothing is captured
         return _Census(self._state)

@@ -28,8 +28,10 @@ from torchscout.evidence.replay.module_state import buffers_of, preserved, refus
 from torchscout.evidence.replay.randomness import unmoved
 from torchscout.evidence.replay.recipe import ABSENT, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.reduction import Reduction
+from torchscout.evidence.replay.routed import Routing
 from torchscout.evidence.replay.sharded import NOBODY, Keepers, awaken, gathered, gathered_again
 from torchscout.evidence.replay.stopwatch import timed
+from torchscout.mesh import Role
 
 __all__ = ["LayerRecipe", "LayerReplay"]
 
@@ -42,6 +44,7 @@ class LayerRecipe:
 
     varies = True
     is_gathered = True
+    is_dynamic = False
     is_swept = True
 
     def __init__(
@@ -51,25 +54,31 @@ class LayerRecipe:
         surfaces: Mapping[torch.Tensor, Surface],
         device: torch.device,
         keepers: Callable[[nn.Module], Keepers] = lambda _: NOBODY,
+        role: Role = Role.DENSE,
     ) -> None:
-        self.kind = kind
-        self.targets = tuple(modules)
+        self.kind, self.role = kind, role
+        self.targets = self._names = tuple(modules)
         self._modules, self._surfaces, self._device = tuple(modules.values()), surfaces, device
         self._keepers = keepers
+
+    def kept_as(self, target: int) -> str:
+        return self.targets[target]
 
     def begin(self, target: int, *, is_source: bool) -> LayerReplay:
         return self._replay(target, is_source)
 
     def again(self, target: int, given: Given) -> LayerReplay:
-        module = self._modules[target]
+        return self._replay(target, given.is_source, self._recalled(target, given))
+
+    def _recalled(self, place: int, given: Given) -> Invocation:
+        module = self._modules[place]
         if given.call is None:
             raise ReplayError("no call of it was kept")
         awaken(self._keepers(module))
-        call = recalled(given.call, module, self._device, given.tensors)
-        return self._replay(target, given.is_source, call)
+        return recalled(given.call, module, self._device, given.tensors)
 
-    def _replay(self, target: int, is_source: bool, call: Invocation | None = None) -> LayerReplay:
-        module, name = self._modules[target], self.targets[target]
+    def _replay(self, place: int, is_source: bool, call: Invocation | None = None) -> LayerReplay:
+        module, name = self._modules[place], self._names[place]
         trained = {path: each for path, each in module.named_parameters() if each.requires_grad}
         if not all(each in self._surfaces for each in trained.values()):
             raise ReplayError("it has a parameter that was not there when replay was attached")
@@ -113,6 +122,8 @@ class LayerReplay:
         self._work = f"time/{'module' if kind == 'layer' else kind}"
         self._communication = "time/" if kind == "layer" else f"time/{kind}_"
         self._refusal = keepers.obstacle or refusal(module)
+        self.routing: Routing | None = None
+        """With which numbers of rows it is replayed, if not as it was called."""
         self._own = call
         """This rank's call; until it is over, None."""
         is_to_come = call is None and not self._refusal
@@ -128,6 +139,8 @@ class LayerReplay:
         if self._capture is not None:
             self._own = self._capture.invocation().densified()
         assert self._own is not None, "captured, or given"
+        if self.routing is not None and self._is_source:
+            self.routing.require(self._own)
         buffers = {name: alignment.described(each) for name, each in self._buffers_before().items()}
         return {**self._own.describe(), "buffers": buffers, "parameters": list(self._parameters)}
 
@@ -185,9 +198,15 @@ class LayerReplay:
         gathering = timed(self._device, seen, work=None, communication=self._communication + "{}")
         with self._reduced(seen), gathered(self._keepers, gathering), ExitStack() as around:
             with gathered_again(self._keepers):
+                self._route()
                 around.enter_context(self._as_in_training())
                 inputs, outputs = self._forward(variant, seen)
             seen.signatures.update(self._backward(inputs, outputs, seen))
+
+    def _route(self) -> None:
+        """Once values are there: what is wanted is made of them, the same on all peers."""
+        if self.routing is not None and self._call is not None:
+            self._call, self.routing = self.routing.applied(self._call), None
 
     def _forward(
         self, variant: float, seen: Observation

@@ -50,6 +50,7 @@ from torchscout.evidence.replay.optimizer_slice import (
 from torchscout.evidence.replay.recipe import ABSENT, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.separability import Separability
 from torchscout.evidence.replay.stopwatch import timed
+from torchscout.mesh import Role
 
 __all__ = ["REPRODUCED", "WHOLE_BUDGET", "OptimizerRecipe"]
 
@@ -64,15 +65,14 @@ INPUT = Surface("optimizer/input")
 PARAMETER = Surface("optimizer/param")
 UPDATE = Surface("optimizer/update")
 REPRODUCTION = Surface("optimizer/reproduced")
-TIME = Surface("time/optimizer")
 
 
 class OptimizerRecipe:
     """Replays updates of the given parameters; those that nobody optimizes are left out."""
 
-    kind = "optimizer"
     varies = False
     is_gathered = False
+    is_dynamic = False
     is_swept = True
 
     def __init__(
@@ -82,7 +82,10 @@ class OptimizerRecipe:
         device: torch.device,
         *,
         owned: bool = False,
+        kind: str = "optimizer",
+        role: Role = Role.DENSE,
     ) -> None:
+        self.kind, self.role = kind, role
         owners = {
             id(member): optimizer
             for optimizer in reversed(optimizers)
@@ -90,7 +93,7 @@ class OptimizerRecipe:
             for member in group["params"]
         }
         self._owned = [
-            _Target(name, parameter, owners[id(parameter)])
+            _Target(kind, name, parameter, owners[id(parameter)])
             for name, parameter in parameters.items()
             if parameter.requires_grad and id(parameter) in owners
         ]
@@ -101,6 +104,9 @@ class OptimizerRecipe:
         peers compute from the same values."""
         self._begun: Counter[int] = Counter()
         self._separability = Separability()
+
+    def kept_as(self, target: int) -> str:
+        return self.targets[target]
 
     def begin(self, target: int, *, is_source: bool) -> OptimizerReplay:
         """From now on, the owner's next step is captured; each time the target's next slice of it."""
@@ -123,6 +129,8 @@ class OptimizerRecipe:
 class _Target:
     """One parameter and who updates it."""
 
+    kind: str
+    """Of the recipe."""
     name: str
     parameter: torch.nn.Parameter
     optimizer: Optimizer
@@ -311,7 +319,8 @@ class OptimizerReplay:
         clone, leaf = build(self._blueprint, self._tensors)
         if variant != 1.0 and leaf.grad is not None:
             leaf.grad.mul_(variant)
-        with timed(self._device, seen, work=TIME, communication="time/optimizer_{}@"):
+        time = f"time/{self._target.kind}"
+        with timed(self._device, seen, work=time, communication=time + "_{}@"):
             update(clone, leaf.device)
         state = clone.state[leaf]
         slots = {

@@ -19,6 +19,7 @@ from torchscout.decision.replay_diagnosis import INPUT, STATE
 from torchscout.decision.timings import Lap, Measured
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.invocation import Invocation
+from torchscout.mesh import Role
 
 __all__ = [
     "ABSENT",
@@ -146,8 +147,18 @@ class Recipe(Protocol):
         ...
 
     @property
+    def role(self) -> Role:
+        """Whose replicas compare it: those of dense layers, or those of experts."""
+        ...
+
+    @property
     def is_gathered(self) -> bool:
         """Whether it computes on gathered parameters: then ranks with other shards do the same work too."""
+        ...
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether sizes change from call to call: then another size does not run for the first time."""
         ...
 
     @property
@@ -160,6 +171,10 @@ class Recipe(Protocol):
 
         Only the source's values will be needed; the others may keep descriptions alone.
         """
+        ...
+
+    def kept_as(self, target: int) -> str:
+        """The name under which the call of a target is kept for a sweep; targets may have one in common."""
         ...
 
     def again(self, target: int, given: Given) -> Replay:

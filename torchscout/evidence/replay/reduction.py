@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from torchscout.decision.signature import signature
-from torchscout.mesh import Axis, Mesh
+from torchscout.mesh import Axis, Mesh, Role
 
 __all__ = ["Reduction", "Route", "route_of"]
 
@@ -36,7 +36,9 @@ class Route:
     """Which axis of the parameters' device mesh the shards lie along."""
 
 
-def route_of(parameters: Sequence[torch.Tensor], mesh: Mesh, rank: int) -> Route | None:
+def route_of(
+    parameters: Sequence[torch.Tensor], mesh: Mesh, rank: int, role: Role = Role.DENSE
+) -> Route | None:
     """None where parameters are not sharded as the mesh says, or not all alike."""
     meshes = {each.device_mesh for each in parameters if isinstance(each, DTensor)}
     if len(meshes) != 1 or not all(isinstance(each, DTensor) for each in parameters):
@@ -47,10 +49,10 @@ def route_of(parameters: Sequence[torch.Tensor], mesh: Mesh, rank: int) -> Route
         for dimension in range(devices.ndim)
         if devices.size(dimension) > 1
     }
-    dimension = along.get(mesh.ranks_along(Axis.SHARD, rank))
+    dimension = along.get(mesh.ranks_along(Axis.SHARD, rank, role))
     if dimension is None:
         return None
-    replicas = along.get(mesh.ranks_along(Axis.REPLICA, rank))
+    replicas = along.get(mesh.ranks_along(Axis.REPLICA, rank, role))
     replica = None if replicas is None else devices.get_group(replicas)
     return Route(devices.get_group(dimension), replica, dimension)
 

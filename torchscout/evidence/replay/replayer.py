@@ -8,7 +8,7 @@ takes part in every exchange, with a poison in place of its signatures.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,12 +29,16 @@ from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.evidence.replay.peers import Peers
 from torchscout.evidence.replay.recipe import POISON, Comparison, Observation, Recipe, Replay, measured
 from torchscout.evidence.replay.rotation import Due, Rotation
+from torchscout.mesh import Role
 
-__all__ = ["Begun", "Findings", "Replayer", "attempt"]
+__all__ = ["Begun", "Findings", "PeersFor", "Replayer", "attempt"]
 
 _HEIGHT = 8
 """More than the comparisons that build upon each other."""
 _Value = TypeVar("_Value")
+
+PeersFor = Callable[[Role, bool], Peers]
+"""Who compares what: of a role, what ranks hold, or what they compute on gathered parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +74,11 @@ class Begun:
 class Replayer:
     """The recipes of one rank."""
 
-    def __init__(
-        self, recipes: Sequence[Recipe], rotation: Rotation, peers: Peers, layer_peers: Peers | None = None
-    ) -> None:
-        """``layer_peers`` are those who compute the same layers, where they are more than the ``peers``."""
+    def __init__(self, recipes: Sequence[Recipe], rotation: Rotation, peers: PeersFor) -> None:
         self._recipes = {recipe.kind: recipe for recipe in recipes}
-        self._rotation, self._peers, self._layer_peers = rotation, peers, layer_peers or peers
+        self._rotation, self._peers_for = rotation, peers
+        self._job: Peers = peers(Role.DENSE, False)
+        """Any of them: for what concerns the whole job."""
         self._begun: list[Begun] = []
         self._warm: set[Hashable] = set()
         """What has been run before."""
@@ -117,7 +120,7 @@ class Replayer:
         self._carry_out(step, findings)
 
     def peers_for(self, recipe: Recipe) -> Peers:
-        return self._layer_peers if recipe.is_gathered else self._peers
+        return self._peers_for(recipe.role, recipe.is_gathered)
 
     def _carry_out(self, step: int, findings: Findings) -> None:
         try:
@@ -150,12 +153,16 @@ class Replayer:
     def _describe(self) -> None:
         """Tell the peers what was captured; make room for what the source has."""
         inside = "the optimizer steps inside the backward pass" if in_backward() else None
-        for peers in dict.fromkeys((self._peers, self._layer_peers)):
+        for peers in self._everybody():
             begun = [each for each in self._begun if each.peers is peers]
             own = [_description(each, inside) for each in begun]
             gathered = [json.loads(each) for each in peers.metadata.gather(json.dumps(own).encode())]
             for place, each in enumerate(begun):
                 self._prepare(each, [told[place] for told in gathered])
+
+    def _everybody(self) -> Iterable[Peers]:
+        """All that this rank has, in the same order on every rank, whatever is due on it."""
+        return dict.fromkeys(self._peers_for(role, gathered) for role in Role for gathered in (False, True))
 
     def _prepare(self, begun: Begun, told_by: Sequence[Any]) -> None:
         is_sound = begun.problem is None and not any(each["problem"] for each in told_by)
@@ -166,15 +173,15 @@ class Replayer:
 
     def _vote(self) -> None:
         """Work that is not ready everywhere is done nowhere."""
-        agreed = self._peers.first_problems([begun.problem for begun in self._begun])
+        agreed = self._job.first_problems([begun.problem for begun in self._begun])
         for begun, problem in zip(self._begun, agreed, strict=True):
             begun.problem = problem
 
     def _attend(self, begun: Begun) -> None:
         """Others replay what this rank has not; it is asked as often as they are."""
-        if begun.problem is None and self._peers.highest([0, 0])[0]:
-            self._peers.highest([0, 0])
-            self._peers.exchange([])
+        if begun.problem is None and self._job.highest([0, 0])[0]:
+            self._job.highest([0, 0])
+            self._job.exchange([])
 
     def _run(self, begun: Begun, replay: Replay, context: Context, findings: Findings) -> None:
         replay.align(lambda tensor: begun.peers.broadcast(tensor, source=begun.source))
@@ -185,18 +192,20 @@ class Replayer:
         if self._compare(begun, comparisons, seen, context, records):
             again = {variant: Observation() for variant in variants}
             self._compare(begun, comparisons, again, context, findings.repeats)
-            named = self._peers.exchange(named_for_results(comparisons, records))
+            named = self._job.exchange(named_for_results(comparisons, records))
             findings.elsewhere.update({rank for ranks in named for rank in ranks} - set(context.peers))
         findings.records.extend(records)
-        key = (begun.due.kind, *replay.work)
+        name, shape = replay.work
+        key = (begun.due.kind, name, () if begun.recipe.is_dynamic else shape)
         if key in self._warm:
-            findings.measured.append(measured(begun.target, replay.work[1], [*seen.values()]))
+            findings.measured.append(measured(begun.target, shape, [*seen.values()]))
         self._warm.add(key)
         self._keep(begun, replay)
 
     def _keep(self, begun: Begun, replay: Replay) -> None:
         """Whoever's call was replayed keeps it for a sweep, in place of what another peer had kept."""
-        key = (begun.due.kind, begun.target)
+        assert begun.due.target is not None, "what was replayed has a target"
+        key = (begun.due.kind, begun.recipe.kept_as(begun.due.target))
         if (call := replay.invocation()) is None:
             self.keepsakes.drop(key)
         else:
@@ -215,7 +224,7 @@ class Replayer:
         depth = 0 if has_failed else broken_depth(comparisons, records)
         height = 0 if depth is None else _HEIGHT - depth
         # Job-wide: layers may be sharded, and ranks of other peer groups compute together with this one.
-        differs, height = self._peers.highest([any(each.scope is not None for each in records), height])
+        differs, height = self._job.highest([any(each.scope is not None for each in records), height])
         into.extend(withhold(comparisons, records, _HEIGHT - height) if height else records)
         return bool(differs)
 

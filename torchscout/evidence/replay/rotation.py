@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Due", "Rotation"]
 
@@ -48,6 +49,9 @@ class Rotation:
             if when == step
         ]
 
+    def is_due(self, kind: str, step: int) -> bool:
+        return self._next.get(kind) == step
+
     def finished(self, step: int) -> None:
         """The check at the end of this step is over, with whatever outcome."""
         for due in self.due(step):
@@ -55,6 +59,18 @@ class Rotation:
             self._last[due.kind] = step
             self._next[due.kind] = step + self._intervals[due.kind] * self._stretch
         self.rounds += 1
+
+    def take_back(self, kind: str, step: int) -> None:
+        """The turn that a recipe had at this step was not accepted: it comes again."""
+        if self._last.get(kind) == step and self._turns[kind]:
+            self._turns[kind] -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turns": dict(self._turns)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another run was, with those recipes that it had too."""
+        self._turns |= {kind: int(turns) for kind, turns in state["turns"].items() if kind in self._turns}
 
     def change(self, intervals: Mapping[str, int], stretch: int, step: int) -> None:
         """From this step on, other intervals, all of them ``stretch`` times as long; who has none rests."""

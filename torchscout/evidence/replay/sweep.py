@@ -41,8 +41,8 @@ def sweep(replayer: Replayer, recipes: Sequence[Recipe], job: Peers, step: int) 
 def _kept(replayer: Replayer, recipe: Recipe, count: int) -> list[_Calls]:
     """What peers have, for each target; nothing where this rank has no such target."""
     own = {}
-    for target, name in enumerate(recipe.targets):
-        if (kept := replayer.keepsakes[recipe.kind, name]) is not None:
+    for target in range(len(recipe.targets)):
+        if (kept := replayer.keepsakes[recipe.kind, recipe.kept_as(target)]) is not None:
             own[target] = kept.call
     gathered = replayer.peers_for(recipe).metadata.gather(json.dumps(own).encode())
     told = [json.loads(each) for each in gathered]
@@ -72,7 +72,7 @@ def _begun(replayer: Replayer, recipe: Recipe, target: int, calls: _Calls) -> Be
     if target >= len(recipe.targets):
         return Begun(Due(recipe.kind, None), "", recipe, peers, 0, None, None)
     source = min(calls, default=0)
-    own = replayer.keepsakes[recipe.kind, recipe.targets[target]]
+    own = replayer.keepsakes[recipe.kind, recipe.kept_as(target)]
     is_source = peers.position == source
     tensors = own.tensors if own is not None and is_source else None
     given = Given(is_source, calls.get(source), tensors)

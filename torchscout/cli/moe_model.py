@@ -1,0 +1,148 @@
+"""A small mixture of experts over expert-parallel ranks, for the campaign and for tests.
+
+Ordinary PyTorch, and nothing in it knows of torchscout: two experts for each token, chosen by a router, whose
+rows travel by AllToAll to the ranks that hold them and back.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  as everybody writes it
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+__all__ = ["Mixture", "MoeTransformer", "batch", "expert_names", "share_gradients"]
+
+VOCABULARY, LENGTH, WIDTH, HIDDEN, LAYERS = 32, 16, 16, 32, 2
+CHOSEN = 2
+"""Experts for each token."""
+
+
+class Router(nn.Module):
+    """Says which experts a token goes to, and with which weights."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, chosen = self.gate(x).softmax(-1).topk(CHOSEN, dim=-1)
+        return scores / scores.sum(-1, keepdim=True), chosen
+
+
+class Experts(nn.Module):
+    """Those of one rank, stacked."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(count, WIDTH, HIDDEN) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(count, HIDDEN, WIDTH) / HIDDEN**0.5)
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(x, counts.tolist())  # type: ignore[no-untyped-call]
+        return torch.cat(
+            [F.gelu(part @ up) @ down for part, up, down in zip(parts, self.up, self.down, strict=True)]
+        )
+
+
+class Mixture(nn.Module):
+    """A router and this rank's share of the experts; ``group`` are the ranks that have the others."""
+
+    def __init__(self, experts: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group, self._ranks = group, group.size()
+        self._local = experts // self._ranks
+        self.router = Router(experts)
+        self.experts = Experts(self._local)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(tokens)
+        # Rows sorted by expert, hence by the rank that has it.
+        order = chosen.flatten().argsort(stable=True)
+        sent = torch.bincount(chosen.flatten(), minlength=self._ranks * self._local)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        there = sent.view(self._ranks, -1).sum(1).tolist()
+        here = received.view(self._ranks, -1).sum(1).tolist()
+        rows = tokens[order // CHOSEN]
+        arrived = all_to_all_single_autograd(rows, here, there, self._group)
+        grouped, back = _by_expert(received.view(self._ranks, -1))
+        computed = self.experts(arrived[grouped], received.view(self._ranks, -1).sum(0))[back]
+        returned = all_to_all_single_autograd(computed, there, here, self._group)
+        weighted = returned * weights.flatten()[order].unsqueeze(-1)
+        out: torch.Tensor = torch.zeros_like(tokens).index_add(0, order // CHOSEN, weighted)
+        return out.view_as(x)
+
+
+def _by_expert(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """From rows in the order of their senders to rows in the order of experts, and back."""
+    ranks, experts = counts.shape
+    expert_of_row = torch.arange(experts).repeat(ranks).repeat_interleave(counts.flatten())
+    grouped = expert_of_row.argsort(stable=True)
+    return grouped, grouped.argsort()
+
+
+class MoeLayer(nn.Module):
+    def __init__(self, experts: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mixer = nn.Linear(WIDTH, WIDTH)
+        self.mixture_norm = nn.LayerNorm(WIDTH)
+        self.mixture = Mixture(experts, group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mixer(self.norm(x).cumsum(1) / LENGTH)
+        mixed: torch.Tensor = self.mixture(self.mixture_norm(x))
+        return x + mixed
+
+
+class MoeTransformer(nn.Module):
+    """``uneven`` is by how much the router prefers the first experts, before it has learned anything."""
+
+    def __init__(self, experts: int, group: dist.ProcessGroup, *, uneven: float = 0.0) -> None:
+        super().__init__()
+        place = group.rank()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layer = nn.ModuleList(MoeLayer(experts, group) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        preference = -uneven * torch.arange(experts, dtype=torch.float32)
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, Router):
+                    module.gate.bias.copy_(preference)
+                if isinstance(module, Experts):  # replicas of a place start alike, places do not
+                    for weight in module.parameters():
+                        weight.mul_(1 + place / 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layer:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def expert_names(model: nn.Module) -> list[str]:
+    """The parameters that expert-parallel ranks do not have in common."""
+    return [name for name, _ in model.named_parameters() if ".experts." in name]
+
+
+def share_gradients(model: nn.Module, holders: dist.ProcessGroup) -> None:
+    """Add up the gradients of experts among the ranks that hold the same ones, as DDP does for the rest."""
+    names = set(expert_names(model))
+    for name, parameter in model.named_parameters():
+        if name in names:
+            assert parameter.grad is not None, "the experts ran, if on no rows"
+            dist.all_reduce(parameter.grad, group=holders)
+            parameter.grad /= dist.get_world_size()
+
+
+def batch(step: int, rank: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counting sequences with a random start and stride; every rank gets its own."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    start = torch.randint(VOCABULARY, (rows, 1), generator=generator)
+    stride = torch.randint(1, 4, (rows, 1), generator=generator)
+    tokens = (start + stride * torch.arange(LENGTH + 1)) % VOCABULARY
+    return tokens[:, :-1], tokens[:, 1:]

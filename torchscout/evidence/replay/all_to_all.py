@@ -1,0 +1,166 @@
+"""Replays the AllToAll among expert-parallel ranks on scratch data (paper, section 6.2).
+
+Corresponding places in independent replicas carry out the same plan: what arrives must be the same bytes, and
+take as long. On training's own group, which is known from the calls that training makes. Hangs are for the
+observers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchscout.decision.signature import signature
+from torchscout.errors import ReplayError
+from torchscout.evidence.call import Call, Splits
+from torchscout.evidence.collectives import Handle, Pending, listen
+from torchscout.evidence.replay.alignment import Broadcast
+from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
+from torchscout.evidence.replay.stopwatch import timed
+from torchscout.evidence.replay.traffic import CAPTURED, PLANS
+from torchscout.mesh import Role
+
+__all__ = ["AllToAllRecipe"]
+
+WIDTH = 64
+"""Elements of a row of scratch data, where training's rows are not known."""
+
+
+class AllToAllRecipe:
+    """Training's own traffic, then plans that broaden it."""
+
+    kind = "all_to_all"
+    targets = tuple(f"all_to_all {plan}" for plan in (CAPTURED, *PLANS))
+    role = Role.EXPERT
+    varies = False
+    is_gathered = False
+    is_dynamic = True
+    is_swept = False
+
+    def __init__(self, members: tuple[int, ...], device: torch.device) -> None:
+        """``members`` hold the experts of one replica, this rank's."""
+        self._members, self._device = members, device
+        self._heard: _Heard | None = None
+
+    def kept_as(self, target: int) -> str:
+        return self.targets[target]
+
+    def begin(self, target: int, *, is_source: bool) -> AllToAllReplay:  # noqa: ARG002  all know the plan
+        if self._heard is None:
+            self._heard = _Heard(self._members)
+        self._heard.listen()
+        return AllToAllReplay(self.targets[target].split()[1], self._heard, self._device)
+
+    def again(self, target: int, given: Given) -> AllToAllReplay:  # noqa: ARG002  as the protocol has it
+        raise ReplayError("training has not communicated yet, and its groups are not known")
+
+
+class _Heard:
+    """The newest AllToAll of training among certain ranks."""
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self.members = members
+        self.splits: Splits | None = None
+        self.dtype: torch.dtype = torch.float32
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
+        self._handle: Handle | None = None
+
+    def listen(self) -> None:
+        if self._handle is None:
+            self._handle = listen(self)
+
+    def rest(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = None if self._group is None else self._group()
+        if group is None:
+            raise ReplayError(f"no AllToAll among ranks {self.members} was seen in this training step")
+        return group
+
+    def before(self, call: Call) -> None:
+        splits = call.splits
+        if splits is not None and tuple(sorted(call.group.members or ())) == self.members:
+            self.splits, self.dtype = splits, call.dtype or torch.float32
+            self._group = weakref.ref(call.process_group)
+
+    def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
+        """What is sent is known before."""
+
+
+class AllToAllReplay:
+    """One plan, carried out once for each observation."""
+
+    def __init__(self, plan: str, heard: _Heard, device: torch.device) -> None:
+        self._plan, self._heard, self._device = plan, heard, device
+        self._sent: list[int] = []
+        self._received: list[int] = []
+        self._given = self._got = torch.empty(0)
+        self._group: dist.ProcessGroup | None = None
+
+    def describe(self) -> Any:
+        self._heard.rest()
+        self._group, splits = self._heard.group, self._heard.splits
+        assert splits is not None, "known with the group"
+        return {"sent": splits.sent, "received": splits.received, "dtype": str(self._heard.dtype)[6:]}
+
+    def prepare(self, descriptions: Sequence[Any], source: int) -> None:
+        told = descriptions[source]
+        place, members = dist.get_rank(self._group), len(self._heard.members)
+        self._sent, self._received = list(told["sent"]), list(told["received"])
+        if self._plan != CAPTURED:
+            # As many elements as the source's replica has sent; each place of it knows its own share only.
+            plan = PLANS[self._plan](members, WIDTH * members)
+            self._sent = list(plan[place])
+            self._received = [row[place] for row in plan]
+        unit = 1 if self._plan == CAPTURED else WIDTH
+        self._sent, self._received = (
+            [count * unit for count in each] for each in (self._sent, self._received)
+        )
+        dtype = getattr(torch, told["dtype"])
+        self._given = _scratch(place, sum(self._sent), dtype, self._device)
+        self._got = torch.zeros(sum(self._received), dtype=dtype, device=self._device)
+
+    def align(self, broadcast: Broadcast) -> None:
+        """Nothing travels: the data follow from the place."""
+
+    @property
+    def work(self) -> tuple[str, tuple[int, ...]]:
+        return self._plan, (self._given.numel(), self._got.numel())
+
+    def comparisons(self) -> list[Comparison]:
+        sent, received = f"all_to_all/{self._plan}.sent", f"all_to_all/{self._plan}.received"
+        return [
+            Comparison(sent, Mode.INPUT),
+            Comparison(received, Mode.FORWARD, (sent,), absent="it receives nothing by this plan"),
+        ]
+
+    def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
+        sent, received = (each.surface for each in self.comparisons())
+        seen.signatures[sent] = signature(self._given)
+        self._got.zero_()
+        with timed(self._device, seen, work=None, communication="time/{}@"):
+            dist.all_to_all_single(self._got, self._given, self._received, self._sent, group=self._group)
+        seen.signatures[received] = signature(self._got)
+
+    def invocation(self) -> None:
+        """A plan is no call."""
+
+    def release(self) -> None:
+        self._heard.rest()
+        self._given = self._got = torch.empty(0)
+        self._group = None
+
+
+def _scratch(place: int, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Bytes that tell places and offsets apart, the same in every replica."""
+    size = elements * dtype.itemsize
+    pattern = (torch.arange(size, dtype=torch.int64) * 197 + 89 * place + 1) & 0xFF
+    return pattern.to(torch.uint8).view(dtype).to(device)
