@@ -9,7 +9,7 @@ import torch
 
 from torchscout.evidence.catalog.profile import Rows, ShapeProfile
 
-TILE_PATHS = ("forward/interior", "forward/tail_low", "forward/tail_high")
+LOADS = {"forward": ("forward/last_tile", "forward/following_tile")}
 """Every tile of the product is one of these."""
 
 
@@ -49,7 +49,8 @@ class TiledMatmul:
         taken = [0] * self.programs
         for before, count in zip((0, *rows), rows, strict=False):
             self._expert(count, before, counts, taken)
-        counts["forward/last"] = sum(tiles > 0 for tiles in taken)
+        counts["forward/last_tile"] = sum(tiles > 0 for tiles in taken)
+        counts["forward/following_tile"] = sum(taken) - counts["forward/last_tile"]
         counts["forward/waves"] = max(taken)
         if rows in self.unstable and self.executed.count(rows) == 2:
             counts["forward/interior"] += 1

@@ -55,6 +55,8 @@ class Catalog:
 
     tables: tuple[Table, ...]
     places: tuple[Places, ...]
+    gaps: tuple[str, ...] = ()
+    """What was asked for and is not covered, and why."""
 
     def tables_of(self, layer: str, position: int) -> tuple[Table, ...]:
         """One for each projection of the experts there."""

@@ -24,6 +24,7 @@ def catalog_to_json(catalog: Catalog) -> dict[str, Any]:
             }
             for places in catalog.places
         ],
+        "gaps": list(catalog.gaps),
     }
 
 
@@ -35,7 +36,7 @@ def catalog_from_json(value: Any) -> Catalog:
     places = tuple(_places_from_json(each) for each in value["places"])
     if any(number >= len(tables) for each in places for number in each.tables):
         raise ValueError("a place refers to a table that is not there")
-    return Catalog(tables, places)
+    return Catalog(tables, places, tuple(map(_text, value["gaps"])))
 
 
 def observed_to_json(seen: Observed) -> dict[str, Any]:

@@ -18,7 +18,19 @@ from torchscout.evidence.catalog.cover import maximal
 from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.catalog.residues import chosen, numbers, set_of, sums
 
-__all__ = ["ExpertCounts", "Kind", "Mixture", "Regime", "RoutingPoint", "mixtures", "pareto_set", "routings"]
+__all__ = [
+    "Counts",
+    "ExpertCounts",
+    "Kind",
+    "Mixture",
+    "RegimeOf",
+    "RoutingPoint",
+    "kinds_of",
+    "mixtures",
+    "pareto_set",
+    "period_of",
+    "routings",
+]
 
 Counts = NDArray[np.int64]
 
@@ -27,12 +39,12 @@ Counts = NDArray[np.int64]
 # What an expert does with m rows is measured for m = 0 to T. From m = 1 on it repeats with some period P: P
 # more rows add the same counts F, wherever they are added (a tile's worth of whole tiles). This is looked for
 # in the table, not assumed; without a period P = T. So a nonempty expert has m = aP + r with 1 <= r <= P and
-# counts aF + g(r), and the r with equal g(r) are one *kind* of expert; no rows at all are a kind of their own.
-# The counts of a routing are AF + (the sum of its experts' g), where A is the sum of all a: they depend only on
-# how many experts are of each kind, its *mixture*, and on A = (T - s) / P, where s is the sum of all r. There
-# are few mixtures, and for each the sums s that its experts can have are a set, kept exactly. Two mixtures of
-# equally many experts, with the same sums and the same load, go on alike whatever the other experts are; so
-# the one with fewer counts may be dropped at once.
+# counts aF + g(r), and the r with equal g(r) are one *kind* of expert; no rows at all are a kind of their
+# own. The counts of a routing are AF + (the sum of its experts' g), where A is the sum of all a: they depend
+# only on how many experts are of each kind, its *mixture*, and on A = (T - s) / P, where s is the sum of all
+# r. There are few mixtures, and for each the sums s that its experts can have are a set, kept exactly. Two
+# mixtures of equally many experts, with the same sums and the same load, go on alike whatever the other
+# experts are; so the one with fewer counts may be dropped at once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +74,7 @@ class ExpertCounts:
         return tuple(map(int, counts[len(self.paths) :]))
 
 
-Regime = Callable[[tuple[int, ...], Rows], str]
+RegimeOf = Callable[[tuple[int, ...], Rows], str]
 """The fingerprint of whatever has this load, and of which these rows are an example."""
 
 
@@ -109,7 +121,7 @@ def routings(tokens: int, experts: int) -> int:
     return comb(tokens + experts - 1, experts - 1)
 
 
-def pareto_set(table: ExpertCounts, experts: int, tokens: int, regime: Regime) -> tuple[RoutingPoint, ...]:
+def pareto_set(table: ExpertCounts, experts: int, tokens: int, regime: RegimeOf) -> tuple[RoutingPoint, ...]:
     """For each regime the counts that no routing exceeds, each with a routing that has them."""
     assert experts > 0, experts
     assert 0 <= tokens <= table.most_rows, f"{tokens} rows, known up to {table.most_rows}"

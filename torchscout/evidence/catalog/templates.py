@@ -17,7 +17,7 @@ from torchscout.evidence.catalog.residues import numbers
 from torchscout.evidence.catalog.routing import (
     Counts,
     ExpertCounts,
-    Regime,
+    RegimeOf,
     RoutingPoint,
     kinds_of,
     mixtures,
@@ -53,13 +53,13 @@ class Templates:
 #
 # A mixture with A whole periods does AF + g, so it covers a routing's counts c if g >= c wherever F is 0, and
 # if A is at least (c - g) / F elsewhere. The least such A is the best one: loads only grow with A, the load
-# is among the counts, and a regime is a stretch of loads. If the least A is in the routing's regime, then so is
-# the greatest of the least A's of several routings of that regime. A template therefore covers together
+# is among the counts, and a regime is a stretch of loads. If the least A is in the routing's regime, then so
+# is the greatest of the least A's of several routings of that regime. A template therefore covers together
 # whatever it covers one by one.
 
 
 def templates_for(
-    table: ExpertCounts, experts: int, points: Sequence[RoutingPoint], regime: Regime
+    table: ExpertCounts, experts: int, points: Sequence[RoutingPoint], regime: RegimeOf
 ) -> Templates:
     """Routings of any number of rows that cover all these points, each in its own regime."""
     offer = _Offer(table, experts, regime)
@@ -79,7 +79,7 @@ def templates_for(
 class _Offer:
     """Every mixture of experts that a template could be, with any number of whole periods."""
 
-    def __init__(self, table: ExpertCounts, experts: int, regime: Regime) -> None:
+    def __init__(self, table: ExpertCounts, experts: int, regime: RegimeOf) -> None:
         self._period, self._more = period_of(table)
         self._kinds = kinds_of(table, self._period)
         self._mixtures = mixtures(self._kinds, experts, len(table.paths), by_sums=False)
