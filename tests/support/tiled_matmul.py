@@ -28,6 +28,7 @@ class TiledMatmul:
     """Whether a tail takes another path after a full expert, so that paths do not add up."""
     uncountable: frozenset[Rows] = frozenset()
     unstable: frozenset[Rows] = frozenset()
+    reason: str = "the tiles were not counted"
     executed: list[Rows] = field(default_factory=list)
 
     def facts(self) -> dict[str, str]:

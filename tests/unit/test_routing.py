@@ -140,11 +140,11 @@ def test_counts_without_a_period_are_covered_too():
 
 
 def test_a_real_kernel_that_adds_up_is_covered_for_every_routing():
-    """Each of the 1001 routings of 10 rows to 5 experts is executed and held against the templates."""
-    kernel = TiledMatmul(experts=5, tile=4, programs=4)
-    result = routed("3x2", kernel.facts(), LOADS, 5, 10, observed=observer_of(kernel))
+    """Each of the 286 routings of 10 rows to 4 experts is executed and held against the templates."""
+    kernel = TiledMatmul(experts=4, tile=4, programs=4)
+    result = routed("3x2", kernel.facts(), LOADS, 4, 10, observed=observer_of(kernel))
     assert result.table is not None, result.reason
-    assert result.table.admitted == routings(10, 5) == 1001
+    assert result.table.admitted == routings(10, 4) == 286
     assert result.additivity.by_load == (
         "forward/following_tile",
         "forward/last_tile",
@@ -154,24 +154,25 @@ def test_a_real_kernel_that_adds_up_is_covered_for_every_routing():
     chosen = [each.profile for each in result.table.selected]
     assert result.least <= len(chosen) < result.pareto
     executed = 0
-    for rows in itertools.product(range(11), repeat=5):
+    for rows in itertools.product(range(11), repeat=4):
         if sum(rows) == 10:
             profile = kernel.profile(rows)
             assert any(each.covers(profile) for each in chosen), rows
             executed += 1
-    assert executed == 1001
+    assert executed == 286
 
 
 def test_where_paths_do_not_add_up_there_are_no_templates_and_the_reason_is_said():
     kernel = TiledMatmul(experts=3, coupled=True)
     result = routed("3x2", kernel.facts(), LOADS, 3, 12, observed=observer_of(kernel))
     assert result.table is None
-    assert "forward/interior" in result.reason
-    assert "neither add up over experts nor follow from the tiles" in result.reason
+    assert result.reason.startswith(
+        "forward/tail_high and forward/tail_low neither add up over experts nor follow from the tiles: see ("
+    )
 
 
 def test_a_routing_whose_paths_cannot_be_counted_ends_the_derivation():
     kernel = TiledMatmul(experts=2, uncountable=frozenset({(5, 0)}))
     result = routed("3x2", kernel.facts(), LOADS, 2, 6, observed=observer_of(kernel))
     assert result.table is None
-    assert result.reason == "(5, 0): unknown: its paths cannot be counted here"
+    assert result.reason == "(5, 0): unknown: the tiles were not counted"

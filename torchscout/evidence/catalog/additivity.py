@@ -48,15 +48,18 @@ def additivity(profiles: Mapping[Rows, ShapeProfile], experts: int, tokens: int,
     share, rest = np.divmod(single[0], experts)
     single = single - (experts - 1) * share
     adds = rest == 0
+    against = {}
     for rows, profile in profiles.items():
         if max(rows) <= tokens:
-            adds &= single[list(rows)].sum(axis=0) == columns.of(profile)
+            equal = single[list(rows)].sum(axis=0) == columns.of(profile)
+            against.update((path, rows) for path, now in zip(paths, adds & ~equal, strict=False) if now)
+            adds &= equal
     adding = tuple(path for path, does in zip(paths, adds, strict=False) if does)
     others = tuple(path for path in paths if path not in adding)
     uneven = [name for name, does in zip(loads, adds[len(paths) :], strict=True) if not does]
     if uneven:
         return Additivity(adding, others, f"the tiles of {listed(uneven)} do not add up over experts")
-    if reason := _not_by_load(profiles, others, columns):
+    if reason := _not_by_load(profiles, others, columns, against):
         return Additivity(adding, others, reason)
     kept = np.flatnonzero(adds)
     return Additivity(adding, others, "", ExpertCounts(adding, tuple(loads), single[:, kept]))
@@ -78,7 +81,12 @@ class _Columns:
         return tuple(sum(counts.get(path, 0) for path in paths) for paths in self._loads.values())
 
 
-def _not_by_load(profiles: Mapping[Rows, ShapeProfile], paths: Sequence[str], columns: _Columns) -> str:
+def _not_by_load(
+    profiles: Mapping[Rows, ShapeProfile],
+    paths: Sequence[str],
+    columns: _Columns,
+    against: Mapping[str, Rows],
+) -> str:
     """Why regime or counts do not follow from the load, or nothing."""
     found: dict[tuple[int, ...], tuple[Rows, ShapeProfile]] = {}
     for rows, profile in profiles.items():
@@ -86,7 +94,8 @@ def _not_by_load(profiles: Mapping[Rows, ShapeProfile], paths: Sequence[str], co
         if before.fingerprint != profile.fingerprint:
             return f"{example} and {rows} have the same tiles and run in different regimes"
         if wrong := [path for path in paths if _count(before, path) != _count(profile, path)]:
-            return f"{listed(wrong)} neither add up over experts nor follow from the tiles: {example}, {rows}"
+            uneven = f"{listed(wrong)} neither add up over experts nor follow from the tiles"
+            return f"{uneven}: see {against.get(wrong[0], rows)}, and {rows} beside {example}"
     alike: dict[str, list[tuple[tuple[int, ...], ShapeProfile]]] = defaultdict(list)
     for load, (_, profile) in found.items():
         alike[profile.fingerprint].append((load, profile))

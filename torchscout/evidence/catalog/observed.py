@@ -16,6 +16,8 @@ __all__ = ["EXECUTIONS", "Observed", "known", "observe", "unknown"]
 EXECUTIONS = 3
 """Times each shape is executed."""
 
+_UNCOUNTED = "its paths cannot be counted here"
+
 
 @dataclass(frozen=True, slots=True)
 class Observed:
@@ -43,7 +45,7 @@ def observe(profiler: Profiler, rows: Rows) -> Observed:
         if again != first:
             return Observed(rows, None, f"unstable: {_difference(first, again, execution)}")
     if first is None:
-        return Observed(rows, None, "unknown: its paths cannot be counted here")
+        return Observed(rows, None, f"unknown: {getattr(profiler, 'reason', '') or _UNCOUNTED}")
     return Observed(rows, first)
 
 
