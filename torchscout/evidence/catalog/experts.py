@@ -23,11 +23,12 @@ __all__ = ["Experts", "grouped_linear"]
 def grouped_linear(x: Tensor, weights: Tensor, rows: Sequence[int] | Tensor) -> Tensor:
     """``x @ weights[expert]`` for the rows of each expert, which lie in ``x`` one expert after another.
 
-    ``weights`` are [experts, hidden, intermediate]; ``rows`` says how many rows each expert has. As a tensor on
-    the device it costs no synchronization; a sum other than the rows of ``x`` is found by the device.
+    ``weights`` are [experts, hidden, intermediate]; ``rows`` says how many rows each expert has. As a tensor
+    on the device it costs no synchronization; that it adds up to the rows of ``x`` is checked there.
     """
     gemm = _gemm_for(x, weights)
-    out: Tensor = _GroupedLinear.apply(x, weights, _rows_on(rows, x, weights.shape[0]), gemm)
+    placed = _rows_on(rows, x, weights.shape[0])
+    out: Tensor = _GroupedLinear.apply(x, weights, placed, gemm)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -76,7 +77,7 @@ class _GroupedLinear(torch.autograd.Function):
         return gemm.forward(x, weights, rows)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weights, rows = ctx.saved_tensors
         gradient = gradient.contiguous()
@@ -96,7 +97,9 @@ def _gemm_for(x: Tensor, weights: Tensor) -> GroupedGemm:
             f"got {list(x.shape)} and {list(weights.shape)}"
         )
     if x.dtype != torch.bfloat16 or weights.dtype != torch.bfloat16:
-        raise ValueError(f"grouped_linear computes in bfloat16, got {x.dtype} and {weights.dtype}: convert both")
+        raise ValueError(
+            f"grouped_linear computes in bfloat16, got {x.dtype} and {weights.dtype}: convert both"
+        )
     if importlib.util.find_spec("triton") is None:
         raise ModuleNotFoundError("grouped_linear needs Triton: pip install triton", name="triton")
     from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, programs_of, runs_on
@@ -109,7 +112,9 @@ def _gemm_for(x: Tensor, weights: Tensor) -> GroupedGemm:
 def _rows_on(rows: Sequence[int] | Tensor, x: Tensor, experts: int) -> Tensor:
     """The row counts where the kernel reads them."""
     if len(rows) != experts:
-        raise ValueError(f"rows must say how many rows each of {experts} experts has, got {len(rows)} numbers")
+        raise ValueError(
+            f"rows must say how many rows each of {experts} experts has, got {len(rows)} numbers"
+        )
     if isinstance(rows, Tensor) and rows.device == x.device and x.device.type != "cpu":
         torch._assert_async((rows >= 0).all() & (rows.sum() == x.shape[0]))
         return rows.to(torch.int32)

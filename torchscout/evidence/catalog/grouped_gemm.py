@@ -35,7 +35,8 @@ class Tiling(NamedTuple):
     stages: int = 3
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}x{self.step} group={self.group} warps={self.warps} stages={self.stages}"
+        tile = f"{self.rows}x{self.columns}x{self.step}"
+        return f"{tile} group={self.group} warps={self.warps} stages={self.stages}"
 
 
 WIDE, NARROW = Tiling(), Tiling(columns=128, stages=4)
@@ -68,8 +69,8 @@ class Fault(NamedTuple):
 
 
 FAULT_WORDS = 8
-"""A fault's integers on the device: tile and step, then what the kernel writes: times fired, role of the tile, role
-of the step, 0 for none. The rest keeps the next fault aligned."""
+"""A fault's integers on the device: tile and step, then what the kernel writes: times fired, role of the
+tile, role of the step (0 for none). The rest keeps the next fault aligned."""
 
 
 class GroupedGemm:
@@ -91,7 +92,7 @@ class GroupedGemm:
         }
 
     def forward(self, x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
-        """``x @ weights[expert]`` over the rows of each expert; ``rows`` says on the device how many it has."""
+        """``x @ weights[expert]`` over the rows of each expert; ``rows`` says how many it has."""
         out = x.new_empty(x.shape[0], self.intermediate)
         self.launch(Pass.FORWARD, (x, weights, out), rows)
         return out

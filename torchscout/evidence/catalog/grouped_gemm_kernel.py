@@ -5,6 +5,9 @@ looked after in ``grouped_gemm``. Results are the same with and without counters
 by two programs. What is counted is said in [Note: the roles of work].
 """
 
+# A kernel takes what a launch and its constants give it, and a constant is decided apart from a value.
+# ruff: noqa: N803, PLR0913, PLR0917, SIM102
+
 from __future__ import annotations
 
 import triton
@@ -49,21 +52,24 @@ def grouped_gemm_kernel(
 ) -> None:
     """Walk the experts, and do every tile whose turn it is: program p does tiles p, p + programs, ..."""
     program, programs = tl.program_id(0), tl.num_programs(0)
-    column_tiles = tl.cdiv(hidden if PASS == _INPUT else intermediate, COLUMNS)
+    column_tiles = ((hidden if PASS == _INPUT else intermediate) + COLUMNS - 1) // COLUMNS
     first_row = tl.full([], 0, tl.int64)
     matrix = tl.full([], 0, tl.int64)  # where the expert's weights begin
     begin = tl.full([], 0, tl.int32)
+    taken = tl.full([], 0, tl.int32)
     mine = program
     for expert in range(experts):
         count = tl.load(rows + expert)
-        row_tiles = tl.cdiv(hidden if PASS == _WEIGHT else count, ROWS)
+        row_tiles = ((hidden if PASS == _WEIGHT else count) + ROWS - 1) // ROWS
         end = begin + row_tiles * column_tiles
         for tile in range(mine, end, programs):
             m, n = _place(tile - begin, row_tiles, column_tiles, GROUP)
             height = (hidden if PASS == _WEIGHT else count) - m * ROWS
             width = (hidden if PASS == _INPUT else intermediate) - n * COLUMNS
             role = _role(height, width, count, PASS, ROWS, COLUMNS)
-            at = _fault_at(fault, tile, INJECT)
+            at = _NOWHERE
+            if INJECT:
+                at = tl.where(tl.load(fault) == tile, tl.load(fault + 1), _NOWHERE)
             sums, full, tail, seen = _product(
                 a, b, first_row, matrix, m, n, count, height, width, hidden, intermediate, at,
                 PASS, ROWS, COLUMNS, STEP, INJECT, WIDEN,
@@ -72,6 +78,7 @@ def grouped_gemm_kernel(
                 out, sums, first_row, matrix, m, n, height, width, hidden, intermediate,
                 PASS, ROWS, COLUMNS,
             )  # fmt: skip
+            taken += 1
             if INJECT:
                 _bear_witness(fault, at, role, seen)
             if COUNT:
@@ -81,12 +88,15 @@ def grouped_gemm_kernel(
         if COUNT and PASS != _WEIGHT:
             if (count == 0) & (program == 0):  # every program passes it by; one says so
                 tl.atomic_add(counters + _EMPTY, 1, sem="relaxed")
-        mine += tl.cdiv(tl.maximum(end - mine, 0), programs) * programs
+        mine += (tl.maximum(end - mine, 0) + programs - 1) // programs * programs
         begin = end
         first_row += count
         matrix += hidden * intermediate
     if COUNT:
-        _count_turns(counters, (mine - program) // programs)
+        if taken > 0:
+            tl.atomic_add(counters + _LAST_TILE, 1, sem="relaxed")
+            tl.atomic_add(counters + _FOLLOWING_TILE, taken - 1, sem="relaxed")
+            tl.atomic_max(counters + _WAVES, taken, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -154,13 +164,15 @@ def _product(
     row, column, lane = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, STEP)
     a_tile = row[:, None] * a_row + lane[None, :] * a_step
     b_tile = lane[:, None] * b_step + column[None, :] * b_column
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sums = tl.full((ROWS, COLUMNS), 0, tl.float32)
     full, tail, seen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     steps = length // STEP
-    for step in range(0, steps):
+    for step in range(steps):
         x = tl.load(a + a_tile, mask=(row < height)[:, None], other=0.0)
         y = tl.load(b + b_tile, mask=(column < width)[None, :], other=0.0)
-        sums = _dot(x, y, sums, WIDEN)
+        if WIDEN:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        sums = tl.dot(x, y, sums)
         full += 1
         if INJECT:
             sums = _perturbed(sums, at == step, height, width, ROWS, COLUMNS)
@@ -171,7 +183,9 @@ def _product(
     if left > 0:
         x = tl.load(a + a_tile, mask=(row < height)[:, None] & (lane < left)[None, :], other=0.0)
         y = tl.load(b + b_tile, mask=(lane < left)[:, None] & (column < width)[None, :], other=0.0)
-        sums = _dot(x, y, sums, WIDEN)
+        if WIDEN:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        sums = tl.dot(x, y, sums)
         tail += 1
         if INJECT:
             sums = _perturbed(sums, at == steps, height, width, ROWS, COLUMNS)
@@ -179,13 +193,6 @@ def _product(
     if INJECT:
         sums = _perturbed(sums, at == _WHOLE_TILE, height, width, ROWS, COLUMNS)
     return sums, full, tail, seen
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _dot(x: tl.tensor, y: tl.tensor, sums: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
-    if WIDEN:
-        x, y = x.to(tl.float32), y.to(tl.float32)
-    return tl.dot(x, y, sums)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -216,24 +223,6 @@ def _store(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _count_turns(counters: tl.tensor, taken: tl.tensor) -> None:
-    """How this program left its loop, how many tiles followed another, and how many it did in all."""
-    if taken > 0:
-        tl.atomic_add(counters + _LAST_TILE, 1, sem="relaxed")
-        tl.atomic_add(counters + _FOLLOWING_TILE, taken - 1, sem="relaxed")
-        tl.atomic_max(counters + _WAVES, taken, sem="relaxed")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _fault_at(fault: tl.tensor, tile: tl.tensor, INJECT: tl.constexpr) -> tl.tensor:
-    """The step of this tile that is to be perturbed, if the tile is."""
-    at = tl.full([], _NOWHERE, tl.int32)
-    if INJECT:
-        at = tl.where(tl.load(fault) == tile, tl.load(fault + 1), at)
-    return at
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _perturbed(
     sums: tl.tensor,
     here: tl.tensor,
@@ -250,7 +239,7 @@ def _perturbed(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bear_witness(fault: tl.tensor, at: tl.tensor, role: tl.tensor, seen: tl.tensor) -> None:
-    """Say that the fault fired, in what tile and in what step; a step that the tile has not got fires nothing."""
+    """Say that the fault fired, in what tile and step; a step that the tile has not got does not fire."""
     if (at == _WHOLE_TILE) | (seen > 0):
         tl.atomic_add(fault + 2, 1, sem="relaxed")
         tl.store(fault + 3, role)

@@ -52,9 +52,7 @@ class KernelProfiler:
             hidden, intermediate, experts, device=device, programs=programs, tiling=tiling
         )
         self._regime = regime
-        self._counters = torch.zeros(
-            len(Pass), _COUNTERS, dtype=torch.int32, device=self.projection.device
-        )
+        self._counters = torch.zeros(len(Pass), _COUNTERS, dtype=torch.int32, device=self.projection.device)
 
     def facts(self) -> dict[str, str]:
         """What the profiles depend on besides the rows."""
@@ -94,8 +92,8 @@ class KernelProfiler:
     def _fingerprint(self, kernels: Sequence[str], counted: Sequence[Sequence[int]]) -> str:
         gemm = self.projection.gemm
         passes = [
-            f"{which.word} kernel={kernels[which.value]} {gemm.tilings[which]} {self._pressure(counted[which.value])}"
-            for which in Pass
+            f"{which.word} kernel={kernel} {gemm.tilings[which]} {self._pressure(counts)}"
+            for which, kernel, counts in zip(Pass, kernels, counted, strict=True)
         ]
         return "; ".join([f"grouped_gemm bfloat16 programs={gemm.programs}", *passes])
 

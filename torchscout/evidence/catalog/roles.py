@@ -30,7 +30,7 @@ class Pass(Enum):
 # have no tile for it and pass it by; the weight gradient has tiles that are zeros). Programs take
 # tiles in turn: the last tile of a program is the way out of its loop, any but the first follows another one
 # with registers and shared memory as that one left them, and the most tiles of any program are the waves.
-# Each is counted where it happens, by the program that does it; nothing is derived from the shape on the host.
+# Each is counted where it happens, by the program that does it; the host derives nothing from the shape.
 
 
 class Role(Enum):
