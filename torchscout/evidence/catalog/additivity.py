@@ -48,7 +48,7 @@ def additivity(profiles: Mapping[Rows, ShapeProfile], experts: int, tokens: int,
     share, rest = np.divmod(single[0], experts)
     single = single - (experts - 1) * share
     adds = rest == 0
-    against = {}
+    against: dict[str, Rows] = {}
     for rows, profile in profiles.items():
         if max(rows) <= tokens:
             equal = single[list(rows)].sum(axis=0) == columns.of(profile)
