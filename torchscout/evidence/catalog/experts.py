@@ -1,0 +1,124 @@
+"""Expert layers on the grouped GEMM whose paths can be counted, for training (paper, section 6.2).
+
+A drop-in where rows are already sorted by expert: routing, and the exchange among ranks, are not done here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm
+
+__all__ = ["Experts", "grouped_linear"]
+
+
+def grouped_linear(x: Tensor, weights: Tensor, rows: Sequence[int] | Tensor) -> Tensor:
+    """``x @ weights[expert]`` for the rows of each expert, which lie in ``x`` one expert after another.
+
+    ``weights`` are [experts, hidden, intermediate]; ``rows`` says how many rows each expert has. As a tensor
+    on the device it costs no synchronization; that it adds up to the rows of ``x`` is checked there.
+    """
+    gemm = _gemm_for(x, weights)
+    placed = _rows_on(rows, x, weights.shape[0])
+    out: Tensor = _GroupedLinear.apply(x, weights, placed, gemm)  # type: ignore[no-untyped-call]
+    return out
+
+
+class Experts(nn.Module):
+    """The experts of one layer: two projections each, with an activation between them."""
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        activation: Callable[[Tensor], Tensor] = functional.silu,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if min(experts, hidden, intermediate) < 1:
+            raise ValueError(
+                "experts, hidden and intermediate must be positive, "
+                f"got {experts}, {hidden} and {intermediate}"
+            )
+        self.activation = activation
+        self.up = nn.Parameter(torch.empty(experts, hidden, intermediate, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(experts, intermediate, hidden, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weights in (self.up, self.down):
+            bound = weights.shape[1] ** -0.5
+            nn.init.uniform_(weights, -bound, bound)
+
+    def forward(self, x: Tensor, rows: Sequence[int] | Tensor) -> Tensor:
+        """What the experts make of their rows, in the order and dtype of ``x``; computed in bfloat16."""
+        up, down = self.up.to(torch.bfloat16), self.down.to(torch.bfloat16)
+        between = self.activation(grouped_linear(x.to(torch.bfloat16), up, rows))
+        return grouped_linear(between, down, rows).to(x.dtype)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, rows: Tensor, gemm: GroupedGemm) -> Tensor:
+        x, weights = x.contiguous(), weights.contiguous()
+        ctx.save_for_backward(x, weights, rows)
+        ctx.gemm = gemm
+        return gemm.forward(x, weights, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weights, rows = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        needs_input, needs_weights = ctx.needs_input_grad[:2]
+        return (
+            ctx.gemm.input_gradient(gradient, weights, rows) if needs_input else None,
+            ctx.gemm.weight_gradient(x, gradient, rows) if needs_weights else None,
+            None,
+            None,
+        )
+
+
+def _gemm_for(x: Tensor, weights: Tensor) -> GroupedGemm:
+    if x.dim() != 2 or weights.dim() != 3 or x.shape[1] != weights.shape[1]:
+        raise ValueError(
+            "grouped_linear takes x [rows, hidden] and weights [experts, hidden, intermediate], "
+            f"got {list(x.shape)} and {list(weights.shape)}"
+        )
+    if x.dtype != torch.bfloat16 or weights.dtype != torch.bfloat16:
+        raise ValueError(
+            f"grouped_linear computes in bfloat16, got {x.dtype} and {weights.dtype}: convert both"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise ModuleNotFoundError("grouped_linear needs Triton: pip install triton", name="triton")
+    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, programs_of, runs_on
+
+    if not runs_on(x.device):
+        raise ValueError(f"grouped_linear runs on CUDA, got a tensor on {x.device}: move the layer there")
+    return GroupedGemm(weights.shape[1], weights.shape[2], programs=programs_of(x.device))
+
+
+def _rows_on(rows: Sequence[int] | Tensor, x: Tensor, experts: int) -> Tensor:
+    """The row counts where the kernel reads them."""
+    if len(rows) != experts:
+        raise ValueError(
+            f"rows must say how many rows each of {experts} experts has, got {len(rows)} numbers"
+        )
+    if isinstance(rows, Tensor) and rows.device == x.device and x.device.type != "cpu":
+        torch._assert_async((rows >= 0).all() & (rows.sum() == x.shape[0]))
+        return rows.to(torch.int32)
+    counts = [int(count) for count in rows]
+    if min(counts) < 0 or sum(counts) != x.shape[0]:
+        raise ValueError(f"rows must add up to the {x.shape[0]} rows of x, got {counts}")
+    return torch.tensor(counts, dtype=torch.int32, device=x.device)

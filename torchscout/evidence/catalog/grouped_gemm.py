@@ -1,0 +1,146 @@
+"""The grouped GEMM of an expert layer, which can count its own execution paths (paper, section 6.2).
+
+Rows lie one expert after another, and each expert has its own weights. Three passes: the output, the gradient
+of the input, the gradient of the weights, in bfloat16 with sums in float32. Imported on first use, because
+Triton is optional; autograd is in ``experts``, what the counts are good for in ``profile``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from torchscout.evidence.catalog.grouped_gemm_kernel import INTERPRETED, grouped_gemm_kernel
+from torchscout.evidence.catalog.roles import Pass
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FAULT_WORDS", "Fault", "GroupedGemm", "Tiling", "programs_of", "runs_on", "tiling_for"]
+
+H200_PROCESSORS = 132
+
+
+class Tiling(NamedTuple):
+    """How a pass is cut into work items; part of what a profile is taken of."""
+
+    rows: int = 128
+    columns: int = 256
+    step: int = 64
+    """Of the reduction."""
+    group: int = 8
+    """Row tiles that are done together, column by column, so that they share the L2 cache."""
+    warps: int = 8
+    stages: int = 3
+
+    def __str__(self) -> str:
+        tile = f"{self.rows}x{self.columns}x{self.step}"
+        return f"{tile} group={self.group} warps={self.warps} stages={self.stages}"
+
+
+WIDE, NARROW = Tiling(), Tiling(columns=128, stages=4)
+
+
+def tiling_for(columns: int) -> Tiling:
+    """By the columns of the result alone: whatever the rows, the same kernel runs."""
+    return WIDE if columns > NARROW.columns else NARROW
+
+
+def programs_of(device: torch.device) -> int:
+    """One for each multiprocessor; the interpreter has none and stands for an H200."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return H200_PROCESSORS
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernel can run on tensors there; Triton's interpreter takes any."""
+    return INTERPRETED or device.type == "cuda"
+
+
+class Fault(NamedTuple):
+    """One perturbed work item."""
+
+    tile: int
+    """In the order in which programs take tiles; -1 for none."""
+    step: int = -1
+    """Of the tile's reduction; -1 is the finished tile."""
+
+
+FAULT_WORDS = 8
+"""A fault's integers on the device: tile and step, then what the kernel writes: times fired, role of the
+tile, role of the step (0 for none). The rest keeps the next fault aligned."""
+
+
+class GroupedGemm:
+    """The passes of one projection, from ``hidden`` to ``intermediate`` features."""
+
+    def __init__(
+        self, hidden: int, intermediate: int, *, programs: int, tiling: Tiling | None = None
+    ) -> None:
+        if min(hidden, intermediate, programs) < 1:
+            raise ValueError(
+                "hidden, intermediate and programs must be positive, "
+                f"got {hidden}, {intermediate} and {programs}"
+            )
+        self.hidden, self.intermediate, self.programs = hidden, intermediate, programs
+        self.tilings = {
+            Pass.FORWARD: tiling or tiling_for(intermediate),
+            Pass.INPUT_GRADIENT: tiling or tiling_for(hidden),
+            Pass.WEIGHT_GRADIENT: tiling or tiling_for(intermediate),
+        }
+
+    def forward(self, x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+        """``x @ weights[expert]`` over the rows of each expert; ``rows`` says how many it has."""
+        out = x.new_empty(x.shape[0], self.intermediate)
+        self.launch(Pass.FORWARD, (x, weights, out), rows)
+        return out
+
+    def input_gradient(self, gradient: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+        """``gradient @ weights[expert].T`` over the rows of each expert."""
+        out = gradient.new_empty(gradient.shape[0], self.hidden)
+        self.launch(Pass.INPUT_GRADIENT, (gradient, weights, out), rows)
+        return out
+
+    def weight_gradient(self, x: Tensor, gradient: Tensor, rows: Tensor) -> Tensor:
+        """``x.T @ gradient`` over the rows of each expert: zeros where it has none."""
+        out = x.new_empty(rows.shape[0], self.hidden, self.intermediate)
+        self.launch(Pass.WEIGHT_GRADIENT, (x, gradient, out), rows)
+        return out
+
+    def launch(
+        self,
+        which: Pass,
+        operands: tuple[Tensor, Tensor, Tensor],
+        rows: Tensor,
+        *,
+        counters: Tensor | None = None,
+        fault: Tensor | None = None,
+    ) -> Any:
+        """Run one pass on two operands and a result; gives the compiled kernel, None from the interpreter.
+
+        ``counters`` are one int32 for each role and are added to; ``fault`` are FAULT_WORDS of int32.
+        """
+        assert all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in operands)
+        assert rows.dtype == torch.int32, rows.dtype
+        tiling = self.tilings[which]
+        return grouped_gemm_kernel[(self.programs,)](
+            *operands,
+            rows,
+            rows.shape[0],
+            self.hidden,
+            self.intermediate,
+            rows if counters is None else counters,
+            rows if fault is None else fault,
+            PASS=which.value,
+            ROWS=tiling.rows,
+            COLUMNS=tiling.columns,
+            STEP=tiling.step,
+            GROUP=tiling.group,
+            COUNT=counters is not None,
+            INJECT=fault is not None,
+            WIDEN=INTERPRETED,  # the interpreter would multiply the bits of bfloat16 as integers
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+        )

@@ -1,0 +1,136 @@
+"""Whether each piece of a shape's work shows in a result: one perturbation at a time (paper, section 6.2).
+
+Faults are perturbed inside the kernel, never in its operands or results. That the perturbed work items are
+all there is, is checked against the kernel's own counters: every counted tile and step was perturbed once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchscout.evidence.catalog.grouped_gemm import FAULT_WORDS, Fault
+from torchscout.evidence.catalog.roles import Pass, Role
+
+if TYPE_CHECKING:
+    from torchscout.evidence.catalog.profile import Rows
+    from torchscout.evidence.catalog.projection import Projection
+
+__all__ = ["Injected", "Qualification", "qualify"]
+
+_COUNTED = tuple(role for role in Role if role.value <= Role.STEP_TAIL.value)
+"""The roles that a perturbed work item can have; those of turns are other counts of the same tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """One perturbation and where it was."""
+
+    rows: Rows
+    which: Pass
+    fault: Fault
+
+    def __str__(self) -> str:
+        place = "" if self.fault.step < 0 else f", step {self.fault.step}"
+        return f"rows {self.rows}, {self.which.word}, tile {self.fault.tile}{place}"
+
+
+@dataclass(slots=True)
+class Qualification:
+    """What became of the perturbations."""
+
+    injected: int = 0
+    fired: int = 0
+    """Those that the kernel says it applied, exactly once."""
+    changed: int = 0
+    """Those that fired and changed a bit of the pass's result."""
+    missed: Injected | None = None
+    """The first that did not fire or changed nothing."""
+    unaccounted: list[str] = field(default_factory=list)
+    """Where the roles of perturbed work items are not those that the kernel counted."""
+
+    @property
+    def complete(self) -> bool:
+        return self.injected == self.fired == self.changed and not self.unaccounted
+
+
+def qualify(projection: Projection, shapes: Iterable[Rows], *, most: int | None = None) -> Qualification:
+    """Perturb every tile and every step of these shapes, or at most ``most`` of each pass, evenly spread."""
+    found = Qualification()
+    for rows in shapes:
+        for which in Pass:
+            _qualify_pass(projection, rows, which, most, found)
+    return found
+
+
+def _qualify_pass(
+    projection: Projection, rows: Rows, which: Pass, most: int | None, found: Qualification
+) -> None:
+    placed = projection.place(rows)
+    counters = torch.zeros(2 * FAULT_WORDS, dtype=torch.int32, device=projection.device)
+    projection.execute(which, placed, counters=counters)
+    counted = counters.tolist()
+    faults = _all_faults(projection, rows, which, counted)
+    chosen = faults if most is None else faults[:: -(-len(faults) // most) or 1]
+    witnesses, changed = _run(projection, rows, which, chosen)
+    for fault, (_, _, fired, *_), differs in zip(chosen, witnesses, changed, strict=True):
+        found.injected += 1
+        found.fired += fired == 1
+        found.changed += fired == 1 and differs
+        if found.missed is None and not (fired == 1 and differs):
+            found.missed = Injected(rows, which, fault)
+    if len(chosen) == len(faults):
+        found.unaccounted += _unaccounted(rows, which, witnesses, counted)
+
+
+def _all_faults(projection: Projection, rows: Rows, which: Pass, counted: list[int]) -> list[Fault]:
+    """Every tile that programs took, and every step of each."""
+    tiles = counted[Role.LAST_TILE.value] + counted[Role.FOLLOWING_TILE.value]
+    gemm, step = projection.gemm, projection.gemm.tilings[which].step
+    faults = []
+    for tile in range(tiles):
+        length = {
+            Pass.FORWARD: gemm.hidden,
+            Pass.INPUT_GRADIENT: gemm.intermediate,
+            Pass.WEIGHT_GRADIENT: rows[tile * len(rows) // tiles],  # each expert has as many tiles there
+        }[which]
+        faults += [Fault(tile), *(Fault(tile, place) for place in range(-(-length // step)))]
+    return faults
+
+
+def _run(
+    projection: Projection, rows: Rows, which: Pass, faults: list[Fault]
+) -> tuple[list[list[int]], list[bool]]:
+    """What the kernel wrote about each fault, and whether the result then differs; read back once."""
+    placed = projection.place(rows)
+    none = torch.full((FAULT_WORDS,), -1, dtype=torch.int32, device=projection.device)
+    projection.execute(which, placed, fault=none)
+    # As integers: a NaN must differ from itself nowhere, and zeros of either sign from each other.
+    result = projection.result(which, rows).view(torch.int16)
+    clean = result.clone()
+    words = [[*fault, *(0,) * (FAULT_WORDS - len(fault))] for fault in faults]
+    witnesses = torch.tensor(words, dtype=torch.int32).reshape(-1, FAULT_WORDS).to(projection.device)
+    changed = torch.zeros(len(faults), dtype=torch.bool, device=projection.device)
+    for place in range(len(faults)):
+        projection.execute(which, placed, fault=witnesses[place])
+        changed[place] = (result != clean).any()
+    return witnesses.tolist(), changed.tolist()
+
+
+def _unaccounted(rows: Rows, which: Pass, witnesses: list[list[int]], counted: list[int]) -> list[str]:
+    """The roles that were not perturbed as often as the kernel counted them."""
+    seen: Counter[int] = Counter()
+    for _, step, fired, tile_role, step_role, *_ in witnesses:
+        seen[tile_role if step < 0 else step_role] += fired
+    expected = {role: counted[role.value] for role in _COUNTED}
+    if which is not Pass.WEIGHT_GRADIENT:
+        del expected[Role.EMPTY]  # an expert that is passed by has no work to perturb
+    return [
+        f"rows {rows}, {which.word}: {role.word} perturbed {seen[role.value]} times, counted {count} times"
+        for role, count in expected.items()
+        if seen[role.value] != count
+    ]

@@ -1,0 +1,113 @@
+"""Profiles of the grouped GEMM, from the counters that it adds while it runs (paper, section 6.2).
+
+Each profile is one real execution of the three passes of one projection; an expert of two projections has two
+catalogs. Nothing is worked out from the shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from torchscout.evidence.catalog import grouped_gemm, grouped_gemm_kernel
+from torchscout.evidence.catalog.device_facts import device_facts
+from torchscout.evidence.catalog.profile import Rows, ShapeProfile
+from torchscout.evidence.catalog.projection import Projection
+from torchscout.evidence.catalog.roles import Pass, Role
+
+if TYPE_CHECKING:
+    from torchscout.evidence.catalog.grouped_gemm import Tiling
+
+__all__ = ["KernelProfiler", "Regime"]
+
+Regime = Literal["pressure", "waves"]
+"""What of the pressure on the device two executions must share to be compared, in each pass: whether any
+multiprocessor had nothing to do; or, more strictly, how many tiles the busiest one did."""
+
+_COUNTERS = 16
+"""Integers for each pass: the roles, and room to keep the next pass aligned."""
+
+
+class KernelProfiler:
+    """Counts the paths of one projection; on CUDA, or wherever Triton's interpreter runs."""
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        experts: int = 1,
+        *,
+        device: torch.device | str = "cuda",
+        regime: Regime = "pressure",
+        programs: int | None = None,
+        tiling: Tiling | None = None,
+    ) -> None:
+        if regime not in ("pressure", "waves"):
+            raise ValueError(f"regime must be 'pressure' or 'waves', got {regime!r}")
+        self.projection = Projection(
+            hidden, intermediate, experts, device=device, programs=programs, tiling=tiling
+        )
+        self._regime = regime
+        self._counters = torch.zeros(len(Pass), _COUNTERS, dtype=torch.int32, device=self.projection.device)
+
+    def facts(self) -> dict[str, str]:
+        """What the profiles depend on besides the rows."""
+        gemm = self.projection.gemm
+        return {
+            **device_facts(self.projection.device),
+            "kernel": _source_digest(),
+            "hidden": str(gemm.hidden),
+            "intermediate": str(gemm.intermediate),
+            "experts": str(self.projection.experts),
+            "dtype": "bfloat16",
+            "programs": str(gemm.programs),
+            "regime": self._regime,
+            **{f"{which.word} tiling": str(tiling) for which, tiling in gemm.tilings.items()},
+        }
+
+    def profile(self, rows: Rows) -> ShapeProfile:
+        """Execute this shape once, all three passes, and read the counters back."""
+        placed = self.projection.place(rows)
+        self._counters.zero_()
+        kernels = [
+            self.projection.execute(which, placed, counters=self._counters[which.value]) for which in Pass
+        ]
+        counted = self._counters.tolist()
+        names = [str(getattr(kernel, "hash", "interpreted"))[:12] for kernel in kernels]
+        return ShapeProfile(
+            fingerprint=self._fingerprint(names, counted),
+            path_counts=tuple(
+                sorted(
+                    (f"{which.word}/{role.word}", counted[which.value][role.value])
+                    for which in Pass
+                    for role in Role
+                )
+            ),
+        )
+
+    def _fingerprint(self, kernels: Sequence[str], counted: Sequence[Sequence[int]]) -> str:
+        gemm = self.projection.gemm
+        passes = [
+            f"{which.word} kernel={kernel} {gemm.tilings[which]} {self._pressure(counts)}"
+            for which, kernel, counts in zip(Pass, kernels, counted, strict=True)
+        ]
+        return "; ".join([f"grouped_gemm bfloat16 programs={gemm.programs}", *passes])
+
+    def _pressure(self, counted: Sequence[int]) -> str:
+        if self._regime == "waves":
+            return f"waves={counted[Role.WAVES.value]}"
+        # A program that did any tile did a last one.
+        return "full" if counted[Role.LAST_TILE.value] == self.projection.gemm.programs else "idle"
+
+
+def _source_digest() -> str:
+    """Of the files that make the kernel what it is."""
+    digest = hashlib.sha256()
+    for module in (grouped_gemm, grouped_gemm_kernel):
+        assert module.__file__ is not None
+        digest.update(Path(module.__file__).read_bytes())
+    return digest.hexdigest()
