@@ -40,7 +40,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(count, HIDDEN, WIDTH) / HIDDEN**0.5)
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        parts = torch.split(x, counts.tolist())  # type: ignore[no-untyped-call]
+        parts = torch.split(x, counts.tolist())
         return torch.cat(
             [F.gelu(part @ up) @ down for part, up, down in zip(parts, self.up, self.down, strict=True)]
         )
