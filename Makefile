@@ -12,10 +12,10 @@ demo: $(READY)  ## a slow rank, a flipped bit and a hang, each named and recover
 	$(BIN)/scout demo
 
 test: $(READY)  ## every test that needs no accelerator and is not slow
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(READY)  ## the long ones
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 check: $(READY)  ## format, lint, types, spelling; changes nothing
 	$(BIN)/ruff format --check .

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +13,29 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchscout.cli.moe_model import MoeTransformer, batch, expert_names, share_gradients
+from torchscout.cli.moe_model import (
+    LAYERS,
+    WIDTH,
+    Experts,
+    MoeTransformer,
+    batch,
+    expert_names,
+    share_gradients,
+)
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
+from torchscout.evidence.catalog.catalog import Catalog, Places
+from torchscout.evidence.catalog.catalog_file import save
+from torchscout.evidence.catalog.discovery import discover
+from torchscout.evidence.catalog.launch_profiler import LaunchProfiler
+from torchscout.evidence.catalog.profile import uniform
+from torchscout.evidence.catalog.table import tabulated
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 from torchscout.integration.attach import enable_resiliency
+from torchscout.integration.resumption import Resumption
+from torchscout.integration.session import Session
 from torchscout.mesh import Mesh, Role
 
 EXPERTS = 4
@@ -33,6 +52,12 @@ class Trial:
     replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(interval=1))
     rows: int = 4
     """Sequences of a batch."""
+    sick: tuple[int, int, int] | None = None
+    """A rank that computes other numbers in its experts when they get so many rows, from this step on."""
+    directory: Path | None = None
+    """Of checkpoints."""
+    killed: int | None = None
+    """The step in which all ranks end."""
 
     @property
     def mesh(self) -> Mesh:
@@ -51,6 +76,9 @@ class Told:
     status: dict[str, Any]
     routed: list[list[int]]
     """Rows that each of this rank's experts got, call by call."""
+    resumed: Resumption | None = None
+    kept: list[dict[str, Any]] = field(default_factory=list)
+    """What is said of checkpoints after every step."""
 
     @property
     def agreed(self) -> set[str]:
@@ -80,38 +108,100 @@ def build(trial: Trial, rank: int) -> tuple[DistributedDataParallel, dist.Proces
     return DistributedDataParallel(model), holders
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None, checkpoint: CheckpointConfig | None = None) -> Told:
+def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
     model, holders = build(trial, rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    routed: list[list[int]] = []
-    for layer in model.module.layer:
-        layer.mixture.experts.register_forward_pre_hook(lambda _, args: routed.append(args[1].tolist()))
-    session = None
+    watched = [_Watched(trial, rank, layer.mixture.experts) for layer in model.module.layer]
+    session, resumed, done = None, None, 0
+    kept: list[dict[str, Any]] = []
     with Injector(trial.faults, rank, model.module, optimizer) as injector:
         if run_dir is not None:
-            session = enable_resiliency(
-                model,
-                optimizer,
-                replay=trial.replay,
-                observer=None,
-                checkpoint=checkpoint,
-                parallelism=trial.mesh,
-                run_dir=run_dir,
-            )
-            if checkpoint is not None:
-                session.resume()
-        for step in range(1, trial.steps + 1):
+            session = attached(trial, model, optimizer, run_dir)
+        if session is not None and trial.directory is not None:
+            resumed = session.resume()
+            done = resumed.step
+        for step in range(done + 1, trial.steps + 1):
+            for each in watched:
+                each.step = step
+            if trial.killed == step:
+                dist.barrier()
+                os._exit(9)
             tokens, targets = batch(step, rank, trial.rows)
             optimizer.zero_grad()
             logits = model(tokens)
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
             share_gradients(model.module, holders)
+            if session is not None and trial.directory is not None:
+                _until_written(session, trial.directory)
             optimizer.step()
+            if session is not None and trial.directory is not None:
+                kept.append(dict(session.status()["checkpoint"]))
     state = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
     bits = b"".join(each.detach().numpy().tobytes() for each in state)
+    fired = len(injector.fired) + sum(each.fired for each in watched)
+    routed = [counts for each in watched for counts in each.routed]
     if session is None or run_dir is None:
-        return Told(bits, [], [], [], len(injector.fired), {}, routed)
+        return Told(bits, [], [], [], fired, {}, routed)
     incidents, failures, status = session.incidents, list(session.failures), dict(session.status())
     session.close()
     records = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
-    return Told(bits, records, list(incidents), failures, len(injector.fired), status, routed)
+    return Told(bits, records, list(incidents), failures, fired, status, routed, resumed, kept)
+
+
+def attached(
+    trial: Trial, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path
+) -> Session:
+    kept = None
+    if trial.directory is not None:
+        os.environ["TORCHSCOUT_MEMORY"] = str(trial.directory / "memory")
+        kept = CheckpointConfig(trial.directory / "files")
+    return enable_resiliency(
+        model,
+        optimizer,
+        replay=trial.replay,
+        observer=None,
+        checkpoint=kept,
+        parallelism=trial.mesh,
+        run_dir=run_dir,
+    )
+
+
+def _until_written(session: Session, directory: Path) -> None:
+    """A candidate that is not in files by the end of the next cycle would wait for one more."""
+    if (candidate := session.status()["checkpoint"]["candidate"]) is None:
+        return
+    name, deadline = (
+        f"step-{candidate:010d}.lineage-*/rank-{dist.get_rank()}-of-*.shard",
+        time.monotonic() + 30,
+    )
+    while not [*(directory / "files").glob(name)]:
+        assert time.monotonic() < deadline, f"{candidate} is not written"
+        time.sleep(0.01)
+
+
+class _Watched:
+    """The calls of one expert module; the sick rank's are wrong at one number of rows."""
+
+    def __init__(self, trial: Trial, rank: int, experts: torch.nn.Module) -> None:
+        self._sick, self._rank = trial.sick, rank
+        self.routed: list[list[int]] = []
+        self.step, self.fired = 0, 0
+        experts.register_forward_hook(self._called)
+
+    def _called(self, _: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        self.routed.append(args[1].tolist())
+        if self._sick is None or (self._rank, len(output)) != self._sick[:2] or self.step < self._sick[2]:
+            return None
+        self.fired += 1
+        return output * 1.5
+
+
+def catalog_for(trial: Trial, counts: Sequence[int], path: Path) -> None:
+    """Of the shapes in which every expert has as many rows, for both layers; nothing of it is compressed."""
+    torch.manual_seed(0)
+    held = EXPERTS // trial.spread
+    profiler = LaunchProfiler(Experts(held), WIDTH, device="cpu", grouped=True)
+    shapes = [uniform(count, held) for count in counts]
+    table = tabulated("experts", profiler.facts(), f"rows {counts}", discover(profiler, shapes))
+    layers = tuple(f"layer.{place}.mixture.experts" for place in range(LAYERS))
+    save(Catalog((table,), (Places(layers, held, trial.spread, (0,)),)), path)

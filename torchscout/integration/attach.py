@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import time
@@ -18,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig
 from torchscout.decision.record import Incident, Surface
 from torchscout.decision.recorder import JsonlRecorder
-from torchscout.errors import ScoutError
+from torchscout.errors import CatalogError, ScoutError
+from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.observer.device import device_of
-from torchscout.evidence.replay.routed import Rows
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.communicators import Communicators, PeerLinks
-from torchscout.integration.coverage import NO_CATALOG
+from torchscout.integration.coverage import NO_CATALOG, shapes_in
 from torchscout.integration.modules import is_called
 from torchscout.integration.news import News
 from torchscout.integration.recipes import (
@@ -191,7 +192,7 @@ def _replay(
         session.not_replaying = obstacle or agreed
         return
     device = device_of_job(adapter)
-    shapes, lacking = _shapes(config, adapter, communicators)
+    shapes, lacking = _shapes(job, config, adapter, communicators)
     replaying = Replaying(
         config,
         recipes_for(adapter, config, job.mesh, job.rank, shapes),
@@ -209,13 +210,24 @@ def _replay(
 
 
 def _shapes(
-    config: ReplayConfig, adapter: Adapter, communicators: Communicators
+    job: Job, config: ReplayConfig, adapter: Adapter, communicators: Communicators
 ) -> tuple[Mapping[str, Sequence[Rows]] | None, str | None]:
-    """At which shapes experts are replayed, and what that leaves out; the same everywhere."""
+    """At which shapes experts are replayed, and what checks lack; from a catalog on all ranks or on none."""
     experts = adapter.experts(config.experts)
     if not any(communicators.highest([len(experts)])):
         return None, None
-    return None, NO_CATALOG
+    if config.catalog is None:
+        return None, NO_CATALOG
+    shapes, problem = None, None
+    position = job.mesh.address_of(job.rank, Role.EXPERT).expert
+    try:
+        shapes = shapes_in(config.catalog, experts, position, device_of_job(adapter))
+    except CatalogError as error:
+        problem = str(error)
+    if (agreed := communicators.first_problems([problem])[0]) is not None:
+        logging.getLogger(__name__).warning("experts are not covered: %s", agreed)
+        return None, f"the catalog of expert shapes was refused: {agreed}"
+    return shapes, None
 
 
 def _links(job: Job, communicators: Communicators, device: torch.device) -> Callable[[Role, bool], PeerLinks]:

@@ -10,6 +10,7 @@ import torch
 
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Surface
+from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.replay.all_to_all import AllToAllRecipe
 from torchscout.evidence.replay.at_rest import AtRestRecipe
 from torchscout.evidence.replay.census import CensusRecipe, slots_of
@@ -18,7 +19,6 @@ from torchscout.evidence.replay.layer import LayerRecipe
 from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
 from torchscout.evidence.replay.recipe import Recipe
 from torchscout.evidence.replay.reduction import route_of
-from torchscout.evidence.replay.routed import Rows
 from torchscout.evidence.replay.sharded import Keepers
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.mixture import without_experts

@@ -20,9 +20,9 @@ from torchscout.evidence.catalog.projection import Projection
 from torchscout.evidence.catalog.roles import Pass, Role
 
 if TYPE_CHECKING:
-    from torchscout.evidence.catalog.grouped_gemm import Tiling
+    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, Tiling
 
-__all__ = ["KernelProfiler", "Regime"]
+__all__ = ["KernelProfiler", "Regime", "kernel_facts"]
 
 Regime = Literal["pressure", "waves"]
 """What of the pressure on the device two executions must share to be compared, in each pass: whether any
@@ -56,18 +56,9 @@ class KernelProfiler:
 
     def facts(self) -> dict[str, str]:
         """What the profiles depend on besides the rows."""
-        gemm = self.projection.gemm
-        return {
-            **device_facts(self.projection.device),
-            "kernel": _source_digest(),
-            "hidden": str(gemm.hidden),
-            "intermediate": str(gemm.intermediate),
-            "experts": str(self.projection.experts),
-            "dtype": "bfloat16",
-            "programs": str(gemm.programs),
-            "regime": self._regime,
-            **{f"{which.word} tiling": str(tiling) for which, tiling in gemm.tilings.items()},
-        }
+        return kernel_facts(
+            self.projection.gemm, self.projection.experts, self.projection.device, self._regime
+        )
 
     def profile(self, rows: Rows) -> ShapeProfile:
         """Execute this shape once, all three passes, and read the counters back."""
@@ -102,6 +93,21 @@ class KernelProfiler:
             return f"waves={counted[Role.WAVES.value]}"
         # A program that did any tile did a last one.
         return "full" if counted[Role.LAST_TILE.value] == self.projection.gemm.programs else "idle"
+
+
+def kernel_facts(gemm: GroupedGemm, experts: int, device: torch.device, regime: str) -> dict[str, str]:
+    """What the profiles of a projection depend on besides the rows."""
+    return {
+        **device_facts(device),
+        "kernel": _source_digest(),
+        "hidden": str(gemm.hidden),
+        "intermediate": str(gemm.intermediate),
+        "experts": str(experts),
+        "dtype": "bfloat16",
+        "programs": str(gemm.programs),
+        "regime": regime,
+        **{f"{which.word} tiling": str(tiling) for which, tiling in gemm.tilings.items()},
+    }
 
 
 def _source_digest() -> str:

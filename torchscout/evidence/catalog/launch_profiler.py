@@ -1,7 +1,7 @@
 """What can be seen of kernels whose paths cannot be counted: their names and launches (paper, section 6.2).
 
-For expert layers of plain torch operations on CUDA. A closed kernel does not say what its tiles do, so there
-are no path counts and compression is off; to cover by launch geometry alone must be asked for.
+For expert layers of any operations. A closed kernel does not say what its tiles do, so there are no path
+counts and compression is off; to cover by launch geometry alone must be asked for, and is to be had on CUDA.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from torchscout.evidence.catalog.device_facts import device_facts
+from torchscout.evidence.catalog.facts import closed_facts
 from torchscout.evidence.catalog.profile import Rows, ShapeProfile
 
 __all__ = ["KernelLaunch", "LaunchProfiler"]
@@ -34,7 +34,7 @@ class KernelLaunch(NamedTuple):
 
 
 class LaunchProfiler:
-    """Executes the same module for the rows of each expert, as training without grouped kernels does."""
+    """Executes a module for the rows of each expert in turn, or where it is ``grouped`` for all at once."""
 
     def __init__(
         self,
@@ -42,32 +42,30 @@ class LaunchProfiler:
         hidden: int,
         *,
         device: torch.device | str = "cuda",
+        grouped: bool = False,
         geometry_only: bool = False,
     ) -> None:
+        """A ``grouped`` module takes all rows, sorted by expert, and a tensor of how many are whose."""
         self._device = torch.device(device)
-        if self._device.type != "cuda":
+        if geometry_only and self._device.type != "cuda":
             raise ValueError(f"launches are recorded on CUDA, got device={str(device)!r}")
         self._expert = expert.to(self._device)
-        self._hidden = hidden
+        self._hidden, self._is_grouped = hidden, grouped
         self._geometry_only = geometry_only
         self._dtype = next(expert.parameters()).dtype
         self.reason = ""
         """Why the last profile was None."""
 
     def facts(self) -> dict[str, str]:
-        return {
-            **device_facts(self._device),
-            "kernel": "closed, launch geometry only" if self._geometry_only else "closed",
-            "hidden": str(self._hidden),
-            "expert": str(self._expert),
-            "dtype": str(self._dtype),
-        }
+        facts = closed_facts(self._expert, self._device)
+        return {**facts, "cover": "launch geometry only"} if self._geometry_only else facts
 
     def profile(self, rows: Rows) -> ShapeProfile | None:
         """None, and ``reason`` names what ran, unless launch geometry was asked for."""
         launches = self.launches(rows)
         if not self._geometry_only:
-            self.reason = f"closed kernels do not count their paths: {'; '.join(map(str, launches))}"
+            ran = "; ".join(map(str, launches)) or f"on the {self._device.type}, where they are not seen"
+            self.reason = f"closed kernels do not count their paths: {ran}"
             return None
         kernels = sorted({f"{launch.name} block {launch.block}" for launch in launches})
         blocks: Counter[str] = Counter()
@@ -78,15 +76,13 @@ class LaunchProfiler:
 
     def launches(self, rows: Rows) -> list[KernelLaunch]:
         """The kernels of one forward and backward, in the order in which they began."""
-        inputs = [
-            torch.randn(count, self._hidden, device=self._device, dtype=self._dtype, requires_grad=True)
-            for count in rows
-        ]
+        calls = self._calls(rows)
+        if self._device.type != "cuda":
+            self._execute(calls)
+            return []
         torch.cuda.synchronize(self._device)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-            for x in inputs:
-                out = self._expert(x)
-                torch.autograd.grad(out, [x, *self._expert.parameters()], torch.ones_like(out))
+            self._execute(calls)
             torch.cuda.synchronize(self._device)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
@@ -99,6 +95,21 @@ class LaunchProfiler:
             KernelLaunch(each["name"], tuple(each["args"]["block"]), tuple(each["args"]["grid"]))
             for each in kernels
         ]
+
+    def _calls(self, rows: Rows) -> list[tuple[torch.Tensor, ...]]:
+        counts = [sum(rows)] if self._is_grouped else [*rows]
+        given = [
+            torch.randn(count, self._hidden, device=self._device, dtype=self._dtype, requires_grad=True)
+            for count in counts
+        ]
+        if self._is_grouped:
+            return [(given[0], torch.tensor(rows, device=self._device))]
+        return [(each,) for each in given]
+
+    def _execute(self, calls: list[tuple[torch.Tensor, ...]]) -> None:
+        for x, *others in calls:
+            out = self._expert(x, *others)
+            torch.autograd.grad(out, [x, *self._expert.parameters()], torch.ones_like(out))
 
 
 def _product(grid: tuple[int, ...]) -> int:

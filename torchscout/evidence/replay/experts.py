@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from torchscout.decision.record import Surface
+from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.replay.invocation import Invocation
 from torchscout.evidence.replay.layer import LayerRecipe, LayerReplay
 from torchscout.evidence.replay.recipe import Given
-from torchscout.evidence.replay.routed import Routing, Rows
+from torchscout.evidence.replay.rerouting import Rerouting
 from torchscout.evidence.replay.sharded import NOBODY, Keepers
 from torchscout.mesh import Role
 
@@ -61,7 +62,7 @@ class ExpertsRecipe(LayerRecipe):
     def _shaped(self, target: int, is_source: bool, call: Invocation | None = None) -> LayerReplay:
         place, rows = self._turns[target]
         replay = self._replay(place, is_source, call)
-        replay.routing = None if rows is None else Routing(rows)
+        replay.rerouting = None if rows is None else Rerouting(rows)
         return replay
 
 

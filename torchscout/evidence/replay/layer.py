@@ -28,7 +28,7 @@ from torchscout.evidence.replay.module_state import buffers_of, preserved, refus
 from torchscout.evidence.replay.randomness import unmoved
 from torchscout.evidence.replay.recipe import ABSENT, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.reduction import Reduction
-from torchscout.evidence.replay.routed import Routing
+from torchscout.evidence.replay.rerouting import Rerouting
 from torchscout.evidence.replay.sharded import NOBODY, Keepers, awaken, gathered, gathered_again
 from torchscout.evidence.replay.stopwatch import timed
 from torchscout.mesh import Role
@@ -122,7 +122,7 @@ class LayerReplay:
         self._work = f"time/{'module' if kind == 'layer' else kind}"
         self._communication = "time/" if kind == "layer" else f"time/{kind}_"
         self._refusal = keepers.obstacle or refusal(module)
-        self.routing: Routing | None = None
+        self.rerouting: Rerouting | None = None
         """With which numbers of rows it is replayed, if not as it was called."""
         self._own = call
         """This rank's call; until it is over, None."""
@@ -139,8 +139,8 @@ class LayerReplay:
         if self._capture is not None:
             self._own = self._capture.invocation().densified()
         assert self._own is not None, "captured, or given"
-        if self.routing is not None and self._is_source:
-            self.routing.require(self._own)
+        if self.rerouting is not None and self._is_source:
+            self.rerouting.require(self._own)
         buffers = {name: alignment.described(each) for name, each in self._buffers_before().items()}
         return {**self._own.describe(), "buffers": buffers, "parameters": list(self._parameters)}
 
@@ -205,8 +205,8 @@ class LayerReplay:
 
     def _route(self) -> None:
         """Once values are there: what is wanted is made of them, the same on all peers."""
-        if self.routing is not None and self._call is not None:
-            self._call, self.routing = self.routing.applied(self._call), None
+        if self.rerouting is not None and self._call is not None:
+            self._call, self.rerouting = self.rerouting.applied(self._call), None
 
     def _forward(
         self, variant: float, seen: Observation

@@ -1,6 +1,7 @@
 """A captured call of experts, made over for other numbers of rows (paper, section 6.2, "Online replay").
 
 Rows are taken in turn from those that were captured, so that an expert sees real activations at any shape.
+An expert that nobody asked in that step gets random ones, for what is unpopular must not be left unchecked.
 Which argument is what is read off the call: rows of activations, and perhaps how many of them are whose.
 """
 
@@ -13,16 +14,14 @@ from typing import Any
 import torch
 
 from torchscout.errors import ReplayError
+from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.replay.invocation import Invocation, is_floating
 
-__all__ = ["Routing", "Rows"]
-
-Rows = tuple[int, ...]
-"""How many rows each expert of a call gets."""
+__all__ = ["Rerouting"]
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class Rerouting:
     """What a router might have sent."""
 
     rows: Rows
@@ -32,8 +31,6 @@ class Routing:
         form = _form(call)
         if len(self.rows) != form.experts:
             raise ReplayError(f"its call is for {form.experts} experts, the shape for {len(self.rows)}")
-        if not form.total:
-            raise ReplayError("no row was routed to it, of which other shapes could be made")
 
     def applied(self, call: Invocation) -> Invocation:
         """The call with this many rows for each expert."""
@@ -94,5 +91,9 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def _repeated(tensor: torch.Tensor, available: int, wanted: int) -> torch.Tensor:
-    """The first ``available`` rows over and over, until there are ``wanted``."""
+    """The first ``available`` rows over and over, until there are ``wanted``; random ones if none is."""
+    if not available:
+        generator = torch.Generator().manual_seed(wanted)  # the same on all peers
+        drawn = torch.randn(wanted, *tensor.shape[1:], generator=generator)
+        return drawn.to(device=tensor.device, dtype=tensor.dtype)
     return tensor[torch.arange(wanted, device=tensor.device) % available]

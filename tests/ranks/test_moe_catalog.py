@@ -1,0 +1,141 @@
+"""Experts replayed at the shapes of a catalog: one in each check, and all before a checkpoint is trusted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.mixture_jobs import EXPERTS, Told, Trial, catalog_for, train
+from tests.support.ranks import RankError, run_ranks
+from torchscout.checkpoint.generation import Role
+from torchscout.config import ReplayConfig
+from torchscout.decision.record import Scope
+from torchscout.faults.fault import Faults
+from torchscout.recovery.retrieval import Sweep
+
+LAYERS = ("layer.0.mixture.experts", "layer.1.mixture.experts")
+TURNS = [(rows, place) for rows in (128, 512) for place in (0, 1)]
+"""A cycle of checks: rows and layer of each."""
+
+
+def trial_at(tmp_path: Path, *counts: int, ranks: int = 6, **settings: object) -> Trial:
+    path = tmp_path / "catalog.json"
+    trial = Trial(ranks, 2, replay=ReplayConfig(interval=1, recipes=("experts",), catalog=path))
+    catalog_for(trial, counts, path)
+    return replace(trial, **settings)
+
+
+def visited(told: Told) -> list[tuple[int, int]]:
+    """Rows and layer of what was replayed, check by check."""
+    checks = {each.step: str(each.layer) for each in told.records if each.surface.endswith("/output")}
+    names = [name.split(" x") for name in checks.values()]
+    return [(int(rows), LAYERS.index(layer)) for layer, rows in names]
+
+
+@pytest.mark.parametrize("rows", [128, 512])
+@pytest.mark.parametrize("ranks", [8, pytest.param(16, marks=pytest.mark.slow)])
+def test_a_wrong_expert_weight_is_its_ranks_after_a_clean_cycle(ranks: int, rows: int, tmp_path: Path):
+    sick, turn = ranks - 1, TURNS.index((rows, 0))
+    faults = Faults().flip_bit(rank=sick, at=f"{LAYERS[0]}/up", step=len(TURNS) + turn + 1, bit=20)
+    trial = trial_at(tmp_path, 128, 512, ranks=ranks, steps=2 * len(TURNS), faults=faults)
+    everybody = run_ranks(train, ranks, trial, tmp_path / "run", timeout=300)
+    assert [told.fired for told in everybody] == [int(rank == sick) for rank in range(ranks)]
+    (incident,) = everybody[0].incidents
+    assert (incident.scope, incident.ranks) == (Scope.RANK, (sick,))
+    assert incident.step == len(TURNS) + turn + 1
+    assert incident.records[0].layer == f"{LAYERS[0]} x{rows}"
+    # What is not accepted comes again.
+    accepted = [*TURNS, *TURNS][: len(TURNS) + turn]
+    assert visited(everybody[0]) == [*accepted, *[TURNS[turn]] * (len(TURNS) - turn)]
+
+
+def test_every_shape_has_its_turn_however_uneven_the_routing_is(tmp_path: Path):
+    trial = trial_at(tmp_path, 3, 40, 200, steps=6, uneven=2.0)
+    everybody = run_ranks(train, 6, trial, tmp_path / "run", timeout=120)
+    expected = {(rows,) * (EXPERTS // 2) for rows in (3, 40, 200)}
+    for told in everybody:
+        assert ([each.sentence for each in told.incidents], told.failures) == ([], [])
+        assert told.unchecked == {}
+        assert expected <= {tuple(counts) for counts in told.routed}
+        assert told.status["replay"]["lacking"] is None
+        assert told.status["replay"]["coverage"]["experts"]["cycles"] == 1
+    assert [0, 0] in everybody[1].routed, "some experts are asked by nobody"
+
+
+def test_what_is_wrong_at_one_number_of_rows_is_found_within_a_cycle_and_by_a_sweep(tmp_path: Path):
+    """512 rows are more than training ever has."""
+    trial = trial_at(
+        tmp_path, 128, 512, steps=20, sick=(3, 2 * 512, 100), directory=tmp_path / "kept", killed=13
+    )
+    with pytest.raises(RankError):
+        run_ranks(train, 6, trial, tmp_path / "killed", timeout=120)
+
+    # New workers, one of which is on a sick machine.
+    sick = replace(trial, sick=(3, 2 * 512, 0), killed=None, steps=0)
+    swept = run_ranks(train, 6, sick, tmp_path / "swept", timeout=120)
+    for rank, told in enumerate(swept):
+        assert (told.fired > 0) == (rank == 3)
+        assert told.resumed is not None
+        assert (told.resumed.swept, told.resumed.role) == (Sweep.SDC, Role.VERIFIED), told.resumed
+    (incident,) = swept[0].incidents
+    assert incident.ranks == (3,)
+    assert {each.layer for each in incident.records} == {f"{layer} x512" for layer in LAYERS}
+
+    # While the job runs: of two cycles the first is clean.
+    running = replace(trial, directory=None, killed=None, steps=8, sick=(3, 2 * 512, 5))
+    everybody = run_ranks(train, 6, running, tmp_path / "running", timeout=120)
+    assert everybody[3].fired
+    (incident,) = everybody[0].incidents
+    assert (incident.ranks, incident.step) == ((3,), 7)
+    assert incident.records[0].layer == f"{LAYERS[0]} x512"
+
+
+def test_a_checkpoint_is_verified_after_two_cycles_and_the_next_run_goes_on_within_one(tmp_path: Path):
+    trial = trial_at(tmp_path, 8, 16, steps=10, directory=tmp_path / "kept")
+    cycle = len(TURNS)
+    for told in run_ranks(train, 6, trial, tmp_path / "run", timeout=120):
+        roles = [(each["latest"], each["candidate"], each["verified"]) for each in told.kept]
+        assert roles[cycle - 1] == (cycle, cycle, None)
+        assert roles[2 * cycle - 1] == (2 * cycle, 2 * cycle, cycle)
+        assert told.kept[-1]["lacking"] is None
+    further = run_ranks(train, 6, replace(trial, steps=13), tmp_path / "further", timeout=120)
+    for told in further:
+        assert told.resumed is not None
+        assert told.resumed.step == 10
+        turns = [(rows, place) for rows in (8, 16) for place in (0, 1)]
+        assert visited(told)[-3:] == [turns[step % cycle] for step in (10, 11, 12)]
+
+
+def spoiled(tmp_path: Path, how: str) -> Path:
+    path = tmp_path / "catalog.json"
+    text = path.read_text()
+    path.write_text(
+        {
+            "damaged": text.replace('"rows"', '"rowz"', 1),
+            "foreign": '{"kind": "shopping list"}',
+            "missing": text,
+        }[how]
+    )
+    if how == "missing":
+        path.unlink()
+    return path
+
+
+@pytest.mark.parametrize("how", ["damaged", "foreign", "missing", "stale"])
+def test_a_catalog_that_does_not_hold_is_refused_and_training_goes_on_without_it(how: str, tmp_path: Path):
+    trial = trial_at(tmp_path, 8, steps=3, ranks=4, directory=tmp_path / "kept")
+    if how == "stale":  # made for another number of experts
+        catalog_for(replace(trial, spread=4), [8], tmp_path / "catalog.json")
+    else:
+        spoiled(tmp_path, how)
+    for told in run_ranks(train, 4, trial, tmp_path / "run", timeout=120):
+        assert (told.incidents, told.failures) == ([], [])
+        lacking = told.status["replay"]["lacking"]
+        assert lacking.startswith("the catalog of expert shapes was refused: rank 0: ")
+        assert told.status["checkpoint"]["lacking"] == lacking
+        assert told.kept[-1]["verified"] == 3, "by what is replayed as training called it"
+        if how == "stale":
+            assert "parameters was 'up 1x16x32" in lacking
+            assert "and is 'up 2x16x32" in lacking
