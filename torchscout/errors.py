@@ -1,6 +1,7 @@
 """Every exception torchscout raises on purpose.
 
     ScoutError
+    +-- CatalogError     a catalog of expert shapes is damaged, not ours, or does not hold here any more
     +-- ChannelError     peers could not exchange evidence: one is gone, late, or out of step
     +-- CheckpointError  state could not be kept, or cannot be restored, and why
     |   +-- DamagedError stored bytes are not what was sealed, or were never a checkpoint (a ValueError too)
@@ -16,6 +17,7 @@ is an ``AssertionError``.
 from __future__ import annotations
 
 __all__ = [
+    "CatalogError",
     "ChannelError",
     "CheckpointError",
     "DamagedError",
@@ -30,6 +32,10 @@ __all__ = [
 
 class ScoutError(Exception):
     """Something torchscout could not do; training itself is unaffected."""
+
+
+class CatalogError(ScoutError):
+    """A catalog of expert shapes cannot be used: damaged, not ours, or made for something else."""
 
 
 class ChannelError(ScoutError):

@@ -61,7 +61,8 @@ class Profiler(Protocol):
     def profile(self, rows: Rows) -> ShapeProfile | None:
         """Execute this shape once: forward, input gradient, weight gradient.
 
-        Called several times for each shape. None where the paths taken cannot be counted.
+        Called several times for each shape. None where the paths taken cannot be counted; an attribute
+        ``reason``, where a profiler has one, then says why.
         """
         ...
 

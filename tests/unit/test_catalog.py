@@ -1,0 +1,148 @@
+"""From executed shapes to a catalog in a file, and every way in which that file is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiled_matmul import TiledMatmul
+from torchscout.errors import CatalogError
+from torchscout.evidence.catalog.catalog import Catalog, Places
+from torchscout.evidence.catalog.catalog_file import document, load, save
+from torchscout.evidence.catalog.discovery import discover
+from torchscout.evidence.catalog.environment import drift
+from torchscout.evidence.catalog.observed import EXECUTIONS
+from torchscout.evidence.catalog.profile import uniform
+from torchscout.evidence.catalog.table import tabulated
+
+SHAPES = [uniform(rows, 2) for rows in range(20)]
+
+
+def made(profiler: TiledMatmul | None = None) -> Catalog:
+    up = profiler or TiledMatmul(inner=3, outer=2, experts=2)
+    down = TiledMatmul(inner=2, outer=3, experts=2)
+    tables = tuple(
+        tabulated(f"{each.inner}x{each.outer}", each.facts(), "rows 0 to 19", discover(each, SHAPES))
+        for each in (up, down)
+    )
+    return Catalog(tables, (Places(("layer.0", "layer.1"), experts=2, positions=3, tables=(0, 1)),))
+
+
+def test_every_shape_is_executed_three_times():
+    profiler = TiledMatmul(experts=2)
+    discover(profiler, [*SHAPES, SHAPES[0]])
+    assert profiler.executed == [rows for rows in SHAPES for _ in range(EXECUTIONS)]
+
+
+def test_the_representatives_are_those_of_both_projections_without_duplicates():
+    catalog = made()
+    up, down = catalog.tables
+    assert up.admitted == 20
+    assert 1 < len(up.selected) < 10
+    assert catalog.representatives("layer.1", 2) == up.representatives == down.representatives
+    assert len(list(catalog.places[0])) == 2 * 2 * 3
+
+
+@pytest.mark.parametrize(("layer", "position"), [("layer.2", 0), ("layer.0", 3), ("layer.0", -1)])
+def test_a_place_that_was_not_discovered_has_no_representatives(layer: str, position: int):
+    with pytest.raises(CatalogError, match=r"made for layer\.0 and layer\.1"):
+        made().representatives(layer, position)
+
+
+def test_shapes_without_a_stable_profile_are_all_retained_with_the_reason():
+    profiler = TiledMatmul(experts=2, uncountable=frozenset({(3, 3)}), unstable=frozenset({(5, 5)}))
+    table = made(profiler).tables[0]
+    assert {each.rows: each.reason.partition(":")[0] for each in table.retained} == {
+        (3, 3): "unknown",
+        (5, 5): "unstable",
+    }
+    assert "forward/interior 2 times and then 3" in table.retained[1].reason
+    assert {(3, 3), (5, 5)} < set(table.representatives)
+    assert {each.rows for each in table.selected}.isdisjoint({(3, 3), (5, 5)})
+    assert table.admitted == 20
+
+
+def test_a_saved_catalog_is_loaded_as_it_was(tmp_path: Path):
+    profiler = TiledMatmul(experts=2, uncountable=frozenset({(3, 3)}))
+    catalog = made(profiler)
+    save(catalog, tmp_path / "catalog.json")
+    assert load(tmp_path / "catalog.json") == catalog
+    assert list(tmp_path.iterdir()) == [tmp_path / "catalog.json"]
+
+
+def test_the_same_shapes_give_the_same_bytes(tmp_path: Path):
+    for name in "ab":
+        save(made(), tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_no_changed_byte_goes_unseen(tmp_path: Path):
+    path = tmp_path / "catalog.json"
+    save(made(), path)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CatalogError):
+            load(path)
+    path.write_bytes(whole[:-20])
+    with pytest.raises(CatalogError, match="damaged"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "something else"}, "is not a catalog; scout discover makes one"),
+        ({"schema": 99}, "has schema 99, this version reads 1"),
+        ({"body": {"tables": [], "places": []}}, "its digest does not match"),
+    ],
+)
+def test_what_is_not_ours_is_refused(tmp_path: Path, change: dict, message: str):
+    path = tmp_path / "catalog.json"
+    path.write_text(json.dumps(document(made()) | change))
+    with pytest.raises(CatalogError, match=message):
+        load(path)
+
+
+def test_a_missing_file_and_a_list_are_no_catalogs(tmp_path: Path):
+    with pytest.raises(CatalogError, match=r"cannot read .*No such file"):
+        load(tmp_path / "none.json")
+    (tmp_path / "list.json").write_text("[1, 2]")
+    with pytest.raises(CatalogError, match="is not a catalog"):
+        load(tmp_path / "list.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("none/catalog.json", "No such file"), ("folder", "directory")]
+)
+def test_a_catalog_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path: Path, name: str, message: str):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CatalogError, match=f"cannot write .*{message}"):
+        save(made(), tmp_path / name)
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+
+
+def test_the_catalog_holds_under_its_own_facts_and_picks_the_projection():
+    catalog = made()
+    assert catalog.require(TiledMatmul(inner=3, outer=2, experts=2).facts()) is catalog.tables[0]
+    assert catalog.require(TiledMatmul(inner=2, outer=3, experts=2).facts()) is catalog.tables[1]
+
+
+def test_everything_that_drifted_is_named_with_both_values():
+    facts = TiledMatmul(inner=3, outer=2, experts=2).facts() | {"torch": "9.9", "tile": "8"}
+    with pytest.raises(CatalogError) as refused:
+        made().require(facts)
+    told = str(refused.value)
+    assert "tile was '4' and is '8'" in told
+    assert "and is '9.9'" in told
+    assert "scout discover again" in told
+    assert "inner" not in told
+
+
+def test_a_fact_that_only_one_side_knows_is_drift():
+    assert [str(each) for each in drift({"a": "1", "b": "2"}, {"b": "2", "c": "3"})] == [
+        "a was '1' and is not recorded",
+        "c was not recorded and is '3'",
+    ]

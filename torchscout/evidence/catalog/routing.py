@@ -1,0 +1,203 @@
+"""What every way of routing T rows to E experts can make a kernel do (beyond the paper's section 6.2).
+
+Pure: where path counts add up over experts (``additivity`` measures that), the exact Pareto set of all
+routings follows from what one expert does with each number of rows. ``templates`` covers that set.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchscout.evidence.catalog.cover import maximal
+from torchscout.evidence.catalog.profile import Rows
+from torchscout.evidence.catalog.residues import chosen, numbers, set_of, sums
+
+__all__ = [
+    "Counts",
+    "ExpertCounts",
+    "Kind",
+    "Mixture",
+    "RegimeOf",
+    "RoutingPoint",
+    "kinds_of",
+    "mixtures",
+    "pareto_set",
+    "period_of",
+    "routings",
+]
+
+Counts = NDArray[np.int64]
+
+# [Note: all routings by their mixtures]
+#
+# What an expert does with m rows is measured for m = 0 to T. From m = 1 on it repeats with some period P: P
+# more rows add the same counts F, wherever they are added (a tile's worth of whole tiles). This is looked for
+# in the table, not assumed; without a period P = T. So a nonempty expert has m = aP + r with 1 <= r <= P and
+# counts aF + g(r), and the r with equal g(r) are one *kind* of expert; no rows at all are a kind of their
+# own. The counts of a routing are AF + (the sum of its experts' g), where A is the sum of all a: they depend
+# only on how many experts are of each kind, its *mixture*, and on A = (T - s) / P, where s is the sum of all
+# r. There are few mixtures, and for each the sums s that its experts can have are a set, kept exactly. Two
+# mixtures of equally many experts, with the same sums and the same load, go on alike whatever the other
+# experts are; so the one with fewer counts may be dropped at once.
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCounts:
+    """What one expert adds to a kernel's counts, for each number of rows."""
+
+    paths: tuple[str, ...]
+    """The paths that add up over experts, one for each of the first columns."""
+    loads: tuple[str, ...]
+    """What else adds up and decides the rest (regime, waves): tiles of each pass, in the last columns."""
+    counts: Counts
+    """A row for each number of rows, from 0 on."""
+
+    def __post_init__(self) -> None:
+        assert self.counts.shape[1] == len(self.paths) + len(self.loads), self.counts.shape
+        assert self.counts.shape[0] > 1, "what one row does must be known"
+
+    @property
+    def most_rows(self) -> int:
+        return len(self.counts) - 1
+
+    def of(self, rows: Rows) -> Counts:
+        """The counts of a routing, up to ``most_rows`` for each expert."""
+        return self.counts[list(rows)].sum(axis=0)  # type: ignore[no-any-return]
+
+    def load_of(self, counts: Counts) -> tuple[int, ...]:
+        return tuple(map(int, counts[len(self.paths) :]))
+
+
+RegimeOf = Callable[[tuple[int, ...], Rows], str]
+"""The fingerprint of whatever has this load, and of which these rows are an example."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingPoint:
+    """Counts that some routing has and none exceeds."""
+
+    rows: Rows
+    """Such a routing."""
+    counts: Counts
+    """As the columns of ``ExpertCounts``."""
+    regime: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Numbers of rows that differ only in how many periods they hold."""
+
+    counts: Counts
+    residues: int
+    """The numbers of rows in the first period, as a set of ``residues``."""
+    is_empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How many experts are of each kind."""
+
+    members: tuple[int, ...]
+    counts: Counts
+    """Together, without whole periods."""
+    sums: int
+    """What their rows can be together, without whole periods; a set of ``residues``."""
+
+    def routing(self, kinds: Sequence[Kind], total: int, periods: int) -> Rows:
+        """One with these rows besides whole periods, all of which the fullest expert gets."""
+        sets = [kind.residues for kind, count in zip(kinds, self.members, strict=True) for _ in range(count)]
+        first, *others = sorted(chosen(total, sets), reverse=True)
+        return (first + periods, *others)
+
+
+def routings(tokens: int, experts: int) -> int:
+    """How many ways there are."""
+    return comb(tokens + experts - 1, experts - 1)
+
+
+def pareto_set(table: ExpertCounts, experts: int, tokens: int, regime: RegimeOf) -> tuple[RoutingPoint, ...]:
+    """For each regime the counts that no routing exceeds, each with a routing that has them."""
+    assert experts > 0, experts
+    assert 0 <= tokens <= table.most_rows, f"{tokens} rows, known up to {table.most_rows}"
+    period, more = period_of(table)
+    kinds = kinds_of(table, period)
+    regimes: dict[tuple[int, ...], str] = {}
+    found: dict[str, list[tuple[Counts, Mixture, int]]] = defaultdict(list)
+    for mixture in mixtures(kinds, experts, len(table.paths), by_sums=True):
+        for total in numbers(mixture.sums):
+            if total > tokens or (tokens - total) % period or (total == 0 < tokens):
+                continue
+            counts = mixture.counts + (tokens - total) // period * more
+            load = table.load_of(counts)
+            if load not in regimes:
+                regimes[load] = regime(load, mixture.routing(kinds, total, tokens - total))
+            found[regimes[load]].append((counts, mixture, total))
+    return tuple(
+        RoutingPoint(mixture.routing(kinds, total, tokens - total), counts, where)
+        for where in sorted(found)
+        for counts, mixture, total in _greatest(found[where])
+    )
+
+
+def _greatest(found: list[tuple[Counts, Mixture, int]]) -> list[tuple[Counts, Mixture, int]]:
+    return [found[place] for place in sorted(maximal(np.stack([counts for counts, _, _ in found])))]
+
+
+def period_of(table: ExpertCounts) -> tuple[int, Counts]:
+    """The fewest rows that add the same counts wherever they are added, and those counts."""
+    counts = table.counts[1:]
+    for period in range(1, len(counts) // 2 + 1):
+        more = counts[period] - counts[0]
+        if (counts[period:] - counts[:-period] == more).all():
+            return period, more
+    return len(counts), np.zeros_like(counts[0])
+
+
+def kinds_of(table: ExpertCounts, period: int) -> list[Kind]:
+    """The empty expert, then all kinds of others."""
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rows in range(1, period + 1):
+        alike[tuple(table.counts[rows])].append(rows)
+    nonempty = [Kind(table.counts[rows[0]], set_of(rows)) for rows in alike.values()]
+    return [Kind(table.counts[0], set_of([0]), is_empty=True), *nonempty]
+
+
+def mixtures(kinds: Sequence[Kind], experts: int, loads_from: int, *, by_sums: bool) -> list[Mixture]:
+    """All that no other one makes needless; see [Note: all routings by their mixtures].
+
+    Without ``by_sums`` any number of rows will do, and only loads and counts matter.
+    """
+    width = len(kinds[0].counts)
+    states = [Mixture((), np.zeros(width, dtype=np.int64), 1)]
+    for number, kind in enumerate(kinds):
+        is_last = number == len(kinds) - 1
+        folded = [1]
+        for _ in range(experts):
+            folded.append(sums(folded[-1], kind.residues))
+        longer = []
+        for state in states:
+            left = experts - sum(state.members)
+            for count in range(left if is_last else 0, left + 1):
+                together = sums(state.sums, folded[count])
+                counts = state.counts + count * kind.counts
+                longer.append(Mixture((*state.members, count), counts, together))
+        states = _needed(longer, loads_from, by_sums=by_sums)
+    return states
+
+
+def _needed(states: Iterable[Mixture], loads_from: int, *, by_sums: bool) -> list[Mixture]:
+    alike: dict[tuple[int, int, bytes], list[Mixture]] = defaultdict(list)
+    for state in states:
+        reachable = state.sums if by_sums else 0
+        alike[sum(state.members), reachable, state.counts[loads_from:].tobytes()].append(state)
+    return [
+        group[place]
+        for group in alike.values()
+        for place in (maximal(np.stack([each.counts for each in group])) if len(group) > 1 else [0])
+    ]
