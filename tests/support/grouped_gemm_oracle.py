@@ -50,10 +50,13 @@ def role_of(height: int, width: int, tiling) -> str:
     return f"row_tail_{half}" if cut else "interior"
 
 
-def counts_of(rows: tuple[int, ...], hidden: int, intermediate: int, tiling, programs: int) -> dict[str, int]:
-    """Every path that runs at all, as a profile names it."""
+def counts_of(
+    rows: tuple[int, ...], hidden: int, intermediate: int, tilings, programs: int
+) -> dict[str, int]:
+    """Every path that runs at all, as a profile names it; ``tilings`` by pass, or one for all."""
     counts: Counter[str] = Counter()
     for which in PASSES:
+        tiling = tilings[which] if isinstance(tilings, dict) else tilings
         tiles = list(tiles_of(which, rows, hidden, intermediate, tiling))
         for tile in tiles:
             counts[f"{which}/{tile.role}"] += 1

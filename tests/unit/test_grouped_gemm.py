@@ -64,7 +64,10 @@ def run_case(hidden: int, intermediate: int, rows: tuple[int, ...], programs: in
     x, gradient = torch.randn(sum(rows), hidden), torch.randn(sum(rows), intermediate)
     weights = torch.randn(len(rows), hidden, intermediate)
     x, gradient, weights = x.bfloat16(), gradient.bfloat16(), weights.bfloat16()
-    gemm, placed = GroupedGemm(hidden, intermediate, programs=programs, tiling=tiling), torch.tensor(rows).int()
+    gemm, placed = (
+        GroupedGemm(hidden, intermediate, programs=programs, tiling=tiling),
+        torch.tensor(rows).int(),
+    )
     results = {
         "forward": gemm.forward(x, weights, placed),
         "input_gradient": gemm.input_gradient(gradient, weights, placed),
@@ -216,7 +219,7 @@ def test_a_regime_is_whether_a_multiprocessor_idles_or_strictly_how_many_waves_t
 
 @pytest.mark.parametrize("which", ["forward", "input_gradient", "weight_gradient"])
 def test_every_work_item_can_be_perturbed_alone(interpreted, which):
-    """Each fault fires once and changes one element, the last of its tile; tiles are held against the shape."""
+    """Each fault fires once and changes one element: the last of its tile, as the shape has it."""
     from tests.support.grouped_gemm_oracle import tiles_of
 
     hidden, intermediate, rows, _ = PERTURBED
