@@ -16,6 +16,7 @@ import argparse
 import datetime
 import json
 import platform
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,8 +78,11 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "versions": versions,
-        "results": {name: campaign(CONFIGURATIONS[name], arguments.most) for name in chosen},
+        "results": {},
     }
+    for name in chosen:
+        report["results"][name] = campaign(CONFIGURATIONS[name], arguments.most)
+        print(f"{name}: {report['results'][name]}", file=sys.stderr, flush=True)
     document = json.dumps(report, indent=2)
     if arguments.output:
         arguments.output.write_text(document + "\n")
