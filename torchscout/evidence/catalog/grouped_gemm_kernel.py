@@ -62,14 +62,14 @@ def grouped_gemm_kernel(
         count = tl.load(rows + expert)
         row_tiles = ((hidden if PASS == _WEIGHT else count) + ROWS - 1) // ROWS
         end = begin + row_tiles * column_tiles
-        for tile in range(mine, end, programs):
-            m, n = _place(tile - begin, row_tiles, column_tiles, GROUP)
+        while mine < end:
+            m, n = _place(mine - begin, row_tiles, column_tiles, GROUP)
             height = (hidden if PASS == _WEIGHT else count) - m * ROWS
             width = (hidden if PASS == _INPUT else intermediate) - n * COLUMNS
             role = _role(height, width, count, PASS, ROWS, COLUMNS)
             at = _NOWHERE
             if INJECT:
-                at = tl.where(tl.load(fault) == tile, tl.load(fault + 1), _NOWHERE)
+                at = tl.where(tl.load(fault) == mine, tl.load(fault + 1), _NOWHERE)
             sums, full, tail, seen = _product(
                 a, b, first_row, matrix, m, n, count, height, width, hidden, intermediate, at,
                 PASS, ROWS, COLUMNS, STEP, INJECT, WIDEN,
@@ -85,10 +85,10 @@ def grouped_gemm_kernel(
                 tl.atomic_add(counters + role, 1, sem="relaxed")
                 tl.atomic_add(counters + _STEP_FULL, full, sem="relaxed")
                 tl.atomic_add(counters + _STEP_TAIL, tail, sem="relaxed")
+            mine += programs
         if COUNT and PASS != _WEIGHT:
             if (count == 0) & (program == 0):  # every program passes it by; one says so
                 tl.atomic_add(counters + _EMPTY, 1, sem="relaxed")
-        mine += (tl.maximum(end - mine, 0) + programs - 1) // programs * programs
         begin = end
         first_row += count
         matrix += hidden * intermediate
