@@ -25,7 +25,7 @@ MATERIAL_RATIO = 1.1
 
 RECIPES = (
     *("census", "embedding", "layer", "output", "optimizer"),
-    *("experts", "all_to_all", "expert_census", "expert_optimizer"),
+    *("at_rest", "experts", "all_to_all", "expert_census", "expert_optimizer"),
 )
 """What replay can check: see ``ReplayConfig.recipes``."""
 
@@ -137,7 +137,8 @@ class ReplayConfig:
     """Factors for the floating inputs of a replayed layer: ``(0.1, 1.0, 10.0)`` meets more of their range."""
     recipes: tuple[str, ...] | Mapping[str, int] = RECIPES
     """What to check; as a mapping, each with its own interval. ``embedding``, ``layer`` (one hidden layer
-    after the other), ``output``, ``optimizer`` (one slice after the other), ``census`` (all state). In a
+    after the other), ``output``, ``optimizer`` (one slice after the other), ``census`` (all state),
+    ``at_rest`` (what optimizers keep on one rank alone, where parameters have copies). In a
     mixture of experts also ``experts`` (one shape after the other), ``all_to_all`` (one plan of traffic after
     the other), ``expert_census`` and ``expert_optimizer``; elsewhere these are nothing."""
     budget: float | None = None

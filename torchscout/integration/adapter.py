@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -12,11 +12,19 @@ from torchscout.evidence.replay.sharded import Keepers
 from torchscout.integration.structure import Part, Structure
 from torchscout.mesh import Mesh
 
+if TYPE_CHECKING:
+    from torchscout.checkpoint.state import Stateful
+
 __all__ = ["Adapter"]
 
 
 class Adapter(Protocol):
-    """One job, seen through one framework. Every method is called once, at attach, on every rank."""
+    """One job, seen through one framework. All is asked at attach, on every rank."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """All that this rank trains, as one module: what checkpoints hold."""
+        ...
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         """Who does the same work; ``hosts`` has each rank's machine. A ``ValueError`` says what to pass."""
@@ -53,5 +61,18 @@ class Adapter(Protocol):
         ...
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """What the job steps; a training step ends with the last of them."""
+        """What computes the updates; where a framework wraps them, what is inside."""
+        ...
+
+    def owned(self) -> Mapping[Surface, torch.nn.Parameter]:
+        """What optimizers update on this rank alone, though the model's parameters have copies: ZeRO's."""
+        ...
+
+    def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        """Call ``before`` and ``after`` around every update of the job, a training step each, until what is
+        returned is called. ``after`` comes when the model has its new parameters."""
+        ...
+
+    def state(self) -> Mapping[str, Stateful]:
+        """What checkpoints must keep besides model and optimizers, by name: schedules, scalers, positions."""
         ...

@@ -7,7 +7,7 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ def enable_resiliency(
     if model in _attached:
         raise ValueError("torchscout is attached to this model already; close that session first")
     adapter = adapter_for(model, optimizer, parallelism)
+    model = adapter.model
     if checkpoint is not None and (replay is None or not adapter.optimizers()):
         raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
     if replay is not None:
@@ -80,14 +81,11 @@ def enable_resiliency(
         job = _agree(adapter, communicators, run_dir)
         session = Session(job.run_dir, undo.pop_all())
     if checkpoint is not None:
-        differing = _differing(adapter, replay, job.mesh)
-        names = [name for name, _ in model.named_parameters() if surface_of(name) in differing]
-        _keep(session, job, checkpoint, model, adapter.optimizers(), names, communicators)
+        _keep(session, job, checkpoint, adapter, _differing(adapter, replay, job.mesh), communicators)
     if observer is not None:
         _watch(session, job, observer, adapter, communicators)
-    if optimizers := adapter.optimizers():
-        hook = optimizers[-1].register_step_post_hook(lambda *_: session.step_finished())
-        session.undo.callback(hook.remove)
+    if adapter.optimizers():
+        session.undo.callback(adapter.at_updates(session.before_update, session.step_finished))
     if replay is not None:
         session.guarded(lambda: _replay(session, job, replay, adapter, communicators))
     if on_incident is not None:
@@ -139,21 +137,22 @@ def _keep(
     session: Session,
     job: Job,
     config: CheckpointConfig,
-    model: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    unreplicated: Sequence[str],
+    adapter: Adapter,
+    differing: Collection[Surface],
     communicators: Communicators,
 ) -> None:
     """Put checkpoints into the session; what a user must change (folder, budget) fails on every rank."""
     from torchscout.integration.checkpointing import Checkpointing  # with it comes ZeroMQ
 
+    model = adapter.model
+    names = [name for name, _ in model.named_parameters() if surface_of(name) in differing]
     try:
-        session.checkpointing = Checkpointing(job, config, communicators, model, optimizers, unreplicated)
+        session.checkpointing = Checkpointing(job, config, communicators, model, adapter.optimizers(), names)
     except ScoutError:
         session.close()
         raise
-    for each in optimizers:
-        session.undo.callback(each.register_step_pre_hook(lambda *_: session.before_update()).remove)
+    for name, stateful in adapter.state().items():
+        session.register_state(name, stateful)
     for stage in [model] if is_called(model) else model.children():
         # First in: FSDP's own hook gathers what is to be kept as shards.
         hook = stage.register_forward_pre_hook(_training_begins(session), prepend=True)

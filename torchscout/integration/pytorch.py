@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,10 @@ from torchscout.integration.parallelism import mesh_along, mesh_from
 from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
 from torchscout.mesh import Mesh
 
-__all__ = ["PyTorchAdapter"]
+if TYPE_CHECKING:
+    from torchscout.checkpoint.state import Stateful
+
+__all__ = ["PyTorchAdapter", "around_steps"]
 
 
 class PyTorchAdapter:
@@ -35,6 +39,10 @@ class PyTorchAdapter:
         self._model = model
         self._optimizers = tuple(optimizers)
         self._parallelism = parallelism
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._model
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         world = dist.get_world_size()
@@ -71,6 +79,15 @@ class PyTorchAdapter:
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
 
+    def owned(self) -> Mapping[Surface, torch.nn.Parameter]:
+        return {}
+
+    def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        return around_steps(self._optimizers, before, after)
+
+    def state(self) -> Mapping[str, Stateful]:
+        return {}
+
     def _guessed(self, world: int) -> Mesh | DeviceMesh | Parallelism:
         """What the wrapped model says by itself. That all ranks are peers is never assumed."""
         if world == 1:
@@ -86,6 +103,20 @@ class PyTorchAdapter:
             f"which of the {world} ranks do the same work cannot be read off a {type(self._model).__name__}; "
             "pass parallelism=, such as Parallelism(replica=4, tensor=2) or a DeviceMesh with named axes"
         )
+
+
+def around_steps(
+    optimizers: Sequence[torch.optim.Optimizer], before: Callable[[], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Before any of them steps, and after the last: a training step of them all."""
+    hooks = [each.register_step_pre_hook(lambda *_: before()) for each in optimizers]
+    hooks.append(optimizers[-1].register_step_post_hook(lambda *_: after()))
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return undo
 
 
 def _divisions(model: torch.nn.Module) -> set[tuple[DeviceMesh, tuple[Placement, ...]]]:

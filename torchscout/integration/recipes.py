@@ -51,13 +51,16 @@ def recipes_for(
     left_out = {*adapter.unreplicated(), *own}
     shared = {surface: each for surface, each in adapter.parameters().items() if surface not in left_out}
     layers = without_experts(structure.layers, experts) if is_spread else structure.layers
+    owned = adapter.owned()
     recipes: list[Recipe] = [
         job.state("census", shared, Role.DENSE),
         job.modules("embedding", structure.embeddings),
         job.modules("layer", layers),
         job.modules("output", structure.outputs),
-        job.updates("optimizer", shared, Role.DENSE),
+        job.updates("optimizer", owned or shared, Role.DENSE, owned=bool(owned)),
     ]
+    if owned:
+        recipes.append(job.at_rest("at_rest", owned, Role.DENSE))
     if mesh is not None and _have_peers(mesh):
         if is_spread or shapes is not None:
             recipes.append(job.experts(experts, shapes or {}))
@@ -105,12 +108,20 @@ class _Job:
             return slots_of(surfaces, self._optimizers)
 
         if self._is_owned(role):
-            return AtRestRecipe(lambda: {**parameters, **slots()}, self._optimizers, kind, role)
+            return self.at_rest(kind, parameters, role)
         return CensusRecipe(lambda: {"parameters": parameters, "optimizer": slots()}, kind, role)
 
-    def updates(self, kind: str, parameters: _Parameters, role: Role) -> Recipe:
+    def at_rest(self, kind: str, parameters: _Parameters, role: Role) -> Recipe:
+        """What one rank alone holds, watched over a step."""
+        surfaces: dict[torch.Tensor, Surface] = {each: surface for surface, each in parameters.items()}
+        return AtRestRecipe(
+            lambda: {**parameters, **slots_of(surfaces, self._optimizers)}, self._optimizers, kind, role
+        )
+
+    def updates(self, kind: str, parameters: _Parameters, role: Role, *, owned: bool = False) -> Recipe:
+        is_owned = owned or self._is_owned(role)
         return OptimizerRecipe(
-            parameters, self._optimizers, self._device, owned=self._is_owned(role), kind=kind, role=role
+            parameters, self._optimizers, self._device, owned=is_owned, kind=kind, role=role
         )
 
     def modules(self, kind: str, parts: Sequence[Part]) -> Recipe:
