@@ -18,6 +18,7 @@ from torchscout.errors import CatalogError
 
 if TYPE_CHECKING:
     from torchscout.cli.discover.kernels import Kernel
+    from torchscout.evidence.catalog.routed import Routings
 
 __all__ = ["discover"]
 
@@ -52,6 +53,7 @@ class Asked:
     tokens: Annotated[int | None, typer.Option(help="Rows that the experts of one kernel get together.")] = (
         None
     )
+    at_most: Annotated[bool, typer.Option("--at-most", help="Or fewer rows than --tokens.")] = False
     resume: Annotated[
         Path | None, typer.Option(help="The folder of an interrupted discovery, to go on with it.")
     ] = None
@@ -108,10 +110,6 @@ def _plan(asked: Asked) -> Plan:
     for option, value, known in (("--kernel", asked.kernel, KERNELS), ("--regime", asked.regime, REGIMES)):
         if value not in known:
             raise typer.BadParameter(f"one of {', '.join(known)}, got {value!r}", param_hint=option)
-    if asked.heterogeneous != (asked.tokens is not None):
-        raise typer.BadParameter("--heterogeneous and --tokens go together", param_hint="--tokens")
-    if asked.tokens is not None and asked.tokens < 1:
-        raise typer.BadParameter(f"at least 1, got {asked.tokens}", param_hint="--tokens")
     return Plan(
         rows=rows,
         domain=asked.rows,
@@ -124,8 +122,20 @@ def _plan(asked: Asked) -> Plan:
         regime=asked.regime,
         device=asked.device or _device(),
         programs=asked.programs,
-        tokens=asked.tokens,
+        routings=_routings(asked),
     )
+
+
+def _routings(asked: Asked) -> Routings | None:
+    if asked.heterogeneous != (asked.tokens is not None):
+        raise typer.BadParameter("--heterogeneous and --tokens go together", param_hint="--tokens")
+    if asked.tokens is None:
+        return None
+    if asked.tokens < 1:
+        raise typer.BadParameter(f"at least 1, got {asked.tokens}", param_hint="--tokens")
+    from torchscout.evidence.catalog.routed import Routings  # with it comes numpy
+
+    return Routings(asked.experts, asked.tokens, asked.at_most)
 
 
 def _device() -> str:

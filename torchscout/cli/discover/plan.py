@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torchscout.evidence.catalog.profile import Rows, uniform
+
+if TYPE_CHECKING:
+    from torchscout.evidence.catalog.routed import Routings
 
 __all__ = ["KERNELS", "REGIMES", "Plan", "layers_in", "rows_in"]
 
@@ -30,8 +34,8 @@ class Plan:
     device: str
     programs: int | None
     """Of the kernel; None for one on each multiprocessor."""
-    tokens: int | None
-    """Rows that a kernel's experts share in any way, or None if only uniform shapes are admitted."""
+    routings: Routings | None
+    """Rows that a kernel's experts share in any way; None if only uniform shapes are admitted."""
 
     @property
     def shapes(self) -> list[Rows]:

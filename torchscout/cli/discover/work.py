@@ -9,9 +9,9 @@ from typing import Protocol
 from torchscout.cli.discover.kernels import Kernel
 from torchscout.cli.discover.plan import Plan
 from torchscout.evidence.catalog.catalog import Catalog, Places
-from torchscout.evidence.catalog.discovery import discover, observer_of
+from torchscout.evidence.catalog.discovery import Executions, discover
 from torchscout.evidence.catalog.observed import Observed
-from torchscout.evidence.catalog.routed import SAMPLES, Routed, routed
+from torchscout.evidence.catalog.routed import SAMPLES, Routed, Routings, routed
 from torchscout.evidence.catalog.table import Table, tabulated
 
 __all__ = ["Audience", "discovered"]
@@ -38,25 +38,24 @@ def discovered(plan: Plan, kernels: Sequence[Kernel], folder: Path, audience: Au
         audience.begin(kernel.name, len(plan.rows))
         seen = discover(kernel.profiler, plan.shapes, on_progress=audience.show, resume_from=journal)
         tables.append(tabulated(kernel.name, kernel.profiler.facts(), _domain(plan), seen))
-        if plan.tokens is not None:
-            found = _routed(plan, kernel, plan.tokens, journal, audience)
+        if plan.routings is not None:
+            found = _routed(kernel, plan.routings, journal, audience)
             if found.table is None:
-                gaps.append(f"routings of {plan.tokens} rows, {kernel.name}: {found.reason}")
+                gaps.append(f"{plan.routings}, {kernel.name}: {found.reason}")
             else:
                 tables.append(found.table)
     places = Places(plan.layers, plan.experts, plan.positions, tuple(range(len(tables))))
     return Catalog(tuple(tables), (places,), tuple(gaps))
 
 
-def _routed(plan: Plan, kernel: Kernel, tokens: int, journal: Path, audience: Audience) -> Routed:
-    audience.begin(f"{kernel.name}, routings", tokens + 1 + SAMPLES)
+def _routed(kernel: Kernel, admitted: Routings, journal: Path, audience: Audience) -> Routed:
+    audience.begin(f"{kernel.name}, routings", admitted.tokens + 1 + SAMPLES)
     return routed(
         kernel.name,
         kernel.profiler.facts(),
         kernel.loads,
-        plan.experts,
-        tokens,
-        observed=observer_of(kernel.profiler, journal),
+        admitted,
+        executions=Executions(kernel.profiler, journal),
         on_progress=audience.show,
     )
 

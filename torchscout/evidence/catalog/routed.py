@@ -12,14 +12,14 @@ from itertools import pairwise
 
 from torchscout.evidence.catalog.additivity import Additivity, Loads, additivity, alone
 from torchscout.evidence.catalog.cover import check_cover
-from torchscout.evidence.catalog.discovery import Observer
+from torchscout.evidence.catalog.discovery import Executions
 from torchscout.evidence.catalog.observed import Observed
 from torchscout.evidence.catalog.profile import Rows, ShapeProfile
 from torchscout.evidence.catalog.routing import ExpertCounts, RoutingPoint, pareto_set, routings
 from torchscout.evidence.catalog.table import Representative, Table
 from torchscout.evidence.catalog.templates import Template, Templates, templates_for
 
-__all__ = ["SAMPLES", "Routed", "routed", "samples"]
+__all__ = ["SAMPLES", "Routed", "Routings", "routed", "samples"]
 
 SAMPLES = 200
 """Routings that are executed to try the sums on, and then the templates."""
@@ -39,11 +39,30 @@ class Routed:
     """No set of templates is smaller."""
 
 
-def samples(tokens: int, experts: int, count: int = SAMPLES, seed: int = 0) -> Iterator[Rows]:
+@dataclass(frozen=True, slots=True)
+class Routings:
+    """The routings to cover."""
+
+    experts: int
+    tokens: int
+    """Rows that the experts get together."""
+    at_most: bool = False
+    """Whether they may also get fewer."""
+
+    def __str__(self) -> str:
+        return f"every routing of {'at most ' * self.at_most}{self.tokens} rows to {self.experts} experts"
+
+    def admit(self, rows: Rows) -> bool:
+        return sum(rows) <= self.tokens if self.at_most else sum(rows) == self.tokens
+
+
+def samples(admitted: Routings, count: int = SAMPLES, seed: int = 0) -> Iterator[Rows]:
     """From even to lopsided routings, with empty experts and cuts beside round numbers."""
     drawing = random.Random(seed)
+    experts = admitted.experts
     for _ in range(count):
         used = drawing.randint(1, experts)
+        tokens = drawing.randint(0, admitted.tokens) if admitted.at_most else admitted.tokens
         cuts = sorted(_cut(drawing, tokens) for _ in range(used - 1))
         parts = [after - before for before, after in pairwise([0, *cuts, tokens])]
         parts += [0] * (experts - used)
@@ -61,17 +80,17 @@ def routed(
     name: str,
     facts: Mapping[str, str],
     loads: Loads,
-    experts: int,
-    tokens: int,
+    admitted: Routings,
     *,
-    observed: Observer,
+    executions: Executions,
     on_progress: Callable[[Observed], None] = lambda _: None,
 ) -> Routed:
     """Measure single experts, try whether they add up, derive the templates, execute those, and check."""
-    tried = dict.fromkeys([*(alone(rows, experts) for rows in range(tokens + 1)), *samples(tokens, experts)])
+    experts, tokens, at_most = admitted.experts, admitted.tokens, admitted.at_most
+    tried = dict.fromkeys([*(alone(rows, experts) for rows in range(tokens + 1)), *samples(admitted)])
     profiles: dict[Rows, ShapeProfile] = {}
     for rows in tried:
-        seen = observed(rows)
+        seen = executions.of(rows)
         on_progress(seen)
         if seen.profile is None:
             return Routed(None, f"{rows}: {seen.reason}")
@@ -81,12 +100,12 @@ def routed(
         return Routed(None, adds.reason, adds)
 
     def regime(_: tuple[int, ...], rows: Rows) -> str:
-        seen = observed(rows)
+        seen = executions.of(rows)
         return seen.reason if seen.profile is None else seen.profile.fingerprint
 
-    points = pareto_set(adds.table, experts, tokens, regime)
+    points = pareto_set(adds.table, experts, tokens, regime, at_most=at_most)
     found = templates_for(adds.table, experts, points, regime)
-    return _qualified(name, facts, adds, profiles, points, found, observed, (experts, tokens))
+    return _qualified(name, facts, adds, profiles, points, found, executions, admitted)
 
 
 def _qualified(
@@ -96,16 +115,15 @@ def _qualified(
     profiles: dict[Rows, ShapeProfile],
     points: tuple[RoutingPoint, ...],
     found: Templates,
-    observed: Observer,
-    size: tuple[int, int],
+    executions: Executions,
+    admitted: Routings,
 ) -> Routed:
     """Nothing derived is believed: templates must do what they are meant to, and cover what was executed."""
     assert adds.table is not None
-    experts, tokens = size
-    profiles = {rows: profile for rows, profile in profiles.items() if sum(rows) == tokens}
+    profiles = {rows: profile for rows, profile in profiles.items() if admitted.admit(rows)}
     derived: list[RoutingPoint | Template] = [*points, *found.chosen]
     for each in derived:
-        seen = observed(each.rows)
+        seen = executions.of(each.rows)
         if seen.profile is None:
             return Routed(None, f"{each.rows}: {seen.reason}", adds)
         if reason := _surprise(adds.table, each, seen.profile):
@@ -117,8 +135,8 @@ def _qualified(
     table = Table(
         name=name,
         facts=dict(facts),
-        domain=f"every routing of {tokens} rows to {experts} experts",
-        admitted=routings(tokens, experts),
+        domain=str(admitted),
+        admitted=routings(admitted.tokens, admitted.experts, at_most=admitted.at_most),
         selected=tuple(Representative(each.rows, profiles[each.rows]) for each in found.chosen),
         retained=(),
         occurrences=check.occurrences,

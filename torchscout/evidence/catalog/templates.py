@@ -82,7 +82,7 @@ class _Offer:
     def __init__(self, table: ExpertCounts, experts: int, regime: RegimeOf) -> None:
         self._period, self._more = period_of(table)
         self._kinds = kinds_of(table, self._period)
-        self._mixtures = mixtures(self._kinds, experts, len(table.paths), by_sums=False)
+        self._mixtures = mixtures(self._kinds, experts, len(table.paths), lambda _: 0)
         self._counts = np.stack([mixture.counts for mixture in self._mixtures])
         self._loads_from = len(table.paths)
         self._ask = regime
@@ -106,17 +106,24 @@ class _Offer:
         # Whole periods are rows of some expert: where all are empty there is none that could hold them.
         homeless = np.array([mixture.sums == 1 for mixture in self._mixtures]) & (periods > 0)
         possible = np.flatnonzero(~(unmet | homeless))
+        alike = self._in_regime(possible, periods[possible], point.regime)
         found = np.full(len(periods), -1, dtype=np.int64)
-        for number in possible:
-            if self._regime(int(number), int(periods[number])) == point.regime:
-                found[number] = periods[number]
+        found[possible[alike]] = periods[possible[alike]]
         return found
 
-    def _regime(self, number: int, periods: int) -> str:
-        load = tuple(map(int, self.counts(number, periods)[self._loads_from :]))
-        if load not in self._regimes:
-            self._regimes[load] = self._ask(load, self.rows(number, periods))
-        return self._regimes[load]
+    def _in_regime(
+        self, offered: NDArray[np.int64], periods: NDArray[np.int64], regime: str
+    ) -> NDArray[np.bool_]:
+        first = self._loads_from
+        loads = self._counts[offered, first:] + periods[:, None] * self._more[first:]
+        distinct, example, which = np.unique(loads, axis=0, return_index=True, return_inverse=True)
+        for load, place in zip(map(tuple, distinct.tolist()), example, strict=True):
+            if load not in self._regimes:
+                self._regimes[load] = self._ask(load, self.rows(int(offered[place]), int(periods[place])))
+        alike = np.array(
+            [self._regimes[load] == regime for load in map(tuple, distinct.tolist())], dtype=bool
+        )
+        return alike[which.reshape(-1)]
 
 
 def _greedy(covers: NDArray[np.bool_]) -> dict[int, NDArray[np.int64]]:
