@@ -30,7 +30,7 @@ _WHOLE_TILE = tl.constexpr(-1)  # a fault in no step, but in the finished tile
 _NOWHERE = tl.constexpr(-2)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["experts"])  # type: ignore[untyped-decorator]
 def grouped_gemm_kernel(
     a: tl.tensor,
     b: tl.tensor,

@@ -85,6 +85,8 @@ class Projection:
         self._output, self._input_gradient = torch.empty_like(self._gradient), torch.empty_like(self._x)
 
     def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(0)
+        generator = torch.Generator(self.device).manual_seed(
+            len(shape) + round(1 / scale)
+        )  # unlike the others
         values = torch.randn(shape, dtype=torch.bfloat16, device=self.device, generator=generator)
         return values.mul_(scale)

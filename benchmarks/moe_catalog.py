@@ -1,0 +1,163 @@
+"""The paper's table of MoE catalogs, on this device: how few shapes stand for all admitted ones.
+
+    python benchmarks/moe_catalog.py [--configuration NAME ...] [--most N] [--json] [--output FILE]
+
+For each configuration every admitted shape is executed three times and must do the same each time; the
+fewest shapes that cover the others are selected, once by pressure regime and once by exact waves; the cover
+is checked shape by shape; every work item of the selected shapes is perturbed inside the kernel, one at a time,
+and must change a result; and the campaign is repeated and must select the same. ``--most`` bounds the
+perturbations of each pass of each selected shape of the large projections, evenly spread; those of 128x128
+are perturbed exhaustively.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from torchscout.evidence.catalog.cover import check_cover, minimum_cover
+from torchscout.evidence.catalog.discovery import discover
+from torchscout.evidence.catalog.injection import qualify
+from torchscout.evidence.catalog.kernel_profiler import KernelProfiler, Regime
+from torchscout.evidence.catalog.observed import known, unknown
+from torchscout.evidence.catalog.profile import Rows, ShapeProfile, uniform
+
+
+class Configuration(NamedTuple):
+    hidden: int
+    intermediate: int
+    experts: int
+    first: int
+    """The fewest rows of an expert."""
+    last: int
+    paper: int
+    """Shapes that the paper selected."""
+
+    @property
+    def shapes(self) -> list[Rows]:
+        return [uniform(rows, self.experts) for rows in range(self.first, self.last + 1)]
+
+    @property
+    def is_small(self) -> bool:
+        return self.hidden == self.intermediate == 128
+
+
+CONFIGURATIONS = {
+    "128x128": Configuration(128, 128, 1, 0, 3456, 16),
+    "6144x10752": Configuration(6144, 10752, 1, 1, 2048, 10),
+    "5120x1536": Configuration(5120, 1536, 1, 1, 1024, 18),
+    "2048x1024": Configuration(2048, 1024, 1, 1, 2048, 19),
+    "2 experts": Configuration(128, 128, 2, 1, 2048, 18),
+    "4 experts": Configuration(128, 128, 4, 1, 2048, 27),
+    "8 experts": Configuration(128, 128, 8, 1, 2048, 42),
+    "16 experts": Configuration(128, 128, 16, 1, 2048, 48),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--configuration", action="append", choices=list(CONFIGURATIONS), help="only this one"
+    )
+    parser.add_argument("--most", type=int, default=60, help="perturbations of a pass of a large shape")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
+    arguments = parser.parse_args()
+    chosen = arguments.configuration or CONFIGURATIONS
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "versions": versions,
+        "results": {name: campaign(CONFIGURATIONS[name], arguments.most) for name in chosen},
+    }
+    document = json.dumps(report, indent=2)
+    if arguments.output:
+        arguments.output.write_text(document + "\n")
+    print(document if arguments.json else table(report))
+
+
+def campaign(
+    configuration: Configuration, most: int, *, device: str = "cuda", programs: int | None = None
+) -> dict[str, Any]:
+    """One line of the table."""
+    begin = time.perf_counter()
+    profiler = _profiler(configuration, "pressure", device, programs)
+    profiles, unstable = _profiled(profiler, configuration)
+    profiled_in = time.perf_counter() - begin
+    selected = minimum_cover(profiles)
+    check = check_cover(profiles, selected)
+    again = minimum_cover(_profiled(_profiler(configuration, "pressure", device, programs), configuration)[0])
+    strict, _ = _profiled(_profiler(configuration, "waves", device, programs), configuration)
+    by_waves = minimum_cover(strict)
+    begin = time.perf_counter()
+    found = qualify(profiler.projection, selected, most=None if configuration.is_small else most)
+    admitted = len(configuration.shapes)
+    return {
+        "admitted": admitted,
+        "selected": len(selected) + len(unstable),
+        "paper": configuration.paper,
+        "reduction": f"{1 - (len(selected) + len(unstable)) / admitted:.2%}",
+        "selected_by_waves": len(by_waves),
+        "unstable": len(unstable),
+        "covered": check.complete and not check.redundant,
+        "occurrences": check.occurrences,
+        "occurrences_covered": check.covered,
+        "covered_by_waves": check_cover(strict, by_waves).complete,
+        "injected": found.injected,
+        "fired": found.fired,
+        "changed": found.changed,
+        "injected_all": configuration.is_small,
+        "unaccounted": found.unaccounted,
+        "missed": None if found.missed is None else str(found.missed),
+        "same_again": again == selected,
+        "seconds_to_profile": round(profiled_in, 1),
+        "seconds_to_inject": round(time.perf_counter() - begin, 1),
+        "rows": [rows[0] for rows in selected],
+        "rows_by_waves": [rows[0] for rows in by_waves],
+    }
+
+
+def _profiler(
+    configuration: Configuration, regime: Regime, device: str, programs: int | None
+) -> KernelProfiler:
+    hidden, intermediate, experts, *_ = configuration
+    return KernelProfiler(hidden, intermediate, experts, device=device, regime=regime, programs=programs)
+
+
+def _profiled(
+    profiler: KernelProfiler, configuration: Configuration
+) -> tuple[dict[Rows, ShapeProfile], dict[Rows, str]]:
+    """The profiles of all admitted shapes, and those that have none."""
+    seen = discover(profiler, reversed(configuration.shapes))  # the largest first, which all buffers then fit
+    return known(seen), unknown(seen)
+
+
+def table(report: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    heads = (
+        "admitted", "selected", "paper", "reduction", "selected_by_waves", "covered", "occurrences_covered",
+        "injected", "changed", "same_again", "seconds_to_profile", "seconds_to_inject",
+    )  # fmt: skip
+    lines = [f"{report['device']}; {versions}; {report['date']}", ""]
+    lines.append(" ".join(["configuration".ljust(13), *(head.rjust(max(9, len(head))) for head in heads)]))
+    for name, row in report["results"].items():
+        cells = (str(row[head]).rjust(max(9, len(head))) for head in heads)
+        lines.append(" ".join([name.ljust(13), *cells]))
+    for name, row in report["results"].items():
+        lines.append(f"{name}: rows {row['rows']}; by waves {row['rows_by_waves']}")
+        if row["unaccounted"] or row["missed"]:
+            lines.append(f"{name}: missed {row['missed']}; {row['unaccounted'][:3]}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
