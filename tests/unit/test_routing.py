@@ -147,27 +147,37 @@ def test_counts_without_a_period_are_covered_too():
     assert len(found.chosen) < len(points)
 
 
-def test_a_real_kernel_that_adds_up_is_covered_for_every_routing():
-    """Each of the 286 routings of 10 rows to 4 experts is executed and held against the templates."""
-    kernel = TiledMatmul(experts=4, tile=4, programs=4)
-    result = routed("3x2", kernel.facts(), LOADS, Routings(4, 10), executions=Executions(kernel))
+@pytest.mark.parametrize(("at_most", "admitted_routings"), [(False, 120), (True, 330)])
+def test_a_real_kernel_that_adds_up_is_covered_for_every_routing(at_most: bool, admitted_routings: int):
+    """Each routing of 7 rows, or at most 7, to 4 experts is executed and held against the templates."""
+    kernel = TiledMatmul(experts=4, tile=3, step=2, programs=4)
+    result = routed("3x2", kernel.facts(), LOADS, Routings(4, 7, at_most), executions=Executions(kernel))
     assert result.table is not None, result.reason
-    assert result.table.admitted == routings(10, 4) == 286
-    assert result.additivity.by_load == (
-        "forward/following_tile",
-        "forward/last_tile",
-        "forward/waves",
-    )
+    assert result.table.admitted == admitted_routings
+    assert set(result.additivity.by_load) == {"forward/last_tile", "forward/following_tile", "forward/waves"}
     assert "forward/empty" in result.additivity.adding
     chosen = [each.profile for each in result.table.selected]
     assert result.least <= len(chosen) <= result.pareto
     executed = 0
-    for rows in itertools.product(range(11), repeat=4):
-        if sum(rows) == 10:
+    for rows in itertools.product(range(8), repeat=4):
+        if sum(rows) == 7 or (at_most and sum(rows) < 7):
             profile = kernel.profile(rows)
             assert any(each.covers(profile) for each in chosen), rows
             executed += 1
-    assert executed == 286
+    assert executed == admitted_routings
+
+
+def test_templates_have_no_more_rows_where_more_rows_bring_another_kernel():
+    free, bound = (
+        routed("3x2", kernel.facts(), LOADS, Routings(2, 12), executions=Executions(kernel))
+        for kernel in (
+            TiledMatmul(experts=2, tile=3, programs=2),
+            TiledMatmul(experts=2, tile=3, programs=2, switch=12),
+        )
+    )
+    assert max(sum(each.rows) for each in free.table.selected) > 12
+    assert max(sum(each.rows) for each in bound.table.selected) == 12
+    assert len(free.table.selected) == free.least < len(bound.table.selected) == bound.pareto
 
 
 def test_where_paths_do_not_add_up_there_are_no_templates_and_the_reason_is_said():

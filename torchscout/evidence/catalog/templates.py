@@ -62,7 +62,8 @@ def templates_for(
     table: ExpertCounts, experts: int, points: Sequence[RoutingPoint], regime: RegimeOf
 ) -> Templates:
     """Routings of any number of rows that cover all these points, each in its own regime."""
-    offer = _Offer(table, experts, regime)
+    regimes = {table.load_of(point.counts): point.regime for point in points}
+    offer = _Offer(table, experts, regime, regimes)
     chosen: list[Template] = []
     least = 0
     for where in sorted({point.regime for point in points}):
@@ -79,14 +80,16 @@ def templates_for(
 class _Offer:
     """Every mixture of experts that a template could be, with any number of whole periods."""
 
-    def __init__(self, table: ExpertCounts, experts: int, regime: RegimeOf) -> None:
+    def __init__(
+        self, table: ExpertCounts, experts: int, regime: RegimeOf, regimes: dict[tuple[int, ...], str]
+    ) -> None:
         self._period, self._more = period_of(table)
         self._kinds = kinds_of(table, self._period)
         self._mixtures = mixtures(self._kinds, experts, len(table.paths), lambda _: 0)
         self._counts = np.stack([mixture.counts for mixture in self._mixtures])
         self._loads_from = len(table.paths)
         self._ask = regime
-        self._regimes: dict[tuple[int, ...], str] = {}
+        self._regimes = regimes
 
     def counts(self, number: int, periods: int) -> Counts:
         return self._counts[number] + periods * self._more  # type: ignore[no-any-return]
