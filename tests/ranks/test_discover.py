@@ -103,10 +103,14 @@ def test_every_routing_to_two_experts_is_covered(tmp_path: Path):
         (("--kernel", "torch"), "launches are recorded on CUDA"),
     ],
 )
-def test_mistakes_show_before_anything_starts(arguments: tuple[str, ...], message: str):
+def test_mistakes_show_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     asked = dict(zip(*[iter(("--rows", "1:4", *SMALL))] * 2, strict=True))
     asked |= dict(zip(*[iter(arguments)] * 2, strict=True))
     result = CliRunner().invoke(app, ["discover", *(text for pair in asked.items() for text in pair)])
     assert result.exit_code == 2
+    assert not list(tmp_path.iterdir())
     shown = " ".join(result.output.replace("│", " ").split())
     assert message in shown

@@ -129,6 +129,8 @@ def _plan(asked: Asked) -> Plan:
 def _routings(asked: Asked) -> Routings | None:
     if asked.heterogeneous != (asked.tokens is not None):
         raise typer.BadParameter("--heterogeneous and --tokens go together", param_hint="--tokens")
+    if asked.at_most and not asked.heterogeneous:
+        raise typer.BadParameter("--at-most is about --heterogeneous --tokens", param_hint="--at-most")
     if asked.tokens is None:
         return None
     if asked.tokens < 1:

@@ -18,6 +18,10 @@ _LINES = 10
 """Of progress for each kernel, where there is no terminal."""
 
 
+_MOST = 5
+"""Retained shapes that are named as they come, for each kernel; the table counts them all."""
+
+
 class Screen:
     """A bar on a terminal, a line now and then elsewhere."""
 
@@ -26,7 +30,7 @@ class Screen:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=console) if console.is_terminal else None
         self._task: TaskID | None = None
-        self._what, self._shapes, self._done = "", 0, 0
+        self._what, self._shapes, self._done, self._retained = "", 0, 0, 0
 
     def __enter__(self) -> Screen:
         if self._progress is not None:
@@ -38,7 +42,7 @@ class Screen:
             self._progress.stop()
 
     def begin(self, what: str, shapes: int) -> None:
-        self._what, self._shapes, self._done = what, shapes, 0
+        self._what, self._shapes, self._done, self._retained = what, shapes, 0, 0
         if self._progress is not None:
             self._task = self._progress.add_task(what, total=shapes)
 
@@ -48,7 +52,8 @@ class Screen:
             self._progress.update(self._task, completed=self._done)
         elif self._done == self._shapes or self._done % max(1, self._shapes // _LINES) == 0:
             self._say(f"{self._what}: {self._done} of {self._shapes} shapes")
-        if seen.profile is None:
+        if seen.profile is None and self._retained < _MOST:
+            self._retained += 1
             self._say(f"{self._what}: rows {_rows(seen.rows)} retained, {seen.reason:.200}")
 
     def _say(self, line: str) -> None:

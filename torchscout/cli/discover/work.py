@@ -11,7 +11,7 @@ from torchscout.cli.discover.plan import Plan
 from torchscout.evidence.catalog.catalog import Catalog, Places
 from torchscout.evidence.catalog.discovery import Executions, discover
 from torchscout.evidence.catalog.observed import Observed
-from torchscout.evidence.catalog.routed import SAMPLES, Routed, Routings, routed
+from torchscout.evidence.catalog.routed import Routed, Routings, first_shapes, routed
 from torchscout.evidence.catalog.table import Table, tabulated
 
 __all__ = ["Audience", "discovered"]
@@ -49,7 +49,7 @@ def discovered(plan: Plan, kernels: Sequence[Kernel], folder: Path, audience: Au
 
 
 def _routed(kernel: Kernel, admitted: Routings, journal: Path, audience: Audience) -> Routed:
-    audience.begin(f"{kernel.name}, routings", admitted.tokens + 1 + SAMPLES)
+    audience.begin(f"{kernel.name}, routings", len(first_shapes(admitted)))
     return routed(
         kernel.name,
         kernel.profiler.facts(),

@@ -19,7 +19,7 @@ from torchscout.evidence.catalog.routing import ExpertCounts, RegimeOf, RoutingP
 from torchscout.evidence.catalog.table import Representative, Table
 from torchscout.evidence.catalog.templates import Template, Templates, templates_for
 
-__all__ = ["SAMPLES", "Routed", "Routings", "routed", "samples"]
+__all__ = ["SAMPLES", "Routed", "Routings", "first_shapes", "routed", "samples"]
 
 SAMPLES = 200
 """Routings that are executed to try the sums on, and then the templates."""
@@ -76,6 +76,12 @@ def _cut(drawing: random.Random, tokens: int) -> int:
     return min(max(rounded + drawing.choice((-1, 0, 0, 1)), 0), tokens)
 
 
+def first_shapes(admitted: Routings) -> list[Rows]:
+    """What is executed before anything can be derived: single experts, and routings to try the sums on."""
+    single = (alone(rows, admitted.experts) for rows in range(admitted.tokens + 1))
+    return list(dict.fromkeys([*single, *samples(admitted)]))
+
+
 # [Note: what the Pareto set teaches]
 #
 # A path can add up in every routing that was drawn and not in the extreme ones: last tiles do until there are
@@ -95,8 +101,7 @@ def routed(
 ) -> Routed:
     """Measure single experts, try whether they add up, derive the templates, execute those, and check."""
     profiles: dict[Rows, ShapeProfile] = {}
-    single = (alone(rows, admitted.experts) for rows in range(admitted.tokens + 1))
-    for rows in dict.fromkeys([*single, *samples(admitted)]):
+    for rows in first_shapes(admitted):
         seen = executions.of(rows)
         on_progress(seen)
         if seen.profile is None:
