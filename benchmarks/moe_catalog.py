@@ -4,8 +4,8 @@
 
 For each configuration every admitted shape is executed three times and must do the same each time; the
 fewest shapes that cover the others are selected, once by pressure regime and once by exact waves; the cover
-is checked shape by shape; every work item of the selected shapes is perturbed inside the kernel, one at a time,
-and must change a result; and the campaign is repeated and must select the same. ``--most`` bounds the
+is checked shape by shape; every work item of the selected shapes is perturbed inside the kernel, one at a
+time, and must change a result; and the campaign is repeated and must select the same. ``--most`` bounds the
 perturbations of each pass of each selected shape of the large projections, evenly spread; those of 128x128
 are perturbed exhaustively.
 """
@@ -16,6 +16,7 @@ import argparse
 import datetime
 import json
 import platform
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument(
         "--configuration", action="append", choices=list(CONFIGURATIONS), help="only this one"
     )
-    parser.add_argument("--most", type=int, default=60, help="perturbations of a pass of a large shape")
+    parser.add_argument("--most", type=int, default=400, help="perturbations of a pass of a large shape")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.add_argument("--output", type=Path, help="write the JSON document to this file")
     arguments = parser.parse_args()
@@ -77,8 +78,11 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "versions": versions,
-        "results": {name: campaign(CONFIGURATIONS[name], arguments.most) for name in chosen},
+        "results": {},
     }
+    for name in chosen:
+        report["results"][name] = campaign(CONFIGURATIONS[name], arguments.most)
+        print(f"{name}: {report['results'][name]}", file=sys.stderr, flush=True)
     document = json.dumps(report, indent=2)
     if arguments.output:
         arguments.output.write_text(document + "\n")

@@ -244,6 +244,20 @@ def test_a_fault_in_work_that_is_not_there_does_not_fire(interpreted):
     assert interpreted["perturbed"]["beyond"] == 0
 
 
+def test_work_that_was_counted_and_not_perturbed_is_named():
+    from torchscout.evidence.catalog.injection import _unaccounted
+    from torchscout.evidence.catalog.roles import Pass, Role
+
+    counted = [0] * len(Role)
+    counted[Role.INTERIOR.value], counted[Role.STEP_FULL.value], counted[Role.EMPTY.value] = 1, 2, 1
+    tile, first, second = [0, -1, 1, 0, 0], [0, 0, 1, 0, 7], [0, 1, 1, 0, 7]
+    assert _unaccounted((16,), Pass.FORWARD, [tile, first, second], counted) == []
+    (named,) = _unaccounted((16,), Pass.FORWARD, [tile, first], counted)
+    assert "forward: step_full perturbed 1 times, counted 2 times" in named
+    (named,) = _unaccounted((16,), Pass.WEIGHT_GRADIENT, [tile, first, second], counted)
+    assert "empty perturbed 0 times, counted 1 times" in named
+
+
 def test_a_sample_of_the_work_items_can_be_qualified(interpreted):
     injected, fired, changed = interpreted["perturbed"]["found"]
     assert injected == fired == changed
