@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torchscout.evidence.catalog.additivity import Loads
     from torchscout.evidence.catalog.profile import Profiler
 
-__all__ = ["Kernel", "kernels_of"]
+__all__ = ["Kernel", "kernel_loads", "kernels_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,8 @@ def kernels_of(plan: Plan) -> list[Kernel]:
         if error.name != "triton":
             raise
         raise ValueError("the kernel that counts its paths needs Triton: pip install triton") from error
-    from torchscout.evidence.catalog.roles import Pass, Role
-
     regime = cast(Literal["pressure", "waves"], plan.regime)
-    loads = {
-        each.word: (f"{each.word}/{Role.LAST_TILE.word}", f"{each.word}/{Role.FOLLOWING_TILE.word}")
-        for each in Pass
-    }
+    loads = kernel_loads()
     return [
         Kernel(
             f"{inner}x{outer}",
@@ -50,6 +45,14 @@ def kernels_of(plan: Plan) -> list[Kernel]:
         )
         for inner, outer in plan.projections
     ]
+
+
+def kernel_loads() -> Loads:
+    """Programs have as many last tiles as first ones, and all others follow one: together, all tiles."""
+    from torchscout.evidence.catalog.roles import Pass, Role
+
+    turns = (Role.LAST_TILE.word, Role.FOLLOWING_TILE.word)
+    return {each.word: tuple(f"{each.word}/{turn}" for turn in turns) for each in Pass}
 
 
 def _plain_expert(plan: Plan) -> Kernel:
