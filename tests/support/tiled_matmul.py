@@ -26,6 +26,8 @@ class TiledMatmul:
     programs: int = 3
     coupled: bool = False
     """Whether a tail takes another path after a full expert, so that paths do not add up."""
+    switch: int | None = None
+    """Rows above which another kernel would be taken."""
     uncountable: frozenset[Rows] = frozenset()
     unstable: frozenset[Rows] = frozenset()
     reason: str = "the tiles were not counted"
@@ -55,7 +57,8 @@ class TiledMatmul:
         counts["forward/waves"] = max(taken)
         if rows in self.unstable and self.executed.count(rows) == 2:
             counts["forward/interior"] += 1
-        return ShapeProfile.of("full" if all(taken) else "idle", counts)
+        size = "" if self.switch is None or sum(rows) <= self.switch else " for many rows"
+        return ShapeProfile.of(("full" if all(taken) else "idle") + size, counts)
 
     def _expert(self, rows: int, before: int, counts: Counter[str], taken: list[int]) -> None:
         x, w = torch.randn(rows, self.inner), torch.randn(self.inner, self.outer)

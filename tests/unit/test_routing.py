@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.tiled_matmul import LOADS, TiledMatmul
 from torchscout.evidence.catalog.cover import maximal
-from torchscout.evidence.catalog.discovery import observer_of
+from torchscout.evidence.catalog.discovery import Executions
 from torchscout.evidence.catalog.profile import Rows
-from torchscout.evidence.catalog.routed import routed
+from torchscout.evidence.catalog.routed import Routings, routed
 from torchscout.evidence.catalog.routing import ExpertCounts, pareto_set, period_of, routings
 from torchscout.evidence.catalog.templates import templates_for
 
@@ -53,9 +53,16 @@ def every_routing(tokens: int, experts: int, most: int | None = None) -> Iterato
         yield from ((first, *rest) for rest in every_routing(tokens - first, experts - 1, first))
 
 
-def by_brute_force(table: ExpertCounts, experts: int, tokens: int, regime) -> set[tuple]:
+def admitted(tokens: int, experts: int, at_most: bool) -> Iterator[Rows]:
+    for total in range(tokens + 1) if at_most else [tokens]:
+        yield from every_routing(total, experts)
+
+
+def by_brute_force(
+    table: ExpertCounts, experts: int, tokens: int, regime, at_most: bool = False
+) -> set[tuple]:
     found: dict[str, set] = {}
-    for rows in every_routing(tokens, experts):
+    for rows in admitted(tokens, experts, at_most):
         counts = table.of(rows)
         found.setdefault(regime(table.load_of(counts), rows), set()).add(tuple(map(int, counts)))
     best = set()
@@ -67,24 +74,25 @@ def by_brute_force(table: ExpertCounts, experts: int, tokens: int, regime) -> se
 
 CASES = [
     (tokens, experts, tile, step, regime)
-    for tokens, experts in [(0, 2), (1, 1), (5, 1), (1, 3), (7, 2), (12, 3), (17, 3), (20, 4), (24, 4)]
+    for tokens, experts in [(0, 2), (1, 1), (5, 1), (1, 3), (7, 2), (12, 3), (17, 3), (20, 4)]
     for tile, step in [(4, 2), (6, 4), (8, 3), (4, 4)]
     for regime in (constant, pressure(4), waves(3))
 ]
+CASES = [(*case, False) for case in CASES] + [(*case, True) for case in CASES if case[0] <= 17]
 
 
-@pytest.mark.parametrize(("tokens", "experts", "tile", "step", "regime"), CASES)
+@pytest.mark.parametrize(("tokens", "experts", "tile", "step", "regime", "at_most"), CASES)
 def test_the_pareto_set_and_its_templates_against_every_routing(
-    tokens: int, experts: int, tile: int, step: int, regime
+    tokens: int, experts: int, tile: int, step: int, regime, at_most: bool
 ):
     table = table_of(max(tokens, 1), tile, step)
-    points = pareto_set(table, experts, tokens, regime)
+    points = pareto_set(table, experts, tokens, regime, at_most=at_most)
     assert {(each.regime, tuple(map(int, each.counts))) for each in points} == by_brute_force(
-        table, experts, tokens, regime
+        table, experts, tokens, regime, at_most
     )
     for point in points:
         assert len(point.rows) == experts
-        assert sum(point.rows) == tokens
+        assert sum(point.rows) <= tokens if at_most else sum(point.rows) == tokens
         assert (table.of(point.rows) == point.counts).all()
 
     found = templates_for(table, experts, points, regime)
@@ -93,7 +101,7 @@ def test_the_pareto_set_and_its_templates_against_every_routing(
         counts = wide.of(template.rows)
         assert (counts == template.counts).all()
         assert regime(wide.load_of(counts), template.rows) == template.regime
-    for rows in every_routing(tokens, experts):
+    for rows in admitted(tokens, experts, at_most):
         counts = table.of(rows)
         where = regime(table.load_of(counts), rows)
         assert any(each.regime == where and (each.counts >= counts).all() for each in found.chosen), rows
@@ -139,32 +147,42 @@ def test_counts_without_a_period_are_covered_too():
     assert len(found.chosen) < len(points)
 
 
-def test_a_real_kernel_that_adds_up_is_covered_for_every_routing():
-    """Each of the 286 routings of 10 rows to 4 experts is executed and held against the templates."""
-    kernel = TiledMatmul(experts=4, tile=4, programs=4)
-    result = routed("3x2", kernel.facts(), LOADS, 4, 10, observed=observer_of(kernel))
+@pytest.mark.parametrize(("at_most", "admitted_routings"), [(False, 120), (True, 330)])
+def test_a_real_kernel_that_adds_up_is_covered_for_every_routing(at_most: bool, admitted_routings: int):
+    """Each routing of 7 rows, or at most 7, to 4 experts is executed and held against the templates."""
+    kernel = TiledMatmul(experts=4, tile=3, step=2, programs=4)
+    result = routed("3x2", kernel.facts(), LOADS, Routings(4, 7, at_most), executions=Executions(kernel))
     assert result.table is not None, result.reason
-    assert result.table.admitted == routings(10, 4) == 286
-    assert result.additivity.by_load == (
-        "forward/following_tile",
-        "forward/last_tile",
-        "forward/waves",
-    )
+    assert result.table.admitted == admitted_routings
+    assert set(result.additivity.by_load) == {"forward/last_tile", "forward/following_tile", "forward/waves"}
     assert "forward/empty" in result.additivity.adding
     chosen = [each.profile for each in result.table.selected]
     assert result.least <= len(chosen) <= result.pareto
     executed = 0
-    for rows in itertools.product(range(11), repeat=4):
-        if sum(rows) == 10:
+    for rows in itertools.product(range(8), repeat=4):
+        if sum(rows) == 7 or (at_most and sum(rows) < 7):
             profile = kernel.profile(rows)
             assert any(each.covers(profile) for each in chosen), rows
             executed += 1
-    assert executed == 286
+    assert executed == admitted_routings
+
+
+def test_templates_have_no_more_rows_where_more_rows_bring_another_kernel():
+    free, bound = (
+        routed("3x2", kernel.facts(), LOADS, Routings(2, 12), executions=Executions(kernel))
+        for kernel in (
+            TiledMatmul(experts=2, tile=3, programs=2),
+            TiledMatmul(experts=2, tile=3, programs=2, switch=12),
+        )
+    )
+    assert max(sum(each.rows) for each in free.table.selected) > 12
+    assert max(sum(each.rows) for each in bound.table.selected) == 12
+    assert len(free.table.selected) == free.least < len(bound.table.selected) == bound.pareto
 
 
 def test_where_paths_do_not_add_up_there_are_no_templates_and_the_reason_is_said():
     kernel = TiledMatmul(experts=3, coupled=True)
-    result = routed("3x2", kernel.facts(), LOADS, 3, 12, observed=observer_of(kernel))
+    result = routed("3x2", kernel.facts(), LOADS, Routings(3, 12), executions=Executions(kernel))
     assert result.table is None
     assert result.reason.startswith(
         "forward/tail_high and forward/tail_low neither add up over experts nor follow from the tiles: see ("
@@ -173,6 +191,6 @@ def test_where_paths_do_not_add_up_there_are_no_templates_and_the_reason_is_said
 
 def test_a_routing_whose_paths_cannot_be_counted_ends_the_derivation():
     kernel = TiledMatmul(experts=2, uncountable=frozenset({(5, 0)}))
-    result = routed("3x2", kernel.facts(), LOADS, 2, 6, observed=observer_of(kernel))
+    result = routed("3x2", kernel.facts(), LOADS, Routings(2, 6), executions=Executions(kernel))
     assert result.table is None
     assert result.reason == "(5, 0): unknown: the tiles were not counted"

@@ -7,6 +7,7 @@ import typer
 from torchscout.cli.campaign.command import app as campaign
 from torchscout.cli.checkpoint.command import app as checkpoint
 from torchscout.cli.demo.command import demo
+from torchscout.cli.discover.command import discover
 from torchscout.cli.doctor.command import doctor
 from torchscout.cli.status import status
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(discover)
 app.command()(doctor)
 app.command()(status)
 app.add_typer(campaign, name="campaign")

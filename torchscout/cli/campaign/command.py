@@ -112,8 +112,9 @@ def _run_all(campaign: Campaign, cells: Sequence[Cell], store: Store, seed: int,
     from rich.console import Console
 
     from torchscout.cli.campaign.campaigns import MODULES
-    from torchscout.cli.campaign.leftovers import interruptible, nothing_left
+    from torchscout.cli.campaign.leftovers import nothing_left
     from torchscout.cli.campaign.table import Screen
+    from torchscout.cli.interruption import interruptible
     from torchscout.cli.local_ranks import preload
 
     left = [cell for cell in cells if cell.identity not in store.results]

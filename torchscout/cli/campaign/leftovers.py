@@ -9,32 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 from torchscout.integration.watching import clear_away_the_dead
 
-__all__ = ["interruptible", "nothing_left"]
+__all__ = ["nothing_left"]
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
 _PATIENCE_SECONDS = 5.0
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a campaign as Ctrl-C does: by an exception, so that it can clear up, once."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # an impatient second one would leave something behind
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -50,11 +50,12 @@ def demo(
     from torchscout.cli.local_ranks import preload
 
     preload("torchscout.cli.demo.job")
-    from torchscout.cli.campaign.leftovers import interruptible, nothing_left
+    from torchscout.cli.campaign.leftovers import nothing_left
     from torchscout.cli.demo.job import surfaces
     from torchscout.cli.demo.lives import play
     from torchscout.cli.demo.screen import report_of, screen
     from torchscout.cli.demo.view import view_for
+    from torchscout.cli.interruption import interruptible
 
     if at not in (known := surfaces()):
         near = difflib.get_close_matches(at, known, n=3, cutoff=0.0)

@@ -38,7 +38,7 @@ class Places:
     """Of one position: those that one kernel executes together."""
     positions: int
     tables: tuple[int, ...]
-    """Which tables hold here, one for each projection, by their number in the catalog."""
+    """Which tables hold here, of each projection one or more, by their number in the catalog."""
 
     def __iter__(self) -> Iterator[Place]:
         return (
@@ -59,7 +59,7 @@ class Catalog:
     """What was asked for and is not covered, and why."""
 
     def tables_of(self, layer: str, position: int) -> tuple[Table, ...]:
-        """One for each projection of the experts there."""
+        """Those of each projection of the experts there."""
         for places in self.places:
             if layer in places.layers and 0 <= position < places.positions:
                 return tuple(self.tables[number] for number in places.tables)

@@ -16,7 +16,7 @@ from torchscout.errors import CatalogError
 from torchscout.evidence.catalog.catalog import Catalog
 from torchscout.evidence.catalog.catalog_json import catalog_from_json, catalog_to_json
 
-__all__ = ["SCHEMA", "document", "load", "save"]
+__all__ = ["SCHEMA", "document", "load", "save", "text_of"]
 
 KIND = "torchscout catalog"
 SCHEMA = 1
@@ -37,6 +37,11 @@ def document(catalog: Catalog) -> dict[str, Any]:
     return {"kind": KIND, "schema": SCHEMA, "digest": digest, "body": body}
 
 
+def text_of(catalog: Catalog) -> str:
+    """What a file of this catalog holds, but for the end of its line."""
+    return _canonical(document(catalog)).decode()
+
+
 def save(catalog: Catalog, path: Path | str) -> None:
     """Put this catalog in the place of the last; after a ``CatalogError`` the last one is still there."""
     path = Path(path)
@@ -44,7 +49,7 @@ def save(catalog: Catalog, path: Path | str) -> None:
     try:
         try:
             with temporary.open("xb") as file:
-                file.write(_canonical(document(catalog)) + b"\n")
+                file.write(text_of(catalog).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

@@ -9,28 +9,27 @@ from torchscout.evidence.catalog.journal import Journal
 from torchscout.evidence.catalog.observed import Observed, observe
 from torchscout.evidence.catalog.profile import Profiler, Rows
 
-__all__ = ["Observer", "discover", "observer_of"]
-
-Observer = Callable[[Rows], Observed]
-"""Says of a shape what it does, from the journal if it was executed before."""
+__all__ = ["Executions", "discover"]
 
 
-def observer_of(profiler: Profiler, resume_from: Path | None = None) -> Observer:
-    """With ``resume_from`` each shape is written to that journal as soon as it is known.
+class Executions:
+    """What each shape did, which is executed when it is first asked for."""
 
-    Those that are there already are not executed again; a ``CatalogError`` if it has other facts.
-    """
-    journal = None if resume_from is None else Journal(resume_from, profiler.facts())
-    seen: dict[Rows, Observed] = {} if journal is None else dict(journal.seen)
+    def __init__(self, profiler: Profiler, resume_from: Path | None = None) -> None:
+        """With ``resume_from`` each shape is written to that journal as soon as it is known.
 
-    def observed(rows: Rows) -> Observed:
-        if rows not in seen:
-            seen[rows] = observe(profiler, rows)
-            if journal is not None:
-                journal.add(seen[rows])
-        return seen[rows]
+        Those that are there already are not executed again; a ``CatalogError`` if it has other facts.
+        """
+        self._profiler = profiler
+        self._journal = None if resume_from is None else Journal(resume_from, profiler.facts())
+        self._seen: dict[Rows, Observed] = {} if self._journal is None else dict(self._journal.seen)
 
-    return observed
+    def of(self, rows: Rows) -> Observed:
+        if rows not in self._seen:
+            self._seen[rows] = observe(self._profiler, rows)
+            if self._journal is not None:
+                self._journal.add(self._seen[rows])
+        return self._seen[rows]
 
 
 def discover(
@@ -40,10 +39,10 @@ def discover(
     on_progress: Callable[[Observed], None] = lambda _: None,
     resume_from: Path | None = None,
 ) -> tuple[Observed, ...]:
-    """What each shape does, in the order of ``shapes``; see ``observer_of`` for ``resume_from``."""
-    observed = observer_of(profiler, resume_from)
+    """What each shape does, in the order of ``shapes``; see ``Executions`` for ``resume_from``."""
+    executions = Executions(profiler, resume_from)
     found: list[Observed] = []
     for rows in dict.fromkeys(shapes):
-        found.append(observed(rows))
+        found.append(executions.of(rows))
         on_progress(found[-1])
     return tuple(found)

@@ -6,20 +6,20 @@ Where counts do not add up there is no table but a reason; then the uniform shap
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from torchscout.evidence.catalog.additivity import Additivity, Loads, additivity, alone
-from torchscout.evidence.catalog.cover import check_cover
-from torchscout.evidence.catalog.discovery import Observer
-from torchscout.evidence.catalog.observed import Observed
+from torchscout.evidence.catalog.cover import CoverCheck, check_cover
+from torchscout.evidence.catalog.discovery import Executions
+from torchscout.evidence.catalog.observed import Observed, known
 from torchscout.evidence.catalog.profile import Rows, ShapeProfile
-from torchscout.evidence.catalog.routing import ExpertCounts, RoutingPoint, pareto_set, routings
+from torchscout.evidence.catalog.routing import ExpertCounts, RegimeOf, RoutingPoint, pareto_set, routings
 from torchscout.evidence.catalog.table import Representative, Table
 from torchscout.evidence.catalog.templates import Template, Templates, templates_for
 
-__all__ = ["SAMPLES", "Routed", "routed", "samples"]
+__all__ = ["SAMPLES", "Routed", "Routings", "first_shapes", "routed", "samples"]
 
 SAMPLES = 200
 """Routings that are executed to try the sums on, and then the templates."""
@@ -36,14 +36,33 @@ class Routed:
     pareto: int = 0
     """Counts that no routing exceeds."""
     least: int = 0
-    """No set of templates is smaller."""
+    """No set of templates is smaller; 0 where only routings of the admitted rows will do as templates."""
 
 
-def samples(tokens: int, experts: int, count: int = SAMPLES, seed: int = 0) -> Iterator[Rows]:
+@dataclass(frozen=True, slots=True)
+class Routings:
+    """The routings to cover."""
+
+    experts: int
+    tokens: int
+    """Rows that the experts get together."""
+    at_most: bool = False
+    """Whether they may also get fewer."""
+
+    def __str__(self) -> str:
+        return f"every routing of {'at most ' * self.at_most}{self.tokens} rows to {self.experts} experts"
+
+    def admit(self, rows: Rows) -> bool:
+        return sum(rows) <= self.tokens if self.at_most else sum(rows) == self.tokens
+
+
+def samples(admitted: Routings, count: int = SAMPLES, seed: int = 0) -> Iterator[Rows]:
     """From even to lopsided routings, with empty experts and cuts beside round numbers."""
     drawing = random.Random(seed)
+    experts = admitted.experts
     for _ in range(count):
         used = drawing.randint(1, experts)
+        tokens = drawing.randint(0, admitted.tokens) if admitted.at_most else admitted.tokens
         cuts = sorted(_cut(drawing, tokens) for _ in range(used - 1))
         parts = [after - before for before, after in pairwise([0, *cuts, tokens])]
         parts += [0] * (experts - used)
@@ -57,77 +76,129 @@ def _cut(drawing: random.Random, tokens: int) -> int:
     return min(max(rounded + drawing.choice((-1, 0, 0, 1)), 0), tokens)
 
 
+def first_shapes(admitted: Routings) -> list[Rows]:
+    """What is executed before anything can be derived: single experts, and routings to try the sums on."""
+    single = (alone(rows, admitted.experts) for rows in range(admitted.tokens + 1))
+    return list(dict.fromkeys([*single, *samples(admitted)]))
+
+
+# [Note: what the Pareto set teaches]
+#
+# A path can add up in every routing that was drawn and not in the extreme ones: last tiles do until there are
+# more tiles than programs. The Pareto set holds the extremes, so it is executed as a whole. A routing that
+# contradicts the sums is one more execution to try them on; its path is then left to the load, and the set is
+# derived again from the paths that remain, as long as they become fewer.
+
+
 def routed(
     name: str,
     facts: Mapping[str, str],
     loads: Loads,
-    experts: int,
-    tokens: int,
+    admitted: Routings,
     *,
-    observed: Observer,
+    executions: Executions,
     on_progress: Callable[[Observed], None] = lambda _: None,
 ) -> Routed:
     """Measure single experts, try whether they add up, derive the templates, execute those, and check."""
-    tried = dict.fromkeys([*(alone(rows, experts) for rows in range(tokens + 1)), *samples(tokens, experts)])
     profiles: dict[Rows, ShapeProfile] = {}
-    for rows in tried:
-        seen = observed(rows)
+    for rows in first_shapes(admitted):
+        seen = executions.of(rows)
         on_progress(seen)
         if seen.profile is None:
             return Routed(None, f"{rows}: {seen.reason}")
         profiles[rows] = seen.profile
-    adds = additivity(profiles, experts, tokens, loads)
-    if adds.table is None:
-        return Routed(None, adds.reason, adds)
+    before = None
+    while True:
+        adds = additivity(profiles, admitted.experts, admitted.tokens, loads)
+        if adds.table is None:
+            return Routed(None, adds.reason, adds)
+        points = _points(adds.table, admitted, executions)
+        surprise = _executed(adds.table, points, executions, profiles)
+        if not surprise:
+            break
+        if adds.adding == before:
+            return Routed(None, surprise, adds)
+        before = adds.adding
+    few = templates_for(adds.table, admitted.experts, points, _regime(executions))
+    # More rows than were admitted may bring another kernel; the routings of the Pareto set have no more.
+    plain = Templates(tuple(Template(each.rows, each.counts, each.regime) for each in points), 0)
+    reasons = []
+    for found in (few, plain):
+        checked = _checked(adds.table, admitted, found, executions, profiles)
+        if isinstance(checked, CoverCheck):
+            table = _table(name, facts, admitted, found, executions, checked)
+            return Routed(table, "", adds, len(points), found.least)
+        reasons.append(checked)
+    return Routed(None, reasons[0], adds)
 
+
+def _regime(executions: Executions) -> RegimeOf:
     def regime(_: tuple[int, ...], rows: Rows) -> str:
-        seen = observed(rows)
+        seen = executions.of(rows)
         return seen.reason if seen.profile is None else seen.profile.fingerprint
 
-    points = pareto_set(adds.table, experts, tokens, regime)
-    found = templates_for(adds.table, experts, points, regime)
-    return _qualified(name, facts, adds, profiles, points, found, observed, (experts, tokens))
+    return regime
 
 
-def _qualified(
+def _points(table: ExpertCounts, admitted: Routings, executions: Executions) -> tuple[RoutingPoint, ...]:
+    regime = _regime(executions)
+    return pareto_set(table, admitted.experts, admitted.tokens, regime, at_most=admitted.at_most)
+
+
+def _executed(
+    table: ExpertCounts,
+    derived: Sequence[RoutingPoint | Template],
+    executions: Executions,
+    profiles: dict[Rows, ShapeProfile],
+) -> str:
+    """Execute what was derived, adding to ``profiles``, and say what is not as expected, if anything."""
+    surprise = ""
+    for each in derived:
+        seen = executions.of(each.rows)
+        if seen.profile is None:
+            return f"{each.rows}: {seen.reason}"
+        profiles[each.rows] = seen.profile
+        surprise = surprise or _unexpected(table, each, seen.profile)
+    return surprise
+
+
+def _checked(
+    table: ExpertCounts,
+    admitted: Routings,
+    found: Templates,
+    executions: Executions,
+    profiles: Mapping[Rows, ShapeProfile],
+) -> CoverCheck | str:
+    """Nothing derived is believed: templates must do what they are meant to, and cover what was executed."""
+    executed = {rows: profile for rows, profile in profiles.items() if admitted.admit(rows)}
+    if surprise := _executed(table, found.chosen, executions, executed):
+        return surprise
+    check = check_cover(executed, [each.rows for each in found.chosen])
+    return check if check.complete else f"the templates do not cover {check.uncovered[0]}"
+
+
+def _table(
     name: str,
     facts: Mapping[str, str],
-    adds: Additivity,
-    profiles: dict[Rows, ShapeProfile],
-    points: tuple[RoutingPoint, ...],
+    admitted: Routings,
     found: Templates,
-    observed: Observer,
-    size: tuple[int, int],
-) -> Routed:
-    """Nothing derived is believed: templates must do what they are meant to, and cover what was executed."""
-    assert adds.table is not None
-    experts, tokens = size
-    profiles = {rows: profile for rows, profile in profiles.items() if sum(rows) == tokens}
-    derived: list[RoutingPoint | Template] = [*points, *found.chosen]
-    for each in derived:
-        seen = observed(each.rows)
-        if seen.profile is None:
-            return Routed(None, f"{each.rows}: {seen.reason}", adds)
-        if reason := _surprise(adds.table, each, seen.profile):
-            return Routed(None, reason, adds)
-        profiles[each.rows] = seen.profile
-    check = check_cover(profiles, [each.rows for each in found.chosen])
-    if not check.complete:
-        return Routed(None, f"the templates do not cover {check.uncovered[0]}", adds)
-    table = Table(
+    executions: Executions,
+    check: CoverCheck,
+) -> Table:
+    profiles = known(executions.of(each.rows) for each in found.chosen)
+    return Table(
         name=name,
         facts=dict(facts),
-        domain=f"every routing of {tokens} rows to {experts} experts",
-        admitted=routings(tokens, experts),
-        selected=tuple(Representative(each.rows, profiles[each.rows]) for each in found.chosen),
+        domain=str(admitted),
+        admitted=routings(admitted.tokens, admitted.experts, at_most=admitted.at_most),
+        selected=tuple(Representative(rows, profile) for rows, profile in profiles.items()),
         retained=(),
         occurrences=check.occurrences,
         covered=check.covered,
     )
-    return Routed(table, "", adds, len(points), found.least)
 
 
-def _surprise(table: ExpertCounts, meant: RoutingPoint | Template, profile: ShapeProfile) -> str:
+def _unexpected(table: ExpertCounts, meant: RoutingPoint | Template, profile: ShapeProfile) -> str:
     if profile.fingerprint != meant.regime:
         return f"{meant.rows} ran in another regime than expected: {profile.fingerprint}"
     counts = dict(profile.path_counts)

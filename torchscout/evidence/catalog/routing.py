@@ -7,7 +7,7 @@ routings follows from what one expert does with each number of rows. ``templates
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -116,37 +116,58 @@ class Mixture:
         return (first + periods, *others)
 
 
-def routings(tokens: int, experts: int) -> int:
+def routings(tokens: int, experts: int, *, at_most: bool = False) -> int:
     """How many ways there are."""
-    return comb(tokens + experts - 1, experts - 1)
+    return comb(tokens + experts, experts) if at_most else comb(tokens + experts - 1, experts - 1)
 
 
-def pareto_set(table: ExpertCounts, experts: int, tokens: int, regime: RegimeOf) -> tuple[RoutingPoint, ...]:
-    """For each regime the counts that no routing exceeds, each with a routing that has them."""
+def pareto_set(
+    table: ExpertCounts, experts: int, tokens: int, regime: RegimeOf, *, at_most: bool = False
+) -> tuple[RoutingPoint, ...]:
+    """For each regime the counts that no routing exceeds, each with a routing that has them.
+
+    The routings are those of ``tokens`` rows, or with ``at_most`` those of fewer, too.
+    """
     assert experts > 0, experts
     assert 0 <= tokens <= table.most_rows, f"{tokens} rows, known up to {table.most_rows}"
     period, more = period_of(table)
     kinds = kinds_of(table, period)
     regimes: dict[tuple[int, ...], str] = {}
-    found: dict[str, list[tuple[Counts, Mixture, int]]] = defaultdict(list)
-    for mixture in mixtures(kinds, experts, len(table.paths), by_sums=True):
-        for total in numbers(mixture.sums):
-            if total > tokens or (tokens - total) % period or (total == 0 < tokens):
-                continue
-            counts = mixture.counts + (tokens - total) // period * more
+    found: dict[str, list[_Found]] = defaultdict(list)
+    reach = _fewest if at_most else _all_of_them
+    for mixture in mixtures(kinds, experts, len(table.paths), reach):
+        for rest, periods in _lengths(mixture, tokens, period, at_most=at_most):
+            counts = mixture.counts + periods * more
             load = table.load_of(counts)
             if load not in regimes:
-                regimes[load] = regime(load, mixture.routing(kinds, total, tokens - total))
-            found[regimes[load]].append((counts, mixture, total))
+                regimes[load] = regime(load, mixture.routing(kinds, rest, periods * period))
+            found[regimes[load]].append((counts, mixture, rest, periods * period))
     return tuple(
-        RoutingPoint(mixture.routing(kinds, total, tokens - total), counts, where)
+        RoutingPoint(mixture.routing(kinds, rest, whole), counts, where)
         for where in sorted(found)
-        for counts, mixture, total in _greatest(found[where])
+        for counts, mixture, rest, whole in _greatest(found[where])
     )
 
 
-def _greatest(found: list[tuple[Counts, Mixture, int]]) -> list[tuple[Counts, Mixture, int]]:
-    return [found[place] for place in sorted(maximal(np.stack([counts for counts, _, _ in found])))]
+_Found = tuple[Counts, Mixture, int, int]
+
+
+def _lengths(mixture: Mixture, tokens: int, period: int, *, at_most: bool) -> Iterator[tuple[int, int]]:
+    """The rows a mixture may have, besides whole periods, and how many of those."""
+    if mixture.sums == 1:  # all experts are empty
+        if at_most or not tokens:
+            yield 0, 0
+    elif at_most:
+        fewest = next(numbers(mixture.sums))
+        yield from ((fewest, periods) for periods in range((tokens - fewest) // period + 1))
+    else:
+        for rest in range(tokens % period, min(tokens, mixture.sums.bit_length()) + 1, period):
+            if mixture.sums >> rest & 1:
+                yield rest, (tokens - rest) // period
+
+
+def _greatest(found: list[_Found]) -> list[_Found]:
+    return [found[place] for place in sorted(maximal(np.stack([each[0] for each in found])))]
 
 
 def period_of(table: ExpertCounts) -> tuple[int, Counts]:
@@ -168,10 +189,20 @@ def kinds_of(table: ExpertCounts, period: int) -> list[Kind]:
     return [Kind(table.counts[0], set_of([0]), is_empty=True), *nonempty]
 
 
-def mixtures(kinds: Sequence[Kind], experts: int, loads_from: int, *, by_sums: bool) -> list[Mixture]:
+def _all_of_them(sums: int) -> int:
+    return sums
+
+
+def _fewest(sums: int) -> int:
+    return sums & -sums
+
+
+def mixtures(
+    kinds: Sequence[Kind], experts: int, loads_from: int, reach: Callable[[int], int]
+) -> list[Mixture]:
     """All that no other one makes needless; see [Note: all routings by their mixtures].
 
-    Without ``by_sums`` any number of rows will do, and only loads and counts matter.
+    ``reach`` is what matters of the numbers of rows that a mixture can have.
     """
     width = len(kinds[0].counts)
     states = [Mixture((), np.zeros(width, dtype=np.int64), 1)]
@@ -187,15 +218,14 @@ def mixtures(kinds: Sequence[Kind], experts: int, loads_from: int, *, by_sums: b
                 together = sums(state.sums, folded[count])
                 counts = state.counts + count * kind.counts
                 longer.append(Mixture((*state.members, count), counts, together))
-        states = _needed(longer, loads_from, by_sums=by_sums)
+        states = _needed(longer, loads_from, reach)
     return states
 
 
-def _needed(states: Iterable[Mixture], loads_from: int, *, by_sums: bool) -> list[Mixture]:
+def _needed(states: Iterable[Mixture], loads_from: int, reach: Callable[[int], int]) -> list[Mixture]:
     alike: dict[tuple[int, int, bytes], list[Mixture]] = defaultdict(list)
     for state in states:
-        reachable = state.sums if by_sums else 0
-        alike[sum(state.members), reachable, state.counts[loads_from:].tobytes()].append(state)
+        alike[sum(state.members), reach(state.sums), state.counts[loads_from:].tobytes()].append(state)
     return [
         group[place]
         for group in alike.values()

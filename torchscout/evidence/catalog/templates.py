@@ -62,7 +62,8 @@ def templates_for(
     table: ExpertCounts, experts: int, points: Sequence[RoutingPoint], regime: RegimeOf
 ) -> Templates:
     """Routings of any number of rows that cover all these points, each in its own regime."""
-    offer = _Offer(table, experts, regime)
+    regimes = {table.load_of(point.counts): point.regime for point in points}
+    offer = _Offer(table, experts, regime, regimes)
     chosen: list[Template] = []
     least = 0
     for where in sorted({point.regime for point in points}):
@@ -79,14 +80,16 @@ def templates_for(
 class _Offer:
     """Every mixture of experts that a template could be, with any number of whole periods."""
 
-    def __init__(self, table: ExpertCounts, experts: int, regime: RegimeOf) -> None:
+    def __init__(
+        self, table: ExpertCounts, experts: int, regime: RegimeOf, regimes: dict[tuple[int, ...], str]
+    ) -> None:
         self._period, self._more = period_of(table)
         self._kinds = kinds_of(table, self._period)
-        self._mixtures = mixtures(self._kinds, experts, len(table.paths), by_sums=False)
+        self._mixtures = mixtures(self._kinds, experts, len(table.paths), lambda _: 0)
         self._counts = np.stack([mixture.counts for mixture in self._mixtures])
         self._loads_from = len(table.paths)
         self._ask = regime
-        self._regimes: dict[tuple[int, ...], str] = {}
+        self._regimes = regimes
 
     def counts(self, number: int, periods: int) -> Counts:
         return self._counts[number] + periods * self._more  # type: ignore[no-any-return]
@@ -106,17 +109,24 @@ class _Offer:
         # Whole periods are rows of some expert: where all are empty there is none that could hold them.
         homeless = np.array([mixture.sums == 1 for mixture in self._mixtures]) & (periods > 0)
         possible = np.flatnonzero(~(unmet | homeless))
+        alike = self._in_regime(possible, periods[possible], point.regime)
         found = np.full(len(periods), -1, dtype=np.int64)
-        for number in possible:
-            if self._regime(int(number), int(periods[number])) == point.regime:
-                found[number] = periods[number]
+        found[possible[alike]] = periods[possible[alike]]
         return found
 
-    def _regime(self, number: int, periods: int) -> str:
-        load = tuple(map(int, self.counts(number, periods)[self._loads_from :]))
-        if load not in self._regimes:
-            self._regimes[load] = self._ask(load, self.rows(number, periods))
-        return self._regimes[load]
+    def _in_regime(
+        self, offered: NDArray[np.int64], periods: NDArray[np.int64], regime: str
+    ) -> NDArray[np.bool_]:
+        first = self._loads_from
+        loads = self._counts[offered, first:] + periods[:, None] * self._more[first:]
+        distinct, example, which = np.unique(loads, axis=0, return_index=True, return_inverse=True)
+        for load, place in zip(map(tuple, distinct.tolist()), example, strict=True):
+            if load not in self._regimes:
+                self._regimes[load] = self._ask(load, self.rows(int(offered[place]), int(periods[place])))
+        alike = np.array(
+            [self._regimes[load] == regime for load in map(tuple, distinct.tolist())], dtype=bool
+        )
+        return alike[which.reshape(-1)]
 
 
 def _greedy(covers: NDArray[np.bool_]) -> dict[int, NDArray[np.int64]]:

@@ -1,0 +1,153 @@
+"""The command `scout discover`: what it is asked, what it executes, what it says."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from torchscout.cli.discover.plan import KERNELS, REGIMES, Plan, layers_in, rows_in
+from torchscout.cli.options import taking
+from torchscout.errors import CatalogError
+
+if TYPE_CHECKING:
+    from torchscout.cli.discover.kernels import Kernel
+    from torchscout.evidence.catalog.routed import Routings
+
+__all__ = ["discover"]
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of `scout discover`."""
+
+    rows: Annotated[str, typer.Option(help="Rows that an expert may get: 1:2048, both included, or 0,1,128.")]
+    hidden: Annotated[int, typer.Option(help="Features that go into an expert and come out of it.")]
+    intermediate: Annotated[int, typer.Option(help="Features between its two projections.")]
+    experts: Annotated[int, typer.Option(help="Experts that one kernel executes together.")] = 1
+    layers: Annotated[str, typer.Option(help="How many layers have such experts, or their names: a,b.")] = "1"
+    positions: Annotated[int, typer.Option(help="Expert-parallel positions of each layer.")] = 1
+    kernel: Annotated[
+        str, typer.Option(help="triton, which counts its paths; or torch, whose paths are unknown.")
+    ] = "triton"
+    regime: Annotated[
+        str, typer.Option(help="What compared shapes share: pressure (idle or full), or exact waves.")
+    ] = "pressure"
+    device: Annotated[
+        str | None, typer.Option(help="Where to execute; by default cuda if there is one, else cpu.")
+    ] = None
+    programs: Annotated[
+        int | None, typer.Option(min=1, help="Programs of the kernel; by default one a multiprocessor.")
+    ] = None
+    heterogeneous: Annotated[
+        bool, typer.Option("--heterogeneous", help="Also cover every routing of --tokens to the experts.")
+    ] = False
+    tokens: Annotated[int | None, typer.Option(help="Rows that the experts of one kernel get together.")] = (
+        None
+    )
+    at_most: Annotated[bool, typer.Option("--at-most", help="Or fewer rows than --tokens.")] = False
+    resume: Annotated[
+        Path | None, typer.Option(help="The folder of an interrupted discovery, to go on with it.")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the catalog and nothing else.")] = False
+    output: Annotated[Path | None, typer.Option(help="Write the catalog to a file.")] = None
+
+
+@taking(Asked)
+def discover(asked: Asked) -> None:
+    """Execute every admitted expert shape and find the few that stand for all of them."""
+    plan = _plan(asked)
+    if asked.output is not None and not asked.output.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {asked.output.parent}", param_hint="--output")
+    from torchscout.cli.discover.kernels import kernels_of
+
+    kernels = _or_refused("--device", lambda: kernels_of(plan))
+    folder = (asked.resume or Path(tempfile.mkdtemp(prefix="scout-discover-"))).absolute()
+    _run(asked, plan, kernels, folder)
+    if asked.resume is None:
+        shutil.rmtree(folder)
+
+
+def _run(asked: Asked, plan: Plan, kernels: Sequence[Kernel], folder: Path) -> None:
+    from rich.console import Console
+
+    from torchscout.cli.discover.screen import Screen, screen_of
+    from torchscout.cli.discover.work import discovered
+    from torchscout.cli.interruption import interruptible
+    from torchscout.evidence.catalog.catalog_file import save, text_of
+
+    print(f"What was executed is kept in {folder}", file=sys.stderr, flush=True)
+    try:
+        with interruptible(), Screen(Console(stderr=True)) as screen:
+            catalog = discovered(plan, kernels, folder, screen)
+        if asked.output is not None:
+            save(catalog, asked.output)
+    except KeyboardInterrupt:
+        told = "Interrupted. Go on with the same options and"
+        print(f"{told} --resume {folder}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except CatalogError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(text_of(catalog) if asked.as_json else screen_of(catalog))
+
+
+def _plan(asked: Asked) -> Plan:
+    """A user's mistake shows before anything starts."""
+    rows = _or_refused("--rows", lambda: rows_in(asked.rows))
+    layers = _or_refused("--layers", lambda: layers_in(asked.layers))
+    for name in ("hidden", "intermediate", "experts", "positions"):
+        if (value := getattr(asked, name)) < 1:
+            raise typer.BadParameter(f"at least 1, got {value}", param_hint=f"--{name}")
+    for option, value, known in (("--kernel", asked.kernel, KERNELS), ("--regime", asked.regime, REGIMES)):
+        if value not in known:
+            raise typer.BadParameter(f"one of {', '.join(known)}, got {value!r}", param_hint=option)
+    return Plan(
+        rows=rows,
+        domain=asked.rows,
+        hidden=asked.hidden,
+        intermediate=asked.intermediate,
+        experts=asked.experts,
+        layers=layers,
+        positions=asked.positions,
+        kernel=asked.kernel,
+        regime=asked.regime,
+        device=asked.device or _device(),
+        programs=asked.programs,
+        routings=_routings(asked),
+    )
+
+
+def _routings(asked: Asked) -> Routings | None:
+    if asked.heterogeneous != (asked.tokens is not None):
+        raise typer.BadParameter("--heterogeneous and --tokens go together", param_hint="--tokens")
+    if asked.at_most and not asked.heterogeneous:
+        raise typer.BadParameter("--at-most is about --heterogeneous --tokens", param_hint="--at-most")
+    if asked.tokens is None:
+        return None
+    if asked.tokens < 1:
+        raise typer.BadParameter(f"at least 1, got {asked.tokens}", param_hint="--tokens")
+    from torchscout.evidence.catalog.routed import Routings  # with it comes numpy
+
+    return Routings(asked.experts, asked.tokens, asked.at_most)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _or_refused(option: str, action: Callable[[], _Value]) -> _Value:
+    try:
+        return action()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error

@@ -1,0 +1,66 @@
+"""The profilers that a plan asks for. Torch and Triton are imported here, not before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+from torchscout.cli.discover.plan import Plan
+
+if TYPE_CHECKING:
+    from torchscout.evidence.catalog.additivity import Loads
+    from torchscout.evidence.catalog.profile import Profiler
+
+__all__ = ["Kernel", "kernel_loads", "kernels_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One projection, or one whole expert, that can be executed and looked at."""
+
+    name: str
+    profiler: Profiler
+    loads: Loads
+
+
+def kernels_of(plan: Plan) -> list[Kernel]:
+    """A ``ValueError`` where this machine cannot run them."""
+    if plan.kernel == "torch":
+        return [_plain_expert(plan)]
+    try:
+        from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError("the kernel that counts its paths needs Triton: pip install triton") from error
+    regime = cast(Literal["pressure", "waves"], plan.regime)
+    loads = kernel_loads()
+    return [
+        Kernel(
+            f"{inner}x{outer}",
+            KernelProfiler(
+                inner, outer, plan.experts, device=plan.device, regime=regime, programs=plan.programs
+            ),
+            loads,
+        )
+        for inner, outer in plan.projections
+    ]
+
+
+def kernel_loads() -> Loads:
+    """Programs have as many last tiles as first ones, and all others follow one: together, all tiles."""
+    from torchscout.evidence.catalog.roles import Pass, Role
+
+    turns = (Role.LAST_TILE.word, Role.FOLLOWING_TILE.word)
+    return {each.word: tuple(f"{each.word}/{turn}" for turn in turns) for each in Pass}
+
+
+def _plain_expert(plan: Plan) -> Kernel:
+    from torch import bfloat16, nn
+
+    from torchscout.evidence.catalog.launch_profiler import LaunchProfiler
+
+    up = nn.Linear(plan.hidden, plan.intermediate, bias=False, dtype=bfloat16)
+    down = nn.Linear(plan.intermediate, plan.hidden, bias=False, dtype=bfloat16)
+    profiler = LaunchProfiler(nn.Sequential(up, nn.SiLU(), down), plan.hidden, device=plan.device)
+    return Kernel(f"{plan.hidden}x{plan.intermediate} and back", profiler, {})
