@@ -23,6 +23,7 @@ def planned(routings: Routings | None = None) -> Plan:
         hidden=3,
         intermediate=2,
         experts=2,
+        module=None,
         layers=layers_in("mlp.a, mlp.b"),
         positions=1,
         kernel="triton",

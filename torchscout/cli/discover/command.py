@@ -33,11 +33,18 @@ class Asked:
     hidden: Annotated[int, typer.Option(help="Features that go into an expert and come out of it.")]
     intermediate: Annotated[int, typer.Option(help="Features between its two projections.")]
     experts: Annotated[int, typer.Option(help="Experts that one kernel executes together.")] = 1
-    layers: Annotated[str, typer.Option(help="How many layers have such experts, or their names: a,b.")] = "1"
+    layers: Annotated[
+        str,
+        typer.Option(help="Names of the expert modules, a,b, in which * stands for anything; or a number."),
+    ] = "*"
     positions: Annotated[int, typer.Option(help="Expert-parallel positions of each layer.")] = 1
     kernel: Annotated[
         str, typer.Option(help="triton, which counts its paths; or torch, whose paths are unknown.")
     ] = "triton"
+    module: Annotated[
+        str | None,
+        typer.Option(help="Execute this instead: package.module:function, which gives the expert module."),
+    ] = None
     regime: Annotated[
         str, typer.Option(help="What compared shapes share: pressure (idle or full), or exact waves.")
     ] = "pressure"
@@ -69,7 +76,7 @@ def discover(asked: Asked) -> None:
         raise typer.BadParameter(f"there is no folder {asked.output.parent}", param_hint="--output")
     from torchscout.cli.discover.kernels import kernels_of
 
-    kernels = _or_refused("--device", lambda: kernels_of(plan))
+    kernels = _or_refused("--device" if plan.module is None else "--module", lambda: kernels_of(plan))
     folder = (asked.resume or Path(tempfile.mkdtemp(prefix="scout-discover-"))).absolute()
     _run(asked, plan, kernels, folder)
     if asked.resume is None:
@@ -118,7 +125,8 @@ def _plan(asked: Asked) -> Plan:
         experts=asked.experts,
         layers=layers,
         positions=asked.positions,
-        kernel=asked.kernel,
+        kernel=asked.kernel if asked.module is None else "torch",
+        module=asked.module,
         regime=asked.regime,
         device=asked.device or _device(),
         programs=asked.programs,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from torchscout.cli.discover.plan import Plan
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from torchscout.evidence.catalog.additivity import Loads
     from torchscout.evidence.catalog.profile import Profiler
 
@@ -60,7 +65,31 @@ def _plain_expert(plan: Plan) -> Kernel:
 
     from torchscout.evidence.catalog.launch_profiler import LaunchProfiler
 
+    if plan.module is not None:
+        grouped = plan.experts > 1
+        profiler = LaunchProfiler(_made(plan.module), plan.hidden, device=plan.device, grouped=grouped)
+        return Kernel(plan.module, profiler, {})
     up = nn.Linear(plan.hidden, plan.intermediate, bias=False, dtype=bfloat16)
     down = nn.Linear(plan.intermediate, plan.hidden, bias=False, dtype=bfloat16)
     profiler = LaunchProfiler(nn.Sequential(up, nn.SiLU(), down), plan.hidden, device=plan.device)
     return Kernel(f"{plan.hidden}x{plan.intermediate} and back", profiler, {})
+
+
+def _made(told: str) -> nn.Module:
+    """What the user's function gives; a ``ValueError`` says what is wrong with it."""
+    from torch import nn
+
+    path, colon, name = told.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # as when Python runs a script from here
+    try:
+        function = getattr(importlib.import_module(path), name) if colon else None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{told!r} cannot be had: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(function):
+        raise ValueError(f"package.module:function, got {told!r}")
+    module = function()
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{told!r} gives a {type(module).__name__}, and not a torch.nn.Module")
+    return module

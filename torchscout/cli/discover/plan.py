@@ -30,6 +30,8 @@ class Plan:
     layers: tuple[str, ...]
     positions: int
     kernel: str
+    module: str | None
+    """Where to get the expert module whose kernels run instead, ``package.module:function``."""
     regime: str
     device: str
     programs: int | None

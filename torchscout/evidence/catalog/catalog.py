@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torchscout.decision.wording import listed
@@ -34,6 +35,7 @@ class Places:
     """All places whose experts are built alike: every expert of every position of these layers."""
 
     layers: tuple[str, ...]
+    """By name; ``*`` in one stands for anything."""
     experts: int
     """Of one position: those that one kernel executes together."""
     positions: int
@@ -61,7 +63,8 @@ class Catalog:
     def tables_of(self, layer: str, position: int) -> tuple[Table, ...]:
         """Those of each projection of the experts there."""
         for places in self.places:
-            if layer in places.layers and 0 <= position < places.positions:
+            is_meant = any(fnmatchcase(layer, each) for each in places.layers)
+            if is_meant and 0 <= position < places.positions:
                 return tuple(self.tables[number] for number in places.tables)
         held = [name for places in self.places for name in places.layers]
         raise CatalogError(

@@ -1,0 +1,95 @@
+"""Uneven routings of an expert kernel on this device: few templates that stand for all of them.
+
+    python benchmarks/moe_routings.py [--tokens N] [--most N] [--json] [--output FILE]
+
+Single experts and drawn routings are executed, the exact Pareto set of path counts over every routing is derived
+from them and executed, templates that cover it are chosen and executed, and the work items of every template are
+perturbed inside the kernel, evenly spread, ``--most`` in each pass: each must change a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from torchscout.cli.discover.kernels import kernel_loads
+from torchscout.evidence.catalog.discovery import Executions
+from torchscout.evidence.catalog.injection import qualify
+from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
+from torchscout.evidence.catalog.routed import Routings, routed
+
+KERNELS = {"128x128, 8 experts": (128, 128, 8), "2048x1024, 8 experts": (2048, 1024, 8)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096, help="rows that the experts share")
+    parser.add_argument("--most", type=int, default=200, help="perturbations of a pass of a template")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--output", type=Path, help="write the JSON document to this file")
+    arguments = parser.parse_args()
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "versions": versions,
+        "tokens": arguments.tokens,
+        "results": {},
+    }
+    for name, (hidden, intermediate, experts) in KERNELS.items():
+        profiler = KernelProfiler(hidden, intermediate, experts)
+        report["results"][name] = covered(profiler, Routings(experts, arguments.tokens), arguments.most)
+        print(f"{name}: {report['results'][name]}", file=sys.stderr, flush=True)
+    document = json.dumps(report, indent=2)
+    if arguments.output:
+        arguments.output.write_text(document + "\n")
+    print(document if arguments.json else table(report))
+
+
+def covered(profiler: KernelProfiler, admitted: Routings, most: int) -> dict[str, Any]:
+    begin = time.perf_counter()
+    found = routed("routings", profiler.facts(), kernel_loads(), admitted, executions=Executions(profiler))
+    seconds = time.perf_counter() - begin
+    if found.table is None or found.additivity is None:
+        return {"routings": _count(admitted), "reason": found.reason}
+    begin = time.perf_counter()
+    tried = qualify(profiler.projection, [each.rows for each in found.table.selected], most=most)
+    return {
+        "routings": _count(admitted),
+        "adding up": len(found.additivity.adding),
+        "by load": len(found.additivity.by_load),
+        "pareto": found.pareto,
+        "templates": len(found.table.selected),
+        "at least": found.least,
+        "executed and covered": found.table.admitted,
+        "injected": tried.injected,
+        "changed": tried.changed,
+        "seconds": round(seconds, 1),
+        "seconds to inject": round(time.perf_counter() - begin, 1),
+    }
+
+
+def _count(admitted: Routings) -> str:
+    return f"{math.comb(admitted.tokens + admitted.experts - 1, admitted.experts - 1):.1e}"
+
+
+def table(report: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = [f"{report['device']}; {versions}; {report['date']}; {report['tokens']} rows", ""]
+    for name, row in report["results"].items():
+        lines += [name, *(f"  {head:<22}{value}" for head, value in row.items())]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
