@@ -2,9 +2,9 @@
 
     python benchmarks/moe_routings.py [--tokens N] [--most N] [--json] [--output FILE]
 
-Single experts and drawn routings are executed, the exact Pareto set of path counts over every routing is derived
-from them and executed, templates that cover it are chosen and executed, and the work items of every template are
-perturbed inside the kernel, evenly spread, ``--most`` in each pass: each must change a result.
+Single experts and drawn routings are executed, the exact Pareto set of path counts over every routing is
+derived from them and executed, templates that cover it are chosen and executed, and work items of every
+template are perturbed inside the kernel, evenly spread, ``--most`` in each pass: each must change a result.
 """
 
 from __future__ import annotations

@@ -39,8 +39,11 @@ class Keeper:
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:  # noqa: ARG002
         return []
 
-    def decide(self, step: int, counted: Sequence[int]) -> None:
+    def decide(self, step: int, counted: Sequence[int], *, counts: bool) -> None:
         """There is nothing to decide."""
+
+    def go_by(self, *_: object) -> None:
+        """Nothing is certified."""
 
 
 def swept(rank: int, run_dir: Path, faults: Faults) -> tuple[Sweep, str | None, bool, list, bool, int]:
