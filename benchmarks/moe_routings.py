@@ -71,7 +71,6 @@ def covered(profiler: KernelProfiler, admitted: Routings, most: int) -> dict[str
         "pareto": found.pareto,
         "templates": len(found.table.selected),
         "at least": found.least,
-        "executed and covered": found.table.admitted,
         "injected": tried.injected,
         "changed": tried.changed,
         "seconds": round(seconds, 1),

@@ -53,7 +53,8 @@ def lived(plan: Plan, count: int, seed: int) -> None:
         life = replace(plan, run_dir=plan.directory.parent / f"life-{number}")
         with doomed(life, doom), pytest.raises(RankError) as raised:
             run_ranks(train, RANKS, life, timeout=60)
-        assert str(raised.value).count("exit code -9") == len(doom.ranks), f"life {number}, {doom}: {raised.value}"
+        said = str(raised.value)
+        assert said.count("exit code -9") == len(doom.ranks), f"life {number}, {doom}: {said}"
         history.heard(life, expected)
         unwritten += bool([*plan.directory.rglob("step-*/.*.writing")])
     assert history.came == sorted(history.came), "no life loses what an earlier one had"
