@@ -124,7 +124,10 @@ class Parallelism:
     context: int = 1
     """Context-parallel ranks."""
     expert: int = 1
-    """Expert partitions."""
+    """Expert partitions, where they are an axis of their own."""
+    carved_experts: int = 1
+    """Expert partitions that are carved out of the replicas (of the shards, where there is one replica): so
+    many neighbours share the experts of a mixture, and are replicas of everything else."""
 
 
 @dataclass(frozen=True, slots=True)

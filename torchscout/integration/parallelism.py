@@ -38,6 +38,8 @@ def mesh_from(
         mesh = parallelism
     elif isinstance(parallelism, Parallelism):
         mesh = Mesh.grid(**{axis: getattr(parallelism, axis) for axis in AXES})
+        if parallelism.carved_experts > 1:
+            mesh = mesh.carve_experts(parallelism.carved_experts, out_of=mesh.peer_axis())
     else:
         mesh = mesh_along(parallelism, _axes_of(parallelism, sharded))
     if len(mesh) != world_size:
