@@ -28,7 +28,7 @@ EXPERT = {
 }
 TRAFFIC = {
     f"all_to_all/{plan}.{what}"
-    for plan in ("captured", "balanced", "shifted", "skewed", "sparse")
+    for plan in ("captured", "balanced", "shifted", "reversed", "skewed", "sparse")
     for what in ("sent", "received")
 }
 EVERYTHING = Trial(4, 2, uneven=1.0, steps=10)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from tests.support.grouped_gemm_oracle import PASSES, counts_of
 from torchscout.evidence.catalog.cover import check_cover, minimum_cover
-from torchscout.evidence.catalog.profile import Rows, ShapeProfile
+from torchscout.evidence.catalog.profile import Rows, ShapeProfile, uniform
+
+
+class Tiling(NamedTuple):
+    rows: int
+    columns: int
+    step: int
 
 
 def drawn(seed: int, shapes: int, paths: int, most: int) -> dict[Rows, ShapeProfile]:
@@ -91,3 +99,33 @@ def test_a_whole_catalog_of_shapes_is_compressed(chain: bool):
         for rows, each in enumerate(counts)
     }
     assert len(minimum_cover(profiles)) == (1 if chain else 3457)
+
+
+def test_a_fault_at_any_occurrence_of_any_path_of_any_shape_is_met_by_a_selected_one():
+    """Of the paths of a kernel for three experts with tiles of 16 rows, alone and several at once."""
+    tiling, programs = Tiling(rows=16, columns=16, step=16), 5
+    profiles: dict[Rows, ShapeProfile] = {}
+    for rows in range(200):
+        counts = counts_of(uniform(rows, 3), 24, 16, tiling, programs)
+        idle = [which for which in PASSES if counts.get(f"{which}/last_tile", 0) < programs]
+        profiles[uniform(rows, 3)] = ShapeProfile.of(f"idle in {idle}", counts)
+    selected = [profiles[rows] for rows in minimum_cover(profiles)]
+    assert len(selected) < len(profiles) / 10
+
+    def is_met(regime: str, needed: dict[str, int]) -> bool:
+        """Whether the fault fires: in its regime, once each path has run so often."""
+        return any(
+            each.fingerprint == regime
+            and all(dict(each.path_counts).get(path, 0) >= count for path, count in needed.items())
+            for each in selected
+        )
+
+    chance = random.Random(0)
+    for profile in profiles.values():
+        for path, count in profile.path_counts:
+            assert is_met(profile.fingerprint, {path: count})
+            assert is_met(profile.fingerprint, {path: chance.randint(1, count)})
+        several = chance.sample(profile.path_counts, k=len(profile.path_counts) // 2)
+        assert is_met(profile.fingerprint, dict(several))
+    most = max(count for profile in profiles.values() for _, count in profile.path_counts)
+    assert not is_met(selected[0].fingerprint, {selected[0].path_counts[0][0]: most + 1})

@@ -26,6 +26,7 @@ def test_plans_differ_in_what_they_exercise():
     assert received(plans["balanced"]) == [64] * 4
     assert [row.count(0) for row in plans["shifted"]] == [3] * 4, "all goes to one other place"
     assert all(row[place] == 0 for place, row in enumerate(plans["shifted"]))
+    assert [row.index(64) for row in plans["reversed"]] == [3, 2, 1, 0]
     skewed = received(plans["skewed"])
     assert skewed == sorted(skewed, reverse=True)
     assert skewed[0] > 4 * skewed[-1] > 0

@@ -30,6 +30,14 @@ def _shifted(members: int, rows: int) -> Plan:
     )
 
 
+def _reversed(members: int, rows: int) -> Plan:
+    """Another one: the first sends to the last, and the last to the first."""
+    return tuple(
+        tuple(rows if receiver == members - 1 - sender else 0 for receiver in range(members))
+        for sender in range(members)
+    )
+
+
 def _skewed(members: int, rows: int) -> Plan:
     """One expert is popular: each next place gets half as much, and everybody something."""
     shares = [1 << (members - 1 - min(place, 30)) if members <= 31 else 1 for place in range(members)]
@@ -47,6 +55,7 @@ def _sparse(members: int, rows: int) -> Plan:
 PLANS: dict[str, Callable[[int, int], Plan]] = {
     "balanced": _balanced,
     "shifted": _shifted,
+    "reversed": _reversed,
     "skewed": _skewed,
     "sparse": _sparse,
 }
