@@ -26,6 +26,11 @@ class Adapter(Protocol):
         """All that this rank trains, as one module: what checkpoints hold."""
         ...
 
+    @property
+    def obstacle(self) -> str | None:
+        """In one sentence why replay would not be right for this job, the same on every rank; mostly None."""
+        ...
+
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         """Who does the same work; ``hosts`` has each rank's machine. A ``ValueError`` says what to pass."""
         ...

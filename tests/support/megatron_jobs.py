@@ -1,0 +1,346 @@
+"""Small GPT models that the real Megatron-Core trains on CPU ranks, in each kind of parallelism."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchscout.config import ReplayConfig
+from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.recorder import read
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+
+VOCABULARY, LENGTH, ROWS = 64, 16, 2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How to train."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None
+    context: int = 1
+    expert: int = 1
+    experts: int | None = None
+    sequence: bool = False
+    sharded: bool = False
+    """Whether the optimizer's state is: Megatron's distributed optimizer."""
+    overlap: bool = False
+    bf16: bool = False
+    fused: bool = False
+    layers: int = 2
+    steps: int = 6
+    microbatches: int = 2
+    dropout: float = 0.1
+    tied: bool = False
+    faults: Faults = field(default_factory=Faults)
+    replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(interval=1))
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank has to tell."""
+
+    bits: list[str]
+    """Of all that training is about, after every step."""
+    groups: dict[str, list[int]]
+    """Megatron's own, of this rank."""
+    places: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Who SCOUT thinks is along which axis."""
+    records: list[EvidenceRecord] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+    fired: int = 0
+    attach_seconds: float = 0.0
+
+    @property
+    def agreed(self) -> set[str]:
+        return {each.surface for each in self.records if each.verdict is not None and each.verdict.agrees}
+
+    @property
+    def unchecked(self) -> dict[str, str | None]:
+        return {each.surface: each.reason for each in self.records if each.verdict is None}
+
+
+@dataclass
+class Job:
+    """Megatron's objects of one rank."""
+
+    chunks: list[Any]
+    optimizer: Any
+    trial: Trial
+
+
+def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Told]:
+    for trial, run_dir in questions:
+        yield train(rank, trial, run_dir)
+
+
+def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
+    job = build(trial)
+    bits, session, seconds = [], None, 0.0
+    try:
+        with Injector(trial.faults, rank, job.chunks[0], *inner(job)[:1]) as injector:
+            if run_dir is not None:
+                begin = time.perf_counter()
+                session = attached(job, run_dir)
+                seconds = time.perf_counter() - begin
+            for step in range(1, trial.steps + 1):
+                one_step(job, step)
+                bits.append(state_of(job))
+        told = Told(bits, groups(), fired=len(injector.fired), attach_seconds=seconds)
+        return told if session is None or run_dir is None else _told(told, session, rank, run_dir)
+    finally:
+        if session is not None:
+            session.close()
+        _leave()
+
+
+def _told(told: Told, session: Any, rank: int, run_dir: Path) -> Told:
+    path = run_dir / "records" / f"rank-{rank}.jsonl"
+    told.incidents.extend(session.incidents)
+    told.failures.extend(session.failures)
+    told.status.update(session.status())
+    session.close()
+    if path.exists():
+        told.records.extend(each.item for each in read(path) if isinstance(each.item, EvidenceRecord))
+    return told
+
+
+def attached(job: Job, run_dir: Path, **options: Any) -> Any:
+    from torchscout.integration.attach import enable_resiliency
+
+    chunks = job.chunks if len(job.chunks) > 1 else job.chunks[0]
+    options = {"replay": job.trial.replay, "observer": None, **options}
+    return enable_resiliency(chunks, job.optimizer, run_dir=run_dir, **options)
+
+
+def build(trial: Trial) -> Job:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from tests.support import megatron_cpu
+
+    megatron_cpu.work_around()
+    parallel_state.initialize_model_parallel(
+        trial.tensor,
+        trial.pipeline,
+        trial.virtual,
+        context_parallel_size=trial.context,
+        expert_model_parallel_size=trial.expert,
+        expert_tensor_parallel_size=1,
+    )
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+    config = _config(trial)
+    dtype = torch.bfloat16 if trial.bf16 else torch.float32
+    models = [_model(trial, config, stage) for stage in range(trial.virtual or 1)]
+    if trial.bf16:
+        from megatron.core.transformer.module import Float16Module
+
+        models = [Float16Module(config, each) for each in models]
+    setup = DistributedDataParallelConfig(
+        use_distributed_optimizer=trial.sharded,
+        overlap_grad_reduce=trial.overlap,
+        overlap_param_gather=trial.overlap and trial.sharded,
+        grad_reduce_in_fp32=True,
+        bucket_size=4000,
+    )
+    chunks = [
+        DistributedDataParallel(config, setup, each, disable_bucketing=place > 0)
+        for place, each in enumerate(models)
+    ]
+    if trial.overlap:
+        config.no_sync_func = [each.no_sync for each in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            weight_decay=0.01,
+            bf16=trial.bf16,
+            params_dtype=dtype,
+            use_distributed_optimizer=trial.sharded,
+            overlap_param_gather=trial.overlap and trial.sharded,
+            clip_grad=1.0,
+        ),
+        chunks,
+    )
+    return Job(chunks, optimizer, trial)
+
+
+def inner(job: Job) -> list[torch.optim.Optimizer]:
+    chained = getattr(job.optimizer, "chained_optimizers", None) or [job.optimizer]
+    return [each.optimizer for each in chained]
+
+
+def one_step(job: Job, step: int) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    trial = job.trial
+    for chunk in job.chunks:
+        chunk.zero_grad_buffer()
+    job.optimizer.zero_grad()
+    replica = parallel_state.get_data_parallel_rank()
+    loaders = [_batches(trial, step, replica) for _ in job.chunks]
+    several = len(job.chunks) > 1
+    get_forward_backward_func()(
+        forward_step_func=_forward,
+        data_iterator=loaders if several else loaders[0],
+        model=job.chunks if several else job.chunks[0],
+        num_microbatches=trial.microbatches,
+        seq_length=LENGTH,
+        micro_batch_size=ROWS,
+        forward_only=False,
+    )
+    job.optimizer.step()
+
+
+def state_of(job: Job) -> str:
+    """Parameters, buffers, optimizer slots, and where the random streams stand."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    tensors = [each for chunk in job.chunks for each in (*chunk.parameters(), *chunk.module.buffers())]
+    for optimizer in inner(job):
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                tensors += [each, *(slot for slot in optimizer.state[each].values() if torch.is_tensor(slot))]
+    tensors += [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()]
+    tensors += [each["values"] for each in get_moe_layer_wise_logging_tracker().values()]
+    digest = hashlib.blake2b()
+    for each in tensors:
+        digest.update(each.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def groups() -> dict[str, list[int]]:
+    from megatron.core import parallel_state as state
+
+    found = {
+        "replica": state.get_data_parallel_group(),
+        "tensor": state.get_tensor_model_parallel_group(),
+        "pipeline": state.get_pipeline_model_parallel_group(),
+        "context": state.get_context_parallel_group(),
+        "expert replica": state.get_expert_data_parallel_group(),
+        "expert tensor": state.get_expert_tensor_parallel_group(),
+        "expert expert": state.get_expert_model_parallel_group(),
+    }
+    return {name: sorted(dist.get_process_group_ranks(each)) for name, each in found.items()}
+
+
+def _config(trial: Trial) -> Any:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    more: dict[str, Any] = {}
+    if trial.experts:
+        more |= {
+            "num_moe_experts": trial.experts,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "add_bias_linear": False,
+        }
+    if trial.virtual:
+        more |= {"overlap_p2p_comm": trial.pipeline == 2, "batch_p2p_comm": trial.pipeline != 2}
+    dtype = torch.bfloat16 if trial.bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=trial.layers,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=trial.tensor,
+        pipeline_model_parallel_size=trial.pipeline,
+        virtual_pipeline_model_parallel_size=trial.virtual,
+        context_parallel_size=trial.context,
+        expert_model_parallel_size=trial.expert,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=trial.sequence,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=trial.bf16,
+        hidden_dropout=trial.dropout,
+        attention_dropout=trial.dropout,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=trial.fused,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        finalize_model_grads_func=finalize_model_grads,
+        **more,
+    )
+
+
+def _model(trial: Trial, config: Any, stage: int) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    virtual = stage if trial.virtual else None
+    ends = {"ignore_virtual": virtual is None, "vp_stage": virtual}
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=_spec(trial, config, virtual),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        post_process=parallel_state.is_pipeline_last_stage(**ends),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=trial.tied,
+        vp_stage=virtual,
+    )
+
+
+def _spec(trial: Trial, config: Any, virtual: int | None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(num_experts=trial.experts, moe_grouped_gemm=False)
+
+
+def _batches(trial: Trial, step: int, replica: int) -> Iterator[Any]:
+    number = 0
+    while True:
+        generator = torch.Generator().manual_seed(1000 * (10 * step + replica) + number)
+        drawn = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+        number += 1
+        places = torch.arange(LENGTH).unsqueeze(0).expand(ROWS, -1).contiguous()
+        mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
+        yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), places, mask
+
+
+def _forward(loader: Iterator[Any], model: Any) -> Any:
+    tokens, targets, places, mask = next(loader)
+    output = model(tokens, places, mask, labels=targets)
+
+    def loss(losses: torch.Tensor) -> Any:
+        return losses.float().mean(), {}
+
+    return output, loss
+
+
+def _leave() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    get_moe_layer_wise_logging_tracker().clear()
+    parallel_state.destroy_model_parallel()

@@ -1,0 +1,253 @@
+"""Megatron-Core: its parallel state, model chunks and optimizers (paper, section 9).
+
+Imported only where a job has imported Megatron-Core. What of it cannot be replayed is one sentence, in
+``obstacle``; training and hang localization go on without replay then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    TorchFullyShardedDataParallel,
+)
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchscout.config import Parallelism
+from torchscout.decision.record import Surface
+from torchscout.evidence.replay.randomness import register_tracker
+from torchscout.evidence.replay.sharded import Elsewhere, Keepers
+from torchscout.integration.mixture import experts_of
+from torchscout.integration.parallelism import mesh_from
+from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
+from torchscout.mesh import Mesh, MeshAddress
+
+if TYPE_CHECKING:
+    from torchscout.checkpoint.state import Stateful
+
+__all__ = ["MegatronAdapter", "adapter_of"]
+
+_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel)
+_FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
+"""What layers of Megatron's, and of Transformer Engine's, call that their backward accumulates by itself."""
+_KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+
+
+def adapter_of(
+    model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None
+) -> MegatronAdapter | None:
+    """The adapter, where Megatron-Core wraps every model chunk, or is the one to update them."""
+    chunks = [*model] if isinstance(model, list | tuple | torch.nn.ModuleList) else [model]
+    is_wrapped = bool(chunks) and all(isinstance(each, _WRAPPERS) for each in chunks)
+    if not (is_wrapped or isinstance(optimizer, MegatronOptimizer)):
+        return None
+    if wrong := [type(each).__name__ for each in chunks if not isinstance(each, torch.nn.Module)]:
+        raise ValueError(f"model must be Megatron's model chunk, or a list of them, got {', '.join(wrong)}")
+    if optimizer is not None and not isinstance(optimizer, MegatronOptimizer):
+        raise ValueError(
+            f"optimizer must be what get_megatron_optimizer gave, got {type(optimizer).__name__}"
+        )
+    return MegatronAdapter(chunks, optimizer, parallelism)
+
+
+class MegatronAdapter:
+    """The model chunks of one rank and the optimizer of them all."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer | None,
+        parallelism: Mesh | DeviceMesh | Parallelism | None = None,
+    ) -> None:
+        self._chunks, self._optimizer, self._parallelism = tuple(chunks), optimizer, parallelism
+        self._model = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._model
+
+    @property
+    def obstacle(self) -> str | None:
+        for chunk in self._chunks:
+            if not isinstance(chunk, DistributedDataParallel):
+                return f"Megatron's {type(chunk).__name__} is not supported; its DistributedDataParallel is"
+            if chunk.ddp_config.num_distributed_optimizer_instances > 1:
+                return "several instances of Megatron's distributed optimizer are not supported"
+            if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
+                return "layers that Megatron runs as CUDA graphs cannot be called once more"
+        if other := [each for each in _members(self._optimizer) if type(each) not in _KNOWN]:
+            known = ", ".join(each.__name__ for each in _KNOWN)
+            return f"Megatron's {type(other[0]).__name__} is not supported; supported are {known}"
+        return None
+
+    def mesh(self, hosts: Sequence[str]) -> Mesh:
+        if self._parallelism is not None:
+            return mesh_from(self._parallelism, dist.get_world_size(), hosts)
+        places: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(places, (_dense_address(), _expert_address()))
+        dense, expert = zip(*places, strict=True)
+        return Mesh(dense, hosts, expert_addresses=expert if self._has_experts() else None)
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        return [layer.module for layer in layers_of(self._model)]
+
+    def structure(
+        self,
+        *,
+        embedding: str | None = None,
+        layers: str | Sequence[str] | None = None,
+        output: str | None = None,
+    ) -> Structure:
+        return structure_of(self._model, embedding=embedding, layers=layers, output=output)
+
+    def experts(self, named: str | Sequence[str] | None = None) -> Sequence[Part]:
+        return experts_of(self._model, named)
+
+    def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
+        return {surface_of(name): parameter for name, parameter in self._model.named_parameters()}
+
+    def keepers(self, module: torch.nn.Module) -> Keepers:
+        return Keepers(around=lambda: _lent(module))
+
+    def unreplicated(self) -> Collection[Surface]:
+        return ()
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return [each.optimizer for each in _members(self._optimizer)]
+
+    def owned(self) -> Mapping[Surface, torch.nn.Parameter]:
+        return {}
+
+    def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        """Parameters are copied and gathered after the inner optimizers have stepped, so that the outermost
+        ``step`` is the update; one that is skipped, for a gradient that is not finite, ends a step too."""
+        optimizer = self._optimizer
+        assert optimizer is not None, "there is no update without it"
+        step = optimizer.step
+
+        def around(*args: Any, **kwargs: Any) -> Any:
+            before()
+            result = step(*args, **kwargs)
+            after()
+            return result
+
+        optimizer.step = around
+        with ExitStack() as undo:
+            undo.callback(delattr, optimizer, "step")
+            undo.callback(register_tracker("megatron", _Streams()))
+            return undo.pop_all().close
+
+    def state(self) -> Mapping[str, Stateful]:
+        scalers = [getattr(each, "grad_scaler", None) for each in _members(self._optimizer)]
+        kept: dict[str, Stateful] = {"megatron/streams": _Streams(), "megatron/losses": _Losses()}
+        return kept | {
+            f"megatron/scaler {place}": each for place, each in enumerate(scalers) if each is not None
+        }
+
+    def _has_experts(self) -> bool:
+        return any(getattr(chunk.config, "num_moe_experts", None) for chunk in self._chunks)
+
+
+def _members(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
+    """Those that update something: a rank's parameters may all be frozen."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [each for each in chained if each is not None and not each.is_stub_optimizer]
+
+
+def _dense_address() -> MeshAddress:
+    return MeshAddress(
+        replica=parallel_state.get_data_parallel_rank(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        context=parallel_state.get_context_parallel_rank(),
+    )
+
+
+def _expert_address() -> MeshAddress:
+    """Experts have tensor and data parallelism of their own; to them context parallelism is data's."""
+    return MeshAddress(
+        replica=parallel_state.get_expert_data_parallel_rank(),
+        tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
+    )
+
+
+@contextmanager
+def _lent(module: torch.nn.Module) -> Iterator[Elsewhere]:
+    """Around a replayed call: what it writes besides the module itself is put back.
+
+    A backward pass that accumulates gradients by itself writes them to ``main_grad``, and returns memory that
+    it has not filled.
+    """
+    weights: list[Any] = [each for each in module.parameters() if hasattr(each, "main_grad")]
+    is_fused = any(getattr(each, flag, False) for each in module.modules() for flag in _FUSED)
+    with ExitStack() as undo:
+        undo.callback(_Losses().load_state_dict, _Losses().state_dict())
+        for each in weights if is_fused else ():
+            undo.callback(setattr, each, "main_grad", each.main_grad)
+            undo.callback(setattr, each, "grad_added_to_main_grad", each.grad_added_to_main_grad)
+            each.main_grad, each.grad_added_to_main_grad = torch.zeros_like(each.main_grad), False
+        yield _accumulated
+
+
+def _accumulated(parameter: Any) -> torch.Tensor | None:
+    return parameter.main_grad if getattr(parameter, "grad_added_to_main_grad", False) else None
+
+
+class _Streams:
+    """Megatron's random streams, which tensor-parallel and expert-parallel ranks draw from."""
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return {name: _bytes_of(each) for name, each in get_cuda_rng_tracker().get_states().items()}
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        tracker = get_cuda_rng_tracker()
+        own = tracker.get_states()
+        for name, state in states.items():
+            if isinstance(generator := own.get(name), torch.Generator):
+                generator.set_state(state)  # CUDA graphs know this one: it must stay the same
+            else:
+                own[name] = state.clone()
+        tracker.set_states(own)
+
+    state_dict = get_states
+    load_state_dict = set_states
+
+
+def _bytes_of(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    return state.get_state() if isinstance(state, torch.Generator) else state.clone()
+
+
+class _Losses:
+    """The sums of auxiliary losses that routers keep for the log."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        tracker = get_moe_layer_wise_logging_tracker()
+        return {name: each["values"].clone() for name, each in tracker.items() if "values" in each}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], /) -> None:
+        tracker = get_moe_layer_wise_logging_tracker()
+        for name in tracker.keys() - state.keys():
+            del tracker[name]
+        for name, values in state.items():
+            if name in tracker:
+                tracker[name]["values"].copy_(values)
+            else:
+                tracker[name] = {"values": values.to(_device()).clone()}
+
+
+def _device() -> torch.device:
+    return torch.device(torch.cuda.current_device())
