@@ -116,7 +116,7 @@ def _redirect() -> None:
         setattr(cuda, name, lambda *_, _value=value, **__: _value)
     cuda.Stream, cuda.Event = _Stream, _Event
     cuda.stream = lambda _: contextlib.nullcontext()
-    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    cuda.manual_seed = torch.default_generator.manual_seed
     cuda.default_generators = _Generators([torch.default_generator])
     cuda._lazy_call = lambda call, **_: call()
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()

@@ -23,6 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.config import Parallelism
@@ -30,8 +31,16 @@ from torchscout.decision.record import Surface
 from torchscout.evidence.replay.randomness import register_tracker
 from torchscout.evidence.replay.sharded import Elsewhere, Keepers
 from torchscout.integration.mixture import experts_of
+from torchscout.integration.modules import is_matrix, is_table
 from torchscout.integration.parallelism import mesh_from
-from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
+from torchscout.integration.structure import (
+    Part,
+    Structure,
+    layers_of,
+    plain_name,
+    structure_of,
+    surface_of,
+)
 from torchscout.mesh import Mesh, MeshAddress
 
 if TYPE_CHECKING:
@@ -101,7 +110,7 @@ class MegatronAdapter:
         return Mesh(dense, hosts, expert_addresses=expert if self._has_experts() else None)
 
     def layers(self) -> Sequence[torch.nn.Module]:
-        return [layer.module for layer in layers_of(self._model)]
+        return [layer.module for layer in self._layers() or layers_of(self._model)]
 
     def structure(
         self,
@@ -110,7 +119,16 @@ class MegatronAdapter:
         layers: str | Sequence[str] | None = None,
         output: str | None = None,
     ) -> Structure:
-        return structure_of(self._model, embedding=embedding, layers=layers, output=output)
+        own = self._layers()
+        if not own or embedding is not None or layers is not None or output is not None:
+            return structure_of(self._model, embedding=embedding, layers=layers, output=output)
+        inside = {id(each) for layer in own for each in layer.module.modules()}
+        outside = [each for each in self._parts() if id(each.module) not in inside]
+        return Structure(
+            tuple(each for each in outside if is_table(each.module)),
+            own,
+            tuple(each for each in outside if each.name.endswith("output_layer") and is_matrix(each.module)),
+        )
 
     def experts(self, named: str | Sequence[str] | None = None) -> Sequence[Part]:
         return experts_of(self._model, named)
@@ -155,6 +173,12 @@ class MegatronAdapter:
         return kept | {
             f"megatron/scaler {place}": each for place, each in enumerate(scalers) if each is not None
         }
+
+    def _parts(self) -> list[Part]:
+        return [Part(plain_name(dotted), each) for dotted, each in self._model.named_modules()]
+
+    def _layers(self) -> tuple[Part, ...]:
+        return tuple(each for each in self._parts() if isinstance(each.module, BaseTransformerLayer))
 
     def _has_experts(self) -> bool:
         return any(getattr(chunk.config, "num_moe_experts", None) for chunk in self._chunks)
