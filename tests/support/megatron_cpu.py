@@ -12,6 +12,7 @@ import types
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.cuda.random
 from torch.overrides import TorchFunctionMode
 
@@ -146,6 +147,7 @@ def work_around() -> None:
     """What Megatron-Core 0.16.1 itself lacks without Transformer Engine and CUDA, once it is imported."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    torch._dynamo.config.disable = True  # fused pointwise operations would be compiled for a GPU
     # On CPU there is one random stream for what a GPU has two for.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -295,12 +295,13 @@ def _config(trial: Trial) -> Any:
 def _model(trial: Trial, config: Any, stage: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from tests.support.megatron_parts import spec_of
 
     virtual = stage if trial.virtual else None
     ends = {"ignore_virtual": virtual is None, "vp_stage": virtual}
     return GPTModel(
         config=config,
-        transformer_layer_spec=_spec(trial, config, virtual),
+        transformer_layer_spec=spec_of(trial, config, virtual),
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(**ends),
@@ -311,13 +312,9 @@ def _model(trial: Trial, config: Any, stage: int) -> Any:
     )
 
 
-def _spec(trial: Trial, config: Any, virtual: int | None) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    return get_gpt_layer_local_spec(num_experts=trial.experts, moe_grouped_gemm=False)
-
-
 def _batches(trial: Trial, step: int, replica: int) -> Iterator[Any]:
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
     number = 0
     while True:
         generator = torch.Generator().manual_seed(1000 * (10 * step + replica) + number)
@@ -325,7 +322,10 @@ def _batches(trial: Trial, step: int, replica: int) -> Iterator[Any]:
         number += 1
         places = torch.arange(LENGTH).unsqueeze(0).expand(ROWS, -1).contiguous()
         mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
-        yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), places, mask
+        batch = {"tokens": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous(), "places": places}
+        if trial.context > 1:
+            batch, mask = get_batch_on_this_cp_rank(batch), None
+        yield batch["tokens"], batch["labels"], batch["places"], mask
 
 
 def _forward(loader: Iterator[Any], model: Any) -> Any:

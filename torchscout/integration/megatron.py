@@ -22,6 +22,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
@@ -131,7 +132,13 @@ class MegatronAdapter:
         )
 
     def experts(self, named: str | Sequence[str] | None = None) -> Sequence[Part]:
-        return experts_of(self._model, named)
+        if named is not None:
+            return experts_of(self._model, named)
+        every = self._parts()
+        mixtures = [each.module.experts for each in every if isinstance(each.module, BaseMoELayer)]
+        # Each of a list of experts is called by itself, a stack of them at once.
+        called = {id(each) for of in mixtures for each in getattr(of, "local_experts", [of])}
+        return [each for each in every if id(each.module) in called]
 
     def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
         return {surface_of(name): parameter for name, parameter in self._model.named_parameters()}
