@@ -216,7 +216,9 @@ def state_of(job: Job) -> str:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-    tensors = [each for chunk in job.chunks for each in (*chunk.parameters(), *chunk.module.buffers())]
+    tensors = [each for chunk in job.chunks for each in chunk.module.buffers()]
+    if not (job.trial.overlap and job.trial.sharded):  # others' shards arrive as late as they are needed
+        tensors += [each for chunk in job.chunks for each in chunk.parameters()]
     for optimizer in inner(job):
         for group in optimizer.param_groups:
             for each in group["params"]:
@@ -295,6 +297,7 @@ def _config(trial: Trial) -> Any:
 def _model(trial: Trial, config: Any, stage: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
+
     from tests.support.megatron_parts import spec_of
 
     virtual = stage if trial.virtual else None

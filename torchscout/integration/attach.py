@@ -153,12 +153,16 @@ def _keep(
     communicators: Communicators,
 ) -> None:
     """Put checkpoints into the session; what a user must change (folder, budget) fails on every rank."""
+    from torchscout.checkpoint.holdings import Holdings
     from torchscout.integration.checkpointing import Checkpointing  # with it comes ZeroMQ
 
     model = adapter.model
     names = [name for name, _ in model.named_parameters() if surface_of(name) in differing]
+    optimizers = adapter.optimizers()
+    if adapter.owned():
+        names += Holdings(model, optimizers, {}).masters
     try:
-        session.checkpointing = Checkpointing(job, config, communicators, model, adapter.optimizers(), names)
+        session.checkpointing = Checkpointing(job, config, communicators, model, optimizers, names)
     except ScoutError:
         session.close()
         raise
@@ -215,6 +219,7 @@ def _replay(
         session.guarded,
     )
     replaying.cover(lacking, has_catalog=shapes is not None)
+    replaying.settle = adapter.settle
     if session.checkpointing is not None:
         replaying.serve(session.checkpointing)
     replaying.begin(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,7 @@ from torchscout.integration.structure import (
     structure_of,
     surface_of,
 )
-from torchscout.mesh import Mesh, MeshAddress
+from torchscout.mesh import Mesh, MeshAddress, Role
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -72,16 +73,27 @@ def adapter_of(
     return MegatronAdapter(chunks, optimizer, parallelism)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What one rank tells the others."""
+
+    dense: MeshAddress
+    expert: MeshAddress
+    shards: Mapping[str, int]
+    """How many it has to update alone, by optimizer and group."""
+
+
 class MegatronAdapter:
     """The model chunks of one rank and the optimizer of them all."""
 
     def __init__(
         self,
-        chunks: Sequence[torch.nn.Module],
+        chunks: Sequence[Any],
         optimizer: MegatronOptimizer | None,
         parallelism: Mesh | DeviceMesh | Parallelism | None = None,
     ) -> None:
         self._chunks, self._optimizer, self._parallelism = tuple(chunks), optimizer, parallelism
+        self._places: Sequence[_Place] = ()
         self._model = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
 
     @property
@@ -105,10 +117,12 @@ class MegatronAdapter:
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         if self._parallelism is not None:
             return mesh_from(self._parallelism, dist.get_world_size(), hosts)
-        places: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(places, (_dense_address(), _expert_address()))
-        dense, expert = zip(*places, strict=True)
-        return Mesh(dense, hosts, expert_addresses=expert if self._has_experts() else None)
+        shards = {place: len(each) for role in Role for place, each in self._shards(role).items()}
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, _Place(_dense_address(), _expert_address(), shards))
+        self._places = told
+        expert = [each.expert for each in told] if self._has_experts() else None
+        return Mesh([each.dense for each in told], hosts, expert_addresses=expert)
 
     def layers(self) -> Sequence[torch.nn.Module]:
         return [layer.module for layer in self._layers() or layers_of(self._model)]
@@ -140,8 +154,14 @@ class MegatronAdapter:
         called = {id(each) for of in mixtures for each in getattr(of, "local_experts", [of])}
         return [each for each in every if id(each.module) in called]
 
-    def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
-        return {surface_of(name): parameter for name, parameter in self._model.named_parameters()}
+    def parameters(self) -> Mapping[Surface, torch.Tensor]:
+        found: dict[Surface, torch.Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            found[surface_of(name)] = parameter
+            copy = getattr(parameter, "main_param", None)
+            if copy is not None and not getattr(parameter, "main_param_sharded", False):
+                found[f"{surface_of(name)}.main"] = copy
+        return found
 
     def keepers(self, module: torch.nn.Module) -> Keepers:
         return Keepers(around=lambda: _lent(module))
@@ -152,8 +172,16 @@ class MegatronAdapter:
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return [each.optimizer for each in _members(self._optimizer)]
 
-    def owned(self) -> Mapping[Surface, torch.nn.Parameter]:
-        return {}
+    def owned(self, role: Role = Role.DENSE) -> Mapping[Surface, torch.Tensor]:
+        """Ranks have different numbers of shards in a group: who has fewer goes through its own again. Where
+        a peer has none to update, the group is only watched at rest."""
+        found: dict[Surface, torch.Tensor] = {}
+        for place, shards in self._shards(role).items():
+            counts = [each.shards.get(place, 0) for each in self._peers(role)] or [len(shards)]
+            seen = shards if min(counts) else [each.detach() for each in shards]
+            many = max(counts) if min(counts) else len(shards)
+            found |= {f"optimizer.{place}/shard.{number}": seen[number % len(seen)] for number in range(many)}
+        return found
 
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Parameters are copied and gathered after the inner optimizers have stepped, so that the outermost
@@ -174,12 +202,34 @@ class MegatronAdapter:
             undo.callback(register_tracker("megatron", _Streams()))
             return undo.pop_all().close
 
+    def settle(self) -> None:
+        """Parameters may be gathered as late as the next forward pass needs them."""
+        for chunk in self._chunks:
+            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
     def state(self) -> Mapping[str, Stateful]:
         scalers = [getattr(each, "grad_scaler", None) for each in _members(self._optimizer)]
         kept: dict[str, Stateful] = {"megatron/streams": _Streams(), "megatron/losses": _Losses()}
         return kept | {
             f"megatron/scaler {place}": each for place, each in enumerate(scalers) if each is not None
         }
+
+    def _shards(self, role: Role) -> dict[str, list[torch.Tensor]]:
+        """What the distributed optimizer lets this rank alone update, by optimizer and group."""
+        return {
+            f"{number}.group.{place}": group["params"]
+            for number, each in enumerate(_members(self._optimizer))
+            if isinstance(each, DistributedOptimizer)
+            for place, group in enumerate(each.optimizer.param_groups)
+            if bool(group.get("is_expert_parallel")) is (role is Role.EXPERT) and group["params"]
+        }
+
+    def _peers(self, role: Role) -> list[_Place]:
+        """Those who share what they update with this rank, once everybody has told its place."""
+        own = _dense_address() if role is Role.DENSE else _expert_address()
+        of = [(each, each.dense if role is Role.DENSE else each.expert) for each in self._places]
+        return [each for each, address in of if replace(address, replica=own.replica) == own]
 
     def _parts(self) -> list[Part]:
         return [Part(plain_name(dotted), each) for dotted, each in self._model.named_modules()]
