@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchscout.config import ReplayConfig
+from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.integration.resumption import Resumption
+from torchscout.mesh import Role
 
 VOCABULARY, LENGTH, ROWS = 64, 16, 2
 
@@ -36,8 +39,11 @@ class Trial:
     sharded: bool = False
     """Whether the optimizer's state is: Megatron's distributed optimizer."""
     overlap: bool = False
-    bf16: bool = False
+    dtype: str = "float32"
+    scale: float = 2.0**10
+    """The first loss scale, where losses are scaled."""
     fused: bool = False
+    """Whether backward adds to ``main_grad`` by itself."""
     layers: int = 2
     steps: int = 6
     microbatches: int = 2
@@ -45,23 +51,35 @@ class Trial:
     tied: bool = False
     faults: Faults = field(default_factory=Faults)
     replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(interval=1))
+    observer: ObserverConfig | None = None
+    directory: Path | None = None
+    """Of checkpoints."""
+    killed: int | None = None
+    """The step in which all ranks end."""
+
+    @property
+    def kind(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True)
 class Told:
     """What one rank has to tell."""
 
-    bits: list[str]
+    bits: dict[int, str]
     """Of all that training is about, after every step."""
     groups: dict[str, list[int]]
     """Megatron's own, of this rank."""
-    places: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    places: dict[str, list[int]] = field(default_factory=dict)
     """Who SCOUT thinks is along which axis."""
     records: list[EvidenceRecord] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
     fired: int = 0
+    resumed: Resumption | None = None
+    scales: list[float] = field(default_factory=list)
+    """Of the loss, after every step."""
     attach_seconds: float = 0.0
 
     @property
@@ -80,6 +98,26 @@ class Job:
     chunks: list[Any]
     optimizer: Any
     trial: Trial
+    schedule: Any
+    loader: Loader
+
+
+class Loader:
+    """Every replica's own batches, from a position on that is part of the state."""
+
+    def __init__(self, trial: Trial, replica: int) -> None:
+        self._trial, self._replica, self.position = trial, replica, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.position += 1
+            yield _batch(self._trial, 1000 * self._replica + self.position)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
 
 
 def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Told]:
@@ -88,18 +126,26 @@ def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iter
 
 
 def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
-    job = build(trial)
-    bits, session, seconds = [], None, 0.0
+    job, session, resumed = build(trial), None, None
+    bits: dict[int, str] = {}
+    seconds, scales = 0.0, []
     try:
-        with Injector(trial.faults, rank, job.chunks[0], *inner(job)[:1]) as injector:
+        with Injector(trial.faults, rank, _bare(job.chunks[0]), inner(job)[0]) as injector:
             if run_dir is not None:
                 begin = time.perf_counter()
                 session = attached(job, run_dir)
                 seconds = time.perf_counter() - begin
-            for step in range(1, trial.steps + 1):
-                one_step(job, step)
-                bits.append(state_of(job))
-        told = Told(bits, groups(), fired=len(injector.fired), attach_seconds=seconds)
+                resumed = session.resume() if trial.directory is not None else None
+            for step in range(resumed.step + 1 if resumed else 1, trial.steps + 1):
+                if trial.killed == step:
+                    dist.barrier()
+                    os._exit(9)
+                one_step(job)
+                bits[step] = state_of(job)
+                scales.append(float(job.optimizer.get_loss_scale()))
+        told = Told(bits, groups(), fired=len(injector.fired), attach_seconds=seconds, resumed=resumed)
+        told.scales.extend(scales)
+        told.places.update(_places(job, rank))
         return told if session is None or run_dir is None else _told(told, session, rank, run_dir)
     finally:
         if session is not None:
@@ -118,12 +164,26 @@ def _told(told: Told, session: Any, rank: int, run_dir: Path) -> Told:
     return told
 
 
-def attached(job: Job, run_dir: Path, **options: Any) -> Any:
+def attached(job: Job, run_dir: Path) -> Any:
     from torchscout.integration.attach import enable_resiliency
 
     chunks = job.chunks if len(job.chunks) > 1 else job.chunks[0]
-    options = {"replay": job.trial.replay, "observer": None, **options}
-    return enable_resiliency(chunks, job.optimizer, run_dir=run_dir, **options)
+    trial, kept = job.trial, None
+    if trial.directory is not None:
+        os.environ["TORCHSCOUT_MEMORY"] = str(trial.directory / "memory")
+        kept = CheckpointConfig(trial.directory / "files")
+    session = enable_resiliency(
+        chunks,
+        job.optimizer,
+        replay=trial.replay,
+        observer=trial.observer,
+        checkpoint=kept,
+        run_dir=run_dir,
+    )
+    if kept is not None:
+        session.register_state("schedule", job.schedule)
+        session.register_state("loader", job.loader)
+    return session
 
 
 def build(trial: Trial) -> Job:
@@ -148,9 +208,8 @@ def build(trial: Trial) -> Job:
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
     config = _config(trial)
-    dtype = torch.bfloat16 if trial.bf16 else torch.float32
     models = [_model(trial, config, stage) for stage in range(trial.virtual or 1)]
-    if trial.bf16:
+    if trial.dtype != "float32":
         from megatron.core.transformer.module import Float16Module
 
         models = [Float16Module(config, each) for each in models]
@@ -170,17 +229,48 @@ def build(trial: Trial) -> Job:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=1e-3,
+            lr=1e-2,
+            min_lr=1e-4,
             weight_decay=0.01,
-            bf16=trial.bf16,
-            params_dtype=dtype,
+            bf16=trial.dtype == "bfloat16",
+            fp16=trial.dtype == "float16",
+            initial_loss_scale=trial.scale,
+            loss_scale_window=3,
+            hysteresis=1,
+            params_dtype=trial.kind,
             use_distributed_optimizer=trial.sharded,
             overlap_param_gather=trial.overlap and trial.sharded,
             clip_grad=1.0,
         ),
         chunks,
     )
-    return Job(chunks, optimizer, trial)
+    config.grad_scale_func = optimizer.scale_loss
+    loader = Loader(trial, parallel_state.get_data_parallel_rank())
+    return Job(chunks, optimizer, trial, _schedule(optimizer), loader)
+
+
+def _schedule(optimizer: Any) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-4,
+        lr_warmup_steps=2,
+        lr_decay_steps=20,
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.1,
+        wd_incr_steps=20,
+        wd_incr_style="linear",
+    )
+
+
+def _bare(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
 
 
 def inner(job: Job) -> list[torch.optim.Optimizer]:
@@ -188,17 +278,15 @@ def inner(job: Job) -> list[torch.optim.Optimizer]:
     return [each.optimizer for each in chained]
 
 
-def one_step(job: Job, step: int) -> None:
-    from megatron.core import parallel_state
+def one_step(job: Job) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     trial = job.trial
     for chunk in job.chunks:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
-    replica = parallel_state.get_data_parallel_rank()
-    loaders = [_batches(trial, step, replica) for _ in job.chunks]
-    several = len(job.chunks) > 1
+    batches = [batch for _, batch in zip(range(trial.microbatches), job.loader, strict=False)]
+    loaders, several = [iter(batches) for _ in job.chunks], len(job.chunks) > 1
     get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=loaders if several else loaders[0],
@@ -209,6 +297,7 @@ def one_step(job: Job, step: int) -> None:
         forward_only=False,
     )
     job.optimizer.step()
+    job.schedule.step(1)
 
 
 def state_of(job: Job) -> str:
@@ -246,6 +335,19 @@ def groups() -> dict[str, list[int]]:
     return {name: sorted(dist.get_process_group_ranks(each)) for name, each in found.items()}
 
 
+def _places(job: Job, rank: int) -> dict[str, list[int]]:
+    """As SCOUT reads them off Megatron, by the names that ``groups`` gives them."""
+    from torchscout.integration.registry import adapter_for
+
+    mesh = adapter_for(job.chunks, job.optimizer, None).mesh(["machine"] * dist.get_world_size())
+    dense = ("replica", "tensor", "pipeline", "context")
+    found = {axis: mesh.ranks_along(axis, rank, Role.DENSE) for axis in dense}
+    if job.trial.experts:
+        of_experts = ("replica", "tensor", "expert")
+        found |= {f"expert {axis}": mesh.ranks_along(axis, rank, Role.EXPERT) for axis in of_experts}
+    return {name: list(ranks) for name, ranks in found.items()}
+
+
 def _config(trial: Trial) -> Any:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -264,7 +366,6 @@ def _config(trial: Trial) -> Any:
         }
     if trial.virtual:
         more |= {"overlap_p2p_comm": trial.pipeline == 2, "batch_p2p_comm": trial.pipeline != 2}
-    dtype = torch.bfloat16 if trial.bf16 else torch.float32
     return TransformerConfig(
         num_layers=trial.layers,
         hidden_size=32,
@@ -278,9 +379,10 @@ def _config(trial: Trial) -> Any:
         expert_model_parallel_size=trial.expert,
         expert_tensor_parallel_size=1,
         sequence_parallel=trial.sequence,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=trial.bf16,
+        params_dtype=trial.kind,
+        pipeline_dtype=trial.kind,
+        bf16=trial.dtype == "bfloat16",
+        fp16=trial.dtype == "float16",
         hidden_dropout=trial.dropout,
         attention_dropout=trial.dropout,
         masked_softmax_fusion=False,
@@ -315,20 +417,17 @@ def _model(trial: Trial, config: Any, stage: int) -> Any:
     )
 
 
-def _batches(trial: Trial, step: int, replica: int) -> Iterator[Any]:
+def _batch(trial: Trial, seed: int) -> Any:
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    number = 0
-    while True:
-        generator = torch.Generator().manual_seed(1000 * (10 * step + replica) + number)
-        drawn = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
-        number += 1
-        places = torch.arange(LENGTH).unsqueeze(0).expand(ROWS, -1).contiguous()
-        mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
-        batch = {"tokens": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous(), "places": places}
-        if trial.context > 1:
-            batch, mask = get_batch_on_this_cp_rank(batch), None
-        yield batch["tokens"], batch["labels"], batch["places"], mask
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+    places = torch.arange(LENGTH).unsqueeze(0).expand(ROWS, -1).contiguous()
+    mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
+    batch = {"tokens": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous(), "places": places}
+    if trial.context > 1:
+        batch, mask = get_batch_on_this_cp_rank(batch), None
+    return batch["tokens"], batch["labels"], batch["places"], mask
 
 
 def _forward(loader: Iterator[Any], model: Any) -> Any:
