@@ -152,6 +152,7 @@ def work_around() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    _fuse()
     moved = moe_utils.maybe_move_tensor_to_cpu
 
     def numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -159,6 +160,19 @@ def work_around() -> None:
         return tensor.numpy() if is_tensor else moved(tensor, as_numpy, record_stream)
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = numbers
+
+
+def _fuse() -> None:
+    """Apex's kernel that adds a weight's gradient to ``main_grad`` by itself."""
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(given: torch.Tensor, gradient: torch.Tensor, into: torch.Tensor) -> None:
+        into.add_(gradient.t().matmul(given))
+
+    layers._grad_accum_fusion_available = True
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
+    )
 
 
 _redirect()

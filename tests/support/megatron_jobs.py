@@ -20,7 +20,7 @@ from torchscout.decision.recorder import read
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 from torchscout.integration.resumption import Resumption
-from torchscout.mesh import Role
+from torchscout.mesh import Mesh, Role
 
 VOCABULARY, LENGTH, ROWS = 64, 16, 2
 
@@ -54,6 +54,10 @@ class Trial:
     observer: ObserverConfig | None = None
     directory: Path | None = None
     """Of checkpoints."""
+    fsdp: bool = False
+    """Whether Megatron's FSDP holds the model."""
+    spoiled: tuple[int, int] | None = None
+    """A rank whose optimizer has a wrong bit in a slot that it alone holds, after the check of this step."""
     killed: int | None = None
     """The step in which all ranks end."""
 
@@ -141,6 +145,8 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
                     dist.barrier()
                     os._exit(9)
                 one_step(job)
+                if trial.spoiled == (rank, step):
+                    _spoil(inner(job)[0])
                 bits[step] = state_of(job)
                 scales.append(float(job.optimizer.get_loss_scale()))
         told = Told(bits, groups(), fired=len(injector.fired), attach_seconds=seconds, resumed=resumed)
@@ -172,12 +178,14 @@ def attached(job: Job, run_dir: Path) -> Any:
     if trial.directory is not None:
         os.environ["TORCHSCOUT_MEMORY"] = str(trial.directory / "memory")
         kept = CheckpointConfig(trial.directory / "files")
+    machines = [f"machine-{rank // trial.tensor}" for rank in range(dist.get_world_size())]
     session = enable_resiliency(
         chunks,
         job.optimizer,
         replay=trial.replay,
         observer=trial.observer,
         checkpoint=kept,
+        parallelism=_mesh(job, machines) if trial.observer is None else None,
         run_dir=run_dir,
     )
     if kept is not None:
@@ -221,7 +229,7 @@ def build(trial: Trial) -> Job:
         bucket_size=4000,
     )
     chunks = [
-        DistributedDataParallel(config, setup, each, disable_bucketing=place > 0)
+        _fsdp(config, setup, each) if trial.fsdp else DistributedDataParallel(config, setup, each, place > 0)
         for place, each in enumerate(models)
     ]
     if trial.overlap:
@@ -247,6 +255,14 @@ def build(trial: Trial) -> Job:
     config.grad_scale_func = optimizer.scale_loss
     loader = Loader(trial, parallel_state.get_data_parallel_rank())
     return Job(chunks, optimizer, trial, _schedule(optimizer), loader)
+
+
+def _fsdp(config: Any, setup: Any, model: Any) -> Any:
+    from megatron.core.distributed import FullyShardedDataParallel
+
+    setup.use_megatron_fsdp = setup.average_in_collective = True
+    setup.data_parallel_sharding_strategy = "optim_grads_params"
+    return FullyShardedDataParallel(config, setup, model, device=torch.device("cpu"))
 
 
 def _schedule(optimizer: Any) -> Any:
@@ -337,15 +353,25 @@ def groups() -> dict[str, list[int]]:
 
 def _places(job: Job, rank: int) -> dict[str, list[int]]:
     """As SCOUT reads them off Megatron, by the names that ``groups`` gives them."""
-    from torchscout.integration.registry import adapter_for
-
-    mesh = adapter_for(job.chunks, job.optimizer, None).mesh(["machine"] * dist.get_world_size())
+    mesh = _mesh(job, ["machine"] * dist.get_world_size())
     dense = ("replica", "tensor", "pipeline", "context")
     found = {axis: mesh.ranks_along(axis, rank, Role.DENSE) for axis in dense}
     if job.trial.experts:
         of_experts = ("replica", "tensor", "expert")
         found |= {f"expert {axis}": mesh.ranks_along(axis, rank, Role.EXPERT) for axis in of_experts}
     return {name: list(ranks) for name, ranks in found.items()}
+
+
+def _mesh(job: Job, machines: list[str]) -> Mesh:
+    from torchscout.integration.registry import adapter_for
+
+    return adapter_for(job.chunks, job.optimizer, None).mesh(machines)
+
+
+def _spoil(optimizer: torch.optim.Optimizer) -> None:
+    """As memory does it: PyTorch is not told."""
+    slot = next(iter(optimizer.state.values()))["exp_avg"]
+    slot.detach().numpy().reshape(-1).view("int32")[0] ^= 1 << 20
 
 
 def _config(trial: Trial) -> Any:

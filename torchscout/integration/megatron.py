@@ -7,7 +7,7 @@ Imported only where a job has imported Megatron-Core. What of it cannot be repla
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +199,8 @@ class MegatronAdapter:
         optimizer.step = around
         with ExitStack() as undo:
             undo.callback(delattr, optimizer, "step")
-            undo.callback(register_tracker("megatron", _Streams()))
+            with suppress(ValueError):  # another session of this process has done it: the streams are one
+                undo.callback(register_tracker("megatron", _Streams()))
             return undo.pop_all().close
 
     def settle(self) -> None:
