@@ -79,6 +79,8 @@ class _OnCpu(TorchFunctionMode):
             kwargs["pin_memory"] = False
         if function is torch.Tensor.pin_memory:
             return args[0]
+        if function is torch.device and _is_cuda(args[0]):
+            return _CPU
         if function is torch.Tensor.to:
             args = tuple("cpu" if place and _is_cuda(each) else each for place, each in enumerate(args))
         return function(*args, **kwargs)

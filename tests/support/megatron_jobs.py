@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
@@ -130,10 +131,11 @@ def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iter
 
 
 def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
-    job, session, resumed = build(trial), None, None
+    session, resumed = None, None
     bits: dict[int, str] = {}
     seconds, scales = 0.0, []
     try:
+        job = build(trial)
         with Injector(trial.faults, rank, _bare(job.chunks[0]), inner(job)[0]) as injector:
             if run_dir is not None:
                 begin = time.perf_counter()
@@ -331,8 +333,8 @@ def state_of(job: Job) -> str:
     tensors += [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()]
     tensors += [each["values"] for each in get_moe_layer_wise_logging_tracker().values()]
     digest = hashlib.blake2b()
-    for each in tensors:
-        digest.update(each.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    for each in (each._local_tensor if isinstance(each, DTensor) else each for each in tensors):
+        digest.update(each.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

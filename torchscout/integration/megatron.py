@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -115,12 +116,12 @@ class MegatronAdapter:
         return None
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
-        if self._parallelism is not None:
-            return mesh_from(self._parallelism, dist.get_world_size(), hosts)
         shards = {place: len(each) for role in Role for place, each in self._shards(role).items()}
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, _Place(_dense_address(), _expert_address(), shards))
         self._places = told
+        if self._parallelism is not None:
+            return mesh_from(self._parallelism, len(told), hosts)
         expert = [each.expert for each in told] if self._has_experts() else None
         return Mesh([each.dense for each in told], hosts, expert_addresses=expert)
 
@@ -210,6 +211,12 @@ class MegatronAdapter:
                 chunk.start_param_sync(force_sync=True)
 
     def state(self) -> Mapping[str, Stateful]:
+        for each in self._model.modules():
+            # In its first pass a router makes its bias what a checkpoint of any later step has in it.
+            if isinstance(each, Router) and isinstance(
+                bias := getattr(each, "expert_bias", None), torch.Tensor
+            ):
+                bias.data = bias.data.float()
         scalers = [getattr(each, "grad_scaler", None) for each in _members(self._optimizer)]
         kept: dict[str, Stateful] = {"megatron/streams": _Streams(), "megatron/losses": _Losses()}
         return kept | {
