@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
@@ -55,8 +54,8 @@ class Trial:
     observer: ObserverConfig | None = None
     directory: Path | None = None
     """Of checkpoints."""
-    fsdp: bool = False
-    """Whether Megatron's FSDP holds the model."""
+    instances: int = 1
+    """Of the distributed optimizer: each shards its state for itself."""
     spoiled: tuple[int, int] | None = None
     """A rank whose optimizer has a wrong bit in a slot that it alone holds, after the check of this step."""
     killed: int | None = None
@@ -214,6 +213,7 @@ def build(trial: Trial) -> Job:
         context_parallel_size=trial.context,
         expert_model_parallel_size=trial.expert,
         expert_tensor_parallel_size=1,
+        num_distributed_optimizer_instances=trial.instances,
     )
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
@@ -227,11 +227,12 @@ def build(trial: Trial) -> Job:
         use_distributed_optimizer=trial.sharded,
         overlap_grad_reduce=trial.overlap,
         overlap_param_gather=trial.overlap and trial.sharded,
+        num_distributed_optimizer_instances=trial.instances,
         grad_reduce_in_fp32=True,
         bucket_size=4000,
     )
     chunks = [
-        _fsdp(config, setup, each) if trial.fsdp else DistributedDataParallel(config, setup, each, place > 0)
+        DistributedDataParallel(config, setup, each, disable_bucketing=place > 0)
         for place, each in enumerate(models)
     ]
     if trial.overlap:
@@ -257,14 +258,6 @@ def build(trial: Trial) -> Job:
     config.grad_scale_func = optimizer.scale_loss
     loader = Loader(trial, parallel_state.get_data_parallel_rank())
     return Job(chunks, optimizer, trial, _schedule(optimizer), loader)
-
-
-def _fsdp(config: Any, setup: Any, model: Any) -> Any:
-    from megatron.core.distributed import FullyShardedDataParallel
-
-    setup.use_megatron_fsdp = setup.average_in_collective = True
-    setup.data_parallel_sharding_strategy = "optim_grads_params"
-    return FullyShardedDataParallel(config, setup, model, device=torch.device("cpu"))
 
 
 def _schedule(optimizer: Any) -> Any:
@@ -319,13 +312,14 @@ def one_step(job: Job) -> None:
 
 
 def state_of(job: Job) -> str:
-    """Parameters, buffers, optimizer slots, and where the random streams stand."""
+    """Parameters, gradients, buffers, optimizer slots, and where the random streams stand."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     tensors = [each for chunk in job.chunks for each in chunk.module.buffers()]
     if not (job.trial.overlap and job.trial.sharded):  # others' shards arrive as late as they are needed
         tensors += [each for chunk in job.chunks for each in chunk.parameters()]
+        tensors += [each.main_grad for chunk in job.chunks for each in chunk.parameters()]
     for optimizer in inner(job):
         for group in optimizer.param_groups:
             for each in group["params"]:
@@ -333,7 +327,7 @@ def state_of(job: Job) -> str:
     tensors += [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()]
     tensors += [each["values"] for each in get_moe_layer_wise_logging_tracker().values()]
     digest = hashlib.blake2b()
-    for each in (each._local_tensor if isinstance(each, DTensor) else each for each in tensors):
+    for each in tensors:
         digest.update(each.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
