@@ -10,7 +10,7 @@ import torch
 from torchscout.decision.record import Surface
 from torchscout.evidence.replay.sharded import Keepers
 from torchscout.integration.structure import Part, Structure
-from torchscout.mesh import Mesh
+from torchscout.mesh import Mesh, Role
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -24,6 +24,11 @@ class Adapter(Protocol):
     @property
     def model(self) -> torch.nn.Module:
         """All that this rank trains, as one module: what checkpoints hold."""
+        ...
+
+    @property
+    def obstacle(self) -> str | None:
+        """In one sentence why replay would not be right for this job, the same on every rank; mostly None."""
         ...
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
@@ -48,8 +53,9 @@ class Adapter(Protocol):
         """What computes the rows that a router sends it; none where the model is dense."""
         ...
 
-    def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
-        """What this rank holds of the model, by the surface of each; all of it, or its shards."""
+    def parameters(self) -> Mapping[Surface, torch.Tensor]:
+        """What this rank holds of the model, by the surface of each; all of it, or its shards. Copies that
+        optimizers update in its place are named after it, as ``layer.2.up/weight.main``."""
         ...
 
     def keepers(self, module: torch.nn.Module) -> Keepers:
@@ -64,13 +70,18 @@ class Adapter(Protocol):
         """What computes the updates; where a framework wraps them, what is inside."""
         ...
 
-    def owned(self) -> Mapping[Surface, torch.nn.Parameter]:
-        """What optimizers update on this rank alone, though the model's parameters have copies: ZeRO's."""
+    def owned(self, role: Role = Role.DENSE) -> Mapping[Surface, torch.Tensor]:
+        """What optimizers update on this rank alone, though the model's parameters have copies: ZeRO's. Of
+        experts, or of all else; peers use the same names, whatever each has under them."""
         ...
 
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Call ``before`` and ``after`` around every update of the job, a training step each, until what is
         returned is called. ``after`` comes when the model has its new parameters."""
+        ...
+
+    def settle(self) -> None:
+        """Called on every rank before a check: what an update leaves to the next pass must be done now."""
         ...
 
     def state(self) -> Mapping[str, Stateful]:

@@ -46,8 +46,8 @@ _attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def enable_resiliency(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: Any = None,
     *,
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  frozen
     observer: ObserverConfig | None = ObserverConfig(),  # noqa: B008  frozen
@@ -58,6 +58,7 @@ def enable_resiliency(
 ) -> Session:
     """Attach to a training job. Every rank calls it once, when model and optimizer exist.
 
+    ``optimizer`` is one of PyTorch's or several; with Megatron-Core its own, and ``model`` its model chunks.
     ``replay=None`` leaves out the checks for corrupted numbers, ``observer=None`` hang localization;
     with ``checkpoint`` the session keeps what checks certify, and ``session.resume()`` goes back to it.
     ``parallelism`` says which ranks do the same
@@ -65,22 +66,17 @@ def enable_resiliency(
     a new folder ``scout-run-...`` where rank 0 was started, and given to ``on_incident``, which is called
     from a thread of its own. The training loop stays as it is.
     """
-    if not dist.is_initialized():
-        raise ValueError("call torch.distributed.init_process_group() before enable_resiliency()")
-    if model in _attached:
-        raise ValueError("torchscout is attached to this model already; close that session first")
-    adapter = adapter_for(model, optimizer, parallelism)
-    model = adapter.model
+    adapter = _adapter(model, optimizer, parallelism)
     if checkpoint is not None and (replay is None or not adapter.optimizers()):
         raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
-    if replay is not None:
+    if replay is not None and adapter.obstacle is None:
         recipes_for(adapter, replay)  # a user's mistake shows before anything is attached
     with ExitStack() as undo:
         communicators = Communicators() if replay is None else Communicators(replay.patience_seconds)
         undo.callback(communicators.close)
         job = _agree(adapter, communicators, run_dir)
         session = Session(job.run_dir, undo.pop_all())
-    if checkpoint is not None:
+    if checkpoint is not None and adapter.obstacle is None:
         _keep(session, job, checkpoint, adapter, _differing(adapter, replay, job.mesh), communicators)
     if observer is not None:
         _watch(session, job, observer, adapter, communicators)
@@ -90,9 +86,24 @@ def enable_resiliency(
         session.guarded(lambda: _replay(session, job, replay, adapter, communicators))
     if on_incident is not None:
         session.undo.callback(News(job.run_dir, on_incident, session.failed).close)
-    _attached.add(model)
-    session.undo.callback(_attached.discard, model)
+    for each in _stages(adapter.model):
+        _attached.add(each)
+        session.undo.callback(_attached.discard, each)
     return session
+
+
+def _adapter(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None) -> Adapter:
+    if not dist.is_initialized():
+        raise ValueError("call torch.distributed.init_process_group() before enable_resiliency()")
+    adapter = adapter_for(model, optimizer, parallelism)
+    if any(each in _attached for each in _stages(adapter.model)):
+        raise ValueError("torchscout is attached to this model already; close that session first")
+    return adapter
+
+
+def _stages(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What a training loop calls: the model, or every pipeline stage in a list of them."""
+    return [model] if is_called(model) else [*model.children()]
 
 
 def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str | None) -> Job:
@@ -142,18 +153,22 @@ def _keep(
     communicators: Communicators,
 ) -> None:
     """Put checkpoints into the session; what a user must change (folder, budget) fails on every rank."""
+    from torchscout.checkpoint.holdings import Holdings
     from torchscout.integration.checkpointing import Checkpointing  # with it comes ZeroMQ
 
     model = adapter.model
     names = [name for name, _ in model.named_parameters() if surface_of(name) in differing]
+    optimizers = adapter.optimizers()
+    if adapter.owned():
+        names += Holdings(model, optimizers, {}).masters
     try:
-        session.checkpointing = Checkpointing(job, config, communicators, model, adapter.optimizers(), names)
+        session.checkpointing = Checkpointing(job, config, communicators, model, optimizers, names)
     except ScoutError:
         session.close()
         raise
     for name, stateful in adapter.state().items():
         session.register_state(name, stateful)
-    for stage in [model] if is_called(model) else model.children():
+    for stage in _stages(model):
         # First in: FSDP's own hook gathers what is to be kept as shards.
         hook = stage.register_forward_pre_hook(_training_begins(session), prepend=True)
         session.undo.callback(hook.remove)
@@ -181,8 +196,10 @@ def _replay(
 ) -> None:
     """Put replay into the session: on every rank, or where one has no part in it, on none."""
     peers = job.mesh.peers_of(job.rank, Role.DENSE)
-    obstacle = None
-    if not peers.can_compare:
+    obstacle = adapter.obstacle
+    if obstacle is not None:
+        logging.getLogger(__name__).warning("there is no replay: %s", obstacle)
+    elif not peers.can_compare:
         obstacle = "no other rank does the same work"
     elif not adapter.optimizers():
         obstacle = "there is no optimizer at whose update a step would end"
@@ -202,6 +219,7 @@ def _replay(
         session.guarded,
     )
     replaying.cover(lacking, has_catalog=shapes is not None)
+    replaying.settle = adapter.settle
     if session.checkpointing is not None:
         replaying.serve(session.checkpointing)
     replaying.begin(1)

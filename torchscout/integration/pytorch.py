@@ -19,7 +19,7 @@ from torchscout.evidence.replay.sharded import Keepers, keepers_of
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.parallelism import mesh_along, mesh_from
 from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
-from torchscout.mesh import Mesh
+from torchscout.mesh import Mesh, Role
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -44,6 +44,10 @@ class PyTorchAdapter:
     def model(self) -> torch.nn.Module:
         return self._model
 
+    @property
+    def obstacle(self) -> str | None:
+        return None
+
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         world = dist.get_world_size()
         told = self._parallelism or self._guessed(world)
@@ -65,7 +69,7 @@ class PyTorchAdapter:
     def experts(self, named: str | Sequence[str] | None = None) -> Sequence[Part]:
         return experts_of(self._model, named)
 
-    def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
+    def parameters(self) -> Mapping[Surface, torch.Tensor]:
         return {surface_of(name): parameter for name, parameter in self._model.named_parameters()}
 
     def keepers(self, module: torch.nn.Module) -> Keepers:
@@ -79,11 +83,14 @@ class PyTorchAdapter:
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
 
-    def owned(self) -> Mapping[Surface, torch.nn.Parameter]:
+    def owned(self, role: Role = Role.DENSE) -> Mapping[Surface, torch.Tensor]:  # noqa: ARG002  none
         return {}
 
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         return around_steps(self._optimizers, before, after)
+
+    def settle(self) -> None:
+        """Nothing is left."""
 
     def state(self) -> Mapping[str, Stateful]:
         return {}

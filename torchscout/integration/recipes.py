@@ -27,7 +27,7 @@ from torchscout.mesh import Axis, Mesh, Role
 
 __all__ = ["are_experts_spread", "device_of_job", "expert_parameters", "recipes_for"]
 
-_Parameters = Mapping[Surface, torch.nn.Parameter]
+_Parameters = Mapping[Surface, torch.Tensor]
 
 
 def recipes_for(
@@ -51,7 +51,7 @@ def recipes_for(
     left_out = {*adapter.unreplicated(), *own}
     shared = {surface: each for surface, each in adapter.parameters().items() if surface not in left_out}
     layers = without_experts(structure.layers, experts) if is_spread else structure.layers
-    owned = adapter.owned()
+    owned, owned_of_experts = adapter.owned(), adapter.owned(Role.EXPERT) if is_spread else {}
     recipes: list[Recipe] = [
         job.state("census", shared, Role.DENSE),
         job.modules("embedding", structure.embeddings),
@@ -60,7 +60,7 @@ def recipes_for(
         job.updates("optimizer", owned or shared, Role.DENSE, owned=bool(owned)),
     ]
     if owned:
-        recipes.append(job.at_rest("at_rest", owned, Role.DENSE))
+        recipes.append(job.at_rest("at_rest", {**owned, **owned_of_experts}, Role.DENSE))
     if mesh is not None and _have_peers(mesh):
         if is_spread or shapes is not None:
             recipes.append(job.experts(experts, shapes or {}))
@@ -68,7 +68,9 @@ def recipes_for(
             members = mesh.ranks_along("expert", rank, Role.EXPERT)
             recipes += [
                 job.state("expert_census", own, Role.EXPERT),
-                job.updates("expert_optimizer", own, Role.EXPERT),
+                job.updates(
+                    "expert_optimizer", owned_of_experts or own, Role.EXPERT, owned=bool(owned_of_experts)
+                ),
                 AllToAllRecipe(members, device_of_job(adapter)),
             ]
     return [recipe for recipe in recipes if recipe.kind in config.intervals]
@@ -79,10 +81,11 @@ def are_experts_spread(mesh: Mesh) -> bool:
     return mesh.degree("expert", Role.EXPERT) > 1
 
 
-def expert_parameters(adapter: Adapter, experts: Sequence[Part]) -> dict[Surface, torch.nn.Parameter]:
-    """What only ranks with the same experts have in common."""
-    own = {id(each) for part in experts for each in part.module.parameters()}
-    return {surface: each for surface, each in adapter.parameters().items() if id(each) in own}
+def expert_parameters(adapter: Adapter, experts: Sequence[Part]) -> dict[Surface, torch.Tensor]:
+    """What only ranks with the same experts have in common, and what is named after it."""
+    own, every = {id(each) for part in experts for each in part.module.parameters()}, adapter.parameters()
+    surfaces = {surface for surface, each in every.items() if id(each) in own}
+    return {name: each for name, each in every.items() if {name, name.rpartition(".")[0]} & surfaces}
 
 
 def device_of_job(adapter: Adapter) -> torch.device:

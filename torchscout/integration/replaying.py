@@ -88,9 +88,12 @@ class Replaying:
         self._replayer = Replayer(recipes, self._rotation, links)
         self._replayer.variants = config.variants
         self._mesh, self._communicators, self._recorder = mesh, communicators, recorder
+        self.settle: Callable[[], None] = lambda: None
+        """Finishes what an update has left to the next pass; see ``integration.adapter.Adapter.settle``."""
         self._links = links(Role.DENSE, False)
-        self._copies = links(Role.EXPERT, False)
-        """Those who hold the same of everything, experts included."""
+        copies = links(Role.EXPERT, False)
+        self._copies = copies if {*copies.group.ranks} <= {*self._links.group.ranks} else None
+        """Those who hold the same of everything, experts included; None where their dense parts differ."""
         self._coverage = Coverage()
         self._rank = self._links.group.ranks[self._links.position]
         self._device = self._links.device
@@ -121,6 +124,7 @@ class Replaying:
         begin = self._now()
         self._cadence.step_took(begin - self._since)
         if self._replayer.is_due:
+            self.settle()
             counts = self._coverage.recipes is None or self._rotation.is_due(EXPERTS, step)
             findings = self._replayer.check(step)
             kept = self._compare_kept(step)
@@ -211,7 +215,12 @@ class Replaying:
     def _compare_kept(self, step: int) -> list[EvidenceRecord]:
         """What peers have captured since the last check must be the same: it may go wrong on its way."""
         peers = self._copies
-        if self._certifier is None or peers.group.axis is Axis.SHARD or not peers.group.can_compare:
+        if (
+            self._certifier is None
+            or peers is None
+            or peers.group.axis is Axis.SHARD
+            or not peers.group.can_compare
+        ):
             return []
         own = self._guard(self._certifier.signature)
         found = c3.compare(peers.evidence, exact={KEPT: ABSENT if own is None else own})[KEPT]

@@ -29,7 +29,7 @@ from torchscout.evidence.replay.randomness import unmoved
 from torchscout.evidence.replay.recipe import ABSENT, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.reduction import Reduction
 from torchscout.evidence.replay.rerouting import Rerouting
-from torchscout.evidence.replay.sharded import NOBODY, Keepers, awaken, gathered, gathered_again
+from torchscout.evidence.replay.sharded import NOBODY, Elsewhere, Keepers, awaken, gathered, gathered_again
 from torchscout.evidence.replay.stopwatch import timed
 from torchscout.mesh import Role
 
@@ -200,8 +200,9 @@ class LayerReplay:
             with gathered_again(self._keepers):
                 self._route()
                 around.enter_context(self._as_in_training())
+                elsewhere = around.enter_context(self._keepers.around())
                 inputs, outputs = self._forward(variant, seen)
-            seen.signatures.update(self._backward(inputs, outputs, seen))
+            seen.signatures.update(self._backward(inputs, outputs, seen, elsewhere))
 
     def _route(self) -> None:
         """Once values are there: what is wanted is made of them, the same on all peers."""
@@ -296,7 +297,11 @@ class LayerReplay:
                 seen.signatures.update(zip(surfaces, found, strict=False))
 
     def _backward(
-        self, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], seen: Observation
+        self,
+        given: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        seen: Observation,
+        elsewhere: Elsewhere | None,
     ) -> dict[Surface, int]:
         assert self._call is not None, "prepared first"
         inputs = [x for x in given if x.requires_grad]
@@ -308,6 +313,9 @@ class LayerReplay:
             without = dict.fromkeys(self._call.autocast)  # as backward usually runs
             with autocast_as(without), self._timed(seen, "_backward"):
                 gradients = torch.autograd.grad(roots, wanted, arriving, allow_unused=True)
+        if elsewhere is not None:
+            got = zip(wanted, gradients, strict=True)
+            gradients = [each if (kept := elsewhere(of)) is None else kept for of, each in got]
         if self._reduction is not None:
             self._reduction.take(gradients[len(inputs) :])
         of_inputs = [each for each in gradients[: len(inputs)] if each is not None]

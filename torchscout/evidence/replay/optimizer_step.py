@@ -77,7 +77,7 @@ class OptimizerRecipe:
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.nn.Parameter],
+        parameters: Mapping[str, torch.Tensor],
         optimizers: Sequence[Optimizer],
         device: torch.device,
         *,
@@ -95,7 +95,7 @@ class OptimizerRecipe:
         self._owned = [
             _Target(kind, name, parameter, owners[id(parameter)])
             for name, parameter in parameters.items()
-            if parameter.requires_grad and id(parameter) in owners
+            if id(parameter) in owners and not _is_frozen(parameter)
         ]
         self.targets = tuple(owned.name for owned in self._owned)
         self._device = device
@@ -132,7 +132,7 @@ class _Target:
     kind: str
     """Of the recipe."""
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     optimizer: Optimizer
 
     def local(self) -> torch.Tensor:
@@ -354,6 +354,11 @@ class OptimizerReplay:
         """Only of slots that were there before: what a first step creates is compared from the second on."""
         assert self._blueprint is not None
         return {name: Surface(f"optimizer/slot.{name}") for name in self._blueprint.slots}
+
+
+def _is_frozen(parameter: torch.Tensor) -> bool:
+    """A copy that an optimizer updates in a parameter's place never asks for gradients; it is given them."""
+    return isinstance(parameter, torch.nn.Parameter) and not parameter.requires_grad
 
 
 def _fits(value: Any, parameter: torch.Tensor) -> bool:

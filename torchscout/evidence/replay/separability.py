@@ -40,7 +40,7 @@ class Separability:
     def __init__(self) -> None:
         self._obstacles: dict[Hashable, str | None] = {}
 
-    def obstacle(self, optimizer: Optimizer, parameter: torch.nn.Parameter) -> str | None:
+    def obstacle(self, optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
         """Why no slice of this parameter can be updated alone; ``None`` where one can.
 
         ``ReplayError`` where a clone of the optimizer cannot step at all.
@@ -61,7 +61,7 @@ class Separability:
         return self._obstacles[key]
 
 
-def _kind_of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> Hashable:
+def _kind_of(optimizer: Optimizer, parameter: torch.Tensor) -> Hashable:
     group = group_of(optimizer, parameter)
     flags = sorted(
         (name, repr(value)) for name, value in group.items() if isinstance(value, bool | str | type(None))
@@ -69,7 +69,7 @@ def _kind_of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> Hashable:
     return type(optimizer), tuple(flags), parameter.dtype, parameter.device.type, parameter.dim()
 
 
-def _measured(optimizer: Optimizer, parameter: torch.nn.Parameter) -> str | None:
+def _measured(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
     kind = type(optimizer).__name__
     first, second = _scratch(optimizer, parameter)
     whole = _updated_twice(optimizer, parameter, first, second)
@@ -90,7 +90,7 @@ def _measured(optimizer: Optimizer, parameter: torch.nn.Parameter) -> str | None
     return None
 
 
-def _scratch(optimizer: Optimizer, parameter: torch.nn.Parameter) -> tuple[Parts, torch.Tensor]:
+def _scratch(optimizer: Optimizer, parameter: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     """A parameter of its own with gradient and state, and the gradient of a second step."""
     generator = torch.Generator().manual_seed(_SEED)
     dimensions = parameter.dim()
@@ -115,7 +115,7 @@ def _cut(value: Any, cut: Slice, parts: Parts) -> Any:
 
 
 def _updated_twice(
-    optimizer: Optimizer, parameter: torch.nn.Parameter, parts: Parts, second: torch.Tensor
+    optimizer: Optimizer, parameter: torch.Tensor, parts: Parts, second: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     blueprint, tensors = blueprint_of(optimizer, parameter, parts)
     clone, leaf = build(blueprint, tensors)

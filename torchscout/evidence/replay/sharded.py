@@ -6,17 +6,21 @@ parameters is ``layer``'s business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.reduction import Route
 
-__all__ = ["NOBODY", "Keepers", "awaken", "gathered", "gathered_again", "keepers_of"]
+__all__ = ["NOBODY", "Elsewhere", "Keepers", "awaken", "gathered", "gathered_again", "keepers_of"]
+
+Elsewhere = Callable[[torch.Tensor], torch.Tensor | None]
+"""Where the gradient of a parameter is, if backward does not return it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Keepers:
     """Whether peers gather from the shards of several replicas, each from those of its own."""
     route: Route | None = None
     """Which way its gradients go, where that is replayed too."""
+    around: Callable[[], AbstractContextManager[Elsewhere | None]] = nullcontext
+    """Entered around each replay of the module: puts back what its passes write besides."""
 
     @property
     def obstacle(self) -> str | None:

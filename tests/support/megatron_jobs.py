@@ -1,0 +1,470 @@
+"""Small GPT models that the real Megatron-Core trains on CPU ranks, in each kind of parallelism."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
+from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.recorder import read
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.integration.resumption import Resumption
+from torchscout.mesh import Mesh, Role
+
+VOCABULARY, LENGTH, ROWS = 64, 16, 2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How to train."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None
+    context: int = 1
+    expert: int = 1
+    experts: int | None = None
+    sequence: bool = False
+    sharded: bool = False
+    """Whether the optimizer's state is: Megatron's distributed optimizer."""
+    overlap: bool = False
+    dtype: str = "float32"
+    scale: float = 2.0**10
+    """The first loss scale, where losses are scaled."""
+    fused: bool = False
+    """Whether backward adds to ``main_grad`` by itself."""
+    layers: int = 2
+    steps: int = 6
+    microbatches: int = 2
+    dropout: float = 0.1
+    tied: bool = False
+    faults: Faults = field(default_factory=Faults)
+    replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(interval=1))
+    observer: ObserverConfig | None = None
+    directory: Path | None = None
+    """Of checkpoints."""
+    instances: int = 1
+    """Of the distributed optimizer: each shards its state for itself."""
+    spoiled: tuple[int, int] | None = None
+    """A rank whose optimizer has a wrong bit in a slot that it alone holds, after the check of this step."""
+    killed: int | None = None
+    """The step in which all ranks end."""
+
+    @property
+    def kind(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank has to tell."""
+
+    bits: dict[int, str]
+    """Of all that training is about, after every step."""
+    groups: dict[str, list[int]]
+    """Megatron's own, of this rank."""
+    places: dict[str, list[int]] = field(default_factory=dict)
+    """Who SCOUT thinks is along which axis."""
+    records: list[EvidenceRecord] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+    fired: int = 0
+    resumed: Resumption | None = None
+    scales: list[float] = field(default_factory=list)
+    """Of the loss, after every step."""
+    attach_seconds: float = 0.0
+
+    @property
+    def agreed(self) -> set[str]:
+        return {each.surface for each in self.records if each.verdict is not None and each.verdict.agrees}
+
+    @property
+    def unchecked(self) -> dict[str, str | None]:
+        return {each.surface: each.reason for each in self.records if each.verdict is None}
+
+
+@dataclass
+class Job:
+    """Megatron's objects of one rank."""
+
+    chunks: list[Any]
+    optimizer: Any
+    trial: Trial
+    schedule: Any
+    loader: Loader
+
+
+class Loader:
+    """Every replica's own batches, from a position on that is part of the state."""
+
+    def __init__(self, trial: Trial, replica: int) -> None:
+        self._trial, self._replica, self.position = trial, replica, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.position += 1
+            yield _batch(self._trial, 1000 * self._replica + self.position)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Told]:
+    for trial, run_dir in questions:
+        yield train(rank, trial, run_dir)
+
+
+def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
+    session, resumed = None, None
+    bits: dict[int, str] = {}
+    seconds, scales = 0.0, []
+    try:
+        job = build(trial)
+        with Injector(trial.faults, rank, _bare(job.chunks[0]), inner(job)[0]) as injector:
+            if run_dir is not None:
+                begin = time.perf_counter()
+                session = attached(job, run_dir)
+                seconds = time.perf_counter() - begin
+                resumed = session.resume() if trial.directory is not None else None
+            for step in range(resumed.step + 1 if resumed else 1, trial.steps + 1):
+                if trial.killed == step:
+                    dist.barrier()
+                    os._exit(9)
+                one_step(job)
+                if trial.spoiled == (rank, step):
+                    _spoil(inner(job)[0])
+                bits[step] = state_of(job)
+                scales.append(float(job.optimizer.get_loss_scale()))
+        told = Told(bits, groups(), fired=len(injector.fired), attach_seconds=seconds, resumed=resumed)
+        told.scales.extend(scales)
+        told.places.update(_places(job, rank))
+        return told if session is None or run_dir is None else _told(told, session, rank, run_dir)
+    finally:
+        if session is not None:
+            session.close()
+        _leave()
+
+
+def _told(told: Told, session: Any, rank: int, run_dir: Path) -> Told:
+    path = run_dir / "records" / f"rank-{rank}.jsonl"
+    told.incidents.extend(session.incidents)
+    told.failures.extend(session.failures)
+    told.status.update(session.status())
+    session.close()
+    if path.exists():
+        told.records.extend(each.item for each in read(path) if isinstance(each.item, EvidenceRecord))
+    return told
+
+
+def attached(job: Job, run_dir: Path) -> Any:
+    from torchscout.integration.attach import enable_resiliency
+
+    chunks = job.chunks if len(job.chunks) > 1 else job.chunks[0]
+    trial, kept = job.trial, None
+    if trial.directory is not None:
+        os.environ["TORCHSCOUT_MEMORY"] = str(trial.directory / "memory")
+        kept = CheckpointConfig(trial.directory / "files")
+    machines = [f"machine-{rank // trial.tensor}" for rank in range(dist.get_world_size())]
+    session = enable_resiliency(
+        chunks,
+        job.optimizer,
+        replay=trial.replay,
+        observer=trial.observer,
+        checkpoint=kept,
+        parallelism=_mesh(job, machines) if trial.observer is None else None,
+        run_dir=run_dir,
+    )
+    if kept is not None:
+        session.register_state("schedule", job.schedule)
+        session.register_state("loader", job.loader)
+    return session
+
+
+def build(trial: Trial) -> Job:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from tests.support import megatron_cpu
+
+    megatron_cpu.work_around()
+    parallel_state.initialize_model_parallel(
+        trial.tensor,
+        trial.pipeline,
+        trial.virtual,
+        context_parallel_size=trial.context,
+        expert_model_parallel_size=trial.expert,
+        expert_tensor_parallel_size=1,
+        num_distributed_optimizer_instances=trial.instances,
+    )
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+    config = _config(trial)
+    models = [_model(trial, config, stage) for stage in range(trial.virtual or 1)]
+    if trial.dtype != "float32":
+        from megatron.core.transformer.module import Float16Module
+
+        models = [Float16Module(config, each) for each in models]
+    setup = DistributedDataParallelConfig(
+        use_distributed_optimizer=trial.sharded,
+        overlap_grad_reduce=trial.overlap,
+        overlap_param_gather=trial.overlap and trial.sharded,
+        num_distributed_optimizer_instances=trial.instances,
+        grad_reduce_in_fp32=True,
+        bucket_size=4000,
+    )
+    chunks = [
+        DistributedDataParallel(config, setup, each, disable_bucketing=place > 0)
+        for place, each in enumerate(models)
+    ]
+    if trial.overlap:
+        config.no_sync_func = [each.no_sync for each in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            min_lr=1e-4,
+            weight_decay=0.01,
+            bf16=trial.dtype == "bfloat16",
+            fp16=trial.dtype == "float16",
+            initial_loss_scale=trial.scale,
+            loss_scale_window=3,
+            hysteresis=1,
+            params_dtype=trial.kind,
+            use_distributed_optimizer=trial.sharded,
+            overlap_param_gather=trial.overlap and trial.sharded,
+            clip_grad=1.0,
+        ),
+        chunks,
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    loader = Loader(trial, parallel_state.get_data_parallel_rank())
+    return Job(chunks, optimizer, trial, _schedule(optimizer), loader)
+
+
+def _schedule(optimizer: Any) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-4,
+        lr_warmup_steps=2,
+        lr_decay_steps=20,
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.1,
+        wd_incr_steps=20,
+        wd_incr_style="linear",
+    )
+
+
+def _bare(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def inner(job: Job) -> list[torch.optim.Optimizer]:
+    chained = getattr(job.optimizer, "chained_optimizers", None) or [job.optimizer]
+    return [each.optimizer for each in chained]
+
+
+def one_step(job: Job) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    trial = job.trial
+    for chunk in job.chunks:
+        chunk.zero_grad_buffer()
+    job.optimizer.zero_grad()
+    batches = [batch for _, batch in zip(range(trial.microbatches), job.loader, strict=False)]
+    loaders, several = [iter(batches) for _ in job.chunks], len(job.chunks) > 1
+    get_forward_backward_func()(
+        forward_step_func=_forward,
+        data_iterator=loaders if several else loaders[0],
+        model=job.chunks if several else job.chunks[0],
+        num_microbatches=trial.microbatches,
+        seq_length=LENGTH,
+        micro_batch_size=ROWS,
+        forward_only=False,
+    )
+    job.optimizer.step()
+    job.schedule.step(1)
+
+
+def state_of(job: Job) -> str:
+    """Parameters, gradients, buffers, optimizer slots, and where the random streams stand."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    tensors = [each for chunk in job.chunks for each in chunk.module.buffers()]
+    if not (job.trial.overlap and job.trial.sharded):  # others' shards arrive as late as they are needed
+        tensors += [each for chunk in job.chunks for each in chunk.parameters()]
+        tensors += [each.main_grad for chunk in job.chunks for each in chunk.parameters()]
+    for optimizer in inner(job):
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                tensors += [each, *(slot for slot in optimizer.state[each].values() if torch.is_tensor(slot))]
+    tensors += [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()]
+    tensors += [each["values"] for each in get_moe_layer_wise_logging_tracker().values()]
+    digest = hashlib.blake2b()
+    for each in tensors:
+        digest.update(each.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def groups() -> dict[str, list[int]]:
+    from megatron.core import parallel_state as state
+
+    found = {
+        "replica": state.get_data_parallel_group(),
+        "tensor": state.get_tensor_model_parallel_group(),
+        "pipeline": state.get_pipeline_model_parallel_group(),
+        "context": state.get_context_parallel_group(),
+        "expert replica": state.get_expert_data_parallel_group(),
+        "expert tensor": state.get_expert_tensor_parallel_group(),
+        "expert expert": state.get_expert_model_parallel_group(),
+    }
+    return {name: sorted(dist.get_process_group_ranks(each)) for name, each in found.items()}
+
+
+def _places(job: Job, rank: int) -> dict[str, list[int]]:
+    """As SCOUT reads them off Megatron, by the names that ``groups`` gives them."""
+    mesh = _mesh(job, ["machine"] * dist.get_world_size())
+    dense = ("replica", "tensor", "pipeline", "context")
+    found = {axis: mesh.ranks_along(axis, rank, Role.DENSE) for axis in dense}
+    if job.trial.experts:
+        of_experts = ("replica", "tensor", "expert")
+        found |= {f"expert {axis}": mesh.ranks_along(axis, rank, Role.EXPERT) for axis in of_experts}
+    return {name: list(ranks) for name, ranks in found.items()}
+
+
+def _mesh(job: Job, machines: list[str]) -> Mesh:
+    from torchscout.integration.registry import adapter_for
+
+    return adapter_for(job.chunks, job.optimizer, None).mesh(machines)
+
+
+def _spoil(optimizer: torch.optim.Optimizer) -> None:
+    """As memory does it: PyTorch is not told."""
+    slot = next(iter(optimizer.state.values()))["exp_avg"]
+    slot.detach().numpy().reshape(-1).view("int32")[0] ^= 1 << 20
+
+
+def _config(trial: Trial) -> Any:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    more: dict[str, Any] = {}
+    if trial.experts:
+        more |= {
+            "num_moe_experts": trial.experts,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "add_bias_linear": False,
+        }
+    if trial.virtual:
+        more |= {"overlap_p2p_comm": trial.pipeline == 2, "batch_p2p_comm": trial.pipeline != 2}
+    return TransformerConfig(
+        num_layers=trial.layers,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=trial.tensor,
+        pipeline_model_parallel_size=trial.pipeline,
+        virtual_pipeline_model_parallel_size=trial.virtual,
+        context_parallel_size=trial.context,
+        expert_model_parallel_size=trial.expert,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=trial.sequence,
+        params_dtype=trial.kind,
+        pipeline_dtype=trial.kind,
+        bf16=trial.dtype == "bfloat16",
+        fp16=trial.dtype == "float16",
+        hidden_dropout=trial.dropout,
+        attention_dropout=trial.dropout,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=trial.fused,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        finalize_model_grads_func=finalize_model_grads,
+        **more,
+    )
+
+
+def _model(trial: Trial, config: Any, stage: int) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from tests.support.megatron_parts import spec_of
+
+    virtual = stage if trial.virtual else None
+    ends = {"ignore_virtual": virtual is None, "vp_stage": virtual}
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec_of(trial, config, virtual),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        post_process=parallel_state.is_pipeline_last_stage(**ends),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=trial.tied,
+        vp_stage=virtual,
+    )
+
+
+def _batch(trial: Trial, seed: int) -> Any:
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+    places = torch.arange(LENGTH).unsqueeze(0).expand(ROWS, -1).contiguous()
+    mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
+    batch = {"tokens": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous(), "places": places}
+    if trial.context > 1:
+        batch, mask = get_batch_on_this_cp_rank(batch), None
+    return batch["tokens"], batch["labels"], batch["places"], mask
+
+
+def _forward(loader: Iterator[Any], model: Any) -> Any:
+    tokens, targets, places, mask = next(loader)
+    output = model(tokens, places, mask, labels=targets)
+
+    def loss(losses: torch.Tensor) -> Any:
+        return losses.float().mean(), {}
+
+    return output, loss
+
+
+def _leave() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    get_moe_layer_wise_logging_tracker().clear()
+    parallel_state.destroy_model_parallel()

@@ -1,0 +1,342 @@
+"""Megatron-Core: its parallel state, model chunks and optimizers (paper, section 9).
+
+Imported only where a job has imported Megatron-Core. What of it cannot be replayed is one sentence, in
+``obstacle``; training and hang localization go on without replay then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    TorchFullyShardedDataParallel,
+)
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchscout.config import Parallelism
+from torchscout.decision.record import Surface
+from torchscout.evidence.replay.randomness import register_tracker
+from torchscout.evidence.replay.sharded import Elsewhere, Keepers
+from torchscout.integration.mixture import experts_of
+from torchscout.integration.modules import is_matrix, is_table
+from torchscout.integration.parallelism import mesh_from
+from torchscout.integration.structure import (
+    Part,
+    Structure,
+    layers_of,
+    plain_name,
+    structure_of,
+    surface_of,
+)
+from torchscout.mesh import Mesh, MeshAddress, Role
+
+if TYPE_CHECKING:
+    from torchscout.checkpoint.state import Stateful
+
+__all__ = ["MegatronAdapter", "adapter_of"]
+
+_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel)
+_FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
+"""What layers of Megatron's, and of Transformer Engine's, call that their backward accumulates by itself."""
+_KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+
+
+def adapter_of(
+    model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None
+) -> MegatronAdapter | None:
+    """The adapter, where Megatron-Core wraps every model chunk, or is the one to update them."""
+    chunks = [*model] if isinstance(model, list | tuple | torch.nn.ModuleList) else [model]
+    is_wrapped = bool(chunks) and all(isinstance(each, _WRAPPERS) for each in chunks)
+    if not (is_wrapped or isinstance(optimizer, MegatronOptimizer)):
+        return None
+    if wrong := [type(each).__name__ for each in chunks if not isinstance(each, torch.nn.Module)]:
+        raise ValueError(f"model must be Megatron's model chunk, or a list of them, got {', '.join(wrong)}")
+    if optimizer is not None and not isinstance(optimizer, MegatronOptimizer):
+        raise ValueError(
+            f"optimizer must be what get_megatron_optimizer gave, got {type(optimizer).__name__}"
+        )
+    return MegatronAdapter(chunks, optimizer, parallelism)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What one rank tells the others."""
+
+    dense: MeshAddress
+    expert: MeshAddress
+    shards: Mapping[str, int]
+    """How many it has to update alone, by optimizer and group."""
+
+
+class MegatronAdapter:
+    """The model chunks of one rank and the optimizer of them all."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: MegatronOptimizer | None,
+        parallelism: Mesh | DeviceMesh | Parallelism | None = None,
+    ) -> None:
+        self._chunks, self._optimizer, self._parallelism = tuple(chunks), optimizer, parallelism
+        self._places: Sequence[_Place] = ()
+        self._model = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._model
+
+    @property
+    def obstacle(self) -> str | None:
+        for chunk in self._chunks:
+            if not isinstance(chunk, DistributedDataParallel):
+                return f"Megatron's {type(chunk).__name__} is not supported; its DistributedDataParallel is"
+            if chunk.ddp_config.num_distributed_optimizer_instances > 1:
+                return "several instances of Megatron's distributed optimizer are not supported"
+            if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
+                return "layers that Megatron runs as CUDA graphs cannot be called once more"
+        if other := [each for each in _members(self._optimizer) if type(each) not in _KNOWN]:
+            known = ", ".join(each.__name__ for each in _KNOWN)
+            return f"Megatron's {type(other[0]).__name__} is not supported; supported are {known}"
+        return None
+
+    def mesh(self, hosts: Sequence[str]) -> Mesh:
+        shards = {place: len(each) for role in Role for place, each in self._shards(role).items()}
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, _Place(_dense_address(), _expert_address(), shards))
+        self._places = told
+        if self._parallelism is not None:
+            return mesh_from(self._parallelism, len(told), hosts)
+        expert = [each.expert for each in told] if self._has_experts() else None
+        return Mesh([each.dense for each in told], hosts, expert_addresses=expert)
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        return [layer.module for layer in self._layers() or layers_of(self._model)]
+
+    def structure(
+        self,
+        *,
+        embedding: str | None = None,
+        layers: str | Sequence[str] | None = None,
+        output: str | None = None,
+    ) -> Structure:
+        own = self._layers()
+        if not own or embedding is not None or layers is not None or output is not None:
+            return structure_of(self._model, embedding=embedding, layers=layers, output=output)
+        inside = {id(each) for layer in own for each in layer.module.modules()}
+        outside = [each for each in self._parts() if id(each.module) not in inside]
+        return Structure(
+            tuple(each for each in outside if is_table(each.module)),
+            own,
+            tuple(each for each in outside if each.name.endswith("output_layer") and is_matrix(each.module)),
+        )
+
+    def experts(self, named: str | Sequence[str] | None = None) -> Sequence[Part]:
+        if named is not None:
+            return experts_of(self._model, named)
+        every = self._parts()
+        mixtures = [each.module.experts for each in every if isinstance(each.module, BaseMoELayer)]
+        # Each of a list of experts is called by itself, a stack of them at once.
+        called = {id(each) for of in mixtures for each in getattr(of, "local_experts", [of])}
+        return [each for each in every if id(each.module) in called]
+
+    def parameters(self) -> Mapping[Surface, torch.Tensor]:
+        found: dict[Surface, torch.Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            found[surface_of(name)] = parameter
+            copy = getattr(parameter, "main_param", None)
+            if copy is not None and not getattr(parameter, "main_param_sharded", False):
+                found[f"{surface_of(name)}.main"] = copy
+        return found
+
+    def keepers(self, module: torch.nn.Module) -> Keepers:
+        return Keepers(around=lambda: _lent(module))
+
+    def unreplicated(self) -> Collection[Surface]:
+        return ()
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return [each.optimizer for each in _members(self._optimizer)]
+
+    def owned(self, role: Role = Role.DENSE) -> Mapping[Surface, torch.Tensor]:
+        """Ranks have different numbers of shards in a group: who has fewer goes through its own again. Where
+        a peer has none to update, the group is only watched at rest."""
+        found: dict[Surface, torch.Tensor] = {}
+        for place, shards in self._shards(role).items():
+            counts = [each.shards.get(place, 0) for each in self._peers(role)] or [len(shards)]
+            seen = shards if min(counts) else [each.detach() for each in shards]
+            many = max(counts) if min(counts) else len(shards)
+            found |= {f"optimizer.{place}/shard.{number}": seen[number % len(seen)] for number in range(many)}
+        return found
+
+    def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        """Parameters are copied and gathered after the inner optimizers have stepped, so that the outermost
+        ``step`` is the update; one that is skipped, for a gradient that is not finite, ends a step too."""
+        optimizer = self._optimizer
+        assert optimizer is not None, "there is no update without it"
+        step = optimizer.step
+
+        def around(*args: Any, **kwargs: Any) -> Any:
+            before()
+            result = step(*args, **kwargs)
+            after()
+            return result
+
+        optimizer.step = around
+        with ExitStack() as undo:
+            undo.callback(delattr, optimizer, "step")
+            with suppress(ValueError):  # another session of this process has done it: the streams are one
+                undo.callback(register_tracker("megatron", _Streams()))
+            return undo.pop_all().close
+
+    def settle(self) -> None:
+        """Parameters may be gathered as late as the next forward pass needs them."""
+        for chunk in self._chunks:
+            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def state(self) -> Mapping[str, Stateful]:
+        for each in self._model.modules():
+            # In its first pass a router makes its bias what a checkpoint of any later step has in it.
+            if isinstance(each, Router) and isinstance(
+                bias := getattr(each, "expert_bias", None), torch.Tensor
+            ):
+                bias.data = bias.data.float()
+        scalers = [getattr(each, "grad_scaler", None) for each in _members(self._optimizer)]
+        kept: dict[str, Stateful] = {"megatron/streams": _Streams(), "megatron/losses": _Losses()}
+        return kept | {
+            f"megatron/scaler {place}": each for place, each in enumerate(scalers) if each is not None
+        }
+
+    def _shards(self, role: Role) -> dict[str, list[torch.Tensor]]:
+        """What the distributed optimizer lets this rank alone update, by optimizer and group."""
+        return {
+            f"{number}.group.{place}": group["params"]
+            for number, each in enumerate(_members(self._optimizer))
+            if isinstance(each, DistributedOptimizer)
+            for place, group in enumerate(each.optimizer.param_groups)
+            if bool(group.get("is_expert_parallel")) is (role is Role.EXPERT) and group["params"]
+        }
+
+    def _peers(self, role: Role) -> list[_Place]:
+        """Those who share what they update with this rank, once everybody has told its place."""
+        own = _dense_address() if role is Role.DENSE else _expert_address()
+        of = [(each, each.dense if role is Role.DENSE else each.expert) for each in self._places]
+        return [each for each, address in of if replace(address, replica=own.replica) == own]
+
+    def _parts(self) -> list[Part]:
+        return [Part(plain_name(dotted), each) for dotted, each in self._model.named_modules()]
+
+    def _layers(self) -> tuple[Part, ...]:
+        return tuple(each for each in self._parts() if isinstance(each.module, BaseTransformerLayer))
+
+    def _has_experts(self) -> bool:
+        return any(getattr(chunk.config, "num_moe_experts", None) for chunk in self._chunks)
+
+
+def _members(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
+    """Those that update something: a rank's parameters may all be frozen."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [each for each in chained if each is not None and not each.is_stub_optimizer]
+
+
+def _dense_address() -> MeshAddress:
+    return MeshAddress(
+        replica=parallel_state.get_data_parallel_rank(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        context=parallel_state.get_context_parallel_rank(),
+    )
+
+
+def _expert_address() -> MeshAddress:
+    """Experts have tensor and data parallelism of their own; to them context parallelism is data's."""
+    return MeshAddress(
+        replica=parallel_state.get_expert_data_parallel_rank(),
+        tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
+    )
+
+
+@contextmanager
+def _lent(module: torch.nn.Module) -> Iterator[Elsewhere]:
+    """Around a replayed call: what it writes besides the module itself is put back.
+
+    A backward pass that accumulates gradients by itself writes them to ``main_grad``, and returns memory that
+    it has not filled.
+    """
+    weights: list[Any] = [each for each in module.parameters() if hasattr(each, "main_grad")]
+    is_fused = any(getattr(each, flag, False) for each in module.modules() for flag in _FUSED)
+    with ExitStack() as undo:
+        undo.callback(_Losses().load_state_dict, _Losses().state_dict())
+        for each in weights if is_fused else ():
+            undo.callback(setattr, each, "main_grad", each.main_grad)
+            undo.callback(setattr, each, "grad_added_to_main_grad", each.grad_added_to_main_grad)
+            each.main_grad, each.grad_added_to_main_grad = torch.zeros_like(each.main_grad), False
+        yield _accumulated
+
+
+def _accumulated(parameter: Any) -> torch.Tensor | None:
+    return parameter.main_grad if getattr(parameter, "grad_added_to_main_grad", False) else None
+
+
+class _Streams:
+    """Megatron's random streams, which tensor-parallel and expert-parallel ranks draw from."""
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return {name: _bytes_of(each) for name, each in get_cuda_rng_tracker().get_states().items()}
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        tracker = get_cuda_rng_tracker()
+        own = tracker.get_states()
+        for name, state in states.items():
+            if isinstance(generator := own.get(name), torch.Generator):
+                generator.set_state(state)  # CUDA graphs know this one: it must stay the same
+            else:
+                own[name] = state.clone()
+        tracker.set_states(own)
+
+    state_dict = get_states
+    load_state_dict = set_states
+
+
+def _bytes_of(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    return state.get_state() if isinstance(state, torch.Generator) else state.clone()
+
+
+class _Losses:
+    """The sums of auxiliary losses that routers keep for the log."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        tracker = get_moe_layer_wise_logging_tracker()
+        return {name: each["values"].clone() for name, each in tracker.items() if "values" in each}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], /) -> None:
+        tracker = get_moe_layer_wise_logging_tracker()
+        for name in tracker.keys() - state.keys():
+            del tracker[name]
+        for name, values in state.items():
+            if name in tracker:
+                tracker[name]["values"].copy_(values)
+            else:
+                tracker[name] = {"values": values.to(_device()).clone()}
+
+
+def _device() -> torch.device:
+    return torch.device(torch.cuda.current_device())
