@@ -26,6 +26,10 @@ class Adapter(Protocol):
         """All that this rank trains, as one module: what checkpoints hold."""
         ...
 
+    def obstacle(self) -> str | None:
+        """Why replay would not be right for this job, in one sentence; None where it is."""
+        ...
+
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         """Who does the same work; ``hosts`` has each rank's machine. A ``ValueError`` says what to pass."""
         ...

@@ -67,13 +67,15 @@ def enable_resiliency(
     """
     if not dist.is_initialized():
         raise ValueError("call torch.distributed.init_process_group() before enable_resiliency()")
-    if model in _attached:
-        raise ValueError("torchscout is attached to this model already; close that session first")
     adapter = adapter_for(model, optimizer, parallelism)
     model = adapter.model
+    if model in _attached:
+        raise ValueError("torchscout is attached to this model already; close that session first")
     if checkpoint is not None and (replay is None or not adapter.optimizers()):
         raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
-    if replay is not None:
+    if checkpoint is not None and (obstacle := adapter.obstacle()) is not None:
+        raise ValueError(f"checkpoint= needs replay, which certifies what is kept, and {obstacle}")
+    if replay is not None and adapter.obstacle() is None:
         recipes_for(adapter, replay)  # a user's mistake shows before anything is attached
     with ExitStack() as undo:
         communicators = Communicators() if replay is None else Communicators(replay.patience_seconds)
@@ -127,8 +129,8 @@ def _watch(
     session.watching = watching
     layers = adapter.layers()
     watching.publisher.watch_layers(layers)
-    if optimizers := adapter.optimizers():
-        watching.publisher.watch_optimizer(optimizers[-1], device_of(layers))
+    if adapter.optimizers():
+        watching.publisher.watch_updates(adapter.at_updates, device_of(layers))
     elif layers:
         watching.publisher.watch_steps(layers[0], session.step_finished)
 
@@ -181,8 +183,10 @@ def _replay(
 ) -> None:
     """Put replay into the session: on every rank, or where one has no part in it, on none."""
     peers = job.mesh.peers_of(job.rank, Role.DENSE)
-    obstacle = None
-    if not peers.can_compare:
+    obstacle = adapter.obstacle()
+    if obstacle is not None:
+        logging.getLogger(__name__).warning("nothing is replayed: %s", obstacle)
+    elif not peers.can_compare:
         obstacle = "no other rank does the same work"
     elif not adapter.optimizers():
         obstacle = "there is no optimizer at whose update a step would end"

@@ -44,6 +44,9 @@ class PyTorchAdapter:
     def model(self) -> torch.nn.Module:
         return self._model
 
+    def obstacle(self) -> str | None:
+        return None
+
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         world = dist.get_world_size()
         told = self._parallelism or self._guessed(world)

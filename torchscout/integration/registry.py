@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,10 @@ def adapter_for(
             f"model must be a torch.nn.Module, got {type(model).__name__}; "
             "several pipeline stages of one rank go into a torch.nn.ModuleList"
         )
+    if (deepspeed := sys.modules.get("deepspeed")) and isinstance(model, deepspeed.DeepSpeedEngine):
+        from torchscout.integration.deepspeed import DeepSpeedAdapter  # only where its framework is
+
+        return DeepSpeedAdapter(model, parallelism)
     optimizers = _listed(optimizer)
     if wrong := [type(each).__name__ for each in optimizers if not isinstance(each, torch.optim.Optimizer)]:
         raise ValueError(f"optimizer must be a torch.optim.Optimizer or several, got {', '.join(wrong)}")

@@ -153,6 +153,11 @@ class _Target:
             raise ReplayError(f"{self.name} has no elements on this rank")
         return parts
 
+    def is_due(self) -> bool:
+        """Whether the optimizer is about to update it: ZeRO lends its groups to the optimizer one by one."""
+        groups = self.optimizer.param_groups
+        return any(each is self.parameter for group in groups for each in group["params"])
+
     def unreduced(self) -> torch.Tensor | None:
         """A copy of this rank's summand, where the gradient is a sum yet to be made."""
         gradient = self.parameter.grad
@@ -221,6 +226,8 @@ class OptimizerReplay:
             return
 
         def before_update(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not target.is_due():
+                return
             try:
                 self._capture(args, kwargs, count, obstacle)
             except FAILURES as failure:  # training must not notice
