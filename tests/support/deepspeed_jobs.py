@@ -32,7 +32,11 @@ from torchscout.integration.session import Session
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import deepspeed  # noqa: E402  its accelerator is chosen when it is imported
+import deepspeed  # noqa: E402  its accelerator is chosen when it is first asked for
+
+from torchscout.cli.local_ranks import preload  # noqa: E402
+
+preload("deepspeed")
 
 ACCUMULATED = 2
 """Batches of a step, and calls of ``engine.step()``."""

@@ -147,9 +147,13 @@ def _keep(
     from torchscout.integration.checkpointing import Checkpointing  # with it comes ZeroMQ
 
     model = adapter.model
-    names = [name for name, _ in model.named_parameters() if surface_of(name) in differing]
+    names = {surface_of(name): name for name, _ in model.named_parameters()}
+    besides = [name for surface, name in names.items() if surface in differing]
+    owned = {names.get(surface, surface.replace("/", ".")): each for surface, each in adapter.owned().items()}
     try:
-        session.checkpointing = Checkpointing(job, config, communicators, model, adapter.optimizers(), names)
+        session.checkpointing = Checkpointing(
+            job, config, communicators, model, adapter.optimizers(), besides, owned
+        )
     except ScoutError:
         session.close()
         raise
