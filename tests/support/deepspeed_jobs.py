@@ -63,6 +63,8 @@ class Plan:
     """The step in whose middle all ranks end."""
     at_rest: int | None = None
     """A rank whose part of the optimizer's state changes by itself in the middle of the third step."""
+    miscalculating: int | None = None
+    """A rank whose optimizer gets one number of its part wrong in the third step, before others get it."""
     faults: Faults = field(default_factory=Faults)
 
 
@@ -172,6 +174,8 @@ def train(rank: int, plan: Plan) -> Told:
     engine = engine_of(plan, Net())
     torch.manual_seed(rank)  # dropout is each rank's own
     loader, bits = Loader(rank), dict[int, str]()
+    if plan.miscalculating == rank:
+        _miscalculate(engine)
     with Injector(plan.faults, rank, engine.module, Boundary(engine)) as injector:
         began = time.monotonic()
         session = attached(plan, engine)
@@ -232,6 +236,18 @@ def told(plan: Plan, rank: int, session: Session | None, so_far: Told) -> Told:
     )
 
 
+def _miscalculate(engine: Any) -> None:
+    inner = engine.optimizer.optimizer
+
+    def after(*_: Any) -> None:
+        for group in inner.param_groups:
+            for part in group["params"]:
+                if engine.global_steps == 2:
+                    decay(part)
+
+    inner.register_step_post_hook(after)
+
+
 def decay(tensor: torch.Tensor) -> None:
     """One bit of memory changes, and PyTorch does not know of it."""
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
@@ -242,7 +258,8 @@ def bits_of(engine: Any, loader: Loader) -> str:
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     slots = [slot for slots in inner.state.values() for slot in slots.values()]
     masters = list(inner.state)
-    tensors = [*engine.module.parameters(), *engine.module.buffers(), *masters, *slots]
+    held = [getattr(each, "ds_tensor", each) for each in engine.module.parameters()]
+    tensors = [*held, *engine.module.buffers(), *masters, *slots]
     digest = hashlib.blake2b(digest_size=16)
     for each in [*tensors, torch.get_rng_state()]:
         digest.update(each.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())

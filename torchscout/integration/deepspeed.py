@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -53,7 +54,6 @@ class DeepSpeedAdapter:
     def obstacle(self) -> str | None:
         engine = self._engine
         refused = {
-            "ZeRO 3": self._stage == 3,
             "offloading": engine.zero_offload_optimizer() is not None
             or engine.zero_offload_param() is not None,
             "ZenFlow": bool(engine.zenflow),
@@ -93,8 +93,8 @@ class DeepSpeedAdapter:
         own = {surface_of(name): each for name, each in self.model.named_parameters()}
         return own if self._is_partitioned else {**own, **self._masters("master")}
 
-    def keepers(self, module: torch.nn.Module) -> Keepers:  # noqa: ARG002  as the protocol has it
-        return NOBODY
+    def keepers(self, module: torch.nn.Module) -> Keepers:
+        return NOBODY if self._stage < 3 else Keepers((_Keeper(self._engine, module),))
 
     def unreplicated(self) -> Collection[Surface]:
         return ()
@@ -104,7 +104,11 @@ class DeepSpeedAdapter:
         return [found] if isinstance(found, torch.optim.Optimizer) else []
 
     def owned(self) -> Mapping[Surface, torch.nn.Parameter]:
-        return self._masters("partition") if self._is_partitioned else {}
+        if self._stage < 3:
+            return self._masters("partition") if self._is_partitioned else {}
+        shards = {surface_of(name): each.ds_tensor for name, each in self.model.named_parameters()}
+        updated = enumerate(self._engine.optimizer.fp32_partitioned_groups_flat)
+        return {**shards, **{f"optimizer.{place}/partition": each for place, each in updated}}
 
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Around the outermost optimizer: inside it, only this rank's part is new when PyTorch's is done."""
@@ -132,6 +136,8 @@ class DeepSpeedAdapter:
         engine, found = self._engine, dict[str, Any]()
         found["counters"] = _Numbers(engine, _COUNTERS)
         found["rng_tracker"] = _Streams(deepspeed.checkpointing.get_cuda_rng_tracker())
+        if self._stage == 3:
+            found["gathered"] = _Gathered(self.model)
         if engine.lr_scheduler is not None:
             found["lr_scheduler"] = engine.lr_scheduler
         for name in ("loss_scaler", "loss_scale_config"):
@@ -175,6 +181,55 @@ class DeepSpeedAdapter:
         if (size := groups._get_sequence_parallel_world_size()) > 1:
             return {data: [rank // size for rank in range(world)], "context": [r % size for r in range(world)]}
         return {data: range(world)}
+
+
+class _Keeper:
+    """Gathers the parameters of one module that ZeRO 3 keeps in shards.
+
+    DeepSpeed's own hooks would gather them as well, and take the call for a part of training's order of calls,
+    by which they prefetch. So they are taken away meanwhile.
+    """
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, module: torch.nn.Module) -> None:
+        self._offload, self._module = engine.optimizer.parameter_offload, module
+        self._undo = ExitStack()
+
+    def unshard(self) -> None:
+        scattered = [each for each in self._module.parameters() if not _is_gathered(each)]
+        self._undo.enter_context(deepspeed.zero.GatheredParameters(scattered))
+        hooks = {each.id for each in (*self._offload.forward_hooks, *self._offload.backward_hooks)}
+        for module in self._module.modules():
+            for registry in (module._forward_pre_hooks, module._forward_hooks):
+                self._undo.callback(_refill, registry, registry.copy())
+                for key in hooks & registry.keys():
+                    del registry[key]
+
+    def reshard(self) -> None:
+        self._undo.close()
+
+
+def _refill(registry: dict[int, Any], contents: Mapping[int, Any]) -> None:
+    registry.clear()
+    registry.update(contents)
+
+
+def _is_gathered(parameter: Any) -> bool:
+    return bool(parameter.ds_status == deepspeed.zero.ZeroParamStatus.AVAILABLE)
+
+
+class _Gathered:
+    """The small parameters that ZeRO 3 keeps gathered: no state, but stale where shards are put back."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, _: Mapping[str, Any]) -> None:
+        for each in self._model.parameters():
+            if _is_gathered(each):
+                each.partition(has_been_updated=False)
 
 
 class _Numbers:

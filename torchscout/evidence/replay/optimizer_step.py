@@ -92,10 +92,12 @@ class OptimizerRecipe:
             for group in optimizer.param_groups
             for member in group["params"]
         }
+        # ZeRO shows its optimizer what this rank owns only while that is updated.
+        default = optimizers[0] if owned and len(optimizers) == 1 and not owners else None
         self._owned = [
-            _Target(kind, name, parameter, owners[id(parameter)])
+            _Target(kind, name, parameter, optimizer)
             for name, parameter in parameters.items()
-            if parameter.requires_grad and id(parameter) in owners
+            if parameter.requires_grad and (optimizer := owners.get(id(parameter), default)) is not None
         ]
         self.targets = tuple(owned.name for owned in self._owned)
         self._device = device
@@ -218,9 +220,10 @@ class OptimizerReplay:
 
     def watch(self, separability: Separability, count: int) -> None:
         """Capture at each step of the optimizer, until ``describe``; the last one counts."""
-        target = self._target
+        target, obstacle = self._target, None
         try:
-            obstacle = separability.obstacle(target.optimizer, target.parameter)
+            if is_known := target.is_due():
+                obstacle = separability.obstacle(target.optimizer, target.parameter)
         except ReplayError as failure:
             self._failure = str(failure)
             return
@@ -229,7 +232,8 @@ class OptimizerReplay:
             if not target.is_due():
                 return
             try:
-                self._capture(args, kwargs, count, obstacle)
+                found = obstacle if is_known else separability.obstacle(target.optimizer, target.parameter)
+                self._capture(args, kwargs, count, found)
             except FAILURES as failure:  # training must not notice
                 self._failure = told(failure)
 
