@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support.deepspeed_jobs import Plan, Told, engine_of, quiet, train
+from tests.support.deepspeed_jobs import Plan, Told, train, work_of
 from tests.support.hangs import QUICK
 from tests.support.ranks import RankError, run_ranks
-from tests.support.replayed_job import Net
 from torchscout.faults.fault import Faults
 from torchscout.integration.deepspeed import DeepSpeedAdapter
 from torchscout.mesh import Mesh
@@ -61,8 +60,7 @@ def test_ranks_are_where_the_framework_has_them():
 
 
 def _groups(rank: int, plan: Plan) -> tuple[Any, Any]:
-    quiet()
-    engine = engine_of(plan, Net())
+    engine = work_of(plan, rank).engine
     mesh = DeepSpeedAdapter(engine, None).mesh(["here"] * 4)
     group = engine.seq_data_parallel_group
     return mesh.peers_of(rank).ranks, tuple(sorted(dist.get_process_group_ranks(group)))

@@ -1,25 +1,21 @@
-"""Small DeepSpeed jobs on Gloo ranks, each trained with a check at every step.
-
-DeepSpeed runs on CPUs as it is; only its shared-memory operators, which it would compile, are left out.
-"""
+"""Small DeepSpeed jobs on Gloo ranks, trained with a check at every step, killed, and going on."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.support.checkpoint_jobs import Loader, kill
-from tests.support.replayed_job import Net
+from tests.support.deepspeed_models import ACCUMULATED, KINDS, Work, quiet
+from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.recorder import read
@@ -30,16 +26,7 @@ from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.resumption import Resumption
 from torchscout.integration.session import Session
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-
-import deepspeed  # noqa: E402  its accelerator is chosen when it is first asked for
-
-from torchscout.cli.local_ranks import preload  # noqa: E402
-
 preload("deepspeed")
-
-ACCUMULATED = 2
-"""Batches of a step, and calls of ``engine.step()``."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +34,7 @@ class Plan:
     """How to train."""
 
     stage: int = 0
+    kind: str = "plain"
     bf16: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What else DeepSpeed's configuration has."""
@@ -101,13 +89,9 @@ class Told:
         return [(e.manifestation.value, e.scope.value, e.ranks, e.step) for e in self.incidents]
 
 
-def quiet() -> None:
-    warnings.filterwarnings("ignore")
-    deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def engine_of(plan: Plan, net: nn.Module) -> Any:
+def work_of(plan: Plan, rank: int) -> Work:
+    quiet()
+    torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": ACCUMULATED,
@@ -118,14 +102,7 @@ def engine_of(plan: Plan, net: nn.Module) -> Any:
         "bf16": {"enabled": plan.bf16},
         **plan.settings,
     }
-    decayed = [each for each in net.parameters() if each.dim() > 1]
-    others = [each for each in net.parameters() if each.dim() == 1]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=schedule, config=config)
-    return engine
+    return KINDS[plan.kind](rank, config)
 
 
 class Boundary:
@@ -169,40 +146,33 @@ class _Handle:
 
 def train(rank: int, plan: Plan) -> Told:
     """Train to the end, from the last checkpoint if there is one."""
-    quiet()
-    torch.manual_seed(0)
-    engine = engine_of(plan, Net())
+    work = work_of(plan, rank)
+    engine, loader, bits = work.engine, Loader(work.replica), dict[int, str]()
     torch.manual_seed(rank)  # dropout is each rank's own
-    loader, bits = Loader(rank), dict[int, str]()
     if plan.miscalculating == rank:
         _miscalculate(engine)
     with Injector(plan.faults, rank, engine.module, Boundary(engine)) as injector:
         began = time.monotonic()
         session = attached(plan, engine)
-        attaching = time.monotonic() - began
-        resumed, done = None, 0
+        found = Told(bits, attaching=time.monotonic() - began)
         if session is not None and plan.directory is not None:
             session.register_state("loader", loader)
-            resumed = session.resume()
-            done = resumed.step
+            found = replace(found, resumed=session.resume())
+        done = 0 if found.resumed is None else found.resumed.step
         assert engine.global_steps == done
         for step, batches in zip(range(done + 1, plan.steps + 1), loader, strict=False):
-            micro_steps(engine, batches, plan, rank, step)
+            work.step(batches, lambda now=step: _suffer(plan, rank, now, engine))
             bits[step] = bits_of(engine, loader)
         assert engine.global_steps == plan.steps
-    return told(plan, rank, session, Told(bits, len(injector.fired), resumed=resumed, attaching=attaching))
+    return told(plan, rank, session, replace(found, fired=len(injector.fired)))
 
 
-def micro_steps(engine: Any, batches: list[Any], plan: Plan, rank: int, step: int) -> None:
-    for place, (tokens, targets) in enumerate(batches):
-        logits = engine(tokens).float()
-        engine.backward(nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-        if plan.killed == step and place:
-            dist.barrier()
-            kill()
-        if (plan.at_rest, step, place) == (rank, 3, 1):
-            decay(engine.optimizer.optimizer.param_groups[0]["params"][0])
-        engine.step()
+def _suffer(plan: Plan, rank: int, step: int, engine: Any) -> None:
+    if plan.killed == step:
+        dist.barrier()
+        kill()
+    if (plan.at_rest, step) == (rank, 3):
+        decay(masters_of(engine)[0])
 
 
 def attached(plan: Plan, engine: Any) -> Session | None:
@@ -224,16 +194,18 @@ def told(plan: Plan, rank: int, session: Session | None, so_far: Told) -> Told:
     session.close()
     path = plan.run_dir / "records" / f"rank-{rank}.jsonl"
     lines = [line.item for line in read(path)] if path.exists() else []
-    return Told(
-        so_far.bits,
-        so_far.fired,
-        [each for each in lines if isinstance(each, EvidenceRecord)],
-        list(incidents),
-        list(session.failures),
-        status,
-        so_far.resumed,
-        so_far.attaching,
+    return replace(
+        so_far,
+        records=[each for each in lines if isinstance(each, EvidenceRecord)],
+        incidents=list(incidents),
+        failures=list(session.failures),
+        status=status,
     )
+
+
+def masters_of(engine: Any) -> list[torch.Tensor]:
+    """What optimizers update, as far as they have done so."""
+    return list(getattr(engine.optimizer, "optimizer", engine.optimizer).state)
 
 
 def _miscalculate(engine: Any) -> None:
