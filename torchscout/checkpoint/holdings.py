@@ -6,6 +6,7 @@ Names come from the model, so that they are the same after a restart. Nothing is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -34,14 +35,19 @@ class Holdings:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         registered: Mapping[str, Stateful],
+        owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
+        """``owned`` is kept in place of the parameters of the same names, and besides them: a framework may
+        show the model whole parameters, or none, where a rank holds a part."""
         for each in model.modules():
             if isinstance(each, FSDPModule):
                 each.reshard()  # the sharded parameters are the ones to keep, and the ones to fill
         self.model = model
         self.optimizers = list(_with_inner(optimizers))
         self.registered = registered
-        self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        self.parameters: dict[str, torch.Tensor] = {
+            name: owned.get(name, each) for name, each in model.named_parameters()
+        }
         self.restless = _restless(model)
         """Names of parameters that a forward pass changes."""
         self.buffers, self.caches = _buffers(model)
@@ -49,7 +55,9 @@ class Holdings:
         self.extra = {name: each for name, each in model.named_modules() if _has_extra_state(each)}
         """Modules that keep more than tensors."""
         self.names = {id(tensor): name for name, tensor in self.parameters.items()}
-        self.masters = self._masters()
+        self.masters = {name: each for name, each in owned.items() if name not in self.parameters}
+        self.names |= {id(tensor): name for name, tensor in self.masters.items()}
+        self.masters |= self._masters()
         """What optimizers update that is no parameter of the model, such as copies in higher precision."""
         self.names |= {id(tensor): name for name, tensor in self.masters.items()}
 

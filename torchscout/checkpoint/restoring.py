@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ def restore(
     optimizers: Sequence[torch.optim.Optimizer],
     registered: Mapping[str, Stateful],
     tree: Any,
+    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
     """Make this rank's state what ``collect`` found; a ``CheckpointError`` says why not, and nothing changed.
 
@@ -40,7 +42,7 @@ def restore(
     """
     if not isinstance(tree, dict) or tree.get("schema") != 1:
         raise CheckpointError("this is not the state of a rank, or of another version")
-    held = Holdings(model, optimizers, registered)
+    held = Holdings(model, optimizers, registered, owned)
     plan = _Plan(tree["layouts"])
     _plan_model(plan, held, tree)
     _plan_optimizers(plan, held, tree)

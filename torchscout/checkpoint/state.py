@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,9 +77,12 @@ class Note:
 
 
 def note(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Stateful]
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    registered: Mapping[str, Stateful],
+    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Note:
-    held = Holdings(model, optimizers, registered)
+    held = Holdings(model, optimizers, registered, owned)
     loaders = {name: each for name, each in registered.items() if hasattr(each, "__iter__")}
     return Note(
         random_state.now(held.tensors),
@@ -91,10 +95,11 @@ def collect(
     optimizers: Sequence[torch.optim.Optimizer],
     registered: Mapping[str, Stateful],
     noted: Note | None = None,
+    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> State:
     """The state as it is now, but for what was noted; a ``CheckpointError`` names what cannot be kept."""
-    held, taken = Holdings(model, optimizers, registered), _Taken()
-    noted = noted or note(model, optimizers, registered)
+    held, taken = Holdings(model, optimizers, registered, owned), _Taken()
+    noted = noted or note(model, optimizers, registered, owned)
     found = {
         "schema": 1,
         "rng": noted.rng,
@@ -123,9 +128,13 @@ def collect(
     return State(document, live, {name: each for name, each in tensors.items() if name not in live})
 
 
-def expected_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+def expected_bytes(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> int:
     """About what a checkpoint will take, also before the first update: Adam's two slots are assumed then."""
-    held = Holdings(model, optimizers, {})
+    held = Holdings(model, optimizers, {}, owned)
     total = sum(local_of(each).nbytes for each in held.tensors)
     for optimizer in held.optimizers:
         for group in optimizer.param_groups:

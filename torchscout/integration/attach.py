@@ -69,6 +69,8 @@ def enable_resiliency(
     adapter = _adapter(model, optimizer, parallelism)
     if checkpoint is not None and (replay is None or not adapter.optimizers()):
         raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
+    if checkpoint is not None and adapter.obstacle is not None:
+        raise ValueError(f"checkpoint= needs replay, which certifies what is kept, and {adapter.obstacle}")
     if replay is not None and adapter.obstacle is None:
         recipes_for(adapter, replay)  # a user's mistake shows before anything is attached
     with ExitStack() as undo:
@@ -138,8 +140,8 @@ def _watch(
     session.watching = watching
     layers = adapter.layers()
     watching.publisher.watch_layers(layers)
-    if optimizers := adapter.optimizers():
-        watching.publisher.watch_optimizer(optimizers[-1], device_of(layers))
+    if adapter.optimizers():
+        watching.publisher.watch_updates(adapter.at_updates, device_of(layers))
     elif layers:
         watching.publisher.watch_steps(layers[0], session.step_finished)
 
@@ -157,12 +159,20 @@ def _keep(
     from torchscout.integration.checkpointing import Checkpointing  # with it comes ZeroMQ
 
     model = adapter.model
-    names = [name for name, _ in model.named_parameters() if surface_of(name) in differing]
     optimizers = adapter.optimizers()
+    names = {surface_of(name): name for name, _ in model.named_parameters()}
+    besides = [name for surface, name in names.items() if surface in differing]
+    found = {id(each) for of in optimizers for group in of.param_groups for each in group["params"]}
+    found |= {each.data_ptr() for of in optimizers for group in of.param_groups for each in group["params"]}
+    owned = {
+        names.get(surface, surface.replace("/", ".")): each
+        for surface, each in adapter.owned().items()
+        if not found & {id(each), each.data_ptr()}  # optimizers show most of it themselves
+    }
     if adapter.owned():
-        names += Holdings(model, optimizers, {}).masters
+        besides += Holdings(model, optimizers, {}, owned).masters
     try:
-        session.checkpointing = Checkpointing(job, config, communicators, model, optimizers, names)
+        session.checkpointing = Checkpointing(job, config, communicators, model, optimizers, besides, owned)
     except ScoutError:
         session.close()
         raise

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,13 +66,16 @@ class Checkpointing:
         model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         unreplicated: Collection[str] = (),
+        owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """On every rank, or with a ``ScoutError`` on none.
 
-        Of the parameters ``unreplicated`` replicas do not keep equal ones.
+        Of the parameters ``unreplicated`` replicas do not keep equal ones. What is ``owned`` by this rank is
+        kept by its name, in place of a parameter's that has the same.
         """
         self._job, self._config, self._communicators = job, config, communicators
-        self._model, self._optimizers, self._unreplicated = model, optimizers, unreplicated
+        self._model, self._optimizers, self._owned = model, optimizers, owned
+        self._unreplicated = {*unreplicated, *owned}
         self.keepsakes = Keepsakes()
         """What a sweep will replay, as far as there is room for it."""
         self._registered: dict[str, Stateful] = {f"{OURS}keepsakes": self.keepsakes}
@@ -203,7 +207,7 @@ class Checkpointing:
         self._problems += fetched.demoted
         problem: str | None = f"{fetched.generation} could not be put back"
         try:
-            restore(self._model, self._optimizers, self._registered, fetched.value.tree)
+            restore(self._model, self._optimizers, self._registered, fetched.value.tree, self._owned)
             problem = None
         except ScoutError as error:
             problem = str(error)
@@ -274,7 +278,7 @@ class Checkpointing:
             self._undo.callback(lock.claim(folder, self._name, job.token).release)
             shards.clean(folder)
         copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
-        expected = expected_bytes(self._model, self._optimizers)
+        expected = expected_bytes(self._model, self._optimizers, self._owned)
         allowed = check_budget(expected, copies, config.memory_budget, self._memory)
         # Of what its state will not need, though it should turn out twice as large.
         self.keepsakes.limit = max(0, allowed // copies - 2 * expected) if config.sweep else 0
@@ -348,11 +352,11 @@ class Checkpointing:
     def _take(self, generation: Generation, effects: Effects) -> None:
         """Note now what a loader draws from; the rest of the step is still to come."""
         self._awaited, self._capture, self._due = generation, None, None  # whatever becomes of it below
-        noted = note(self._model, self._optimizers, self._registered)
+        noted = note(self._model, self._optimizers, self._registered, self._owned)
         role = Role.VERIFIED if effects.promote == generation else Role.LATEST
 
         def due() -> None:
-            state = collect(self._model, self._optimizers, self._registered, noted)
+            state = collect(self._model, self._optimizers, self._registered, noted, self._owned)
             self._capture = self._snapshots.capture(self._member.at(generation), role, state)
             self._outgoing.take(self._capture, is_due=effects.persist == generation)
 

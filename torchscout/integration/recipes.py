@@ -52,14 +52,15 @@ def recipes_for(
     shared = {surface: each for surface, each in adapter.parameters().items() if surface not in left_out}
     layers = without_experts(structure.layers, experts) if is_spread else structure.layers
     owned, owned_of_experts = adapter.owned(), adapter.owned(Role.EXPERT) if is_spread else {}
+    is_sharded = job.is_owned(Role.DENSE)
     recipes: list[Recipe] = [
-        job.state("census", shared, Role.DENSE),
+        job.state("census", {**shared, **owned} if is_sharded else shared, Role.DENSE),
         job.modules("embedding", structure.embeddings),
         job.modules("layer", layers),
         job.modules("output", structure.outputs),
         job.updates("optimizer", owned or shared, Role.DENSE, owned=bool(owned)),
     ]
-    if owned:
+    if owned and not is_sharded:
         recipes.append(job.at_rest("at_rest", {**owned, **owned_of_experts}, Role.DENSE))
     if mesh is not None and _have_peers(mesh):
         if is_spread or shapes is not None:
@@ -110,7 +111,7 @@ class _Job:
         def slots() -> dict[Surface, torch.Tensor]:
             return slots_of(surfaces, self._optimizers)
 
-        if self._is_owned(role):
+        if self.is_owned(role):
             return self.at_rest(kind, parameters, role)
         return CensusRecipe(lambda: {"parameters": parameters, "optimizer": slots()}, kind, role)
 
@@ -122,7 +123,7 @@ class _Job:
         )
 
     def updates(self, kind: str, parameters: _Parameters, role: Role, *, owned: bool = False) -> Recipe:
-        is_owned = owned or self._is_owned(role)
+        is_owned = owned or self.is_owned(role)
         return OptimizerRecipe(
             parameters, self._optimizers, self._device, owned=is_owned, kind=kind, role=role
         )
@@ -141,10 +142,10 @@ class _Job:
             return found
         is_mixed = mesh.layer_peers_of(rank, role) != mesh.peers_of(rank, role)
         route = route_of([*module.parameters()], mesh, rank, role) if reduces and found.modules else None
-        copies = not (is_mixed or self._is_owned(role))
+        copies = not (is_mixed or self.is_owned(role))
         return replace(found, copies=copies, is_mixed=is_mixed, route=route)
 
-    def _is_owned(self, role: Role) -> bool:
+    def is_owned(self, role: Role) -> bool:
         """Whether each rank is the only one to hold its part."""
         return self._mesh is not None and self._mesh.peer_axis(role) is Axis.SHARD
 

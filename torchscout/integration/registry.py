@@ -18,7 +18,10 @@ from torchscout.mesh import Mesh
 
 __all__ = ["adapter_for"]
 
-_FRAMEWORKS = {"megatron.core.optimizer": "torchscout.integration.megatron"}
+_FRAMEWORKS = {
+    "deepspeed": "torchscout.integration.deepspeed",
+    "megatron.core.optimizer": "torchscout.integration.megatron",
+}
 """What a job has imported that uses a framework, and which module then tells whether a model is its own."""
 
 

@@ -111,7 +111,29 @@ class Publisher:
         optimizer: torch.optim.Optimizer,
         device: torch.device | None = None,
     ) -> None:
-        """Publish the optimizer's boundary, at which a step ends.
+        """Publish the optimizer's boundary, at which a step ends; see ``watch_updates``."""
+
+        def at_updates(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+            hooks = (
+                optimizer.register_step_pre_hook(lambda *_: before()),
+                optimizer.register_step_post_hook(lambda *_: after()),
+            )
+
+            def undo() -> None:
+                for hook in hooks:
+                    hook.remove()
+
+            return undo
+
+        self.watch_updates(at_updates, device)
+
+    def watch_updates(
+        self,
+        at_updates: Callable[[Callable[[], None], Callable[[], None]], Callable[[], None]],
+        device: torch.device | None = None,
+    ) -> None:
+        """Publish where a step ends. ``at_updates`` has two functions called around every update, until what
+        it returns is called.
 
         With a CUDA device it is also published how many of the steps that one has finished.
         """
@@ -119,16 +141,15 @@ class Publisher:
         if coordinate is not None:
             self._undo.append(coordinate.close)
 
-        def before_step(*_: Any) -> None:
+        def before_step() -> None:
             self._writer.advance(Phase.OPTIMIZER)
 
-        def after_step(*_: Any) -> None:
+        def after_step() -> None:
             self._writer.next_step()
             if coordinate is not None:
                 coordinate.step_finished(self._writer.step)
 
-        self._undo.append(optimizer.register_step_pre_hook(before_step).remove)
-        self._undo.append(optimizer.register_step_post_hook(after_step).remove)
+        self._undo.append(at_updates(before_step, after_step))
 
     def go_on_from(self, step: int) -> None:
         """The job goes on from a checkpoint of this step."""

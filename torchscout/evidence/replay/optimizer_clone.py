@@ -147,6 +147,9 @@ def group_of(optimizer: Optimizer, parameter: torch.Tensor) -> Settings:
     for group in optimizer.param_groups:
         if any(member is parameter for member in group["params"]):
             return group
+    if optimizer.param_groups and not any(group["params"] for group in optimizer.param_groups):
+        # ZeRO shows its optimizer only what is being updated; in a sweep any settings do that peers share.
+        return optimizer.param_groups[0]
     raise ReplayError("the optimizer no longer owns the parameter")
 
 

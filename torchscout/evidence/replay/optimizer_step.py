@@ -92,10 +92,12 @@ class OptimizerRecipe:
             for group in optimizer.param_groups
             for member in group["params"]
         }
+        # ZeRO shows its optimizer what this rank owns only while that is updated.
+        default = optimizers[0] if owned and len(optimizers) == 1 and not owners else None
         self._owned = [
-            _Target(kind, name, parameter, owners[id(parameter)])
+            _Target(kind, name, parameter, optimizer)
             for name, parameter in parameters.items()
-            if id(parameter) in owners and not _is_frozen(parameter)
+            if not _is_frozen(parameter) and (optimizer := owners.get(id(parameter), default)) is not None
         ]
         self.targets = tuple(owned.name for owned in self._owned)
         self._device = device
@@ -152,6 +154,11 @@ class _Target:
         if not parts.parameter.numel():
             raise ReplayError(f"{self.name} has no elements on this rank")
         return parts
+
+    def is_due(self) -> bool:
+        """Whether the optimizer is about to update it: ZeRO lends its groups to the optimizer one by one."""
+        groups = self.optimizer.param_groups
+        return any(each is self.parameter for group in groups for each in group["params"])
 
     def unreduced(self) -> torch.Tensor | None:
         """A copy of this rank's summand, where the gradient is a sum yet to be made."""
@@ -213,16 +220,20 @@ class OptimizerReplay:
 
     def watch(self, separability: Separability, count: int) -> None:
         """Capture at each step of the optimizer, until ``describe``; the last one counts."""
-        target = self._target
+        target, obstacle = self._target, None
         try:
-            obstacle = separability.obstacle(target.optimizer, target.parameter)
+            if is_known := target.is_due():
+                obstacle = separability.obstacle(target.optimizer, target.parameter)
         except ReplayError as failure:
             self._failure = str(failure)
             return
 
         def before_update(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not target.is_due():
+                return
             try:
-                self._capture(args, kwargs, count, obstacle)
+                found = obstacle if is_known else separability.obstacle(target.optimizer, target.parameter)
+                self._capture(args, kwargs, count, found)
             except FAILURES as failure:  # training must not notice
                 self._failure = told(failure)
 

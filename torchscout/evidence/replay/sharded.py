@@ -1,7 +1,7 @@
-"""Parameters as a forward pass sees them, where FSDP keeps them in shards (paper, algorithm 2, line 8).
+"""Parameters as a forward pass sees them, where shards of them are kept (paper, algorithm 2, line 8).
 
-Gathering goes through FSDP's own calls and groups, as in training; what a layer computes from the gathered
-parameters is ``layer``'s business.
+Gathering goes through the calls and groups of FSDP, or of another framework, as in training; what a layer
+computes from the gathered parameters is ``layer``'s business.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,17 +18,29 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.reduction import Route
 
-__all__ = ["NOBODY", "Elsewhere", "Keepers", "awaken", "gathered", "gathered_again", "keepers_of"]
+__all__ = ["NOBODY", "Elsewhere", "Keeper", "Keepers", "awaken", "gathered", "gathered_again", "keepers_of"]
 
 Elsewhere = Callable[[torch.Tensor], torch.Tensor | None]
 """Where the gradient of a parameter is, if backward does not return it."""
 
 
+class Keeper(Protocol):
+    """Who gathers parameters: an FSDP module, or what does so for another framework."""
+
+    def unshard(self) -> Any:
+        """Let a module be called: on every rank, or on none."""
+        ...
+
+    def reshard(self) -> Any:
+        """Be as before that."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Keepers:
-    """The FSDP modules that keep one module's parameters."""
+    """Those who keep one module's parameters."""
 
-    modules: tuple[FSDPModule, ...] = ()
+    modules: tuple[Keeper, ...] = ()
     """It, those inside it, or else the nearest around it: an embedding or output layer is mostly kept by the
     whole model, which gathers only what no part of it keeps."""
     root: FSDPModule | None = None

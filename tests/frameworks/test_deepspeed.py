@@ -1,0 +1,135 @@
+"""DeepSpeed as it is shipped, on Gloo ranks: what is checked, who is named, what training keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.deepspeed_jobs import Plan, Told, train, work_of
+from tests.support.hangs import QUICK
+from tests.support.ranks import RankError, run_ranks
+from torchscout.faults.fault import Faults
+from torchscout.integration.deepspeed import DeepSpeedAdapter
+from torchscout.mesh import Mesh
+
+REPLAY = range(1, 9)
+"""Passes that are not training's own."""
+PARTS = ("tokens", "stack.0", "stack.1", "head")
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+"""With it, DeepSpeed takes its optimizer for bfloat16."""
+slow = pytest.mark.slow
+
+
+def with_and_without(rank: int, plan: Plan, run_dir: Path) -> tuple[bool, Told]:
+    alone = train(rank, plan)
+    checked = train(rank, replace(plan, run_dir=run_dir))
+    return alone.bits == checked.bits, checked
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(Plan(0), id="zero-0", marks=slow),
+        pytest.param(Plan(0, bf16=True), id="zero-0 bf16"),
+        pytest.param(Plan(1), id="zero-1", marks=slow),
+        pytest.param(Plan(1, bf16=True, settings=FP32_SUMS), id="zero-1 bf16 optimizer", marks=slow),
+        pytest.param(Plan(2), id="zero-2", marks=slow),
+        pytest.param(Plan(2, bf16=True), id="zero-2 bf16"),
+    ],
+)
+def test_training_is_bitwise_the_same_and_everything_is_checked(plan: Plan, tmp_path: Path):
+    for same, found in run_ranks(with_and_without, 4, plan, tmp_path, timeout=240):
+        assert same
+        assert len(found.bits) == 6
+        assert (found.failures, found.named, found.unchecked) == ([], [], {})
+        assert {f"{part}/{what}" for part in PARTS for what in ("output", "parameters")} <= found.agreed
+        assert {"stack.0/grad_input", "head/weight.grad", "stack.1.up/weight.grad"} <= found.agreed
+        assert {"optimizer/param", "optimizer/reproduced", "state/parameters"} <= found.agreed
+        assert ("state/at_rest" if plan.stage else "state/optimizer") in found.agreed
+        # A step is what ends an accumulation, and nothing else.
+        assert (found.status["step"], found.status["replay"]["checks"]) == (6, 6)
+
+
+def test_ranks_are_where_the_framework_has_them():
+    for peers, data_parallel in run_ranks(_groups, 4, Plan(2), timeout=120):
+        assert peers == data_parallel == (0, 1, 2, 3)
+
+
+def _groups(rank: int, plan: Plan) -> tuple[Any, Any]:
+    engine = work_of(plan, rank).engine
+    mesh = DeepSpeedAdapter(engine, None).mesh(["here"] * 4)
+    group = engine.seq_data_parallel_group
+    return mesh.peers_of(rank).ranks, tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+@pytest.mark.parametrize(
+    ("at", "calls", "surface"),
+    [
+        pytest.param("stack.1/output", REPLAY, "stack.1/output", marks=slow),
+        pytest.param("stack.1/grad_input", REPLAY, "stack.1/grad_input", marks=slow),
+        ("stack.0.up/weight", range(1), "stack.0.up/weight"),
+    ],
+)
+def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, tmp_path: Path):
+    faults = Faults().flip_bit(rank=2, at=at, step=2, bit=2, calls=calls)
+    found = run_ranks(train, 4, Plan(2, steps=3, faults=faults, run_dir=tmp_path), timeout=120)
+    assert found[2].fired >= 1
+    assert found[0].named[:1] == [("sdc", "rank", (2,), 2)], found[0].incidents
+    (truth,) = faults.truth(Mesh.grid(replica=4))
+    assert truth.is_told_by(found[0].incidents[0]), found[0].incidents[0].sentence
+    assert found[0].incidents[0].records[0].surface == surface
+
+
+@pytest.mark.parametrize("what", ["at_rest", "miscalculating"])
+def test_what_one_rank_owns_is_watched_and_its_updates_recomputed(what: str, tmp_path: Path):
+    # Whoever owns a replayed update is the source of its round, and that is rank 2 in the third step.
+    plan = replace(Plan(1, bf16=True, steps=4, run_dir=tmp_path), **{what: 2})
+    found = run_ranks(train, 4, plan, timeout=120)
+    assert found[0].named == [("sdc", "rank", (2,), 3)], found[0].incidents
+    surface = {"at_rest": "state/at_rest", "miscalculating": "optimizer/update"}[what]
+    assert found[0].incidents[0].records[0].surface == surface
+
+
+def test_a_slow_rank_is_named(tmp_path: Path):
+    faults = Faults()
+    for layer in (0, 1):
+        at = f"stack.{layer}/forward"
+        faults = faults.delay(rank=1, at=at, step=range(4, 8), seconds=0.25, calls=None)
+    found = run_ranks(train, 4, Plan(2, steps=6, faults=faults, run_dir=tmp_path), timeout=120)
+    assert found[1].fired
+    assert [each[:3] for each in found[0].named] == [("straggler", "rank", (1,))], found[0].incidents
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), pytest.param(1, marks=slow), 2])
+def test_a_killed_job_goes_on_as_if_nothing_had_happened(stage: int, tmp_path: Path):
+    plan = Plan(stage, bf16=stage != 1, steps=7)
+    alone = run_ranks(train, 4, plan, timeout=120)
+    plan = replace(plan, directory=tmp_path / "checkpoints")
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(train, 4, replace(plan, killed=6, run_dir=tmp_path / "first"), timeout=120)
+    again = run_ranks(train, 4, replace(plan, run_dir=tmp_path / "second"), timeout=120)
+    for whole, found in zip(alone, again, strict=True):
+        assert found.resumed is not None
+        assert (found.resumed.step, found.failures, found.named) == (5, [], [])
+        assert found.bits == {step: whole.bits[step] for step in (6, 7)}
+
+
+def test_what_comes_after_a_wrong_number_is_no_checkpoint(tmp_path: Path):
+    faults = Faults().flip_bit(rank=1, at="stack.1.down/weight", step=5, bit=2)
+    plan = Plan(1, steps=7, faults=faults, run_dir=tmp_path / "run", directory=tmp_path / "checkpoints")
+    for found in run_ranks(train, 4, plan, timeout=120):
+        assert ("sdc", "rank", (1,), 5) in found.named
+        assert found.status["checkpoint"]["verified"] == 4
+
+
+def test_what_is_not_supported_is_said_in_a_sentence_and_training_goes_on(tmp_path: Path):
+    offloading = {"offload_optimizer": {"device": "cpu"}}
+    plan = Plan(2, zero=offloading, settings={"zero_force_ds_cpu_optimizer": False}, steps=3)
+    for same, found in run_ranks(with_and_without, 4, plan, tmp_path, timeout=120):
+        assert same
+        assert (found.failures, found.records) == ([], [])
+        assert found.status["replay"] == {"off": "replay does not support DeepSpeed's offloading"}

@@ -1,0 +1,241 @@
+"""Small DeepSpeed jobs on Gloo ranks, trained with a check at every step, killed, and going on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.checkpoint_jobs import Loader, kill
+from tests.support.deepspeed_models import ACCUMULATED, KINDS, Work, quiet
+from torchscout.cli.local_ranks import preload
+from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
+from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.recorder import read
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.faults.tensor_effects import FlipBit
+from torchscout.integration.attach import enable_resiliency
+from torchscout.integration.resumption import Resumption
+from torchscout.integration.session import Session
+
+preload("deepspeed")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train."""
+
+    stage: int = 0
+    kind: str = "plain"
+    bf16: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What else DeepSpeed's configuration has."""
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    """What else its part for ZeRO has."""
+    steps: int = 6
+    run_dir: Path | None = None
+    """None trains without SCOUT."""
+    replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(interval=1))
+    observer: ObserverConfig | None = None
+    directory: Path | None = None
+    """Of checkpoints."""
+    killed: int | None = None
+    """The step in whose middle all ranks end."""
+    at_rest: int | None = None
+    """A rank whose part of the optimizer's state changes by itself in the middle of the third step."""
+    miscalculating: int | None = None
+    """A rank whose optimizer gets one number of its part wrong in the third step, before others get it."""
+    faults: Faults = field(default_factory=Faults)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank has to tell."""
+
+    bits: dict[int, str]
+    """All that training leaves behind on it, after each step."""
+    fired: int = 0
+    records: list[EvidenceRecord] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+    resumed: Resumption | None = None
+    attaching: float = 0.0
+    """Seconds."""
+
+    @property
+    def agreed(self) -> set[str]:
+        return {each.surface for each in self.numbers if each.verdict is not None and each.verdict.agrees}
+
+    @property
+    def unchecked(self) -> dict[str, str | None]:
+        return {each.surface: each.reason for each in self.numbers if each.verdict is None}
+
+    @property
+    def numbers(self) -> list[EvidenceRecord]:
+        return [each for each in self.records if each.manifestation is Manifestation.SDC]
+
+    @property
+    def named(self) -> list[tuple[str, str, tuple[int, ...], int]]:
+        """Manifestation, scope, ranks and step of each incident."""
+        return [(e.manifestation.value, e.scope.value, e.ranks, e.step) for e in self.incidents]
+
+
+def work_of(plan: Plan, rank: int) -> Work:
+    quiet()
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": ACCUMULATED,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": plan.stage, **plan.zero},
+        "bf16": {"enabled": plan.bf16},
+        **plan.settings,
+    }
+    return KINDS[plan.kind](rank, config)
+
+
+class Boundary:
+    """The engine's optimizer as an injector wants one: its hooks stand around all of an update."""
+
+    def __init__(self, engine: Any) -> None:
+        self._outermost = engine.optimizer
+        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        self.state, self.param_groups = inner.state, inner.param_groups
+        self._before: list[Callable[..., Any]] = []
+        self._after: list[Callable[..., Any]] = []
+        step = self._outermost.step
+
+        def stepping(*args: Any, **kwargs: Any) -> Any:
+            for each in self._before:
+                each(inner, args, kwargs)
+            result = step(*args, **kwargs)
+            for each in self._after:
+                each(inner, args, kwargs)
+            return result
+
+        self._outermost.step = stepping
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> _Handle:
+        self._before.append(hook)
+        return _Handle(self._before, hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> _Handle:
+        self._after.append(hook)
+        return _Handle(self._after, hook)
+
+
+@dataclass
+class _Handle:
+    hooks: list[Callable[..., Any]]
+    hook: Callable[..., Any]
+
+    def remove(self) -> None:
+        self.hooks.remove(self.hook)
+
+
+def train(rank: int, plan: Plan) -> Told:
+    """Train to the end, from the last checkpoint if there is one."""
+    work = work_of(plan, rank)
+    engine, loader, bits = work.engine, Loader(work.replica), dict[int, str]()
+    torch.manual_seed(rank)  # dropout is each rank's own
+    if plan.miscalculating == rank:
+        _miscalculate(engine)
+    with Injector(plan.faults, rank, engine.module, Boundary(engine)) as injector:
+        began = time.monotonic()
+        session = attached(plan, engine)
+        found = Told(bits, attaching=time.monotonic() - began)
+        if session is not None and plan.directory is not None:
+            session.register_state("loader", loader)
+            found = replace(found, resumed=session.resume())
+        done = 0 if found.resumed is None else found.resumed.step
+        assert engine.global_steps == done
+        for step, batches in zip(range(done + 1, plan.steps + 1), loader, strict=False):
+            work.step(batches, lambda now=step: _suffer(plan, rank, now, engine))
+            bits[step] = bits_of(engine, loader)
+        assert engine.global_steps == plan.steps
+    return told(plan, rank, session, replace(found, fired=len(injector.fired)))
+
+
+def _suffer(plan: Plan, rank: int, step: int, engine: Any) -> None:
+    if plan.killed == step:
+        dist.barrier()
+        kill()
+    if (plan.at_rest, step) == (rank, 3):
+        decay(masters_of(engine)[0])
+
+
+def attached(plan: Plan, engine: Any) -> Session | None:
+    if plan.run_dir is None:
+        return None
+    kept = None
+    if plan.directory is not None:
+        os.environ["TORCHSCOUT_MEMORY"] = str(plan.directory / "memory")
+        kept = CheckpointConfig(plan.directory / "files")
+    return enable_resiliency(
+        engine, replay=plan.replay, observer=plan.observer, checkpoint=kept, run_dir=plan.run_dir
+    )
+
+
+def told(plan: Plan, rank: int, session: Session | None, so_far: Told) -> Told:
+    if session is None or plan.run_dir is None:
+        return so_far
+    incidents, status = session.incidents, dict(session.status())
+    session.close()
+    path = plan.run_dir / "records" / f"rank-{rank}.jsonl"
+    lines = [line.item for line in read(path)] if path.exists() else []
+    return replace(
+        so_far,
+        records=[each for each in lines if isinstance(each, EvidenceRecord)],
+        incidents=list(incidents),
+        failures=list(session.failures),
+        status=status,
+    )
+
+
+def masters_of(engine: Any) -> list[torch.Tensor]:
+    """What optimizers update, as far as they have done so."""
+    return list(getattr(engine.optimizer, "optimizer", engine.optimizer).state)
+
+
+def _miscalculate(engine: Any) -> None:
+    inner = engine.optimizer.optimizer
+
+    def after(*_: Any) -> None:
+        for group in inner.param_groups:
+            for part in group["params"]:
+                if engine.global_steps == 2:
+                    decay(part)
+
+    inner.register_step_post_hook(after)
+
+
+def decay(tensor: torch.Tensor) -> None:
+    """One bit of memory changes, and PyTorch does not know of it."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+        FlipBit(3).corrupt(tensor.detach())
+
+
+def bits_of(engine: Any, loader: Loader) -> str:
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    slots = [slot for slots in inner.state.values() for slot in slots.values()]
+    masters = list(inner.state)
+    held = [getattr(each, "ds_tensor", each) for each in engine.module.parameters()]
+    tensors = [*held, *engine.module.buffers(), *masters, *slots]
+    digest = hashlib.blake2b(digest_size=16)
+    for each in [*tensors, torch.get_rng_state()]:
+        digest.update(each.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    counters = [engine.global_steps, engine.micro_steps, engine.get_lr(), loader.state_dict()]
+    counters.append(engine.lr_scheduler.last_epoch)
+    digest.update(repr(counters).encode())
+    return digest.hexdigest()

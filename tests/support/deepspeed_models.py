@@ -1,0 +1,178 @@
+"""Engines for small DeepSpeed jobs: plain, pipelined, with experts, with sequences in parts.
+
+DeepSpeed runs on CPUs as it is; only its shared-memory operators, which it would compile, are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from tests.support.replayed_job import VOCABULARY, WIDTH, Block, Net
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed  # noqa: E402  its accelerator is chosen when it is first asked for
+from deepspeed.moe.layer import MoE  # noqa: E402
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer  # noqa: E402
+from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
+from deepspeed.sequence.layer import DistributedAttention  # noqa: E402
+
+ACCUMULATED = 2
+"""Batches of a step, and calls of ``engine.step()``."""
+Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class Work:
+    """An engine on this rank, and how to train it."""
+
+    engine: Any
+    replica: int
+    """Which batches are its own."""
+    step: Callable[[Batches, Callable[[], None]], None]
+    """Train for one step; what is given besides is called in the middle of it."""
+
+
+def quiet() -> None:
+    warnings.filterwarnings("ignore")
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def plain(rank: int, config: Mapping[str, Any]) -> Work:
+    engine = _engine(Net(), config)
+    return Work(engine, rank, _micro_steps(engine))
+
+
+def pipeline(rank: int, config: Mapping[str, Any]) -> Work:
+    """Two stages."""
+    del rank
+    _begin()
+    layers = [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), *(LayerSpec(Block) for _ in range(4))]
+    layers.append(LayerSpec(nn.Linear, WIDTH, VOCABULARY))
+    net = PipelineModule(layers=layers, num_stages=2, loss_fn=_loss, partition_method="uniform")
+    engine = _engine(net, config)
+
+    def step(batches: Batches, middle: Callable[[], None]) -> None:
+        middle()
+        engine.train_batch(data_iter=iter(batches))
+
+    return Work(engine, engine.grid.get_data_parallel_rank(), step)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.moe = MoE(WIDTH, expert=expert, num_experts=4, ep_size=2, k=1, capacity_factor=2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, _, _ = self.moe(x)
+        return output
+
+
+class MixtureBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.routed = Routed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x + self.routed(x)
+
+
+def mixture(rank: int, config: Mapping[str, Any]) -> Work:
+    """Two experts on each rank, of four."""
+    _begin()
+    net = Net()
+    net.stack = nn.ModuleList(MixtureBlock() for _ in range(2))
+    engine = _engine(net, config)
+    return Work(engine, rank, _micro_steps(engine))
+
+
+class Core(nn.Module):
+    """Attention of all positions, for some of the heads."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads = (each.permute(1, 2, 0, 3) for each in (q, k, v))
+        return scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3).contiguous()
+
+
+class SequenceBlock(Block):
+    """Each rank has some of the positions."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.attention = DistributedAttention(Core(), group, scatter_idx=2, gather_idx=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, positions, width = x.shape
+        split = self.qkv(x).view(rows, positions, 3, 4, width // 4).unbind(2)
+        q, k, v = (each.transpose(0, 1).contiguous() for each in split)
+        return super().forward(x + self.attention(q, k, v, 0).transpose(0, 1).reshape(x.shape))
+
+
+def ulysses(rank: int, config: Mapping[str, Any]) -> Work:
+    """Two ranks share a sequence."""
+    _begin()
+    copies = dist.get_world_size() // 2
+    axes = dist.init_device_mesh("cpu", (copies, 2), mesh_dim_names=("data_parallel", "sequence_parallel"))
+    net = Net()
+    net.stack = nn.ModuleList(SequenceBlock(axes.get_group("sequence_parallel")) for _ in range(2))
+    sizes = {"sequence_parallel_size": 2, "data_parallel_size": copies}
+    engine = _engine(net, {**config, **sizes}, mesh_param=(copies, 2))
+    return Work(engine, rank // 2, _micro_steps(engine, lambda each: each.chunk(2, 1)[rank % 2]))
+
+
+KINDS: dict[str, Callable[[int, Mapping[str, Any]], Work]] = {
+    each.__name__: each for each in (plain, pipeline, mixture, ulysses)
+}
+
+
+def _begin() -> None:
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+
+
+def _engine(net: nn.Module, config: Mapping[str, Any], **settings: Any) -> Any:
+    _begin()
+    decayed = [each for each in net.parameters() if each.dim() > 1]
+    others = [each for each in net.parameters() if each.dim() == 1]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "name": "decayed"},
+        {"params": others, "weight_decay": 0.0, "name": "others"},
+    ]
+    if any(isinstance(each, MoE) for each in net.modules()):
+        groups = split_params_into_different_moe_groups_for_optimizer(groups)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=optimizer, lr_scheduler=schedule, config=dict(config), **settings
+    )
+    return engine
+
+
+def _micro_steps(
+    engine: Any, own: Callable[[torch.Tensor], torch.Tensor] = lambda each: each
+) -> Callable[[Batches, Callable[[], None]], None]:
+    def step(batches: Batches, middle: Callable[[], None]) -> None:
+        for place, (tokens, targets) in enumerate(batches):
+            engine.backward(_loss(engine(own(tokens)), own(targets)))
+            if place:
+                middle()
+            engine.step()
+
+    return step
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits.float().flatten(0, 1), targets.flatten())

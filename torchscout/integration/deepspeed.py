@@ -1,0 +1,281 @@
+"""DeepSpeed's engines: ZeRO 0 to 3 and pipelines (paper, section 9).
+
+A training step is one call of the engine's optimizer, which DeepSpeed makes at the end of an accumulation.
+ZeRO 1 and 2 leave each rank alone with its part of the optimizer's state, though parameters have copies.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchscout.config import Parallelism
+from torchscout.decision.record import Surface
+from torchscout.evidence.replay.sharded import NOBODY, Keepers
+from torchscout.integration.mixture import experts_of
+from torchscout.integration.parallelism import mesh_from
+from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
+from torchscout.mesh import AXES, Mesh, Role
+
+if TYPE_CHECKING:
+    from torchscout.checkpoint.state import Stateful
+
+__all__ = ["DeepSpeedAdapter", "adapter_of"]
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def adapter_of(
+    model: Any,
+    optimizer: Any,  # noqa: ARG001  the engine has it
+    parallelism: Mesh | DeviceMesh | Parallelism | None,
+) -> DeepSpeedAdapter | None:
+    """The adapter, if the model is one of DeepSpeed's engines."""
+    return DeepSpeedAdapter(model, parallelism) if isinstance(model, deepspeed.DeepSpeedEngine) else None
+
+
+class DeepSpeedAdapter:
+    """What ``deepspeed.initialize`` gave the user."""
+
+    def __init__(
+        self, engine: deepspeed.DeepSpeedEngine, parallelism: Mesh | DeviceMesh | Parallelism | None
+    ) -> None:
+        self._engine = engine
+        self._parallelism = parallelism
+        self._stage = int(engine.zero_optimization_stage())
+
+    @property
+    def model(self) -> torch.nn.Module:
+        module: torch.nn.Module = self._engine.module
+        return module
+
+    @property
+    def obstacle(self) -> str | None:
+        engine = self._engine
+        refused = {
+            "offloading": engine.zero_offload_optimizer() is not None
+            or engine.zero_offload_param() is not None,
+            "ZenFlow": bool(engine.zenflow),
+            "AutoTP": engine.autotp_size() > 1,
+            "MoE": engine.has_moe_layers,
+            "an optimizer that is not PyTorch's": not self.optimizers() and engine.optimizer is not None,
+        }
+        if found := [name for name, is_used in refused.items() if is_used]:
+            return f"replay does not support DeepSpeed's {' with '.join(found)}"
+        return None
+
+    def mesh(self, hosts: Sequence[str]) -> Mesh:
+        if self._parallelism is not None:
+            return mesh_from(self._parallelism, dist.get_world_size(), hosts)
+        places = self._places()
+        table = np.zeros((dist.get_world_size(), len(AXES)), dtype=np.int64)
+        for axis, coordinates in places.items():
+            table[:, AXES.index(axis)] = coordinates
+        return Mesh(table, hosts)
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        return [layer.module for layer in layers_of(self._laid_out())]
+
+    def structure(
+        self,
+        *,
+        embedding: str | None = None,
+        layers: str | Sequence[str] | None = None,
+        output: str | None = None,
+    ) -> Structure:
+        return structure_of(self._laid_out(), embedding=embedding, layers=layers, output=output)
+
+    def experts(self, named: str | Sequence[str] | None = None) -> Sequence[Part]:
+        return experts_of(self.model, named)
+
+    def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
+        own = {surface_of(name): each for name, each in self.model.named_parameters()}
+        return own if self._is_partitioned else {**own, **self._masters("master")}
+
+    def keepers(self, module: torch.nn.Module) -> Keepers:
+        return NOBODY if self._stage < 3 else Keepers((_Keeper(self._engine, module),))
+
+    def unreplicated(self) -> Collection[Surface]:
+        return ()
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        found = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        return [found] if isinstance(found, torch.optim.Optimizer) else []
+
+    def owned(self, role: Role = Role.DENSE) -> Mapping[Surface, torch.Tensor]:
+        if role is Role.EXPERT:
+            return {}
+        if self._stage < 3:
+            return self._masters("partition") if self._is_partitioned else {}
+        named: Any = self.model.named_parameters()
+        shards = {surface_of(name): each.ds_tensor for name, each in named}
+        updated = enumerate(self._engine.optimizer.fp32_partitioned_groups_flat)
+        return {**shards, **{f"optimizer.{place}/partition": each for place, each in updated}}
+
+    def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        """Around the outermost optimizer: inside it, only this rank's part is new when PyTorch's is done."""
+        outermost = self._engine.optimizer
+        step = outermost.step
+
+        def stepping(*args: Any, **kwargs: Any) -> Any:
+            before()
+            result = step(*args, **kwargs)
+            after()
+            return result
+
+        found = vars(outermost).get("step")
+        outermost.step = stepping
+
+        def undo() -> None:
+            if found is None:
+                del outermost.step
+            else:
+                outermost.step = found
+
+        return undo
+
+    def settle(self) -> None:
+        """The optimizer's step leaves nothing to the next pass."""
+
+    def state(self) -> Mapping[str, Stateful]:
+        engine, found = self._engine, dict[str, Any]()
+        found["counters"] = _Numbers(engine, _COUNTERS)
+        found["rng_tracker"] = _Streams(deepspeed.checkpointing.get_cuda_rng_tracker())
+        if self._stage == 3:
+            found["gathered"] = _Gathered(self.model)
+        if engine.lr_scheduler is not None:
+            found["lr_scheduler"] = engine.lr_scheduler
+        for name in ("loss_scaler", "loss_scale_config"):
+            if (scaler := getattr(engine.optimizer, name, None)) is not None:
+                found[name] = _Numbers(scaler)
+        return {f"deepspeed/{name}": each for name, each in found.items()}
+
+    @property
+    def _is_partitioned(self) -> bool:
+        """Whether optimizer state has one owner; DeepSpeed's optimizer for bfloat16 always partitions it."""
+        return self._stage > 0 or isinstance(self._engine.optimizer, BF16_Optimizer)
+
+    def _masters(self, what: str) -> dict[Surface, Any]:
+        """What the optimizer updates that is no parameter of the model."""
+        known = {id(each) for each in self.model.parameters()}
+        return {
+            f"optimizer.{place}/{what}.{number}": each
+            for optimizer in self.optimizers()
+            for place, group in enumerate(optimizer.param_groups)
+            for number, each in enumerate(group["params"])
+            if id(each) not in known
+        }
+
+    def _laid_out(self) -> torch.nn.Module:
+        """A pipeline's stage is a sequence of layers, though not by its class."""
+        if not isinstance(self._engine, PipelineEngine):
+            return self.model
+        return torch.nn.Sequential(OrderedDict(self.model.named_children()))
+
+    def _places(self) -> dict[str, Sequence[int]]:
+        """Every rank's coordinates, by axis."""
+        world, data = dist.get_world_size(), "shard" if self._stage == 3 else "replica"
+        if isinstance(self._engine, PipelineEngine):
+            topology = self._engine.grid.topology()
+            coordinates = [topology.get_coord(rank) for rank in range(world)]
+            found = {"pipe": "pipeline", "data": data, "model": "tensor"}
+            return {
+                found[axis]: [getattr(each, axis) for each in coordinates]
+                for axis in topology.get_axis_names()
+            }
+        if (size := groups._get_sequence_parallel_world_size()) > 1:
+            return {
+                data: [rank // size for rank in range(world)],
+                "context": [r % size for r in range(world)],
+            }
+        return {data: range(world)}
+
+
+class _Keeper:
+    """Gathers the parameters of one module that ZeRO 3 keeps in shards.
+
+    DeepSpeed's own hooks would gather them as well, and take the call for a part of training's order of calls,
+    by which they prefetch. So they are taken away meanwhile.
+    """
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, module: torch.nn.Module) -> None:
+        self._offload, self._module = engine.optimizer.parameter_offload, module
+        self._undo = ExitStack()
+
+    def unshard(self) -> None:
+        scattered = [each for each in self._module.parameters() if not _is_gathered(each)]
+        self._undo.enter_context(deepspeed.zero.GatheredParameters(scattered))
+        hooks = {each.id for each in (*self._offload.forward_hooks, *self._offload.backward_hooks)}
+        for module in self._module.modules():
+            for registry in (module._forward_pre_hooks, module._forward_hooks):
+                self._undo.callback(_refill, registry, registry.copy())
+                for key in hooks & registry.keys():
+                    del registry[key]
+
+    def reshard(self) -> None:
+        self._undo.close()
+
+
+def _refill(registry: dict[int, Any], contents: Mapping[int, Any]) -> None:
+    registry.clear()
+    registry.update(contents)
+
+
+def _is_gathered(parameter: Any) -> bool:
+    return bool(parameter.ds_status == deepspeed.zero.ZeroParamStatus.AVAILABLE)
+
+
+class _Gathered:
+    """The small parameters that ZeRO 3 keeps gathered: no state, but stale where shards are put back."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, _: Mapping[str, Any]) -> None:
+        parameters: Any = self._model.parameters()  # to which DeepSpeed has given methods
+        for each in parameters:
+            if _is_gathered(each):
+                each.partition(has_been_updated=False)
+
+
+class _Numbers:
+    """What an object counts, as state: the named attributes, or all that are numbers."""
+
+    def __init__(self, owner: object, names: Collection[str] | None = None) -> None:
+        self._owner = owner
+        plain = (bool, int, float)
+        self._names = names or [name for name, each in vars(owner).items() if isinstance(each, plain)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._owner, name) for name in self._names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self._owner, name, value)
+
+
+class _Streams:
+    """The random streams that DeepSpeed tells apart by name."""
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: each.clone() for name, each in self._tracker.get_states().items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._tracker.set_states(dict(state))
