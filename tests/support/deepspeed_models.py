@@ -126,9 +126,7 @@ def ulysses(rank: int, config: Mapping[str, Any]) -> Work:
     """Two ranks share a sequence."""
     _begin()
     copies = dist.get_world_size() // 2
-    axes = dist.init_device_mesh(
-        "cpu", (copies, 2), mesh_dim_names=("data_parallel", "sequence_parallel")
-    )
+    axes = dist.init_device_mesh("cpu", (copies, 2), mesh_dim_names=("data_parallel", "sequence_parallel"))
     net = Net()
     net.stack = nn.ModuleList(SequenceBlock(axes.get_group("sequence_parallel")) for _ in range(2))
     sizes = {"sequence_parallel_size": 2, "data_parallel_size": copies}
