@@ -43,7 +43,7 @@ class Plan:
     steps: int = 6
     run_dir: Path | None = None
     """None trains without SCOUT."""
-    replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(interval=1))
+    replay: ReplayConfig | None = field(default_factory=lambda: ReplayConfig(interval=1))
     observer: ObserverConfig | None = None
     directory: Path | None = None
     """Of checkpoints."""

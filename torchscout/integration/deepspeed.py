@@ -15,6 +15,9 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
@@ -25,7 +28,7 @@ from torchscout.decision.record import Surface
 from torchscout.evidence.replay.sharded import NOBODY, Keepers
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.parallelism import mesh_from
-from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
+from torchscout.integration.structure import Part, Structure, layers_of, plain_name, structure_of, surface_of
 from torchscout.mesh import AXES, Mesh, Role
 
 if TYPE_CHECKING:
@@ -68,7 +71,9 @@ class DeepSpeedAdapter:
             or engine.zero_offload_param() is not None,
             "ZenFlow": bool(engine.zenflow),
             "AutoTP": engine.autotp_size() > 1,
-            "MoE": engine.has_moe_layers,
+            "experts with ZeRO 3": engine.has_moe_layers and self._stage == 3,
+            "experts of several ep_size": len(self._spreads()) > 1,
+            "experts that are not spread over neighbours": not self._are_experts_as_told(),
             "an optimizer that is not PyTorch's": not self.optimizers() and engine.optimizer is not None,
         }
         if found := [name for name, is_used in refused.items() if is_used]:
@@ -82,7 +87,8 @@ class DeepSpeedAdapter:
         table = np.zeros((dist.get_world_size(), len(AXES)), dtype=np.int64)
         for axis, coordinates in places.items():
             table[:, AXES.index(axis)] = coordinates
-        return Mesh(table, hosts)
+        (spread,) = self._spreads() if len(self._spreads()) == 1 else (1,)
+        return Mesh(table, hosts).carve_experts(spread) if spread > 1 else Mesh(table, hosts)
 
     def layers(self) -> Sequence[torch.nn.Module]:
         return [layer.module for layer in layers_of(self._laid_out())]
@@ -97,7 +103,14 @@ class DeepSpeedAdapter:
         return structure_of(self._laid_out(), embedding=embedding, layers=layers, output=output)
 
     def experts(self, named: str | Sequence[str] | None = None) -> Sequence[Part]:
-        return experts_of(self.model, named)
+        if named is not None:
+            return experts_of(self.model, named)
+        return [
+            Part(f"{plain_name(name)}.deepspeed_experts.{place}", expert)
+            for name, each in self.model.named_modules()
+            if isinstance(each, Experts)
+            for place, expert in each.deepspeed_experts.named_children()
+        ]
 
     def parameters(self) -> Mapping[Surface, torch.nn.Parameter]:
         own = {surface_of(name): each for name, each in self.model.named_parameters()}
@@ -107,7 +120,7 @@ class DeepSpeedAdapter:
         return NOBODY if self._stage < 3 else Keepers((_Keeper(self._engine, module),))
 
     def unreplicated(self) -> Collection[Surface]:
-        return ()
+        return {surface_of(name) for name, each in self.model.named_parameters() if is_moe_param(each)}
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         found = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
@@ -154,6 +167,8 @@ class DeepSpeedAdapter:
         found["rng_tracker"] = _Streams(deepspeed.checkpointing.get_cuda_rng_tracker())
         if self._stage == 3:
             found["gathered"] = _Gathered(self.model)
+        if isinstance(engine, PipelineEngine):
+            found["micro_offset"] = _Numbers(engine.module, ["micro_offset"])
         if engine.lr_scheduler is not None:
             found["lr_scheduler"] = engine.lr_scheduler
         for name in ("loss_scaler", "loss_scale_config"):
@@ -176,6 +191,19 @@ class DeepSpeedAdapter:
             for number, each in enumerate(group["params"])
             if id(each) not in known
         }
+
+    def _spreads(self) -> set[int]:
+        """Over how many ranks the experts of a layer are spread."""
+        return {each.ep_size for each in self.model.modules() if isinstance(each, MoE)}
+
+    def _are_experts_as_told(self) -> bool:
+        """Whether DeepSpeed's groups are those of the mesh."""
+        if len(self._spreads()) != 1:
+            return True
+        mesh, rank = self.mesh([""] * dist.get_world_size()), dist.get_rank()
+        found = groups._get_expert_parallel_group_dict().values()
+        told = mesh.ranks_along("expert", rank, Role.EXPERT)
+        return all(tuple(sorted(dist.get_process_group_ranks(each))) == told for each in found)
 
     def _laid_out(self) -> torch.nn.Module:
         """A pipeline's stage is a sequence of layers, though not by its class."""
@@ -205,8 +233,8 @@ class DeepSpeedAdapter:
 class _Keeper:
     """Gathers the parameters of one module that ZeRO 3 keeps in shards.
 
-    DeepSpeed's own hooks would gather them as well, and take the call for a part of training's order of calls,
-    by which they prefetch. So they are taken away meanwhile.
+    DeepSpeed's own hooks would gather them as well, and take the call for a part of training's order of
+    calls, by which they prefetch. So they are taken away meanwhile.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, module: torch.nn.Module) -> None:
