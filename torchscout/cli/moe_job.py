@@ -39,7 +39,7 @@ class MoeTraining:
         make: Callable[[int], nn.Module] = Experts,
     ) -> None:
         """``make`` gives as many experts, as ``Mixture`` calls them."""
-        self.mesh, self._rank, self._seed = mesh, dist.get_rank(), seed
+        self.parallelism, self._rank, self._seed = mesh, dist.get_rank(), seed
         partition, self._holders = (group_of(mesh, axis, self._rank) for axis in ("expert", "replica"))
         torch.manual_seed(seed)
         self.model = MoeTransformer(EXPERTS, partition, layers=layers, make=make)

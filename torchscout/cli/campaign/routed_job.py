@@ -71,7 +71,7 @@ def train(rank: int, layout: Layout, faults: Faults, run_dir: Path, seed: int, j
             training.optimizer,
             replay=job.replay,
             observer=None,
-            parallelism=training.mesh,
+            parallelism=training.parallelism,
             run_dir=run_dir,
         ) as session,
     ):
