@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import distributed
-from megatron.core import parallel_state as state
+from megatron.core import distributed, parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -32,7 +31,7 @@ def forward_step(batches: Any, model: Any) -> Any:
 def main() -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    state.initialize_model_parallel(tensor_model_parallel_size=2)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     model_parallel_cuda_manual_seed(0)
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "tensor_model_parallel_size": 2}
     config = TransformerConfig(**sizes, finalize_model_grads_func=distributed.finalize_model_grads)
@@ -47,7 +46,7 @@ def main() -> None:
     for step in range(session.step + 1, session.step + 6):
         chunks[0].zero_grad_buffer()
         optimizer.zero_grad()
-        first = 7 * step + 13 * state.get_data_parallel_rank() + torch.arange(ROWS)[:, None]
+        first = 7 * step + 13 * parallel_state.get_data_parallel_rank() + torch.arange(ROWS)[:, None]
         batches = iter([(first + torch.arange(LENGTH + 1)) % VOCABULARY])
         (told,) = run(forward_step_func=forward_step, data_iterator=batches, model=chunks[0], **PASS)
         optimizer.step()

@@ -45,6 +45,7 @@ HEALTHY = {
 }
 MORE = {
     "tensor": (TENSOR, "layers"),
+    "attention recomputed": (replace(REPLICAS, recomputed="selective"), "layers"),
     "pipeline": (PIPELINE, "stage"),
     "tied pipeline": (Trial(pipeline=2, tied=True), "stage"),
     "context": (Trial(context=2), "layers"),
