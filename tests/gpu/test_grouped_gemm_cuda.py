@@ -8,6 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from tests.support.grouped_gemm_oracle import counts_of, reference, worst_error
+from torchscout.cli.campaign.cell import Cell
+from torchscout.cli.campaign.kernel_work import perturb_all
+from torchscout.cli.campaign.routed import WORK
 from torchscout.evidence.catalog.experts import Experts, grouped_linear
 from torchscout.evidence.catalog.launch_profiler import LaunchProfiler
 
@@ -165,6 +168,12 @@ def test_rows_on_the_device_and_on_the_host_give_the_same_bits():
     assert torch.equal(on_host, grouped_linear(x, weights, torch.tensor([120, 180], device="cuda")))
     with pytest.raises(ValueError, match=r"add up to the 300 rows of x, got \[120, 181\]"):
         grouped_linear(x, weights, [120, 181])
+
+
+@pytest.mark.parametrize("projection", ["up", "down"])
+def test_every_work_item_of_the_campaigns_shapes_shows_when_it_is_perturbed(projection: str):
+    found = perturb_all(Cell("moe-kernel", f"{WORK}-{projection}", "alone"))
+    assert found.grade.passed, found.grade.reason
 
 
 def test_closed_kernels_are_named_and_not_compressed():

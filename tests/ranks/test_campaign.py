@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,20 +17,28 @@ from pathlib import Path
 import pytest
 import typer
 
-from torchscout.cli.campaign.campaigns import PAPER
+from torchscout.cli.campaign.campaigns import MODULES, PAPER
 from torchscout.cli.campaign.cell import Cell, Processes
 from torchscout.cli.campaign.command import answer, run_campaign
 from torchscout.cli.campaign.grading import Flaw
+from torchscout.cli.campaign.kernel_bench import run_kernel
 from torchscout.cli.campaign.numerical import REPLAYED
 from torchscout.cli.campaign.observed import QUICK, train
 from torchscout.cli.campaign.observed_bench import graded
 from torchscout.cli.campaign.observed_run import observe
 from torchscout.cli.campaign.result import Result
+from torchscout.cli.campaign.routed_bench import run_routed
+from torchscout.cli.campaign.rows import ROWS
 from torchscout.cli.campaign.warm import EVERY_STEP
 from torchscout.cli.campaign.warm_bench import run_warm
+from torchscout.cli.local_ranks import preload
+from torchscout.cli.moe_model import experts_at
 from torchscout.config import StragglerConfig
 from torchscout.faults.fault import Faults
+from torchscout.faults.when import since
+from torchscout.mesh import Role
 
+preload(*MODULES)
 ROOT = Path(__file__).parents[2]
 SCOUT = [sys.executable, "-c", "from torchscout.cli.main import app; app()", "campaign"]
 OUTPUT = Faults().flip_bit(rank=2, at="head/output", step=2, bit=0, calls=REPLAYED)
@@ -62,9 +71,8 @@ def test_a_campaign_that_is_interrupted_leaves_nothing_and_goes_on_where_it_stop
     report = json.loads(done.stdout)
     assert report == json.loads(told.read_text())
     assert report["passed"]
-    rows = {row["row"]: (row["passed"], row["run"]) for row in report["rows"] if not row["missing"]}
+    rows = {row["row"]: (row["passed"], row["run"]) for row in report["rows"]}
     assert rows == {"hang": (4, 4), "hang-clean": (1, 1)}
-    assert [row["row"] for row in report["rows"] if row["missing"]] == ["moe-sdc", "moe-kernel"]
     results = [json.loads(line)["cell"] for line in (folder / "results.jsonl").read_text().splitlines()[1:]]
     assert len(results) == len(set(results)) == 5, "none of those that were done is run again"
     assert kept <= set(results)
@@ -161,6 +169,67 @@ def test_a_hang_that_nobody_notices_fails_its_cell(tmp_path: Path):
     assert graded(cell, seen).grade.flaw is Flaw.MISSED
 
 
+def wrong_weight(step: int) -> Faults:
+    """In the first layer, whose experts are replayed with 128 rows after step 5 and with 512 after step 7."""
+    at = experts_at(0)
+    flipped = Faults().flip_bit(rank=7, at=f"{at}/up", step=step, bit=3)
+    return flipped.showing(f"{at}/parameters", role=Role.EXPERT)
+
+
+@pytest.mark.slow
+def test_a_wrong_expert_weight_must_be_found_when_its_shape_is_due(tmp_path: Path):
+    cells = [
+        Cell("moe-sdc", name, "ep2", Processes.ROUTED, faults)
+        for name, faults in (("due", wrong_weight(5)), ("found-later", wrong_weight(6)))
+    ]
+    due, later = run_routed(cells, tmp_path)
+    assert due.grade.passed, due.grade.reason
+    assert [(each.ranks, each.scope) for each in due.found] == [((7,), "rank")]
+    assert later.grade.flaw is Flaw.WRONG_NAME
+    assert later.grade.reason.startswith("found at layer.0.mixture.experts x512 after step 7, not at ")
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["found-later"], (
+        "its evidence stays"
+    )
+
+
+@pytest.mark.slow
+def test_a_mixture_without_a_fault_is_silent_for_two_cycles(tmp_path: Path):
+    (found,) = run_routed([Cell("moe-clean", "clean", "ep2", Processes.ROUTED)], tmp_path)
+    assert found.grade.passed, found.grade.reason
+    assert found.found == ()
+
+
+@pytest.mark.slow
+def test_a_kernel_that_falls_ill_is_its_ranks_and_one_without_such_work_stays_healthy(tmp_path: Path):
+    at = experts_at(0)
+    cells = [
+        Cell("moe-kernel", name, "ep2", Processes.KERNEL, faults.showing(role=Role.EXPERT))
+        for name, faults in (
+            ("sick", Faults().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3))),
+            ("healthy", Faults().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3), tile=999)),
+        )
+    ]
+    sick, healthy = run_kernel(cells, tmp_path)
+    assert sick.grade.passed, sick.grade.reason
+    assert [(each.ranks, each.surface) for each in sick.found] == [((7,), f"{at}/output")]
+    assert healthy.grade.flaw is Flaw.NOT_INJECTED
+    assert "a wrong work item of rank 7 did not happen" in healthy.grade.reason
+
+
+@pytest.mark.slow
+def test_every_work_item_of_the_selected_shapes_shows_when_it_is_perturbed(tmp_path: Path):
+    done = scout("paper", "--cells", "moe-kernel/alone/work-items-up", "--json", "--resume", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(
+        r"(\d+) of \1 perturbed work items of \d shapes, which stand for 6, changed", done.stderr
+    )
+
+
+def test_a_process_that_fails_fails_its_cell(tmp_path: Path):
+    (found,) = run_kernel([Cell("moe-kernel", "work-items-sideways", "alone", Processes.KERNEL)], tmp_path)
+    assert (found.grade.flaw, found.grade.reason) == (Flaw.BROKEN, "its process failed: KeyError: 'sideways'")
+
+
 def test_ranks_that_break_are_replaced_and_their_cell_fails(tmp_path: Path):
     cells = [
         Cell("hang", "killed", "ddp-4", faults=Faults().kill(rank=1, step=2)),
@@ -184,7 +253,8 @@ def test_a_quick_campaign_passes(tmp_path: Path):
     done = scout("paper", "--quick", "--seed", "3", "--json", "--resume", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
-    assert all(row["missing"] or row["passed"] == row["run"] > 0 for row in report["rows"])
+    assert all(row["passed"] == row["run"] > 0 for row in report["rows"])
+    assert [row["row"] for row in report["rows"]] == [row.key for row in ROWS]
 
 
 @pytest.mark.slow

@@ -68,6 +68,25 @@ def test_a_slow_rank_a_flipped_bit_and_a_hang_are_named_and_recovered_from(tmp_p
 
 
 @pytest.mark.slow
+def test_a_mixture_of_experts_has_the_same_three_and_recovers(tmp_path: Path):
+    done = scout("demo", "--mesh", "replica=3,expert=2", "--run-dir", tmp_path, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["exact"]
+    assert report["recovered"]
+    assert named(report) == [
+        ("straggler", "rank", [1], "time/experts"),
+        ("sdc", "rank", [5], "layer.1.mixture.experts/down"),
+        ("hang", "rank", [0], "issued/mesh_expert"),
+    ]
+    slow, wrong, _ = report["incidents"]
+    assert slow["peers"] == wrong["peers"] == [1, 3, 5], "those who have the same experts"
+    lives = [(each["resumed"]["step"], each["end"], each["step"]) for each in report["lives"]]
+    assert lives == [(0, "corrupted", 7), (6, "hung", 9), (9, "finished", STEPS)]
+    assert {"experts", "all_to_all", "expert_census"} <= set(report["status"]["replay"]["coverage"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -121,6 +140,10 @@ def test_on_a_terminal_the_ranks_are_a_live_table(tmp_path: Path):
         (["--mesh", "replica=2,tensor=2"], "of 2 replicas no majority can name one"),
         (["--mesh", "replica=4,tensor=3"], "cannot be shared by 3 ranks"),
         (["--mesh", "data=4"], "a mesh is replica=N or"),
+        (["--mesh", "replica=4,expert=3"], "4 experts cannot be shared by 3 ranks"),
+        (["--mesh", "replica=2,expert=4"], "of 2 replicas no majority can name one"),
+        (["--mesh", "replica=4,tensor=2,expert=2"], "take expert or tensor alone"),
+        (["--mesh", "replica=4,expert=2", "--at", "layer.1.mixture.experts/out"], "mixture.experts/down"),
         (["--mesh", "replica=4", "--ranks", "8"], "has 4 ranks, not 8"),
         (["--fault", "fire"], "fire"),
     ],

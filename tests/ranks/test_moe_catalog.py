@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mixture_jobs import EXPERTS, Told, Trial, catalog_for, train
+from tests.support.mixture_jobs import Told, Trial, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import Role
+from torchscout.cli.moe_catalog import catalog_for
+from torchscout.cli.moe_model import EXPERTS
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Scope
 from torchscout.faults.fault import Faults
@@ -23,7 +25,7 @@ TURNS = [(rows, place) for rows in (128, 512) for place in (0, 1)]
 def trial_at(tmp_path: Path, *counts: int, ranks: int = 6, **settings: object) -> Trial:
     path = tmp_path / "catalog.json"
     trial = Trial(ranks, 2, replay=ReplayConfig(interval=1, recipes=("experts",), catalog=path))
-    catalog_for(trial, counts, path)
+    catalog_for(trial.spread, counts, path)
     return replace(trial, **settings)
 
 
@@ -127,7 +129,7 @@ def spoiled(tmp_path: Path, how: str) -> Path:
 def test_a_catalog_that_does_not_hold_is_refused_and_training_goes_on_without_it(how: str, tmp_path: Path):
     trial = trial_at(tmp_path, 8, steps=3, ranks=4, directory=tmp_path / "kept")
     if how == "stale":  # made for another number of experts
-        catalog_for(replace(trial, spread=4), [8], tmp_path / "catalog.json")
+        catalog_for(4, [8], tmp_path / "catalog.json")
     else:
         spoiled(tmp_path, how)
     for told in run_ranks(train, 4, trial, tmp_path / "run", timeout=120):

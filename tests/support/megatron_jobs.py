@@ -48,6 +48,8 @@ class Trial:
     steps: int = 6
     microbatches: int = 2
     dropout: float = 0.1
+    recomputed: str | None = None
+    """``full`` or ``selective``."""
     tied: bool = False
     faults: Faults = field(default_factory=Faults)
     replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(interval=1))
@@ -386,6 +388,10 @@ def _config(trial: Trial) -> Any:
             "moe_router_enable_expert_bias": True,
             "add_bias_linear": False,
         }
+    if trial.recomputed:
+        more |= {"recompute_granularity": trial.recomputed}
+    if trial.recomputed == "full":
+        more |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if trial.virtual:
         more |= {"overlap_p2p_comm": trial.pipeline == 2, "batch_p2p_comm": trial.pipeline != 2}
     return TransformerConfig(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchscout.cli.moe_model import (
-    LAYERS,
-    WIDTH,
-    Experts,
-    MoeTransformer,
-    batch,
-    expert_names,
-    share_gradients,
-)
+from torchscout.cli.moe_job import group_of
+from torchscout.cli.moe_model import EXPERTS, MoeTransformer, batch, expert_names, share_gradients
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
-from torchscout.evidence.catalog.catalog import Catalog, Places
-from torchscout.evidence.catalog.catalog_file import save
-from torchscout.evidence.catalog.discovery import discover
-from torchscout.evidence.catalog.launch_profiler import LaunchProfiler
-from torchscout.evidence.catalog.profile import uniform
-from torchscout.evidence.catalog.table import tabulated
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.resumption import Resumption
 from torchscout.integration.session import Session
-from torchscout.mesh import Mesh, Role
-
-EXPERTS = 4
+from torchscout.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +71,6 @@ class Told:
     @property
     def unchecked(self) -> dict[str, str | None]:
         return {each.surface: each.reason for each in self.records if each.verdict is None}
-
-
-def group_of(mesh: Mesh, axis: str, rank: int) -> dist.ProcessGroup:
-    """This rank's; every rank makes all of them."""
-    own = None
-    for ranks in mesh.groups_along(axis, Role.EXPERT):
-        group = dist.new_group(list(ranks), group_desc=f"mesh_{axis}")
-        own = group if rank in ranks else own
-    assert own is not None
-    return own
 
 
 def build(trial: Trial, rank: int) -> tuple[DistributedDataParallel, dist.ProcessGroup]:
@@ -194,14 +168,3 @@ class _Watched:
             return None
         self.fired += 1
         return output * 1.5
-
-
-def catalog_for(trial: Trial, counts: Sequence[int], path: Path) -> None:
-    """Of the shapes in which every expert has as many rows, for both layers; nothing of it is compressed."""
-    torch.manual_seed(0)
-    held = EXPERTS // trial.spread
-    profiler = LaunchProfiler(Experts(held), WIDTH, device="cpu", grouped=True)
-    shapes = [uniform(count, held) for count in counts]
-    table = tabulated("experts", profiler.facts(), f"rows {counts}", discover(profiler, shapes))
-    layers = tuple(f"layer.{place}.mixture.experts" for place in range(LAYERS))
-    save(Catalog((table,), (Places(layers, held, trial.spread, (0,)),)), path)

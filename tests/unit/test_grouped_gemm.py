@@ -36,18 +36,15 @@ PERTURBED = (18, 20, (0, 7, 18), 2)
 
 
 def run_cases() -> dict[str, Any]:
-    import dataclasses
+    from torchscout.cli.campaign.interpreter import hasten
 
-    from triton.runtime import interpreter
-
-    # Its checks for overflow take most of its time.
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    hasten()
     return {
         "cases": {name: run_case(*case) for name, case in CASES.items()},
         "regimes": run_regimes(),
         "perturbed": run_perturbed(*PERTURBED),
         "training": run_training(),
+        "sick": run_sick(),
     }
 
 
@@ -159,6 +156,28 @@ def run_training() -> dict[str, float]:
     return errors
 
 
+def run_sick() -> dict[str, Any]:
+    """Experts on a kernel that falls ill between two calls: what differs then, and what it counted."""
+    import torch
+
+    from torchscout.evidence.catalog.experts import Experts
+    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, Tiling
+    from torchscout.faults.kernel_effects import PerturbKernel
+    from torchscout.faults.sick_gemm import SickGemm, times_applied
+
+    def on(kind: type[GroupedGemm]) -> Experts:
+        torch.manual_seed(0)
+        return Experts(2, 24, 40, gemm=lambda h, i, _: kind(h, i, programs=2, tiling=Tiling(*TILE)))
+
+    x, rows = torch.randn(20, 24), torch.tensor([20, 0])
+    well, sick = on(GroupedGemm), on(SickGemm)
+    same = torch.equal(well(x, rows), sick(x, rows))
+    before = times_applied()
+    PerturbKernel(tile=1).happen()
+    changed = (well(x, rows) != sick(x, rows)).any(1).nonzero().flatten().tolist()
+    return {"same": same, "before": before, "after": times_applied(), "changed": changed}
+
+
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
@@ -268,6 +287,31 @@ def test_expert_layers_train_on_it(interpreted):
     errors = interpreted["training"]
     assert set(errors) == {"output", "x", "up", "down"}
     assert max(errors.values()) < 0.03, errors  # operands are rounded to bfloat16
+
+
+def test_a_kernel_that_falls_ill_computes_one_tile_wrong_and_says_so(interpreted):
+    """Of 20 rows the second tile that is taken is the last 4, in both projections."""
+    sick = interpreted["sick"]
+    assert (sick["same"], sick["before"], sick["after"]) == (True, 0, 2)
+    assert sick["changed"] == [19]
+
+
+def test_a_qualification_in_which_something_was_missed_does_not_pass():
+    from torchscout.cli.campaign.grading import Flaw
+    from torchscout.cli.campaign.kernel_work import grade_of
+    from torchscout.evidence.catalog.grouped_gemm import Fault
+    from torchscout.evidence.catalog.injection import Injected, Qualification
+    from torchscout.evidence.catalog.roles import Pass
+
+    missed = Injected((16,), Pass.FORWARD, Fault(3, 1))
+    assert grade_of(Qualification(9, 9, 9)).passed
+    grades = [
+        grade_of(Qualification(9, 8, 8, missed)),
+        grade_of(Qualification(9, 9, 8, missed)),
+        grade_of(Qualification(9, 9, 9, None, ["rows (16,): interior perturbed 0 times"])),
+    ]
+    assert [each.flaw for each in grades] == [Flaw.NOT_INJECTED, Flaw.MISSED, Flaw.BROKEN]
+    assert grades[1].reason == "1 changed nothing: rows (16,), forward, tile 3, step 1"
 
 
 def test_without_the_interpreter_a_cpu_tensor_is_refused():

@@ -6,17 +6,29 @@ rows travel by AllToAll to the ranks that hold them and back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  as everybody writes it
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-__all__ = ["Mixture", "MoeTransformer", "batch", "expert_names", "share_gradients"]
+__all__ = [
+    "EXPERTS",
+    "LAYERS",
+    "Experts",
+    "Mixture",
+    "MoeTransformer",
+    "batch",
+    "expert_names",
+    "experts_at",
+    "share_gradients",
+]
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN, LAYERS = 32, 16, 16, 32, 2
-CHOSEN = 2
-"""Experts for each token."""
+EXPERTS, CHOSEN = 4, 2
+"""Of a layer, and those of them that a token goes to."""
 
 
 class Router(nn.Module):
@@ -47,14 +59,19 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router and this rank's share of the experts; ``group`` are the ranks that have the others."""
+    """A router and this rank's share of the experts; ``group`` are the ranks that have the others.
 
-    def __init__(self, experts: int, group: dist.ProcessGroup) -> None:
+    ``make`` gives as many of them; they take rows sorted by expert, and how many are whose.
+    """
+
+    def __init__(
+        self, experts: int, group: dist.ProcessGroup | None, make: Callable[[int], nn.Module] = Experts
+    ) -> None:
         super().__init__()
-        self._group, self._ranks = group, group.size()
+        self._group, self._ranks = group, 1 if group is None else group.size()
         self._local = experts // self._ranks
         self.router = Router(experts)
-        self.experts = Experts(self._local)
+        self.experts = make(self._local)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, WIDTH)
@@ -62,18 +79,31 @@ class Mixture(nn.Module):
         # Rows sorted by expert, hence by the rank that has it.
         order = chosen.flatten().argsort(stable=True)
         sent = torch.bincount(chosen.flatten(), minlength=self._ranks * self._local)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._group)
+        received = self._announced(sent)
         there = sent.view(self._ranks, -1).sum(1).tolist()
         here = received.view(self._ranks, -1).sum(1).tolist()
         rows = tokens[order // CHOSEN]
-        arrived = all_to_all_single_autograd(rows, here, there, self._group)
+        arrived = self._exchanged(rows, here, there)
         grouped, back = _by_expert(received.view(self._ranks, -1))
         computed = self.experts(arrived[grouped], received.view(self._ranks, -1).sum(0))[back]
-        returned = all_to_all_single_autograd(computed, there, here, self._group)
+        returned = self._exchanged(computed, there, here)
         weighted = returned * weights.flatten()[order].unsqueeze(-1)
         out: torch.Tensor = torch.zeros_like(tokens).index_add(0, order // CHOSEN, weighted)
         return out.view_as(x)
+
+    def _announced(self, sent: torch.Tensor) -> torch.Tensor:
+        """How many rows everybody is going to send to each of this rank's experts."""
+        if self._group is None:
+            return sent
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        return received
+
+    def _exchanged(self, rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+        if self._group is None:
+            return rows
+        exchanged: torch.Tensor = all_to_all_single_autograd(rows, received, sent, self._group)
+        return exchanged
 
 
 def _by_expert(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,12 +115,14 @@ def _by_expert(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class MoeLayer(nn.Module):
-    def __init__(self, experts: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, experts: int, group: dist.ProcessGroup | None, make: Callable[[int], nn.Module]
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.mixer = nn.Linear(WIDTH, WIDTH)
         self.mixture_norm = nn.LayerNorm(WIDTH)
-        self.mixture = Mixture(experts, group)
+        self.mixture = Mixture(experts, group, make)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.mixer(self.norm(x).cumsum(1) / LENGTH)
@@ -99,21 +131,32 @@ class MoeLayer(nn.Module):
 
 
 class MoeTransformer(nn.Module):
-    """``uneven`` is by how much the router prefers the first experts, before it has learned anything."""
+    """``uneven`` is by how much the router prefers the first experts, before it has learned anything.
 
-    def __init__(self, experts: int, group: dist.ProcessGroup, *, uneven: float = 0.0) -> None:
+    Without a ``group`` all experts are here, and nothing travels.
+    """
+
+    def __init__(
+        self,
+        experts: int = EXPERTS,
+        group: dist.ProcessGroup | None = None,
+        *,
+        layers: int = LAYERS,
+        uneven: float = 0.0,
+        make: Callable[[int], nn.Module] = Experts,
+    ) -> None:
         super().__init__()
-        place = group.rank()
+        place = 0 if group is None else group.rank()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layer = nn.ModuleList(MoeLayer(experts, group) for _ in range(LAYERS))
+        self.layer = nn.ModuleList(MoeLayer(experts, group, make) for _ in range(layers))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         preference = -uneven * torch.arange(experts, dtype=torch.float32)
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, Router):
                     module.gate.bias.copy_(preference)
-                if isinstance(module, Experts):  # replicas of a place start alike, places do not
-                    for weight in module.parameters():
+                if isinstance(module, Mixture):  # replicas of a place start alike, places do not
+                    for weight in module.experts.parameters():
                         weight.mul_(1 + place / 8)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -122,6 +165,11 @@ class MoeTransformer(nn.Module):
             x = layer(x)
         logits: torch.Tensor = self.head(x)
         return logits
+
+
+def experts_at(layer: int) -> str:
+    """The path of a layer's experts."""
+    return f"layer.{layer}.mixture.experts"
 
 
 def expert_names(model: nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ from torch import nn
 from torchscout.decision.record import Manifestation, Scope
 from torchscout.faults.call_effects import CallEffect, Change, Skip, Swap
 from torchscout.faults.check import check
+from torchscout.faults.kernel_effects import PerturbKernel
 from torchscout.faults.place import FIRST
 from torchscout.faults.planned import Effect, Fault, Shown
 from torchscout.faults.process_effects import Freeze, HoldInterpreter, Signal, Sleep, StayInside
@@ -130,6 +131,10 @@ class Faults:
         """Neighbouring elements become noise drawn from a seed, or all one value."""
         effect = Overwrite(elements.start, len(elements), seed, value)
         return self._add(rank, at, step, effect, _SDC, calls)
+
+    def perturb_kernel(self, *, rank: int, at: str, step: Steps, tile: int = 0, within: int = -1) -> Faults:
+        """Experts on a ``SickGemm`` compute a tile, or a step ``within`` it, wrong from MODULE/forward on."""
+        return self._add(rank, at, step, PerturbKernel(tile, within), _SDC, None)
 
     def delay(
         self, *, rank: int, at: str, step: Steps, seconds: float, calls: range | None = FIRST

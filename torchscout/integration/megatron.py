@@ -279,17 +279,28 @@ def _lent(module: torch.nn.Module) -> Iterator[Elsewhere]:
     """Around a replayed call: what it writes besides the module itself is put back.
 
     A backward pass that accumulates gradients by itself writes them to ``main_grad``, and returns memory that
-    it has not filled.
+    it has not filled. Parts that are recomputed refuse ``autograd.grad``: here they keep what they computed.
     """
     weights: list[Any] = [each for each in module.parameters() if hasattr(each, "main_grad")]
     is_fused = any(getattr(each, flag, False) for each in module.modules() for flag in _FUSED)
     with ExitStack() as undo:
         undo.callback(_Losses().load_state_dict, _Losses().state_dict())
+        for part, flag in [*_recomputed(module)]:
+            undo.callback(setattr, part, flag, True)
+            setattr(part, flag, False)
         for each in weights if is_fused else ():
             undo.callback(setattr, each, "main_grad", each.main_grad)
             undo.callback(setattr, each, "grad_added_to_main_grad", each.grad_added_to_main_grad)
             each.main_grad, each.grad_added_to_main_grad = torch.zeros_like(each.main_grad), False
         yield _accumulated
+
+
+def _recomputed(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """The switches by which Megatron's modules recompute a part of themselves in backward."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if value is True and (name == "checkpoint_core_attention" or "recompute" in name):
+                yield part, name
 
 
 def _accumulated(parameter: Any) -> torch.Tensor | None:

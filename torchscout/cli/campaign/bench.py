@@ -7,9 +7,11 @@ from itertools import groupby
 from pathlib import Path
 
 from torchscout.cli.campaign.cell import Cell, Processes
+from torchscout.cli.campaign.kernel_bench import run_kernel
 from torchscout.cli.campaign.observed_bench import run_observed
 from torchscout.cli.campaign.recovery_bench import run_recovery
 from torchscout.cli.campaign.result import Result
+from torchscout.cli.campaign.routed_bench import run_routed
 from torchscout.cli.campaign.warm_bench import run_warm
 
 __all__ = ["run_cells"]
@@ -25,6 +27,10 @@ def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Gene
             yield from run_warm(together, place, seed)
         elif processes == Processes.RECOVERY.value:
             yield from run_recovery(together, place)
+        elif processes == Processes.ROUTED.value:
+            yield from run_routed(together, place)
+        elif processes == Processes.KERNEL.value:
+            yield from run_kernel(together, place)
         else:
             yield from run_observed(together, place, jobs)
 

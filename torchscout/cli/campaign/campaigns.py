@@ -26,6 +26,7 @@ MODULES = (
     "torchscout.cli.campaign.ablation.in_process",
     "torchscout.cli.campaign.observed",
     "torchscout.cli.campaign.recovery",
+    "torchscout.cli.campaign.routed_job",
     "torchscout.cli.campaign.warm",
     "torchscout.integration.checkpointing",
 )

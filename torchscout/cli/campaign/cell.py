@@ -22,6 +22,10 @@ class Processes(str, Enum):
     """Ranks of its own, and after the fault new ones that go on from a checkpoint."""
     OBSERVED = "observed"
     """Ranks of its own, each with its observer: what hangs cannot be used again."""
+    ROUTED = "routed"
+    """Ranks of its own that train a mixture of experts."""
+    KERNEL = "kernel"
+    """A process of its own, in which Triton may interpret the kernel of experts, and the ranks it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,6 @@ class Row:
     title: str
     trigger: str
     """What is injected, in a few words."""
-    missing: str = ""
-    """Why it has no cells, where it has none."""
 
 
 @dataclass(frozen=True, slots=True)

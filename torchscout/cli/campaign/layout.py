@@ -20,6 +20,8 @@ class Layout:
     replica: int = 1
     shard: int = 1
     tensor: int = 1
+    experts: int = 1
+    """Replicas that share the experts of a mixture: expert parallelism is carved out of data parallelism."""
     apart: bool = False
     """Whether each rank is taken to be on a machine of its own, so that a group is no machine."""
 
@@ -30,7 +32,8 @@ class Layout:
     def mesh(self) -> Mesh:
         """The machines are left to be found where ranks are not apart."""
         hosts = [f"node-{rank}" for rank in range(self.ranks)] if self.apart else None
-        return Mesh.grid(replica=self.replica, shard=self.shard, tensor=self.tensor, hosts=hosts)
+        mesh = Mesh.grid(replica=self.replica, shard=self.shard, tensor=self.tensor, hosts=hosts)
+        return mesh.carve_experts(self.experts) if self.experts > 1 else mesh
 
 
 LAYOUTS = {
@@ -38,6 +41,9 @@ LAYOUTS = {
     "fsdp2": Layout("FSDP2", shard=16),
     "hsdp": Layout("HSDP 4x4", replica=4, shard=4),
     "tensor": Layout("8 replicas x 2 tensor", replica=8, tensor=2, apart=True),
+    "ep4": Layout("EP4 x DP4", replica=16, experts=4),
+    "ep2": Layout("EP2 x DP4", replica=8, experts=2),
+    "alone": Layout("one process"),
     "ddp-4": Layout("DDP", replica=4),
     "fsdp2-4": Layout("FSDP2", shard=4),
     "hybrid-8": Layout("4 replicas x 2 tensor", replica=4, tensor=2),

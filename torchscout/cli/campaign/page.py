@@ -21,10 +21,9 @@ th:first-child, td:first-child { text-align: left; }
 td small { color: #555; display: block; }
 .passed { color: #0a6b2e; font-weight: 600; }
 .failed { color: #b00020; font-weight: 600; }
-.missing { color: #555; }
 @media (prefers-color-scheme: dark) {
   body { background: #16181c; color: #e6e6e6; }
-  td small, .missing { color: #aaa; }
+  td small { color: #aaa; }
   th, td { border-color: #333; }
   .passed { color: #6fd08c; }
   .failed { color: #ff8a80; }
@@ -84,9 +83,6 @@ def _ablation(row: Mapping[str, Any]) -> str:
 def _row(row: Mapping[str, Any]) -> str:
     title = f"<td>{escape(row['title'])}<small>{escape(row['trigger'])}</small></td>"
     ranks = f"<td>{', '.join(map(str, row['ranks']))}</td>"
-    if row["missing"]:
-        reason = f"not built yet: {escape(row['missing'])}"
-        return f'<tr>{title}{ranks}<td class="missing" colspan="7">{reason}</td></tr>'
     kind = "passed" if row["passed"] == row["run"] else "failed"
     low, high = row["interval"] or (0.0, 1.0)
     figures = [

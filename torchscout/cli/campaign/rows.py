@@ -6,8 +6,6 @@ from torchscout.cli.campaign.cell import Row
 
 __all__ = ["ROWS", "row_of"]
 
-_EXPERTS = "comes with support for mixtures of experts"
-
 ROWS = (
     Row(
         "dense-sdc",
@@ -27,7 +25,12 @@ ROWS = (
         "Communication straggler",
         "rank 15's tensor-parallel collective takes 250 ms longer",
     ),
-    Row("moe-sdc", "MoE SDC", "rank 15's expert weights, at two routed shapes", missing=_EXPERTS),
+    Row(
+        "moe-sdc",
+        "MoE SDC",
+        "rank 15's expert weights when 128, and when 512 routed rows are due, after one clean recipe cycle",
+    ),
+    Row("moe-clean", "MoE, fault-free", "nothing, for two recipe cycles"),
     Row(
         "hang",
         "Hang and input stall",
@@ -35,7 +38,10 @@ ROWS = (
     ),
     Row("hang-clean", "Hang, fault-free", "nothing"),
     Row(
-        "moe-kernel", "MoE kernel-role SDC", "every selected work item of the expert kernel", missing=_EXPERTS
+        "moe-kernel",
+        "MoE kernel-role SDC",
+        "inside the expert kernel: every work item of the selected shapes, of both projections; and one, "
+        "persistently, on rank 7 of 8 and on rank 15 of 16",
     ),
 )
 

@@ -19,9 +19,7 @@ def chosen(cells: Sequence[Cell], rows: Sequence[Row], pattern: str) -> list[Cel
     matching = [cell for cell in cells if _matches(cell, pattern)]
     if matching:
         return matching
-    if missing := [row for row in rows if row.missing and fnmatchcase(row.key, pattern.partition("/")[0])]:
-        raise ValueError(f"row {missing[0].key!r} has no cells yet: it {missing[0].missing}")
-    known = ", ".join(row.key for row in rows if not row.missing)
+    known = ", ".join(row.key for row in rows)
     raise ValueError(
         f"no cell matches {pattern!r}; a pattern is ROW, ROW/LAYOUT or ROW/LAYOUT/NAME with * for anything, "
         f"and the rows are {known}"

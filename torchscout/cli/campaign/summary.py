@@ -43,7 +43,6 @@ class RowSummary:
             "row": self.row.key,
             "title": self.row.title,
             "trigger": self.row.trigger,
-            "missing": self.row.missing or None,
             "ranks": list(self.ranks),
             "cells": self.cells,
             "run": self.run,
@@ -58,11 +57,11 @@ class RowSummary:
 
 
 def summarized(rows: Iterable[Row], cells: Sequence[Cell], results: Mapping[str, Result]) -> list[RowSummary]:
-    """One for each row that has cells, or that says why it has none."""
+    """One for each row of which cells are wanted."""
     found = []
     for row in rows:
         wanted = [cell for cell in cells if cell.row == row.key]
-        if wanted or row.missing:
+        if wanted:
             found.append(
                 _summary(row, wanted, [results[each.identity] for each in wanted if each.identity in results])
             )

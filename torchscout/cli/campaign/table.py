@@ -74,8 +74,6 @@ def screen_of(summaries: Sequence[RowSummary], results: Iterable[Result], folder
 def figures(summary: RowSummary) -> list[str]:
     """One row of the table, as text."""
     ranks = ", ".join(map(str, summary.ranks))
-    if summary.row.missing:
-        return [summary.row.title, ranks, "not built yet", *[""] * (len(HEADS) - 3)]
     low, high = summary.interval
     shown = f"{100 * low:.1f} to {100 * high:.1f}" if summary.run else ""
     rest = "" if summary.run == summary.cells else f" (of {summary.cells})"
@@ -107,7 +105,8 @@ def _seconds(value: float | None) -> str:
 
 def _line(result: Result) -> str:
     name = _name(result)
-    return f"passed  {name}" if result.grade.passed else f"FAILED  {name}: {result.grade.reason}"
+    told = f": {result.detail}" if result.detail else ""
+    return f"passed  {name}{told}" if result.grade.passed else f"FAILED  {name}: {result.grade.reason}"
 
 
 def _name(result: Result) -> str:

@@ -25,12 +25,14 @@ def demo(
     ] = None,
     ranks: Annotated[int | None, typer.Option(min=3, max=64, help="How many ranks; 8 by default.")] = None,
     mesh: Annotated[
-        str | None, typer.Option(help="How they are laid out, such as replica=4,tensor=2.")
+        str | None,
+        typer.Option(
+            help="How they are laid out, such as replica=4,tensor=2; replica=4,expert=2 trains a mixture of "
+            "experts."
+        ),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="The rank whose memory goes bad.")] = 5,
-    at: Annotated[
-        str, typer.Option(help="The MODULE/PARAMETER in it that does.")
-    ] = "layer.2.attention.query/weight",
+    at: Annotated[str | None, typer.Option(help="The MODULE/PARAMETER in it that does.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where to keep the evidence.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
@@ -42,6 +44,7 @@ def demo(
         stage = Stage.read(ranks, mesh)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--mesh") from error
+    at = at or stage.weight
     if rank >= stage.ranks:
         raise typer.BadParameter(f"there are ranks 0 to {stage.ranks - 1}, got {rank}", param_hint="--rank")
     run_dir = (run_dir or Path(tempfile.mkdtemp(prefix="scout-demo-"))).absolute()
@@ -57,7 +60,7 @@ def demo(
     from torchscout.cli.demo.view import view_for
     from torchscout.cli.interruption import interruptible
 
-    if at not in (known := surfaces()):
+    if at not in (known := surfaces(stage)):
         near = difflib.get_close_matches(at, known, n=3, cutoff=0.0)
         raise typer.BadParameter(f"the model has no {at!r}; there is {', '.join(near)}", param_hint="--at")
     planned = plan(stage, tuple(fault or Kind), Memory(rank, at))

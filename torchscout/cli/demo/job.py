@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from torchscout.cli.demo.model import Transformer, batch, parallelize
 from torchscout.cli.demo.stage import STEPS, Stage
+from torchscout.cli.moe_job import MoeTraining
+from torchscout.cli.moe_model import MoeTransformer
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
@@ -63,8 +65,7 @@ def train(
 ) -> Iterator[Began | Stepped | Ended]:
     """Train while asked for steps; torchscout checks after each, and keeps what it certifies."""
     _be_quiet(run_dir)
-    torch.manual_seed(0)
-    training = _Training(stage)
+    training = _training(stage)
     log = run_dir / f"injected-{rank}.jsonl"
     with (
         Injector(faults, rank, training.model, training.optimizer, log=log) as injector,
@@ -74,7 +75,7 @@ def train(
             replay=ReplayConfig(interval=1),
             observer=OBSERVER,
             checkpoint=CheckpointConfig(run_dir / "checkpoints"),
-            parallelism=training.axes,
+            parallelism=training.parallelism,
             run_dir=run_dir,
         ) as session,
     ):
@@ -94,31 +95,35 @@ def train(
 
 def train_alone(rank: int, stage: Stage) -> str:  # noqa: ARG001  as all ranks are started
     """The same training, uninterrupted and without torchscout."""
-    torch.manual_seed(0)
-    training = _Training(stage)
+    training = _training(stage)
     for step in range(1, STEPS + 1):
         training.step(step)
     return training.digest()
 
 
-def surfaces() -> list[str]:
+def surfaces(stage: Stage) -> list[str]:
     """Every weight the replicas vote on."""
-    return [surface_of(name) for name, _ in Transformer().named_parameters()]
+    model = MoeTransformer() if stage.has_experts else Transformer()
+    return [surface_of(name) for name, _ in model.named_parameters()]
+
+
+def _training(stage: Stage) -> _Training | MoeTraining:
+    return MoeTraining(stage.mesh()) if stage.has_experts else _Training(stage)
 
 
 class _Training:
     """Ordinary PyTorch, and nothing in it knows of torchscout."""
 
     def __init__(self, stage: Stage) -> None:
-        self.axes = init_device_mesh(
-            "cpu", (stage.replica, stage.tensor), mesh_dim_names=("replica", "tensor")
-        )
+        names = ("replica", "tensor")
+        self.parallelism = init_device_mesh("cpu", (stage.replica, stage.tensor), mesh_dim_names=names)
+        torch.manual_seed(0)
         self.model = Transformer()
-        parallelize(self.model, self.axes["tensor"])
+        parallelize(self.model, self.parallelism["tensor"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, foreach=False)
 
     def step(self, step: int) -> float:
-        replicas = self.axes["replica"]
+        replicas = self.parallelism["replica"]
         tokens, targets = batch(step, replicas.get_local_rank())
         loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
         mean = loss.detach().clone()

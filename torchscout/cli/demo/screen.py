@@ -86,9 +86,8 @@ def _checked(played: Played) -> list[str]:
     if not played.status:
         return []
     replay = played.status["replay"]
-    checked = ", ".join(
-        f"{each['targets']} {name}" for name, each in replay["coverage"].items() if name != "census"
-    )
+    visited = {name: each for name, each in replay["coverage"].items() if not name.endswith("census")}
+    checked = ", ".join(f"{each['targets']} {name}" for name, each in visited.items())
     return [f"checked    after every step: all state, and in turn {checked}"]
 
 

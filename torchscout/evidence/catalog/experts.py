@@ -17,18 +17,30 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from torchscout.evidence.catalog.grouped_gemm import GroupedGemm
 
-__all__ = ["Experts", "grouped_linear"]
+__all__ = ["Experts", "Gemms", "grouped_linear", "standard_gemm"]
+
+Gemms = Callable[[int, int, torch.device], "GroupedGemm"]
+"""Makes the kernel of one projection, from its hidden and intermediate features and where it runs."""
 
 
-def grouped_linear(x: Tensor, weights: Tensor, rows: Sequence[int] | Tensor) -> Tensor:
+def standard_gemm(hidden: int, intermediate: int, device: torch.device) -> GroupedGemm:
+    """As many programs as the device has multiprocessors, and tiles that are fast there."""
+    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, programs_of
+
+    return GroupedGemm(hidden, intermediate, programs=programs_of(device))
+
+
+def grouped_linear(
+    x: Tensor, weights: Tensor, rows: Sequence[int] | Tensor, gemm: Gemms = standard_gemm
+) -> Tensor:
     """``x @ weights[expert]`` for the rows of each expert, which lie in ``x`` one expert after another.
 
     ``weights`` are [experts, hidden, intermediate]; ``rows`` says how many rows each expert has. As a tensor
     on the device it costs no synchronization; that it adds up to the rows of ``x`` is checked there.
     """
-    gemm = _gemm_for(x, weights)
+    made = _made_for(x, weights, gemm)
     placed = _rows_on(rows, x, weights.shape[0])
-    out: Tensor = _GroupedLinear.apply(x, weights, placed, gemm)  # type: ignore[no-untyped-call]
+    out: Tensor = _GroupedLinear.apply(x, weights, placed, made)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -42,6 +54,7 @@ class Experts(nn.Module):
         intermediate: int,
         *,
         activation: Callable[[Tensor], Tensor] = functional.silu,
+        gemm: Gemms = standard_gemm,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -51,7 +64,7 @@ class Experts(nn.Module):
                 "experts, hidden and intermediate must be positive, "
                 f"got {experts}, {hidden} and {intermediate}"
             )
-        self.activation = activation
+        self.activation, self.gemm = activation, gemm
         self.up = nn.Parameter(torch.empty(experts, hidden, intermediate, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(experts, intermediate, hidden, device=device, dtype=dtype))
         self.reset_parameters()
@@ -64,8 +77,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, rows: Sequence[int] | Tensor) -> Tensor:
         """What the experts make of their rows, in the order and dtype of ``x``; computed in bfloat16."""
         up, down = self.up.to(torch.bfloat16), self.down.to(torch.bfloat16)
-        between = self.activation(grouped_linear(x.to(torch.bfloat16), up, rows))
-        return grouped_linear(between, down, rows).to(x.dtype)
+        between = self.activation(grouped_linear(x.to(torch.bfloat16), up, rows, self.gemm))
+        return grouped_linear(between, down, rows, self.gemm).to(x.dtype)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -90,7 +103,7 @@ class _GroupedLinear(torch.autograd.Function):
         )
 
 
-def _gemm_for(x: Tensor, weights: Tensor) -> GroupedGemm:
+def _made_for(x: Tensor, weights: Tensor, gemm: Gemms) -> GroupedGemm:
     if x.dim() != 2 or weights.dim() != 3 or x.shape[1] != weights.shape[1]:
         raise ValueError(
             "grouped_linear takes x [rows, hidden] and weights [experts, hidden, intermediate], "
@@ -102,11 +115,11 @@ def _gemm_for(x: Tensor, weights: Tensor) -> GroupedGemm:
         )
     if importlib.util.find_spec("triton") is None:
         raise ModuleNotFoundError("grouped_linear needs Triton: pip install triton", name="triton")
-    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, programs_of, runs_on
+    from torchscout.evidence.catalog.grouped_gemm import runs_on
 
     if not runs_on(x.device):
         raise ValueError(f"grouped_linear runs on CUDA, got a tensor on {x.device}: move the layer there")
-    return GroupedGemm(weights.shape[1], weights.shape[2], programs=programs_of(x.device))
+    return gemm(weights.shape[1], weights.shape[2], x.device)
 
 
 def _rows_on(rows: Sequence[int] | Tensor, x: Tensor, experts: int) -> Tensor:

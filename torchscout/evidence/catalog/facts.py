@@ -18,14 +18,12 @@ def facts_of(module: nn.Module, device: torch.device, regime: str = "pressure") 
     """Those of each projection, where its kernel counts its paths; else of the module as a whole."""
     if not isinstance(module, Experts):
         return [closed_facts(module, device)]
-    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, programs_of
     from torchscout.evidence.catalog.kernel_profiler import kernel_facts
 
     found = []
     for weights in (module.up, module.down):
         experts, hidden, intermediate = weights.shape
-        gemm = GroupedGemm(hidden, intermediate, programs=programs_of(device))
-        found.append(kernel_facts(gemm, experts, device, regime))
+        found.append(kernel_facts(module.gemm(hidden, intermediate, device), experts, device, regime))
     return found
 
 

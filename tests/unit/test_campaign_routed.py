@@ -1,0 +1,69 @@
+"""When a fault in a mixture of experts counts as found: after a clean cycle, at the shape that is due."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchscout.cli.campaign.cell import Cell
+from torchscout.cli.campaign.grading import Flaw, Grade
+from torchscout.cli.campaign.routed import Turns
+from torchscout.cli.campaign.routed_bench import in_its_turn
+from torchscout.cli.campaign.routed_job import Told
+from torchscout.decision.consensus import exact
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.faults.fault import Faults
+
+TURNS = Turns((128, 512), 2)
+FAULTY = Cell("r", "n", "ep4", faults=Faults().flip_bit(rank=15, at="layer.0/w", step=7, bit=3))
+CLEAN = Cell("r", "n", "ep4")
+TOLD = [Told([], [], 1, 0)] * 3
+
+
+def found(step: int, layer: str) -> Incident:
+    record = EvidenceRecord(
+        step=step,
+        surface="s",
+        manifestation=Manifestation.SDC,
+        peers=(3, 7, 15),
+        verdict=exact([1, 1, 2]),
+        layer=layer,
+    )
+    return Incident(
+        manifestation=Manifestation.SDC,
+        scope=Scope.RANK,
+        step=step,
+        ranks=(15,),
+        hosts=(),
+        records=(record,),
+        action=Action.REPLACE,
+        sentence="told",
+    )
+
+
+def test_a_fault_that_is_found_when_its_shape_is_due_passes():
+    assert TURNS.second(512) == 7
+    right = found(7, "layer.0.mixture.experts x512")
+    assert in_its_turn(FAULTY, TOLD, [right], TURNS) == Grade()
+    assert in_its_turn(CLEAN, [replace(each, cycles=2) for each in TOLD], [], TURNS) == Grade()
+
+
+@pytest.mark.parametrize(
+    ("step", "layer"),
+    [
+        (8, "layer.0.mixture.experts x512"),
+        (7, "layer.0.mixture.experts x128"),
+        (7, "layer.1.mixture.experts x512"),
+    ],
+)
+def test_another_step_shape_or_layer_does_not(step: int, layer: str):
+    given = in_its_turn(FAULTY, TOLD, [found(step, layer)], TURNS)
+    told = f"found at {layer} after step {step}, not at layer.0.mixture.experts x512 after step 7"
+    assert given == Grade(Flaw.WRONG_NAME, told)
+
+
+@pytest.mark.parametrize(("cell", "cycles"), [(FAULTY, 0), (FAULTY, 2), (CLEAN, 1)])
+def test_a_cycle_that_is_missing_on_one_rank_proves_nothing(cell: Cell, cycles: int):
+    told = [*(replace(each, cycles=1 if cell.faults else 2) for each in TOLD), Told([], [], cycles, 0)]
+    assert in_its_turn(cell, told, [], TURNS).flaw is Flaw.BROKEN

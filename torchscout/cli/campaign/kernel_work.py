@@ -1,0 +1,64 @@
+"""Perturbs every work item of the shapes that stand for others, one at a time (paper, section 6.2).
+
+On the device where there is one; else small tiles in Triton's interpreter. Needs Triton.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from torchscout.cli.campaign.cell import Cell
+from torchscout.cli.campaign.grading import Flaw, Grade
+from torchscout.cli.campaign.result import Result
+from torchscout.cli.campaign.routed_job import PROGRAMS, TILE
+from torchscout.evidence.catalog.discovery import discover
+from torchscout.evidence.catalog.grouped_gemm import Tiling
+from torchscout.evidence.catalog.injection import Qualification, qualify
+from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
+from torchscout.evidence.catalog.profile import Rows
+from torchscout.evidence.catalog.table import tabulated
+
+__all__ = ["grade_of", "perturb_all"]
+
+_FEATURES = {"up": (18, 24), "down": (24, 18)}
+"""Hidden and intermediate; tiles are cut off in every direction."""
+_SHAPES: tuple[Rows, ...] = ((0, 5), (4, 8), (8, 16), (16, 0), (16, 16), (17, 24))
+"""Rows of two experts: none, less than half a tile, more, whole tiles and some more."""
+_DEVICE_TILES = 16
+"""A tile of the device's is that many times as long and wide as an interpreted one, or nearly so."""
+
+
+def perturb_all(cell: Cell) -> Result:
+    """Discover which shapes stand for all, then perturb all that those do."""
+    begin, is_device = time.monotonic(), torch.cuda.is_available()
+    scale, tiling = (_DEVICE_TILES, None) if is_device else (1, Tiling(*TILE))
+    hidden, intermediate = (scale * each for each in _FEATURES[cell.name.rpartition("-")[2]])
+    profiler = KernelProfiler(
+        hidden,
+        intermediate,
+        len(_SHAPES[0]),
+        device="cuda" if is_device else "cpu",
+        programs=None if is_device else PROGRAMS,
+        tiling=tiling,
+    )
+    shapes = [tuple(scale * rows for rows in shape) for shape in _SHAPES]
+    table = tabulated(cell.name, profiler.facts(), "shapes around a tile", discover(profiler, shapes))
+    found = qualify(profiler.projection, table.representatives)
+    detail = (
+        f"{found.changed} of {found.injected} perturbed work items of {len(table.representatives)} shapes, "
+        f"which stand for {table.admitted}, changed the output or a gradient"
+    )
+    took = time.monotonic() - begin
+    return Result(cell.identity, cell.row, False, grade_of(found), None, took, detail=detail)
+
+
+def grade_of(found: Qualification) -> Grade:
+    if found.complete:
+        return Grade()
+    if found.fired < found.injected:
+        return Grade(Flaw.NOT_INJECTED, f"{found.injected - found.fired} did not happen: {found.missed}")
+    if found.changed < found.injected:
+        return Grade(Flaw.MISSED, f"{found.injected - found.changed} changed nothing: {found.missed}")
+    return Grade(Flaw.BROKEN, f"not all work was perturbed: {found.unaccounted[0]}")

@@ -1,0 +1,105 @@
+"""What the ranks of a mixture of experts run: training, with experts replayed at the shapes of a catalog."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torchscout.cli.campaign.layout import Layout
+from torchscout.cli.moe_job import MoeTraining
+from torchscout.cli.moe_model import HIDDEN, LAYERS, WIDTH, Experts
+from torchscout.config import ReplayConfig, StragglerConfig
+from torchscout.evidence.catalog import experts as counted
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Firing, Injector
+from torchscout.integration.attach import enable_resiliency
+
+__all__ = ["PROGRAMS", "TILE", "Job", "Told", "train"]
+
+PROGRAMS, TILE = 2, (16, 16, 16, 2)
+"""Of the interpreted kernel: rows and columns of a tile, a step, and row tiles that are done together."""
+_EVER = 1e9
+"""Milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """How long ranks train, and on what."""
+
+    steps: int
+    catalog: Path
+    layers: int = LAYERS
+    is_kernel: bool = False
+    """Whether experts run on the grouped GEMM whose paths are counted."""
+
+    @property
+    def replay(self) -> ReplayConfig:
+        """Experts alone, shape by shape; what an interpreter takes for them says nothing about a device."""
+        straggler = StragglerConfig(host_material_ms=_EVER) if self.is_kernel else StragglerConfig()
+        return ReplayConfig(interval=1, recipes=("experts",), catalog=self.catalog, straggler=straggler)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one rank has to tell."""
+
+    fired: list[Firing]
+    failures: list[str]
+    cycles: int
+    """Over all shapes and layers, of checks that were accepted."""
+    applied: int
+    """How often the kernel says that it was perturbed."""
+
+
+def train(rank: int, layout: Layout, faults: Faults, run_dir: Path, seed: int, job: Job) -> Told:
+    """A check after each step, of experts alone: a census of all weights would not need their shapes."""
+    logging.getLogger("torchscout").addHandler(logging.NullHandler())  # the campaign tells what was found
+    warnings.filterwarnings("ignore", module="torch")  # of nothing that a small CPU job could do about
+    training = MoeTraining(
+        layout.mesh(), seed, layers=job.layers, make=_on_kernel() if job.is_kernel else Experts
+    )
+    with (
+        Injector(faults, rank, training.model, training.optimizer) as injector,
+        enable_resiliency(
+            training.model,
+            training.optimizer,
+            replay=job.replay,
+            observer=None,
+            parallelism=training.parallelism,
+            run_dir=run_dir,
+        ) as session,
+    ):
+        for step in range(1, job.steps + 1):
+            training.step(step)
+        replay = session.status()["replay"]
+        failures = [*session.failures, *([replay["lacking"]] if replay["lacking"] else [])]
+        if not faults:  # where state differs, what is computed from it is not compared
+            unchecked = replay["not_checked"]
+            failures += [f"{surface} is not checked: {reason}" for surface, reason in unchecked.items()]
+        cycles = replay["coverage"]["experts"]["cycles"]
+        return Told(injector.fired, failures, cycles, _applied() if job.is_kernel else 0)
+
+
+def _on_kernel() -> Callable[[int], nn.Module]:
+    """Makes experts on a grouped GEMM that may fall ill; Triton is needed here alone."""
+    from torchscout.cli.campaign.interpreter import hasten
+    from torchscout.evidence.catalog.grouped_gemm import Tiling
+    from torchscout.faults.sick_gemm import SickGemm
+
+    def gemm(hidden: int, intermediate: int, device: torch.device) -> SickGemm:  # noqa: ARG001
+        return SickGemm(hidden, intermediate, programs=PROGRAMS, tiling=Tiling(*TILE))
+
+    hasten()
+    return lambda count: counted.Experts(count, WIDTH, HIDDEN, gemm=gemm)
+
+
+def _applied() -> int:
+    from torchscout.faults.sick_gemm import times_applied
+
+    return times_applied()
