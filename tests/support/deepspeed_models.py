@@ -20,11 +20,11 @@ from tests.support.replayed_job import VOCABULARY, WIDTH, Block, Net
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import deepspeed  # noqa: E402  its accelerator is chosen when it is first asked for
-from deepspeed.moe.layer import MoE  # noqa: E402
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer  # noqa: E402
-from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
-from deepspeed.sequence.layer import DistributedAttention  # noqa: E402
+import deepspeed
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.sequence.layer import DistributedAttention
 
 ACCUMULATED = 2
 """Batches of a step, and calls of ``engine.step()``."""

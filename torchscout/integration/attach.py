@@ -71,12 +71,7 @@ def enable_resiliency(
     model = adapter.model
     if model in _attached:
         raise ValueError("torchscout is attached to this model already; close that session first")
-    if checkpoint is not None and (replay is None or not adapter.optimizers()):
-        raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
-    if checkpoint is not None and (obstacle := adapter.obstacle()) is not None:
-        raise ValueError(f"checkpoint= needs replay, which certifies what is kept, and {obstacle}")
-    if replay is not None and adapter.obstacle() is None:
-        recipes_for(adapter, replay)  # a user's mistake shows before anything is attached
+    _refuse_mistakes(adapter, replay, checkpoint)
     with ExitStack() as undo:
         communicators = Communicators() if replay is None else Communicators(replay.patience_seconds)
         undo.callback(communicators.close)
@@ -95,6 +90,19 @@ def enable_resiliency(
     _attached.add(model)
     session.undo.callback(_attached.discard, model)
     return session
+
+
+def _refuse_mistakes(
+    adapter: Adapter, replay: ReplayConfig | None, checkpoint: CheckpointConfig | None
+) -> None:
+    """A user's show before anything is attached."""
+    obstacle = adapter.obstacle()
+    if checkpoint is not None and (replay is None or not adapter.optimizers()):
+        raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
+    if checkpoint is not None and obstacle is not None:
+        raise ValueError(f"checkpoint= needs replay, which certifies what is kept, and {obstacle}")
+    if replay is not None and obstacle is None:
+        recipes_for(adapter, replay)
 
 
 def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str | None) -> Job:

@@ -217,8 +217,8 @@ class DeepSpeedAdapter:
 class _Keeper:
     """Gathers the parameters of one module that ZeRO 3 keeps in shards.
 
-    DeepSpeed's own hooks would gather them as well, and take the call for a part of training's order of calls,
-    by which they prefetch. So they are taken away meanwhile.
+    DeepSpeed's own hooks would gather them as well, and take the call for one of training's, whose order they
+    learn in order to prefetch. So they are taken away meanwhile.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, module: torch.nn.Module) -> None:
