@@ -26,6 +26,8 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 """With it, DeepSpeed takes its optimizer for bfloat16."""
 SOME_SMALL = {"stage3_param_persistence_threshold": 20}
 """Norms and biases are small enough to stay gathered."""
+WITHIN_PAIRS = {**SOME_SMALL, "zero_hpz_partition_size": 2}
+"""Two ranks hold all parameters between them, besides."""
 EXPERTS = tuple(
     f"stack.{layer}.routed.moe.deepspeed_moe.experts.deepspeed_experts.{each}"
     for layer in (0, 1)
@@ -52,6 +54,7 @@ def with_and_without(rank: int, plan: Plan, run_dir: Path) -> tuple[bool, Told]:
         pytest.param(Plan(3, zero=SOME_SMALL), id="zero-3", marks=slow),
         pytest.param(Plan(3, bf16=True, zero=SOME_SMALL), id="zero-3 bf16"),
         pytest.param(Plan(3), id="zero-3, all gathered", marks=slow),
+        pytest.param(Plan(3, zero=WITHIN_PAIRS), id="zero-3 hpZ", marks=slow),
         pytest.param(Plan(1, "ulysses", bf16=True), id="ulysses zero-1", marks=slow),
         pytest.param(Plan(3, "ulysses", zero=SOME_SMALL), id="ulysses zero-3", marks=slow),
         pytest.param(Plan(0, "mixture"), id="experts zero-0", marks=slow),
@@ -163,6 +166,30 @@ def test_a_slow_rank_is_named(tmp_path: Path):
     assert [each[:3] for each in found[0].named] == [("straggler", "rank", (1,))], found[0].incidents
 
 
+@slow
+def test_a_slow_exchange_of_sequences_names_its_group(tmp_path: Path):
+    at = {"at": "all_to_all@mesh_sequence_parallel", "axis": "context"}
+    faults = Faults().slow_collective(ranks=[3], step=range(4, 7), seconds=0.25, **at)
+    plan = Plan(1, "ulysses", steps=7, faults=faults, run_dir=tmp_path)
+    found = run_ranks(train, 6, plan, timeout=300)
+    assert found[3].fired
+    assert [each[0] for each in found[0].named] == ["straggler"], found[0].incidents
+    (truth,) = faults.truth(Mesh.grid(replica=3, context=2))
+    assert truth.ranks == (2, 3)
+    assert truth.is_told_by(found[0].incidents[0]), found[0].incidents[0].sentence
+
+
+@slow
+def test_an_expert_that_computes_wrong_is_told_by_its_holders(tmp_path: Path):
+    at = f"{EXPERTS[0]}/output"
+    faults = (
+        Faults().flip_bit(rank=0, at=at, step=range(1, 7), bit=2, calls=REPLAY).showing(at, role="expert")
+    )
+    found = run_ranks(train, 4, Plan(2, "mixture", faults=faults, run_dir=tmp_path), timeout=300)
+    assert found[0].fired >= 1
+    assert {each[:3] for each in found[0].named} == {("sdc", "peer_group", (0, 2))}, found[0].incidents
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -171,6 +198,7 @@ def test_a_slow_rank_is_named(tmp_path: Path):
         pytest.param(Plan(1, bf16=True, settings=FP32_SUMS), id="zero-1 bf16 optimizer", marks=slow),
         pytest.param(Plan(2, bf16=True), id="zero-2", marks=slow),
         pytest.param(Plan(3, bf16=True, zero=SOME_SMALL), id="zero-3"),
+        pytest.param(Plan(3, bf16=True, zero=WITHIN_PAIRS), id="zero-3 hpZ", marks=slow),
         pytest.param(Plan(0, "pipeline"), id="pipeline zero-0", marks=slow),
         pytest.param(Plan(1, "pipeline", bf16=True), id="pipeline zero-1", marks=slow),
         pytest.param(Plan(0, "mixture"), id="experts zero-0", marks=slow),

@@ -67,12 +67,7 @@ def enable_resiliency(
     from a thread of its own. The training loop stays as it is.
     """
     adapter = _adapter(model, optimizer, parallelism)
-    if checkpoint is not None and (replay is None or not adapter.optimizers()):
-        raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
-    if checkpoint is not None and adapter.obstacle is not None:
-        raise ValueError(f"checkpoint= needs replay, which certifies what is kept, and {adapter.obstacle}")
-    if replay is not None and adapter.obstacle is None:
-        recipes_for(adapter, replay)  # a user's mistake shows before anything is attached
+    _refuse_mistakes(adapter, replay, checkpoint)
     with ExitStack() as undo:
         communicators = Communicators() if replay is None else Communicators(replay.patience_seconds)
         undo.callback(communicators.close)
@@ -106,6 +101,19 @@ def _adapter(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parall
 def _stages(model: torch.nn.Module) -> list[torch.nn.Module]:
     """What a training loop calls: the model, or every pipeline stage in a list of them."""
     return [model] if is_called(model) else [*model.children()]
+
+
+def _refuse_mistakes(
+    adapter: Adapter, replay: ReplayConfig | None, checkpoint: CheckpointConfig | None
+) -> None:
+    """A user's show before anything is attached."""
+    obstacle = adapter.obstacle
+    if checkpoint is not None and (replay is None or not adapter.optimizers()):
+        raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
+    if checkpoint is not None and obstacle is not None:
+        raise ValueError(f"checkpoint= needs replay, which certifies what is kept, and {obstacle}")
+    if replay is not None and obstacle is None:
+        recipes_for(adapter, replay)
 
 
 def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str | None) -> Job:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DeepSpeedAdapter", "adapter_of"]
 
+_OLDEST = (0, 19)
+"""Whose interfaces are used here: of those that are not public, parameters' ``ds_*`` attributes, the hooks and
+the partitions of ZeRO 3, and the names of groups."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -65,19 +68,28 @@ class DeepSpeedAdapter:
 
     @property
     def obstacle(self) -> str | None:
-        engine = self._engine
+        if (version := tuple(map(int, deepspeed.__version__.split(".")[:2]))) < _OLDEST:
+            return (
+                f"replay is known to work from DeepSpeed {'.'.join(map(str, _OLDEST))} on, not with {version}"
+            )
+        engine, has_experts = self._engine, bool(self._spreads())
         refused = {
             "offloading": engine.zero_offload_optimizer() is not None
             or engine.zero_offload_param() is not None,
             "ZenFlow": bool(engine.zenflow),
+            "quantized weights or gradients": engine.zero_quantized_weights()
+            or engine.zero_quantized_gradients(),
             "AutoTP": engine.autotp_size() > 1,
-            "experts with ZeRO 3": engine.has_moe_layers and self._stage == 3,
+            "experts under ZeRO 3": has_experts and self._stage == 3,
+            "experts in half precision without ZeRO": has_experts
+            and not self._is_partitioned
+            and bool(self._masters("master")),
             "experts of several ep_size": len(self._spreads()) > 1,
             "experts that are not spread over neighbours": not self._are_experts_as_told(),
-            "an optimizer that is not PyTorch's": not self.optimizers() and engine.optimizer is not None,
+            "optimizers that are not PyTorch's": not self.optimizers() and engine.optimizer is not None,
         }
         if found := [name for name, is_used in refused.items() if is_used]:
-            return f"replay does not support DeepSpeed's {' with '.join(found)}"
+            return f"replay does not support DeepSpeed's {' or '.join(found)}"
         return None
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
@@ -120,6 +132,8 @@ class DeepSpeedAdapter:
         return NOBODY if self._stage < 3 else Keepers((_Keeper(self._engine, module),))
 
     def unreplicated(self) -> Collection[Surface]:
+        if self._spreads() <= {1}:
+            return ()
         return {surface_of(name) for name, each in self.model.named_parameters() if is_moe_param(each)}
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -166,7 +180,7 @@ class DeepSpeedAdapter:
         found["counters"] = _Numbers(engine, _COUNTERS)
         found["rng_tracker"] = _Streams(deepspeed.checkpointing.get_cuda_rng_tracker())
         if self._stage == 3:
-            found["gathered"] = _Gathered(self.model)
+            found["gathered"] = _Gathered(self._engine)
         if isinstance(engine, PipelineEngine):
             found["micro_offset"] = _Numbers(engine.module, ["micro_offset"])
         if engine.lr_scheduler is not None:
@@ -222,19 +236,27 @@ class DeepSpeedAdapter:
                 found[axis]: [getattr(each, axis) for each in coordinates]
                 for axis in topology.get_axis_names()
             }
-        if (size := groups._get_sequence_parallel_world_size()) > 1:
-            return {
-                data: [rank // size for rank in range(world)],
-                "context": [r % size for r in range(world)],
-            }
-        return {data: range(world)}
+        inner = {
+            "context": groups._get_sequence_parallel_world_size(),
+            "tensor": self._engine.autotp_size(),
+        }
+        axis, size = max(inner.items(), key=lambda each: each[1])
+        told = groups._get_model_parallel_world_size()
+        if sum(each > 1 for each in inner.values()) > 1 or told > max(1, inner["tensor"]):
+            raise ValueError(
+                "which ranks do the same work cannot be read off this DeepSpeed engine; "
+                "pass parallelism=, such as Parallelism(replica=4, tensor=2)"
+            )
+        if size <= 1:
+            return {data: range(world)}
+        return {data: [rank // size for rank in range(world)], axis: [rank % size for rank in range(world)]}
 
 
 class _Keeper:
     """Gathers the parameters of one module that ZeRO 3 keeps in shards.
 
-    DeepSpeed's own hooks would gather them as well, and take the call for a part of training's order of
-    calls, by which they prefetch. So they are taken away meanwhile.
+    DeepSpeed's own hooks would gather them as well, and take the call for one of training's, whose order they
+    learn in order to prefetch. So they are taken away meanwhile.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, module: torch.nn.Module) -> None:
@@ -265,16 +287,17 @@ def _is_gathered(parameter: Any) -> bool:
 
 
 class _Gathered:
-    """The small parameters that ZeRO 3 keeps gathered: no state, but stale where shards are put back."""
+    """What ZeRO 3 has gathered, wholly or within a machine (hpZ): no state, but stale once shards are others."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        self._engine = engine
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, _: Mapping[str, Any]) -> None:
-        parameters: Any = self._model.parameters()  # to which DeepSpeed has given methods
+        self._engine.optimizer.invalidate_secondary_tensor()
+        parameters: Any = self._engine.module.parameters()  # to which DeepSpeed has given methods
         for each in parameters:
             if _is_gathered(each):
                 each.partition(has_been_updated=False)
