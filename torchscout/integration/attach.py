@@ -42,11 +42,11 @@ from torchscout.mesh import Mesh, Role
 
 __all__ = ["enable_resiliency"]
 
-_attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def enable_resiliency(
-    model: torch.nn.Module,
+    model: Any,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  frozen
@@ -58,6 +58,7 @@ def enable_resiliency(
 ) -> Session:
     """Attach to a training job. Every rank calls it once, when model and optimizer exist.
 
+    ``model`` is a ``torch.nn.Module``, or what a framework has in its place: a TorchTitan ``Trainer``.
     ``replay=None`` leaves out the checks for corrupted numbers, ``observer=None`` hang localization;
     with ``checkpoint`` the session keeps what checks certify, and ``session.resume()`` goes back to it.
     ``parallelism`` says which ranks do the same
@@ -67,10 +68,9 @@ def enable_resiliency(
     """
     if not dist.is_initialized():
         raise ValueError("call torch.distributed.init_process_group() before enable_resiliency()")
-    if model in _attached:
-        raise ValueError("torchscout is attached to this model already; close that session first")
     adapter = adapter_for(model, optimizer, parallelism)
-    model = adapter.model
+    if model in _attached or adapter.model in _attached:
+        raise ValueError("torchscout is attached to this model already; close that session first")
     if checkpoint is not None and (replay is None or not adapter.optimizers()):
         raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
     if replay is not None:
@@ -90,8 +90,9 @@ def enable_resiliency(
         session.guarded(lambda: _replay(session, job, replay, adapter, communicators))
     if on_incident is not None:
         session.undo.callback(News(job.run_dir, on_incident, session.failed).close)
-    _attached.add(model)
-    session.undo.callback(_attached.discard, model)
+    for each in {model, adapter.model}:
+        _attached.add(each)
+        session.undo.callback(_attached.discard, each)
     return session
 
 
