@@ -72,8 +72,8 @@ def _with_microbatches(kind: type) -> None:
         inputs = [()] * count if arg_mbs in (None, absent) else arg_mbs
         named = [{}] * count if kwarg_mbs in (None, absent) else kwarg_mbs
         self._split_inputs = lambda *_: (inputs, named)
-        self._step_microbatches = lambda a, k, t=None, losses=None, returns=True, loss_kwargs=None: run(
-            a, k, target_mbs, losses, returns, loss_kwargs=loss_kwargs
+        self._step_microbatches = lambda args, kwargs, _=None, *rest, **named: run(
+            args, kwargs, target_mbs, *rest, **named
         )
         try:
             return original(self, **kw)

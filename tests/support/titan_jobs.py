@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import tests.support.titan_cpu  # noqa: F401  first: TorchTitan expects an accelerator
+
+# isort: split
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -107,7 +109,12 @@ def make_assets(folder: Path) -> None:
     for each in ("tokenizer", "c4_test"):
         (folder / each).mkdir()
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    settings = {"bos_token": special[0], "eos_token": special[1], "add_bos_token": True, "add_eos_token": True}
+    settings = {
+        "bos_token": special[0],
+        "eos_token": special[1],
+        "add_bos_token": True,
+        "add_eos_token": True,
+    }
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "c4_test" / "data.json").write_text("\n".join(json.dumps({"text": each}) for each in texts))
 

@@ -68,9 +68,9 @@ def enable_resiliency(
     """
     if not dist.is_initialized():
         raise ValueError("call torch.distributed.init_process_group() before enable_resiliency()")
-    adapter = adapter_for(model, optimizer, parallelism)
-    if model in _attached or adapter.model in _attached:
+    if model in _attached:
         raise ValueError("torchscout is attached to this model already; close that session first")
+    adapter = adapter_for(model, optimizer, parallelism)
     if checkpoint is not None and (replay is None or not adapter.optimizers()):
         raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
     if replay is not None:
@@ -90,9 +90,8 @@ def enable_resiliency(
         session.guarded(lambda: _replay(session, job, replay, adapter, communicators))
     if on_incident is not None:
         session.undo.callback(News(job.run_dir, on_incident, session.failed).close)
-    for each in {model, adapter.model}:
-        _attached.add(each)
-        session.undo.callback(_attached.discard, each)
+    _attached.add(model)
+    session.undo.callback(_attached.discard, model)
     return session
 
 

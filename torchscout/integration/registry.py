@@ -50,7 +50,7 @@ def _listed(
 def _torchtitan(trainer: Any, optimizer: Any, parallelism: Any) -> Adapter:
     import torchtitan
 
-    if not torchtitan.__version__.startswith("0.3."):
+    if not torchtitan.__version__.startswith(("0.3.", "0.0.0")):  # a source tree does not know its release
         raise ValueError(f"TorchTitan {torchtitan.__version__} is not supported; 0.3 is")
     if optimizer is not None or parallelism is not None:
         raise ValueError("a Trainer knows its optimizers and its parallelism; pass the Trainer alone")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torchtitan.trainer import Trainer
 
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.integration.pytorch import PyTorchAdapter, around_steps
-from torchscout.mesh import AXES, Axis, Mesh, Role
+from torchscout.mesh import AXES, Mesh, Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,8 +165,8 @@ class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is 
 def resiliency(
     manager: Any,
     *,
-    replay: Mapping[str, Any] | None = {},  # noqa: B006  only read
-    observer: Mapping[str, Any] | None = {},  # noqa: B006  only read
+    replay: Mapping[str, Any] | None = MappingProxyType({}),
+    observer: Mapping[str, Any] | None = MappingProxyType({}),
     checkpoint: Mapping[str, Any] | None = None,
     run_dir: str | None = None,
 ) -> Any:
@@ -201,10 +202,9 @@ def _check(mesh: Mesh, dims: Any) -> None:
         axis = (_SPARSE if role is Role.EXPERT else _DENSE).get(name)
         if axis is None:
             continue  # several axes as one, such as all that read different data
-        own, told = mesh.ranks_along(Axis(axis) if axis in ("replica", "shard") else axis, rank, role), None
-        told = tuple(devices.mesh.flatten().tolist())
+        own, told = mesh.ranks_along(axis, rank, role), tuple(devices.mesh.flatten().tolist())
         if own != told:
             raise ValueError(
-                f"TorchTitan {torchtitan.__version__} lays ranks out otherwise than 0.3 does: rank {rank} "
+                f"TorchTitan {torchtitan.__version__} lays ranks out otherwise than 0.3.0 does: rank {rank} "
                 f"has {told} along {name!r}, and {own} were expected"
             )
