@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -63,7 +64,8 @@ class Trial:
 class Told:
     """What one rank has to tell."""
 
-    bits: bytes
+    bits: dict[str, str]
+    """A digest of each tensor that training leaves behind."""
     progress: dict[str, Any]
     groups: dict[str, tuple[int, ...]]
     """The framework's own, by the name of the axis."""
@@ -157,12 +159,16 @@ def train(rank: int, trial: Trial, folder: Path, attached: bool = True) -> Told:
     """Through ``Trainer.train``; ``folder`` is this run's."""
     _quiet()
     torch.autograd.set_multithreading_enabled(False)  # as TorchTitan does where it starts the ranks' group
+    if trial.directory is not None:
+        os.environ["TORCHSCOUT_MEMORY"] = str(trial.directory / "memory")
     trainer = config_of(trial, folder).build()
     adapter = TorchTitanAdapter(trainer)
     with Injector(trial.faults, rank, adapter.model, [*trainer.optimizers][-1]) as injector:
         session = _attach(trial, trainer, folder) if attached else None
         resumed = trainer.step
         trainer.train()
+        if trial.overridden is not None and trainer.checkpointer.resumption is not None:
+            resumed = trainer.checkpointer.resumption.step
     told = Told(
         bits_of(trainer),
         {**trainer.state_dict(), **trainer.lr_schedulers.state_dict(), **trainer.lr_schedulers.get_metrics()},
@@ -183,27 +189,50 @@ def train(rank: int, trial: Trial, folder: Path, attached: bool = True) -> Told:
     return told
 
 
-def bits_of(trainer: Trainer) -> bytes:
+def with_and_without(rank: int, trial: Trial, folder: Path) -> tuple[bool, Told]:
+    """Whether training is bitwise the same as without SCOUT."""
+    alone = train(rank, trial, folder / "alone", False)
+    checked = train(rank, trial, folder / "checked")
+    return (alone.bits, alone.progress) == (checked.bits, checked.progress), checked
+
+
+def refusal(rank: int, trial: Trial, changes: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """What attaching says, with these changes to the config and this beside the trainer."""
+    _quiet()
+    trainer = config_of(trial, trial.assets / "unused").build()
+    for path, value in changes.items():
+        part, _, name = path.partition(".")
+        setattr(getattr(trainer.config, part), name, value)
+    try:
+        enable_resiliency(trainer, **given)
+    except ValueError as error:
+        return str(error)
+    return "attached"
+
+
+def bits_of(trainer: Trainer) -> dict[str, str]:
     """All that training leaves behind on this rank."""
-    model = [tensor for part in trainer.model_parts for tensor in (*part.parameters(), *part.buffers())]
-    slots = [
-        slot
-        for optimizer in trainer.optimizers
-        for slots in optimizer.state.values()
-        for slot in slots.values()
-    ]
-    tensors = [*model, *(each.grad for each in model if each.grad is not None), *slots, torch.get_rng_state()]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-    return b"".join(each.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in local)
+    tensors: dict[str, torch.Tensor] = {"random": torch.get_rng_state()}
+    for place, part in enumerate(trainer.model_parts):
+        named = [*part.named_parameters(), *part.named_buffers()]
+        tensors |= {f"{place}.{name}": each for name, each in named}
+        tensors |= {f"{place}.{name}.grad": each.grad for name, each in named if each.grad is not None}
+    for place, optimizer in enumerate(trainer.optimizers):
+        for number, slots in enumerate(optimizer.state.values()):
+            tensors |= {f"optimizer {place}.{number}.{name}": each for name, each in slots.items()}
+    return {name: _digest(each) for name, each in tensors.items()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    plain = local.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(plain.tobytes(), digest_size=8).hexdigest()
 
 
 def _attach(trial: Trial, trainer: Trainer, folder: Path) -> Session:
     if trial.overridden is not None:
         return trainer.checkpointer.session
-    kept = None
-    if trial.directory is not None:
-        os.environ["TORCHSCOUT_MEMORY"] = str(trial.directory / "memory")
-        kept = CheckpointConfig(trial.directory / "files")
+    kept = None if trial.directory is None else CheckpointConfig(trial.directory / "files")
     session = enable_resiliency(
         trainer, replay=trial.replay, observer=trial.observer, checkpoint=kept, run_dir=folder / "scout"
     )

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchscout.checkpoint.state import Stateful
+    from torchscout.integration.resumption import Resumption
     from torchscout.integration.session import Session
 
 __all__ = ["Resiliency", "TorchTitanAdapter", "resiliency"]
@@ -43,6 +44,7 @@ class TorchTitanAdapter(PyTorchAdapter):
     """What a trainer trains, on the meshes that it built."""
 
     def __init__(self, trainer: Trainer) -> None:
+        _refuse(trainer.config)
         parts = trainer.model_parts
         model = parts[0] if len(parts) == 1 else torch.nn.ModuleList(parts)
         super().__init__(model, tuple(trainer.optimizers), None)
@@ -69,10 +71,29 @@ class TorchTitanAdapter(PyTorchAdapter):
 
     def state(self) -> Mapping[str, Stateful]:
         return {
-            "dataloader": self._trainer.dataloader,
+            "dataloader": _Position(self._trainer.dataloader),
             "lr_schedulers": _Schedule(self._trainer.lr_schedulers),
             "train_state": self._progress,
         }
+
+
+class _Position:
+    """Where a loader is in its data; it can be iterated over, as it is a loader that this stands for."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Any:
+        return iter(self._loader)
+
+    def state_dict(self) -> Any:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Any, /) -> None:
+        self._loader.load_state_dict(state)
+        # The loader draws a seed when it begins, which it does here at the latest: random streams are put
+        # back after this.
+        self._loader.state_dict()
 
 
 class _Schedule:
@@ -130,6 +151,8 @@ class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is 
         self.manager = config.manager.build(states=states, **given)
         """The job's own."""
         self.session: Session = enable_resiliency(trainers[0], **config.settings)
+        self.resumption: Resumption | None = None
+        """What training went on from, once it has begun; None without checkpoints of ours."""
 
     @property
     def save_future(self) -> Any:
@@ -140,7 +163,8 @@ class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is 
         with self.session.checkpoint_io("read"):
             is_loaded = bool(self.manager.load(step))
         if self.session.checkpointing is not None:
-            is_loaded |= self.session.resume().role is not None
+            self.resumption = self.session.resume()
+            is_loaded |= self.resumption.role is not None
         return is_loaded
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -183,6 +207,16 @@ def resiliency(
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What JSON writes as a list."""
     return {name: tuple(each) if isinstance(each, list) else each for name, each in fields.items()}
+
+
+def _refuse(config: Any) -> None:
+    """A ``ValueError`` names what cannot be seen, or not be called outside of a training step."""
+    if config.parallelism.spmd_backend == "spmd_types":
+        raise ValueError(
+            "layers under spmd_types cannot be replayed; pass --parallelism.spmd_backend partial_dtensor"
+        )
+    if not config.training.disable_cuda_graphs:
+        raise ValueError("CUDA graphs call no hooks; pass --training.disable_cuda_graphs")
 
 
 def _table(degrees: Mapping[str, int]) -> Any:
