@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.hangs import QUICK, STALL
+from tests.support.hangs import incidents, wait_for_incident
 from tests.support.ranks import RankError, run_ranks
 from tests.support.titan_jobs import Told, Trial, make_assets, refusal, train, with_and_without
 from torchscout.cli.local_ranks import preload
-from torchscout.config import CheckpointConfig
+from torchscout.config import ObserverConfig, Parallelism
 from torchscout.faults.fault import Faults
 
 preload("tests.support.titan_jobs")
@@ -21,6 +22,7 @@ slow = pytest.mark.slow
 REPLAY = range(1, 9)
 """Passes that are not training's own."""
 ALL = None
+PATIENT = ObserverConfig(floor_seconds=4.0, multiple=3.0, start_seconds=120.0, grace_seconds=8.0)
 REPLICATE = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1}
 HSDP = {"data_parallel_replicate_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}
@@ -177,11 +179,24 @@ def test_a_slow_link_names_its_process_group(assets: Path, tmp_path: Path):
 
 @slow
 def test_a_late_rank_is_named(assets: Path, tmp_path: Path):
-    faults = Faults().stall(rank=2, at="layers.1/forward", step=4, seconds=2 * STALL)
-    trial = Trial(assets, steps=5, faults=faults, replay=None, observer=QUICK)
+    faults = Faults().stall(rank=2, at="layers.1/forward", step=4, seconds=20.0)
+    trial = Trial(assets, steps=5, faults=faults, replay=None, observer=PATIENT)
     told = run_ranks(train, 4, trial, tmp_path, timeout=240)
     assert told[2].fired == 1
     assert told[0].found == {("hang", "rank", (2,))}, [each.sentence for each in told[0].incidents]
+
+
+@slow
+def test_a_rank_that_does_something_else_is_named(assets: Path, tmp_path: Path):
+    faults = Faults().change_collective(
+        rank=2, at="all_reduce@mesh_dp_replicate", axis="replica", step=4, what="shape"
+    )
+    trial = Trial(assets, REPLICATE, steps=5, faults=faults, replay=None, observer=PATIENT)
+    with suppress(RankError):  # Gloo may abort a process over it, or never return
+        run_ranks(train, 4, trial, tmp_path, timeout=90)
+    wait_for_incident(tmp_path / "scout")
+    found = incidents(tmp_path / "scout")
+    assert {(each.manifestation.value, each.ranks) for each in found} == {("hang", (2,))}, found
 
 
 @pytest.mark.parametrize(
@@ -189,7 +204,7 @@ def test_a_late_rank_is_named(assets: Path, tmp_path: Path):
     [
         ({"training.disable_cuda_graphs": False}, {}, "--training.disable_cuda_graphs"),
         ({"parallelism.spmd_backend": "spmd_types"}, {}, "partial_dtensor"),
-        ({}, {"parallelism": CheckpointConfig("x")}, "the Trainer alone"),
+        ({}, {"parallelism": Parallelism(replica=1)}, "the Trainer alone"),
     ],
     ids=["graphs", "spmd_types", "parallelism"],
 )

@@ -1,5 +1,7 @@
 """Lets the real TorchTitan 0.3.0 train on CPUs with Gloo and PyTorch 2.13; to be imported before it.
 
+Importing this changes nothing of PyTorch for other tests, whose ranks may come from the same server.
+
 TorchTitan's own code stays as it is. It expects an accelerator and a PyTorch newer than 2.13.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import inspect
 import types
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -56,7 +59,7 @@ def _with_microbatches(kind: type) -> None:
     """The newer ``step`` takes microbatches that are split already."""
     original, absent = kind.step, object()
     if "arg_mbs" in inspect.signature(original).parameters:
-        return
+        return  # by PyTorch, or by an earlier call
 
     def step(
         self: Any,
@@ -123,15 +126,21 @@ def _spread(tensors: Any, like: DTensor) -> Any:
     )
 
 
-_device, _module_of = _Device("titan_cpu_device"), torch._utils._get_device_module
-torch._utils._get_available_device_type = lambda: "cpu"
-torch._utils._get_device_module = lambda kind: _device if kind == "cpu" else _module_of(kind)
+def prepare() -> None:
+    """In a rank that is going to train: what is changed of PyTorch is changed there alone."""
+    FSDPModule.set_gradient_divide_factor = _set_divide_factor
+    if not hasattr(dist, "set_timeout"):
+        dist.set_timeout = lambda timeout, group=None: dist.distributed_c10d._set_pg_timeout(timeout, group)
+    for each in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        _with_microbatches(each)
+    aten = torch.ops.aten
+    ring.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu.default] = _ring_forward
+    ring.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu_backward.default] = _ring_backward
+
+
 _divide_factor = FSDPModule.set_gradient_divide_factor
-FSDPModule.set_gradient_divide_factor = _set_divide_factor
-if not hasattr(dist, "set_timeout"):
-    dist.set_timeout = lambda timeout, group=None: dist.distributed_c10d._set_pg_timeout(timeout, group)
-for _schedule in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-    _with_microbatches(_schedule)
-_aten = torch.ops.aten
-ring.custom_ops[_aten._scaled_dot_product_flash_attention_for_cpu.default] = _ring_forward
-ring.custom_ops[_aten._scaled_dot_product_flash_attention_for_cpu_backward.default] = _ring_backward
+with (
+    patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"),
+    patch.object(torch._utils, "_get_device_module", lambda _: _Device("titan_cpu_device")),
+):
+    import torchtitan.tools.utils  # noqa: F401  asks for the device once, when it is imported

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tests.support.titan_cpu  # noqa: F401  first: TorchTitan expects an accelerator
+from tests.support import titan_cpu  # first: TorchTitan expects an accelerator
 
 # isort: split
 import torch
@@ -157,8 +157,7 @@ def config_of(trial: Trial, folder: Path) -> Trainer.Config:
 
 def train(rank: int, trial: Trial, folder: Path, attached: bool = True) -> Told:
     """Through ``Trainer.train``; ``folder`` is this run's."""
-    _quiet()
-    torch.autograd.set_multithreading_enabled(False)  # as TorchTitan does where it starts the ranks' group
+    _begin()
     if trial.directory is not None:
         os.environ["TORCHSCOUT_MEMORY"] = str(trial.directory / "memory")
     trainer = config_of(trial, folder).build()
@@ -198,7 +197,7 @@ def with_and_without(rank: int, trial: Trial, folder: Path) -> tuple[bool, Told]
 
 def refusal(rank: int, trial: Trial, changes: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """What attaching says, with these changes to the config and this beside the trainer."""
-    _quiet()
+    _begin()
     trainer = config_of(trial, trial.assets / "unused").build()
     for path, value in changes.items():
         part, _, name = path.partition(".")
@@ -263,7 +262,9 @@ def _groups(
     return theirs, {name: mesh.ranks_along(axes[name][0], rank, axes[name][1]) for name in theirs}
 
 
-def _quiet() -> None:
+def _begin() -> None:
+    titan_cpu.prepare()
+    torch.autograd.set_multithreading_enabled(False)  # as TorchTitan does where it starts the ranks' group
     warnings.filterwarnings("ignore")
     logging.getLogger().setLevel(logging.ERROR)
     logging.getLogger("torchtitan").setLevel(logging.ERROR)
