@@ -147,8 +147,9 @@ def test_a_wrong_number_names_the_rank(
 
 @slow
 def test_a_wrong_number_in_experts_names_their_holders(assets: Path, tmp_path: Path):
-    at = "layers.1.moe.routed_experts.inner_experts/output"
-    faults = Faults().flip_bit(rank=2, at=at, step=2, bit=20, calls=REPLAY)
+    at = "layers.1._checkpoint_wrapped_module.moe.routed_experts.inner_experts/output"
+    # Training calls them twice: activation checkpointing computes them again in backward.
+    faults = Faults().flip_bit(rank=2, at=at, step=2, bit=20, calls=range(2, 9))
     trial = Trial(assets, EXPERT, is_mixture=True, steps=3, faults=faults)
     told = run_ranks(train, 4, trial, tmp_path, timeout=240)
     assert told[2].fired
@@ -168,13 +169,14 @@ def test_a_slow_layer_names_its_rank(assets: Path, tmp_path: Path):
 
 @slow
 def test_a_slow_link_names_its_process_group(assets: Path, tmp_path: Path):
+    """Of three groups of shards; two could only differ."""
     faults = Faults().slow_collective(
         ranks=(2, 3), at="all_gather@mesh_fsdp", axis="shard", step=range(3, 9), seconds=0.4
     )
-    told = run_ranks(train, 4, Trial(assets, HSDP, steps=8, faults=faults), tmp_path, timeout=300)
+    trial = Trial(assets, {"data_parallel_replicate_degree": 3}, steps=7, faults=faults)
+    told = run_ranks(train, 6, trial, tmp_path, timeout=300)
     assert told[2].fired >= 4
-    found = {(each.manifestation.value, each.ranks) for each in told[0].incidents}
-    assert found == {("straggler", (2, 3))}, [each.sentence for each in told[0].incidents]
+    assert told[0].found == {("straggler", "process_group", (2, 3))}, told[0].incidents
 
 
 @slow

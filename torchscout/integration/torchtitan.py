@@ -124,6 +124,7 @@ class _Progress:
 
     def load_state_dict(self, state: Any, /) -> None:
         self._trainer.load_state_dict(state)
+        self._noted = None
 
 
 class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is seen as Any where it is absent
