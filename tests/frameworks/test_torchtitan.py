@@ -49,7 +49,7 @@ def check(found: list[tuple[bool, Told]], axes: set[str]) -> set[str]:
         assert told.groups == told.along
         assert set(told.groups) == axes
         agreed |= told.agreed
-    assert {"optimizer/param", "optimizer/reproduced", "time/module"} <= agreed
+    assert {"optimizer/param", "optimizer/reproduced"} <= agreed
     return agreed
 
 
