@@ -28,7 +28,8 @@ def with_and_without(rank: int, shape: tuple[int, ...], sharding: str, run_dir: 
 
 
 @pytest.mark.parametrize(
-    ("shape", "sharding"), [*(((4,), name) for name in SHARDINGS), ((3, 2), "plain"), ((2, 2), "bfloat16")]
+    ("shape", "sharding"),
+    [*(((4,), name) for name in SHARDINGS), ((3, 2), "plain"), ((2, 2), "bfloat16"), ((4, 1), "grouped")],
 )
 def test_training_is_bitwise_the_same_and_everything_is_checked(
     shape: tuple[int, ...], sharding: str, tmp_path: Path

@@ -39,6 +39,11 @@ def nested(net: Net, mesh: object) -> None:
     plain(net, mesh)
 
 
+def grouped(net: Net, mesh: object) -> None:
+    fully_shard([net.final, net.head], mesh=mesh)
+    plain(net, mesh)
+
+
 def bfloat16(net: Net, mesh: object) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in net.stack:
@@ -59,7 +64,7 @@ def compiled(net: Net, mesh: object) -> None:
 
 
 SHARDINGS: dict[str, Callable[[Net, object], None]] = {
-    each.__name__: each for each in (plain, nested, bfloat16, checkpointed, compiled)
+    each.__name__: each for each in (plain, nested, grouped, bfloat16, checkpointed, compiled)
 }
 
 

@@ -42,11 +42,11 @@ from torchscout.mesh import Mesh, Role
 
 __all__ = ["enable_resiliency"]
 
-_attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def enable_resiliency(
-    model: torch.nn.Module | Sequence[torch.nn.Module],
+    model: Any,
     optimizer: Any = None,
     *,
     replay: ReplayConfig | None = ReplayConfig(),  # noqa: B008  frozen
@@ -58,7 +58,8 @@ def enable_resiliency(
 ) -> Session:
     """Attach to a training job. Every rank calls it once, when model and optimizer exist.
 
-    ``optimizer`` is one of PyTorch's or several; with Megatron-Core its own, and ``model`` its model chunks.
+    ``model`` is a ``torch.nn.Module``, or what a framework has in its place: Megatron-Core's model chunks, a
+    TorchTitan ``Trainer``, a DeepSpeed engine. ``optimizer`` is one of PyTorch's or several, or Megatron-Core's.
     ``replay=None`` leaves out the checks for corrupted numbers, ``observer=None`` hang localization;
     with ``checkpoint`` the session keeps what checks certify, and ``session.resume()`` goes back to it.
     ``parallelism`` says which ranks do the same

@@ -21,6 +21,7 @@ __all__ = ["adapter_for"]
 _FRAMEWORKS = {
     "deepspeed": "torchscout.integration.deepspeed",
     "megatron.core.optimizer": "torchscout.integration.megatron",
+    "torchtitan.trainer": "torchscout.integration.torchtitan",
 }
 """What a job has imported that uses a framework, and which module then tells whether a model is its own."""
 

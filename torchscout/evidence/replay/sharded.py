@@ -86,19 +86,21 @@ def awaken(keepers: Keepers) -> None:
 
 @contextmanager
 def gathered(keepers: Keepers, gathering: AbstractContextManager[None]) -> Iterator[None]:
-    """In this block the kept parameters are whole; afterwards they are shards again.
+    """In this block the kept parameters are whole; afterwards they are shards again, and FSDP has forgotten.
 
-    ``gathering`` is entered while they are being gathered.
+    It counts which of several modules that are kept as one were called: were only one of them replayed, it
+    would reduce the next step's gradients in other portions. ``gathering`` is entered while parameters are
+    being gathered.
     """
     with gathering:
         for keeper in keepers.modules:
             keeper.unshard()
     try:
-        with _forgetting_failures(keepers):
-            yield
+        yield
     finally:
         for keeper in keepers.modules:
             keeper.reshard()
+        _forget(keepers)
 
 
 @contextmanager
@@ -124,9 +126,14 @@ def _forgetting_failures(keepers: Keepers) -> Iterator[None]:
         yield
         is_over = True
     finally:
-        # Nothing of training's own is under way right after an update, so that nothing is lost.
-        if not is_over and keepers.root is not None:
-            keepers.root.reset_iter_state()
+        if not is_over:
+            _forget(keepers)
+
+
+def _forget(keepers: Keepers) -> None:
+    """Nothing of training's own is under way right after an update, so that nothing is lost."""
+    if keepers.root is not None:
+        keepers.root.reset_iter_state()
 
 
 def _path(model: nn.Module, module: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,31 @@
+"""TorchTitan 0.3 with torchscout, by a config of one's own; the trainer and its loop stay TorchTitan's.
+
+torchrun --nproc-per-node 4 -m torchtitan.train --module torchtitan_llama --config watched
+
+Any other config is watched by one more argument, without a file:
+
+torchrun ... -m torchtitan.train --module llama3 --config llama3_8b --training.disable_cuda_graphs \\
+    --parallelism.spmd_backend partial_dtensor \\
+    --override.imports 'torchscout.integration.torchtitan.resiliency={"replay": {"interval": 20}}'
+"""
+
+from __future__ import annotations
+
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.trainer import Trainer
+
+SETTINGS = {
+    "replay": {"interval": 5},  # steps from one check to the next
+    "observer": {"floor_seconds": 30.0},  # shorter silence is no hang
+    "checkpoint": {"directory": "outputs/certified"},  # what checks have certified; a restart goes on from it
+    "run_dir": "outputs/scout",
+}
+
+
+def watched() -> Trainer.Config:
+    """TorchTitan's smallest Llama."""
+    config = llama3_debugmodel()
+    config.training.disable_cuda_graphs = True  # a graph calls no hooks, through which layers are seen
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.override.imports = [("torchscout.integration.torchtitan.resiliency", SETTINGS)]
+    return config
