@@ -25,7 +25,7 @@ from torchscout.cli.moe_model import EXPERTS, HIDDEN, WIDTH
 from torchscout.evidence.catalog.grouped_gemm import Tiling
 from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
 
-__all__: list[str] = []
+__all__ = ["main"]
 
 _LAYERS = 1
 """Of experts; an interpreted kernel is slow."""
