@@ -105,7 +105,7 @@ def _seconds(value: float | None) -> str:
 
 def _line(result: Result) -> str:
     name = _name(result)
-    told = f": {result.detail}" if result.detail else ""
+    told = "" if result.found or not result.detail else f": {result.detail}"  # figures of work without ranks
     return f"passed  {name}{told}" if result.grade.passed else f"FAILED  {name}: {result.grade.reason}"
 
 
