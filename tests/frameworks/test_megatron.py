@@ -62,7 +62,7 @@ LARGE = {
     "tensor, pipeline": (Trial(tensor=2, pipeline=2), "stage"),
     "tensor, pipeline, sequence, experts, optimizer shards": (
         Trial(tensor=2, pipeline=2, sequence=True, experts=4, expert=2, sharded=True),
-        "none",
+        "parts",
     ),
     "tensor, context, replicas": (Trial(tensor=2, context=2), "layers"),
 }

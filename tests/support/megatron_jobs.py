@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.integration import communicators
 from torchscout.integration.resumption import Resumption
 from torchscout.mesh import Mesh, Role
 
@@ -474,3 +476,8 @@ def _leave() -> None:
 
     get_moe_layer_wise_logging_tracker().clear()
     parallel_state.destroy_model_parallel()
+    # PyTorch names a group that only its members make after the number of groups they are in already: ranks
+    # that were of different stages would not find each other in the next trial.
+    for group in [*distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD and group.group_desc != communicators._DESCRIPTION:
+            dist.destroy_process_group(group)
