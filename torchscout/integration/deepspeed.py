@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["DeepSpeedAdapter", "adapter_of"]
 
 _OLDEST = (0, 19)
-"""Whose interfaces are used here: of those that are not public, parameters' ``ds_*`` attributes, the hooks
-and the partitions of ZeRO 3, and the names of groups."""
+"""Whose interfaces are used here: of those that are not public, the ``ds_*`` attributes of parameters, the
+hooks and partitions of ZeRO 3, and some getters of groups."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -287,7 +287,7 @@ def _is_gathered(parameter: Any) -> bool:
 
 
 class _Gathered:
-    """What ZeRO 3 has gathered, wholly or within a machine: no state, but stale once shards are others."""
+    """What ZeRO 3 has gathered, wholly or within a machine (hpZ): no state, but stale once shards change."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self._engine = engine
