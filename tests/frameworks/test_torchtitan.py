@@ -102,7 +102,19 @@ def test_eight_ranks_of_pipeline_tensor_and_data_parallelism(assets: Path, tmp_p
     assert {f"{part}/output" for part in PARTS} <= check(found, {"pp", "tp", "fsdp"})
 
 
-def test_a_killed_job_goes_on_bitwise_through_the_override(assets: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("parallelism", "is_mixture"),
+    [
+        pytest.param(HSDP, False, id="hsdp"),
+        pytest.param(PIPELINE, False, id="pipeline", marks=slow),
+        pytest.param(EXPERT, True, id="expert", marks=slow),
+        pytest.param(TENSOR, False, id="tensor", marks=slow),
+        pytest.param(CONTEXT, False, id="context", marks=slow),
+    ],
+)
+def test_a_killed_job_goes_on_bitwise_through_the_override(
+    parallelism: dict[str, Any], is_mixture: bool, assets: Path, tmp_path: Path
+):
     """With gradient accumulation; schedule, data position and random streams come back too."""
     settings = {
         "replay": {"interval": 1},
@@ -110,11 +122,11 @@ def test_a_killed_job_goes_on_bitwise_through_the_override(assets: Path, tmp_pat
         "checkpoint": {"directory": str(tmp_path / "kept" / "files")},
         "run_dir": str(tmp_path / "scout"),
     }
-    whole = Trial(assets, HSDP, accumulation=2)
+    whole = Trial(assets, parallelism, accumulation=2, is_mixture=is_mixture)
     killed = Faults()
     for rank in range(4):
         killed = killed.kill(rank=rank, at="step", step=5)
-    kept = Trial(assets, HSDP, accumulation=2, overridden=settings, directory=tmp_path / "kept")
+    kept = replace(whole, overridden=settings, directory=tmp_path / "kept")
     with pytest.raises(RankError):
         run_ranks(train, 4, replace(kept, faults=killed), tmp_path / "killed", timeout=240)
     alone = run_ranks(train, 4, whole, tmp_path / "alone", False, timeout=240)
