@@ -181,14 +181,15 @@ def test_a_slow_layer_names_its_rank(assets: Path, tmp_path: Path):
 
 @slow
 def test_a_slow_link_names_its_process_group(assets: Path, tmp_path: Path):
-    """Of three groups of shards; two could only differ."""
+    """Of three groups of shards; two could only differ. All are within one machine, and so is the fault."""
     faults = Faults().slow_collective(
         ranks=(2, 3), at="all_gather@mesh_fsdp", axis="shard", step=range(3, 9), seconds=0.4
     )
     trial = Trial(assets, {"data_parallel_replicate_degree": 3}, steps=7, faults=faults)
     told = run_ranks(train, 6, trial, tmp_path, timeout=300)
     assert told[2].fired >= 4
-    assert told[0].found == {("straggler", "process_group", (2, 3))}, told[0].incidents
+    assert told[0].found == {("straggler", "machine", (0, 1, 2, 3, 4, 5))}, told[0].incidents
+    assert "hard group {2, 3} is slow" in told[0].incidents[0].sentence
 
 
 @slow
