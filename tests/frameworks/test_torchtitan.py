@@ -102,7 +102,19 @@ def test_eight_ranks_of_pipeline_tensor_and_data_parallelism(assets: Path, tmp_p
     assert {f"{part}/output" for part in PARTS} <= check(found, {"pp", "tp", "fsdp"})
 
 
-def test_a_killed_job_goes_on_bitwise_through_the_override(assets: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("parallelism", "is_mixture"),
+    [
+        pytest.param(HSDP, False, id="hsdp"),
+        pytest.param(PIPELINE, False, id="pipeline", marks=slow),
+        pytest.param(EXPERT, True, id="expert", marks=slow),
+        pytest.param(TENSOR, False, id="tensor", marks=slow),
+        pytest.param(CONTEXT, False, id="context", marks=slow),
+    ],
+)
+def test_a_killed_job_goes_on_bitwise_through_the_override(
+    parallelism: dict[str, Any], is_mixture: bool, assets: Path, tmp_path: Path
+):
     """With gradient accumulation; schedule, data position and random streams come back too."""
     settings = {
         "replay": {"interval": 1},
@@ -110,11 +122,11 @@ def test_a_killed_job_goes_on_bitwise_through_the_override(assets: Path, tmp_pat
         "checkpoint": {"directory": str(tmp_path / "kept" / "files")},
         "run_dir": str(tmp_path / "scout"),
     }
-    whole = Trial(assets, HSDP, accumulation=2)
+    whole = Trial(assets, parallelism, accumulation=2, is_mixture=is_mixture)
     killed = Faults()
     for rank in range(4):
         killed = killed.kill(rank=rank, at="step", step=5)
-    kept = Trial(assets, HSDP, accumulation=2, overridden=settings, directory=tmp_path / "kept")
+    kept = replace(whole, overridden=settings, directory=tmp_path / "kept")
     with pytest.raises(RankError):
         run_ranks(train, 4, replace(kept, faults=killed), tmp_path / "killed", timeout=240)
     alone = run_ranks(train, 4, whole, tmp_path / "alone", False, timeout=240)
@@ -169,14 +181,15 @@ def test_a_slow_layer_names_its_rank(assets: Path, tmp_path: Path):
 
 @slow
 def test_a_slow_link_names_its_process_group(assets: Path, tmp_path: Path):
-    """Of three groups of shards; two could only differ."""
+    """Of three groups of shards; two could only differ. All are within one machine, and so is the fault."""
     faults = Faults().slow_collective(
         ranks=(2, 3), at="all_gather@mesh_fsdp", axis="shard", step=range(3, 9), seconds=0.4
     )
     trial = Trial(assets, {"data_parallel_replicate_degree": 3}, steps=7, faults=faults)
     told = run_ranks(train, 6, trial, tmp_path, timeout=300)
     assert told[2].fired >= 4
-    assert told[0].found == {("straggler", "process_group", (2, 3))}, told[0].incidents
+    assert told[0].found == {("straggler", "machine", (0, 1, 2, 3, 4, 5))}, told[0].incidents
+    assert "hard group {2, 3} is slow" in told[0].incidents[0].sentence
 
 
 @slow
