@@ -59,7 +59,7 @@ def enable_resiliency(
     """Attach to a training job. Every rank calls it once, when model and optimizer exist.
 
     ``model`` is a ``torch.nn.Module``, or what a framework has in its place: Megatron-Core's model chunks, a
-    TorchTitan ``Trainer``, a DeepSpeed engine. ``optimizer`` is one of PyTorch's, several, or Megatron-Core's.
+    TorchTitan ``Trainer``, a DeepSpeed engine. ``optimizer``: one of PyTorch's, several, or Megatron-Core's.
     ``replay=None`` leaves out the checks for corrupted numbers, ``observer=None`` hang localization;
     with ``checkpoint`` the session keeps what checks certify, and ``session.resume()`` goes back to it.
     ``parallelism`` says which ranks do the same
