@@ -315,6 +315,17 @@ def test_a_failure_to_start_says_why(assignment: Assignment):
         launch(replace(assignment, record="/nowhere/progress"))
 
 
+def test_a_rank_with_thousands_of_open_files_has_an_observer_too(assignment: Assignment):
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        observer = launch(assignment)
+        assert observer.status()["messages"] == 0
+        observer.close()
+    finally:
+        for each in files:
+            os.close(each)
+
+
 def test_a_start_takes_only_so_long(assignment: Assignment):
     began = time.monotonic()
     with pytest.raises(ObserverError, match="does not answer"):

@@ -166,6 +166,7 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
 
 def _told(told: Told, session: Any, rank: int, run_dir: Path) -> Told:
     path = run_dir / "records" / f"rank-{rank}.jsonl"
+    dist.barrier()  # whoever is to write an incident down has done so
     told.incidents.extend(session.incidents)
     told.failures.extend(session.failures)
     told.status.update(session.status())

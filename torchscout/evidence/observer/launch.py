@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torchscout.config import ObserverConfig
 from torchscout.errors import ObserverError
@@ -117,8 +117,7 @@ class Observer:
         rest = memoryview(json.dumps(line).encode() + b"\n")
         try:
             while rest:
-                _, writable, _ = select.select([], [self._input], [], max(0.0, deadline - time.monotonic()))
-                if not writable:
+                if not _is_ready(self._input, select.POLLOUT, deadline):
                     raise self._error("takes no message")
                 # A pipe that is writable takes this much at once: a stopped observer stops nobody.
                 rest = rest[os.write(self._input.fileno(), rest[: select.PIPE_BUF]) :]
@@ -127,8 +126,7 @@ class Observer:
 
     def _read(self, deadline: float) -> dict[str, Any]:
         while b"\n" not in self._rest:
-            readable, _, _ = select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))
-            if not readable:
+            if not _is_ready(self._output, select.POLLIN, deadline):
                 raise self._error("does not answer")
             chunk = os.read(self._output.fileno(), 1 << 16)
             if not chunk:
@@ -144,3 +142,13 @@ class Observer:
                 f"; its log ends: {self._assignment.log.read_text()[-_LOG_CHARACTERS:].strip() or '(empty)'}"
             )
         return ObserverError(f"the observer of rank {self._assignment.rank} {state}")
+
+
+def _is_ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
+    """Whether it can be read or written before then, or is closed on the other side.
+
+    Not by ``select``: a rank of a large job has more open files than that can look at.
+    """
+    poll = select.poll()
+    poll.register(pipe, event)
+    return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
