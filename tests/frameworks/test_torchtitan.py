@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.hangs import incidents, wait_for_incident
 from tests.support.ranks import RankError, run_ranks
 from tests.support.titan_jobs import Told, Trial, make_assets, refusal, train, with_and_without
 from torchscout.cli.local_ranks import preload
@@ -199,19 +197,6 @@ def test_a_late_rank_is_named(assets: Path, tmp_path: Path):
     told = run_ranks(train, 4, trial, tmp_path, timeout=240)
     assert told[2].fired == 1
     assert told[0].found == {("hang", "rank", (2,))}, [each.sentence for each in told[0].incidents]
-
-
-@slow
-def test_a_rank_that_does_something_else_is_named(assets: Path, tmp_path: Path):
-    faults = Faults().change_collective(
-        rank=2, at="all_reduce@mesh_dp_replicate", axis="replica", step=4, what="shape"
-    )
-    trial = Trial(assets, REPLICATE, steps=5, faults=faults, replay=None, observer=PATIENT)
-    with suppress(RankError):  # Gloo may abort a process over it, or never return
-        run_ranks(train, 4, trial, tmp_path, timeout=90)
-    wait_for_incident(tmp_path / "scout")
-    found = incidents(tmp_path / "scout")
-    assert {(each.manifestation.value, each.ranks) for each in found} == {("hang", (2,))}, found
 
 
 @pytest.mark.parametrize(
