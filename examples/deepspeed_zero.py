@@ -1,4 +1,4 @@
-"""DeepSpeed, ZeRO 2 with accumulation: DS_ACCELERATOR=cpu torchrun --nproc-per-node 3 examples/deepspeed_zero.py
+"""DeepSpeed, ZeRO 2: DS_ACCELERATOR=cpu torchrun --nproc-per-node 3 examples/deepspeed_zero.py
 
 All ranks hold the parameters, and vote on them; of the optimizer's state each has a part of its own.
 Where there are CUDA devices, leave DS_ACCELERATOR out.
