@@ -170,11 +170,12 @@ def test_a_slow_rank_is_named(tmp_path: Path):
 def test_a_slow_exchange_of_sequences_names_its_group(tmp_path: Path):
     at = {"at": "all_to_all@mesh_sequence_parallel", "axis": "context"}
     faults = Faults().slow_collective(ranks=[3], step=range(4, 7), seconds=0.25, **at)
-    plan = Plan(1, "ulysses", steps=7, faults=faults, run_dir=tmp_path)
+    mesh = Mesh.grid(replica=3, context=2, hosts=[f"machine-{rank}" for rank in range(6)])
+    plan = Plan(1, "ulysses", steps=7, faults=faults, mesh=mesh, run_dir=tmp_path)
     found = run_ranks(train, 6, plan, timeout=300)
     assert found[3].fired
     assert [each[0] for each in found[0].named] == ["straggler"], found[0].incidents
-    (truth,) = faults.truth(Mesh.grid(replica=3, context=2))
+    (truth,) = faults.truth(mesh)
     assert truth.ranks == (2, 3)
     assert truth.is_told_by(found[0].incidents[0]), found[0].incidents[0].sentence
 
@@ -214,11 +215,14 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(plan: Plan, tmp_path: P
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(train, 4, replace(plan, killed=6, run_dir=tmp_path / "first"), timeout=200)
     again = run_ranks(train, 4, replace(plan, run_dir=tmp_path / "second"), timeout=200)
+    # What is due after a step is captured when the next one begins, and a pipeline is killed before that.
+    done = 4 if plan.kind == "pipeline" else 5
     for whole, found in zip(alone, again, strict=True):
         assert found.resumed is not None
-        assert (found.resumed.step, found.failures, found.named) == (5, [], [])
-        assert (found.resumed.swept, found.resumed.unswept) == (Sweep.CLEAN, None)
-        assert found.bits == {step: whole.bits[step] for step in (6, 7)}
+        assert (found.resumed.step, found.failures, found.named) == (done, [], [])
+        if plan.kind != "mixture":  # whose many parts have not all had their turn by then
+            assert (found.resumed.swept, found.resumed.unswept) == (Sweep.CLEAN, None)
+        assert found.bits == {step: whole.bits[step] for step in range(done + 1, 8)}
 
 
 def test_what_comes_after_a_wrong_number_is_no_checkpoint(tmp_path: Path):

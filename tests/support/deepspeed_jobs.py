@@ -25,6 +25,7 @@ from torchscout.faults.tensor_effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.resumption import Resumption
 from torchscout.integration.session import Session
+from torchscout.mesh import Mesh
 
 preload("deepspeed")
 
@@ -45,6 +46,8 @@ class Plan:
     """None trains without SCOUT."""
     replay: ReplayConfig | None = field(default_factory=lambda: ReplayConfig(interval=1))
     observer: ObserverConfig | None = None
+    mesh: Mesh | None = None
+    """With pretended machines; None is what the engine says."""
     directory: Path | None = None
     """Of checkpoints."""
     killed: int | None = None
@@ -183,7 +186,12 @@ def attached(plan: Plan, engine: Any) -> Session | None:
         os.environ["TORCHSCOUT_MEMORY"] = str(plan.directory / "memory")
         kept = CheckpointConfig(plan.directory / "files")
     return enable_resiliency(
-        engine, replay=plan.replay, observer=plan.observer, checkpoint=kept, run_dir=plan.run_dir
+        engine,
+        replay=plan.replay,
+        observer=plan.observer,
+        checkpoint=kept,
+        parallelism=plan.mesh,
+        run_dir=plan.run_dir,
     )
 
 
