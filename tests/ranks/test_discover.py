@@ -27,7 +27,7 @@ def started(*arguments: str | Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "COLUMNS": "200"},
     )
 
 
@@ -100,7 +100,8 @@ def test_every_routing_to_two_experts_is_covered(tmp_path: Path):
         (("--regime", "high"), "one of pressure, waves, got 'high'"),
         (("--tokens", "8"), "--heterogeneous and --tokens go together"),
         (("--output", "/no/such/folder/catalog.json"), "there is no folder /no/such/folder"),
-        (("--kernel", "torch"), "launches are recorded on CUDA"),
+        (("--module", "nothing"), "package.module:function, got 'nothing'"),
+        (("--module", "no.such:thing"), "'no.such:thing' cannot be had: No module named 'no'"),
     ],
 )
 def test_mistakes_show_before_anything_starts(

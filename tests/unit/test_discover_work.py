@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from tests.support.tiled_matmul import LOADS, TiledMatmul
@@ -14,6 +15,12 @@ from torchscout.cli.discover.screen import Screen, screen_of
 from torchscout.cli.discover.work import discovered
 from torchscout.evidence.catalog.catalog import Catalog
 from torchscout.evidence.catalog.routed import Routings
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch):
+    """So that no line of a table is broken."""
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 def planned(routings: Routings | None = None) -> Plan:
