@@ -19,7 +19,6 @@ EXAMPLES = {
     "pipeline_parallel": 4,
     "huggingface": 2,
 }
-QUICK = ("ddp", "fsdp2")
 
 
 def run(name: str, folder: Path, *arguments: str) -> tuple[dict[int, float], str]:
@@ -62,14 +61,8 @@ def trains_and_goes_on(name: str, folder: Path, *arguments: str) -> None:
     assert "failed  " not in told
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_and_goes_on_from_its_checkpoint(name: str, tmp_path: Path):
-    trains_and_goes_on(name, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - QUICK))
-def test_every_other_example_does_too(name: str, tmp_path: Path):
     trains_and_goes_on(name, tmp_path)
 
 
