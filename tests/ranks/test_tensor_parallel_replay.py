@@ -48,7 +48,7 @@ def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Told
         Trial((2, 2), "distributed", sharded=True),
         pytest.param(Trial((2, 2), "plain", sharded=True), marks=SLOW),
         pytest.param(Trial((2, 2), "sequence", sharded=True), marks=SLOW),
-        Trial((2, 2, 2), "distributed", sharded=True),
+        pytest.param(Trial((2, 2, 2), "distributed", sharded=True), marks=SLOW),
         pytest.param(Trial((2, 2, 2), "plain", sharded=True), marks=SLOW),
         pytest.param(Trial((2, 2, 2), "sequence", sharded=True), marks=SLOW),
         *(pytest.param(Trial((4, 2), style), marks=SLOW) for style in ("plain", "sequence", "distributed")),
