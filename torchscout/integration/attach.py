@@ -74,7 +74,7 @@ def enable_resiliency(
         undo.callback(communicators.close)
         job = _agree(adapter, communicators, run_dir)
         session = Session(job.run_dir, undo.pop_all())
-    if checkpoint is not None and adapter.obstacle is None:
+    if checkpoint is not None:
         _keep(session, job, checkpoint, adapter, _differing(adapter, replay, job.mesh), communicators)
     if observer is not None:
         _watch(session, job, observer, adapter, communicators)
@@ -171,12 +171,12 @@ def _keep(
     optimizers = adapter.optimizers()
     names = {surface_of(name): name for name, _ in model.named_parameters()}
     besides = [name for surface, name in names.items() if surface in differing]
-    found = {id(each) for of in optimizers for group in of.param_groups for each in group["params"]}
-    found |= {each.data_ptr() for of in optimizers for group in of.param_groups for each in group["params"]}
+    # Most of what is owned, optimizers show themselves; some adapters name the same memory more than once.
+    shown = {each.data_ptr() for of in optimizers for group in of.param_groups for each in group["params"]}
     owned = {
         names.get(surface, surface.replace("/", ".")): each
         for surface, each in adapter.owned().items()
-        if not found & {id(each), each.data_ptr()}  # optimizers show most of it themselves
+        if each.data_ptr() not in shown
     }
     if adapter.owned():
         besides += Holdings(model, optimizers, {}, owned).masters
@@ -236,9 +236,9 @@ def _replay(
         _links(job, communicators, device),
         JsonlRecorder(job.run_dir, job.rank),
         session.guarded,
+        adapter.settle,
     )
     replaying.cover(lacking, has_catalog=shapes is not None)
-    replaying.settle = adapter.settle
     if session.checkpointing is not None:
         replaying.serve(session.checkpointing)
     replaying.begin(1)

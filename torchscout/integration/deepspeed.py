@@ -29,6 +29,7 @@ from torchscout.evidence.replay.sharded import NOBODY, Keepers
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.parallelism import mesh_from
 from torchscout.integration.structure import Part, Structure, layers_of, plain_name, structure_of, surface_of
+from torchscout.integration.updates import Updates
 from torchscout.mesh import AXES, Mesh, Role
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class DeepSpeedAdapter:
         self._engine = engine
         self._parallelism = parallelism
         self._stage = int(engine.zero_optimization_stage())
+        self._updates = Updates(engine.optimizer)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -152,25 +154,7 @@ class DeepSpeedAdapter:
 
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Around the outermost optimizer: inside it, only this rank's part is new when PyTorch's is done."""
-        outermost = self._engine.optimizer
-        step = outermost.step
-
-        def stepping(*args: Any, **kwargs: Any) -> Any:
-            before()
-            result = step(*args, **kwargs)
-            after()
-            return result
-
-        found = vars(outermost).get("step")
-        outermost.step = stepping
-
-        def undo() -> None:
-            if found is None:
-                del outermost.step
-            else:
-                outermost.step = found
-
-        return undo
+        return self._updates.tell(before, after)
 
     def settle(self) -> None:
         """The optimizer's step leaves nothing to the next pass."""

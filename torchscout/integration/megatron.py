@@ -7,7 +7,7 @@ Imported only where a job has imported Megatron-Core. What of it cannot be repla
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ from torchscout.integration.structure import (
     structure_of,
     surface_of,
 )
+from torchscout.integration.updates import Updates
 from torchscout.mesh import Mesh, MeshAddress, Role
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class MegatronAdapter:
         parallelism: Mesh | DeviceMesh | Parallelism | None = None,
     ) -> None:
         self._chunks, self._optimizer, self._parallelism = tuple(chunks), optimizer, parallelism
+        self._updates = Updates(optimizer, lambda: register_tracker("megatron", _Streams()))
         self._places: Sequence[_Place] = ()
         self._model = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
 
@@ -187,22 +189,7 @@ class MegatronAdapter:
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Parameters are copied and gathered after the inner optimizers have stepped, so that the outermost
         ``step`` is the update; one that is skipped, for a gradient that is not finite, ends a step too."""
-        optimizer = self._optimizer
-        assert optimizer is not None, "there is no update without it"
-        step = optimizer.step
-
-        def around(*args: Any, **kwargs: Any) -> Any:
-            before()
-            result = step(*args, **kwargs)
-            after()
-            return result
-
-        optimizer.step = around
-        with ExitStack() as undo:
-            undo.callback(delattr, optimizer, "step")
-            with suppress(ValueError):  # another session of this process has done it: the streams are one
-                undo.callback(register_tracker("megatron", _Streams()))
-            return undo.pop_all().close
+        return self._updates.tell(before, after)
 
     def settle(self) -> None:
         """Parameters may be gathered as late as the next forward pass needs them."""

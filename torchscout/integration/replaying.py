@@ -79,17 +79,16 @@ class Replaying:
         links: Callable[[Role, bool], PeerLinks],
         recorder: Recorder,
         guard: Callable[[Callable[[], Any]], Any],
+        settle: Callable[[], None],
     ) -> None:
-        """``links`` to this rank's peers: see ``evidence.replay.replayer.PeersFor``."""
-        self._guard = guard
+        """``links`` to this rank's peers: see ``evidence.replay.replayer.PeersFor``; ``settle`` an adapter's."""
+        self._guard, self._settle = guard, settle
         self._config, self._wanted = config, config
         self._recipes, self._kinds = recipes, {each.kind for each in recipes}
         self._rotation = Rotation({each.kind: len(each.targets) for each in recipes}, config.intervals)
         self._replayer = Replayer(recipes, self._rotation, links)
         self._replayer.variants = config.variants
         self._mesh, self._communicators, self._recorder = mesh, communicators, recorder
-        self.settle: Callable[[], None] = lambda: None
-        """Finishes what an update has left to the next pass; see ``integration.adapter.Adapter.settle``."""
         self._links = links(Role.DENSE, False)
         copies = links(Role.EXPERT, False)
         self._copies = copies if {*copies.group.ranks} <= {*self._links.group.ranks} else None
@@ -124,7 +123,7 @@ class Replaying:
         begin = self._now()
         self._cadence.step_took(begin - self._since)
         if self._replayer.is_due:
-            self.settle()
+            self._settle()
             counts = self._coverage.recipes is None or self._rotation.is_due(EXPERTS, step)
             findings = self._replayer.check(step)
             kept = self._compare_kept(step)

@@ -26,8 +26,8 @@ from torchscout.mesh import Role
 
 __all__ = ["AllToAllRecipe"]
 
-WIDTH = 64
-"""Elements of a row of scratch data, where training's rows are not known."""
+ROWS, WIDTH = 64, 64
+"""What a member has for each other one by plans that are not training's, and the elements of a row."""
 
 
 class AllToAllRecipe:
@@ -43,15 +43,12 @@ class AllToAllRecipe:
 
     def __init__(self, members: tuple[int, ...], device: torch.device) -> None:
         """``members`` hold the experts of one replica, this rank's."""
-        self._members, self._device = members, device
-        self._heard: _Heard | None = None
+        self._heard, self._device = _Heard(members), device
 
     def kept_as(self, target: int) -> str:
         return self.targets[target]
 
     def begin(self, target: int, *, is_source: bool) -> AllToAllReplay:  # noqa: ARG002  all know the plan
-        if self._heard is None:
-            self._heard = _Heard(self._members)
         self._heard.listen()
         return AllToAllReplay(self.targets[target].split()[1], self._heard, self._device)
 
@@ -82,7 +79,7 @@ class _Heard:
     def group(self) -> dist.ProcessGroup:
         group = None if self._group is None else self._group()
         if group is None:
-            raise ReplayError(f"no AllToAll among ranks {self.members} was seen in this training step")
+            raise ReplayError(f"no AllToAll among ranks {self.members} was seen since replay was attached")
         return group
 
     def before(self, call: Call) -> None:
@@ -114,16 +111,12 @@ class AllToAllReplay:
     def prepare(self, descriptions: Sequence[Any], source: int) -> None:
         told = descriptions[source]
         place, members = dist.get_rank(self._group), len(self._heard.members)
-        self._sent, self._received = list(told["sent"]), list(told["received"])
-        if self._plan != CAPTURED:
-            # As many elements as the source's replica has sent; each place of it knows its own share only.
-            plan = PLANS[self._plan](members, WIDTH * members)
-            self._sent = list(plan[place])
-            self._received = [row[place] for row in plan]
-        unit = 1 if self._plan == CAPTURED else WIDTH
-        self._sent, self._received = (
-            [count * unit for count in each] for each in (self._sent, self._received)
-        )
+        if self._plan == CAPTURED:
+            self._sent, self._received = list(told["sent"]), list(told["received"])
+        else:
+            plan = PLANS[self._plan](members, ROWS * members)
+            self._sent = [WIDTH * count for count in plan[place]]
+            self._received = [WIDTH * row[place] for row in plan]
         dtype = getattr(torch, told["dtype"])
         self._given = _scratch(place, sum(self._sent), dtype, self._device)
         self._got = torch.zeros(sum(self._received), dtype=dtype, device=self._device)

@@ -1,0 +1,76 @@
+"""Whoever listens to the updates of an optimizer without hooks, coming and going in any order."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchscout.integration.updates import Updates
+
+
+class Wrapped:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def step(self, scale: float = 1.0) -> float:
+        self.calls.append("step")
+        return 2 * scale
+
+
+def listening(updates: Updates, heard: list[str], name: str):
+    return updates.tell(lambda: heard.append(f"{name} before"), lambda: heard.append(f"{name} after"))
+
+
+@pytest.mark.parametrize("first_to_leave", [0, 1])
+def test_who_leaves_neither_takes_the_other_along_nor_stays(first_to_leave: int):
+    optimizer, heard = Wrapped(), list[str]()
+    updates = Updates(optimizer)
+    leave = [listening(updates, heard, name) for name in "ab"]
+    assert optimizer.step(scale=3) == 6
+    assert heard == ["a before", "b before", "a after", "b after"]
+    leave[first_to_leave]()
+    heard.clear()
+    optimizer.step()
+    stays = "ba"[first_to_leave]
+    assert heard == [f"{stays} before", f"{stays} after"]
+    leave[1 - first_to_leave]()
+    leave[first_to_leave]()
+    heard.clear()
+    optimizer.step()
+    assert (heard, vars(optimizer).keys()) == ([], {"calls"})
+    assert optimizer.calls == ["step"] * 3
+
+
+def test_a_step_that_the_object_had_of_its_own_comes_back():
+    optimizer = Wrapped()
+    own = optimizer.step = lambda: 7
+    leave = Updates(optimizer).tell(lambda: None, lambda: None)
+    assert optimizer.step is not own
+    assert optimizer.step() == 7
+    leave()
+    assert optimizer.step is own
+
+
+def test_what_goes_on_meanwhile_begins_and_ends_once_and_may_again():
+    heard: list[str] = []
+
+    def meanwhile():
+        heard.append("begun")
+        return lambda: heard.append("ended")
+
+    updates = Updates(Wrapped(), meanwhile)
+    for _ in range(2):
+        leave = [updates.tell(lambda: None, lambda: None) for _ in range(2)]
+        assert heard == ["begun"]
+        for each in leave:
+            each()
+        assert heard == ["begun", "ended"]
+        heard.clear()
+
+
+def test_an_update_that_fails_ends_no_step():
+    optimizer, heard = Wrapped(), list[str]()
+    optimizer.step = lambda: 1 / 0
+    listening(Updates(optimizer), heard, "a")
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert heard == ["a before"]
