@@ -81,7 +81,7 @@ class Replaying:
         guard: Callable[[Callable[[], Any]], Any],
         settle: Callable[[], None],
     ) -> None:
-        """``links`` to this rank's peers: see ``evidence.replay.replayer.PeersFor``; ``settle`` an adapter's."""
+        """``links`` to this rank's peers: see ``evidence.replay.replayer.PeersFor``."""
         self._guard, self._settle = guard, settle
         self._config, self._wanted = config, config
         self._recipes, self._kinds = recipes, {each.kind for each in recipes}
