@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help demo test test-slow test-frameworks check format clean
+.PHONY: help demo test test-slow check format clean
 
 help:  ## what there is to run
 	@awk -F':.*## *' '/^[a-z-]+:.*##/ {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,10 +16,6 @@ test: $(READY)  ## every test that needs no accelerator and is not slow
 
 test-slow: $(READY)  ## the long ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
-
-test-frameworks: $(READY)  ## adapters, on the real frameworks, which are installed for it
-	$(BIN)/python -m pip install --quiet --requirement requirements-frameworks.txt
-	$(BIN)/python -m pytest -o addopts="-q --strict-markers --strict-config -m 'not slow'" tests/frameworks
 
 check: $(READY)  ## format, lint, types, spelling; changes nothing
 	$(BIN)/ruff format --check .
