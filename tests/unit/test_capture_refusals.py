@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,15 +110,31 @@ def test_an_input_that_does_not_travel_as_bytes_is_told(kind: str, told: str, ke
         assert told in reason(capture)
 
 
-def test_an_object_that_holds_tensors_is_told():
-    class Batch:
-        def __init__(self) -> None:
-            self.lengths = [torch.ones(2)]
+class Cache:
+    """As a model's layers are given: it holds things that hold tensors, and has itself somewhere inside."""
 
-    module = calling(lambda self, x, batch: x * self.weight * batch.lengths[0])
+    def __init__(self, *entries: torch.Tensor) -> None:
+        self.slots = [SimpleNamespace(entry=each, cache=self) for each in entries]
+
+    def add(self, entry: torch.Tensor) -> torch.Tensor:
+        self.slots.append(SimpleNamespace(entry=entry, cache=self))
+        return entry
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("entries", [0, 1], ids=["filled by the call", "filled before"])
+def test_an_object_that_holds_tensors_is_told(entries: int, keep: bool):
+    module = calling(lambda self, x, cache: x * cache.add(self.weight * 2))
+    with armed(module, keep=keep) as capture:
+        module(x(1, 2), Cache(*[torch.ones(2)] * entries)).sum().backward()
+        assert reason(capture).startswith("argument 1 is a Cache that holds tensors, which cannot travel")
+
+
+def test_an_object_without_tensors_is_passed_on():
+    module = calling(lambda self, x, cache: x * self.weight * len(cache.slots))
     with armed(module) as capture:
-        module(x(1, 2), Batch()).sum().backward()
-        assert reason(capture) == "argument 1 is a Batch that holds tensors, which cannot travel with it"
+        module(x(1, 2), cache := Cache()).sum().backward()
+        assert capture.invocation().leaves[1] is cache
 
 
 def test_a_gradient_that_does_not_travel_as_bytes_is_told():

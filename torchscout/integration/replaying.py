@@ -29,6 +29,7 @@ from torchscout.evidence.replay.sweep import sweep
 from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.coverage import Coverage
 from torchscout.integration.resumption import Swept
+from torchscout.integration.trust import Trust
 from torchscout.mesh import Axis, Mesh, Role
 from torchscout.recovery.retrieval import Sweep
 
@@ -105,6 +106,7 @@ class Replaying:
         self._since = time.monotonic()
         self._revision, self._revisions = 0, 0
         self._certifier: Certifier | None = None
+        self.trust = Trust()
         self._last: dict[str, dict[str, Any]] = {}
         self._unchecked: dict[str, str] = {}
 
@@ -142,6 +144,7 @@ class Replaying:
         turns = [len(each.targets) for each in self._recipes if each.kind == EXPERTS]
         (most,) = self._communicators.highest([max(turns, default=0)])
         self._coverage = Coverage(most if has_catalog and most else None, lacking)
+        self.trust.go_by(self._coverage.recipes)
 
     def serve(self, certifier: Certifier) -> None:
         """Let checkpoints depend on what is found, and keep what a sweep replays."""
@@ -185,6 +188,7 @@ class Replaying:
         return {
             "peers": list(self._links.group.ranks),
             "checks": self._rotation.rounds,
+            "certified": self.trust.step,
             "coverage": self._rotation.coverage(),
             "last": dict(self._last),
             "not_checked": dict(self._unchecked),
@@ -261,6 +265,7 @@ class Replaying:
         )
         if not SEVERITY[severity].accepted:
             self._rotation.take_back(EXPERTS, step)
+        self._guard(lambda: self.trust.checked(step, SEVERITY[severity], counts=counts))
         if (certifier := self._certifier) is not None:
             self._guard(lambda: certifier.decide(step, counted, counts=counts))
         if revision > self._revisions:

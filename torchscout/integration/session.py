@@ -77,6 +77,14 @@ class Session:
             "failures": list(self.failures),
         }
 
+    @property
+    def certified(self) -> int | None:
+        """The newest step whose state checks have certified, on every rank; None if there is none yet.
+
+        A checkpoint that the job wrote itself can be trusted if it is of this step or an earlier one.
+        """
+        return None if self.replaying is None else self.replaying.trust.step
+
     def watch_input(self, source: Iterable[_Batch]) -> Iterable[_Batch]:
         """The same batches; that one is being fetched is published, and how long it took."""
         watched = source if self.watching is None else self.watching.publisher.watch_input(source)
@@ -122,12 +130,26 @@ class Session:
             raise ValueError(f"call resume() before training; {self.step} steps are done")
         sweep = None if self.replaying is None else self.replaying.sweep
         resumed = self._checkpoints().resume(sweep, start_over=start_over)
-        self.step = resumed.step
-        if resumed.role is not None and self.replaying is not None:
-            self.replaying.start_after(self.step)
-        if self.watching is not None:
-            self.watching.publisher.go_on_from(self.step)
+        self._begin_after(resumed.step)
         return resumed
+
+    def go_on_from(self, step: int) -> None:
+        """The job has loaded a checkpoint of its own: count on from the step that it holds.
+
+        Call it on every rank, before training; not beside ``resume``, which does so itself.
+        """
+        if self.step:
+            raise ValueError(f"call go_on_from({step}) before training; {self.step} steps are done")
+        if self.checkpointing is not None:
+            raise ValueError("call resume(): it puts back what was certified last, and counts on from there")
+        self._begin_after(step)
+
+    def _begin_after(self, step: int) -> None:
+        self.step = step
+        if step and self.replaying is not None:
+            self.replaying.start_after(step)
+        if self.watching is not None:
+            self.watching.publisher.go_on_from(step)
 
     def change_observer(self, **settings: float) -> None:
         """Change fields of ``ObserverConfig`` while the job runs, on this rank."""

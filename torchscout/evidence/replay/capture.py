@@ -118,6 +118,7 @@ class Capture:
         with self._quietly():
             if any(each._version != version for each, version in versions.items()):
                 begun.problem = WRITES
+            begun.problem = begun.problem or begun.hiding()
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             for place, tensor in enumerate(tensors):
                 if (layout := Layout.of(tensor)) is not None:

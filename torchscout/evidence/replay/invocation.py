@@ -121,6 +121,11 @@ class Invocation:
             },
         )
 
+    def hiding(self) -> str | None:
+        """Why it cannot be replayed, if the call has put tensors into an argument: a cache."""
+        others = [each for each in enumerate(self.leaves) if not isinstance(each[1], torch.Tensor)]
+        return next((why for each in others if (why := _hiding(*each)) is not None), None)
+
     def densified(self) -> Invocation:
         """The same, with every gradient as one block of memory: an expanded one is not."""
         return replace(self, gradients={place: densely(each) for place, each in self.gradients.items()})
@@ -145,9 +150,8 @@ class _Left:
 
 def _kept(place: int, leaf: Any, *, keep: bool) -> Any:
     if not isinstance(leaf, torch.Tensor):
-        if _hides_tensors(leaf):
-            kind = type(leaf).__name__
-            raise ReplayError(f"argument {place} is a {kind} that holds tensors, which cannot travel with it")
+        if (found := _hiding(place, leaf)) is not None:
+            raise ReplayError(found)
         return leaf
     if keep:
         return captured(leaf)
@@ -159,11 +163,23 @@ def _layout(told: Mapping[str, Any], meshes: Sequence[DeviceMesh]) -> Layout | N
     return None if "layout" not in told else Layout.found(told["layout"], meshes)
 
 
-def _hides_tensors(leaf: Any) -> bool:
-    """Whether an object has tensors of this rank's own in it; a module's are copies that peers hold too."""
-    if isinstance(leaf, nn.Module | type):
+def _hiding(place: int, leaf: Any) -> str | None:
+    """What is wrong with an argument that has tensors of this rank's own in it."""
+    if not _hides_tensors(leaf, set()):
+        return None
+    what = f"argument {place} is a {type(leaf).__name__} that holds tensors, which cannot travel with it"
+    return f"{what}; a Hugging Face model makes none if config.use_cache is False"
+
+
+def _hides_tensors(leaf: Any, seen: set[int]) -> bool:
+    """However deep. A module's do not count: they are copies that peers hold too."""
+    if isinstance(leaf, torch.Tensor):
+        return True
+    if id(leaf) in seen or isinstance(leaf, nn.Module | type | DeviceMesh):
         return False
-    return any(isinstance(each, torch.Tensor) for each in tree_leaves(getattr(leaf, "__dict__", None)))
+    seen.add(id(leaf))
+    inside = [each for each in tree_leaves(leaf) if each is not leaf]
+    return any(_hides_tensors(each, seen) for each in [*inside, *getattr(leaf, "__dict__", {}).values()])
 
 
 def _described(leaf: Any) -> dict[str, Any]:

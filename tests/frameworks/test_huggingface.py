@@ -1,0 +1,142 @@
+"""Hugging Face's own Trainer, and a loop with Accelerate: nothing changes, and what goes wrong is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.hangs import QUICK, STALL
+from tests.support.huggingface_jobs import Trial, answering, train
+from tests.support.ranks import LiveRanks, RankError, run_ranks
+from torchscout.cli.local_ranks import preload
+from torchscout.config import CheckpointConfig, ReplayConfig
+from torchscout.faults.fault import Faults
+from torchscout.integration.huggingface import ResiliencyCallback, trusted_checkpoint
+
+preload("tests.support.huggingface_jobs")
+
+REPLAYED = range(2, 30)
+"""Passes that are not training's own, of which there are two in a step."""
+LLAMA = {"model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"}
+GPT2 = {"transformer.wte", "transformer.h.0", "transformer.h.1"}
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[LiveRanks]:
+    with LiveRanks(answering, 3) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("trial", "parts"),
+    [
+        pytest.param(Trial(), LLAMA, id="trainer"),
+        pytest.param(Trial(checkpointing=True), LLAMA, id="trainer, activations recomputed"),
+        pytest.param(Trial(family="gpt2"), GPT2, id="trainer, tied weights"),
+        pytest.param(Trial("loop"), LLAMA, id="accelerate"),
+    ],
+)
+def test_training_is_bitwise_the_same_with_a_check_at_every_step(
+    three: LiveRanks, trial: Trial, parts: set[str], tmp_path: Path
+):
+    alone, checked = three.ask((trial, None), 120), three.ask((trial, tmp_path), 120)
+    for plain, told in zip(alone, checked, strict=True):
+        assert (told.failures, told.found) == ([], [])
+        assert len(plain.bits) == 6
+        assert told.bits == plain.bits
+        assert {f"{part}/output" for part in parts} <= told.agreed
+        assert {"state/parameters", "state/optimizer", "optimizer/reproduced"} <= told.agreed
+        # A step is what ends an accumulation, and nothing else.
+        assert (told.status["step"], told.status["replay"]["checks"]) == (6, 6)
+
+
+def test_a_cache_in_training_is_told_and_changes_nothing(three: LiveRanks, tmp_path: Path):
+    trial = Trial("loop", steps=2, cached=True)
+    alone, checked = three.ask((trial, None), 120), three.ask((trial, tmp_path), 120)
+    for plain, told in zip(alone, checked, strict=True):
+        assert told.bits == plain.bits
+        assert (told.failures, told.found) == ([], [])
+        reasons = {name: why for name, why in told.unchecked.items() if name.startswith("model.layers")}
+        assert reasons
+        assert all("config.use_cache is False" in str(why) for why in reasons.values()), reasons
+
+
+@pytest.mark.parametrize("kind", ["trainer", "loop"])
+def test_a_wrong_number_names_its_rank(three: LiveRanks, kind: str, tmp_path: Path):
+    faults = Faults().flip_bit(rank=1, at="model.layers.1/output", step=2, bit=20, calls=REPLAYED)
+    told = three.ask((Trial(kind, steps=3, faults=faults), tmp_path), 120)
+    assert told[1].fired
+    assert {each[:3] for each in told[0].found} == {("sdc", "rank", (1,))}, told[0].incidents
+    assert told[0].status["replay"]["certified"] == 1
+
+
+def test_a_slow_rank_is_named(three: LiveRanks, tmp_path: Path):
+    faults = Faults()
+    for layer in (0, 1):
+        at = f"model.layers.{layer}/forward"
+        faults = faults.delay(rank=2, at=at, step=range(2, 6), seconds=0.25, calls=None)
+    told = three.ask((Trial(steps=5, faults=faults), tmp_path), 120)
+    assert told[2].fired
+    assert [each[:3] for each in told[0].found] == [("straggler", "rank", (2,))], told[0].incidents
+
+
+def test_a_late_rank_is_named(three: LiveRanks, tmp_path: Path):
+    faults = Faults().stall(rank=2, at="model.layers.1/forward", step=5, seconds=STALL)
+    told = three.ask((Trial(replay=None, observer=QUICK, faults=faults), tmp_path), 120)
+    assert [each.fired for each in told] == [0, 0, 1]
+    assert [each[:3] for each in told[0].found] == [("hang", "rank", (2,))], told[0].incidents
+
+
+def test_a_killed_trainer_goes_on_bitwise_from_a_checkpoint_that_can_be_trusted(tmp_path: Path):
+    trial = Trial(steps=7, replay=ReplayConfig(interval=2))
+    alone = run_ranks(train, 2, trial, None, timeout=120)
+    trial = replace(trial, folder=tmp_path / "out")
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(train, 2, replace(trial, killed=6), tmp_path / "first", timeout=120)
+    trusted = trusted_checkpoint(tmp_path / "out")
+    assert trusted == str(tmp_path / "out" / "checkpoint-4")
+    again = run_ranks(train, 2, replace(trial, resumed=trusted), tmp_path / "second", timeout=120)
+    for plain, told in zip(alone, again, strict=True):
+        assert (told.resumed, told.failures, told.found) == (4, [], [])
+        # Checks go on at the steps of the job, not at those since it was started again.
+        assert (told.status["step"], told.status["replay"]["certified"]) == (7, 6)
+        assert told.bits == {step: plain.bits[step] for step in (5, 6, 7)}
+
+
+def test_no_checkpoint_after_a_wrong_number_is_trusted(three: LiveRanks, tmp_path: Path):
+    faults = Faults().flip_bit(rank=0, at="model.layers.0.mlp.up_proj/weight", step=3, bit=20)
+    trial = Trial(faults=faults, folder=tmp_path / "out")
+    told = three.ask((trial, tmp_path / "run"), 120)
+    assert told[0].fired == 1
+    assert ("sdc", "rank", (0,), 3) in told[0].found
+    assert (tmp_path / "out" / "checkpoint-6").is_dir()
+    assert trusted_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
+
+
+def test_what_is_not_certified_yet_is_not_trusted(three: LiveRanks, tmp_path: Path):
+    trial = Trial(folder=tmp_path / "out", replay=ReplayConfig(interval=5))
+    three.ask((trial, tmp_path / "run"), 120)
+    assert {each.name for each in (tmp_path / "out").glob("*-*")} == {f"checkpoint-{n}" for n in (2, 4, 6)}
+    assert trusted_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-4")
+    assert trusted_checkpoint(tmp_path) is None
+
+
+def test_a_killed_loop_with_accelerate_goes_on_bitwise_from_memory(tmp_path: Path):
+    trial = Trial("loop", steps=7)
+    alone = run_ranks(train, 2, trial, None, timeout=120)
+    trial = replace(trial, folder=tmp_path / "kept")
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(train, 2, replace(trial, killed=6), tmp_path / "first", timeout=120)
+    again = run_ranks(train, 2, trial, tmp_path / "second", timeout=120)
+    for plain, told in zip(alone, again, strict=True):
+        assert (told.failures, told.found) == ([], [])
+        assert told.resumed in (4, 5)  # what is due after a step is captured when the next one begins
+        assert told.bits == {step: plain.bits[step] for step in range(told.resumed + 1, 8)}
+
+
+def test_checkpoints_in_memory_are_refused_with_what_to_do_instead(tmp_path: Path):
+    with pytest.raises(ValueError, match="resume_from_checkpoint=trusted_checkpoint"):
+        ResiliencyCallback(object(), checkpoint=CheckpointConfig(tmp_path))

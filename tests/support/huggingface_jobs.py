@@ -1,0 +1,280 @@
+"""Tiny Hugging Face models with random weights, trained by the real Trainer, or a loop with Accelerate."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.utils.data import Dataset
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from tests.support.checkpoint_jobs import kill
+from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
+from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.recorder import read
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.integration.attach import enable_resiliency
+from torchscout.integration.huggingface import ResiliencyCallback
+from torchscout.integration.session import Session
+
+VOCABULARY, LENGTH = 64, 16
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How to train."""
+
+    kind: str = "trainer"
+    """Or ``loop``, with Accelerate."""
+    family: str = "llama"
+    cached: bool = False
+    """Whether the model keeps keys and values for generating text, as it does if nobody tells it otherwise;
+    the Trainer does."""
+    steps: int = 6
+    checkpointing: bool = False
+    """Whether activations are computed once more in backward."""
+    folder: Path | None = None
+    """Of what the Trainer writes, or of certified checkpoints."""
+    resumed: str | None = None
+    """What the Trainer goes on from."""
+    replay: ReplayConfig | None = field(default_factory=lambda: ReplayConfig(interval=1))
+    observer: ObserverConfig | None = None
+    faults: Faults = field(default_factory=Faults)
+    killed: int | None = None
+    """The step before which all ranks are killed."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Of the Trainer, besides."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank has to tell."""
+
+    bits: dict[int, str]
+    """All that training leaves behind on it, after each step."""
+    fired: int = 0
+    records: list[EvidenceRecord] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+    resumed: int = 0
+
+    @property
+    def agreed(self) -> set[str]:
+        return {each.surface for each in self.records if each.verdict is not None and each.verdict.agrees}
+
+    @property
+    def unchecked(self) -> dict[str, str | None]:
+        return {each.surface: each.reason for each in self.records if each.verdict is None}
+
+    @property
+    def found(self) -> list[tuple[str, str, tuple[int, ...], int]]:
+        return [(e.manifestation.value, e.scope.value, e.ranks, e.step) for e in self.incidents]
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """The same for everybody; samplers divide it."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        drawn = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(place))
+        return {"input_ids": drawn, "labels": drawn}
+
+
+def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Told]:
+    for trial, run_dir in questions:
+        yield train(rank, trial, run_dir)
+
+
+def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
+    """Without SCOUT where there is no folder for what it finds."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    # As torchrun sets it; no connection is made, since there is a process group already.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "1"}
+    torch.manual_seed(0)
+    model = model_of(trial)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Injector(trial.faults, rank, model, optimizer) as injector:
+        told = (_trainer if trial.kind == "trainer" else _loop)(trial, run_dir, model, optimizer)
+    told = Told(**{**vars(told), "fired": len(injector.fired)})
+    if run_dir is not None and (path := run_dir / "records" / f"rank-{rank}.jsonl").exists():
+        told.records.extend(line.item for line in read(path) if isinstance(line.item, EvidenceRecord))
+    return told
+
+
+def model_of(trial: Trial) -> Any:
+    if trial.family == "gpt2":
+        few = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **few))
+    else:
+        few = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, attention_dropout=0.1, **few)
+        model = LlamaForCausalLM(config)
+    model.config.use_cache = trial.cached
+    if trial.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Told:
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            **{
+                "output_dir": str(trial.folder or run_dir or "unused"),
+                "max_steps": trial.steps,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+                "save_strategy": "no" if trial.folder is None else "steps",
+                "save_steps": 2,
+                "logging_strategy": "no",
+                "lr_scheduler_type": "cosine",
+                "use_cpu": True,
+                "ddp_backend": "gloo",
+                "report_to": "none",
+                "disable_tqdm": True,
+                "seed": 3,
+                **dict(trial.settings),
+            }
+        ),
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(),
+        optimizers=(optimizer, None),
+    )
+    callback = None
+    if run_dir is not None:
+        settings = {"replay": trial.replay, "observer": trial.observer, "run_dir": run_dir}
+        callback = ResiliencyCallback(trainer, **settings)
+        trainer.add_callback(callback)
+    last = _Last(trial.killed, optimizer, callback)
+    trainer.add_callback(last)
+    trainer.train(resume_from_checkpoint=trial.resumed)
+    session = None if callback is None else callback.session
+    told = told_of(last.bits, session, last.first - 1)
+    told.status.update(last.status)  # of a session that was still open
+    return told
+
+
+class _Last(TrainerCallback):
+    """After every step, what it left behind; and an end before its time."""
+
+    def __init__(self, killed: int | None, optimizer: torch.optim.Optimizer, callback: Any) -> None:
+        self.killed, self.optimizer, self.callback = killed, optimizer, callback
+        self.first, self.bits, self.status = 1, dict[int, str](), dict[str, Any]()
+
+    def on_train_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        self.first = state.global_step + 1
+
+    def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        if self.killed == state.global_step + 1:
+            dist.barrier()
+            kill()
+
+    def on_step_end(self, _: Any, state: Any, __: Any, model: Any, lr_scheduler: Any, **___: Any) -> None:
+        self.bits[state.global_step] = bits_of(model, self.optimizer, lr_scheduler.get_last_lr())
+        if self.callback is not None:
+            self.status.update(self.callback.session.status())
+
+
+def _loop(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Told:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    model, wrapped, schedule = accelerator.prepare(model, optimizer, schedule)
+    data, bits = Rows(dist.get_rank()), dict[int, str]()
+    torch.manual_seed(dist.get_rank())  # dropout is each rank's own
+    session, done = None, 0
+    if run_dir is not None:
+        session = attached(trial, run_dir, model, wrapped)
+        if trial.folder is not None:
+            session.register_state("schedule", schedule)
+            session.register_state("data", data)
+            done = session.resume().step
+    for step in range(done + 1, trial.steps + 1):
+        if trial.killed == step:
+            dist.barrier()
+            kill()
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**next(data)).loss)
+                wrapped.step()
+                schedule.step()
+                wrapped.zero_grad()
+        bits[step] = bits_of(accelerator.unwrap_model(model), optimizer, schedule.get_last_lr())
+    return told_of(bits, session, done)
+
+
+class Rows:
+    """One rank's own batches, from a position on that is part of the state."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self.position = rank, 0
+
+    def __iter__(self) -> Rows:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        self.position += 1
+        place, tokens = 1000 * self._rank + 2 * self.position, Tokens()
+        rows = [tokens[place + each] for each in range(2)]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def attached(trial: Trial, run_dir: Path, model: Any, optimizer: Any) -> Session:
+    kept = None
+    if trial.folder is not None:
+        os.environ["TORCHSCOUT_MEMORY"] = str(trial.folder / "memory")
+        kept = CheckpointConfig(trial.folder / "files")
+    settings = {"replay": trial.replay, "observer": trial.observer, "run_dir": run_dir}
+    return enable_resiliency(model, optimizer, checkpoint=kept, **settings)
+
+
+def told_of(bits: dict[int, str], session: Session | None, resumed: int) -> Told:
+    if session is None:
+        return Told(bits)
+    status = session.status()
+    session.close()
+    return Told(
+        bits,
+        incidents=session.incidents,
+        failures=list(session.failures),
+        status=status,
+        resumed=resumed,
+    )
+
+
+def bits_of(model: Any, optimizer: torch.optim.Optimizer, rates: list[float]) -> str:
+    """Parameters, gradients, buffers, the optimizer's slots, the random stream and the learning rates."""
+    tensors = [torch.get_rng_state(), *model.buffers()]
+    for each in model.parameters():
+        tensors += [each, *(slot for slot in optimizer.state[each].values() if torch.is_tensor(slot))]
+    digest = hashlib.blake2b(repr(rates).encode(), digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,52 @@
+"""Hugging Face Accelerate: plain PyTorch, once its optimizers are opened (paper, section 9).
+
+What ``Accelerator.prepare`` makes of a model is DDP, FSDP2 or DeepSpeed's engine; the last has an adapter of
+its own. Accelerate's wrapper is no optimizer to hang a hook on, and steps only where an accumulation ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchscout.config import Parallelism
+from torchscout.integration.pytorch import PyTorchAdapter
+from torchscout.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torchscout.checkpoint.state import Stateful
+
+__all__ = ["AccelerateAdapter", "adapter_of"]
+
+
+def adapter_of(
+    model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None
+) -> AccelerateAdapter | None:
+    """The adapter, if Accelerate has wrapped an optimizer of this model."""
+    given = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+    if not isinstance(model, torch.nn.Module) or not any(isinstance(e, AcceleratedOptimizer) for e in given):
+        return None
+    return AccelerateAdapter(model, given, parallelism)
+
+
+class AccelerateAdapter(PyTorchAdapter):
+    """A model and the optimizers that Accelerate prepared with it."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: list[Any],
+        parallelism: Mesh | DeviceMesh | Parallelism | None,
+    ) -> None:
+        wrapped = [each for each in optimizers if isinstance(each, AcceleratedOptimizer)]
+        self._scalers = [each.scaler for each in wrapped if each.scaler is not None]
+        opened = [each.optimizer if each in wrapped else each for each in optimizers]
+        super().__init__(model, opened, parallelism)
+
+    def state(self) -> Mapping[str, Stateful]:
+        """One scaler serves all optimizers of an ``Accelerator``."""
+        return {"accelerate/scaler": self._scalers[0]} if self._scalers else {}
