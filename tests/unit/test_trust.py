@@ -1,0 +1,50 @@
+"""Up to which step a job is certified, by its checks alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchscout.checkpoint.happening import Outcome
+from torchscout.integration.trust import Trust
+
+
+def trusted_after(*outcomes: Outcome, recipes: int | None = None, idle: tuple[int, ...] = ()) -> int | None:
+    """Checks at steps 10, 20 and so on, of which the ``idle`` ones go over nothing that counts."""
+    trust = Trust()
+    trust.go_by(recipes)
+    for number, outcome in enumerate(outcomes, start=1):
+        trust.checked(10 * number, outcome, counts=number not in idle)
+    return trust.step
+
+
+HEALTHY, SLOW, UNCHECKED = Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "step"),
+    [
+        ((), None),
+        ((HEALTHY,), 10),
+        ((HEALTHY, SLOW), 20),
+        ((HEALTHY, UNCHECKED), 10),
+        ((UNCHECKED,), None),
+        ((HEALTHY, Outcome.REJECTED, HEALTHY), 30),
+        ((HEALTHY, Outcome.SDC, HEALTHY, HEALTHY), 10),
+        ((Outcome.SDC, HEALTHY), None),
+    ],
+)
+def test_a_dense_job_is_certified_by_every_accepted_check_until_one_finds_corruption(
+    outcomes: tuple[Outcome, ...], step: int | None
+):
+    assert trusted_after(*outcomes) == step
+
+
+def test_with_a_catalog_two_cycles_certify():
+    assert trusted_after(*[HEALTHY] * 5, recipes=3) is None
+    assert trusted_after(*[HEALTHY] * 6, recipes=3) == 30
+    assert trusted_after(*[HEALTHY] * 9, recipes=3) == 60
+
+
+def test_a_check_that_goes_over_nothing_of_the_catalog_counts_only_if_it_finds_something():
+    assert trusted_after(*[HEALTHY] * 6, recipes=3, idle=(2,)) is None
+    assert trusted_after(*[HEALTHY] * 6, Outcome.SDC, HEALTHY, recipes=1, idle=(7,)) == 50
