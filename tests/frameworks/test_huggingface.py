@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -140,3 +145,41 @@ def test_a_killed_loop_with_accelerate_goes_on_bitwise_from_memory(tmp_path: Pat
 def test_checkpoints_in_memory_are_refused_with_what_to_do_instead(tmp_path: Path):
     with pytest.raises(ValueError, match="resume_from_checkpoint=trusted_checkpoint"):
         ResiliencyCallback(object(), checkpoint=CheckpointConfig(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_example_trains_and_goes_on_from_what_can_be_trusted(tmp_path: Path):
+    root = Path(__file__).parents[2]
+    script = root / "examples" / "frameworks" / "huggingface_trainer.py"
+    assert script.read_text().count("\n") < 60
+    losses: list[float] = []
+    for steps in (20, 10):
+        for newest in (15, 20):
+            shutil.rmtree(tmp_path / "counting" / f"checkpoint-{newest}", ignore_errors=True)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "3",
+                str(script),
+            ],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "found: nothing" in done.stdout
+        told = [float(each) for each in re.findall(r"'loss': '([\d.]+)'", done.stdout)]
+        assert len(told) == steps // 5
+        losses += told
+    # The last two steps that were trained twice are the same both times.
+    assert losses[2:4] == losses[4:]
+    assert losses[3] < losses[0]
+    marked = sorted(each.parent.name for each in tmp_path.glob("counting/*/torchscout.json"))
+    assert marked == [f"checkpoint-{step}" for step in (10, 15, 20, 5)]
