@@ -92,10 +92,11 @@ def test_what_encrypts_must_be_there():
 def test_frameworks_are_named_with_their_versions():
     names = ("torchtitan", "deepspeed", "transformers")
     holds(installation.frameworks(HERE, names), "skipped", "neither torchtitan, deepspeed nor transformers")
-    some = Installed({"deepspeed": "0.18", "transformers": "5.1"}, curve=True)
-    holds(
-        installation.frameworks(some, names), "ok", "deepspeed 0.18 and transformers 5.1; absent: torchtitan"
-    )
+    some = Installed({"deepspeed": "0.19.9", "transformers": "5.1"}, curve=True)
+    told = "deepspeed 0.19.9 and transformers 5.1; absent: torchtitan"
+    holds(installation.frameworks(some, names), "ok", told)
+    older = Installed({"deepspeed": "0.18.2"}, curve=True)
+    holds(installation.frameworks(older, names), "warn", "deepspeed 0.18.2 is not known here, 0.19 is")
 
 
 def test_a_board_that_only_this_machine_reaches_is_no_board_for_several():

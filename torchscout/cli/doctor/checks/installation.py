@@ -7,6 +7,7 @@ import re
 from torchscout.cli.doctor.facts import Installed, TorchFacts
 from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
 from torchscout.decision.wording import listed
+from torchscout.integration.versions import unknown
 
 __all__ = ["curve", "frameworks", "python", "torch"]
 
@@ -54,10 +55,14 @@ def curve(installed: Installed) -> Finding:
 
 def frameworks(installed: Installed, names: tuple[str, ...]) -> Finding:
     there = [f"{name} {version}" for name in names if (version := installed.versions.get(name))]
-    absent = listed(name for name in names if not installed.versions.get(name))
+    absent = listed((name for name in names if not installed.versions.get(name)), most=len(names))
     if not there:
         return skipped("frameworks", f"none is installed: neither {absent.replace(' and ', ' nor ')}")
-    return ok("frameworks", listed(there) + (f"; absent: {absent}" if absent else ""))
+    told = listed(there, most=len(names)) + (f"; absent: {absent}" if absent else "")
+    versions = {name: installed.versions.get(name) for name in names}
+    if strange := [why for name, each in versions.items() if each and (why := unknown(name, each))]:
+        return warn("frameworks", f"{told}; {'; '.join(strange)}", "install the release that is known")
+    return ok("frameworks", told)
 
 
 def _numbers(version: str) -> tuple[int, int]:

@@ -6,10 +6,11 @@ import platform
 from importlib import metadata
 
 from torchscout.cli.doctor.facts import Installed
+from torchscout.integration.versions import TESTED
 
 __all__ = ["FRAMEWORKS", "installed", "own_versions"]
 
-FRAMEWORKS = ("torchtitan", "megatron-core", "deepspeed", "transformers")
+FRAMEWORKS = tuple(TESTED)
 _NEEDED = ("torchscout", "torch", "numpy", "xxhash", "pyzmq", "triton")
 
 
