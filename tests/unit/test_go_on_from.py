@@ -1,0 +1,25 @@
+"""A job that has loaded a checkpoint of its own says where it is."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from torchscout.integration.session import Session
+
+
+def test_steps_are_counted_on_from_there(tmp_path: Path):
+    with Session(tmp_path, ExitStack()) as session:
+        session.go_on_from(40)
+        session.step_finished()
+        assert session.step == 41
+
+
+def test_once_training_has_begun_it_is_too_late(tmp_path: Path):
+    with Session(tmp_path, ExitStack()) as session:
+        session.step_finished()
+        with pytest.raises(ValueError, match=r"go_on_from\(40\) before training; 1 steps are done"):
+            session.go_on_from(40)
+        assert session.step == 1
