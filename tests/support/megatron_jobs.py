@@ -203,14 +203,14 @@ def attached(job: Job, run_dir: Path) -> Any:
 def build(trial: Trial) -> Job:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    from tests.support import megatron_cpu  # first: Megatron keeps what it finds in torch.cuda
+
+    megatron_cpu.work_around()
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from tests.support import megatron_cpu
-
-    megatron_cpu.work_around()
     parallel_state.initialize_model_parallel(
         trial.tensor,
         trial.pipeline,
