@@ -147,6 +147,7 @@ def _keep_tensors() -> None:
 
 def work_around() -> None:
     """What Megatron-Core 0.16.1 itself lacks without Transformer Engine and CUDA, once it is imported."""
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     torch._dynamo.config.disable = True  # fused pointwise operations would be compiled for a GPU
@@ -154,6 +155,8 @@ def work_around() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not isinstance(mcore_fsdp_adapter.TELinear, type):
+        mcore_fsdp_adapter.TELinear = type("TELinear", (), {})  # Megatron-FSDP asks what is one
     _fuse()
     moved = moe_utils.maybe_move_tensor_to_cpu
 

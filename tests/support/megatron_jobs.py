@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
@@ -37,10 +39,13 @@ class Trial:
     context: int = 1
     expert: int = 1
     experts: int | None = None
+    dispatcher: str = "alltoall"
     sequence: bool = False
     sharded: bool = False
     """Whether the optimizer's state is: Megatron's distributed optimizer."""
     overlap: bool = False
+    fsdp: bool = False
+    """Whether parameters are sharded: Megatron-FSDP."""
     dtype: str = "float32"
     scale: float = 2.0**10
     """The first loss scale, where losses are scaled."""
@@ -236,10 +241,13 @@ def build(trial: Trial) -> Job:
         grad_reduce_in_fp32=True,
         bucket_size=4000,
     )
-    chunks = [
-        DistributedDataParallel(config, setup, each, disable_bucketing=place > 0)
-        for place, each in enumerate(models)
-    ]
+    if trial.fsdp:
+        chunks = [_fully_sharded(config, setup, each) for each in models]
+    else:
+        chunks = [
+            DistributedDataParallel(config, setup, each, disable_bucketing=place > 0)
+            for place, each in enumerate(models)
+        ]
     if trial.overlap:
         config.no_sync_func = [each.no_sync for each in chunks] if len(chunks) > 1 else chunks[0].no_sync
     optimizer = get_megatron_optimizer(
@@ -263,6 +271,14 @@ def build(trial: Trial) -> Job:
     config.grad_scale_func = optimizer.scale_loss
     loader = Loader(trial, parallel_state.get_data_parallel_rank())
     return Job(chunks, optimizer, trial, _schedule(optimizer), loader)
+
+
+def _fully_sharded(config: Any, setup: Any, model: Any) -> Any:
+    from megatron.core.distributed import FullyShardedDataParallel
+
+    setup.use_megatron_fsdp, setup.data_parallel_sharding_strategy = True, "optim_grads_params"
+    setup.average_in_collective = True  # Gloo cannot scale while it adds up
+    return FullyShardedDataParallel(config, setup, model, device=torch.device("cpu"))
 
 
 def _schedule(optimizer: Any) -> Any:
@@ -322,7 +338,8 @@ def state_of(job: Job) -> str:
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     tensors = [each for chunk in job.chunks for each in chunk.module.buffers()]
-    if not (job.trial.overlap and job.trial.sharded):  # others' shards arrive as late as they are needed
+    # Others' shards arrive as late as they are needed.
+    if not job.trial.fsdp and not (job.trial.overlap and job.trial.sharded):
         tensors += [each for chunk in job.chunks for each in chunk.parameters()]
         tensors += [each.main_grad for chunk in job.chunks for each in chunk.parameters()]
     for optimizer in inner(job):
@@ -333,7 +350,8 @@ def state_of(job: Job) -> str:
     tensors += [each["values"] for each in get_moe_layer_wise_logging_tracker().values()]
     digest = hashlib.blake2b()
     for each in tensors:
-        digest.update(each.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
+        local = each.to_local() if isinstance(each, DTensor) else each
+        digest.update(local.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -357,6 +375,8 @@ def _places(job: Job, rank: int) -> dict[str, list[int]]:
     mesh = _mesh(job, ["machine"] * dist.get_world_size())
     dense = ("replica", "tensor", "pipeline", "context")
     found = {axis: mesh.ranks_along(axis, rank, Role.DENSE) for axis in dense}
+    if job.trial.fsdp:
+        found["replica"] = mesh.ranks_along("shard", rank, Role.DENSE)
     if job.trial.experts:
         of_experts = ("replica", "tensor", "expert")
         found |= {f"expert {axis}": mesh.ranks_along(axis, rank, Role.EXPERT) for axis in of_experts}
@@ -384,7 +404,7 @@ def _config(trial: Trial) -> Any:
         more |= {
             "num_moe_experts": trial.experts,
             "moe_router_topk": 2,
-            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_dispatcher_type": trial.dispatcher,
             "moe_aux_loss_coeff": 1e-2,
             "moe_router_load_balancing_type": "aux_loss",
             "moe_router_score_function": "sigmoid",
@@ -476,6 +496,7 @@ def _leave() -> None:
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     get_moe_layer_wise_logging_tracker().clear()
+    _clear_sharding_prop_cache()  # it keeps meshes, whose groups are destroyed here
     parallel_state.destroy_model_parallel()
     # PyTorch names a group that only its members make after the number of groups they are in already: ranks
     # that were of different stages would not find each other in the next trial.
