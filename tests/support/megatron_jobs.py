@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
@@ -26,6 +28,13 @@ from torchscout.integration import communicators
 from torchscout.integration.resumption import Resumption
 from torchscout.mesh import Mesh, Role
 
+preload(
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "torchscout.integration.megatron",
+)
 VOCABULARY, LENGTH, ROWS = 64, 16, 2
 
 
@@ -68,7 +77,7 @@ class Trial:
     spoiled: tuple[int, int] | None = None
     """A rank whose optimizer has a wrong bit in a slot that it alone holds, after the check of this step."""
     killed: int | None = None
-    """The step in which all ranks end."""
+    """The step in which all ranks are killed."""
 
     @property
     def kind(self) -> torch.dtype:
@@ -153,7 +162,7 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
             for step in range(resumed.step + 1 if resumed else 1, trial.steps + 1):
                 if trial.killed == step:
                     dist.barrier()
-                    os._exit(9)
+                    os.kill(os.getpid(), signal.SIGKILL)
                 one_step(job)
                 if trial.spoiled == (rank, step):
                     _spoil(inner(job)[0])
@@ -208,7 +217,7 @@ def attached(job: Job, run_dir: Path) -> Any:
 def build(trial: Trial) -> Job:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    from tests.support import megatron_cpu  # first: Megatron keeps what it finds in torch.cuda
+    from tests.support import megatron_cpu
 
     megatron_cpu.work_around()
     from megatron.core import parallel_state
