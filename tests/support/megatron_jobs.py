@@ -77,7 +77,7 @@ class Trial:
     spoiled: tuple[int, int] | None = None
     """A rank whose optimizer has a wrong bit in a slot that it alone holds, after the check of this step."""
     killed: int | None = None
-    """The step in which all ranks are killed."""
+    """The step after which all ranks are killed."""
 
     @property
     def kind(self) -> torch.dtype:
@@ -153,17 +153,17 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
     seconds, scales = 0.0, []
     try:
         job = build(trial)
-        with Injector(trial.faults, rank, _bare(job.chunks[0]), inner(job)[0]) as injector:
+        with Injector(trial.faults, rank, _called(job), inner(job)[0]) as injector:
             if run_dir is not None:
                 begin = time.perf_counter()
                 session = attached(job, run_dir)
                 seconds = time.perf_counter() - begin
                 resumed = session.resume() if trial.directory is not None else None
             for step in range(resumed.step + 1 if resumed else 1, trial.steps + 1):
+                one_step(job)
                 if trial.killed == step:
                     dist.barrier()
                     os.kill(os.getpid(), signal.SIGKILL)
-                one_step(job)
                 if trial.spoiled == (rank, step):
                     _spoil(inner(job)[0])
                 bits[step] = state_of(job)
@@ -308,8 +308,10 @@ def _schedule(optimizer: Any) -> Any:
     )
 
 
-def _bare(chunk: Any) -> Any:
-    while hasattr(chunk, "module"):
+def _called(job: Job) -> Any:
+    """The model itself, or what Megatron-FSDP calls in its place."""
+    chunk = job.chunks[0].module
+    while hasattr(chunk, "module") and not job.trial.fsdp:
         chunk = chunk.module
     return chunk
 
@@ -382,13 +384,12 @@ def groups() -> dict[str, list[int]]:
 def _places(job: Job, rank: int) -> dict[str, list[int]]:
     """As SCOUT reads them off Megatron, by the names that ``groups`` gives them."""
     mesh = _mesh(job, ["machine"] * dist.get_world_size())
+    axes = {"replica": "shard"} if job.trial.fsdp else {}
     dense = ("replica", "tensor", "pipeline", "context")
-    found = {axis: mesh.ranks_along(axis, rank, Role.DENSE) for axis in dense}
-    if job.trial.fsdp:
-        found["replica"] = mesh.ranks_along("shard", rank, Role.DENSE)
+    found = {axis: mesh.ranks_along(axes.get(axis, axis), rank, Role.DENSE) for axis in dense}
     if job.trial.experts:
-        of_experts = ("replica", "tensor", "expert")
-        found |= {f"expert {axis}": mesh.ranks_along(axis, rank, Role.EXPERT) for axis in of_experts}
+        for axis in ("replica", "tensor", "expert"):
+            found[f"expert {axis}"] = mesh.ranks_along(axes.get(axis, axis), rank, Role.EXPERT)
     return {name: list(ranks) for name, ranks in found.items()}
 
 
@@ -401,6 +402,7 @@ def _mesh(job: Job, machines: list[str]) -> Mesh:
 def _spoil(optimizer: torch.optim.Optimizer) -> None:
     """As memory does it: PyTorch is not told."""
     slot = next(iter(optimizer.state.values()))["exp_avg"]
+    slot = slot.to_local() if isinstance(slot, DTensor) else slot
     slot.detach().numpy().reshape(-1).view("int32")[0] ^= 1 << 20
 
 

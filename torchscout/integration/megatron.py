@@ -118,12 +118,8 @@ class MegatronAdapter:
         for chunk in self._chunks:
             if not isinstance(chunk, DistributedDataParallel | FullyShardedDataParallel):
                 return f"Megatron's {type(chunk).__name__} is not supported; its DistributedDataParallel is"
-            if isinstance(chunk, FullyShardedDataParallel) and (why := obstacle_of(chunk)):
-                return f"Megatron-FSDP is not supported {why}"
-            if chunk.ddp_config.num_distributed_optimizer_instances > 1:
-                return "several instances of Megatron's distributed optimizer are not supported"
-            if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
-                return "layers that Megatron runs as CUDA graphs cannot be called once more"
+            if why := _obstacle_of(chunk):
+                return why
         if other := [each for each in _members(self._optimizer) if type(each) not in _KNOWN]:
             known = ", ".join(each.__name__ for each in _KNOWN)
             return f"Megatron's {type(other[0]).__name__} is not supported; supported are {known}"
@@ -300,6 +296,18 @@ def _members(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
     """Those that update something: a rank's parameters may all be frozen."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [each for each in chained if each is not None and not each.is_stub_optimizer]
+
+
+def _obstacle_of(chunk: Any) -> str | None:
+    if isinstance(chunk, FullyShardedDataParallel) and (why := obstacle_of(chunk)):
+        return f"Megatron-FSDP is not supported {why}"
+    if chunk.ddp_config.num_distributed_optimizer_instances > 1:
+        return "several instances of Megatron's distributed optimizer are not supported"
+    if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
+        return "layers that Megatron runs as CUDA graphs cannot be called once more"
+    if any(getattr(chunk.config, each, None) for each in ("fp8", "fp4")):
+        return "layers that Megatron runs in fp8 or fp4 would be replayed in another precision"
+    return None
 
 
 def _has_elements(shard: torch.Tensor) -> bool:

@@ -29,8 +29,6 @@ def obstacle_of(chunk: FullyShardedDataParallel) -> str | None:
         return "without the distributed optimizer"
     if getattr(chunk.config, "num_moe_experts", None) is not None:
         return "with experts"
-    if getattr(chunk.config, "fp8", None) is not None:
-        return "with parameters in fp8"
     if not all(hasattr(chunk.module, each) for each in _PRIVATE):
         return "in this version of it; that of megatron-core 0.16 is"
     return None
