@@ -51,7 +51,13 @@ def answering(_rank: int, questions: Iterator[str]) -> Iterator[Any]:
     from torchscout.integration.megatron import MegatronAdapter
 
     adapter = MegatronAdapter(job.chunks, job.optimizer)
-    asked = {"obstacle": obstacles, "gradient": gradient, "experts": experts, "streams": streams}
+    asked = {
+        "obstacle": obstacles,
+        "gradient": gradient,
+        "experts": experts,
+        "streams": streams,
+        "scale": scale,
+    }
     for question in questions:
         yield asked[question](adapter, job.chunks[0])
 
@@ -142,3 +148,17 @@ def streams(adapter: Any, _chunk: Any) -> dict[str, bool]:
 def test_a_generator_that_graphs_know_is_set_back_and_stays_itself(one: LiveRanks):
     (found,) = one.ask("streams")
     assert found == {"bytes": True, "same": True, "again": True}
+
+
+def scale(adapter: Any, _chunk: Any) -> Any:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    layer = StandInForTELinear()
+    with adapter.keepers(layer).around():
+        output = MoEAuxLossAutoScaler.apply(layer(torch.randn(5, 4)), layer.weight.square().sum())
+        torch.autograd.grad(output.sum(), [layer.weight])
+    return MoEAuxLossAutoScaler.main_loss_backward_scale
+
+
+def test_a_replay_before_the_first_step_leaves_the_scale_of_losses_to_training(one: LiveRanks):
+    assert one.ask("scale") == [None]

@@ -25,7 +25,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_moe_layer_wise_logging_tracker,
+)
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
@@ -194,7 +197,7 @@ class MegatronAdapter:
             seen = shards if min(counts) else [each.detach() for each in shards]
             many = max(counts) if min(counts) else len(shards)
             found |= {f"optimizer.{place}/shard.{number}": seen[number % len(seen)] for number in range(many)}
-        return found if role is Role.EXPERT else found | self._weights()
+        return found if role is Role.EXPERT else found | copies_of(self._sharded())
 
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Parameters are copied and gathered after the inner optimizers have stepped, so that the outermost
@@ -236,14 +239,6 @@ class MegatronAdapter:
             for place, group in enumerate(each.optimizer.param_groups)
             if bool(group.get("is_expert_parallel")) is (role is Role.EXPERT)
             and (shards := [shard for shard in group["params"] if _has_elements(shard)])
-        }
-
-    def _weights(self) -> dict[Surface, torch.Tensor]:
-        """What Megatron-FSDP gathers, where that is not what is updated but a copy in lower precision."""
-        return {
-            f"model.{number}.bucket.{place}/weights": each
-            for number, chunk in enumerate(self._sharded())
-            for place, each in copies_of(chunk).items()
         }
 
     def _sharded(self) -> list[FullyShardedDataParallel]:
@@ -323,7 +318,10 @@ def _lent(module: torch.nn.Module) -> Iterator[Elsewhere]:
     """
     weights: list[Any] = [each for each in module.parameters() if hasattr(each, "main_grad")]
     is_fused = any(getattr(each, flag, False) for each in module.modules() for flag in _FUSED)
+    scale = "main_loss_backward_scale"
     with ExitStack() as undo:
+        # Backward makes one of another shape than training's where there is none, as before the first step.
+        undo.callback(setattr, MoEAuxLossAutoScaler, scale, getattr(MoEAuxLossAutoScaler, scale))
         undo.callback(_Losses().load_state_dict, _Losses().state_dict())
         for part, flag in [*_recomputed(module)]:
             undo.callback(setattr, part, flag, True)

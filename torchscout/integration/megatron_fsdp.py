@@ -5,12 +5,14 @@ What is private of it is used here alone, and ``obstacle_of`` looks whether it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from megatron.core.distributed import FullyShardedDataParallel
+
+from torchscout.decision.record import Surface
 
 __all__ = ["Keeper", "copies_of", "obstacle_of", "room_for", "scatter", "show_shards"]
 
@@ -51,10 +53,11 @@ def scatter(chunk: FullyShardedDataParallel) -> None:
     chunk.module.synchronize_param_gather()
 
 
-def copies_of(chunk: FullyShardedDataParallel) -> dict[int, torch.Tensor]:
-    """This rank's shards of what is gathered, where that is a copy in lower precision, by bucket."""
+def copies_of(chunks: Sequence[FullyShardedDataParallel]) -> dict[Surface, torch.Tensor]:
+    """This rank's shards of what is gathered, where that is a copy in lower precision of what is updated."""
     return {
-        place: bucket.model_weight_buffer.data
+        f"model.{number}.bucket.{place}/weights": bucket.model_weight_buffer.data
+        for number, chunk in enumerate(chunks)
         for place, bucket in enumerate(chunk.param_and_grad_buffer.parameter_groups)
         if bucket.main_weight_buffer is not None
     }
