@@ -16,15 +16,22 @@ import pytest
 from tests.support.hangs import FAULTY_STEP, QUICK, STALL, incidents, wait_for_incident
 from tests.support.megatron_jobs import Told, Trial, answering, train
 from tests.support.ranks import LiveRanks, RankError, run_ranks
-from torchscout.config import ReplayConfig
+from torchscout.config import RECIPES, ReplayConfig
 from torchscout.faults.fault import Faults
 
 ALL = None
 REPLAYED = range(1, 30)
 REPLICAS, TENSOR = Trial(), Trial(tensor=2)
 PIPELINE = Trial(pipeline=2)
+VIRTUAL = Trial(pipeline=2, virtual=2, layers=4, microbatches=4)
 SHARDED = Trial(sharded=True)
+FSDP = Trial(sharded=True, fsdp=True)
 EXPERTS = Trial(experts=4, expert=2)
+GATHERED = replace(
+    EXPERTS,
+    dispatcher="allgather",
+    replay=ReplayConfig(interval=1, recipes=tuple(each for each in RECIPES if each != "all_to_all")),
+)
 SCALED = Trial(dtype="float16", scale=2.0**19)
 """The first two updates are skipped: scaled gradients are not finite."""
 LAYER = {
@@ -40,7 +47,8 @@ HEALTHY = {
     "replicas": (REPLICAS, "layers"),
     "tensor and sequence": (Trial(tensor=2, sequence=True), "layers"),
     "experts, optimizer shards": (Trial(experts=4, expert=2, sharded=True, steps=8), "parts"),
-    "virtual pipeline": (Trial(pipeline=2, virtual=2, layers=4, microbatches=4), "chunks"),
+    "virtual pipeline": (VIRTUAL, "chunks"),
+    "parameter shards": (FSDP, "layers"),
     "fused gradients, skipped updates": (replace(SCALED, fused=True), "layers"),
 }
 MORE = {
@@ -53,12 +61,20 @@ MORE = {
     "optimizer shards, overlapping": (Trial(sharded=True, overlap=True), "layers"),
     "bfloat16": (Trial(dtype="bfloat16"), "layers"),
     "bfloat16, optimizer shards": (Trial(dtype="bfloat16", sharded=True), "layers"),
+    "parameter shards, bfloat16": (replace(FSDP, dtype="bfloat16"), "layers"),
+    "parameter shards, fused gradients": (replace(FSDP, fused=True), "layers"),
+    "parameter shards, tensor": (replace(FSDP, tensor=2), "layers"),
+    "parameter shards, context": (replace(FSDP, context=2), "layers"),
     "experts on every rank": (Trial(experts=4), "layers"),
+    "experts, gathered tokens": (replace(GATHERED, steps=8), "parts"),
     "experts": (replace(EXPERTS, steps=8), "parts"),
     "experts, tensor": (Trial(experts=4, expert=2, tensor=2, sequence=True, steps=8), "parts"),
     "experts without peers, pipeline": (Trial(experts=4, expert=2, pipeline=2), "none"),
 }
 LARGE = {
+    "pipeline of four, virtual": (Trial(pipeline=4, virtual=2, layers=8, microbatches=4), "chunks"),
+    "experts, pipeline": (Trial(experts=4, expert=2, pipeline=2, steps=8), "parts"),
+    "parameter shards, tensor": (replace(FSDP, tensor=2), "layers"),
     "tensor, pipeline": (Trial(tensor=2, pipeline=2), "stage"),
     "tensor, pipeline, sequence, experts, optimizer shards": (
         Trial(tensor=2, pipeline=2, sequence=True, experts=4, expert=2, sharded=True),
@@ -107,9 +123,12 @@ def is_healthy(ranks: LiveRanks, trial: Trial, layers: str, run_dir: Path) -> No
         assert told.bits == plain.bits
         assert told.agreed >= {f"{each}/output" for each in LAYER.get(layers, ())}
         assert told.agreed >= {f"{each}/parameters" for each in LAYER.get(layers, ())}
-        assert told.agreed >= {"state/parameters", "optimizer/reproduced", "optimizer/update"}
+        assert told.agreed >= {"optimizer/reproduced", "optimizer/update"}
+        assert ("state/parameters" in told.agreed) is not trial.fsdp
         assert ("state/at_rest" in told.agreed) is trial.sharded
-        assert ("all_to_all/captured.received" in told.agreed) is (layers == "parts")
+        assert ("all_to_all/captured.received" in told.agreed) is (
+            layers == "parts" and trial.dispatcher == "alltoall"
+        )
         assert told.places == {name: told.groups[name] for name in told.places}
         assert {name: why for name, why in told.unchecked.items() if not _may_be(name, str(why))} == {}
 
@@ -153,6 +172,26 @@ SPOILED = {
         (2, 3),
         "decoder.layers.0.mlp.linear_fc1/weight",
     ),
+    "a stage's first chunk": (
+        replace(VIRTUAL, faults=weight_of("decoder.layers.0.mlp", 1)),
+        (0, 1),
+        "0.module.decoder.layers.0.mlp.linear_fc1/weight",
+    ),
+    "a tensor's half, of sequences": (
+        replace(TENSOR, sequence=True, faults=output_of("decoder.layers.1", 3)),
+        (1, 3),
+        "decoder.layers.1/output",
+    ),
+    "a half of the context": (
+        replace(Trial(context=2), faults=output_of("decoder.layers.1", 2)),
+        (0, 2),
+        "decoder.layers.1/output",
+    ),
+    "a layer in shards": (
+        replace(FSDP, faults=output_of("module.decoder.layers.1", 2)),
+        (2,),
+        "decoder.layers.1/output",
+    ),
 }
 
 
@@ -167,8 +206,11 @@ def test_wrong_numbers_name_those_who_have_them(
     assert surface in {each.surface for each in incident.records}
 
 
-def test_a_wrong_bit_in_what_one_rank_alone_holds_names_that_rank(four: LiveRanks, tmp_path: Path):
-    told = four.ask((replace(SHARDED, steps=4, spoiled=(1, 2)), tmp_path), 120)
+@pytest.mark.parametrize("trial", [SHARDED, FSDP], ids=["optimizer shards", "parameter shards"])
+def test_a_wrong_bit_in_what_one_rank_alone_holds_names_that_rank(
+    four: LiveRanks, trial: Trial, tmp_path: Path
+):
+    told = four.ask((replace(trial, steps=4, spoiled=(1, 2)), tmp_path), 120)
     (incident,) = told[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
     assert {each.surface for each in incident.records} == {"state/at_rest"}
@@ -186,6 +228,17 @@ def test_a_slow_layer_names_its_rank(four: LiveRanks, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_slow_layer_names_its_rank_among_those_of_the_same_part(tmp_path: Path):
+    place = "decoder.layers.0/forward"
+    faults = Faults().delay(rank=3, at=place, step=range(3, 9), seconds=0.25, calls=ALL)
+    trial = Trial(tensor=2, layers=1, microbatches=1, faults=faults)
+    told = run_ranks(train, 6, trial, tmp_path, timeout=300)
+    assert told[3].fired > 2
+    (incident,) = told[1].incidents
+    assert (incident.manifestation.value, incident.scope.value, incident.ranks) == ("straggler", "rank", (3,))
+
+
+@pytest.mark.slow
 def test_a_slow_link_names_its_process_group(tmp_path: Path):
     place = "all_reduce@TENSOR_MODEL_PARALLEL_GROUP"
     faults = Faults().slow_collective(ranks=(2, 3), at=place, axis="tensor", step=range(3, 9), seconds=0.25)
@@ -196,10 +249,21 @@ def test_a_slow_link_names_its_process_group(tmp_path: Path):
     assert (incident.manifestation.value, incident.ranks) == ("straggler", (2, 3)), incident.sentence
 
 
-def test_a_late_rank_is_named(four: LiveRanks, tmp_path: Path):
+NO_REPLAY = replace(FSDP, experts=4, expert=2)
+"""Not supported."""
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        pytest.param(replace(REPLICAS, replay=None), id="replicas"),
+        pytest.param(replace(PIPELINE, replay=None), id="pipeline", marks=pytest.mark.slow),
+        pytest.param(NO_REPLAY, id="no replay", marks=pytest.mark.slow),
+    ],
+)
+def test_a_late_rank_is_named(four: LiveRanks, trial: Trial, tmp_path: Path):
     faults = Faults().stall(rank=2, at="step", step=FAULTY_STEP, seconds=STALL)
-    trial = Trial(observer=QUICK, replay=None, faults=faults)
-    told = four.ask((trial, tmp_path), 120)
+    told = four.ask((replace(trial, observer=QUICK, faults=faults), tmp_path), 120)
     assert [each.fired for each in told] == [0, 0, 1, 0]
     (incident,) = told[0].incidents
     assert (incident.manifestation.value, incident.scope.value, incident.ranks) == ("hang", "rank", (2,))
@@ -217,15 +281,19 @@ def test_a_rank_that_does_something_else_is_named(tmp_path: Path):
 
 
 KEPT = {
-    "replicas": REPLICAS,
+    "parameter shards": FSDP,
     "experts, optimizer shards, bfloat16": Trial(experts=4, expert=2, sharded=True, dtype="bfloat16"),
     "a loss scale": SCALED,
 }
 ALSO_KEPT = {
     "tensor": Trial(tensor=2, sequence=True),
     "pipeline": PIPELINE,
-    "virtual pipeline": Trial(pipeline=2, virtual=2, layers=4, microbatches=4),
+    "replicas": REPLICAS,
+    "parameter shards, bfloat16": replace(FSDP, dtype="bfloat16"),
+    "parameter shards, tensor": replace(FSDP, tensor=2),
+    "virtual pipeline": VIRTUAL,
     "context": Trial(context=2),
+    "experts, gathered tokens": GATHERED,
     "optimizer shards, overlapping": Trial(sharded=True, overlap=True),
     "bfloat16": Trial(dtype="bfloat16"),
     "experts": EXPERTS,
@@ -257,8 +325,16 @@ def goes_on(plain: Told, told: Told) -> None:
     assert told.bits == {step: plain.bits[step] for step in (5, 6)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trial", [Trial(tensor=2, sharded=True), PIPELINE, EXPERTS], ids=repr)
+KILLED = {"pipeline": PIPELINE, "virtual pipeline": VIRTUAL, "experts": EXPERTS, "parameter shards": FSDP}
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        pytest.param(Trial(tensor=2, sharded=True), id="tensor, optimizer shards"),
+        *(pytest.param(each, id=name, marks=pytest.mark.slow) for name, each in KILLED.items()),
+    ],
+)
 def test_a_killed_job_goes_on_bitwise(trial: Trial, tmp_path: Path):
     through = run_ranks(train, 4, trial, None, timeout=200)
     kept = replace(trial, directory=tmp_path / "kept")
@@ -280,15 +356,30 @@ def test_no_checkpoint_after_wrong_numbers_is_gone_back_to(four: LiveRanks, tmp_
         assert told.bits == {step: bits for step, bits in plain.bits.items() if step > told.resumed.step}
 
 
-def test_what_is_not_supported_is_one_sentence_and_training_is_untouched(four: LiveRanks, tmp_path: Path):
-    trial = Trial(sharded=True, instances=2, steps=2)
+REFUSED = {
+    "instances": (
+        replace(SHARDED, instances=2),
+        "several instances of Megatron's distributed optimizer are not supported",
+    ),
+    "experts in shards": (NO_REPLAY, "Megatron-FSDP is not supported with experts"),
+    "no peers": (
+        Trial(pipeline=4, virtual=2, layers=8, microbatches=4),
+        "no other rank does the same work",
+    ),
+}
+
+
+@pytest.mark.parametrize(("trial", "why"), [pytest.param(*each, id=name) for name, each in REFUSED.items()])
+def test_what_is_not_supported_is_one_sentence_and_training_is_untouched(
+    four: LiveRanks, trial: Trial, why: str, tmp_path: Path
+):
+    trial = replace(trial, steps=2)
     alone, attached = four.ask((trial, None), 120), four.ask((trial, tmp_path), 120)
     for plain, told in zip(alone, attached, strict=True):
         assert told.bits == plain.bits
         assert told.failures == []
-        assert told.status["replay"] == {
-            "off": "several instances of Megatron's distributed optimizer are not supported"
-        }
+        assert told.status["replay"] == {"off": why}
+        assert told.places == {name: told.groups[name] for name in told.places}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Lets the real Megatron-Core train on CPU: import this before it, in a rank of its own.
+"""Lets the real Megatron-Core train on CPU: import this in a rank of its own, and call ``work_around``.
 
 Only entry points of ``torch.cuda`` are redirected, and factories that are told ``device="cuda"``.
 """
@@ -6,6 +6,7 @@ Only entry points of ``torch.cuda`` are redirected, and factories that are told 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 import types
@@ -145,15 +146,23 @@ def _keep_tensors() -> None:
     tensor.type = told
 
 
+@functools.cache
 def work_around() -> None:
-    """What Megatron-Core 0.16.1 itself lacks without Transformer Engine and CUDA, once it is imported."""
+    """What Megatron-Core 0.16.1 itself lacks without Transformer Engine and CUDA."""
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    for each in (random, utils):  # they keep what they found in torch.cuda when they were imported
+        each._lazy_call, each._lazy_init = torch.cuda._lazy_call, torch.cuda._lazy_init
     torch._dynamo.config.disable = True  # fused pointwise operations would be compiled for a GPU
     # On CPU there is one random stream for what a GPU has two for.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not isinstance(mcore_fsdp_adapter.TELinear, type):
+        mcore_fsdp_adapter.TELinear = type("TELinear", (), {})  # Megatron-FSDP asks what is one
     _fuse()
     moved = moe_utils.maybe_move_tensor_to_cpu
 

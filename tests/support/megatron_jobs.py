@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
@@ -24,6 +28,13 @@ from torchscout.integration import communicators
 from torchscout.integration.resumption import Resumption
 from torchscout.mesh import Mesh, Role
 
+preload(
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "torchscout.integration.megatron",
+)
 VOCABULARY, LENGTH, ROWS = 64, 16, 2
 
 
@@ -37,10 +48,13 @@ class Trial:
     context: int = 1
     expert: int = 1
     experts: int | None = None
+    dispatcher: str = "alltoall"
     sequence: bool = False
     sharded: bool = False
     """Whether the optimizer's state is: Megatron's distributed optimizer."""
     overlap: bool = False
+    fsdp: bool = False
+    """Whether parameters are sharded: Megatron-FSDP."""
     dtype: str = "float32"
     scale: float = 2.0**10
     """The first loss scale, where losses are scaled."""
@@ -63,7 +77,7 @@ class Trial:
     spoiled: tuple[int, int] | None = None
     """A rank whose optimizer has a wrong bit in a slot that it alone holds, after the check of this step."""
     killed: int | None = None
-    """The step in which all ranks end."""
+    """The step after which all ranks are killed."""
 
     @property
     def kind(self) -> torch.dtype:
@@ -139,17 +153,17 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
     seconds, scales = 0.0, []
     try:
         job = build(trial)
-        with Injector(trial.faults, rank, _bare(job.chunks[0]), inner(job)[0]) as injector:
+        with Injector(trial.faults, rank, _called(job), inner(job)[0]) as injector:
             if run_dir is not None:
                 begin = time.perf_counter()
                 session = attached(job, run_dir)
                 seconds = time.perf_counter() - begin
                 resumed = session.resume() if trial.directory is not None else None
             for step in range(resumed.step + 1 if resumed else 1, trial.steps + 1):
+                one_step(job)
                 if trial.killed == step:
                     dist.barrier()
-                    os._exit(9)
-                one_step(job)
+                    os.kill(os.getpid(), signal.SIGKILL)
                 if trial.spoiled == (rank, step):
                     _spoil(inner(job)[0])
                 bits[step] = state_of(job)
@@ -203,14 +217,14 @@ def attached(job: Job, run_dir: Path) -> Any:
 def build(trial: Trial) -> Job:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    from tests.support import megatron_cpu
+
+    megatron_cpu.work_around()
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from tests.support import megatron_cpu
-
-    megatron_cpu.work_around()
     parallel_state.initialize_model_parallel(
         trial.tensor,
         trial.pipeline,
@@ -236,10 +250,13 @@ def build(trial: Trial) -> Job:
         grad_reduce_in_fp32=True,
         bucket_size=4000,
     )
-    chunks = [
-        DistributedDataParallel(config, setup, each, disable_bucketing=place > 0)
-        for place, each in enumerate(models)
-    ]
+    if trial.fsdp:
+        chunks = [_fully_sharded(config, setup, each) for each in models]
+    else:
+        chunks = [
+            DistributedDataParallel(config, setup, each, disable_bucketing=place > 0)
+            for place, each in enumerate(models)
+        ]
     if trial.overlap:
         config.no_sync_func = [each.no_sync for each in chunks] if len(chunks) > 1 else chunks[0].no_sync
     optimizer = get_megatron_optimizer(
@@ -265,6 +282,14 @@ def build(trial: Trial) -> Job:
     return Job(chunks, optimizer, trial, _schedule(optimizer), loader)
 
 
+def _fully_sharded(config: Any, setup: Any, model: Any) -> Any:
+    from megatron.core.distributed import FullyShardedDataParallel
+
+    setup.use_megatron_fsdp, setup.data_parallel_sharding_strategy = True, "optim_grads_params"
+    setup.average_in_collective = True  # Gloo cannot scale while it adds up
+    return FullyShardedDataParallel(config, setup, model, device=torch.device("cpu"))
+
+
 def _schedule(optimizer: Any) -> Any:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -283,8 +308,10 @@ def _schedule(optimizer: Any) -> Any:
     )
 
 
-def _bare(chunk: Any) -> Any:
-    while hasattr(chunk, "module"):
+def _called(job: Job) -> Any:
+    """The model itself, or what Megatron-FSDP calls in its place."""
+    chunk = job.chunks[0].module
+    while hasattr(chunk, "module") and not job.trial.fsdp:
         chunk = chunk.module
     return chunk
 
@@ -322,7 +349,8 @@ def state_of(job: Job) -> str:
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     tensors = [each for chunk in job.chunks for each in chunk.module.buffers()]
-    if not (job.trial.overlap and job.trial.sharded):  # others' shards arrive as late as they are needed
+    # Others' shards arrive as late as they are needed.
+    if not job.trial.fsdp and not (job.trial.overlap and job.trial.sharded):
         tensors += [each for chunk in job.chunks for each in chunk.parameters()]
         tensors += [each.main_grad for chunk in job.chunks for each in chunk.parameters()]
     for optimizer in inner(job):
@@ -333,7 +361,8 @@ def state_of(job: Job) -> str:
     tensors += [each["values"] for each in get_moe_layer_wise_logging_tracker().values()]
     digest = hashlib.blake2b()
     for each in tensors:
-        digest.update(each.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
+        local = each.to_local() if isinstance(each, DTensor) else each
+        digest.update(local.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -355,11 +384,12 @@ def groups() -> dict[str, list[int]]:
 def _places(job: Job, rank: int) -> dict[str, list[int]]:
     """As SCOUT reads them off Megatron, by the names that ``groups`` gives them."""
     mesh = _mesh(job, ["machine"] * dist.get_world_size())
+    axes = {"replica": "shard"} if job.trial.fsdp else {}
     dense = ("replica", "tensor", "pipeline", "context")
-    found = {axis: mesh.ranks_along(axis, rank, Role.DENSE) for axis in dense}
+    found = {axis: mesh.ranks_along(axes.get(axis, axis), rank, Role.DENSE) for axis in dense}
     if job.trial.experts:
-        of_experts = ("replica", "tensor", "expert")
-        found |= {f"expert {axis}": mesh.ranks_along(axis, rank, Role.EXPERT) for axis in of_experts}
+        for axis in ("replica", "tensor", "expert"):
+            found[f"expert {axis}"] = mesh.ranks_along(axes.get(axis, axis), rank, Role.EXPERT)
     return {name: list(ranks) for name, ranks in found.items()}
 
 
@@ -372,6 +402,7 @@ def _mesh(job: Job, machines: list[str]) -> Mesh:
 def _spoil(optimizer: torch.optim.Optimizer) -> None:
     """As memory does it: PyTorch is not told."""
     slot = next(iter(optimizer.state.values()))["exp_avg"]
+    slot = slot.to_local() if isinstance(slot, DTensor) else slot
     slot.detach().numpy().reshape(-1).view("int32")[0] ^= 1 << 20
 
 
@@ -384,7 +415,7 @@ def _config(trial: Trial) -> Any:
         more |= {
             "num_moe_experts": trial.experts,
             "moe_router_topk": 2,
-            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_dispatcher_type": trial.dispatcher,
             "moe_aux_loss_coeff": 1e-2,
             "moe_router_load_balancing_type": "aux_loss",
             "moe_router_score_function": "sigmoid",
@@ -476,6 +507,7 @@ def _leave() -> None:
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     get_moe_layer_wise_logging_tracker().clear()
+    _clear_sharding_prop_cache()  # it keeps meshes, whose groups are destroyed here
     parallel_state.destroy_model_parallel()
     # PyTorch names a group that only its members make after the number of groups they are in already: ranks
     # that were of different stages would not find each other in the next trial.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,15 +25,27 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_moe_layer_wise_logging_tracker,
+)
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
 from torchscout.evidence.replay.randomness import register_tracker
 from torchscout.evidence.replay.sharded import Elsewhere, Keepers
+from torchscout.integration.megatron_fsdp import (
+    Keeper,
+    copies_of,
+    obstacle_of,
+    room_for,
+    scatter,
+    show_shards,
+)
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.modules import is_matrix, is_table
 from torchscout.integration.parallelism import mesh_from
@@ -106,12 +119,10 @@ class MegatronAdapter:
     @property
     def obstacle(self) -> str | None:
         for chunk in self._chunks:
-            if not isinstance(chunk, DistributedDataParallel):
+            if not isinstance(chunk, DistributedDataParallel | FullyShardedDataParallel):
                 return f"Megatron's {type(chunk).__name__} is not supported; its DistributedDataParallel is"
-            if chunk.ddp_config.num_distributed_optimizer_instances > 1:
-                return "several instances of Megatron's distributed optimizer are not supported"
-            if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
-                return "layers that Megatron runs as CUDA graphs cannot be called once more"
+            if why := _obstacle_of(chunk):
+                return why
         if other := [each for each in _members(self._optimizer) if type(each) not in _KNOWN]:
             known = ", ".join(each.__name__ for each in _KNOWN)
             return f"Megatron's {type(other[0]).__name__} is not supported; supported are {known}"
@@ -120,7 +131,7 @@ class MegatronAdapter:
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         shards = {place: len(each) for role in Role for place, each in self._shards(role).items()}
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, _Place(_dense_address(), _expert_address(), shards))
+        dist.all_gather_object(told, _Place(self._dense_address(), self._expert_address(), shards))
         self._places = told
         if self._parallelism is not None:
             return mesh_from(self._parallelism, len(told), hosts)
@@ -158,6 +169,7 @@ class MegatronAdapter:
         return [each for each in every if id(each.module) in called]
 
     def parameters(self) -> Mapping[Surface, torch.Tensor]:
+        self._show_shards()
         found: dict[Surface, torch.Tensor] = {}
         for name, parameter in self._model.named_parameters():
             found[surface_of(name)] = parameter
@@ -167,7 +179,8 @@ class MegatronAdapter:
         return found
 
     def keepers(self, module: torch.nn.Module) -> Keepers:
-        return Keepers(around=lambda: _lent(module))
+        chunks = [each for each in self._sharded() if any(part is module for part in each.modules())]
+        return Keepers(tuple(Keeper(each, module) for each in chunks), around=lambda: _lent(module))
 
     def unreplicated(self) -> Collection[Surface]:
         return ()
@@ -184,17 +197,24 @@ class MegatronAdapter:
             seen = shards if min(counts) else [each.detach() for each in shards]
             many = max(counts) if min(counts) else len(shards)
             found |= {f"optimizer.{place}/shard.{number}": seen[number % len(seen)] for number in range(many)}
-        return found
+        return found if role is Role.EXPERT else found | copies_of(self._sharded())
 
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Parameters are copied and gathered after the inner optimizers have stepped, so that the outermost
         ``step`` is the update; one that is skipped, for a gradient that is not finite, ends a step too."""
-        return self._updates.tell(before, after)
+
+        def updated() -> None:
+            self._show_shards()
+            after()
+
+        return self._updates.tell(before, updated)
 
     def settle(self) -> None:
         """Parameters may be gathered as late as the next forward pass needs them."""
         for chunk in self._chunks:
-            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+            if isinstance(chunk, FullyShardedDataParallel):
+                scatter(chunk)
+            elif chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
     def state(self) -> Mapping[str, Stateful]:
@@ -213,18 +233,32 @@ class MegatronAdapter:
     def _shards(self, role: Role) -> dict[str, list[torch.Tensor]]:
         """What the distributed optimizer lets this rank alone update, by optimizer and group."""
         return {
-            f"{number}.group.{place}": group["params"]
+            f"{number}.group.{place}": shards
             for number, each in enumerate(_members(self._optimizer))
             if isinstance(each, DistributedOptimizer)
             for place, group in enumerate(each.optimizer.param_groups)
-            if bool(group.get("is_expert_parallel")) is (role is Role.EXPERT) and group["params"]
+            if bool(group.get("is_expert_parallel")) is (role is Role.EXPERT)
+            and (shards := [shard for shard in group["params"] if _has_elements(shard)])
         }
+
+    def _sharded(self) -> list[FullyShardedDataParallel]:
+        return [each for each in self._chunks if isinstance(each, FullyShardedDataParallel)]
+
+    @property
+    def _along(self) -> str:
+        """The axis of data parallelism."""
+        return "shard" if self._sharded() else "replica"
+
+    def _show_shards(self) -> None:
+        for chunk in self._sharded() if self.obstacle is None else ():
+            show_shards(chunk)
 
     def _peers(self, role: Role) -> list[_Place]:
         """Those who share what they update with this rank, once everybody has told its place."""
-        own = _dense_address() if role is Role.DENSE else _expert_address()
+        own = self._dense_address() if role is Role.DENSE else self._expert_address()
         of = [(each, each.dense if role is Role.DENSE else each.expert) for each in self._places]
-        return [each for each, address in of if replace(address, replica=own.replica) == own]
+        along = {"replica": own.replica, "shard": own.shard}
+        return [each for each, address in of if replace(address, **along) == own]
 
     def _parts(self) -> list[Part]:
         return [Part(plain_name(dotted), each) for dotted, each in self._model.named_modules()]
@@ -235,6 +269,23 @@ class MegatronAdapter:
     def _has_experts(self) -> bool:
         return any(getattr(chunk.config, "num_moe_experts", None) for chunk in self._chunks)
 
+    def _dense_address(self) -> MeshAddress:
+        return MeshAddress(
+            **{self._along: parallel_state.get_data_parallel_rank()},
+            tensor=parallel_state.get_tensor_model_parallel_rank(),
+            pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+            context=parallel_state.get_context_parallel_rank(),
+        )
+
+    def _expert_address(self) -> MeshAddress:
+        """Experts have tensor and data parallelism of their own; to them context parallelism is data's."""
+        return MeshAddress(
+            **{self._along: parallel_state.get_expert_data_parallel_rank()},
+            tensor=parallel_state.get_expert_tensor_parallel_rank(),
+            pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+            expert=parallel_state.get_expert_model_parallel_rank(),
+        )
+
 
 def _members(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
     """Those that update something: a rank's parameters may all be frozen."""
@@ -242,23 +293,20 @@ def _members(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
     return [each for each in chained if each is not None and not each.is_stub_optimizer]
 
 
-def _dense_address() -> MeshAddress:
-    return MeshAddress(
-        replica=parallel_state.get_data_parallel_rank(),
-        tensor=parallel_state.get_tensor_model_parallel_rank(),
-        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
-        context=parallel_state.get_context_parallel_rank(),
-    )
+def _obstacle_of(chunk: Any) -> str | None:
+    if isinstance(chunk, FullyShardedDataParallel) and (why := obstacle_of(chunk)):
+        return f"Megatron-FSDP is not supported {why}"
+    if chunk.ddp_config.num_distributed_optimizer_instances > 1:
+        return "several instances of Megatron's distributed optimizer are not supported"
+    if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
+        return "layers that Megatron runs as CUDA graphs cannot be called once more"
+    if any(getattr(chunk.config, each, None) for each in ("fp8", "fp4")):
+        return "layers that Megatron runs in fp8 or fp4 would be replayed in another precision"
+    return None
 
 
-def _expert_address() -> MeshAddress:
-    """Experts have tensor and data parallelism of their own; to them context parallelism is data's."""
-    return MeshAddress(
-        replica=parallel_state.get_expert_data_parallel_rank(),
-        tensor=parallel_state.get_expert_tensor_parallel_rank(),
-        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
-        expert=parallel_state.get_expert_model_parallel_rank(),
-    )
+def _has_elements(shard: torch.Tensor) -> bool:
+    return (shard.to_local() if isinstance(shard, DTensor) else shard).numel() > 0
 
 
 @contextmanager
@@ -270,15 +318,21 @@ def _lent(module: torch.nn.Module) -> Iterator[Elsewhere]:
     """
     weights: list[Any] = [each for each in module.parameters() if hasattr(each, "main_grad")]
     is_fused = any(getattr(each, flag, False) for each in module.modules() for flag in _FUSED)
+    scale = "main_loss_backward_scale"
     with ExitStack() as undo:
+        # Backward makes one of another shape than training's where there is none, as before the first step.
+        undo.callback(setattr, MoEAuxLossAutoScaler, scale, getattr(MoEAuxLossAutoScaler, scale))
         undo.callback(_Losses().load_state_dict, _Losses().state_dict())
         for part, flag in [*_recomputed(module)]:
             undo.callback(setattr, part, flag, True)
             setattr(part, flag, False)
         for each in weights if is_fused else ():
-            undo.callback(setattr, each, "main_grad", each.main_grad)
-            undo.callback(setattr, each, "grad_added_to_main_grad", each.grad_added_to_main_grad)
-            each.main_grad, each.grad_added_to_main_grad = torch.zeros_like(each.main_grad), False
+            lent: dict[str, Any] = {"main_grad": _room_for(each), "grad_added_to_main_grad": False}
+            if hasattr(each, "get_main_grad"):
+                lent["get_main_grad"] = partial(getattr, each, "main_grad")
+            for name, value in lent.items():
+                undo.callback(setattr, each, name, getattr(each, name))
+                setattr(each, name, value)
         yield _accumulated
 
 
@@ -288,6 +342,10 @@ def _recomputed(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]
         for name, value in vars(part).items():
             if value is True and (name == "checkpoint_core_attention" or "recompute" in name):
                 yield part, name
+
+
+def _room_for(parameter: Any) -> torch.Tensor:
+    return torch.zeros_like(room_for(parameter) if parameter.main_grad is None else parameter.main_grad)
 
 
 def _accumulated(parameter: Any) -> torch.Tensor | None:

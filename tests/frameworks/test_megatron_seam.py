@@ -1,0 +1,164 @@
+"""Where Megatron-Core needs a GPU or Transformer Engine: what the adapter makes of it, with stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.megatron_jobs import Trial, build
+from tests.support.ranks import LiveRanks
+
+
+class AddingLinear(torch.autograd.Function):
+    """As Transformer Engine's: the weight's gradient is added to ``main_grad``, and not returned."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, weight: Any) -> torch.Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.weight = weight
+        return given @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        given, weight = ctx.saved_tensors
+        ctx.weight.main_grad.add_(gradient.t() @ given)
+        ctx.weight.grad_added_to_main_grad = True
+        return gradient @ weight, torch.full_like(weight, float("nan"))
+
+
+class StandInForTELinear(torch.nn.Module):
+    fuse_wgrad_accumulation = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: Any = torch.nn.Parameter(torch.randn(3, 4))
+        self.weight.main_grad = torch.ones(3, 4)
+        self.weight.grad_added_to_main_grad = False
+
+    def forward(self, given: torch.Tensor) -> Any:
+        return AddingLinear.apply(given, self.weight)
+
+
+class StandInForTEGroupedMLP(torch.nn.Module):
+    """All experts of a rank in one call."""
+
+
+def answering(_rank: int, questions: Iterator[str]) -> Iterator[Any]:
+    job = build(Trial(experts=4))
+    from torchscout.integration.megatron import MegatronAdapter
+
+    adapter = MegatronAdapter(job.chunks, job.optimizer)
+    asked = {
+        "obstacle": obstacles,
+        "gradient": gradient,
+        "experts": experts,
+        "streams": streams,
+        "scale": scale,
+    }
+    for question in questions:
+        yield asked[question](adapter, job.chunks[0])
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[LiveRanks]:
+    with LiveRanks(answering, 1) as ranks:
+        yield ranks
+
+
+def obstacles(adapter: Any, chunk: Any) -> dict[str, str | None]:
+    found = {"nothing": adapter.obstacle}
+    for name, value in {"cuda_graph_impl": "local", "fp8": "e4m3", "fp4": "e2m1"}.items():
+        own = getattr(chunk.config, name)
+        setattr(chunk.config, name, value)
+        found[name] = adapter.obstacle
+        setattr(chunk.config, name, own)
+    return found
+
+
+def test_graphs_and_eight_bits_are_one_sentence(one: LiveRanks):
+    (found,) = one.ask("obstacle")
+    precision = "layers that Megatron runs in fp8 or fp4 would be replayed in another precision"
+    assert found == {
+        "nothing": None,
+        "cuda_graph_impl": "layers that Megatron runs as CUDA graphs cannot be called once more",
+        "fp8": precision,
+        "fp4": precision,
+    }
+
+
+def gradient(adapter: Any, _chunk: Any) -> dict[str, Any]:
+    layer, given = StandInForTELinear(), torch.randn(5, 4)
+    weight, kept = layer.weight, layer.weight.main_grad
+    with adapter.keepers(layer).around() as elsewhere:
+        torch.autograd.grad(layer(given).sum(), [weight])
+        replayed = elsewhere(weight)
+    plain = torch.nn.functional.linear(given, weight).sum()
+    (right,) = torch.autograd.grad(plain, [weight])
+    return {
+        "replayed": torch.equal(replayed, right),
+        "put back": weight.main_grad is kept and torch.equal(kept, torch.ones(3, 4)),
+        "forgotten": weight.grad_added_to_main_grad is False,
+    }
+
+
+def test_what_backward_adds_to_gradients_by_itself_is_compared_and_not_kept(one: LiveRanks):
+    (found,) = one.ask("gradient")
+    assert found == {"replayed": True, "put back": True, "forgotten": True}
+
+
+def experts(adapter: Any, chunk: Any) -> list[list[str]]:
+    each_alone = [part.name for part in adapter.experts()]
+    mixture = next(each for each in chunk.modules() if hasattr(each, "experts"))
+    own, mixture.experts = mixture.experts, StandInForTEGroupedMLP()
+    at_once = [part.name for part in adapter.experts()]
+    mixture.experts = own
+    return [each_alone, at_once]
+
+
+def test_experts_are_what_is_called_each_alone_or_all_at_once(one: LiveRanks):
+    ((each_alone, at_once),) = one.ask("experts")
+    second = [f"decoder.layers.1.mlp.experts.local_experts.{place}" for place in range(4)]
+    assert each_alone == [each.replace("layers.1", "layers.0") for each in second] + second
+    assert at_once == ["decoder.layers.0.mlp.experts", *second]
+
+
+def streams(adapter: Any, _chunk: Any) -> dict[str, bool]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker, generator = get_cuda_rng_tracker(), torch.Generator().manual_seed(3)
+    own = tracker.get_states()
+    tracker.set_states({**own, "of a graph": generator})
+    kept = adapter.state()["megatron/streams"]
+    state = kept.state_dict()
+    first = torch.rand(4, generator=generator)
+    kept.load_state_dict(state)
+    is_same = tracker.get_states()["of a graph"] is generator
+    again = torch.rand(4, generator=generator)
+    tracker.set_states(own)
+    return {
+        "bytes": isinstance(state["of a graph"], torch.Tensor),
+        "same": is_same,
+        "again": first.equal(again),
+    }
+
+
+def test_a_generator_that_graphs_know_is_set_back_and_stays_itself(one: LiveRanks):
+    (found,) = one.ask("streams")
+    assert found == {"bytes": True, "same": True, "again": True}
+
+
+def scale(adapter: Any, _chunk: Any) -> Any:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    layer = StandInForTELinear()
+    with adapter.keepers(layer).around():
+        output = MoEAuxLossAutoScaler.apply(layer(torch.randn(5, 4)), layer.weight.square().sum())
+        torch.autograd.grad(output.sum(), [layer.weight])
+    return MoEAuxLossAutoScaler.main_loss_backward_scale
+
+
+def test_a_replay_before_the_first_step_leaves_the_scale_of_losses_to_training(one: LiveRanks):
+    assert one.ask("scale") == [None]
