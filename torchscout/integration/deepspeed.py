@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
+from torchscout.evidence.replay.randomness import register_tracker
 from torchscout.evidence.replay.sharded import NOBODY, Keepers
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.parallelism import mesh_from
@@ -61,7 +62,7 @@ class DeepSpeedAdapter:
         self._engine = engine
         self._parallelism = parallelism
         self._stage = int(engine.zero_optimization_stage())
-        self._updates = Updates(engine.optimizer)
+        self._updates = Updates(engine.optimizer, lambda: register_tracker("deepspeed", _Streams()))
 
     @property
     def model(self) -> torch.nn.Module:
@@ -162,7 +163,7 @@ class DeepSpeedAdapter:
     def state(self) -> Mapping[str, Stateful]:
         engine, found = self._engine, dict[str, Any]()
         found["counters"] = _Numbers(engine, _COUNTERS)
-        found["rng_tracker"] = _Streams(deepspeed.checkpointing.get_cuda_rng_tracker())
+        found["rng_tracker"] = _Streams()
         if self._stage == 3:
             found["gathered"] = _Gathered(self._engine)
         if isinstance(engine, PipelineEngine):
@@ -306,11 +307,14 @@ class _Numbers:
 class _Streams:
     """The random streams that DeepSpeed tells apart by name."""
 
-    def __init__(self, tracker: Any) -> None:
-        self._tracker = tracker
+    def get_states(self) -> dict[str, torch.Tensor]:
+        states = deepspeed.checkpointing.get_cuda_rng_tracker().get_states()
+        return {name: each.clone() for name, each in states.items()}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: each.clone() for name, each in self._tracker.get_states().items()}
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+        given = {name: each.clone() for name, each in states.items()}
+        tracker.set_states({**tracker.get_states(), **given})
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._tracker.set_states(dict(state))
+    state_dict = get_states
+    load_state_dict = set_states
