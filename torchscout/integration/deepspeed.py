@@ -82,7 +82,6 @@ class DeepSpeedAdapter:
             "ZenFlow": bool(engine.zenflow),
             "quantized weights or gradients": engine.zero_quantized_weights()
             or engine.zero_quantized_gradients(),
-            "AutoTP": engine.autotp_size() > 1,
             "experts under ZeRO 3": has_experts and self._stage == 3,
             "experts in half precision without ZeRO": has_experts
             and not self._is_partitioned
