@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.sharded_moe import MOELayer
 
 from tests.support.checkpoint_jobs import Loader, kill
 from tests.support.deepspeed_models import ACCUMULATED, KINDS, Work, quiet
@@ -81,6 +82,8 @@ class Told:
     """Who DeepSpeed has there."""
     scales: dict[int, float] = field(default_factory=dict)
     """Of the loss, after each step."""
+    routed: list[int] = field(default_factory=list)
+    """How many rows each expert of the first layer got at last."""
 
     @property
     def agreed(self) -> set[str]:
@@ -155,9 +158,10 @@ class _Handle:
         self.hooks.remove(self.hook)
 
 
-def answering(rank: int, questions: Iterator[Plan]) -> Iterator[Told]:
-    for plan in questions:
-        yield train(rank, plan)
+def answering(rank: int, questions: Iterator[Plan | Callable[[int], Any]]) -> Iterator[Any]:
+    """Train as planned, or call what was sent with this rank."""
+    for asked in questions:
+        yield train(rank, asked) if isinstance(asked, Plan) else asked(rank)
 
 
 def train(rank: int, plan: Plan) -> Told:
@@ -183,12 +187,28 @@ def train(rank: int, plan: Plan) -> Told:
                 found.bits[step] = bits_of(engine, loader)
                 found.scales[step] = scale_of(engine)
             assert engine.global_steps == plan.steps
+            found.routed.extend(routed_in(engine.module))
         return told(plan, rank, session, replace(found, fired=len(injector.fired)))
     finally:
         if session is not None:
             session.close()
         engine.destroy()
         tidy_up()
+
+
+def attach_to_another_version(rank: int) -> str:
+    """What is said to a job whose DeepSpeed is older than it is."""
+    engine, known = work_of(Plan(), rank).engine, deepspeed.__version__
+    deepspeed.__version__ = "0.18.9"
+    try:
+        enable_resiliency(engine)
+    except ValueError as error:
+        return str(error)
+    finally:
+        deepspeed.__version__ = known
+        engine.destroy()
+        tidy_up()
+    return ""
 
 
 def _suffer(plan: Plan, rank: int, step: int, engine: Any) -> None:
@@ -274,3 +294,8 @@ def bits_of(engine: Any, loader: Loader) -> str:
 
 def scale_of(engine: Any) -> float:
     return float(getattr(engine.optimizer, "cur_scale", getattr(engine.optimizer, "loss_scale", 1.0)))
+
+
+def routed_in(model: torch.nn.Module) -> list[int]:
+    mixtures = [each for each in model.modules() if isinstance(each, MOELayer)]
+    return mixtures[0].exp_counts.tolist() if mixtures else []

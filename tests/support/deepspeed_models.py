@@ -95,10 +95,11 @@ def pipeline(rank: int, config: Mapping[str, Any]) -> Work:
 
 
 class Routed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_all: bool) -> None:
         super().__init__()
         expert = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-        self.moe = MoE(WIDTH, expert=expert, num_experts=4, ep_size=2, k=1, capacity_factor=2.0)
+        sizes: dict[str, Any] = {"num_experts": 4, "ep_size": 2, "k": 1, "capacity_factor": 2.0}
+        self.moe = MoE(WIDTH, expert=expert, drop_tokens=not keeps_all, **sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output, _, _ = self.moe(x)
@@ -106,9 +107,9 @@ class Routed(nn.Module):
 
 
 class MixtureBlock(Block):
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_all: bool = False) -> None:
         super().__init__()
-        self.routed = Routed()
+        self.routed = Routed(keeps_all=keeps_all)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -120,6 +121,19 @@ def mixture(rank: int, config: Mapping[str, Any]) -> Work:
     _begin()
     net = Net()
     net.stack = nn.ModuleList(MixtureBlock() for _ in range(2))
+    engine = _engine(net, config)
+    return Work(engine, rank, _micro_steps(engine))
+
+
+def uneven(rank: int, config: Mapping[str, Any]) -> Work:
+    """One expert gets most rows, and none of them is dropped."""
+    _begin()
+    net = Net()
+    net.stack = nn.ModuleList(MixtureBlock(keeps_all=True) for _ in range(2))
+    with torch.no_grad():
+        net.tokens.weight += 0.5
+        for block in net.stack:
+            block.routed.moe.deepspeed_moe.gate.wg.weight[0] += 1.0
     engine = _engine(net, config)
     return Work(engine, rank, _micro_steps(engine))
 
@@ -178,7 +192,7 @@ def tensor(rank: int, config: Mapping[str, Any]) -> Work:
 
 
 KINDS: dict[str, Callable[[int, Mapping[str, Any]], Work]] = {
-    each.__name__: each for each in (plain, born_sharded, streams, pipeline, mixture, ulysses, tensor)
+    each.__name__: each for each in (plain, born_sharded, streams, pipeline, mixture, uneven, ulysses, tensor)
 }
 
 

@@ -38,7 +38,7 @@ def theirs(kind: str, engine: Any) -> Places:
             "replica": groups.get_data_parallel_group(),
             "tensor": groups.get_tensor_model_parallel_group(),
         }
-    if kind == "mixture":
+    if kind in ("mixture", "uneven"):
         found |= {
             "expert": groups._get_expert_parallel_group("ep_size_2"),
             "holders": groups._get_expert_data_parallel_group("ep_size_2"),
@@ -52,7 +52,7 @@ def ours(kind: str, engine: Any) -> Places:
     axes = {"pipeline": ["pipeline"], "ulysses": ["context"], "tensor": ["tensor"]}.get(kind, [])
     found = {"replica": mesh.ranks_along(data, rank, Role.DENSE)}
     found |= {axis: mesh.ranks_along(axis, rank, Role.DENSE) for axis in axes}
-    if kind == "mixture":
+    if kind in ("mixture", "uneven"):
         found["expert"] = mesh.ranks_along("expert", rank, Role.EXPERT)
         found["holders"] = mesh.ranks_along("replica", rank, Role.EXPERT)
     return {axis: sorted(ranks) for axis, ranks in found.items()}
