@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.utils import groups
@@ -16,6 +17,7 @@ from torchscout.mesh import Role
 
 __all__ = ["ours", "theirs", "tidy_up"]
 
+_LINEAR = torch.nn.functional.linear
 Places = dict[str, list[int]]
 """Who is along which axis of this rank's; ``holders`` have the same experts."""
 
@@ -62,6 +64,7 @@ def tidy_up() -> None:
     """Let another engine begin as if it were the first of this process."""
     deepspeed.checkpointing.get_cuda_rng_tracker().reset()
     set_autotp_mode(training=False)
+    torch.nn.functional.linear = _LINEAR  # in whose place ZeRO 3 leaves one that adds up in another order
     groups._release_process_group_references()
     # PyTorch names a group that only its members make after the number of groups they are in already: ranks
     # that were of different stages would not find each other in the next trial.
