@@ -339,14 +339,25 @@ def test_a_rank_with_another_collective_is_named(tmp_path: Path):
     assert {each.ranks for each in incidents(tmp_path)} == {(1,)}, incidents(tmp_path)
 
 
-def test_what_is_not_supported_is_said_in_a_sentence_and_training_goes_on(four: LiveRanks, tmp_path: Path):
-    offloading = {"offload_optimizer": {"device": "cpu"}}
-    plan = Plan(2, zero=offloading, settings={"zero_force_ds_cpu_optimizer": False}, steps=3)
+OFFLOADED = Plan(
+    2,
+    zero={"offload_optimizer": {"device": "cpu"}},
+    settings={"zero_force_ds_cpu_optimizer": False},
+)
+REFUSED = {"offloading": (OFFLOADED, "offloading")}
+MORE_REFUSED = {"AutoEP": (Plan(0, "autoep"), "AutoEP")}
+
+
+@pytest.mark.parametrize(("plan", "what"), each_of(REFUSED) + each_of(MORE_REFUSED, slow))
+def test_what_is_not_supported_is_said_in_a_sentence_and_training_goes_on(
+    four: LiveRanks, plan: Plan, what: str, tmp_path: Path
+):
+    plan = replace(plan, steps=3)
     alone, attached = four.ask(plan, 120), four.ask(replace(plan, run_dir=tmp_path), 120)
     for plain, found in zip(alone, attached, strict=True):
         assert found.bits == plain.bits
         assert (found.failures, found.records) == ([], [])
-        assert found.status["replay"] == {"off": "replay does not support DeepSpeed's offloading"}
+        assert found.status["replay"] == {"off": f"replay does not support DeepSpeed's {what}"}
 
 
 def test_another_version_of_deepspeed_is_refused_when_attaching(four: LiveRanks):

@@ -181,18 +181,27 @@ def tensor(rank: int, config: Mapping[str, Any]) -> Work:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_dropout": 0.1}
     net = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, max_position_embeddings=16))
-    engine, *_ = deepspeed.initialize(
-        model=net,
-        model_parameters=[*net.parameters()],
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40),
-        config={**config, "tensor_parallel": {"autotp_size": 2}},
-    )
+    engine = _made_for(net, {**config, "tensor_parallel": {"autotp_size": 2}})
     return Work(engine, rank // 2, _micro_steps(engine))
 
 
+def autoep(rank: int, config: Mapping[str, Any]) -> Work:
+    """DeepSpeed finds the experts of a Mixtral, and spreads them by itself."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    _begin()
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
+    spread = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+    net = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts))
+    engine = _made_for(net, {**config, "expert_parallel": spread})
+    return Work(engine, rank, _micro_steps(engine))
+
+
 KINDS: dict[str, Callable[[int, Mapping[str, Any]], Work]] = {
-    each.__name__: each for each in (plain, born_sharded, streams, pipeline, mixture, uneven, ulysses, tensor)
+    each.__name__: each
+    for each in (plain, born_sharded, streams, pipeline, mixture, uneven, ulysses, tensor, autoep)
 }
 
 
@@ -215,6 +224,18 @@ def _engine(net: nn.Module, config: Mapping[str, Any], **settings: Any) -> Any:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=optimizer, lr_scheduler=schedule, config=dict(config), **settings
+    )
+    return engine
+
+
+def _made_for(net: nn.Module, config: Mapping[str, Any]) -> Any:
+    """The optimizer is made once DeepSpeed has put other layers into the model."""
+    engine, *_ = deepspeed.initialize(
+        model=net,
+        model_parameters=[*net.parameters()],
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40),
+        config=dict(config),
     )
     return engine
 
