@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.sharded_moe import MOELayer
 
 from tests.support.checkpoint_jobs import Loader, kill
 from tests.support.deepspeed_models import ACCUMULATED, KINDS, Work, quiet
+from tests.support.deepspeed_places import Places, ours, theirs, tidy_up
 from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
@@ -73,6 +76,14 @@ class Told:
     resumed: Resumption | None = None
     attaching: float = 0.0
     """Seconds."""
+    places: Places = field(default_factory=dict)
+    """Who SCOUT thinks is along which axis."""
+    groups: Places = field(default_factory=dict)
+    """Who DeepSpeed has there."""
+    scales: dict[int, float] = field(default_factory=dict)
+    """Of the loss, after each step."""
+    routed: list[int] = field(default_factory=list)
+    """How many rows each expert of the first layer got at last."""
 
     @property
     def agreed(self) -> set[str]:
@@ -147,27 +158,57 @@ class _Handle:
         self.hooks.remove(self.hook)
 
 
+def answering(rank: int, questions: Iterator[Plan | Callable[[int], Any]]) -> Iterator[Any]:
+    """Train as planned, or call what was sent with this rank."""
+    for asked in questions:
+        yield train(rank, asked) if isinstance(asked, Plan) else asked(rank)
+
+
 def train(rank: int, plan: Plan) -> Told:
     """Train to the end, from the last checkpoint if there is one."""
-    work = work_of(plan, rank)
-    engine, loader, bits = work.engine, Loader(work.replica), dict[int, str]()
+    work, session = work_of(plan, rank), None
+    engine, loader = work.engine, Loader(work.replica)
+    found = Told({}, places=ours(plan.kind, engine), groups=theirs(plan.kind, engine))
     torch.manual_seed(rank)  # dropout is each rank's own
     if plan.miscalculating == rank:
         _miscalculate(engine)
-    with Injector(plan.faults, rank, engine.module, Boundary(engine)) as injector:
-        began = time.monotonic()
-        session = attached(plan, engine)
-        found = Told(bits, attaching=time.monotonic() - began)
-        if session is not None and plan.directory is not None:
-            session.register_state("loader", loader)
-            found = replace(found, resumed=session.resume())
-        done = 0 if found.resumed is None else found.resumed.step
-        assert engine.global_steps == done
-        for step, batches in zip(range(done + 1, plan.steps + 1), loader, strict=False):
-            work.step(batches, lambda now=step: _suffer(plan, rank, now, engine))
-            bits[step] = bits_of(engine, loader)
-        assert engine.global_steps == plan.steps
-    return told(plan, rank, session, replace(found, fired=len(injector.fired)))
+    try:
+        with Injector(plan.faults, rank, engine.module, Boundary(engine)) as injector:
+            began = time.monotonic()
+            session = attached(plan, engine)
+            found = replace(found, attaching=time.monotonic() - began)
+            if session is not None and plan.directory is not None:
+                session.register_state("loader", loader)
+                found = replace(found, resumed=session.resume())
+            done = 0 if found.resumed is None else found.resumed.step
+            assert engine.global_steps == done
+            for step, batches in zip(range(done + 1, plan.steps + 1), loader, strict=False):
+                work.step(batches, lambda now=step: _suffer(plan, rank, now, engine))
+                found.bits[step] = bits_of(engine, loader)
+                found.scales[step] = scale_of(engine)
+            assert engine.global_steps == plan.steps
+            found.routed.extend(routed_in(engine.module))
+        return told(plan, rank, session, replace(found, fired=len(injector.fired)))
+    finally:
+        if session is not None:
+            session.close()
+        engine.destroy()
+        tidy_up()
+
+
+def attach_to_another_version(rank: int) -> str:
+    """What is said to a job whose DeepSpeed is older than it is."""
+    engine, known = work_of(Plan(), rank).engine, deepspeed.__version__
+    deepspeed.__version__ = "0.18.9"
+    try:
+        enable_resiliency(engine)
+    except ValueError as error:
+        return str(error)
+    finally:
+        deepspeed.__version__ = known
+        engine.destroy()
+        tidy_up()
+    return ""
 
 
 def _suffer(plan: Plan, rank: int, step: int, engine: Any) -> None:
@@ -198,6 +239,7 @@ def attached(plan: Plan, engine: Any) -> Session | None:
 def told(plan: Plan, rank: int, session: Session | None, so_far: Told) -> Told:
     if session is None or plan.run_dir is None:
         return so_far
+    dist.barrier()  # whoever is to write an incident down has done so
     incidents, status = session.incidents, dict(session.status())
     session.close()
     path = plan.run_dir / "records" / f"rank-{rank}.jsonl"
@@ -241,9 +283,19 @@ def bits_of(engine: Any, loader: Loader) -> str:
     held = [getattr(each, "ds_tensor", each) for each in engine.module.parameters()]
     tensors = [*held, *engine.module.buffers(), *masters, *slots]
     digest = hashlib.blake2b(digest_size=16)
-    for each in [*tensors, torch.get_rng_state()]:
+    streams = deepspeed.checkpointing.get_cuda_rng_tracker().get_states().values()
+    for each in [*tensors, torch.get_rng_state(), *streams]:
         digest.update(each.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    counters = [engine.global_steps, engine.micro_steps, engine.get_lr(), loader.state_dict()]
-    counters.append(engine.lr_scheduler.last_epoch)
+    counters = [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.get_lr()]
+    counters += [loader.state_dict(), engine.lr_scheduler.last_epoch, scale_of(engine)]
     digest.update(repr(counters).encode())
     return digest.hexdigest()
+
+
+def scale_of(engine: Any) -> float:
+    return float(getattr(engine.optimizer, "cur_scale", getattr(engine.optimizer, "loss_scale", 1.0)))
+
+
+def routed_in(model: torch.nn.Module) -> list[int]:
+    mixtures = [each for each in model.modules() if isinstance(each, MOELayer)]
+    return mixtures[0].exp_counts.tolist() if mixtures else []

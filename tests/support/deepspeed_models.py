@@ -1,4 +1,4 @@
-"""Engines for small DeepSpeed jobs: plain, pipelined, with experts, with sequences in parts.
+"""Engines for small DeepSpeed jobs: plain, pipelined, with experts, with sequences or layers in parts.
 
 DeepSpeed runs on CPUs as it is; only its shared-memory operators, which it would compile, are left out.
 """
@@ -53,6 +53,31 @@ def plain(rank: int, config: Mapping[str, Any]) -> Work:
     return Work(engine, rank, _micro_steps(engine))
 
 
+def born_sharded(rank: int, config: Mapping[str, Any]) -> Work:
+    """No rank has ever had the whole model."""
+    _begin()
+    with deepspeed.zero.Init(config_dict_or_path=dict(config)):
+        net = Net()
+    engine = _engine(net, config)
+    return Work(engine, rank, _micro_steps(engine))
+
+
+class StreamBlock(Block):
+    """Draws from a random stream that DeepSpeed keeps by its name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with deepspeed.checkpointing.get_cuda_rng_tracker().fork():
+            return super().forward(x)
+
+
+def streams(rank: int, config: Mapping[str, Any]) -> Work:
+    deepspeed.checkpointing.get_cuda_rng_tracker().add("model-parallel-rng", 100 + rank)
+    net = Net()
+    net.stack = nn.ModuleList(StreamBlock() for _ in range(2))
+    engine = _engine(net, config)
+    return Work(engine, rank, _micro_steps(engine))
+
+
 def pipeline(rank: int, config: Mapping[str, Any]) -> Work:
     """Two stages."""
     del rank
@@ -70,10 +95,11 @@ def pipeline(rank: int, config: Mapping[str, Any]) -> Work:
 
 
 class Routed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_all: bool) -> None:
         super().__init__()
         expert = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-        self.moe = MoE(WIDTH, expert=expert, num_experts=4, ep_size=2, k=1, capacity_factor=2.0)
+        sizes: dict[str, Any] = {"num_experts": 4, "ep_size": 2, "k": 1, "capacity_factor": 2.0}
+        self.moe = MoE(WIDTH, expert=expert, drop_tokens=not keeps_all, **sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output, _, _ = self.moe(x)
@@ -81,9 +107,9 @@ class Routed(nn.Module):
 
 
 class MixtureBlock(Block):
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_all: bool = False) -> None:
         super().__init__()
-        self.routed = Routed()
+        self.routed = Routed(keeps_all=keeps_all)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -95,6 +121,19 @@ def mixture(rank: int, config: Mapping[str, Any]) -> Work:
     _begin()
     net = Net()
     net.stack = nn.ModuleList(MixtureBlock() for _ in range(2))
+    engine = _engine(net, config)
+    return Work(engine, rank, _micro_steps(engine))
+
+
+def uneven(rank: int, config: Mapping[str, Any]) -> Work:
+    """One expert gets most rows, and none of them is dropped."""
+    _begin()
+    net = Net()
+    net.stack = nn.ModuleList(MixtureBlock(keeps_all=True) for _ in range(2))
+    with torch.no_grad():
+        net.tokens.weight += 0.5
+        for block in net.stack:
+            block.routed.moe.deepspeed_moe.gate.wg.weight[0] += 1.0
     engine = _engine(net, config)
     return Work(engine, rank, _micro_steps(engine))
 
@@ -134,8 +173,35 @@ def ulysses(rank: int, config: Mapping[str, Any]) -> Work:
     return Work(engine, rank // 2, _micro_steps(engine, lambda each: each.chunk(2, 1)[rank % 2]))
 
 
+def tensor(rank: int, config: Mapping[str, Any]) -> Work:
+    """Two ranks share each layer of a Llama, which DeepSpeed splits by itself (AutoTP)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    _begin()
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_dropout": 0.1}
+    net = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, max_position_embeddings=16))
+    engine = _made_for(net, {**config, "tensor_parallel": {"autotp_size": 2}})
+    return Work(engine, rank // 2, _micro_steps(engine))
+
+
+def autoep(rank: int, config: Mapping[str, Any]) -> Work:
+    """DeepSpeed finds the experts of a Mixtral, and spreads them by itself."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    _begin()
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
+    spread = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+    net = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts))
+    engine = _made_for(net, {**config, "expert_parallel": spread})
+    return Work(engine, rank, _micro_steps(engine))
+
+
 KINDS: dict[str, Callable[[int, Mapping[str, Any]], Work]] = {
-    each.__name__: each for each in (plain, pipeline, mixture, ulysses)
+    each.__name__: each
+    for each in (plain, born_sharded, streams, pipeline, mixture, uneven, ulysses, tensor, autoep)
 }
 
 
@@ -145,8 +211,9 @@ def _begin() -> None:
 
 def _engine(net: nn.Module, config: Mapping[str, Any], **settings: Any) -> Any:
     _begin()
-    decayed = [each for each in net.parameters() if each.dim() > 1]
-    others = [each for each in net.parameters() if each.dim() == 1]
+    dimensions = {each: len(getattr(each, "ds_shape", each.shape)) for each in net.parameters()}
+    decayed = [each for each, number in dimensions.items() if number > 1]
+    others = [each for each, number in dimensions.items() if number == 1]
     groups: list[dict[str, Any]] = [
         {"params": decayed, "name": "decayed"},
         {"params": others, "weight_decay": 0.0, "name": "others"},
@@ -157,6 +224,18 @@ def _engine(net: nn.Module, config: Mapping[str, Any], **settings: Any) -> Any:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=optimizer, lr_scheduler=schedule, config=dict(config), **settings
+    )
+    return engine
+
+
+def _made_for(net: nn.Module, config: Mapping[str, Any]) -> Any:
+    """The optimizer is made once DeepSpeed has put other layers into the model."""
+    engine, *_ = deepspeed.initialize(
+        model=net,
+        model_parameters=[*net.parameters()],
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40),
+        config=dict(config),
     )
     return engine
 
@@ -174,5 +253,6 @@ def _micro_steps(
     return step
 
 
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    logits = getattr(output, "logits", output)
     return cross_entropy(logits.float().flatten(0, 1), targets.flatten())

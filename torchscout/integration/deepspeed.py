@@ -1,4 +1,4 @@
-"""DeepSpeed's engines: ZeRO 0 to 3 and pipelines (paper, section 9).
+"""DeepSpeed's engines: ZeRO 0 to 3, pipelines, experts, Ulysses, AutoTP (paper, section 9).
 
 A training step is one call of the engine's optimizer, which DeepSpeed makes at the end of an accumulation.
 ZeRO 1 and 2 leave each rank alone with its part of the optimizer's state, though parameters have copies.
@@ -7,7 +7,7 @@ ZeRO 1 and 2 leave each rank alone with its part of the optimizer's state, thoug
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
+from torchscout.evidence.replay.randomness import register_tracker
 from torchscout.evidence.replay.sharded import NOBODY, Keepers
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.parallelism import mesh_from
@@ -35,11 +36,10 @@ from torchscout.mesh import AXES, Mesh, Role
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
 
-__all__ = ["DeepSpeedAdapter", "adapter_of"]
+__all__ = ["DeepSpeedAdapter", "adapter_of", "mismatch"]
 
 _OLDEST = (0, 19)
-"""Whose interfaces are used here: of those that are not public, the ``ds_*`` attributes of parameters, the
-hooks and partitions of ZeRO 3, and some getters of groups."""
+"""Whose interfaces are used here, public ones and ``_private``."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -49,7 +49,37 @@ def adapter_of(
     parallelism: Mesh | DeviceMesh | Parallelism | None,
 ) -> DeepSpeedAdapter | None:
     """The adapter, if the model is one of DeepSpeed's engines."""
-    return DeepSpeedAdapter(model, parallelism) if isinstance(model, deepspeed.DeepSpeedEngine) else None
+    if not isinstance(model, deepspeed.DeepSpeedEngine):
+        return None
+    if (problem := mismatch(deepspeed.__version__, _private(model))) is not None:
+        raise ValueError(problem)
+    return DeepSpeedAdapter(model, parallelism)
+
+
+def mismatch(version: str, used: Iterable[tuple[object, str]]) -> str | None:
+    """Why this version of DeepSpeed cannot be worked with, in a sentence, given what is used of it."""
+    oldest = ".".join(map(str, _OLDEST))
+    if tuple(map(int, version.split(".")[:2])) < _OLDEST:
+        return f"DeepSpeed {version} is not supported; from {oldest} on it is"
+    for owner, name in used:
+        if not hasattr(owner, name):
+            place = getattr(owner, "__name__", type(owner).__name__)
+            return f"DeepSpeed {version} has no {place}.{name}, which torchscout needs; {oldest} has it"
+    return None
+
+
+def _private(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[object, str]]:
+    """What is used here that DeepSpeed does not promise, all of it: who has it, and its name."""
+    for name in ("expert_parallel_group_dict", "model_parallel_world_size", "sequence_parallel_world_size"):
+        yield groups, f"_get_{name}"
+    if engine.zero_optimization_stage() < 3:
+        return
+    for name in ("fp32_partitioned_groups_flat", "invalidate_secondary_tensor", "parameter_offload"):
+        yield engine.optimizer, name
+    for name in ("forward_hooks", "backward_hooks"):
+        yield engine.optimizer.parameter_offload, name
+    for name in ("ds_tensor", "ds_status", "partition"):
+        yield next(engine.module.parameters()), name
 
 
 class DeepSpeedAdapter:
@@ -61,7 +91,7 @@ class DeepSpeedAdapter:
         self._engine = engine
         self._parallelism = parallelism
         self._stage = int(engine.zero_optimization_stage())
-        self._updates = Updates(engine.optimizer)
+        self._updates = Updates(engine.optimizer, lambda: register_tracker("deepspeed", _Streams()))
 
     @property
     def model(self) -> torch.nn.Module:
@@ -70,10 +100,6 @@ class DeepSpeedAdapter:
 
     @property
     def obstacle(self) -> str | None:
-        if (version := tuple(map(int, deepspeed.__version__.split(".")[:2]))) < _OLDEST:
-            return (
-                f"replay is known to work from DeepSpeed {'.'.join(map(str, _OLDEST))} on, not with {version}"
-            )
         engine, has_experts = self._engine, bool(self._spreads())
         refused = {
             "offloading": engine.zero_offload_optimizer() is not None
@@ -81,7 +107,7 @@ class DeepSpeedAdapter:
             "ZenFlow": bool(engine.zenflow),
             "quantized weights or gradients": engine.zero_quantized_weights()
             or engine.zero_quantized_gradients(),
-            "AutoTP": engine.autotp_size() > 1,
+            "AutoEP": not has_experts and any(map(is_moe_param, self.model.parameters())),
             "experts under ZeRO 3": has_experts and self._stage == 3,
             "experts in half precision without ZeRO": has_experts
             and not self._is_partitioned
@@ -162,7 +188,7 @@ class DeepSpeedAdapter:
     def state(self) -> Mapping[str, Stateful]:
         engine, found = self._engine, dict[str, Any]()
         found["counters"] = _Numbers(engine, _COUNTERS)
-        found["rng_tracker"] = _Streams(deepspeed.checkpointing.get_cuda_rng_tracker())
+        found["rng_tracker"] = _Streams()
         if self._stage == 3:
             found["gathered"] = _Gathered(self._engine)
         if isinstance(engine, PipelineEngine):
@@ -306,11 +332,14 @@ class _Numbers:
 class _Streams:
     """The random streams that DeepSpeed tells apart by name."""
 
-    def __init__(self, tracker: Any) -> None:
-        self._tracker = tracker
+    def get_states(self) -> dict[str, torch.Tensor]:
+        states = deepspeed.checkpointing.get_cuda_rng_tracker().get_states()
+        return {name: each.clone() for name, each in states.items()}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: each.clone() for name, each in self._tracker.get_states().items()}
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+        given = {name: each.clone() for name, each in states.items()}
+        tracker.set_states({**tracker.get_states(), **given})
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._tracker.set_states(dict(state))
+    state_dict = get_states
+    load_state_dict = set_states

@@ -92,12 +92,14 @@ class OptimizerRecipe:
             for group in optimizer.param_groups
             for member in group["params"]
         }
-        # ZeRO shows its optimizer what this rank owns only while that is updated.
+        # ZeRO shows its optimizer what this rank owns only while that is updated; what is made from it then,
+        # as the shards of a model, asks for no gradient.
         default = optimizers[0] if owned and len(optimizers) == 1 and not owners else None
+        owners |= {id(each): default for each in parameters.values() if default and each.requires_grad}
         self._owned = [
             _Target(kind, name, parameter, optimizer)
             for name, parameter in parameters.items()
-            if not _is_frozen(parameter) and (optimizer := owners.get(id(parameter), default)) is not None
+            if not _is_frozen(parameter) and (optimizer := owners.get(id(parameter))) is not None
         ]
         self.targets = tuple(owned.name for owned in self._owned)
         self._device = device
