@@ -216,7 +216,7 @@ def test_no_optimizer_of_any_part_goes_unwatched(
     trial = Trial(assets, INTERLEAVED, layers=4, steps=3, kinds=True, spoiled=(1, 2, place))
     told = four.ask((trial, tmp_path), 200)
     (incident,) = told[0].incidents
-    assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
+    assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (0, 1), 3)
     assert {each.surface for each in incident.records} == {"state/at_rest"}
 
 
@@ -259,17 +259,19 @@ def test_a_late_rank_is_named(four: LiveRanks, assets: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("parallelism", "at", "axis", "what"),
     [
-        pytest.param(REPLICATE, "all_reduce@mesh_dp_replicate", "replica", "shape", id="replicate"),
-        pytest.param({}, "reduce_scatter@mesh_fsdp", "shard", "dtype", id="fsdp"),
+        pytest.param(REPLICATE, "all_reduce@default_pg", "replica", "shape", id="replicate"),
+        pytest.param({}, "reduce_scatter@default_pg", "shard", "dtype", id="fsdp"),
     ],
 )
 def test_a_rank_that_does_something_else_is_named(
     parallelism: dict[str, Any], at: str, axis: str, what: str, assets: Path, tmp_path: Path
 ):
     faults = Faults().change_collective(rank=2, at=at, axis=axis, step=4, what=what)
-    trial = Trial(assets, parallelism, steps=5, faults=faults, replay=None, observer=PATIENT)
+    fired = tmp_path / "fired"
+    trial = Trial(assets, parallelism, steps=5, faults=faults, log=fired, replay=None, observer=PATIENT)
     with suppress(RankError):  # Gloo may abort a process over it, or never return
         run_ranks(train, 4, trial, tmp_path, timeout=90)
+    assert fired.read_text().count("\n") == 1
     wait_for_incident(tmp_path)
     found = incidents(tmp_path)
     assert {(each.manifestation.value, each.ranks) for each in found} == {("hang", (2,))}, found

@@ -63,6 +63,8 @@ class Trial:
     chunked: bool = False
     """Whether the loss calls the output layer, piece by piece."""
     faults: Faults = field(default_factory=Faults)
+    log: Path | None = None
+    """A file for what fired, where ranks may not live to tell."""
     replay: ReplayConfig | None = field(default_factory=lambda: ReplayConfig(interval=1))
     observer: ObserverConfig | None = None
     directory: Path | None = None
@@ -195,7 +197,8 @@ def train(rank: int, trial: Trial, folder: Path | None) -> Told:
     session: Session | None = None
     adapter = TorchTitanAdapter(trainer)
     try:
-        with Injector(trial.faults, rank, adapter.model, [*trainer.optimizers][-1]) as injector:
+        last = [*trainer.optimizers][-1]
+        with Injector(trial.faults, rank, adapter.model, last, log=trial.log) as injector:
             begin = time.perf_counter()
             session = None if folder is None else _attach(trial, trainer, folder)
             seconds = time.perf_counter() - begin
