@@ -14,7 +14,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from torchtitan.trainer import Trainer
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
+from torchscout.evidence.call import Call
+from torchscout.evidence.collectives import listen
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 from torchscout.integration import communicators
@@ -71,6 +73,10 @@ class Trial:
     """Of checkpoints."""
     overridden: Mapping[str, Any] | None = None
     """What is said to the override, if SCOUT comes in that way."""
+    own: Path | None = None
+    """Where TorchTitan writes checkpoints of its own, every three steps; nowhere unless said."""
+    validated: bool = False
+    """Whether there is a pass over other data after every other step."""
     kinds: bool = False
     """Whether norms have an optimizer of another kind than all else."""
     graphs: bool = False
@@ -80,7 +86,7 @@ class Trial:
     given: Mapping[str, Any] = field(default_factory=dict)
     """What else ``enable_resiliency`` is given."""
     spoiled: tuple[int, int, int] | None = None
-    """A rank, a step and an optimizer: a slot of its own there has a wrong bit after the check of the step."""
+    """A rank, a step and an optimizer, a slot of which has a wrong bit after the check of that step."""
     machine: int = 0
     """Ranks on a machine, each with a host name of its own; 0 leaves them where they are."""
 
@@ -103,6 +109,8 @@ class Told:
     status: dict[str, Any] = field(default_factory=dict)
     resumed: int = 0
     """The step it went on from."""
+    uneven: int = 0
+    """How often this rank sent the others different numbers of rows."""
     attach_seconds: float = 0.0
 
     @property
@@ -158,11 +166,14 @@ def config_of(trial: Trial) -> Trainer.Config:
         config.loss = config.loss.loss_fn
     config.hf_assets_path = str(trial.assets / "tokenizer")
     config.dataloader.dataset_path = str(trial.assets / "c4_test")
-    config.dump_folder = str(trial.assets / "titan")
+    config.dump_folder = str(trial.own or trial.assets / "titan")
     training, parallelism = config.training, config.parallelism
     training.local_batch_size, training.seq_len, training.steps = 2, 32, trial.steps
     training.mixed_precision_param, training.disable_cuda_graphs = "float32", not trial.graphs
-    config.validator.enable = config.checkpoint.enable = config.compile.enable = False
+    config.checkpoint.enable, config.checkpoint.interval = trial.own is not None, 3
+    config.validator.enable, config.validator.freq, config.validator.steps = trial.validated, 2, 1
+    config.validator.dataloader = replace(config.dataloader, infinite=False)
+    config.compile.enable = False
     config.metrics.log_freq = 100
     config.debug.seed, config.debug.deterministic = 0, True
     parallelism.spmd_backend = "partial_dtensor"
@@ -197,8 +208,8 @@ def train(rank: int, trial: Trial, folder: Path | None) -> Told:
     session: Session | None = None
     adapter = TorchTitanAdapter(trainer)
     try:
-        last = [*trainer.optimizers][-1]
-        with Injector(trial.faults, rank, adapter.model, last, log=trial.log) as injector:
+        last, rows = [*trainer.optimizers][-1], _Rows()
+        with Injector(trial.faults, rank, adapter.model, last, log=trial.log) as injector, listen(rows):
             begin = time.perf_counter()
             session = None if folder is None else _attach(trial, trainer, folder)
             seconds = time.perf_counter() - begin
@@ -215,11 +226,24 @@ def train(rank: int, trial: Trial, folder: Path | None) -> Told:
             *_groups(trainer, adapter),
             fired=len(injector.fired),
             resumed=resumed,
+            uneven=rows.uneven,
             attach_seconds=seconds,
         )
         return told if session is None else _told(told, session, rank)
     finally:
         _leave(trainer, session)
+
+
+class _Rows:
+    """Hears how many rows this rank sends to each."""
+
+    def __init__(self) -> None:
+        self.uneven = 0
+
+    def before(self, call: Call) -> None:
+        self.uneven += call.splits is not None and len({*call.splits.sent}) > 1
+
+    def issued(self, *_: Any) -> None: ...
 
 
 def _told(told: Told, session: Session, rank: int) -> Told:
