@@ -158,6 +158,7 @@ def all_killed(step: int) -> Faults:
     "whole",
     [
         pytest.param({"parallelism": HSDP}, id="hsdp"),
+        pytest.param({"parallelism": REPLICATE}, id="replicate", marks=slow),
         pytest.param({"parallelism": {}}, id="fsdp", marks=slow),
         pytest.param({"parallelism": PIPELINE}, id="pipeline", marks=slow),
         pytest.param({"parallelism": INTERLEAVED, "layers": 4}, id="interleaved", marks=slow),
@@ -198,7 +199,7 @@ def test_checkpoints_of_torchtitans_own_go_on_working(
     for before, after in zip(alone, resumed, strict=True):
         assert after.failures == []
         assert (after.resumed >= 4) is both
-        assert len({each.step for each in after.records}) == (6 - after.resumed if both else 3)
+        assert after.status["step"] == (6 if both else 3)
         assert {**after.bits, "random": ""} == {**before.bits, "random": ""}
         assert after.progress == before.progress
 
@@ -208,20 +209,26 @@ def flipped(rank: int, layer: str = "layers.1", calls: range = REPLAY) -> Faults
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "found"),
+    ("whole", "layer", "found"),
     [
-        pytest.param({}, ("sdc", "rank", (2,)), id="fsdp"),
-        pytest.param(REPLICATE, ("sdc", "rank", (2,)), id="replicate", marks=slow),
-        pytest.param(HSDP, ("sdc", "rank", (2,)), id="hsdp", marks=slow),
-        pytest.param(TENSOR, ("sdc", "peer_group", (0, 2)), id="tensor", marks=slow),
-        pytest.param(PIPELINE, ("sdc", "peer_group", (2, 3)), id="pipeline", marks=slow),
-        pytest.param(CONTEXT, ("sdc", "peer_group", (0, 2)), id="context", marks=slow),
+        pytest.param({}, "layers.1", ("sdc", "rank", (2,)), id="fsdp"),
+        *(
+            pytest.param({"parallelism": parallelism, **more}, layer, found, id=name, marks=slow)
+            for name, parallelism, more, layer, found in (
+                ("replicate", REPLICATE, {}, "layers.1", ("sdc", "rank", (2,))),
+                ("hsdp", HSDP, {}, "layers.1", ("sdc", "rank", (2,))),
+                ("tensor", TENSOR, {}, "layers.1", ("sdc", "peer_group", (0, 2))),
+                ("pipeline", PIPELINE, {}, "layers.1", ("sdc", "peer_group", (2, 3))),
+                ("interleaved", INTERLEAVED, {"layers": 4}, "0.layers.2", ("sdc", "peer_group", (2, 3))),
+                ("context", CONTEXT, {}, "layers.1", ("sdc", "peer_group", (0, 2))),
+            )
+        ),
     ],
 )
 def test_a_wrong_number_names_the_rank_and_nothing_is_kept_after_it(
-    four: LiveRanks, parallelism: dict[str, Any], found: Any, assets: Path, tmp_path: Path
+    four: LiveRanks, whole: dict[str, Any], layer: str, found: Any, assets: Path, tmp_path: Path
 ):
-    trial = Trial(assets, parallelism, steps=3, faults=flipped(2), directory=tmp_path / "kept")
+    trial = Trial(assets, steps=3, faults=flipped(2, layer), directory=tmp_path / "kept", **whole)
     told = four.ask((trial, tmp_path / "scout"), 200)
     assert told[2].fired
     assert told[0].found == {found}, [each.sentence for each in told[0].incidents]
@@ -276,9 +283,14 @@ def test_a_slow_link_names_its_machine(assets: Path, tmp_path: Path):
     assert (incident.ranks, incident.hosts) == ((2, 3), ("machine-1",))
 
 
-def test_a_late_rank_is_named(four: LiveRanks, assets: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    "parallelism",
+    [{}, pytest.param(TENSOR, marks=slow), pytest.param(PIPELINE, marks=slow)],
+    ids=["fsdp", "tensor", "pipeline"],
+)
+def test_a_late_rank_is_named(four: LiveRanks, parallelism: dict[str, Any], assets: Path, tmp_path: Path):
     faults = Faults().stall(rank=2, at="layers.1/forward", step=4, seconds=10.0)
-    trial = Trial(assets, steps=5, faults=faults, replay=None, observer=PATIENT)
+    trial = Trial(assets, parallelism, steps=5, faults=faults, replay=None, observer=PATIENT)
     told = four.ask((trial, tmp_path), 240)
     assert told[2].fired == 1
     assert told[0].found == {("hang", "rank", (2,))}, [each.sentence for each in told[0].incidents]
