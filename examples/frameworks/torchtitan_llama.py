@@ -1,5 +1,7 @@
 """TorchTitan 0.3 with torchscout, by a config of one's own; the trainer and its loop stay TorchTitan's.
 
+In a clone of TorchTitan, which has the tokenizer and the text, with this file's folder on PYTHONPATH:
+
 torchrun --nproc-per-node 4 -m torchtitan.train --module torchtitan_llama --config watched
 
 Any other config is watched by one more argument, without a file:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import json
 import logging
 import os
 import random
+import socket
+import time
+import types
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +23,12 @@ from tests.support import titan_cpu  # first: TorchTitan expects an accelerator
 # isort: split
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torchtitan import trainer as titan_trainer
 from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -28,13 +37,17 @@ from torchtitan.trainer import Trainer
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
+from torchscout.evidence.call import Call
+from torchscout.evidence.collectives import listen
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.integration import communicators
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.session import Session
 from torchscout.integration.torchtitan import TorchTitanAdapter
 from torchscout.mesh import Role
 
+_NEW_HOST_NAME = 0x04000000  # from linux/sched.h
 OVERRIDE = "torchscout.integration.torchtitan.resiliency"
 
 
@@ -52,12 +65,30 @@ class Trial:
     chunked: bool = False
     """Whether the loss calls the output layer, piece by piece."""
     faults: Faults = field(default_factory=Faults)
+    log: Path | None = None
+    """A file for what fired, where ranks may not live to tell."""
     replay: ReplayConfig | None = field(default_factory=lambda: ReplayConfig(interval=1))
     observer: ObserverConfig | None = None
     directory: Path | None = None
     """Of checkpoints."""
     overridden: Mapping[str, Any] | None = None
     """What is said to the override, if SCOUT comes in that way."""
+    own: Path | None = None
+    """Where TorchTitan writes checkpoints of its own, every three steps; nowhere unless said."""
+    validated: bool = False
+    """Whether there is a pass over other data after every other step."""
+    kinds: bool = False
+    """Whether norms have an optimizer of another kind than all else."""
+    graphs: bool = False
+    """Whether CUDA graphs are asked for; without CUDA they are none."""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """What the parallelism's config says while SCOUT attaches."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """What else ``enable_resiliency`` is given."""
+    spoiled: tuple[int, int, int] | None = None
+    """A rank, a step and an optimizer, a slot of which has a wrong bit after the check of that step."""
+    machine: int = 0
+    """Ranks on a machine, each with a host name of its own; 0 leaves them where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +109,9 @@ class Told:
     status: dict[str, Any] = field(default_factory=dict)
     resumed: int = 0
     """The step it went on from."""
+    uneven: int = 0
+    """How often this rank sent the others different numbers of rows."""
+    attach_seconds: float = 0.0
 
     @property
     def agreed(self) -> set[str]:
@@ -121,7 +155,7 @@ def make_assets(folder: Path) -> None:
     (folder / "c4_test" / "data.json").write_text("\n".join(json.dumps({"text": each}) for each in texts))
 
 
-def config_of(trial: Trial, folder: Path) -> Trainer.Config:
+def config_of(trial: Trial) -> Trainer.Config:
     """What a user's config registry would return."""
     config = deepseek_v3_debugmodel() if trial.is_mixture else llama3_debugmodel()
     layers = config.model_spec.model.layers[: trial.layers]
@@ -132,11 +166,14 @@ def config_of(trial: Trial, folder: Path) -> Trainer.Config:
         config.loss = config.loss.loss_fn
     config.hf_assets_path = str(trial.assets / "tokenizer")
     config.dataloader.dataset_path = str(trial.assets / "c4_test")
-    config.dump_folder = str(folder / "titan")
+    config.dump_folder = str(trial.own or trial.assets / "titan")
     training, parallelism = config.training, config.parallelism
     training.local_batch_size, training.seq_len, training.steps = 2, 32, trial.steps
-    training.mixed_precision_param, training.disable_cuda_graphs = "float32", True
-    config.validator.enable = config.checkpoint.enable = config.compile.enable = False
+    training.mixed_precision_param, training.disable_cuda_graphs = "float32", not trial.graphs
+    config.checkpoint.enable, config.checkpoint.interval = trial.own is not None, 3
+    config.validator.enable, config.validator.freq, config.validator.steps = trial.validated, 2, 1
+    config.validator.dataloader = replace(config.dataloader, infinite=False)
+    config.compile.enable = False
     config.metrics.log_freq = 100
     config.debug.seed, config.debug.deterministic = 0, True
     parallelism.spmd_backend = "partial_dtensor"
@@ -150,63 +187,75 @@ def config_of(trial: Trial, folder: Path) -> Trainer.Config:
             * parallelism.context_parallel_degree
         )
         training.global_batch_size = training.local_batch_size * trial.accumulation * ranks // apart
+    if trial.kinds:
+        (every,) = config.optimizer.param_groups
+        norms = ParamGroupConfig(pattern="norm", optimizer_name="Adam", optimizer_kwargs={"lr": 1e-3})
+        config.optimizer.param_groups = [norms, every]
     if trial.overridden is not None:
         config.override.imports = [(OVERRIDE, dict(trial.overridden))]
     return config
 
 
-def train(rank: int, trial: Trial, folder: Path, attached: bool = True) -> Told:
-    """Through ``Trainer.train``; ``folder`` is this run's."""
-    _begin()
-    if trial.directory is not None:
-        os.environ["TORCHSCOUT_MEMORY"] = str(trial.directory / "memory")
-    trainer = config_of(trial, folder).build()
+def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Told]:
+    for trial, folder in questions:
+        yield train(rank, trial, folder)
+
+
+def train(rank: int, trial: Trial, folder: Path | None) -> Told:
+    """Through ``Trainer.train``; with SCOUT, where there is a folder for what it writes."""
+    _begin(trial)
+    trainer = config_of(trial).build()
+    session: Session | None = None
     adapter = TorchTitanAdapter(trainer)
-    with Injector(trial.faults, rank, adapter.model, [*trainer.optimizers][-1]) as injector:
-        session = _attach(trial, trainer, folder) if attached else None
-        resumed = trainer.step
-        trainer.train()
-        if trial.overridden is not None and trainer.checkpointer.resumption is not None:
-            resumed = trainer.checkpointer.resumption.step
-    told = Told(
-        bits_of(trainer),
-        {**trainer.state_dict(), **trainer.lr_schedulers.state_dict(), **trainer.lr_schedulers.get_metrics()},
-        *_groups(trainer, adapter),
-        fired=len(injector.fired),
-        resumed=resumed,
-    )
-    if session is None:
-        trainer.close()
-        return told
+    try:
+        last, rows = [*trainer.optimizers][-1], _Rows()
+        with Injector(trial.faults, rank, adapter.model, last, log=trial.log) as injector, listen(rows):
+            begin = time.perf_counter()
+            session = None if folder is None else _attach(trial, trainer, folder)
+            seconds = time.perf_counter() - begin
+            resumed = trainer.step
+            if trial.spoiled is not None and trial.spoiled[0] == rank:
+                _spoil_after(trainer, *trial.spoiled[1:])
+            trainer.train()
+            if trial.overridden is not None and trainer.checkpointer.resumption is not None:
+                resumed = trainer.checkpointer.resumption.step
+        schedule = {**trainer.lr_schedulers.state_dict(), **trainer.lr_schedulers.get_metrics()}
+        told = Told(
+            bits_of(trainer),
+            {**trainer.state_dict(), **schedule},
+            *_groups(trainer, adapter),
+            fired=len(injector.fired),
+            resumed=resumed,
+            uneven=rows.uneven,
+            attach_seconds=seconds,
+        )
+        return told if session is None else _told(told, session, rank)
+    finally:
+        _leave(trainer, session)
+
+
+class _Rows:
+    """Hears how many rows this rank sends to each."""
+
+    def __init__(self) -> None:
+        self.uneven = 0
+
+    def before(self, call: Call) -> None:
+        self.uneven += call.splits is not None and len({*call.splits.sent}) > 1
+
+    def issued(self, *_: Any) -> None: ...
+
+
+def _told(told: Told, session: Session, rank: int) -> Told:
+    dist.barrier()  # whoever is to write an incident down has done so
     told.incidents.extend(session.incidents)
     told.status.update(session.status())
     session.close()
-    trainer.close()
     told.failures.extend(session.failures)
-    lines = read(session.run_dir / "records" / f"rank-{rank}.jsonl") if trial.replay is not None else ()
+    path = session.run_dir / "records" / f"rank-{rank}.jsonl"
+    lines = read(path) if path.exists() else ()
     told.records.extend(line.item for line in lines if isinstance(line.item, EvidenceRecord))
     return told
-
-
-def with_and_without(rank: int, trial: Trial, folder: Path) -> tuple[bool, Told]:
-    """Whether training is bitwise the same as without SCOUT."""
-    alone = train(rank, trial, folder / "alone", False)
-    checked = train(rank, trial, folder / "checked")
-    return (alone.bits, alone.progress) == (checked.bits, checked.progress), checked
-
-
-def refusal(rank: int, trial: Trial, changes: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """What attaching says, with these changes to the config and this beside the trainer."""
-    _begin()
-    trainer = config_of(trial, trial.assets / "unused").build()
-    for path, value in changes.items():
-        part, _, name = path.partition(".")
-        setattr(getattr(trainer.config, part), name, value)
-    try:
-        enable_resiliency(trainer, **given)
-    except ValueError as error:
-        return str(error)
-    return "attached"
 
 
 def bits_of(trainer: Trainer) -> dict[str, str]:
@@ -231,13 +280,37 @@ def _digest(tensor: torch.Tensor) -> str:
 def _attach(trial: Trial, trainer: Trainer, folder: Path) -> Session:
     if trial.overridden is not None:
         return trainer.checkpointer.session
+    parallelism = trainer.config.parallelism
+    own = {name: getattr(parallelism, name) for name in trial.told}
+    for name, value in trial.told.items():
+        setattr(parallelism, name, value)
     kept = None if trial.directory is None else CheckpointConfig(trial.directory / "files")
     session = enable_resiliency(
-        trainer, replay=trial.replay, observer=trial.observer, checkpoint=kept, run_dir=folder / "scout"
+        trainer,
+        replay=trial.replay,
+        observer=trial.observer,
+        checkpoint=kept,
+        run_dir=folder,
+        **trial.given,
     )
     if kept is not None:
         session.resume()
+    for name, value in own.items():
+        setattr(parallelism, name, value)
     return session
+
+
+def _spoil_after(trainer: Trainer, step: int, place: int) -> None:
+    """As memory does it: PyTorch is not told."""
+    steps = iter(range(1, step + 1))
+
+    def spoil(*_: Any) -> None:
+        if next(steps, None) == step:
+            slot = next(iter([*trainer.optimizers][place].state.values()))["exp_avg"]
+            local = slot.to_local() if isinstance(slot, DTensor) else slot
+            local.detach().numpy().reshape(-1).view("int32")[0] ^= 1 << 20
+
+    trainer.optimizers.register_step_post_hook(spoil)  # after SCOUT's own, which came first
 
 
 def _groups(
@@ -262,9 +335,39 @@ def _groups(
     return theirs, {name: mesh.ranks_along(axes[name][0], rank, axes[name][1]) for name in theirs}
 
 
-def _begin() -> None:
+def _begin(trial: Trial) -> None:
     titan_cpu.prepare()
     torch.autograd.set_multithreading_enabled(False)  # as TorchTitan does where it starts the ranks' group
     warnings.filterwarnings("ignore")
     logging.getLogger().setLevel(logging.ERROR)
     logging.getLogger("torchtitan").setLevel(logging.ERROR)
+    # Rank 0 would sleep at the end of training until the others are done; here they wait for each other.
+    titan_trainer.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
+    if trial.directory is not None:
+        os.environ["TORCHSCOUT_MEMORY"] = str(trial.directory / "memory")
+    if trial.machine:
+        _move(f"machine-{dist.get_rank() // trial.machine}")
+
+
+def _leave(trainer: Trainer, session: Session | None) -> None:
+    if session is not None:
+        session.close()
+    trainer.close()
+    del trainer
+    gc.enable()  # a trainer collects at times of its own
+    gc.collect()
+    # PyTorch names a group that only its members make after the number of groups they are in already: ranks
+    # that were of different stages would not find each other in the next trial.
+    for group in [*distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD and group.group_desc != communicators._DESCRIPTION:
+            dist.destroy_process_group(group)
+    # What DTensor has worked out for a mesh it would take for the next one that is equal.
+    _clear_sharding_prop_cache()
+
+
+def _move(name: str) -> None:
+    """To a machine of that name, as far as anybody can ask this process. Only for root, and for good."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_HOST_NAME) != 0:
+        raise OSError(ctypes.get_errno(), "a host name of one's own is not allowed here")
+    socket.sethostname(name)

@@ -127,6 +127,19 @@ def test_a_buffer_can_be_wrong():
     assert len(injector.fired) == 1
 
 
+def test_a_step_of_several_stages_begins_with_the_first_that_is_called():
+    stages = nn.ModuleList([Block(), Block()])
+    optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
+    faults = Faults().set_value(rank=0, at="1.layer.0/output", step=2, value=9.0)
+    wrong: list[bool] = []
+    with Injector(faults, 0, stages, optimizer):
+        stages[1].layer[0].register_forward_hook(lambda _, __, output: wrong.append(9.0 in output))
+        for _ in range(3):
+            stages[1](stages[0](torch.ones(2, 4))).sum().backward()
+            optimizer.step()
+    assert wrong == [False, True, False]
+
+
 def test_what_changes_nothing_has_not_happened():
     _, clean = train(Faults())
     negative = {name: int((value.flatten() < 0).nonzero()[0]) for name, value in clean[0].items()}

@@ -29,6 +29,7 @@ from torchscout.faults.planned import Fault
 from torchscout.faults.process_effects import ProcessEffect
 from torchscout.faults.tampering import Tampering
 from torchscout.faults.tensor_effects import TensorEffect
+from torchscout.integration.modules import is_called
 
 __all__ = ["Firing", "Injector"]
 
@@ -91,7 +92,8 @@ class Injector:
         for fault in self._mine:
             self._hook(fault)
         # Before all other hooks: FSDP gathers a model's parameters in one, and that belongs to the step.
-        self._handles.append(model.register_forward_pre_hook(self._next_begins, prepend=True))
+        for called in [model] if is_called(model) else model.children():
+            self._handles.append(called.register_forward_pre_hook(self._next_begins, prepend=True))
         self._handles.append(optimizer.register_step_pre_hook(self._before_update))
         self._handles.append(optimizer.register_step_post_hook(self._after_update))
         self._tampering.begin(self.step)

@@ -55,12 +55,23 @@ class TorchTitanAdapter(PyTorchAdapter):
     """What a trainer trains, on the meshes that it built."""
 
     def __init__(self, trainer: Trainer) -> None:
-        _refuse(trainer.config)
         parts = trainer.model_parts
         model = parts[0] if len(parts) == 1 else torch.nn.ModuleList(parts)
         super().__init__(model, tuple(trainer.optimizers), None)
         self._trainer = trainer
         self._progress = _Progress(trainer)
+
+    @property
+    def obstacle(self) -> str | None:
+        config = self._trainer.config
+        if not config.training.disable_cuda_graphs:
+            return "CUDA graphs call no hooks; pass --training.disable_cuda_graphs"
+        if config.parallelism.spmd_backend == "spmd_types":
+            return (
+                "layers under spmd_types can only be called within TorchTitan's own step; "
+                "pass --parallelism.spmd_backend partial_dtensor"
+            )
+        return None
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         dims = self._trainer.parallel_dims
@@ -219,16 +230,6 @@ def resiliency(
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What JSON writes as a list."""
     return {name: tuple(each) if isinstance(each, list) else each for name, each in fields.items()}
-
-
-def _refuse(config: Any) -> None:
-    """A ``ValueError`` names what cannot be seen, or not be called outside of a training step."""
-    if config.parallelism.spmd_backend == "spmd_types":
-        raise ValueError(
-            "layers under spmd_types cannot be replayed; pass --parallelism.spmd_backend partial_dtensor"
-        )
-    if not config.training.disable_cuda_graphs:
-        raise ValueError("CUDA graphs call no hooks; pass --training.disable_cuda_graphs")
 
 
 def _table(degrees: Mapping[str, int]) -> Any:
