@@ -196,19 +196,17 @@ def train(rank: int, plan: Plan) -> Told:
         tidy_up()
 
 
-def attach_to_another_version(rank: int) -> str:
-    """What is said to a job whose DeepSpeed is older than it is."""
+def attach_to_another_version(rank: int, run_dir: Path) -> str:
+    """Why there is no replay for a job whose DeepSpeed is older than it is."""
     engine, known = work_of(Plan(), rank).engine, deepspeed.__version__
     deepspeed.__version__ = "0.18.9"
     try:
-        enable_resiliency(engine)
-    except ValueError as error:
-        return str(error)
+        with enable_resiliency(engine, observer=None, run_dir=run_dir) as session:
+            return str(session.status()["replay"]["off"])
     finally:
         deepspeed.__version__ = known
         engine.destroy()
         tidy_up()
-    return ""
 
 
 def _suffer(plan: Plan, rank: int, step: int, engine: Any) -> None:

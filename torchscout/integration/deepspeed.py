@@ -31,15 +31,14 @@ from torchscout.integration.mixture import experts_of
 from torchscout.integration.parallelism import mesh_from
 from torchscout.integration.structure import Part, Structure, layers_of, plain_name, structure_of, surface_of
 from torchscout.integration.updates import Updates
+from torchscout.integration.versions import TESTED, unknown
 from torchscout.mesh import AXES, Mesh, Role
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
 
-__all__ = ["DeepSpeedAdapter", "adapter_of", "mismatch"]
+__all__ = ["DeepSpeedAdapter", "adapter_of", "lacking"]
 
-_OLDEST = (0, 19)
-"""Whose interfaces are used here, public ones and ``_private``."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -51,20 +50,20 @@ def adapter_of(
     """The adapter, if the model is one of DeepSpeed's engines."""
     if not isinstance(model, deepspeed.DeepSpeedEngine):
         return None
-    if (problem := mismatch(deepspeed.__version__, _private(model))) is not None:
+    if (problem := lacking(_private(model))) is not None:
         raise ValueError(problem)
     return DeepSpeedAdapter(model, parallelism)
 
 
-def mismatch(version: str, used: Iterable[tuple[object, str]]) -> str | None:
-    """Why this version of DeepSpeed cannot be worked with, in a sentence, given what is used of it."""
-    oldest = ".".join(map(str, _OLDEST))
-    if tuple(map(int, version.split(".")[:2])) < _OLDEST:
-        return f"DeepSpeed {version} is not supported; from {oldest} on it is"
+def lacking(used: Iterable[tuple[object, str]]) -> str | None:
+    """What this release of DeepSpeed has not that is used of it, in a sentence; None if it has all."""
     for owner, name in used:
         if not hasattr(owner, name):
             place = getattr(owner, "__name__", type(owner).__name__)
-            return f"DeepSpeed {version} has no {place}.{name}, which torchscout needs; {oldest} has it"
+            return (
+                f"DeepSpeed {deepspeed.__version__} has no {place}.{name}, which torchscout needs; "
+                f"{TESTED['deepspeed']} has it"
+            )
     return None
 
 
@@ -100,6 +99,10 @@ class DeepSpeedAdapter:
 
     @property
     def obstacle(self) -> str | None:
+        return unknown("deepspeed", deepspeed.__version__) or self._refused()
+
+    def _refused(self) -> str | None:
+        """What of this engine cannot be replayed."""
         engine, has_experts = self._engine, bool(self._spreads())
         refused = {
             "offloading": engine.zero_offload_optimizer() is not None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -58,6 +59,7 @@ from torchscout.integration.structure import (
     surface_of,
 )
 from torchscout.integration.updates import Updates
+from torchscout.integration.versions import unknown
 from torchscout.mesh import Mesh, MeshAddress, Role
 
 if TYPE_CHECKING:
@@ -118,6 +120,8 @@ class MegatronAdapter:
 
     @property
     def obstacle(self) -> str | None:
+        if why := unknown("megatron-core", megatron.core.__version__):
+            return why
         for chunk in self._chunks:
             if not isinstance(chunk, DistributedDataParallel | FullyShardedDataParallel):
                 return f"Megatron's {type(chunk).__name__} is not supported; its DistributedDataParallel is"

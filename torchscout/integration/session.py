@@ -136,12 +136,10 @@ class Session:
     def go_on_from(self, step: int) -> None:
         """The job has loaded a checkpoint of its own: count on from the step that it holds.
 
-        Call it on every rank, before training; not beside ``resume``, which does so itself.
+        Call it on every rank, before training; beside ``resume`` only where that found nothing.
         """
         if self.step:
             raise ValueError(f"call go_on_from({step}) before training; {self.step} steps are done")
-        if self.checkpointing is not None:
-            raise ValueError("call resume(): it puts back what was certified last, and counts on from there")
         self._begin_after(step)
 
     def _begin_after(self, step: int) -> None:

@@ -24,6 +24,7 @@ from torchtitan.trainer import Trainer
 
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.integration.pytorch import PyTorchAdapter, around_steps
+from torchscout.integration.versions import unknown
 from torchscout.mesh import AXES, Mesh, Role
 
 if TYPE_CHECKING:
@@ -41,11 +42,9 @@ _SPARSE = {"pp": "pipeline", "dp_replicate": "replica", "efsdp": "shard", "ep": 
 
 
 def adapter_of(job: Any, optimizer: Any, parallelism: Any) -> TorchTitanAdapter | None:
-    """The adapter, if the job is a Trainer of a release that is known."""
+    """The adapter, if the job is a Trainer."""
     if not isinstance(job, Trainer):
         return None
-    if not torchtitan.__version__.startswith(("0.3.", "0.0.0")):  # a source tree does not know its release
-        raise ValueError(f"TorchTitan {torchtitan.__version__} is not supported; 0.3 is")
     if optimizer is not None or parallelism is not None:
         raise ValueError("a Trainer knows its optimizers and its parallelism; pass the Trainer alone")
     return TorchTitanAdapter(job)
@@ -63,6 +62,8 @@ class TorchTitanAdapter(PyTorchAdapter):
 
     @property
     def obstacle(self) -> str | None:
+        if why := unknown("torchtitan", torchtitan.__version__):
+            return why
         config = self._trainer.config
         if not config.training.disable_cuda_graphs:
             return "CUDA graphs call no hooks; pass --training.disable_cuda_graphs"
@@ -173,7 +174,8 @@ class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is 
         self.enable, self._config = True, config
         self.manager = config.manager.build(states=states, **given)
         """The job's own."""
-        self.session: Session = enable_resiliency(trainers[0], **config.settings)
+        (self._trainer,) = trainers
+        self.session: Session = enable_resiliency(self._trainer, **config.settings)
         self.resumption: Resumption | None = None
         """What training went on from, once it has begun; None without checkpoints of ours."""
 
@@ -187,7 +189,10 @@ class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is 
             is_loaded = bool(self.manager.load(step))
         if self.session.checkpointing is not None:
             self.resumption = self.session.resume()
-            is_loaded |= self.resumption.role is not None
+        if self.resumption is not None and self.resumption.role is not None:
+            return True
+        if is_loaded:
+            self.session.go_on_from(self._trainer.step)
         return is_loaded
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
