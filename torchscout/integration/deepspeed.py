@@ -68,7 +68,8 @@ def lacking(used: Iterable[tuple[object, str]]) -> str | None:
 
 
 def _private(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[object, str]]:
-    """What is used here that DeepSpeed does not promise, all of it: who has it, and its name."""
+    """What is used here that DeepSpeed does not promise: who has it, and its name. Loss scalers are not among
+    it, since most engines have none."""
     for name in ("expert_parallel_group_dict", "model_parallel_world_size", "sequence_parallel_world_size"):
         yield groups, f"_get_{name}"
     if engine.zero_optimization_stage() < 3:
