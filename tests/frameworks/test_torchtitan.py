@@ -32,6 +32,7 @@ PATIENT = ObserverConfig(floor_seconds=2.0, multiple=3.0, start_seconds=120.0, g
 REPLICATE = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1}
 HSDP = {"data_parallel_replicate_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}
+FULL = {"spmd_backend": "full_dtensor", **TENSOR}
 PIPELINE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
 INTERLEAVED = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}
 CONTEXT = {"context_parallel_degree": 2}
@@ -84,6 +85,7 @@ def is_healthy(ranks: LiveRanks, trial: Trial, axes: set[str], folder: Path) -> 
         pytest.param({}, {"fsdp"}, "state/at_rest", id="fsdp", marks=slow),
         pytest.param(HSDP, {"dp_replicate", "fsdp"}, "state/parameters", id="hsdp", marks=slow),
         pytest.param(CONTEXT, {"cp"}, "state/at_rest", id="context", marks=slow),
+        pytest.param(FULL, {"dp_shard", "tp"}, "state/at_rest", id="full_dtensor", marks=slow),
     ],
 )
 def test_training_is_bitwise_the_same_and_everything_is_checked(

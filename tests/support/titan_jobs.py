@@ -320,6 +320,7 @@ def _groups(
     axes = {
         "pp": ("pipeline", Role.DENSE),
         "dp_replicate": ("replica", Role.DENSE),
+        "dp_shard": ("shard", Role.DENSE),
         "cp": ("context", Role.DENSE),
         "tp": ("tensor", Role.DENSE),
         "ep": ("expert", Role.EXPERT),

@@ -39,6 +39,13 @@ __all__ = ["Resiliency", "TorchTitanAdapter", "adapter_of", "resiliency"]
 _DENSE = {"pp": "pipeline", "dp_replicate": "replica", "dp_shard": "shard", "cp": "context", "tp": "tensor"}
 _SPARSE = {"pp": "pipeline", "dp_replicate": "replica", "efsdp": "shard", "ep": "expert"}
 """How TorchTitan lays ranks out, slowest axis first, for experts apart; and our names for its axes."""
+_FOLDED = {
+    "fsdp": ("shard", "context"),
+    "batch": ("replica", "shard"),
+    "dp": ("replica", "shard"),
+    "loss": ("replica", "shard", "context"),
+}
+"""Its names for several axes as one."""
 
 
 def adapter_of(job: Any, optimizer: Any, parallelism: Any) -> TorchTitanAdapter | None:
@@ -252,11 +259,12 @@ def _check(mesh: Mesh, dims: Any) -> None:
     for name, devices in dims.get_all_one_dimensional_meshes().items():
         role = Role.EXPERT if name in ("ep", "efsdp") else Role.DENSE
         axis = (_SPARSE if role is Role.EXPERT else _DENSE).get(name)
-        if axis is None:
-            continue  # several axes as one, such as all that read different data
-        own, told = mesh.ranks_along(axis, rank, role), tuple(devices.mesh.flatten().tolist())
-        if own != told:
+        axes = _FOLDED.get(name, ()) if axis is None else (axis,)
+        own, told = [rank], devices.mesh.flatten().tolist()
+        for each in axes:
+            own = [other for one in own for other in mesh.ranks_along(each, one, role)]
+        if axes and sorted(own) != told:
             raise ValueError(
                 f"TorchTitan {torchtitan.__version__} lays ranks out otherwise than 0.3.0 does: rank {rank} "
-                f"has {told} along {name!r}, and {own} were expected"
+                f"has {told} along {name!r}, and {sorted(own)} were expected"
             )
