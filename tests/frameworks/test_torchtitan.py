@@ -253,7 +253,7 @@ def test_no_optimizer_of_any_part_goes_unwatched(four: LiveRanks, place: int, as
     trial = Trial(assets, INTERLEAVED, layers=4, steps=3, kinds=True, spoiled=(1, 2, place))
     told = four.ask((trial, tmp_path), 200)
     (incident,) = told[0].incidents
-    assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (0, 1), 3)
+    assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
     assert {each.surface for each in incident.records} == {"state/at_rest"}
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from torchscout.decision.consensus import Status, exact, robust_scale, statistical
+from torchscout.decision.consensus import Status, exact, known, robust_scale, statistical
 
 AGREE, ATTRIBUTED, INCONCLUSIVE = Status.AGREE, Status.ATTRIBUTED, Status.INCONCLUSIVE
 nan, inf = math.nan, math.inf
@@ -63,6 +63,21 @@ def test_exact(evidence: list[int], status: Status, outliers: tuple[int, ...]):
 def test_statistical(times: list[float], status: Status, outliers: tuple[int, ...]):
     verdict = statistical(times)
     assert (verdict.status, verdict.outliers) == (status, outliers)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "status", "outliers"),
+    [
+        ([7, 7], AGREE, ()),
+        ([7, 9], ATTRIBUTED, (1,)),
+        ([9, 9, 9, 7], ATTRIBUTED, (0, 1, 2)),  # a majority is not needed, and may be wrong
+        ([9, 9], ATTRIBUTED, (0, 1)),
+    ],
+)
+def test_what_is_right_may_be_known(evidence: list[int], status: Status, outliers: tuple[int, ...]):
+    verdict = known(evidence, 7)
+    assert (verdict.status, verdict.outliers) == (status, outliers)
+    assert verdict.evidence == tuple(evidence)
 
 
 def test_kappa_is_the_sensitivity():

@@ -155,3 +155,12 @@ def test_another_rank_is_news():
     first, second = judged([1] * 4, [5, 5, 9, 5], [3] * 4), judged([1] * 4, [5, 5, 9, 8], [3] * 4)
     assert len(ongoing.news([incident(first, "layer.1/output")], list(first.values()))) == 1
     assert len(ongoing.news([incident(second, "layer.1/output")], list(second.values()))) == 1
+
+
+def test_whoever_differs_from_what_is_known_to_be_right_is_named_whatever_others_have():
+    at_rest = [Comparison("state/at_rest", Mode.STATE, right=1)]
+    assert judged([1, 1, 1, 1], comparisons=at_rest)["state/at_rest"].scope is None
+    found = judged([5, 1, 5, 5], comparisons=at_rest)["state/at_rest"]
+    assert (found.scope, found.ranks) == (Scope.RANK, (0, 4, 6))
+    found = judged([5, POISON, POISON, 1], comparisons=at_rest)["state/at_rest"]
+    assert (found.scope, found.ranks, found.peers) == (Scope.RANK, (0,), (0, 6))

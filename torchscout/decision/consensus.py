@@ -18,7 +18,7 @@ from torchscout.config import KAPPA, MATERIAL_RATIO
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-__all__ = ["Status", "Verdict", "exact", "robust_scale", "statistical"]
+__all__ = ["Status", "Verdict", "exact", "known", "robust_scale", "statistical"]
 
 _Value = TypeVar("_Value")
 
@@ -62,6 +62,12 @@ def exact(values: Sequence[Hashable]) -> Verdict:
     if 2 * count <= len(evidence):
         return Verdict(Status.INCONCLUSIVE, (), evidence)
     return _verdict(evidence, [value != majority for value in evidence])
+
+
+def known(values: Sequence[Hashable], right: Hashable) -> Verdict:
+    """Hold each value against the right one, where that is known without a vote: any number may differ."""
+    evidence = _evidence(values)
+    return _verdict(evidence, [value != right for value in evidence])
 
 
 def statistical(values: Sequence[float], *, kappa: float = KAPPA, ratio: float = MATERIAL_RATIO) -> Verdict:

@@ -266,6 +266,8 @@ def _vote(record: EvidenceRecord) -> str:
     agreed = max(Counter(record.verdict.evidence).values())
     if not record.ranks:
         return f"at most {agreed} of {len(record.peers)} peers agree, so that no majority says who is right"
+    if 2 * (len(record.peers) - len(record.ranks)) <= len(record.peers):
+        return "what was right is known without a vote"
     return f"{agreed} of {len(record.peers)} peers agree against {'it' if len(record.ranks) == 1 else 'them'}"
 
 

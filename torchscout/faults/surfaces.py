@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 
 from torchscout.decision.record import Manifestation, Surface
+from torchscout.evidence.replay.at_rest import AT_REST
 from torchscout.faults.call_effects import CallEffect, Skip, Swap
 from torchscout.faults.place import BACKWARD, Kind, Place
 from torchscout.faults.planned import Fault
@@ -66,7 +67,7 @@ def _surface_of_number(place: Place, mesh: Mesh) -> Surface:
             raise ValueError(
                 f"a wrong gradient of {place.tensor} shows on no surface: only its owner has that shard of it"
             )
-        return "state/at_rest" if place.slot else "optimizer/update"
+        return AT_REST if place.slot else "optimizer/update"
     slot = "" if place.slot in ("", "grad") else f".{place.slot}"  # a wrong gradient leaves a wrong weight
     return f"{module}/{place.name}{slot}"
 

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from torchscout.decision.cross_group import scope_of
 from torchscout.decision.localization import Group, localize, undecided
 from torchscout.decision.record import Incident, Manifestation, Scope, Surface
+from torchscout.evidence.replay.at_rest import AT_REST
 from torchscout.faults.call_effects import CallEffect
 from torchscout.faults.place import Kind
 from torchscout.faults.planned import Fault, Shown
@@ -81,15 +82,15 @@ def _found(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
 
 
 def _wrong(faults: Sequence[Fault], mesh: Mesh) -> Truth:
-    """A strict majority shows who is wrong."""
+    """A strict majority shows who is wrong; what a rank alone holds, and must not change, it shows itself."""
     first, peers = faults[0], peers_of(faults[0], mesh).ranks
-    ranks = _ranks(faults)
-    if 2 * len(ranks) >= len(peers):
+    ranks, surface = _ranks(faults), surface_of(faults[0], mesh)
+    if 2 * len(ranks) >= len(peers) and surface != AT_REST:
         scope, ranks = Scope.PEER_GROUP, peers
     else:
         hosts = {mesh.host_of(rank) for rank in ranks}
         scope = Scope.MACHINE if len(ranks) > 1 and len(hosts) == 1 and None not in hosts else Scope.RANK
-    return Truth(first.manifestation, ranks, scope, surface_of(first, mesh), first.steps)
+    return Truth(first.manifestation, ranks, scope, surface, first.steps)
 
 
 def _late(faults: Sequence[Fault], mesh: Mesh) -> Truth:

@@ -1,8 +1,8 @@
 """State that one rank alone holds must not change between two updates (paper, section 6.1.1).
 
 Nobody has a second copy of an FSDP shard, so that its owner watches it: signed right after an update, and
-again right before the next one. That is the owner's own evidence; its peers only confirm that theirs did not
-change. A write that PyTorch knows of is legitimate, and then nothing was checked.
+again right before the next one. That is the owner's own evidence and needs no vote. A write that PyTorch
+knows of is legitimate, and then nothing was checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchscout.evidence.replay.optimizer_slice import local_of
 from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
 from torchscout.mesh import Role
 
-__all__ = ["UNCHANGED", "AtRestRecipe"]
+__all__ = ["AT_REST", "UNCHANGED", "AtRestRecipe"]
 
 UNCHANGED = signed(xxhash.xxh3_64_intdigest(b"torchscout: what this rank holds has not changed"))
 """In place of a signature: the same bytes before the update as after the one before."""
@@ -86,7 +86,7 @@ class _AtRest:
         return "", ()
 
     def comparisons(self) -> list[Comparison]:
-        return [Comparison(AT_REST, Mode.STATE)]
+        return [Comparison(AT_REST, Mode.STATE, right=UNCHANGED)]
 
     def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
         assert self._changed is not None, "prepared first"

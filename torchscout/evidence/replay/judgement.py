@@ -134,7 +134,9 @@ def _judge(
     if len(having) < 2:
         return replace(record, reason="fewer than two peers had anything to compare")
     ranks, compared = zip(*having, strict=True)
-    return replace(record, peers=ranks, verdict=consensus.exact(compared), reason=None)
+    right = comparison.right
+    verdict = consensus.exact(compared) if right is None else consensus.known(compared, right)
+    return replace(record, peers=ranks, verdict=verdict, reason=None)
 
 
 def _without_tie(comparison: Comparison, record: EvidenceRecord) -> EvidenceRecord:

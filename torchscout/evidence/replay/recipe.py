@@ -66,6 +66,8 @@ class Comparison:
     """The reason to give where no peer had anything."""
     tie: str | None = None
     """The reason to give where there is no majority, if that is another comparison's to report."""
+    right: int | None = None
+    """What a rank must have, where that is known without a vote: each is its own witness then."""
 
 
 @dataclass(frozen=True, slots=True)
