@@ -27,11 +27,14 @@ VIRTUAL = Trial(pipeline=2, virtual=2, layers=4, microbatches=4)
 SHARDED = Trial(sharded=True)
 FSDP = Trial(sharded=True, fsdp=True)
 EXPERTS = Trial(experts=4, expert=2)
-GATHERED = replace(
-    EXPERTS,
-    dispatcher="allgather",
-    replay=ReplayConfig(interval=1, recipes=tuple(each for each in RECIPES if each != "all_to_all")),
-)
+
+
+def without(recipe: str) -> ReplayConfig:
+    return ReplayConfig(interval=1, recipes=tuple(each for each in RECIPES if each != recipe))
+
+
+GATHERED = replace(EXPERTS, dispatcher="allgather", replay=without("all_to_all"))
+RECOMPUTED = replace(REPLICAS, recomputed="full", replay=without("layer"))
 SCALED = Trial(dtype="float16", scale=2.0**19)
 """The first two updates are skipped: scaled gradients are not finite."""
 LAYER = {
@@ -53,6 +56,7 @@ HEALTHY = {
 }
 MORE = {
     "tensor": (TENSOR, "layers"),
+    "recomputed": (RECOMPUTED, "none"),
     "attention recomputed": (replace(REPLICAS, recomputed="selective"), "layers"),
     "pipeline": (PIPELINE, "stage"),
     "tied pipeline": (Trial(pipeline=2, tied=True), "stage"),
@@ -289,6 +293,7 @@ ALSO_KEPT = {
     "tensor": Trial(tensor=2, sequence=True),
     "pipeline": PIPELINE,
     "replicas": REPLICAS,
+    "recomputed": RECOMPUTED,
     "parameter shards, bfloat16": replace(FSDP, dtype="bfloat16"),
     "parameter shards, tensor": replace(FSDP, tensor=2),
     "virtual pipeline": VIRTUAL,
