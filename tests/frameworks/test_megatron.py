@@ -94,6 +94,12 @@ def _may_be(name: str, why: str) -> bool:
     return "did not step" in why or name == "output_layer/weight.grad" or "experts" in name
 
 
+def test_shards_are_found_after_steps_without_a_check_too(four: LiveRanks, tmp_path: Path):
+    for told in four.ask((replace(FSDP, steps=4, replay=ReplayConfig(interval=2)), tmp_path), 120):
+        assert told.unchecked == {}
+        assert told.agreed >= {f"{each}/output" for each in LAYER["layers"]}
+
+
 def test_a_skipped_update_ends_a_step_and_is_no_update(four: LiveRanks, tmp_path: Path):
     for told in four.ask((SCALED, tmp_path), 120):
         assert told.scales == [2.0**18, 2.0**17, 2.0**17, 2.0**17, 2.0**18, 2.0**18]
