@@ -167,7 +167,13 @@ def test_wrong_numbers_name_those_who_have_them(
     assert surface in {each.surface for each in incident.records}
 
 
-@pytest.mark.parametrize("trial", [SHARDED, FSDP], ids=["optimizer shards", "parameter shards"])
+@pytest.mark.parametrize(
+    "trial",
+    [
+        pytest.param(SHARDED, id="optimizer shards"),
+        pytest.param(FSDP, id="parameter shards", marks=pytest.mark.slow),
+    ],
+)
 def test_a_wrong_bit_in_what_one_rank_alone_holds_names_that_rank(
     four: LiveRanks, trial: Trial, tmp_path: Path
 ):
@@ -242,7 +248,6 @@ def test_a_rank_that_does_something_else_is_named(tmp_path: Path):
 
 
 KEPT = {
-    "parameter shards": FSDP,
     "experts, optimizer shards, bfloat16": Trial(experts=4, expert=2, sharded=True, dtype="bfloat16"),
     "a loss scale": SCALED,
 }
@@ -251,6 +256,7 @@ ALSO_KEPT = {
     "pipeline": PIPELINE,
     "replicas": REPLICAS,
     "recomputed": RECOMPUTED,
+    "parameter shards": FSDP,
     "parameter shards, bfloat16": replace(FSDP, dtype="bfloat16"),
     "parameter shards, tensor": replace(FSDP, tensor=2),
     "virtual pipeline": VIRTUAL,
@@ -331,7 +337,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("trial", "why"), [pytest.param(*each, id=name) for name, each in REFUSED.items()])
+@pytest.mark.parametrize(
+    ("trial", "why"),
+    [
+        pytest.param(*each, id=name, marks=() if name == "instances" else pytest.mark.slow)
+        for name, each in REFUSED.items()
+    ],
+)
 def test_what_is_not_supported_is_one_sentence_and_training_is_untouched(
     four: LiveRanks, trial: Trial, why: str, tmp_path: Path
 ):

@@ -33,7 +33,6 @@ LAYER = {
     "stage": {"decoder.layers.0"},
 }
 HEALTHY = {
-    "replicas": (REPLICAS, "layers"),
     "tensor and sequence": (Trial(tensor=2, sequence=True), "layers"),
     "experts, optimizer shards": (Trial(experts=4, expert=2, sharded=True, steps=8), "parts"),
     "virtual pipeline": (VIRTUAL, "chunks"),
@@ -41,6 +40,7 @@ HEALTHY = {
     "fused gradients, skipped updates": (replace(SCALED, fused=True), "layers"),
 }
 MORE = {
+    "replicas": (REPLICAS, "layers"),
     "tensor": (TENSOR, "layers"),
     "recomputed": (RECOMPUTED, "none"),
     "attention recomputed": (replace(REPLICAS, recomputed="selective"), "layers"),
