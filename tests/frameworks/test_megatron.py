@@ -15,73 +15,28 @@ import pytest
 
 from tests.support.hangs import FAULTY_STEP, QUICK, STALL, incidents, wait_for_incident
 from tests.support.megatron_jobs import Told, Trial, answering, train
+from tests.support.megatron_layouts import (
+    EXPERTS,
+    FSDP,
+    GATHERED,
+    HEALTHY,
+    LARGE,
+    LAYER,
+    MORE,
+    PIPELINE,
+    RECOMPUTED,
+    REPLICAS,
+    SCALED,
+    SHARDED,
+    TENSOR,
+    VIRTUAL,
+)
 from tests.support.ranks import LiveRanks, RankError, run_ranks
-from torchscout.config import RECIPES, ReplayConfig
+from torchscout.config import ReplayConfig
 from torchscout.faults.fault import Faults
 
 ALL = None
 REPLAYED = range(1, 30)
-REPLICAS, TENSOR = Trial(), Trial(tensor=2)
-PIPELINE = Trial(pipeline=2)
-VIRTUAL = Trial(pipeline=2, virtual=2, layers=4, microbatches=4)
-SHARDED = Trial(sharded=True)
-FSDP = Trial(sharded=True, fsdp=True)
-EXPERTS = Trial(experts=4, expert=2)
-GATHERED = replace(
-    EXPERTS,
-    dispatcher="allgather",
-    replay=ReplayConfig(interval=1, recipes=tuple(each for each in RECIPES if each != "all_to_all")),
-)
-SCALED = Trial(dtype="float16", scale=2.0**19)
-"""The first two updates are skipped: scaled gradients are not finite."""
-LAYER = {
-    "layers": {"decoder.layers.0", "decoder.layers.1"},
-    "parts": {
-        f"decoder.layers.0.{each}"
-        for each in ("self_attention", "mlp.router", "mlp.experts.local_experts.1", "pre_mlp_layernorm")
-    },
-    "chunks": {"0.module.decoder.layers.0", "1.module.decoder.layers.0"},
-    "stage": {"decoder.layers.0"},
-}
-HEALTHY = {
-    "replicas": (REPLICAS, "layers"),
-    "tensor and sequence": (Trial(tensor=2, sequence=True), "layers"),
-    "experts, optimizer shards": (Trial(experts=4, expert=2, sharded=True, steps=8), "parts"),
-    "virtual pipeline": (VIRTUAL, "chunks"),
-    "parameter shards": (FSDP, "layers"),
-    "fused gradients, skipped updates": (replace(SCALED, fused=True), "layers"),
-}
-MORE = {
-    "tensor": (TENSOR, "layers"),
-    "attention recomputed": (replace(REPLICAS, recomputed="selective"), "layers"),
-    "pipeline": (PIPELINE, "stage"),
-    "tied pipeline": (Trial(pipeline=2, tied=True), "stage"),
-    "context": (Trial(context=2), "layers"),
-    "optimizer shards": (SHARDED, "layers"),
-    "optimizer shards, overlapping": (Trial(sharded=True, overlap=True), "layers"),
-    "bfloat16": (Trial(dtype="bfloat16"), "layers"),
-    "bfloat16, optimizer shards": (Trial(dtype="bfloat16", sharded=True), "layers"),
-    "parameter shards, bfloat16": (replace(FSDP, dtype="bfloat16"), "layers"),
-    "parameter shards, fused gradients": (replace(FSDP, fused=True), "layers"),
-    "parameter shards, tensor": (replace(FSDP, tensor=2), "layers"),
-    "parameter shards, context": (replace(FSDP, context=2), "layers"),
-    "experts on every rank": (Trial(experts=4), "layers"),
-    "experts, gathered tokens": (replace(GATHERED, steps=8), "parts"),
-    "experts": (replace(EXPERTS, steps=8), "parts"),
-    "experts, tensor": (Trial(experts=4, expert=2, tensor=2, sequence=True, steps=8), "parts"),
-    "experts without peers, pipeline": (Trial(experts=4, expert=2, pipeline=2), "none"),
-}
-LARGE = {
-    "pipeline of four, virtual": (Trial(pipeline=4, virtual=2, layers=8, microbatches=4), "chunks"),
-    "experts, pipeline": (Trial(experts=4, expert=2, pipeline=2, steps=8), "parts"),
-    "parameter shards, tensor": (replace(FSDP, tensor=2), "layers"),
-    "tensor, pipeline": (Trial(tensor=2, pipeline=2), "stage"),
-    "tensor, pipeline, sequence, experts, optimizer shards": (
-        Trial(tensor=2, pipeline=2, sequence=True, experts=4, expert=2, sharded=True),
-        "parts",
-    ),
-    "tensor, context, replicas": (Trial(tensor=2, context=2), "layers"),
-}
 
 
 def each_of(trials: dict[str, tuple[Trial, str]], *marks: pytest.MarkDecorator) -> list[object]:
@@ -137,6 +92,12 @@ def _may_be(name: str, why: str) -> bool:
     """What a healthy run may leave unchecked: skipped updates, an embedding that the output layer is given,
     experts that nobody asked."""
     return "did not step" in why or name == "output_layer/weight.grad" or "experts" in name
+
+
+def test_shards_are_found_after_steps_without_a_check_too(four: LiveRanks, tmp_path: Path):
+    for told in four.ask((replace(FSDP, steps=4, replay=ReplayConfig(interval=2)), tmp_path), 120):
+        assert told.unchecked == {}
+        assert told.agreed >= {f"{each}/output" for each in LAYER["layers"]}
 
 
 def test_a_skipped_update_ends_a_step_and_is_no_update(four: LiveRanks, tmp_path: Path):
@@ -206,7 +167,13 @@ def test_wrong_numbers_name_those_who_have_them(
     assert surface in {each.surface for each in incident.records}
 
 
-@pytest.mark.parametrize("trial", [SHARDED, FSDP], ids=["optimizer shards", "parameter shards"])
+@pytest.mark.parametrize(
+    "trial",
+    [
+        pytest.param(SHARDED, id="optimizer shards"),
+        pytest.param(FSDP, id="parameter shards", marks=pytest.mark.slow),
+    ],
+)
 def test_a_wrong_bit_in_what_one_rank_alone_holds_names_that_rank(
     four: LiveRanks, trial: Trial, tmp_path: Path
 ):
@@ -281,7 +248,6 @@ def test_a_rank_that_does_something_else_is_named(tmp_path: Path):
 
 
 KEPT = {
-    "parameter shards": FSDP,
     "experts, optimizer shards, bfloat16": Trial(experts=4, expert=2, sharded=True, dtype="bfloat16"),
     "a loss scale": SCALED,
 }
@@ -289,6 +255,8 @@ ALSO_KEPT = {
     "tensor": Trial(tensor=2, sequence=True),
     "pipeline": PIPELINE,
     "replicas": REPLICAS,
+    "recomputed": RECOMPUTED,
+    "parameter shards": FSDP,
     "parameter shards, bfloat16": replace(FSDP, dtype="bfloat16"),
     "parameter shards, tensor": replace(FSDP, tensor=2),
     "virtual pipeline": VIRTUAL,
@@ -369,7 +337,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("trial", "why"), [pytest.param(*each, id=name) for name, each in REFUSED.items()])
+@pytest.mark.parametrize(
+    ("trial", "why"),
+    [
+        pytest.param(*each, id=name, marks=() if name == "instances" else pytest.mark.slow)
+        for name, each in REFUSED.items()
+    ],
+)
 def test_what_is_not_supported_is_one_sentence_and_training_is_untouched(
     four: LiveRanks, trial: Trial, why: str, tmp_path: Path
 ):

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
-from tests.support.megatron_jobs import Trial, build
+from tests.support.megatron_models import Trial, build, leave, one_step
 from tests.support.ranks import LiveRanks
 
 
@@ -59,7 +60,7 @@ def answering(_rank: int, questions: Iterator[str]) -> Iterator[Any]:
         "scale": scale,
     }
     for question in questions:
-        yield asked[question](adapter, job.chunks[0])
+        yield sharded() if question == "hooks" else asked[question](adapter, job.chunks[0])
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +163,40 @@ def scale(adapter: Any, _chunk: Any) -> Any:
 
 def test_a_replay_before_the_first_step_leaves_the_scale_of_losses_to_training(one: LiveRanks):
     assert one.ask("scale") == [None]
+
+
+def sharded() -> dict[str, bool]:
+    leave()
+    job = build(Trial(sharded=True, fsdp=True))
+    from torchscout.integration.megatron import MegatronAdapter
+
+    adapter = MegatronAdapter(job.chunks, job.optimizer)
+    one_step(job)  # after which whole parameters are shown
+    adapter.settle()
+    layer = adapter.layers()[0]
+    (keeper,) = adapter.keepers(layer).modules
+    before = hooks_of(layer)
+    keeper.unshard()
+    found = {
+        "no hook meanwhile": hooks_of(layer) == [],
+        "whole": all(each.untyped_storage().nbytes() >= each.nbytes for each in layer.parameters()),
+    }
+    keeper.reshard()
+    return found | {
+        "hooks again": bool(before) and hooks_of(layer) == before,
+        "shards": all(isinstance(each, DTensor) for each in layer.parameters()),
+    }
+
+
+def hooks_of(layer: torch.nn.Module) -> list[int]:
+    return [
+        id(hook)
+        for each in layer.modules()
+        for registry in (each._forward_pre_hooks, each._forward_hooks)
+        for hook in registry.values()
+    ]
+
+
+def test_a_module_in_shards_is_gathered_without_the_hooks_that_do_it_in_training(one: LiveRanks):
+    (found,) = one.ask("hooks")
+    assert found == {"no hook meanwhile": True, "whole": True, "hooks again": True, "shards": True}
