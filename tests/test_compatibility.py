@@ -68,7 +68,12 @@ def test_torch_is_the_one_that_is_installed():
 
 @pytest.mark.parametrize("place", range(len(COLUMNS)), ids=COLUMNS)
 def test_every_layout_in_the_table_is_a_test(place: int):
-    source = (ROOT / "tests" / "frameworks" / f"test_{COLUMNS[place]}.py").read_text()
+    name = COLUMNS[place]
+    files = [
+        ROOT / "tests" / "frameworks" / f"test_{name}.py",
+        *(ROOT / "tests" / "support").glob(f"{name}_layouts.py"),
+    ]
+    source = "".join(each.read_text() for each in files)
     told = [each for row in rows_of("parallelism") for each in re.findall(r"`([^`]+)`", row[place + 1])]
     assert len(told) >= 3
     missing = [each for each in told if f'"{each}"' not in source and f"def {each}(" not in source]

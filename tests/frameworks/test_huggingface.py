@@ -23,6 +23,7 @@ from torchscout.integration.huggingface import ResiliencyCallback, trusted_check
 
 preload("tests.support.huggingface_jobs")
 
+slow = pytest.mark.slow
 REPLAYED = range(2, 30)
 """Passes that are not training's own, of which there are two in a step."""
 LLAMA = {"model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"}
@@ -39,8 +40,8 @@ def three() -> Iterator[LiveRanks]:
     ("trial", "parts"),
     [
         pytest.param(Trial(), LLAMA, id="trainer"),
-        pytest.param(Trial(checkpointing=True), LLAMA, id="trainer, activations recomputed"),
-        pytest.param(Trial(family="gpt2"), GPT2, id="trainer, tied weights"),
+        pytest.param(Trial(checkpointing=True), LLAMA, id="trainer, activations recomputed", marks=slow),
+        pytest.param(Trial(family="gpt2"), GPT2, id="trainer, tied weights", marks=slow),
         pytest.param(Trial("loop"), LLAMA, id="accelerate"),
     ],
 )
@@ -147,7 +148,7 @@ def test_checkpoints_in_memory_are_refused_with_what_to_do_instead(tmp_path: Pat
         ResiliencyCallback(object(), checkpoint=CheckpointConfig(tmp_path))
 
 
-@pytest.mark.slow
+@slow
 def test_the_example_trains_and_goes_on_from_what_can_be_trusted(tmp_path: Path):
     root = Path(__file__).parents[2]
     script = root / "examples" / "frameworks" / "huggingface_trainer.py"

@@ -249,9 +249,9 @@ def test_a_rank_that_does_something_else_is_named(tmp_path: Path):
 
 KEPT = {
     "experts, optimizer shards, bfloat16": Trial(experts=4, expert=2, sharded=True, dtype="bfloat16"),
-    "a loss scale": SCALED,
 }
 ALSO_KEPT = {
+    "a loss scale": SCALED,
     "tensor": Trial(tensor=2, sequence=True),
     "pipeline": PIPELINE,
     "replicas": REPLICAS,

@@ -42,7 +42,9 @@ def killed(plan: Plan, step: int) -> None:
     assert all(max(reached(plan, rank)) == step - 1 for rank in ranks)
 
 
-@pytest.mark.parametrize("kind", RANKS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "distributed")) for kind in RANKS]
+)
 def test_a_killed_job_that_goes_on_ends_bitwise_as_one_that_was_not(tmp_path: Path, kind: str):
     plan = replace(planned(tmp_path, kind), interval=1)
     alone = on_ranks(replace(plan, directory=None))

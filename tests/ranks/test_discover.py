@@ -38,6 +38,7 @@ def finished(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
     return out, err
 
 
+@pytest.mark.slow
 def test_an_interrupted_discovery_goes_on_and_makes_the_same_catalog(tmp_path: Path):
     told = ("--rows", "0:4", *SMALL, "--layers", "2", "--positions", "3")
     folder = tmp_path / "kept"

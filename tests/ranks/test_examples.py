@@ -19,6 +19,8 @@ EXAMPLES = {
     "pipeline_parallel": 4,
     "huggingface": 2,
 }
+LARGE = ("hsdp", "tensor_parallel", "pipeline_parallel")
+"""Which go on from their checkpoints in the slow tests only."""
 
 
 def run(name: str, folder: Path, *arguments: str) -> tuple[dict[int, float], str]:
@@ -45,13 +47,17 @@ def run(name: str, folder: Path, *arguments: str) -> tuple[dict[int, float], str
     return {int(step): float(loss) for step, loss in steps}, done.stdout
 
 
-def trains_and_goes_on(name: str, folder: Path, *arguments: str) -> None:
+def trains(name: str, folder: Path, *arguments: str) -> dict[int, float]:
     losses, told = run(name, folder, "--steps", "5", *arguments)
     assert "There is no checkpoint to go back to." in told
     assert sorted(losses) == [1, 2, 3, 4, 5]
     assert losses[5] < losses[1]
     assert "checks     1\nkept       step 5, certified by replay\nfound      nothing\n" in told
+    return losses
 
+
+def trains_and_goes_on(name: str, folder: Path, *arguments: str) -> None:
+    losses = trains(name, folder, *arguments)
     more, told = run(name, folder, "--steps", "7", *arguments)
     assert "All ranks load step 5." in told
     assert sorted(more) == [6, 7]
@@ -61,7 +67,14 @@ def trains_and_goes_on(name: str, folder: Path, *arguments: str) -> None:
     assert "failed  " not in told
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", LARGE)
+def test_an_example_trains(name: str, tmp_path: Path):
+    trains(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in EXAMPLES]
+)
 def test_an_example_trains_and_goes_on_from_its_checkpoint(name: str, tmp_path: Path):
     trains_and_goes_on(name, tmp_path)
 

@@ -223,7 +223,7 @@ def pipeline_job(rank: int, run_dir: Path, stalled: int, posted: bool) -> None:
 
 
 @pytest.mark.parametrize("posted", [False, True], ids=["in order", "receive posted early"])
-@pytest.mark.parametrize("stalled", [0, 2])
+@pytest.mark.parametrize("stalled", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_stalled_pipeline_stage_is_named_and_its_neighbours_are_not(
     tmp_path: Path, stalled: int, posted: bool
 ):
@@ -261,7 +261,9 @@ def communicating_job(rank: int, run_dir: Path, faults: Faults, hidden: bool = F
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["seen", "hidden behind later operations"])
-@pytest.mark.parametrize("what", ["operation", "shape", "dtype"])
+@pytest.mark.parametrize(
+    "what", ["shape", *(pytest.param(each, marks=pytest.mark.slow) for each in ("operation", "dtype"))]
+)
 def test_a_rank_that_does_something_else_is_named(tmp_path: Path, what: str, hidden: bool):
     faults = Faults().change_collective(rank=1, step=FAULTY_STEP, what=what, **TRAINING)
     with suppress(RankError):  # Gloo may abort a process over it
@@ -499,7 +501,9 @@ def job_that_loses_an_observer(rank: int, run_dir: Path, loser: int, number: sig
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("loser", [0, 1], ids=["hub", "other"])
+@pytest.mark.parametrize(
+    "loser", [pytest.param(0, id="hub"), pytest.param(1, id="other", marks=pytest.mark.slow)]
+)
 def test_a_lost_observer_neither_stops_training_nor_hides_a_hang(
     tmp_path: Path, loser: int, number: signal.Signals
 ):

@@ -117,6 +117,7 @@ def test_two_replicas_of_experts_cannot_say_whose_numbers_are_wrong(tmp_path: Pa
     assert (incident.scope, incident.ranks) == (Scope.PEER_GROUP, (1, 3))
 
 
+@pytest.mark.slow
 def test_a_slow_expert_is_its_ranks_and_a_slow_exchange_its_groups(tmp_path: Path):
     quick = ReplayConfig(interval=1, recipes=("experts",))
     slow = Faults()

@@ -35,11 +35,11 @@ def untouched(layout: Layout, run_dir: Path) -> None:
 LAYOUTS = [
     Layout("1f1b", 2, pipeline_first=True),
     Layout("interleaved", 2, told="degrees"),
-    Layout("zero bubble", 2),
     Layout("zbv", 2),
     Layout("1f1b", 2, "fsdp", pipeline_first=True),
 ]
 LARGER = [
+    Layout("zero bubble", 2),
     Layout("gpipe", 2),
     Layout("1f1b", 2, "ddp"),
     Layout("zbv", 2, "gathered fsdp", told="degrees"),

@@ -75,6 +75,7 @@ def kill(hosts: Sequence[Machine]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_machine_lost_in_the_middle_of_a_copy_takes_all_back_to_the_generation_before(tmp_path: Path):
     # Steps 2 and 4 have their copies before training goes on; while 6 is copied, it does not.
     doomed = replace(PLAN, copied_until=5, hangs={0: 8, 1: 8}, run_dir=tmp_path / "first")

@@ -119,6 +119,7 @@ def test_a_full_memory_file_system_is_a_problem_and_training_goes_on(tmp_path: P
     assert all(line.endswith("held-by-0.shard") for line in lines[7:])
 
 
+@pytest.mark.slow
 def test_memory_that_gets_free_again_is_used(tmp_path: Path):
     script = (
         'dd if=/dev/zero of="$0/other" bs=1M count=12 2>/dev/null; "$@" 1 2 512; rm "$0/other"; "$@" 3 4 512'

@@ -127,6 +127,7 @@ def sixteen(faults: Faults, run_dir: Path) -> Told:
     return found[0]
 
 
+@pytest.mark.slow
 def test_slow_groups_that_meet_on_a_machine_name_it(tmp_path: Path):
     faults = slow_link(slow_link(Faults(), SHARDS, (4, 5)), TENSORS, (4, 12))
     found = sixteen(faults, tmp_path)

@@ -79,6 +79,7 @@ def test_the_hub_listens_on_the_interface_it_is_told_and_is_reached_there(tmp_pa
         assert all(host.listens_on(host.other_address) for host in hosts)
 
 
+@pytest.mark.slow
 def test_a_network_that_falls_apart_leaves_each_side_with_a_verdict(tmp_path: Path):
     with machines(tmp_path, UNNAMED) as hosts:
         start(hosts, tmp_path)

@@ -68,8 +68,9 @@ def titan() -> Job:
 
     folder = Path(tempfile.mkdtemp())
     titan_jobs.make_assets(folder)
-    titan_jobs._begin()
-    trainer = titan_jobs.config_of(titan_jobs.Trial(folder), folder).build()
+    trial = titan_jobs.Trial(folder)
+    titan_jobs._begin(trial)
+    trainer = titan_jobs.config_of(trial, folder).build()
     batches = trainer.batch_generator(trainer.dataloader)
     return trainer, None, lambda: trainer.train_step(batches)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from torch.utils.data import Dataset
 from transformers import (
     GPT2Config,
@@ -112,6 +113,7 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     # As torchrun sets it; no connection is made, since there is a process group already.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "1"}
+    GradientState._reset_state()  # which has the loader of the trial before, and its accumulation
     torch.manual_seed(0)
     model = model_of(trial)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

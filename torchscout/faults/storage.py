@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,7 +99,10 @@ def spoil(paths: Sequence[Path], damage: Damage) -> Lost:
 def lose_folder(folder: Path) -> None:
     """As when a network file system goes away under a running job: nothing can be written there."""
     folder.rename(_aside(folder))
-    folder.touch()
+    while not folder.is_file():
+        shutil.rmtree(folder, ignore_errors=True)  # whoever was writing may have made it anew
+        with suppress(IsADirectoryError):
+            folder.touch()
 
 
 def restore_folder(folder: Path) -> None:
