@@ -70,7 +70,7 @@ def titan() -> Job:
     titan_jobs.make_assets(folder)
     trial = titan_jobs.Trial(folder)
     titan_jobs._begin(trial)
-    trainer = titan_jobs.config_of(trial, folder).build()
+    trainer = titan_jobs.config_of(trial).build()
     batches = trainer.batch_generator(trainer.dataloader)
     return trainer, None, lambda: trainer.train_step(batches)
 
