@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +15,7 @@ from deepspeed.utils import groups
 from tests.support.deepspeed_jobs import Plan, Told, answering, attach_to_another_version, train
 from tests.support.hangs import QUICK, STALL, incidents, wait_for_incident
 from tests.support.ranks import LiveRanks, RankError, run_ranks
+from tests.support.scripts import EXAMPLES, losses_in, torchrun
 from torchscout.faults.fault import Faults
 from torchscout.integration.deepspeed import lacking
 from torchscout.integration.resumption import Sweep
@@ -377,30 +374,12 @@ def test_what_a_release_lacks_is_said():
 
 @slow
 def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path: Path):
-    root = Path(__file__).parents[2]
-    script = root / "examples" / "frameworks" / "deepspeed_zero.py"
+    script = EXAMPLES / "frameworks" / "deepspeed_zero.py"
     assert script.read_text().count("\n") < 60
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    losses: list[float] = []
+    losses: dict[int, float] = {}
     for first, last in ((1, 10), (11, 15)):
-        done = subprocess.run(
-            [*command, script, "--steps", str(last)],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "DS_ACCELERATOR": "cpu",
-                "PYTHONPATH": str(root),
-                "TORCHSCOUT_MEMORY": str(tmp_path / "memory"),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        told = re.findall(r"^step +(\d+) +loss (\d+\.\d+)$", done.stdout, flags=re.MULTILINE)
-        assert [int(step) for step, _ in told] == [*range(first, last + 1)]
-        losses += [float(loss) for _, loss in told]
-    assert losses[-1] < losses[0]
+        told = losses_in(torchrun(3, [script, "--steps", last], tmp_path, DS_ACCELERATOR="cpu"))
+        assert [*told] == [*range(first, last + 1)]
+        losses |= told
+    assert losses[15] < losses[1]
     assert not [*tmp_path.glob("scout-run-*/incidents.jsonl")]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 from tests.support.hangs import QUICK, STALL
 from tests.support.huggingface_jobs import Trial, answering, train
 from tests.support.ranks import LiveRanks, RankError, run_ranks
+from tests.support.scripts import EXAMPLES, torchrun
 from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.fault import Faults
@@ -150,36 +148,18 @@ def test_checkpoints_in_memory_are_refused_with_what_to_do_instead(tmp_path: Pat
 
 @slow
 def test_the_example_trains_and_goes_on_from_what_can_be_trusted(tmp_path: Path):
-    root = Path(__file__).parents[2]
-    script = root / "examples" / "frameworks" / "huggingface_trainer.py"
+    script = EXAMPLES / "frameworks" / "huggingface_trainer.py"
     assert script.read_text().count("\n") < 60
     losses: list[float] = []
     for steps in (20, 10):
         for newest in (15, 20):
             shutil.rmtree(tmp_path / "counting" / f"checkpoint-{newest}", ignore_errors=True)
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                "3",
-                str(script),
-            ],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(root)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "found: nothing" in done.stdout
-        told = [float(each) for each in re.findall(r"'loss': '([\d.]+)'", done.stdout)]
+        printed = torchrun(3, [script], tmp_path)
+        assert "found: nothing" in printed
+        told = [float(each) for each in re.findall(r"'loss': '([\d.]+)'", printed)]
         assert len(told) == steps // 5
         losses += told
-    # The last two steps that were trained twice are the same both times.
+    # The steps that were trained twice are the same both times.
     assert losses[2:4] == losses[4:]
     assert losses[3] < losses[0]
     marked = sorted(each.parent.name for each in tmp_path.glob("counting/*/torchscout.json"))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +28,7 @@ from tests.support.megatron_layouts import (
     VIRTUAL,
 )
 from tests.support.ranks import LiveRanks, RankError, run_ranks
+from tests.support.scripts import EXAMPLES, losses_in, torchrun
 from torchscout.config import ReplayConfig
 from torchscout.faults.fault import Faults
 
@@ -358,25 +355,12 @@ def test_what_is_not_supported_is_one_sentence_and_training_is_untouched(
 
 @pytest.mark.slow
 def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path: Path):
-    root = Path(__file__).parents[2]
-    script = root / "examples" / "frameworks" / "megatron_core.py"
+    script = EXAMPLES / "frameworks" / "megatron_core.py"
     assert script.read_text().count("\n") < 60
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
-    losses: list[float] = []
+    losses: dict[int, float] = {}
     for first in (1, 6):
-        done = subprocess.run(
-            [sys.executable, *command, "tests.support.megatron_script", script],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(root), "TORCHSCOUT_MEMORY": str(tmp_path / "memory")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        told = re.findall(r"^step +(\d+) +loss (\d+\.\d+)$", done.stdout, flags=re.MULTILINE)
-        assert [int(step) for step, _ in told] == [*range(first, first + 5)]
-        losses += [float(loss) for _, loss in told]
-    assert losses[-1] < losses[0]
+        told = losses_in(torchrun(4, ["-m", "tests.support.megatron_script", script], tmp_path))
+        assert [*told] == [*range(first, first + 5)]
+        losses |= told
+    assert losses[10] < losses[1]
     assert not [*tmp_path.glob("scout-run-*/incidents.jsonl")]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +14,7 @@ import pytest
 
 from tests.support.hangs import incidents, wait_for_incident
 from tests.support.ranks import LiveRanks, RankError, run_ranks
+from tests.support.scripts import EXAMPLES, ROOT, torchrun
 from tests.support.titan_jobs import Trial, answering, make_assets, train
 from torchscout.cli.local_ranks import preload
 from torchscout.config import ObserverConfig, Parallelism
@@ -363,32 +362,17 @@ def test_what_a_user_must_change_is_refused(changes: dict[str, Any], said: str, 
 
 @slow
 def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path: Path):
-    root = Path(__file__).parents[2]
-    assert (root / "examples" / "frameworks" / "torchtitan_llama.py").read_text().count("\n") < 60
+    folder = EXAMPLES / "frameworks"
+    assert (folder / "torchtitan_llama.py").read_text().count("\n") < 60
     (tmp_path / "tests" / "assets").mkdir(parents=True)  # as in TorchTitan's own repository
     make_assets(tmp_path / "tests" / "assets")
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
-    job = ["--module", "torchtitan_llama", "--config", "watched"]
-    small = ["--training.local-batch-size", "1", "--training.seq-len", "64", "--training.steps"]
+    job = ["-m", "tests.support.titan_script", "--module", "torchtitan_llama", "--config", "watched"]
+    small = ["--training.local-batch-size", 1, "--training.seq-len", 64, "--training.steps"]
     losses: list[float] = []
     for first, last in ((1, 7), (6, 11)):
-        done = subprocess.run(
-            [sys.executable, *ranks, "tests.support.titan_script", *job, *small, str(last)],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{root}:{root / 'examples' / 'frameworks'}",
-                "TORCHSCOUT_MEMORY": str(tmp_path / "memory"),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=400,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        told = re.findall(r"step: +(\d+) .*?loss: +(\d+\.\d+)", re.sub(r"\x1b\[\d+m", "", done.stdout))
-        assert sorted({int(step) for step, _ in told}) == [*range(first, last + 1)], done.stdout
+        printed = torchrun(4, [*job, *small, last], tmp_path, PYTHONPATH=f"{ROOT}:{folder}")
+        told = re.findall(r"step: +(\d+) .*?loss: +(\d+\.\d+)", re.sub(r"\x1b\[\d+m", "", printed))
+        assert sorted({int(step) for step, _ in told}) == [*range(first, last + 1)], printed
         losses += [float(loss) for _, loss in told]
     assert losses[-1] < losses[0]
     assert not [*tmp_path.glob("outputs/scout/incidents.jsonl")]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = {
+from tests.support.scripts import EXAMPLES, losses_in, torchrun
+
+RANKS = {
     "ddp": 2,
     "fsdp2": 2,
     "hsdp": 4,
@@ -25,26 +22,8 @@ LARGE = ("hsdp", "tensor_parallel", "pipeline_parallel")
 
 def run(name: str, folder: Path, *arguments: str) -> tuple[dict[int, float], str]:
     """The losses by step, and all that was printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", str(EXAMPLES[name]), ROOT / "examples" / f"{name}.py", *arguments],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "TORCHSCOUT_MEMORY": str(folder / "memory"),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    steps = re.findall(r"^step +(\d+) +loss (\d+\.\d+)$", done.stdout, flags=re.MULTILINE)
-    return {int(step): float(loss) for step, loss in steps}, done.stdout
+    printed = torchrun(RANKS[name], [EXAMPLES / f"{name}.py", *arguments], folder)
+    return losses_in(printed), printed
 
 
 def trains(name: str, folder: Path, *arguments: str) -> dict[int, float]:
@@ -73,7 +52,7 @@ def test_an_example_trains(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in EXAMPLES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in RANKS]
 )
 def test_an_example_trains_and_goes_on_from_its_checkpoint(name: str, tmp_path: Path):
     trains_and_goes_on(name, tmp_path)
@@ -86,9 +65,9 @@ def test_gradient_checkpointing_keeps_nothing_from_being_checked(tmp_path: Path)
 
 def test_every_example_is_short_and_is_run_here():
     shared = {"common", "causal_lm"}
-    scripts = {path.stem: path.read_text() for path in (ROOT / "examples").glob("*.py")}
-    assert scripts.keys() - shared == EXAMPLES.keys()
-    told = (ROOT / "examples" / "README.md").read_text()
-    for name in EXAMPLES:
+    scripts = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
+    assert scripts.keys() - shared == RANKS.keys()
+    told = (EXAMPLES / "README.md").read_text()
+    for name in RANKS:
         assert scripts[name].count("\n") < 60
         assert f"examples/{name}.py" in told

@@ -18,9 +18,10 @@ from deepspeed.moe.sharded_moe import MOELayer
 from tests.support.checkpoint_jobs import Loader, kill
 from tests.support.deepspeed_models import ACCUMULATED, KINDS, Work, quiet
 from tests.support.deepspeed_places import Places, ours, theirs, tidy_up
+from tests.support.findings import Findings
 from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import read
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
@@ -63,16 +64,11 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Told:
+class Told(Findings):
     """What one rank has to tell."""
 
     bits: dict[int, str]
     """All that training leaves behind on it, after each step."""
-    fired: int = 0
-    records: list[EvidenceRecord] = field(default_factory=list)
-    incidents: list[Incident] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    status: dict[str, Any] = field(default_factory=dict)
     resumed: Resumption | None = None
     attaching: float = 0.0
     """Seconds."""

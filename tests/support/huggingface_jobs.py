@@ -27,8 +27,9 @@ from transformers import (
 )
 
 from tests.support.checkpoint_jobs import kill
+from tests.support.findings import Findings
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
@@ -66,25 +67,12 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Told:
+class Told(Findings):
     """What one rank has to tell."""
 
     bits: dict[int, str]
     """All that training leaves behind on it, after each step."""
-    fired: int = 0
-    records: list[EvidenceRecord] = field(default_factory=list)
-    incidents: list[Incident] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    status: dict[str, Any] = field(default_factory=dict)
     resumed: int = 0
-
-    @property
-    def agreed(self) -> set[str]:
-        return {each.surface for each in self.records if each.verdict is not None and each.verdict.agrees}
-
-    @property
-    def unchecked(self) -> dict[str, str | None]:
-        return {each.surface: each.reason for each in self.records if each.verdict is None}
 
     @property
     def found(self) -> list[tuple[str, str, tuple[int, ...], int]]:

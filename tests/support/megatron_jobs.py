@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.findings import Findings
 from tests.support.megatron_models import Job, Trial, build, called, inner, leave, one_step
 from torchscout.config import CheckpointConfig
-from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.integration.resumption import Resumption
@@ -27,7 +28,7 @@ __all__ = ["Told", "Trial", "answering", "train"]
 
 
 @dataclass(frozen=True)
-class Told:
+class Told(Findings):
     """What one rank has to tell."""
 
     bits: dict[int, str]
@@ -36,23 +37,10 @@ class Told:
     """Megatron's own, of this rank."""
     places: dict[str, list[int]] = field(default_factory=dict)
     """Who SCOUT thinks is along which axis."""
-    records: list[EvidenceRecord] = field(default_factory=list)
-    incidents: list[Incident] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    status: dict[str, Any] = field(default_factory=dict)
-    fired: int = 0
     resumed: Resumption | None = None
     scales: list[float] = field(default_factory=list)
     """Of the loss, after every step."""
     attach_seconds: float = 0.0
-
-    @property
-    def agreed(self) -> set[str]:
-        return {each.surface for each in self.records if each.verdict is not None and each.verdict.agrees}
-
-    @property
-    def unchecked(self) -> dict[str, str | None]:
-        return {each.surface: each.reason for each in self.records if each.verdict is None}
 
 
 def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Told]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import titan_cpu  # first: TorchTitan expects an accelerator
+from tests.support.findings import Findings
 
 # isort: split
 import torch
@@ -35,7 +36,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
 from torchscout.evidence.call import Call
 from torchscout.evidence.collectives import listen
@@ -92,7 +93,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Told(Findings):
     """What one rank has to tell."""
 
     bits: dict[str, str]
@@ -102,24 +103,11 @@ class Told:
     """The framework's own, by the name of the axis."""
     along: dict[str, tuple[int, ...]]
     """The same, by the mesh."""
-    records: list[EvidenceRecord] = field(default_factory=list)
-    incidents: list[Incident] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    fired: int = 0
-    status: dict[str, Any] = field(default_factory=dict)
     resumed: int = 0
     """The step it went on from."""
     uneven: int = 0
     """How often this rank sent the others different numbers of rows."""
     attach_seconds: float = 0.0
-
-    @property
-    def agreed(self) -> set[str]:
-        return {each.surface for each in self.records if each.verdict is not None and each.verdict.agrees}
-
-    @property
-    def unchecked(self) -> dict[str, str | None]:
-        return {each.surface: each.reason for each in self.records if each.verdict is None}
 
     @property
     def found(self) -> set[tuple[str, str, tuple[int, ...]]]:
