@@ -218,15 +218,27 @@ def slow_layers(places: tuple[str, ...], rank: int) -> Faults:
     return faults
 
 
-SLOW = {"zero-2": Plan(2, faults=slow_layers(("stack.0", "stack.1"), 1))}
-MORE_SLOW = {"zero-3": Plan(3, zero=SOME_SMALL, faults=slow_layers(("stack.0", "stack.1"), 1))}
+BOTH = slow_layers(("stack.0", "stack.1"), 1)
+SLOW = {"zero-2": (Plan(2, faults=BOTH), (1,))}
+MORE_SLOW = {
+    "zero-0": (Plan(0, faults=BOTH), (1,)),
+    "zero-1": (Plan(1, bf16=True, faults=BOTH), (1,)),
+    "zero-3": (Plan(3, zero=SOME_SMALL, faults=BOTH), (1,)),
+    "pipeline": (Plan(1, "pipeline", faults=slow_layers(("1", "2"), 1)), (0, 1)),
+    "ulysses": (Plan(1, "ulysses", faults=BOTH), (1, 3)),
+    "autotp": (Plan(1, "tensor", faults=slow_layers(("model.layers.0", "model.layers.1"), 1)), (1, 3)),
+}
+"""Of two that do the same work, both: one of them is late, and nothing says which is as it should be."""
 
 
-@pytest.mark.parametrize("plan", each_of(SLOW) + each_of(MORE_SLOW, slow))
-def test_a_slow_rank_is_named(four: LiveRanks, plan: Plan, tmp_path: Path):
+@pytest.mark.parametrize(("plan", "ranks"), each_of(SLOW) + each_of(MORE_SLOW, slow))
+def test_a_slow_rank_is_named(four: LiveRanks, plan: Plan, ranks: tuple[int, ...], tmp_path: Path):
     found = four.ask(replace(plan, run_dir=tmp_path), 120)
     assert found[1].fired > 4
-    assert [each[:3] for each in found[0].named] == [("straggler", "rank", (1,))], found[0].incidents
+    scope = "rank" if len(ranks) == 1 else "peer_group"
+    assert {each[:3] for one in found for each in one.named} == {("straggler", scope, ranks)}, found[
+        0
+    ].incidents
 
 
 LINKS = {
@@ -317,6 +329,8 @@ MORE_LATE = {
     "zero-3": (Plan(3, zero=SOME_SMALL), "stack.1"),
     "pipeline": (Plan(1, "pipeline"), "4"),
     "autotp": (Plan(1, "tensor"), "model.layers.1"),
+    "ulysses": (Plan(1, "ulysses"), "stack.1"),
+    "experts": (Plan(2, "mixture"), "stack.1.up"),
 }
 
 

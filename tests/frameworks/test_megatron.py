@@ -180,15 +180,32 @@ def test_a_wrong_bit_in_what_one_rank_alone_holds_names_that_rank(
     assert {each.surface for each in incident.records} == {"state/at_rest"}
 
 
-def test_a_slow_layer_names_its_rank(four: LiveRanks, tmp_path: Path):
+SLOW_LAYERS = {
+    "replicas": (REPLICAS, (2,)),
+}
+MORE_SLOW_LAYERS = {
+    "tensor and sequence": (Trial(tensor=2, sequence=True), (0, 2)),
+    "pipeline": (replace(PIPELINE, layers=4), (2, 3)),
+    "context": (Trial(context=2), (0, 2)),
+    "optimizer shards": (SHARDED, (2,)),
+    "parameter shards": (FSDP, (2,)),
+}
+"""Of two that do the same work, both: one of them is late, and nothing says which is as it should be."""
+
+
+@pytest.mark.parametrize(
+    ("trial", "ranks"), each_of(SLOW_LAYERS) + each_of(MORE_SLOW_LAYERS, pytest.mark.slow)
+)
+def test_a_slow_layer_names_its_rank(four: LiveRanks, trial: Trial, ranks: tuple[int, ...], tmp_path: Path):
     faults = Faults()
     for layer in (0, 1):
-        place = f"decoder.layers.{layer}/forward"
+        place = f"{'module.' * trial.fsdp}decoder.layers.{layer}/forward"
         faults = faults.delay(rank=2, at=place, step=range(3, 9), seconds=0.25, calls=ALL)
-    told = four.ask((Trial(microbatches=1, faults=faults), tmp_path), 120)
+    told = four.ask((replace(trial, microbatches=max(1, trial.pipeline), faults=faults), tmp_path), 120)
     assert told[2].fired > 4
-    (incident,) = told[0].incidents
-    assert (incident.manifestation.value, incident.scope.value, incident.ranks) == ("straggler", "rank", (2,))
+    (incident,) = {each.ranks: each for one in told for each in one.incidents}.values()
+    assert (incident.manifestation.value, incident.ranks) == ("straggler", ranks)
+    assert incident.scope.value == ("rank" if len(ranks) == 1 else "peer_group")
 
 
 @pytest.mark.slow
@@ -217,11 +234,22 @@ NO_REPLAY = replace(FSDP, experts=4, expert=2)
 """Not supported."""
 
 
+MORE_LATE = {
+    "pipeline": (replace(PIPELINE, replay=None),),
+    "virtual pipeline": (replace(VIRTUAL, replay=None),),
+    "tensor and sequence": (Trial(tensor=2, sequence=True, replay=None),),
+    "context": (Trial(context=2, replay=None),),
+    "experts": (replace(EXPERTS, replay=None),),
+    "optimizer shards": (replace(SHARDED, replay=None),),
+    "parameter shards": (replace(FSDP, replay=None),),
+}
+
+
 @pytest.mark.parametrize(
     "trial",
     [
         pytest.param(replace(REPLICAS, replay=None), id="replicas"),
-        pytest.param(replace(PIPELINE, replay=None), id="pipeline", marks=pytest.mark.slow),
+        *each_of(MORE_LATE, pytest.mark.slow),
         pytest.param(NO_REPLAY, id="no replay", marks=pytest.mark.slow),
     ],
 )

@@ -256,14 +256,28 @@ def test_no_optimizer_of_any_part_goes_unwatched(four: LiveRanks, place: int, as
     assert {each.surface for each in incident.records} == {"state/at_rest"}
 
 
-def test_a_slow_layer_names_its_rank(four: LiveRanks, assets: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("parallelism", "found"),
+    [
+        pytest.param(REPLICATE, ("rank", (2,)), id="replicate"),
+        pytest.param({}, ("rank", (2,)), id="fsdp", marks=slow),
+        pytest.param(TENSOR, ("peer_group", (0, 2)), id="tensor", marks=slow),
+        pytest.param(PIPELINE, ("peer_group", (2, 3)), id="pipeline", marks=slow),
+        pytest.param(CONTEXT, ("peer_group", (0, 2)), id="context", marks=slow),
+    ],
+)
+def test_a_slow_layer_names_its_rank(
+    four: LiveRanks, parallelism: dict[str, Any], found: Any, assets: Path, tmp_path: Path
+):
+    """Of two that do the same work, both: nothing says which is as it should be."""
     faults = Faults()
     for layer in (0, 1):
-        at = f"layers.{layer}/forward"
+        at = f"layers.{layer + 2 * (parallelism is PIPELINE)}/forward"
         faults = faults.delay(rank=2, at=at, step=range(3, 9), seconds=0.3, calls=ALL)
-    told = four.ask((Trial(assets, REPLICATE, faults=faults), tmp_path), 300)
+    told = four.ask((Trial(assets, parallelism, layers=4, faults=faults), tmp_path), 300)
     assert told[2].fired >= 8
-    assert told[0].found == {("straggler", "rank", (2,))}, [each.sentence for each in told[0].incidents]
+    named = {each for one in told for each in one.found}
+    assert named == {("straggler", *found)}, [each.sentence for each in told[0].incidents]
 
 
 @slow
@@ -286,8 +300,8 @@ def test_a_slow_link_names_its_machine(assets: Path, tmp_path: Path):
 
 @pytest.mark.parametrize(
     "parallelism",
-    [{}, pytest.param(TENSOR, marks=slow), pytest.param(PIPELINE, marks=slow)],
-    ids=["fsdp", "tensor", "pipeline"],
+    [{}, *(pytest.param(each, marks=slow) for each in (TENSOR, PIPELINE, CONTEXT, HSDP))],
+    ids=["fsdp", "tensor", "pipeline", "context", "hsdp"],
 )
 def test_a_late_rank_is_named(four: LiveRanks, parallelism: dict[str, Any], assets: Path, tmp_path: Path):
     faults = Faults().stall(rank=2, at="layers.1/forward", step=4, seconds=10.0)
