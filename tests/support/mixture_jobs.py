@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.findings import Findings
 from torchscout.cli.moe_job import group_of
 from torchscout.cli.moe_model import EXPERTS, MoeTransformer, batch, expert_names, share_gradients
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
@@ -51,26 +51,13 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Told(Findings):
     bits: bytes
-    records: list[EvidenceRecord]
-    incidents: list[Incident]
-    failures: list[str]
-    fired: int
-    status: dict[str, Any]
     routed: list[list[int]]
     """Rows that each of this rank's experts got, call by call."""
     resumed: Resumption | None = None
     kept: list[dict[str, Any]] = field(default_factory=list)
     """What is said of checkpoints after every step."""
-
-    @property
-    def agreed(self) -> set[str]:
-        return {each.surface for each in self.records if each.verdict is not None and each.verdict.agrees}
-
-    @property
-    def unchecked(self) -> dict[str, str | None]:
-        return {each.surface: each.reason for each in self.records if each.verdict is None}
 
 
 def build(trial: Trial, rank: int) -> tuple[DistributedDataParallel, dist.ProcessGroup]:
@@ -115,11 +102,12 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
     fired = len(injector.fired) + sum(each.fired for each in watched)
     routed = [counts for each in watched for counts in each.routed]
     if session is None or run_dir is None:
-        return Told(bits, [], [], [], fired, {}, routed)
+        return Told(bits, routed, fired=fired)
     incidents, failures, status = session.incidents, list(session.failures), dict(session.status())
     session.close()
     records = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
-    return Told(bits, records, list(incidents), failures, fired, status, routed, resumed, kept)
+    found = {"records": records, "incidents": list(incidents), "failures": failures, "status": status}
+    return Told(bits, routed, resumed, kept, fired=fired, **found)
 
 
 def attached(

@@ -6,10 +6,8 @@ Imported only where a job has imported Megatron-Core. What of it cannot be repla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import megatron.core
@@ -24,12 +22,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-from megatron.core.transformer.moe.moe_utils import (
-    MoEAuxLossAutoScaler,
-    get_moe_layer_wise_logging_tracker,
-)
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,15 +31,15 @@ from torch.distributed.tensor import DTensor
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
 from torchscout.evidence.replay.randomness import register_tracker
-from torchscout.evidence.replay.sharded import Elsewhere, Keepers
+from torchscout.evidence.replay.sharded import Keepers
 from torchscout.integration.megatron_fsdp import (
     Keeper,
     copies_of,
     obstacle_of,
-    room_for,
     scatter,
     show_shards,
 )
+from torchscout.integration.megatron_surroundings import Losses, Streams, lent
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.modules import is_matrix, is_table
 from torchscout.integration.parallelism import mesh_from
@@ -68,8 +61,6 @@ if TYPE_CHECKING:
 __all__ = ["MegatronAdapter", "adapter_of"]
 
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel)
-_FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
-"""What layers of Megatron's, and of Transformer Engine's, call that their backward accumulates by itself."""
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 
 
@@ -110,7 +101,7 @@ class MegatronAdapter:
         parallelism: Mesh | DeviceMesh | Parallelism | None = None,
     ) -> None:
         self._chunks, self._optimizer, self._parallelism = tuple(chunks), optimizer, parallelism
-        self._updates = Updates(optimizer, lambda: register_tracker("megatron", _Streams()))
+        self._updates = Updates(optimizer, lambda: register_tracker("megatron", Streams()))
         self._places: Sequence[_Place] = ()
         self._model = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
 
@@ -184,7 +175,7 @@ class MegatronAdapter:
 
     def keepers(self, module: torch.nn.Module) -> Keepers:
         chunks = [each for each in self._sharded() if any(part is module for part in each.modules())]
-        return Keepers(tuple(Keeper(each, module) for each in chunks), around=lambda: _lent(module))
+        return Keepers(tuple(Keeper(each, module) for each in chunks), around=lambda: lent(module))
 
     def unreplicated(self) -> Collection[Surface]:
         return ()
@@ -229,7 +220,7 @@ class MegatronAdapter:
             ):
                 bias.data = bias.data.float()
         scalers = [getattr(each, "grad_scaler", None) for each in _members(self._optimizer)]
-        kept: dict[str, Stateful] = {"megatron/streams": _Streams(), "megatron/losses": _Losses()}
+        kept: dict[str, Stateful] = {"megatron/streams": Streams(), "megatron/losses": Losses()}
         return kept | {
             f"megatron/scaler {place}": each for place, each in enumerate(scalers) if each is not None
         }
@@ -311,92 +302,3 @@ def _obstacle_of(chunk: Any) -> str | None:
 
 def _has_elements(shard: torch.Tensor) -> bool:
     return (shard.to_local() if isinstance(shard, DTensor) else shard).numel() > 0
-
-
-@contextmanager
-def _lent(module: torch.nn.Module) -> Iterator[Elsewhere]:
-    """Around a replayed call: what it writes besides the module itself is put back.
-
-    A backward pass that accumulates gradients by itself writes them to ``main_grad``, and returns memory that
-    it has not filled. Parts that are recomputed refuse ``autograd.grad``: here they keep what they computed.
-    """
-    weights: list[Any] = [each for each in module.parameters() if hasattr(each, "main_grad")]
-    is_fused = any(getattr(each, flag, False) for each in module.modules() for flag in _FUSED)
-    scale = "main_loss_backward_scale"
-    with ExitStack() as undo:
-        # Backward makes one of another shape than training's where there is none, as before the first step.
-        undo.callback(setattr, MoEAuxLossAutoScaler, scale, getattr(MoEAuxLossAutoScaler, scale))
-        undo.callback(_Losses().load_state_dict, _Losses().state_dict())
-        for part, flag in [*_recomputed(module)]:
-            undo.callback(setattr, part, flag, True)
-            setattr(part, flag, False)
-        for each in weights if is_fused else ():
-            lent: dict[str, Any] = {"main_grad": _room_for(each), "grad_added_to_main_grad": False}
-            if hasattr(each, "get_main_grad"):
-                lent["get_main_grad"] = partial(getattr, each, "main_grad")
-            for name, value in lent.items():
-                undo.callback(setattr, each, name, getattr(each, name))
-                setattr(each, name, value)
-        yield _accumulated
-
-
-def _recomputed(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    """The switches by which Megatron's modules recompute a part of themselves in backward."""
-    for part in module.modules():
-        for name, value in vars(part).items():
-            if value is True and (name == "checkpoint_core_attention" or "recompute" in name):
-                yield part, name
-
-
-def _room_for(parameter: Any) -> torch.Tensor:
-    return torch.zeros_like(room_for(parameter) if parameter.main_grad is None else parameter.main_grad)
-
-
-def _accumulated(parameter: Any) -> torch.Tensor | None:
-    return parameter.main_grad if getattr(parameter, "grad_added_to_main_grad", False) else None
-
-
-class _Streams:
-    """Megatron's random streams, which tensor-parallel and expert-parallel ranks draw from."""
-
-    def get_states(self) -> dict[str, torch.Tensor]:
-        return {name: _bytes_of(each) for name, each in get_cuda_rng_tracker().get_states().items()}
-
-    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        tracker = get_cuda_rng_tracker()
-        own = tracker.get_states()
-        for name, state in states.items():
-            if isinstance(generator := own.get(name), torch.Generator):
-                generator.set_state(state)  # CUDA graphs know this one: it must stay the same
-            else:
-                own[name] = state.clone()
-        tracker.set_states(own)
-
-    state_dict = get_states
-    load_state_dict = set_states
-
-
-def _bytes_of(state: torch.Tensor | torch.Generator) -> torch.Tensor:
-    return state.get_state() if isinstance(state, torch.Generator) else state.clone()
-
-
-class _Losses:
-    """The sums of auxiliary losses that routers keep for the log."""
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        tracker = get_moe_layer_wise_logging_tracker()
-        return {name: each["values"].clone() for name, each in tracker.items() if "values" in each}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], /) -> None:
-        tracker = get_moe_layer_wise_logging_tracker()
-        for name in tracker.keys() - state.keys():
-            del tracker[name]
-        for name, values in state.items():
-            if name in tracker:
-                tracker[name]["values"].copy_(values)
-            else:
-                tracker[name] = {"values": values.to(_device()).clone()}
-
-
-def _device() -> torch.device:
-    return torch.device(torch.cuda.current_device())
