@@ -124,6 +124,8 @@ class Board:
         for heard in self.heard.values():
             heard.clear()
         self.clients[ranks[0]].send(0, "announce", insistent=False)
+        for rank in ranks:  # A question of before may still be on its way to some.
+            self.until(lambda rank=rank: "ask" in self.kinds(rank))
         self.post_all(*ranks)
         self.until(lambda: len(self.rounds) > concluded)
         for rank in ranks:
