@@ -25,7 +25,7 @@ MATERIAL_RATIO = 1.1
 
 RECIPES = (
     *("census", "embedding", "layer", "output", "optimizer"),
-    *("at_rest", "experts", "all_to_all", "expert_census", "expert_optimizer"),
+    *("at_rest", "experts", "all_to_all", "expert_census", "expert_optimizer", "transfers"),
 )
 """What replay can check: see ``ReplayConfig.recipes``."""
 
@@ -141,7 +141,8 @@ class ReplayConfig:
     recipes: tuple[str, ...] | Mapping[str, int] = RECIPES
     """What to check; as a mapping, each with its own interval. ``embedding``, ``layer`` (one hidden layer
     after the other), ``output``, ``optimizer`` (one slice after the other), ``census`` (all state),
-    ``at_rest`` (what optimizers keep on one rank alone, where parameters have copies). In a
+    ``at_rest`` (what optimizers keep on one rank alone, where parameters have copies), ``transfers`` (scratch
+    data over every process group that training uses). In a
     mixture of experts also ``experts`` (one shape after the other), ``all_to_all`` (one plan of traffic after
     the other), ``expert_census`` and ``expert_optimizer``; elsewhere these are nothing."""
     budget: float | None = None

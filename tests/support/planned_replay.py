@@ -31,7 +31,7 @@ class Planned:
     ) -> None:
         self.rank, self.act, self.kind, self.varies = rank, act, kind, varies
         self.targets = ("a", "b")
-        self.is_gathered, self.is_swept = False, True
+        self.is_gathered, self.is_swept, self.vouches = False, True, True
         self.role, self.is_dynamic = Role.DENSE, False
         self.calls: list[tuple[str, Any]] = []
 

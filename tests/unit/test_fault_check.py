@@ -62,6 +62,10 @@ def test_what_is_possible_is_let_by():
         ),
         (Faults().scale(rank=0, at="step", step=1, factor=2), "there is no tensor at a moment"),
         (Faults().scale(rank=0, at="layer.0/forward", step=1, factor=2), "there is no tensor at a moment"),
+        (
+            Faults().scale(rank=0, at="recv@mesh_pp", step=1, factor=2),
+            "what one rank sends another cannot be made wrong",
+        ),
         (Faults().delay(rank=0, at="step", step=1, seconds=1), "shows on no surface"),
         (Faults().delay(rank=0, at="layer.0/weight", step=1, seconds=1), "shows on no surface"),
         (

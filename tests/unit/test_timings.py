@@ -101,7 +101,7 @@ def test_a_group_is_named_by_its_axis():
     assert axis_of(mesh, (0, 1)) == "tensor"
     assert axis_of(mesh, (2, 0)) == "shard"
     assert axis_of(mesh, (1, 5)) == "replica"
-    assert axis_of(mesh, (0, 1, 2, 3)) == "mixed"
+    assert axis_of(mesh, (0, 1, 2, 3)) == "shard+tensor"
 
 
 def test_the_size_of_what_is_told_does_not_grow_with_the_group():

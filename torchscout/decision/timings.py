@@ -57,10 +57,18 @@ class Measured:
 
 
 def axis_of(mesh: Mesh, members: Sequence[int]) -> str:
-    """The axis of the mesh that a process group lies along, of dense layers or of experts; else ``mixed``."""
+    """The axis of the mesh that a process group lies along, of dense layers or of experts.
+
+    Of a group over several of them, or of a part of one, those along which its members differ.
+    """
     wanted = tuple(sorted(members))
     along = (axis for role in Role for axis in AXES if mesh.ranks_along(axis, wanted[0], role) == wanted)
-    return next(along, "mixed")
+    return next(along, None) or "+".join(_differing(mesh, wanted))
+
+
+def _differing(mesh: Mesh, members: Sequence[int]) -> list[str]:
+    addresses = [mesh.address_of(rank, Role.DENSE) for rank in members]
+    return [axis for axis in AXES if len({getattr(each, axis) for each in addresses}) > 1]
 
 
 class Timings:
@@ -86,19 +94,21 @@ class Timings:
         laps: dict[_GroupKey, dict[int, Sequence[float]]] = defaultdict(dict)
         for rank, measured in enumerate(self._told):
             for each in measured:
-                for surface, axis, first, size, elements, milliseconds in each["laps"]:
-                    key = _GroupKey(_named(surface, axis), axis, first, size, elements)
+                for surface, axis, *identity, milliseconds in each["laps"]:
+                    key = _GroupKey(_named(surface, axis), axis, *identity)
                     laps[key][rank] = milliseconds
-                    found[key][rank] = _Value(0.0, each["layer"], (elements,))
+                    found[key][rank] = _Value(0.0, each["layer"], (key.elements,))
         times: list[GroupTime] = []
         by_surface: dict[Surface, dict[int, _Value]] = defaultdict(dict)
         for key, told in laps.items():
             if (total := _total(told, key.size)) is not None:
                 shape = (key.elements,)
                 times.append(GroupTime(key.axis, tuple(sorted(told)), key.surface, total, shape))
-                by_surface[key.surface] |= {
-                    rank: value._replace(milliseconds=total) for rank, value in found[key].items()
-                }
+                for rank, value in found[key].items():
+                    # Of several groups, as a stage of a pipeline has two neighbours, the slowest.
+                    before, own = by_surface[key.surface].get(rank), value._replace(milliseconds=total)
+                    if before is None or before.milliseconds < total:
+                        by_surface[key.surface][rank] = own
         records = [
             record for surface, values in by_surface.items() for record in self._compared(surface, values)
         ]
@@ -142,12 +152,13 @@ class _GroupKey(NamedTuple):
     surface: Surface
     axis: str
     first: int
+    last: int
     size: int
     elements: int
 
 
-def _identity(lap: Lap) -> tuple[int, int, int]:
-    return min(lap.members), len(lap.members), lap.elements
+def _identity(lap: Lap) -> tuple[int, int, int, int]:
+    return min(lap.members), max(lap.members), len(lap.members), lap.elements
 
 
 def _is_of_experts(surface: Surface) -> bool:

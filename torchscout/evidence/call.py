@@ -15,7 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-__all__ = ["Call", "Group", "Operator", "Splits", "operators"]
+__all__ = ["OURS", "Call", "Group", "Operator", "Splits", "operators"]
+
+OURS = "torchscout"
+"""How the description of every process group of SCOUT's own begins."""
 
 # What an operator's name begins with, its outer underscores aside, and what we call it: its
 # variants (base, coalesced, into a tensor, from any source) are one operation to their group.
@@ -49,6 +52,11 @@ class Group:
     size: int
     members: tuple[int, ...] | None
     """Global ranks by place; None where ``torch.distributed`` does not know the group."""
+
+    @property
+    def is_scouts(self) -> bool:
+        """Whether it is one of SCOUT's own."""
+        return self.description.startswith(OURS)
 
 
 class Splits(NamedTuple):

@@ -65,6 +65,9 @@ def _check_effect(fault: Fault) -> None:
     if isinstance(fault.effect, TensorEffect):
         if kind in (Kind.STEP, Kind.PHASE) or (kind is Kind.PASS and name in _MOMENTS):
             raise ValueError(f"{_said(fault)}: there is no tensor at a moment; say which of its tensors")
+        if kind is Kind.COLLECTIVE and name in ("send", "recv"):
+            # Gloo's receives can be waited for once, and their caller does so.
+            raise ValueError(f"{_said(fault)}: what one rank sends another cannot be made wrong")
     elif isinstance(fault.effect, CallEffect | StayInside):
         if kind is not Kind.COLLECTIVE:
             raise ValueError(f"{_said(fault)}: this happens to a collective, such as all_reduce@GROUP")

@@ -19,9 +19,6 @@ from torchscout.faults.planned import Fault
 
 __all__ = ["Tampering"]
 
-_OURS = "torchscout"
-"""How the description of every process group of SCOUT's own begins."""
-
 
 class Tampering(TorchDispatchMode):
     """The call effects of one rank. ``is_due`` is asked once for each collective at a fault's place."""
@@ -52,13 +49,13 @@ class Tampering(TorchDispatchMode):
         if operator is None:
             return func(*args, **(kwargs or {}))
         call = Call(operator, args)
-        description = call.group.description
-        if description.startswith(_OURS):
+        if call.group.is_scouts:
             return func(*args)
         group = dist.ProcessGroup.unbox(args[operator.places["process_group"]])
         issue = Issue(call.operation, group, args, func, len(func._schema.returns) > 1)
+        here = (call.operation, call.group.description)
         for fault in self._faults:
-            if (fault.place.name, fault.place.slot) == (call.operation, description) and self._is_due(fault):
+            if (fault.place.name, fault.place.slot) == here and self._is_due(fault):
                 return self._replaced(fault, issue)
         result = func(*args)
         if self._held is not None:

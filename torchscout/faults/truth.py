@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 from torchscout.decision.cross_group import scope_of
 from torchscout.decision.localization import Group, localize, undecided
@@ -131,7 +132,7 @@ def _slow(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
 def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
     """What the slow process groups have in common, all others being measured and normal."""
     first = faults[0]
-    slow = list(dict.fromkeys(_group(fault, mesh) for fault in faults))
+    slow = list(dict.fromkeys(group for fault in faults for group in _slow_with(fault, mesh)))
     rivals = {group: _corresponding(group, mesh) for group in slow}
     if all(len(each) >= 3 for each in rivals.values()):
         measured = [group for axis in AXES for group in _groups(axis, mesh)]
@@ -143,14 +144,26 @@ def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
     return [Truth(first.manifestation, each.ranks, scope_of(each), surface, first.steps) for each in findings]
 
 
+def _slow_with(fault: Fault, mesh: Mesh) -> list[Group]:
+    """The groups in which others wait for this rank."""
+    group = _group(fault, mesh)
+    parts = [Group(group.axis, ranks) for ranks in _timed_together(group.axis, group.ranks)]
+    return [part for part in parts if fault.rank in part.ranks]
+
+
 def _group(fault: Fault, mesh: Mesh) -> Group:
     axis = axis_of(fault, mesh)
     return Group(axis, mesh.ranks_along(axis, fault.rank))
 
 
 def _groups(axis: str, mesh: Mesh) -> list[Group]:
-    groups = [] if axis == "pipeline" else mesh.groups_along(axis)  # transfers have no group's time
+    groups = [group for ranks in mesh.groups_along(axis) for group in _timed_together(axis, ranks)]
     return [Group(axis, ranks) for ranks in groups if len(ranks) > 1]
+
+
+def _timed_together(axis: str, ranks: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+    """A stage of a pipeline passes on to its neighbours, and each two of them are timed."""
+    return list(pairwise(ranks)) if axis == "pipeline" else [ranks]
 
 
 def _corresponding(group: Group, mesh: Mesh) -> list[Group]:

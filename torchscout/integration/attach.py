@@ -230,7 +230,7 @@ def _replay(
     shapes, lacking = _shapes(job, config, adapter, communicators)
     replaying = Replaying(
         config,
-        recipes_for(adapter, config, job.mesh, job.rank, shapes),
+        recipes_for(adapter, config, job.mesh, job.rank, shapes, communicators),
         job.mesh,
         communicators,
         _links(job, communicators, device),

@@ -15,13 +15,12 @@ import torch.distributed as dist
 
 from torchscout.decision.channel import PeerChannel, ProcessGroupChannel
 from torchscout.errors import ChannelError, ScoutError
+from torchscout.evidence.call import OURS
 from torchscout.mesh import Axis, PeerGroup
 
 __all__ = ["Communicators", "PeerLinks"]
 
 
-_DESCRIPTION = "torchscout"
-"""By which the groups are known to whoever listens to collectives."""
 _groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
 
 
@@ -32,7 +31,7 @@ class Communicators:
         self._patience = datetime.timedelta(seconds=patience_seconds)
         # Gloo whatever training uses: what is exchanged lives in host memory.
         self._group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=self._patience, group_desc=_DESCRIPTION
+            backend="gloo", timeout=self._patience, group_desc=OURS
         )
         everybody = PeerGroup(tuple(range(dist.get_world_size())), Axis.REPLICA)
         self._job = ProcessGroupChannel(everybody, self._group)
@@ -122,7 +121,7 @@ def _group_of(ranks: tuple[int, ...], backend: str | None, patience: datetime.ti
     known = _groups.get((ranks, backend))
     if known is None or not _is_alive(known):
         known = _groups[ranks, backend] = dist.new_group(
-            ranks, backend=backend, timeout=patience, use_local_synchronization=True, group_desc=_DESCRIPTION
+            ranks, backend=backend, timeout=patience, use_local_synchronization=True, group_desc=OURS
         )
     return known
 

@@ -20,6 +20,7 @@ from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
 from torchscout.evidence.replay.recipe import Recipe
 from torchscout.evidence.replay.reduction import route_of
 from torchscout.evidence.replay.sharded import Keepers
+from torchscout.evidence.replay.transfers import Everybody, TransferRecipe
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.mixture import without_experts
 from torchscout.integration.structure import Part
@@ -36,12 +37,13 @@ def recipes_for(
     mesh: Mesh | None = None,
     rank: int = 0,
     shapes: Mapping[str, Sequence[Rows]] | None = None,
+    everybody: Everybody | None = None,
 ) -> list[Recipe]:
     """Every recipe the configuration asks for; a ``ValueError`` says what a user must name.
 
     Peers along the mesh's replica axis hold copies of each other's state, along its shard axis each its own.
     Without a mesh nothing is known of shards, or of experts. ``shapes`` are those of a catalog, by the name
-    of the experts; None where there is none.
+    of the experts; None where there is none. Without ``everybody`` nobody agrees on what is sent.
     """
     structure = adapter.structure(embedding=config.embedding, layers=config.layers, output=config.output)
     experts = adapter.experts(config.experts)
@@ -62,6 +64,8 @@ def recipes_for(
     ]
     if owned and not is_sharded:
         recipes.append(job.at_rest("at_rest", {**owned, **owned_of_experts}, Role.DENSE))
+    if everybody is not None:
+        recipes.append(TransferRecipe(everybody, device_of_job(adapter)))
     if mesh is not None and _have_peers(mesh):
         if is_spread or shapes is not None:
             recipes.append(job.experts(experts, shapes or {}))

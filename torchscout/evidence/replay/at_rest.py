@@ -38,6 +38,7 @@ class AtRestRecipe:
     is_gathered = False
     is_dynamic = False
     is_swept = False
+    vouches = True
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ class CensusRecipe:
     is_gathered = False
     is_dynamic = False
     is_swept = True
+    vouches = True
 
     def __init__(self, state: State, kind: str = "census", role: Role = Role.DENSE) -> None:
         self._state = state

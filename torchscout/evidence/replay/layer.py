@@ -46,6 +46,7 @@ class LayerRecipe:
     is_gathered = True
     is_dynamic = False
     is_swept = True
+    vouches = True
 
     def __init__(
         self,

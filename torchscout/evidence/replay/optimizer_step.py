@@ -74,6 +74,7 @@ class OptimizerRecipe:
     is_gathered = False
     is_dynamic = False
     is_swept = True
+    vouches = True
 
     def __init__(
         self,

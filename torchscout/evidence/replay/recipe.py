@@ -168,6 +168,11 @@ class Recipe(Protocol):
         """Whether it can be replayed without a training step; the same on every rank."""
         ...
 
+    @property
+    def vouches(self) -> bool:
+        """Whether a check is incomplete without it: scratch data that were sent say nothing about state."""
+        ...
+
     def begin(self, target: int, *, is_source: bool) -> Replay:
         """Called before the training step at whose end the target is due: start to capture.
 

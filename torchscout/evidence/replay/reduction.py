@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torchscout.decision.signature import signature
 from torchscout.mesh import Axis, Mesh, Role
 
-__all__ = ["Reduction", "Route", "route_of"]
+__all__ = ["Reduction", "Route", "reduce_scatter", "route_of"]
 
 # Renamed in PyTorch 2.13, where the former name warns.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Reduction:
 
     def run(self) -> list[int]:
         """Signatures of this rank's shard: reduced among the shards, then also among the replicas."""
-        _reduce_scatter(self._got, self._given, op=dist.ReduceOp.AVG, group=self._route.shard)
+        reduce_scatter(self._got, self._given, op=dist.ReduceOp.AVG, group=self._route.shard)
         scattered = signature(self._got)
         self._given.zero_()
         if self._route.replica is None:

@@ -51,7 +51,7 @@ class Findings:
     elsewhere: set[int] = field(default_factory=set)
     """Ranks of other peer groups that were named for wrong results in the same check."""
     targets: list[str] = field(default_factory=list)
-    """What was due on this rank, whether or not it could be replayed."""
+    """What was due on this rank and vouches for its state, whether or not it could be replayed."""
     measured: list[Measured] = field(default_factory=list)
     """What the replays took, this rank's own; without those that were run for the first time."""
 
@@ -131,7 +131,8 @@ class Replayer:
                 if begun.due.target is None:
                     self._attend(begun)
                     continue
-                findings.targets.append(begun.target)
+                if begun.recipe.vouches:
+                    findings.targets.append(begun.target)
                 if begun.problem is None and begun.replay is not None:
                     self._run(begun, begun.replay, context, findings)
                 else:

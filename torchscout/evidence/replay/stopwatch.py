@@ -25,7 +25,7 @@ from torchscout.evidence.collectives import Pending, listen
 from torchscout.evidence.hearing import in_backward
 from torchscout.evidence.replay.recipe import Observation
 
-__all__ = ["timed"]
+__all__ = ["lapped", "timed"]
 
 _PATIENCE_SECONDS = 5.0
 _POINT_TO_POINT = ("send", "recv")
@@ -40,7 +40,7 @@ def timed(
 
     ``communication`` has a place for the operation: ``time/{}_backward``. A block that fails says nothing.
     """
-    clock: _Clock[Any] = _DeviceClock(device) if device.type == "cuda" else _HostClock()
+    clock = _clock_of(device)
     ear = _Ear(clock, device)
     with listen(ear, outermost=True):
         begin = clock.mark()
@@ -54,6 +54,23 @@ def timed(
             seen.lap(communication.format(call.operation), call.members, call.elements, milliseconds)
         if work is not None and ear.is_separable:
             seen.times[work] = clock.milliseconds(begin, end) - sum(lap for _, lap in laps)
+
+    seen.unread.append(read)
+
+
+@contextmanager
+def lapped(
+    device: torch.device, seen: Observation, surface: Surface, members: tuple[int, ...], elements: int
+) -> Iterator[None]:
+    """This block is one transfer among ``members``, and what it takes is ``seen`` when that is read."""
+    clock = _clock_of(device)
+    begin = clock.mark()
+    yield
+    end = clock.mark()
+
+    def read() -> None:
+        clock.settle()
+        seen.lap(surface, members, elements, clock.milliseconds(begin, end))
 
     seen.unread.append(read)
 
@@ -123,6 +140,10 @@ class _Clock(Protocol[_Mark]):
         ...
 
     def milliseconds(self, begin: _Mark, end: _Mark) -> float: ...
+
+
+def _clock_of(device: torch.device) -> _Clock[Any]:
+    return _DeviceClock(device) if device.type == "cuda" else _HostClock()
 
 
 class _HostClock:

@@ -1,0 +1,107 @@
+"""Slow and wrong communication outside of layers: on training's own groups, whatever they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import LiveRanks
+from tests.support.transfer_jobs import Job, Told, answering
+from torchscout.config import BaselineConfig, ReplayConfig
+from torchscout.faults.fault import Faults
+
+REPLICAS, STAGES = Job(replica=2, pipeline=3), Job(replica=3, pipeline=2)
+ONLY = ReplayConfig(interval=1, recipes=("transfers",), baseline=BaselineConfig(warmup=3))
+SLOW = range(3, 9)
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[LiveRanks]:
+    with LiveRanks(answering, 6) as ranks:
+        yield ranks
+
+
+def slow(ranks: tuple[int, ...], at: str, axis: str, steps: range = SLOW) -> Faults:
+    return Faults().slow_collective(ranks=ranks, at=at, axis=axis, step=steps, seconds=0.25)
+
+
+def found(told: list[Told]) -> set[tuple[str, str, tuple[int, ...]]]:
+    return {
+        (each.manifestation.value, each.scope.value, each.ranks) for one in told for each in one.incidents
+    }
+
+
+def timed(told: Told) -> set[str]:
+    return {each.surface for each in told.records if each.surface.startswith("time/transfers")}
+
+
+@pytest.mark.parametrize("job", [REPLICAS, STAGES], ids=["three stages", "two stages"])
+def test_every_group_of_training_is_tried_and_training_is_the_same(six: LiveRanks, job: Job, tmp_path: Path):
+    alone, watched = six.ask((job, None), 60), six.ask((job, tmp_path), 60)
+    for plain, told in zip(alone, watched, strict=True):
+        assert told.weights.equal(plain.weights)
+        assert (told.incidents, told.failures, told.unchecked) == ([], [], {})
+        assert "transfers/received" in told.agreed
+        assert timed(told) == {"time/transfers_all_reduce@replica", "time/transfers_send@pipeline"}
+
+
+def test_slow_gradients_name_their_replicas_among_those_of_other_stages(six: LiveRanks, tmp_path: Path):
+    job = replace(REPLICAS, faults=slow((1, 4), "all_reduce@mesh_dp", "replica"))
+    told = six.ask((job, tmp_path), 60)
+    assert told[1].fired > 4
+    (truth,) = job.faults.truth(job.mesh())
+    (incident,) = told[0].incidents
+    assert truth.ranks == (1, 4)
+    assert truth.is_told_by(incident), incident.sentence
+
+
+def test_a_slow_link_between_stages_names_the_two_it_connects(six: LiveRanks, tmp_path: Path):
+    job = replace(STAGES, faults=slow((2, 3), "send@mesh_pp", "pipeline"))
+    told = six.ask((job, tmp_path), 60)
+    assert told[2].fired > 4
+    (truth,) = job.faults.truth(job.mesh())
+    (incident,) = told[0].incidents
+    assert truth.ranks == (2, 3)
+    assert truth.is_told_by(incident), incident.sentence
+
+
+def test_a_slow_link_of_a_long_pipeline_is_one_of_several(six: LiveRanks, tmp_path: Path):
+    # Rank 3 is a first stage, and has one neighbour: a middle one.
+    job = replace(REPLICAS, faults=slow((3,), "send@mesh_pp", "pipeline"))
+    (incident,) = six.ask((job, tmp_path), 60)[0].incidents
+    (truth,) = job.faults.truth(job.mesh())
+    assert truth.ranks == (3, 4)
+    assert truth.is_told_by(incident), incident.sentence
+
+
+def test_of_two_groups_nothing_says_which_is_slow(six: LiveRanks, tmp_path: Path):
+    job = replace(STAGES, faults=slow((1, 3, 5), "all_reduce@mesh_dp", "replica"))
+    told = six.ask((job, tmp_path), 60)
+    assert found(told) == {("straggler", "process_group", (0, 1, 2, 3, 4, 5))}
+    assert "no third such group" in told[0].incidents[0].sentence
+
+
+def test_a_group_that_is_the_whole_job_is_held_against_its_own_past(six: LiveRanks, tmp_path: Path):
+    # Of a mesh dimension that has all ranks, PyTorch makes no group of its own.
+    faults = slow(tuple(range(6)), "all_reduce@default_pg", "replica", range(6, 12))
+    told = six.ask((Job(replica=6, steps=10, replay=ONLY, faults=faults), tmp_path), 60)
+    assert found(told) == {("straggler", "job", ())}
+    assert "time/transfers_all_reduce@replica" in told[0].incidents[0].sentence
+
+
+def test_what_arrives_wrong_names_the_receiver(six: LiveRanks, tmp_path: Path):
+    replayed = range(1, 9)
+    faults = Faults().flip_bit(rank=3, at="all_reduce@mesh_dp", step=3, bit=20, calls=replayed)
+    told = six.ask((replace(STAGES, faults=faults, replay=ONLY), tmp_path), 60)
+    assert told[3].fired > 0
+    assert found(told) == {("sdc", "rank", (3,))}
+    assert {each.surface for each in told[0].incidents[0].records} == {"transfers/received"}
+
+
+def test_a_line_that_only_one_end_knows_is_left_alone(six: LiveRanks, tmp_path: Path):
+    for told in six.ask((replace(STAGES, anyone=True, steps=3), tmp_path), 60):
+        assert (told.incidents, told.failures, told.unchecked) == ([], [], {})
+        assert timed(told) == {"time/transfers_all_reduce@replica"}

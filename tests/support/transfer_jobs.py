@@ -1,0 +1,100 @@
+"""Jobs that communicate outside of layers: replicas of several parts, stages that pass on what they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.findings import Findings
+from tests.support.replayed_job import Net, batch
+from torchscout.config import ReplayConfig
+from torchscout.decision.record import EvidenceRecord
+from torchscout.decision.recorder import read
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.integration.attach import enable_resiliency
+from torchscout.mesh import Mesh
+
+__all__ = ["Job", "Told", "answering"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    replica: int
+    pipeline: int = 1
+    """Stages, each of which trains a model of its own, and passes something on to the next."""
+    faults: Faults = field(default_factory=Faults)
+    steps: int = 6
+    anyone: bool = False
+    """Whether a stage takes what comes from whoever sends it."""
+    replay: ReplayConfig = ReplayConfig(interval=1)  # noqa: RUF009  frozen
+
+    def mesh(self) -> Mesh:
+        ranks = self.replica * self.pipeline
+        return Mesh.grid(
+            replica=self.replica, pipeline=self.pipeline, hosts=[f"machine-{rank}" for rank in range(ranks)]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(Findings):
+    weights: torch.Tensor
+    """All of them, after training."""
+
+
+def answering(rank: int, jobs: Iterator[tuple[Job, Path | None]]) -> Iterator[Told]:
+    for job, run_dir in jobs:
+        yield _train(rank, job, run_dir)
+
+
+def _train(rank: int, job: Job, run_dir: Path | None) -> Told:
+    devices = init_device_mesh("cpu", (job.replica, job.pipeline), mesh_dim_names=("dp", "pp"))
+    stage = rank % job.pipeline
+    torch.manual_seed(stage)
+    net = Net()
+    model = DistributedDataParallel(net, process_group=devices.get_group("dp"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = None
+    with Injector(job.faults, rank, net, optimizer) as injector:
+        if run_dir is not None:
+            session = enable_resiliency(
+                model, optimizer, replay=job.replay, observer=None, parallelism=job.mesh(), run_dir=run_dir
+            )
+        for step in range(1, job.steps + 1):
+            tokens, targets = batch(step, rank)
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+            if job.pipeline > 1:
+                _pass_on(loss.detach(), devices.get_group("pp"), stage, job)
+            optimizer.step()
+    weights = torch.cat([each.detach().flatten() for each in net.parameters()])
+    told = Told(weights=weights, fired=len(injector.fired))
+    if session is not None and run_dir is not None:
+        _tell(told, session, run_dir / "records" / f"rank-{rank}.jsonl")
+    dist.barrier()
+    return told
+
+
+def _pass_on(value: torch.Tensor, group: dist.ProcessGroup, stage: int, job: Job) -> None:
+    got = torch.empty_like(value)
+    if stage > 0:
+        dist.recv(got, group=group, group_src=None if job.anyone else stage - 1)
+    if stage < job.pipeline - 1:
+        dist.send(value, group=group, group_dst=stage + 1)
+
+
+def _tell(told: Told, session: Any, records: Path) -> None:
+    dist.barrier()  # whoever is to write an incident down has done so
+    told.incidents.extend(session.incidents)
+    told.failures.extend(session.failures)
+    told.status.update(session.status())
+    session.close()
+    told.records.extend(each.item for each in read(records) if isinstance(each.item, EvidenceRecord))

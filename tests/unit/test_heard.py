@@ -1,0 +1,55 @@
+"""Which of the lines that training was heard on all their members agree about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from torchscout.evidence.replay.heard import SEND, Line, agreed
+
+EVERYBODY = Line("all_reduce", (0, 1, 2, 3), "default")
+LEFT, RIGHT = Line("all_gather", (0, 1), "3"), Line("all_gather", (2, 3), "4")
+
+
+def told(*heard: Sequence[Line]) -> list[Any]:
+    """What each rank tells, as it arrives."""
+    return [json.loads(json.dumps([line.told() for line in lines])) for lines in heard]
+
+
+def test_what_all_members_heard_is_agreed_on_in_one_order():
+    said = told([EVERYBODY, LEFT], [LEFT, EVERYBODY], [RIGHT, EVERYBODY], [EVERYBODY, RIGHT])
+    assert agreed([EVERYBODY, LEFT], said) == agreed([LEFT, EVERYBODY], said) == [LEFT, EVERYBODY]
+    assert agreed([EVERYBODY, RIGHT], said) == [RIGHT, EVERYBODY]
+
+
+def test_a_line_that_a_member_did_not_hear_is_left_out_by_all():
+    said = told([EVERYBODY, LEFT], [LEFT], [RIGHT, EVERYBODY], [EVERYBODY, RIGHT])
+    assert agreed([EVERYBODY, LEFT], said) == [LEFT]
+    assert agreed([EVERYBODY, RIGHT], said) == [RIGHT]
+
+
+def test_of_groups_with_the_same_members_one_is_used_for_each_operation():
+    twin = EVERYBODY._replace(group="twin")
+    gathered = EVERYBODY._replace(operation="all_gather")
+    lines = [twin, gathered, EVERYBODY]
+    assert agreed(lines, told(*[lines] * 4)) == [gathered, EVERYBODY]
+
+
+def test_one_of_twins_that_only_some_heard_does_not_hide_the_other():
+    twin = EVERYBODY._replace(group="twin")
+    said = told([EVERYBODY, twin], [twin], [twin], [twin, EVERYBODY])
+    assert agreed([EVERYBODY, twin], said) == [twin]
+
+
+def test_neighbours_are_told_apart_by_both_ends():
+    chain = [Line(SEND, ends, "world") for ends in ((0, 1), (0, 2), (1, 2))]
+    said = told([chain[0], chain[1]], [chain[0]], [chain[1], chain[2]], [])
+    assert agreed([chain[0], chain[1]], said) == [chain[0], chain[1]]
+    assert agreed([chain[1], chain[2]], said) == [chain[1]]  # rank 1 has not heard of the last one
+
+
+def test_groups_of_one_name_with_other_members_are_not_one():
+    said = told([LEFT], [LEFT], [LEFT._replace(members=(2, 3))], [])
+    assert agreed([LEFT], said) == [LEFT]
+    assert agreed([LEFT._replace(members=(2, 3))], said) == []

@@ -1,0 +1,138 @@
+"""Sends scratch data over every process group that training uses (paper, sections 5.4 and 6.1.2).
+
+A layer is replayed with the communication inside of it. What is outside has no layer to be replayed with:
+gradients that replicas add up, what a stage of a pipeline passes to the next, the shards of an optimizer.
+Here every group that training was heard to use carries as much as every other, so that those which correspond
+can be compared; and what must arrive is known. Nothing of training's is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from torchscout.decision.fold import signed
+from torchscout.decision.signature import signature
+from torchscout.errors import ReplayError
+from torchscout.evidence.replay.alignment import Broadcast
+from torchscout.evidence.replay.heard import Heard, Line, agreed
+from torchscout.evidence.replay.parcels import Parcel, Room
+from torchscout.evidence.replay.recipe import ABSENT, Comparison, Given, Mode, Observation
+from torchscout.evidence.replay.stopwatch import lapped
+from torchscout.mesh import Role
+
+__all__ = ["Everybody", "TransferRecipe"]
+
+RECEIVED = "transfers/received"
+_AS_SENT = signed(xxhash.xxh3_64_intdigest(b"torchscout: what was sent has arrived"))
+"""In place of a signature: everything arrived as it should."""
+
+
+class Everybody(Protocol):
+    """The whole job: see ``Peers``, whose calls these are."""
+
+    def highest(self, values: Sequence[int]) -> list[int]: ...
+
+    def exchange(self, document: Any) -> list[Any]: ...
+
+
+class TransferRecipe:
+    """All lines that training was heard on in the step at whose end it is due."""
+
+    kind = "transfers"
+    targets = ("transfers",)
+    role = Role.DENSE
+    varies = False
+    is_gathered = False
+    is_dynamic = False
+    is_swept = False
+    vouches = False
+
+    def __init__(self, everybody: Everybody, device: torch.device) -> None:
+        self._device, self._heard, self._agreement = device, Heard(), _Agreement(everybody)
+
+    def kept_as(self, target: int) -> str:
+        return self.targets[target]
+
+    def begin(self, target: int, *, is_source: bool) -> _Transfers:  # noqa: ARG002  all send alike
+        self._heard.listen()
+        return _Transfers(self._heard, self._agreement, self._device)
+
+    def again(self, target: int, given: Given) -> _Transfers:  # noqa: ARG002  as the protocol has it
+        raise ReplayError("training has not communicated yet, and its groups are not known")
+
+
+class _Agreement:
+    """On lines that all their members have heard: a rank that waits on one alone would wait for ever."""
+
+    def __init__(self, everybody: Everybody) -> None:
+        self._everybody = everybody
+        self._own: list[Line] | None = None
+        self._agreed: list[Line] = []
+        self.is_silent = True
+        """Whether nobody in the job was heard at all."""
+
+    def on(self, lines: Sequence[Line]) -> list[Line]:
+        """Asked by every rank of the job; all tell each other only where something has changed."""
+        own = sorted(lines)
+        if any(self._everybody.highest([own != self._own])):
+            told = self._everybody.exchange([line.told() for line in own])
+            self._own, self._agreed, self.is_silent = own, agreed(own, told), not any(told)
+        return self._agreed
+
+
+class _Transfers:
+    """One on each line."""
+
+    def __init__(self, heard: Heard, agreement: _Agreement, device: torch.device) -> None:
+        self._heard, self._agreement, self._device = heard, agreement, device
+        self._groups: dict[Line, dist.ProcessGroup] = {}
+        self._lines: list[Line] = []
+        self._room: Room | None = None
+
+    def describe(self) -> None:
+        self._heard.rest()
+        self._groups = self._heard.lines()
+
+    def prepare(self, descriptions: Sequence[Any], source: int) -> None:  # noqa: ARG002  nothing is told
+        self._room = Room(self._device)
+
+    def align(self, broadcast: Broadcast) -> None:  # noqa: ARG002  the data follow from the place
+        self._lines = self._agreement.on(list(self._groups))
+
+    @property
+    def work(self) -> tuple[str, tuple[int, ...]]:
+        assert self._room is not None, "prepared first"
+        return repr(self._lines), (self._room.elements,)
+
+    def comparisons(self) -> list[Comparison]:
+        alone = "training was not heard to communicate here"
+        received = Comparison(RECEIVED, Mode.FORWARD, absent=alone, right=_AS_SENT)
+        return [] if self._agreement.is_silent else [received]
+
+    def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
+        assert self._room is not None, "prepared first"
+        wrong: list[int] = []
+        for line in self._lines:
+            parcel = self._room.parcel(line, self._groups[line])
+            surface = f"time/{TransferRecipe.kind}_{line.operation}@"
+            with lapped(self._device, seen, surface, line.members, self._room.elements):
+                parcel.go()
+            wrong += _differing(parcel)
+        seen.signatures[RECEIVED] = (wrong[0] if wrong else _AS_SENT) if self._lines else ABSENT
+
+    def invocation(self) -> None:
+        """What is sent is no call."""
+
+    def release(self) -> None:
+        self._heard.rest()
+        self._groups, self._lines, self._room = {}, [], None
+
+
+def _differing(parcel: Parcel) -> list[int]:
+    """A signature of what is wrong, if anything is."""
+    return [] if torch.equal(parcel.got, parcel.right) else [signature(parcel.got)]
