@@ -11,7 +11,7 @@ from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
-from torchscout.integration import communicators
+from torchscout.evidence.call import OURS
 from torchscout.integration.deepspeed import DeepSpeedAdapter
 from torchscout.mesh import Role
 
@@ -69,5 +69,5 @@ def tidy_up() -> None:
     # PyTorch names a group that only its members make after the number of groups they are in already: ranks
     # that were of different stages would not find each other in the next trial.
     for group in [*distributed_c10d._world.pg_map]:
-        if group is not dist.group.WORLD and group.group_desc != communicators._DESCRIPTION:
+        if group is not dist.group.WORLD and group.group_desc != OURS:
             dist.destroy_process_group(group)

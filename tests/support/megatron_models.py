@@ -15,8 +15,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchscout.cli.local_ranks import preload
 from torchscout.config import ObserverConfig, ReplayConfig
+from torchscout.evidence.call import OURS
 from torchscout.faults.fault import Faults
-from torchscout.integration import communicators
 
 __all__ = ["Job", "Trial", "build", "called", "inner", "leave", "one_step"]
 
@@ -340,5 +340,5 @@ def leave() -> None:
     # PyTorch names a group that only its members make after the number of groups they are in already: ranks
     # that were of different stages would not find each other in the next trial.
     for group in [*distributed_c10d._world.pg_map]:
-        if group is not dist.group.WORLD and group.group_desc != communicators._DESCRIPTION:
+        if group is not dist.group.WORLD and group.group_desc != OURS:
             dist.destroy_process_group(group)

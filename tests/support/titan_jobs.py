@@ -38,11 +38,10 @@ from torchtitan.trainer import Trainer
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
-from torchscout.evidence.call import Call
+from torchscout.evidence.call import OURS, Call
 from torchscout.evidence.collectives import listen
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
-from torchscout.integration import communicators
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.session import Session
 from torchscout.integration.torchtitan import TorchTitanAdapter
@@ -348,7 +347,7 @@ def _leave(trainer: Trainer, session: Session | None) -> None:
     # PyTorch names a group that only its members make after the number of groups they are in already: ranks
     # that were of different stages would not find each other in the next trial.
     for group in [*distributed_c10d._world.pg_map]:
-        if group is not dist.group.WORLD and group.group_desc != communicators._DESCRIPTION:
+        if group is not dist.group.WORLD and group.group_desc != OURS:
             dist.destroy_process_group(group)
     # What DTensor has worked out for a mesh it would take for the next one that is equal.
     _clear_sharding_prop_cache()
