@@ -1,7 +1,7 @@
 """Over which process groups training communicates, as it is heard during a step (paper, section 7.1).
 
 What a framework's groups are for, and who made them, need not be known: whoever sends something over a group
-uses it. SCOUT's own are left out.
+uses it. SCOUT's own are left out, and what does not travel between the devices that compute.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from torchscout.evidence.call import Call
@@ -43,7 +44,8 @@ class Line(NamedTuple):
 class Heard:
     """What one rank's training says while it is listened to."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._groups: dict[Line, weakref.ref[dist.ProcessGroup]] = {}
         self._handle: Handle | None = None
 
@@ -64,11 +66,15 @@ class Heard:
 
     def before(self, call: Call) -> None:
         line = _line_of(call)
-        if line is not None and line not in self._groups:
+        if line is not None and line not in self._groups and _is_on(self._device, call):
             self._groups[line] = weakref.ref(call.process_group)
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
         """Who is asked is known before."""
+
+
+def _is_on(device: torch.device, call: Call) -> bool:
+    return any(tensor.device.type == device.type for tensor in call.tensors)
 
 
 def _line_of(call: Call) -> Line | None:

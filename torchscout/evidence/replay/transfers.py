@@ -53,7 +53,7 @@ class TransferRecipe:
     vouches = False
 
     def __init__(self, everybody: Everybody, device: torch.device) -> None:
-        self._device, self._heard, self._agreement = device, Heard(), _Agreement(everybody)
+        self._device, self._heard, self._agreement = device, Heard(device), _Agreement(everybody)
 
     def kept_as(self, target: int) -> str:
         return self.targets[target]
