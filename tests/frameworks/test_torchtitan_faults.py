@@ -67,9 +67,10 @@ def test_no_optimizer_of_any_part_goes_unwatched(four: LiveRanks, place: int, as
 def test_a_slow_layer_names_its_rank(
     request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path
 ):
-    at = f"{layout.layer}/forward"
-    faults = Faults().delay(rank=2, at=at, step=range(3, 9), seconds=0.3, calls=ALL)
-    told = live(request, layout).ask((layout.trial(assets, faults=faults), tmp_path), 300)
+    faults = Faults()
+    for layer in layout.slowed:
+        faults = faults.delay(rank=2, at=f"{layer}/forward", step=range(3, 9), seconds=0.3, calls=ALL)
+    told = live(request, layout).ask((layout.trial(assets, layers=4, faults=faults), tmp_path), 300)
     assert told[2].fired >= 8
     named = {each for one in told for each in one.found}
     assert named == {("straggler", *layout.found)}, [each.sentence for each in told[0].incidents]

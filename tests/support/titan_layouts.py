@@ -61,30 +61,34 @@ class Layout:
     says which is as it should be."""
     layer: str = "layers.1"
     """One that rank 2 computes, by the name of its module."""
+    slowed: tuple[str, ...] = ("layers.0", "layers.1")
+    """Some that it computes when there are four layers; there is a check of one in each step."""
     called: int = 1
     """How often training calls it in a step: activation checkpointing computes experts again in backward."""
     ranks: int = 4
     more: Mapping[str, Any] = field(default_factory=dict)
-    """What else the trial is told."""
+    """What else the trial is told, whatever the test says."""
 
     def trial(self, assets: Path, **changes: Any) -> Trial:
-        return Trial(assets, self.parallelism, **{**self.more, **changes})
+        return Trial(assets, self.parallelism, **{**changes, **self.more})
 
 
 _RANK = ("rank", (2,))
-_MIXTURE = {"is_mixture": True}
+_MIXTURE = {"is_mixture": True, "layers": 2}
 LAYOUTS = {
     "replicate": Layout(REPLICATE, _RANK),
     "fsdp": Layout({}, _RANK),
     "hsdp": Layout(HSDP, _RANK),
     "tensor": Layout(TENSOR, ("peer_group", (0, 2))),
     "full_dtensor": Layout(FULL, ("peer_group", (0, 2))),
-    "pipeline": Layout(PIPELINE, ("peer_group", (2, 3))),
-    "interleaved": Layout(INTERLEAVED, ("peer_group", (2, 3)), "0.layers.2", more={"layers": 4}),
+    "pipeline": Layout(PIPELINE, ("peer_group", (2, 3)), slowed=("layers.2", "layers.3")),
+    "interleaved": Layout(
+        INTERLEAVED, ("peer_group", (2, 3)), "0.layers.2", ("0.layers.1", "0.layers.2"), more={"layers": 4}
+    ),
     "context": Layout(CONTEXT, ("peer_group", (0, 2))),
-    "expert": Layout(EXPERT, ("peer_group", (0, 2)), _EXPERTS, 2, more=_MIXTURE),
+    "expert": Layout(EXPERT, ("peer_group", (0, 2)), _EXPERTS, (_EXPERTS,), 2, more=_MIXTURE),
     "pipeline, tensor": Layout(PIPELINE_TENSOR, ("peer_group", (0, 2)), "layers.0", ranks=8),
-    "expert, tensor": Layout(EXPERT_TENSOR, ("peer_group", (2, 6)), _EXPERTS, 2, 8, _MIXTURE),
+    "expert, tensor": Layout(EXPERT_TENSOR, ("peer_group", (2, 6)), _EXPERTS, (_EXPERTS,), 2, 8, _MIXTURE),
 }
 
 
