@@ -155,7 +155,7 @@ def test_a_rank_that_does_something_else_is_named(job: Otherwise, assets: Path, 
         observer=PATIENT,
     )
     with suppress(RankError):  # Gloo may abort a process over it, or never return
-        run_ranks(train, job.ranks, trial, tmp_path, timeout=90)
+        run_ranks(train, job.ranks, trial, tmp_path, timeout=60)
     assert (tmp_path / "fired").read_text().count("\n") == 1
     wait_for_incident(tmp_path)
     found = {(each.manifestation.value, each.scope.value, each.ranks) for each in incidents(tmp_path)}
