@@ -110,6 +110,38 @@ def test_a_killed_trainer_goes_on_bitwise_from_a_checkpoint_that_can_be_trusted(
         assert told.bits == {step: plain.bits[step] for step in (5, 6, 7)}
 
 
+BY_EPOCHS = (("eval_strategy", "steps"), ("eval_steps", 3), ("save_strategy", "epoch"))
+"""An epoch has four steps, on two ranks with batches of this size."""
+
+
+@slow
+def test_evaluation_and_checkpoints_after_epochs_change_nothing_and_a_killed_job_goes_on(tmp_path: Path):
+    trial = Trial(steps=10, settings=(*BY_EPOCHS, ("per_device_train_batch_size", 4)))
+    alone = run_ranks(train, 2, replace(trial, folder=tmp_path / "alone"), None, timeout=120)
+    trial = replace(trial, folder=tmp_path / "out")
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(train, 2, replace(trial, killed=7), tmp_path / "first", timeout=120)
+    trusted = trusted_checkpoint(tmp_path / "out")
+    assert trusted == str(tmp_path / "out" / "checkpoint-4")
+    again = run_ranks(train, 2, replace(trial, resumed=trusted), tmp_path / "second", timeout=120)
+    for plain, told in zip(alone, again, strict=True):
+        assert (told.resumed, told.failures, told.found, told.unchecked) == (4, [], [], {})
+        assert (told.status["step"], told.status["replay"]["certified"]) == (10, 10)
+        assert told.bits == {step: plain.bits[step] for step in range(5, 11)}
+    assert trusted_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-10")
+
+
+@slow
+@pytest.mark.parametrize("evaluated", ["steps", "epoch"])
+def test_a_long_evaluation_or_write_is_no_hang(three: LiveRanks, evaluated: str, tmp_path: Path):
+    settings = (*BY_EPOCHS, ("eval_strategy", evaluated), ("per_device_train_batch_size", 4))
+    observer = replace(QUICK, checkpoint_write_seconds=60.0)
+    trial = Trial(replay=None, observer=observer, settings=settings, folder=tmp_path / "out", writing=STALL)
+    told = three.ask((trial, tmp_path / "run"), 120)
+    assert [each.found for each in told] == [[]] * 3, told[0].incidents
+    assert [*(tmp_path / "out").glob("checkpoint-*")]
+
+
 def test_no_checkpoint_after_a_wrong_number_is_trusted(three: LiveRanks, tmp_path: Path):
     faults = Faults().flip_bit(rank=0, at="model.layers.0.mlp.up_proj/weight", step=3, bit=20)
     trial = Trial(faults=faults, folder=tmp_path / "out")

@@ -14,7 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
@@ -54,7 +58,32 @@ def by_hand(net: nn.Module) -> nn.Module:
     return net
 
 
-KINDS = {each.__name__: each for each in (ddp, fsdp, by_hand)}
+def tensor(net: nn.Module) -> nn.Module:
+    """The input is gathered, in a forward hook; what arrives for it is summed up and scattered."""
+    style = ColwiseParallel(input_layouts=Shard(0), output_layouts=Shard(-1))
+    return parallelize_module(net, init_device_mesh("cpu", (2,)), style)
+
+
+class _Exchanged(nn.Module):
+    """Rows change places, as those of experts do."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        ones = [1, 1]
+        moved: torch.Tensor = self.net(
+            all_to_all_single_autograd(rows.repeat(2, 1), ones, ones, dist.group.WORLD)
+        )
+        return moved
+
+
+def exchanged(net: nn.Module) -> nn.Module:
+    return _Exchanged(net)
+
+
+KINDS = {each.__name__: each for each in (ddp, fsdp, by_hand, tensor, exchanged)}
 
 
 def train(rank: int, kind: str, faults: Faults) -> tuple[list[list[str]], list[list[float]], int]:
@@ -67,7 +96,7 @@ def train(rank: int, kind: str, faults: Faults) -> tuple[list[list[str]], list[l
     with Injector(faults, rank, model, optimizer) as injector, listen(heard):
         for _ in range(STEPS):
             optimizer.zero_grad()
-            model(torch.full((1, 4), rank + 1.0)).sum().backward()
+            model(torch.full((1, 4), rank + 1.0, requires_grad=True)).sum().backward()
             if kind == "by_hand":
                 dist.all_reduce(net.weight.grad)
                 dist.broadcast(torch.ones(2), src=0)
@@ -140,3 +169,18 @@ def test_two_collectives_are_issued_in_the_other_order_and_both_are_done():
     first, second, third = clean
     assert first == "all_reduce float32 ((4, 4),)"
     assert faulty == [second, first, third]
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "usual", "issued"),
+    [
+        ("tensor", "all_gather", "all_gather float32 ((1, 4),)", "all_gather float64 ((1, 4),)"),
+        ("tensor", "reduce_scatter", "reduce_scatter float32 ((2, 4),)", "reduce_scatter float64 ((2, 4),)"),
+        ("exchanged", "all_to_all", "all_to_all float32 ((2, 4),)", "all_to_all float64 ((2, 4),)"),
+    ],
+    ids=["gathered", "scattered", "exchanged"],
+)
+def test_what_functional_operators_issue_can_be_something_else(kind: str, at: str, usual: str, issued: str):
+    faulty, clean, _ = compared(kind, everywhere("dtype", f"{at}@default_pg"))
+    place = clean.index(usual)
+    assert faulty == [*clean[:place], issued, *clean[place + 1 :]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -64,6 +65,8 @@ class Trial:
     """The step before which all ranks are killed."""
     settings: tuple[tuple[str, Any], ...] = ()
     """Of the Trainer, besides."""
+    writing: float = 0.0
+    """Seconds that rank 0 takes for each checkpoint, and for each evaluation, besides."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def model_of(trial: Trial) -> Any:
 
 
 def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Told:
-    trainer = Trainer(
+    trainer = _Slowly(
         model,
         TrainingArguments(
             **{
@@ -152,6 +155,7 @@ def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.op
         eval_dataset=Tokens(),
         optimizers=(optimizer, None),
     )
+    trainer.seconds = 0.0 if dist.get_rank() else trial.writing
     callback = None
     if run_dir is not None:
         settings = {"replay": trial.replay, "observer": trial.observer, "run_dir": run_dir}
@@ -164,6 +168,20 @@ def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.op
     told = told_of(last.bits, session, last.first - 1)
     told.status.update(last.status)  # of a session that was still open
     return told
+
+
+class _Slowly(Trainer):
+    """What is not a step of training takes its time."""
+
+    seconds = 0.0
+
+    def save_model(self, *given: Any, **named: Any) -> None:
+        time.sleep(self.seconds)
+        super().save_model(*given, **named)
+
+    def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
+        time.sleep(self.seconds)
+        return super().evaluate(*given, **named)
 
 
 class _Last(TrainerCallback):

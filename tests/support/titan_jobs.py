@@ -189,36 +189,38 @@ def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iter
 
 
 def train(rank: int, trial: Trial, folder: Path | None) -> Told:
-    """Through ``Trainer.train``; with SCOUT, where there is a folder for what it writes."""
+    """Through ``Trainer.train``; with SCOUT, where there is a folder for what it writes.
+
+    A job that fails has not finished: nothing is put in order, and observers are to see that.
+    """
     _begin(trial)
     trainer = config_of(trial).build()
-    session: Session | None = None
     adapter = TorchTitanAdapter(trainer)
-    try:
-        last, rows = [*trainer.optimizers][-1], _Rows()
-        with Injector(trial.faults, rank, adapter.model, last, log=trial.log) as injector, listen(rows):
-            begin = time.perf_counter()
-            session = None if folder is None else _attach(trial, trainer, folder)
-            seconds = time.perf_counter() - begin
-            resumed = trainer.step
-            if trial.spoiled is not None and trial.spoiled[0] == rank:
-                _spoil_after(trainer, *trial.spoiled[1:])
-            trainer.train()
-            if trial.overridden is not None and trainer.checkpointer.resumption is not None:
-                resumed = trainer.checkpointer.resumption.step
-        schedule = {**trainer.lr_schedulers.state_dict(), **trainer.lr_schedulers.get_metrics()}
-        told = Told(
-            bits_of(trainer),
-            {**trainer.state_dict(), **schedule},
-            *_groups(trainer, adapter),
-            fired=len(injector.fired),
-            resumed=resumed,
-            uneven=rows.uneven,
-            attach_seconds=seconds,
-        )
-        return told if session is None else _told(told, session, rank)
-    finally:
-        _leave(trainer, session)
+    last, rows = [*trainer.optimizers][-1], _Rows()
+    with Injector(trial.faults, rank, adapter.model, last, log=trial.log) as injector, listen(rows):
+        begin = time.perf_counter()
+        session = None if folder is None else _attach(trial, trainer, folder)
+        seconds = time.perf_counter() - begin
+        resumed = trainer.step
+        if trial.spoiled is not None and trial.spoiled[0] == rank:
+            _spoil_after(trainer, *trial.spoiled[1:])
+        trainer.train()
+        if trial.overridden is not None and trainer.checkpointer.resumption is not None:
+            resumed = trainer.checkpointer.resumption.step
+    schedule = {**trainer.lr_schedulers.state_dict(), **trainer.lr_schedulers.get_metrics()}
+    told = Told(
+        bits_of(trainer),
+        {**trainer.state_dict(), **schedule},
+        *_groups(trainer, adapter),
+        fired=len(injector.fired),
+        resumed=resumed,
+        uneven=rows.uneven,
+        attach_seconds=seconds,
+    )
+    if session is not None:
+        _tell(told, session, rank)
+    _leave(trainer)
+    return told
 
 
 class _Rows:
@@ -233,7 +235,7 @@ class _Rows:
     def issued(self, *_: Any) -> None: ...
 
 
-def _told(told: Told, session: Session, rank: int) -> Told:
+def _tell(told: Told, session: Session, rank: int) -> None:
     dist.barrier()  # whoever is to write an incident down has done so
     told.incidents.extend(session.incidents)
     told.status.update(session.status())
@@ -242,7 +244,6 @@ def _told(told: Told, session: Session, rank: int) -> Told:
     path = session.run_dir / "records" / f"rank-{rank}.jsonl"
     lines = read(path) if path.exists() else ()
     told.records.extend(line.item for line in lines if isinstance(line.item, EvidenceRecord))
-    return told
 
 
 def bits_of(trainer: Trainer) -> dict[str, str]:
@@ -337,9 +338,7 @@ def _begin(trial: Trial) -> None:
         _move(f"machine-{dist.get_rank() // trial.machine}")
 
 
-def _leave(trainer: Trainer, session: Session | None) -> None:
-    if session is not None:
-        session.close()
+def _leave(trainer: Trainer) -> None:
     trainer.close()
     del trainer
     gc.enable()  # a trainer collects at times of its own

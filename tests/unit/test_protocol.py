@@ -158,6 +158,29 @@ def test_trainer_that_the_difference_killed_is_a_victim():
     assert found(job).ranks == (1,)
 
 
+def test_trainer_that_a_difference_killed_while_all_were_busy_is_a_victim():
+    """What was posted arrives while its receiver is on to something else."""
+    job = replicas(4)
+    job.issue("world", 0, 2, 3)
+    job.issue("world", 1, text="all_reduce float32[512] sum")
+    job.busy(*range(4))
+    job.gone(0)
+    assert found(job).ranks == (1,)
+
+
+def test_two_that_differ_and_are_waited_for_are_listed_for_that():
+    """What they got of each other keeps both busy, and the others wait for them elsewhere."""
+    job = StuckJob(Mesh.grid(replica=2, tensor=2))
+    job.issue(job.group("pair", 2, 3), 2)
+    job.issue("pair", 3, text="barrier")
+    job.busy(2, 3)
+    job.issue(job.group("first", 0, 2), 0)
+    job.issue(job.group("second", 1, 3), 1)
+    incident = found(job)
+    assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (2, 3))
+    assert incident.records[0].surface == "fingerprint/pair"
+
+
 def test_late_rank_does_not_differ():
     job = replicas(4)
     job.issue("world", 0, 1, 3)

@@ -43,7 +43,7 @@ def diagnose(
     """
     call = RollCall(standings.values() if isinstance(standings, Mapping) else standings, lines, mesh)
     graph = WaitGraph(call)
-    if found := divergences(call, _lines_in_use(call)):
+    if found := divergences(call, _lines_in_use(call, graph.sources)):
         return _broken_protocol(call, found)
     if graph.sources:
         missed = {rank: graph.missing(rank) for rank in graph.sources}
@@ -53,12 +53,15 @@ def diagnose(
     return _stall(call, graph) if graph.held.lines else None
 
 
-def _lines_in_use(call: RollCall) -> Bools:
-    """Lines on which a difference may be what somebody waits for; none while nobody seems to wait."""
+def _lines_in_use(call: RollCall, sources: Sequence[int]) -> Bools:
+    """Lines on which a difference may be what somebody waits for, has died of, or is late for."""
     columns, in_use = call.columns, np.zeros(len(call.lines), dtype=bool)
+    # The library may end a process over what another one did, also while that is on to something else.
+    looked_at = call.is_dead & columns.answered
+    looked_at[sources] = True
     if call.in_communication.any():
-        unsure = (columns.waiting != 0)[columns.recent_rank]
-        in_use[columns.line[columns.recent[unsure]]] = True
+        looked_at |= columns.waiting != 0
+    in_use[columns.line[columns.recent[looked_at[columns.recent_rank]]]] = True
     return in_use
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchscout.evidence.call import Call, Operator, operators
@@ -18,6 +20,11 @@ from torchscout.faults.call_effects import CallEffect, Issue, done
 from torchscout.faults.planned import Fault
 
 __all__ = ["Tampering"]
+
+_FUNCTIONAL = "_c10d_functional"
+"""Operators that issue collectives from within: those of DTensor, of expert and context parallelism."""
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+"""They have one kernel each, whatever the device."""
 
 
 class Tampering(TorchDispatchMode):
@@ -45,6 +52,11 @@ class Tampering(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # a distributed tensor first takes it apart, and its parts come here again
+        if func.namespace == _FUNCTIONAL:
+            with self:  # the operator is passed by, what it issues is not
+                return func.redispatch(_BELOW, *args, **(kwargs or {}))
         operator = _operators().get(func)
         if operator is None:
             return func(*args, **(kwargs or {}))

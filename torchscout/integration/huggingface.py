@@ -53,10 +53,10 @@ class ResiliencyCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def on_step_end(self, _: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:
         self._mark(state)
-        if self.session is not None and control.should_evaluate:
-            self._phase.enter_context(self.session.evaluation())
-        elif self.session is not None and control.should_save:
-            self._phase.enter_context(self.session.checkpoint_io("write"))
+        self._announce(control)
+
+    def on_epoch_end(self, _: Any, __: Any, control: TrainerControl, **___: Any) -> None:
+        self._announce(control)
 
     def on_evaluate(self, _: Any, __: Any, control: TrainerControl, **___: Any) -> None:
         self._phase.close()
@@ -76,6 +76,13 @@ class ResiliencyCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._mark(state)
         if self.session is not None:
             self.session.close()
+
+    def _announce(self, control: TrainerControl) -> None:
+        """What the Trainer is about to do takes longer than a step."""
+        if self.session is not None and control.should_evaluate:
+            self._phase.enter_context(self.session.evaluation())
+        elif self.session is not None and control.should_save:
+            self._phase.enter_context(self.session.checkpoint_io("write"))
 
     def _mark(self, state: TrainerState) -> None:
         """Certification says nothing of the files themselves: what a disk does to them is not seen."""
