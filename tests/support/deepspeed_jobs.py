@@ -61,6 +61,8 @@ class Plan:
     miscalculating: int | None = None
     """A rank whose optimizer gets one number of its part wrong in the third step, before others get it."""
     faults: Faults = field(default_factory=Faults)
+    log: Path | None = None
+    """Gets a line for each fault that happened: a rank may not live to tell."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def train(rank: int, plan: Plan) -> Told:
     if plan.miscalculating == rank:
         _miscalculate(engine)
     try:
-        with Injector(plan.faults, rank, engine.module, Boundary(engine)) as injector:
+        with Injector(plan.faults, rank, engine.module, Boundary(engine), log=plan.log) as injector:
             began = time.monotonic()
             session = attached(plan, engine)
             found = replace(found, attaching=time.monotonic() - began)
