@@ -229,7 +229,8 @@ def does_something_else(plan: Plan, at: str, what: str, size: int, tmp_path: Pat
     """Rank 1 does. Gloo may abort a process over it, or never return: nobody is asked for an answer."""
     faults = Faults().change_collective(rank=1, at=at, axis="replica", step=4, what=what)
     fired = tmp_path / "fired"
-    plan = replace(plan, replay=None, observer=QUICK, faults=faults, log=fired, run_dir=tmp_path)
+    lasting = replace(QUICK, grace_seconds=30.0)  # the hub's own rank may be the one that is aborted
+    plan = replace(plan, replay=None, observer=lasting, faults=faults, log=fired, run_dir=tmp_path)
     with LiveRanks(answering, size) as ranks:
         ranks.tell(plan)
         wait_for_incident(tmp_path, 60)
