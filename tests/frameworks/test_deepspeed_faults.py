@@ -114,6 +114,12 @@ MORE_SLOW = {
     "zero-1": (Plan(1, bf16=True, faults=BOTH), (1,)),
     "zero-3": (Plan(3, zero=SOME_SMALL, faults=BOTH), (1,)),
     "pipeline": (Plan(1, "pipeline", faults=slow_layers(("1", "2"), 1)), (0, 1)),
+    "a dense part next to experts": (
+        Plan(2, "mixture", steps=8, faults=slow_layers(("stack.1.up", "stack.1.down"), 1)),
+        (1,),
+    ),
+    "experts": (Plan(2, "mixture", faults=slow_layers(EXPERTS, 1)), (1, 3)),
+    "experts without zero": (Plan(0, "mixture", faults=slow_layers(EXPERTS, 1)), (1, 3)),
     "ulysses": (Plan(1, "ulysses", faults=BOTH), (1, 3)),
     "autotp": (Plan(1, "tensor", faults=slow_layers(("model.layers.0", "model.layers.1"), 1)), (1, 3)),
 }
