@@ -283,7 +283,7 @@ def bits_of(engine: Any, loader: Loader) -> str:
     for each in [*tensors, torch.get_rng_state(), *streams]:
         digest.update(each.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     counters = [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.get_lr()]
-    counters += [loader.state_dict(), engine.lr_scheduler.last_epoch, scale_of(engine)]
+    counters += [loader.state_dict(), getattr(engine.lr_scheduler, "last_epoch", None), scale_of(engine)]
     digest.update(repr(counters).encode())
     return digest.hexdigest()
 

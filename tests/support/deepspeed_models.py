@@ -209,9 +209,48 @@ def autoep(rank: int, config: Mapping[str, Any]) -> Work:
     return Work(engine, rank, _micro_steps(engine))
 
 
+def accelerated(rank: int, config: Mapping[str, Any]) -> Work:
+    """Accelerate makes the engine, and calls it; it has no schedule."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, GradientState
+
+    for each in (AcceleratorState, GradientState):  # which are the process's, and another job's
+        each._reset_state()
+    # As its launcher sets it; no connection is made, since there is a process group already.
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    plugin = DeepSpeedPlugin(hf_ds_config=dict(config))
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATED)
+    net = Net()
+    engine, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+
+    def step(batches: Batches, middle: Callable[[], None]) -> None:
+        for place, (tokens, targets) in enumerate(batches):
+            with accelerator.accumulate(engine):
+                loss = _loss(engine(tokens), targets)
+                if place:
+                    middle()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Work(engine, rank, step)
+
+
 KINDS: dict[str, Callable[[int, Mapping[str, Any]], Work]] = {
     each.__name__: each
-    for each in (plain, born_sharded, streams, pipeline, mixture, one_each, uneven, ulysses, tensor, autoep)
+    for each in (
+        plain,
+        born_sharded,
+        streams,
+        pipeline,
+        mixture,
+        one_each,
+        uneven,
+        ulysses,
+        tensor,
+        autoep,
+        accelerated,
+    )
 }
 
 
