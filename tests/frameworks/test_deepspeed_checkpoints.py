@@ -42,6 +42,7 @@ MORE_KILLED = {
     "pipeline zero-0": Plan(0, "pipeline"),
     "pipeline zero-1": Plan(1, "pipeline", bf16=True),
     "experts zero-0": Plan(0, "mixture"),
+    "experts zero-1": Plan(1, "mixture"),
     "experts zero-2": Plan(2, "mixture", bf16=True),
     "ulysses zero-1": Plan(1, "ulysses", bf16=True),
     "ulysses zero-3": Plan(3, "ulysses", bf16=True),

@@ -56,6 +56,7 @@ MORE = {
     "ulysses zero-1": Plan(1, "ulysses", bf16=True),
     "ulysses zero-3": Plan(3, "ulysses", zero=SOME_SMALL),
     "experts zero-0": Plan(0, "mixture"),
+    "experts zero-1": Plan(1, "mixture"),
     "autotp zero-0": Plan(0, "tensor"),
     "autotp zero-2": Plan(2, "tensor"),
     "autotp zero-3 bf16": Plan(3, "tensor", bf16=True, zero=SOME_SMALL),
