@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import deepspeed_jobs
+from tests.support.deepspeed_layouts import SOME_SMALL, each_of, miscalculated, weight
 from tests.support.hangs import QUICK, STALL
 from tests.support.huggingface_jobs import Trial, answering, train
 from tests.support.ranks import LiveRanks, RankError, run_ranks
@@ -171,6 +173,40 @@ def test_a_killed_loop_with_accelerate_goes_on_bitwise_from_memory(tmp_path: Pat
         assert (told.failures, told.found) == ([], [])
         assert told.resumed in (4, 5)  # what is due after a step is captured when the next one begins
         assert told.bits == {step: plain.bits[step] for step in range(told.resumed + 1, 8)}
+
+
+ENGINES = {
+    "accelerate, zero-0": (deepspeed_jobs.Plan(0, "accelerated"), weight("stack.0.up", 1)),
+    "accelerate, zero-2": (deepspeed_jobs.Plan(2, "accelerated", bf16=True), weight("stack.0.up", 1)),
+    "accelerate, zero-3": (
+        deepspeed_jobs.Plan(3, "accelerated", zero=SOME_SMALL),
+        miscalculated("stack.1/output", 1),
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize(("plan", "faults"), each_of(ENGINES))
+def test_deepspeed_under_accelerate_is_bitwise_the_same_and_goes_on(
+    plan: deepspeed_jobs.Plan, faults: Faults, tmp_path: Path
+):
+    kept = replace(plan, directory=tmp_path / "kept")
+    with LiveRanks(deepspeed_jobs.answering, 4) as ranks:
+        alone = ranks.ask(plan, 120)
+        with pytest.raises(RankError, match="exit code -9"):
+            run_ranks(deepspeed_jobs.train, 4, replace(kept, killed=5, run_dir=tmp_path / "1"), timeout=120)
+        again = ranks.ask(replace(kept, run_dir=tmp_path / "2"), 120)
+        checked = ranks.ask(replace(plan, run_dir=tmp_path / "3"), 120)
+        wrong = ranks.ask(replace(plan, steps=2, faults=faults, run_dir=tmp_path / "4"), 120)
+    for plain, found, told in zip(alone, again, checked, strict=True):
+        assert len(plain.bits) == 6
+        assert told.bits == plain.bits
+        assert (told.failures, told.named, told.unchecked) == ([], [], {})
+        assert {"stack.0/output", "stack.1/output", "optimizer/reproduced"} <= told.agreed
+        assert (told.status["step"], told.status["replay"]["checks"]) == (6, 6)
+        assert found.resumed.step == 4
+        assert found.bits == {step: plain.bits[step] for step in (5, 6)}
+    assert wrong[0].named == [("sdc", "rank", (1,), 2)], wrong[0].incidents
 
 
 def test_checkpoints_in_memory_are_refused_with_what_to_do_instead(tmp_path: Path):

@@ -61,6 +61,8 @@ class Plan:
     miscalculating: int | None = None
     """A rank whose optimizer gets one number of its part wrong in the third step, before others get it."""
     faults: Faults = field(default_factory=Faults)
+    log: Path | None = None
+    """Gets a line for each fault that happened: a rank may not live to tell."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def train(rank: int, plan: Plan) -> Told:
     if plan.miscalculating == rank:
         _miscalculate(engine)
     try:
-        with Injector(plan.faults, rank, engine.module, Boundary(engine)) as injector:
+        with Injector(plan.faults, rank, engine.module, Boundary(engine), log=plan.log) as injector:
             began = time.monotonic()
             session = attached(plan, engine)
             found = replace(found, attaching=time.monotonic() - began)
@@ -281,7 +283,7 @@ def bits_of(engine: Any, loader: Loader) -> str:
     for each in [*tensors, torch.get_rng_state(), *streams]:
         digest.update(each.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     counters = [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.get_lr()]
-    counters += [loader.state_dict(), engine.lr_scheduler.last_epoch, scale_of(engine)]
+    counters += [loader.state_dict(), getattr(engine.lr_scheduler, "last_epoch", None), scale_of(engine)]
     digest.update(repr(counters).encode())
     return digest.hexdigest()
 

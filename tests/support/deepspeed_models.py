@@ -95,10 +95,10 @@ def pipeline(rank: int, config: Mapping[str, Any]) -> Work:
 
 
 class Routed(nn.Module):
-    def __init__(self, *, keeps_all: bool) -> None:
+    def __init__(self, *, keeps_all: bool, spread: int) -> None:
         super().__init__()
         expert = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-        sizes: dict[str, Any] = {"num_experts": 4, "ep_size": 2, "k": 1, "capacity_factor": 2.0}
+        sizes: dict[str, Any] = {"num_experts": 4, "ep_size": spread, "k": 1, "capacity_factor": 2.0}
         self.moe = MoE(WIDTH, expert=expert, drop_tokens=not keeps_all, **sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,22 +107,27 @@ class Routed(nn.Module):
 
 
 class MixtureBlock(Block):
-    def __init__(self, *, keeps_all: bool = False) -> None:
+    def __init__(self, *, keeps_all: bool = False, spread: int = 2) -> None:
         super().__init__()
-        self.routed = Routed(keeps_all=keeps_all)
+        self.routed = Routed(keeps_all=keeps_all, spread=spread)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
         return x + self.routed(x)
 
 
-def mixture(rank: int, config: Mapping[str, Any]) -> Work:
+def mixture(rank: int, config: Mapping[str, Any], spread: int = 2) -> Work:
     """Two experts on each rank, of four."""
     _begin()
     net = Net()
-    net.stack = nn.ModuleList(MixtureBlock() for _ in range(2))
+    net.stack = nn.ModuleList(MixtureBlock(spread=spread) for _ in range(2))
     engine = _engine(net, config)
     return Work(engine, rank, _micro_steps(engine))
+
+
+def one_each(rank: int, config: Mapping[str, Any]) -> Work:
+    """One expert on each rank, of four."""
+    return mixture(rank, config, spread=4)
 
 
 def uneven(rank: int, config: Mapping[str, Any]) -> Work:
@@ -162,27 +167,32 @@ class SequenceBlock(Block):
 
 
 def ulysses(rank: int, config: Mapping[str, Any]) -> Work:
-    """Two ranks share a sequence."""
+    """Two ranks share a sequence, or as many as the configuration says."""
     _begin()
-    copies = dist.get_world_size() // 2
-    axes = dist.init_device_mesh("cpu", (copies, 2), mesh_dim_names=("data_parallel", "sequence_parallel"))
+    parts = config.get("sequence_parallel_size", 2)
+    copies = dist.get_world_size() // parts
+    axes = dist.init_device_mesh(
+        "cpu", (copies, parts), mesh_dim_names=("data_parallel", "sequence_parallel")
+    )
     net = Net()
     net.stack = nn.ModuleList(SequenceBlock(axes.get_group("sequence_parallel")) for _ in range(2))
-    sizes = {"sequence_parallel_size": 2, "data_parallel_size": copies}
-    engine = _engine(net, {**config, **sizes}, mesh_param=(copies, 2))
-    return Work(engine, rank // 2, _micro_steps(engine, lambda each: each.chunk(2, 1)[rank % 2]))
+    sizes = {"sequence_parallel_size": parts, "data_parallel_size": copies}
+    engine = _engine(net, {**config, **sizes}, mesh_param=(copies, parts))
+    return Work(engine, rank // parts, _micro_steps(engine, lambda each: each.chunk(parts, 1)[rank % parts]))
 
 
 def tensor(rank: int, config: Mapping[str, Any]) -> Work:
-    """Two ranks share each layer of a Llama, which DeepSpeed splits by itself (AutoTP)."""
+    """Ranks share each layer of a Llama, which DeepSpeed splits by itself (AutoTP): two of them, or as many
+    as the configuration says."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     _begin()
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_dropout": 0.1}
     net = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, max_position_embeddings=16))
-    engine = _made_for(net, {**config, "tensor_parallel": {"autotp_size": 2}})
-    return Work(engine, rank // 2, _micro_steps(engine))
+    sharing = config.get("tensor_parallel", {"autotp_size": 2})
+    engine = _made_for(net, {**config, "tensor_parallel": sharing})
+    return Work(engine, rank // sharing["autotp_size"], _micro_steps(engine))
 
 
 def autoep(rank: int, config: Mapping[str, Any]) -> Work:
@@ -199,9 +209,48 @@ def autoep(rank: int, config: Mapping[str, Any]) -> Work:
     return Work(engine, rank, _micro_steps(engine))
 
 
+def accelerated(rank: int, config: Mapping[str, Any]) -> Work:
+    """Accelerate makes the engine, and calls it; it has no schedule."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, GradientState
+
+    for each in (AcceleratorState, GradientState):  # which are the process's, and another job's
+        each._reset_state()
+    # As its launcher sets it; no connection is made, since there is a process group already.
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    plugin = DeepSpeedPlugin(hf_ds_config=dict(config))
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATED)
+    net = Net()
+    engine, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+
+    def step(batches: Batches, middle: Callable[[], None]) -> None:
+        for place, (tokens, targets) in enumerate(batches):
+            with accelerator.accumulate(engine):
+                loss = _loss(engine(tokens), targets)
+                if place:
+                    middle()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Work(engine, rank, step)
+
+
 KINDS: dict[str, Callable[[int, Mapping[str, Any]], Work]] = {
     each.__name__: each
-    for each in (plain, born_sharded, streams, pipeline, mixture, uneven, ulysses, tensor, autoep)
+    for each in (
+        plain,
+        born_sharded,
+        streams,
+        pipeline,
+        mixture,
+        one_each,
+        uneven,
+        ulysses,
+        tensor,
+        autoep,
+        accelerated,
+    )
 }
 
 

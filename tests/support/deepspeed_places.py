@@ -17,6 +17,8 @@ from torchscout.mesh import Role
 
 __all__ = ["ours", "theirs", "tidy_up"]
 
+_SPREADS = {"mixture": 2, "uneven": 2, "one_each": 4}
+"""Over how many ranks experts are, by kind."""
 _LINEAR = torch.nn.functional.linear
 Places = dict[str, list[int]]
 """Who is along which axis of this rank's; ``holders`` have the same experts."""
@@ -40,10 +42,11 @@ def theirs(kind: str, engine: Any) -> Places:
             "replica": groups.get_data_parallel_group(),
             "tensor": groups.get_tensor_model_parallel_group(),
         }
-    if kind in ("mixture", "uneven"):
+    if kind in _SPREADS:
+        name = f"ep_size_{_SPREADS[kind]}"
         found |= {
-            "expert": groups._get_expert_parallel_group("ep_size_2"),
-            "holders": groups._get_expert_data_parallel_group("ep_size_2"),
+            "expert": groups._get_expert_parallel_group(name),
+            "holders": groups._get_expert_data_parallel_group(name),
         }
     return {axis: sorted(dist.get_process_group_ranks(group)) for axis, group in found.items()}
 
@@ -54,7 +57,7 @@ def ours(kind: str, engine: Any) -> Places:
     axes = {"pipeline": ["pipeline"], "ulysses": ["context"], "tensor": ["tensor"]}.get(kind, [])
     found = {"replica": mesh.ranks_along(data, rank, Role.DENSE)}
     found |= {axis: mesh.ranks_along(axis, rank, Role.DENSE) for axis in axes}
-    if kind in ("mixture", "uneven"):
+    if kind in _SPREADS:
         found["expert"] = mesh.ranks_along("expert", rank, Role.EXPERT)
         found["holders"] = mesh.ranks_along("replica", rank, Role.EXPERT)
     return {axis: sorted(ranks) for axis, ranks in found.items()}

@@ -21,6 +21,8 @@ _PAIRS = ("send", "recv")
 # gather by what everybody gives; an all-gather's output and a reduce-scatter's input are whole,
 # while a rank's own part may be uneven.
 _BY_OUTPUT = frozenset({"all_gather", "scatter", "recv"})
+_ONE = (1,)
+"""A number is a vector of one: stages of a DeepSpeed pipeline reduce their norms as either, together."""
 _WITHOUT_SHAPE = frozenset({"all_to_all", "barrier"})
 
 
@@ -51,7 +53,8 @@ def read(call: Call) -> Fingerprint:
     operation = call.operation
     if operation in _WITHOUT_SHAPE:
         return Fingerprint(operation, call.dtype, (), None, None)
-    shapes = call.output_shapes if operation in _BY_OUTPUT else call.input_shapes
+    given = call.output_shapes if operation in _BY_OUTPUT else call.input_shapes
+    shapes = tuple([shape or _ONE for shape in given])
     if operation in _PAIRS:
         return Fingerprint("transfer", call.dtype, shapes, None, None)
     return Fingerprint(operation, call.dtype, shapes, call.reduction, call.root)
