@@ -54,9 +54,9 @@ def diagnose(
 
 
 def _lines_in_use(call: RollCall) -> Bools:
-    """Lines on which a difference may be what somebody waits for; none while nobody seems to wait."""
+    """Lines on which a difference may be what somebody waits for, or died of; none while nobody seems to."""
     columns, in_use = call.columns, np.zeros(len(call.lines), dtype=bool)
-    if call.in_communication.any():
+    if call.in_communication.any() or call.dead:
         unsure = (columns.waiting != 0)[columns.recent_rank]
         in_use[columns.line[columns.recent[unsure]]] = True
     return in_use
