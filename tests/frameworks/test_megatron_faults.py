@@ -220,6 +220,7 @@ MORE_LATE = {
     "tensor and sequence": (Trial(tensor=2, sequence=True, replay=None),),
     "context": (Trial(context=2, replay=None),),
     "experts": (replace(EXPERTS, replay=None),),
+    "experts, gathered tokens": (replace(GATHERED, replay=None),),
     "optimizer shards": (replace(SHARDED, replay=None),),
     "parameter shards": (replace(FSDP, replay=None),),
 }
