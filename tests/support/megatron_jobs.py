@@ -54,7 +54,7 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
     seconds, scales = 0.0, []
     try:
         job = build(trial)
-        with Injector(trial.faults, rank, called(job), inner(job)[0]) as injector:
+        with Injector(trial.faults, rank, called(job), inner(job)[0], log=trial.log) as injector:
             if run_dir is not None:
                 begin = time.perf_counter()
                 session = attached(job, run_dir)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.support.megatron_models import Trial
 from torchscout.config import RECIPES, ReplayConfig
+
+
+def each_of(trials: dict[str, tuple[object, ...]], *marks: pytest.MarkDecorator) -> list[object]:
+    return [pytest.param(*each, id=name, marks=marks) for name, each in trials.items()]
+
 
 REPLICAS, TENSOR = Trial(), Trial(tensor=2)
 PIPELINE = Trial(pipeline=2)
@@ -23,6 +30,8 @@ GATHERED = replace(EXPERTS, dispatcher="allgather", replay=without("all_to_all")
 RECOMPUTED = replace(REPLICAS, recomputed="full", replay=without("layer"))
 SCALED = Trial(dtype="float16", scale=2.0**19)
 """The first two updates are skipped: scaled gradients are not finite."""
+NO_REPLAY = replace(FSDP, experts=4, expert=2)
+"""Not supported."""
 LAYER = {
     "layers": {"decoder.layers.0", "decoder.layers.1"},
     "parts": {

@@ -70,6 +70,8 @@ class Trial:
     """A rank whose optimizer has a wrong bit in a slot that it alone holds, after the check of this step."""
     killed: int | None = None
     """The step after which all ranks are killed."""
+    log: Path | None = None
+    """A file for what fired, where ranks may not live to tell."""
 
     @property
     def kind(self) -> torch.dtype:
@@ -200,11 +202,14 @@ def _schedule(optimizer: Any) -> Any:
 
 
 def called(job: Job) -> Any:
-    """The model itself, or what Megatron-FSDP calls in its place."""
-    chunk = job.chunks[0].module
-    while hasattr(chunk, "module") and not job.trial.fsdp:
-        chunk = chunk.module
-    return chunk
+    """The model itself, or what Megatron-FSDP calls in its place; a list of a model's chunks."""
+    found = []
+    for chunk in job.chunks:
+        each = chunk.module
+        while hasattr(each, "module") and not job.trial.fsdp:
+            each = each.module
+        found.append(each)
+    return found[0] if len(found) == 1 else torch.nn.ModuleList(found)
 
 
 def inner(job: Job) -> list[torch.optim.Optimizer]:

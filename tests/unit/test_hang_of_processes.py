@@ -85,6 +85,20 @@ def test_trainer_that_died_before_it_published_anything():
     assert incident.ranks == (3,)
 
 
+def test_who_issued_something_else_is_named_though_another_died_of_it_and_nobody_waits():
+    """A library may end a process over what it has posted, while all go on: here, to groups of one."""
+    job = replicas(4)
+    job.issue("world", 0, 2, 3)
+    job.issue("world", 1, text="all_reduce float64[1024] sum")
+    for rank in range(4):
+        job.issue(job.group(f"alone.{rank}", rank), rank)
+        job.waiting[rank] = False
+    assert diagnose(job.standings(), job.lines, job.mesh) is None
+    job.gone(2)
+    job.waiting[2] = None
+    assert found(job).ranks == (1,)
+
+
 def test_death_that_followed_from_another_death_is_not_named():
     """A lost connection ends one trainer after the other, each inside the wait for the one before."""
     job = four_by_two(stacks=True)

@@ -27,8 +27,8 @@ class TensorEffect(ABC):
 
         A bit that is stuck where it is anyway corrupts nothing, and must not count as a fault.
         """
-        local = tensor.data  # unlike detach(), without a version counter that backward would check
-        local = local.to_local() if isinstance(local, DTensor) else local
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local.data  # unlike detach(), without a version counter that backward would check
         before = local.clone()
         told = self._change(local)
         return None if _is_same(before, local) else told

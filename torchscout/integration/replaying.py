@@ -19,6 +19,7 @@ from torchscout.decision.recorder import LogRecorder, Recorder
 from torchscout.decision.replay_diagnosis import ReplayDiagnosis, settle
 from torchscout.decision.stragglers import Slowness, Stragglers
 from torchscout.decision.timings import Timings
+from torchscout.evidence.replay.at_rest import AT_REST
 from torchscout.evidence.replay.cadence import Cadence
 from torchscout.evidence.replay.judgement import Context, judge
 from torchscout.evidence.replay.keepsakes import Keepsakes
@@ -104,6 +105,8 @@ class Replaying:
         self._stragglers = Stragglers(mesh, self._rank, slow, shared)
         self._cadence = Cadence()
         self._since = time.monotonic()
+        self._checked = 0
+        """The step of the last check, after which something may have been captured."""
         self._revision, self._revisions = 0, 0
         self._certifier: Certifier | None = None
         self.trust = Trust()
@@ -128,14 +131,16 @@ class Replaying:
             self._settle()
             counts = self._coverage.recipes is None or self._rotation.is_due(EXPERTS, step)
             findings = self._replayer.check(step)
-            kept = self._compare_kept(step)
-            findings.records.extend(kept)
+            findings.records.extend(self._compare_kept(step))
             told = self._communicators.exchange([each.to_json(self._mesh) for each in findings.measured])
             # What fails from here on is this rank's own affair: a full disk must not part it from the others.
             outcome = self._guard(lambda: self._conclude(findings, Timings(step, self._mesh, told)))
             self._cadence.check_took(self._now() - begin)
-            differs = any(each.scope is not None for each in kept)
+            # What has changed at rest may have done so before it was captured, if that was in this step.
+            doubted = (KEPT, AT_REST) if self._checked == step - 1 else (KEPT,)
+            differs = any(each.scope is not None and each.surface in doubted for each in findings.records)
             self._agree(step, outcome or Outcome.NOT_CHECKED, differs=differs, counts=counts)
+            self._checked = step
         self._replayer.begin(step + 1)
         self._since = time.monotonic()
 
