@@ -16,6 +16,12 @@ def four(request: pytest.FixtureRequest) -> Iterator[LiveRanks]:
 
 
 @pytest.fixture(scope="module")
+def six(request: pytest.FixtureRequest) -> Iterator[LiveRanks]:
+    with LiveRanks(request.module.answering, 6) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
 def eight(request: pytest.FixtureRequest) -> Iterator[LiveRanks]:
     with LiveRanks(request.module.answering, 8) as ranks:
         yield ranks

@@ -21,7 +21,7 @@ __all__ = ["SEND", "Heard", "Line", "agreed"]
 
 SEND = "send"
 """What passes from one rank to another, whichever of them is asked."""
-_ALIKE = ("all_reduce", "all_gather", "reduce_scatter")
+_ALIKE = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter")
 """Operations that can be repeated without knowing who sent what; others are taken for the first."""
 _POINT_TO_POINT = ("send", "recv")
 

@@ -50,6 +50,7 @@ class Room:
         pack = {
             "all_reduce": self._to_be_added,
             "all_gather": self._to_be_gathered,
+            "all_to_all": self._to_be_exchanged,
             "reduce_scatter": self._to_be_scattered,
         }
         self._got.zero_()
@@ -69,6 +70,15 @@ class Room:
         for sender in range(size):
             torch.add(self._pattern[:part], _mark(sender), out=right[sender * part : (sender + 1) * part])
         return Parcel(partial(_all_gather, got, self._given[:part], group=group), got, right)
+
+    def _to_be_exchanged(self, group: dist.ProcessGroup, place: int, size: int) -> Parcel:
+        """As much to everybody."""
+        part = self.elements // size
+        given, got, right = (each[: size * part] for each in (self._given, self._got, self._right))
+        own = self._pattern[place * part : (place + 1) * part]
+        for sender in range(size):
+            torch.add(own, _mark(sender), out=right[sender * part : (sender + 1) * part])
+        return Parcel(partial(dist.all_to_all_single, got, given, group=group), got, right)
 
     def _to_be_scattered(self, group: dist.ProcessGroup, place: int, size: int) -> Parcel:
         part = self.elements // size
