@@ -156,6 +156,8 @@ SLOW_LAYERS = {
     "replicas": (REPLICAS, LAYERS, (2,)),
 }
 MORE_SLOW_LAYERS = {
+    "one layer of two": (REPLICAS, LAYERS[:1], (2,)),
+    "one part of eight": (replace(EXPERTS, steps=18), [f"{LAYERS[0]}.self_attention"], (2,)),
     "tensor and sequence": (Trial(tensor=2, sequence=True), LAYERS, (0, 2)),
     "pipeline": (replace(PIPELINE, layers=4), LAYERS, (2, 3)),
     "virtual pipeline": (VIRTUAL, ["0.decoder.layers.0", "1.decoder.layers.0"], (2, 3)),
@@ -182,7 +184,7 @@ def test_a_slow_layer_names_its_rank(
 ):
     faults = Faults()
     for part in parts:
-        faults = faults.delay(rank=2, at=f"{part}/forward", step=range(3, 9), seconds=0.25, calls=ALL)
+        faults = faults.delay(rank=2, at=f"{part}/forward", step=range(2, 20), seconds=0.25, calls=ALL)
     few = trial.microbatches if trial.virtual else trial.pipeline
     told = four.ask((replace(trial, microbatches=few, faults=faults), tmp_path), 120)
     assert told[2].fired > 4

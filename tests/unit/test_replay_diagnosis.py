@@ -321,6 +321,37 @@ def test_slow_in_one_layer_of_the_round_is_slow():
     assert [record.layer for record in incident.records] == ["1", "1"]
 
 
+def turns(scout, slow_layers, rounds, times=SLOW):
+    """One layer of three after the other; the rounds in which somebody was named."""
+    said = []
+    for step in range(rounds):
+        layer = f"layer.{step % 3}"
+        values = times if layer in slow_layers else CLEAN
+        said += [(step, each.ranks) for each in scout.observe([timed(values, layer=layer, step=step)])]
+    return said
+
+
+def test_slow_in_one_layer_of_many_is_slow_whenever_its_turn_comes():
+    scout = diagnosis()
+    assert turns(scout, {"layer.1"}, 12) == [(4, (2,))]  # the second time, and not again while it lasts
+
+
+def test_slow_in_every_layer_is_known_in_the_second_round_and_told_once():
+    assert turns(diagnosis(), {"layer.0", "layer.1", "layer.2"}, 12) == [(1, (2,))]
+
+
+def test_two_layers_that_are_slow_by_turns_are_one_straggler():
+    assert turns(diagnosis(), {"layer.0", "layer.2"}, 12) == [(3, (2,))]
+
+
+def test_a_layer_in_which_another_rank_is_slow_each_time_names_nobody():
+    scout = diagnosis()
+    for step, slow in enumerate((0, 2, 1, 3, 2, 0)):
+        values = [100.0 if rank == slow else 50.0 + rank / 10 for rank in range(4)]
+        assert scout.observe([timed(values, layer="layer.0", step=2 * step)]) == []
+        assert scout.observe([timed(CLEAN, layer="layer.1", step=2 * step + 1)]) == []
+
+
 def test_two_stragglers_are_two_incidents():
     both = [50.0, 50.4, 100.0, 49.7, 50.1, 120.0, 49.9, 50.3]
     rounds = feed(diagnosis(8), [both] * 4)

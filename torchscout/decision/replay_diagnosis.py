@@ -40,6 +40,8 @@ NONDETERMINISTIC = "nondeterministic kernel"
 FAILED = "replay failed"
 """How the reason begins why there are none."""
 
+_Timed = tuple[tuple[int, ...], Surface]
+"""Peers, and what of them was timed."""
 _PASSES = ("module", "embedding", "output", "experts")
 COMPUTATION: frozenset[Surface] = frozenset(
     {
@@ -92,7 +94,7 @@ class ReplayDiagnosis:
     def __init__(self, mesh: Mesh, config: StragglerConfig) -> None:
         self._mesh = mesh
         self._config = config
-        self._histories: dict[tuple[tuple[int, ...], Surface], Persistence] = {}
+        self._histories: dict[_Timed, _History] = {}
 
     def observe(
         self,
@@ -168,13 +170,13 @@ class ReplayDiagnosis:
         )
 
     def _stragglers(self, records: Sequence[EvidenceRecord]) -> list[Incident]:
-        timed: dict[tuple[tuple[int, ...], Surface], list[EvidenceRecord]] = defaultdict(list)
+        timed: dict[_Timed, list[EvidenceRecord]] = defaultdict(list)
         for record in records:
             if record.manifestation is Manifestation.STRAGGLER and record.surface in COMPUTATION:
                 timed[record.peers, record.surface].append(record)
         slow: dict[int, list[SlowRun]] = defaultdict(list)
         for key, found in timed.items():
-            history = self._histories.setdefault(key, Persistence(self._config))
+            history = self._histories.setdefault(key, _History(self._config))
             for run in history.observe(found):
                 slow[run.rank].append(run)
         return [self._straggler_incident(runs, records[0].step) for runs in slow.values()]
@@ -208,6 +210,36 @@ class ReplayDiagnosis:
         hosts = self._mesh.hosts_of(ranks)
         names = named(ranks).capitalize()
         return f"{names} on {listed(hosts)}" if hosts else names
+
+
+class _History:
+    """Who stays slow on one surface: whatever is replayed, or whenever it is one layer's turn.
+
+    A rank that is slow in one layer of many is back with its peers in the next round, and slow again when the
+    rotation has come to that layer once more.
+    """
+
+    def __init__(self, config: StragglerConfig) -> None:
+        self._config = config
+        self._all = Persistence(config)
+        self._each: dict[str | None, Persistence] = {}
+
+    def observe(self, records: Sequence[EvidenceRecord]) -> list[SlowRun]:
+        """The runs that a round confirms, one for a rank."""
+        known = set().union(*(each.confirmed for each in self._each.values()))
+        runs = {run.rank: run for run in self._all.observe(records) if run.rank not in known}
+        known |= self._all.confirmed
+        for layer, found in _by_layer(records).items():
+            history = self._each.setdefault(layer, Persistence(self._config))
+            runs |= {run.rank: run for run in history.observe(found) if run.rank not in known}
+        return [runs[rank] for rank in sorted(runs)]
+
+
+def _by_layer(records: Sequence[EvidenceRecord]) -> dict[str | None, list[EvidenceRecord]]:
+    found: dict[str | None, list[EvidenceRecord]] = defaultdict(list)
+    for record in records:
+        found[record.layer].append(record)
+    return found
 
 
 def _with_repeats(

@@ -93,11 +93,10 @@ def _line_of(call: Call) -> Line | None:
 def agreed(lines: Iterable[Line], told: Sequence[Collection[Sequence[Any]]]) -> list[Line]:
     """Those of this rank's lines that all their members have heard, in an order that is the job's.
 
-    ``told`` has what every rank tells of its own. Of several groups with the same members one is enough.
+    ``told`` has what every rank tells of its own.
     """
     counted = Counter(_key(each) for one in told for each in one)
-    whole = sorted(line for line in lines if counted[_key(line.told())] == len(line.members))
-    return list({line[:2]: line for line in reversed(whole)}.values())[::-1]
+    return sorted(line for line in lines if counted[_key(line.told())] == len(line.members))
 
 
 def _key(told: Sequence[Any]) -> tuple[str, tuple[int, ...], str]:
