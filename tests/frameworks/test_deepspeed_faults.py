@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.deepspeed_jobs import Plan, answering, train
+from tests.support.deepspeed_jobs import Plan, answering
 from tests.support.deepspeed_layouts import EXPERTS, SOME_SMALL, WITHIN_PAIRS, each_of, miscalculated, weight
 from tests.support.hangs import QUICK, STALL, incidents, wait_for_incident
-from tests.support.ranks import LiveRanks, run_ranks
+from tests.support.ranks import LiveRanks
 from torchscout.faults.fault import Faults
-from torchscout.mesh import Mesh
 
 __all__ = ["answering"]
 
@@ -137,23 +136,6 @@ def test_a_slow_rank_is_named(four: LiveRanks, plan: Plan, ranks: tuple[int, ...
 
 
 EXCHANGE, SUM = "all_to_all@mesh_sequence_parallel", "all_reduce@mesh_tensor_parallel"
-LINKS = {"ulysses": ("ulysses", EXCHANGE, "context"), "autotp": ("tensor", SUM, "tensor")}
-
-
-@slow
-@pytest.mark.parametrize(("kind", "at", "axis"), each_of(LINKS))
-def test_a_slow_link_names_its_process_group(kind: str, at: str, axis: str, tmp_path: Path):
-    faults = Faults().slow_collective(ranks=[3], at=at, axis=axis, step=range(4, 7), seconds=0.25)
-    mesh = Mesh.grid(replica=3, **{axis: 2}, hosts=[f"machine-{rank}" for rank in range(6)])
-    plan = Plan(1, kind, steps=7, faults=faults, mesh=mesh, run_dir=tmp_path)
-    found = run_ranks(train, 6, plan, timeout=300)
-    assert found[3].fired
-    assert [each[0] for each in found[0].named] == ["straggler"], found[0].incidents
-    (truth,) = faults.truth(mesh)
-    assert truth.ranks == (2, 3)
-    assert truth.is_told_by(found[0].incidents[0]), found[0].incidents[0].sentence
-
-
 LATE = {"zero-2": (Plan(2), "stack.1")}
 MORE_LATE = {
     "zero-0": (Plan(0), "stack.1"),

@@ -15,6 +15,7 @@ from tests.support.megatron_layouts import (
     FSDP,
     GATHERED,
     LARGE,
+    MIXED,
     NO_REPLAY,
     PIPELINE,
     REPLICAS,
@@ -84,6 +85,11 @@ ALSO_SPOILED = {
         replace(TENSOR, faults=output_of("decoder.layers.1", 3)),
         (1, 3),
         "decoder.layers.1/output",
+    ),
+    "an expert beside tensors in parts": (
+        replace(MIXED, faults=weight_of(f"{EXPERT}.1", 3)),
+        (1, 3),
+        f"{EXPERT}.1.linear_fc1/weight",
     ),
     "an expert of gathered tokens": (
         replace(GATHERED, faults=weight_of(f"{EXPERT}.1", 3)),
@@ -169,6 +175,7 @@ MORE_SLOW_LAYERS = {
     ),
     "parts beside experts": (EXPERTS, PARTS, (2,)),
     "experts, gathered tokens": (GATHERED, PARTS, (2,)),
+    "experts, tensor": (MIXED, PARTS, (0, 2)),
     "optimizer shards": (SHARDED, LAYERS, (2,)),
     "parameter shards": (FSDP, [f"module.{each}" for each in LAYERS], (2,)),
 }
@@ -182,15 +189,39 @@ nothing says which is as it should be."""
 def test_a_slow_layer_names_its_rank(
     four: LiveRanks, trial: Trial, parts: Sequence[str], ranks: tuple[int, ...], tmp_path: Path
 ):
+    names_slow(four, trial, parts, ranks, tmp_path)
+
+
+def names_slow(
+    live: LiveRanks, trial: Trial, parts: Sequence[str], ranks: tuple[int, ...], folder: Path
+) -> None:
     faults = Faults()
     for part in parts:
         faults = faults.delay(rank=2, at=f"{part}/forward", step=range(2, 20), seconds=0.25, calls=ALL)
     few = trial.microbatches if trial.virtual else trial.pipeline
-    told = four.ask((replace(trial, microbatches=few, faults=faults), tmp_path), 120)
+    told = live.ask((replace(trial, microbatches=few, faults=faults), folder), 180)
     assert told[2].fired > 4
     (incident,) = {each.ranks: each for one in told for each in one.incidents}.values()
     assert (incident.manifestation.value, incident.ranks) == ("straggler", ranks)
     assert incident.scope.value == ("rank" if len(ranks) == 1 else "peer_group")
+
+
+SLOW_OF_EIGHT = {
+    "tensor, pipeline": (replace(LARGE["tensor, pipeline"][0], layers=4), LAYERS, (0, 2)),
+    "experts, pipeline": (
+        replace(LARGE["experts, pipeline"][0], layers=4),
+        [f"{layer}.mlp.experts.local_experts.{place}" for layer in LAYERS for place in (0, 1)],
+        (0, 2),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trial", "parts", "ranks"), each_of(SLOW_OF_EIGHT))
+def test_a_slow_layer_names_its_rank_where_parallelisms_meet(
+    eight: LiveRanks, trial: Trial, parts: Sequence[str], ranks: tuple[int, ...], tmp_path: Path
+):
+    names_slow(eight, trial, parts, ranks, tmp_path)
 
 
 @pytest.mark.slow
@@ -204,17 +235,6 @@ def test_a_slow_layer_names_its_rank_among_those_of_the_same_part(tmp_path: Path
     assert (incident.manifestation.value, incident.scope.value, incident.ranks) == ("straggler", "rank", (3,))
 
 
-@pytest.mark.slow
-def test_a_slow_link_names_its_process_group(tmp_path: Path):
-    place = "all_reduce@TENSOR_MODEL_PARALLEL_GROUP"
-    faults = Faults().slow_collective(ranks=(2, 3), at=place, axis="tensor", step=range(3, 9), seconds=0.25)
-    trial = Trial(tensor=2, layers=1, microbatches=1, faults=faults)
-    told = run_ranks(train, 6, trial, tmp_path, timeout=300)
-    assert told[3].fired > 4
-    (incident,) = told[0].incidents
-    assert (incident.manifestation.value, incident.ranks) == ("straggler", (2, 3)), incident.sentence
-
-
 MORE_LATE = {
     "tensor": (replace(TENSOR, replay=None),),
     "pipeline": (replace(PIPELINE, replay=None),),
@@ -223,6 +243,7 @@ MORE_LATE = {
     "context": (Trial(context=2, replay=None),),
     "experts": (replace(EXPERTS, replay=None),),
     "experts, gathered tokens": (replace(GATHERED, replay=None),),
+    "experts, tensor": (replace(MIXED, replay=None),),
     "optimizer shards": (replace(SHARDED, replay=None),),
     "parameter shards": (replace(FSDP, replay=None),),
 }
@@ -272,6 +293,7 @@ ELSEWHERE = {
         "expert",
         (1,),
     ),
+    "experts, tensor": (MIXED, "all_to_all@EXPERT_MODEL_PARALLEL_GROUP", "expert", (0, 1)),
     "pipeline": (PIPELINE, "send@PIPELINE_MODEL_PARALLEL_GROUP", "pipeline", (1, 3)),
     "virtual pipeline": (VIRTUAL, "send@PIPELINE_MODEL_PARALLEL_GROUP", "pipeline", (1, 3)),
     "a stage's replicas": (PIPELINE, "all_reduce@DATA_PARALLEL_GROUP_WITH_CP", "replica", (0, 1)),

@@ -9,7 +9,17 @@ import pytest
 
 from tests.support.links import ALL, REMEMBERED, is_named, is_the_jobs, slow
 from tests.support.megatron_jobs import Trial, answering
-from tests.support.megatron_layouts import EXPERTS, FSDP, GATHERED, PIPELINE, SHARDED, TENSOR, VIRTUAL
+from tests.support.megatron_layouts import (
+    EXPERTS,
+    FSDP,
+    GATHERED,
+    LARGE,
+    MIXED,
+    PIPELINE,
+    SHARDED,
+    TENSOR,
+    VIRTUAL,
+)
 from tests.support.ranks import LiveRanks
 
 __all__ = ["answering"]
@@ -36,10 +46,12 @@ LINKS = {
         "expert",
         (2, 3),
     ),
+    "experts, tensor": (MIXED, "all_to_all@EXPERT_MODEL_PARALLEL_GROUP", "tensor", (2, 3)),
     "optimizer shards": (replace(STAGES, sharded=True), f"reduce_scatter@{DATA}", "replica", (2, 3)),
     "parameter shards, tensor": (replace(FSDP, tensor=2), f"all_gather@{DATA}", "shard", (1, 3, 5)),
 }
-"""Who is slow where. Of two groups, as in the last, nothing says which is."""
+"""Who is slow where. With experts beside tensors the same two are a group of either kind. Of two groups, as
+in the last, nothing says which is slow."""
 
 
 @pytest.mark.slow
@@ -51,6 +63,24 @@ def test_a_slow_link_names_its_process_group(
 ):
     told = six.ask((replace(trial, faults=slow(ranks, at, axis)), tmp_path), 180)
     is_named(ALL if trial.fsdp else ranks, axis, told)
+
+
+LINKS_OF_EIGHT = {
+    "tensor, pipeline": ("all_reduce@TENSOR_MODEL_PARALLEL_GROUP", "tensor", (2, 3)),
+    "experts, pipeline": ("send@PIPELINE_MODEL_PARALLEL_GROUP", "pipeline", (1, 5)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "at", "axis", "ranks"),
+    [pytest.param(name, *each, id=name) for name, each in LINKS_OF_EIGHT.items()],
+)
+def test_a_slow_link_names_its_process_group_where_parallelisms_meet(
+    eight: LiveRanks, layout: str, at: str, axis: str, ranks: tuple[int, ...], tmp_path: Path
+):
+    trial = replace(LARGE[layout][0], steps=6, faults=slow(ranks, at, axis))
+    is_named(ranks, axis, eight.ask((trial, tmp_path), 180))
 
 
 ALONE = {

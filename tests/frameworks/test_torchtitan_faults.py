@@ -63,7 +63,7 @@ def test_no_optimizer_of_any_part_goes_unwatched(four: LiveRanks, place: int, as
     assert {each.surface for each in incident.records} == {"state/at_rest"}
 
 
-@layouts("replicate", but=("pipeline, tensor", "expert, tensor"))
+@layouts("replicate")
 def test_a_slow_layer_names_its_rank(
     request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path
 ):

@@ -78,13 +78,12 @@ def streams(rank: int, config: Mapping[str, Any]) -> Work:
     return Work(engine, rank, _micro_steps(engine))
 
 
-def pipeline(rank: int, config: Mapping[str, Any]) -> Work:
-    """Two stages."""
+def pipeline(rank: int, config: Mapping[str, Any], stages: int = 2) -> Work:
     del rank
     _begin()
     layers = [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), *(LayerSpec(Block) for _ in range(4))]
     layers.append(LayerSpec(nn.Linear, WIDTH, VOCABULARY))
-    net = PipelineModule(layers=layers, num_stages=2, loss_fn=_loss, partition_method="uniform")
+    net = PipelineModule(layers=layers, num_stages=stages, loss_fn=_loss, partition_method="uniform")
     engine = _engine(net, config)
 
     def step(batches: Batches, middle: Callable[[], None]) -> None:
@@ -92,6 +91,10 @@ def pipeline(rank: int, config: Mapping[str, Any]) -> Work:
         engine.train_batch(data_iter=iter(batches))
 
     return Work(engine, engine.grid.get_data_parallel_rank(), step)
+
+
+def three_stages(rank: int, config: Mapping[str, Any]) -> Work:
+    return pipeline(rank, config, stages=3)
 
 
 class Routed(nn.Module):
@@ -243,6 +246,7 @@ KINDS: dict[str, Callable[[int, Mapping[str, Any]], Work]] = {
         born_sharded,
         streams,
         pipeline,
+        three_stages,
         mixture,
         one_each,
         uneven,

@@ -30,6 +30,8 @@ GATHERED = replace(EXPERTS, dispatcher="allgather", replay=without("all_to_all")
 RECOMPUTED = replace(REPLICAS, recomputed="full", replay=without("layer"))
 SCALED = Trial(dtype="float16", scale=2.0**19)
 """The first two updates are skipped: scaled gradients are not finite."""
+MIXED = Trial(experts=4, expert=2, tensor=2, sequence=True)
+"""Experts are whole on each rank, all else is in parts."""
 NO_REPLAY = replace(FSDP, experts=4, expert=2)
 """Not supported."""
 LAYER = {
@@ -67,7 +69,7 @@ MORE = {
     "experts on every rank": (Trial(experts=4), "layers"),
     "experts, gathered tokens": (replace(GATHERED, steps=8), "parts"),
     "experts": (replace(EXPERTS, steps=8), "parts"),
-    "experts, tensor": (Trial(experts=4, expert=2, tensor=2, sequence=True, steps=8), "parts"),
+    "experts, tensor": (replace(MIXED, steps=8), "parts"),
     "experts without peers, pipeline": (Trial(experts=4, expert=2, pipeline=2), "none"),
 }
 LARGE = {
