@@ -39,6 +39,14 @@ def test_a_dense_job_is_certified_by_every_accepted_check_until_one_finds_corrup
     assert trusted_after(*outcomes) == step
 
 
+def test_what_may_have_changed_before_it_was_written_is_certified_no_more():
+    trust = Trust()
+    for step in (10, 20):
+        trust.checked(step, HEALTHY, counts=True)
+    trust.checked(21, Outcome.SDC, counts=True, doubted=True)
+    assert trust.step == 10
+
+
 def test_with_a_catalog_two_cycles_certify():
     assert trusted_after(*[HEALTHY] * 5, recipes=3) is None
     assert trusted_after(*[HEALTHY] * 6, recipes=3) == 30

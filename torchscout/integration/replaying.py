@@ -265,12 +265,13 @@ class Replaying:
         revision = self._revision if self._is_first else 0
         votes = [] if self._certifier is None else self._certifier.votes(outcome, differs=differs)
         severity = SEVERITY.index(outcome)
-        stretch, revision, severity, *counted = self._communicators.highest(
-            [stretch, revision, severity, *votes]
+        stretch, revision, severity, doubted, *counted = self._communicators.highest(
+            [stretch, revision, severity, int(differs), *votes]
         )
         if not SEVERITY[severity].accepted:
             self._rotation.take_back(EXPERTS, step)
-        self._guard(lambda: self.trust.checked(step, SEVERITY[severity], counts=counts))
+        worst = SEVERITY[severity]
+        self._guard(lambda: self.trust.checked(step, worst, counts=counts, doubted=bool(doubted)))
         if (certifier := self._certifier) is not None:
             self._guard(lambda: certifier.decide(step, counted, counts=counts))
         if revision > self._revisions:

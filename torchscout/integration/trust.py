@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchscout.checkpoint.gate import CheckpointGate, after
-from torchscout.checkpoint.happening import Checked, Outcome, Written
+from torchscout.checkpoint.happening import Checked, Lost, Outcome, Written
 
 __all__ = ["Trust"]
 
@@ -25,8 +25,13 @@ class Trust:
         """How many checks make a cycle, where shapes come from a catalog."""
         self._gate = replace(self._gate, recipes=recipes)
 
-    def checked(self, step: int, outcome: Outcome, *, counts: bool) -> None:
-        """The job's outcome, the same on every rank. Only a check that ``counts`` certifies."""
+    def checked(self, step: int, outcome: Outcome, *, counts: bool, doubted: bool = False) -> None:
+        """The job's outcome, the same on every rank. Only a check that ``counts`` certifies.
+
+        ``doubted`` is what was there after the check before: it may have changed before it was written.
+        """
+        if doubted and self._gate.latest is not None:
+            self._gate, _ = after(self._gate, Lost(self._gate.latest))
         if outcome.accepted and not counts:
             return
         if self._gate.writing is not None:  # files are the job's own affair
