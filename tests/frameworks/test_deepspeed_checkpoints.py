@@ -127,12 +127,13 @@ def test_what_comes_after_a_wrong_number_is_no_checkpoint(
 
 @slow
 def test_what_comes_after_a_shard_changed_by_itself_is_no_checkpoint(four: LiveRanks, tmp_path: Path):
+    # It may have changed before what follows the second step was captured, or after.
     plan = Plan(3, bf16=True, zero=SOME_SMALL, steps=7, directory=tmp_path / "checkpoints")
     for found in four.ask(replace(plan, at_rest=2, run_dir=tmp_path / "first"), 120):
         assert ("sdc", "rank", (2,), 3) in found.named, found.incidents
-        assert found.status["checkpoint"]["verified"] == 2
+        assert found.status["checkpoint"]["verified"] == 1
     alone = four.ask(replace(plan, directory=None), 120)
     for whole, found in zip(alone, four.ask(replace(plan, run_dir=tmp_path / "second"), 120), strict=True):
         assert found.resumed is not None
-        assert found.resumed.step == 2
-        assert found.bits == {step: whole.bits[step] for step in range(3, 8)}
+        assert found.resumed.step == 1
+        assert found.bits == {step: whole.bits[step] for step in range(2, 8)}
