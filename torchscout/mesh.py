@@ -200,6 +200,12 @@ class Mesh:
         """Every process group along ``axis`` once."""
         return self._partition(_axis(axis), role).all_members()
 
+    def axes_across(self, ranks: Sequence[int], role: Role | str | None = None) -> tuple[str, ...]:
+        """The axes along which these ranks are not all at the same place."""
+        places = self._table(role)[[self._known(rank) for rank in ranks]]
+        differs = (places != places[0]).any(axis=0)
+        return tuple(axis for axis, is_across in zip(AXES, differs, strict=True) if is_across)
+
     def host_of(self, rank: int) -> str | None:
         """The machine of ``rank``, or None where the mesh was not told."""
         return None if self._hosts is None else self._hosts[self._known(rank)]

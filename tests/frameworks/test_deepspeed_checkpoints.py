@@ -118,11 +118,7 @@ def test_what_comes_after_a_wrong_number_is_no_checkpoint(
     for found in four.ask(replace(plan, faults=faults, run_dir=tmp_path / "first"), 120):
         assert ("sdc", scope, ranks, WRONG_STEP) in found.named, found.incidents
         assert found.status["checkpoint"]["verified"] == 4
-    alone = four.ask(replace(plan, directory=None), 120)
-    for whole, found in zip(alone, four.ask(replace(plan, run_dir=tmp_path / "second"), 120), strict=True):
-        assert found.resumed is not None
-        assert found.resumed.step == 4
-        assert found.bits == {step: whole.bits[step] for step in range(5, 8)}
+    goes_on_from(4, four, plan, tmp_path)
 
 
 @slow
@@ -132,8 +128,12 @@ def test_what_comes_after_a_shard_changed_by_itself_is_no_checkpoint(four: LiveR
     for found in four.ask(replace(plan, at_rest=2, run_dir=tmp_path / "first"), 120):
         assert ("sdc", "rank", (2,), 3) in found.named, found.incidents
         assert found.status["checkpoint"]["verified"] == 1
+    goes_on_from(1, four, plan, tmp_path)
+
+
+def goes_on_from(done: int, four: LiveRanks, plan: Plan, folder: Path) -> None:
     alone = four.ask(replace(plan, directory=None), 120)
-    for whole, found in zip(alone, four.ask(replace(plan, run_dir=tmp_path / "second"), 120), strict=True):
+    for whole, found in zip(alone, four.ask(replace(plan, run_dir=folder / "second"), 120), strict=True):
         assert found.resumed is not None
-        assert found.resumed.step == 1
-        assert found.bits == {step: whole.bits[step] for step in range(2, 8)}
+        assert found.resumed.step == done
+        assert found.bits == {step: whole.bits[step] for step in range(done + 1, 8)}

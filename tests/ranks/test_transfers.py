@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.support.ranks import LiveRanks
+from tests.support.ranks import LiveRanks, run_ranks
 from tests.support.transfer_jobs import Job, Told, answering
 from torchscout.config import BaselineConfig, ReplayConfig
+from torchscout.evidence.replay.heard import Heard, Link
 from torchscout.faults.fault import Faults
 
 REPLICAS, STAGES = Job(replica=2, pipeline=3), Job(replica=3, pipeline=2)
@@ -105,3 +108,26 @@ def test_a_line_that_only_one_end_knows_is_left_alone(six: LiveRanks, tmp_path: 
     for told in six.ask((replace(STAGES, anyone=True, steps=3), tmp_path), 60):
         assert (told.incidents, told.failures, told.unchecked) == ([], [], {})
         assert timed(told) == {"time/transfers_all_reduce@replica"}
+
+
+def test_a_job_that_says_nothing_is_certified_all_the_same(six: LiveRanks, tmp_path: Path):
+    for told in six.ask((Job(replica=6, silent=True, steps=3), tmp_path), 60):
+        assert (told.incidents, told.failures, told.unchecked) == ([], [], {})
+        assert timed(told) == set()
+        assert told.status["replay"]["certified"] == 3
+
+
+def heard_on(rank: int, device: str) -> set[Link]:
+    heard = Heard(torch.device(device))
+    heard.listen()
+    dist.all_reduce(torch.ones(2))
+    dist.barrier()
+    heard.rest()
+    dist.broadcast(torch.ones(2), src=0)
+    return {*heard.links()}
+
+
+def test_what_does_not_travel_between_the_devices_that_compute_is_not_heard():
+    for heard in run_ranks(heard_on, 2, "cpu", timeout=60):
+        assert {link[:2] for link in heard} == {("all_reduce", (0, 1))}
+    assert run_ranks(heard_on, 2, "cuda", timeout=60) == [set(), set()]

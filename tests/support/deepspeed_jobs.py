@@ -21,7 +21,7 @@ from tests.support.deepspeed_places import Places, ours, theirs, tidy_up
 from tests.support.findings import Findings
 from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
@@ -82,18 +82,6 @@ class Told(Findings):
     """Of the loss, after each step."""
     routed: list[int] = field(default_factory=list)
     """How many rows each expert of the first layer got at last."""
-
-    @property
-    def agreed(self) -> set[str]:
-        return {each.surface for each in self.numbers if each.verdict is not None and each.verdict.agrees}
-
-    @property
-    def unchecked(self) -> dict[str, str | None]:
-        return {each.surface: each.reason for each in self.numbers if each.verdict is None}
-
-    @property
-    def numbers(self) -> list[EvidenceRecord]:
-        return [each for each in self.records if each.manifestation is Manifestation.SDC]
 
     @property
     def named(self) -> list[tuple[str, str, tuple[int, ...], int]]:

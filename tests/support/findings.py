@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 
 __all__ = ["Findings"]
 
@@ -20,9 +20,14 @@ class Findings:
     """How many faults have happened."""
 
     @property
+    def numbers(self) -> list[EvidenceRecord]:
+        """Of all records, which tell of times too."""
+        return [each for each in self.records if each.manifestation is Manifestation.SDC]
+
+    @property
     def agreed(self) -> set[str]:
-        return {each.surface for each in self.records if each.verdict is not None and each.verdict.agrees}
+        return {each.surface for each in self.numbers if each.verdict is not None and each.verdict.agrees}
 
     @property
     def unchecked(self) -> dict[str, str | None]:
-        return {each.surface: each.reason for each in self.records if each.verdict is None}
+        return {each.surface: each.reason for each in self.numbers if each.verdict is None}

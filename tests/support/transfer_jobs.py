@@ -32,6 +32,8 @@ class Job:
     """Stages, each of which trains a model of its own, and passes something on to the next."""
     faults: Faults = field(default_factory=Faults)
     steps: int = 6
+    silent: bool = False
+    """Whether nobody says anything: all train on the same."""
     anyone: bool = False
     """Whether a stage takes what comes from whoever sends it."""
     replay: ReplayConfig = ReplayConfig(interval=1)  # noqa: RUF009  frozen
@@ -59,7 +61,7 @@ def _train(rank: int, job: Job, run_dir: Path | None) -> Told:
     stage = rank % job.pipeline
     torch.manual_seed(stage)
     net = Net()
-    model = DistributedDataParallel(net, process_group=devices.get_group("dp"))
+    model = net if job.silent else DistributedDataParallel(net, process_group=devices.get_group("dp"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = None
     with Injector(job.faults, rank, net, optimizer) as injector:
@@ -68,7 +70,7 @@ def _train(rank: int, job: Job, run_dir: Path | None) -> Told:
                 model, optimizer, replay=job.replay, observer=None, parallelism=job.mesh(), run_dir=run_dir
             )
         for step in range(1, job.steps + 1):
-            tokens, targets = batch(step, rank)
+            tokens, targets = batch(step, 0 if job.silent else rank)
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             loss.backward()

@@ -1,4 +1,4 @@
-"""Which of the lines that training was heard on all their members agree about."""
+"""Which of the links that training was heard on all their members agree about."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from torchscout.evidence.replay.heard import SEND, Line, agreed
+from torchscout.evidence.replay.heard import SEND, Link, agreed
 
-EVERYBODY = Line("all_reduce", (0, 1, 2, 3), "default")
-LEFT, RIGHT = Line("all_gather", (0, 1), "3"), Line("all_gather", (2, 3), "4")
+EVERYBODY = Link("all_reduce", (0, 1, 2, 3), "default")
+LEFT, RIGHT = Link("all_gather", (0, 1), "3"), Link("all_gather", (2, 3), "4")
 
 
-def told(*heard: Sequence[Line]) -> list[Any]:
+def told(*heard: Sequence[Link]) -> list[Any]:
     """What each rank tells, as it arrives."""
-    return [json.loads(json.dumps([line.told() for line in lines])) for lines in heard]
+    return [json.loads(json.dumps([link.told() for link in links])) for links in heard]
 
 
 def test_what_all_members_heard_is_agreed_on_in_one_order():
@@ -32,13 +32,13 @@ def test_a_line_that_a_member_did_not_hear_is_left_out_by_all():
 def test_groups_with_the_same_members_are_each_for_themselves():
     twin = EVERYBODY._replace(group="twin")
     gathered = EVERYBODY._replace(operation="all_gather")
-    lines = [twin, gathered, EVERYBODY]
-    assert agreed(lines, told(*[lines] * 4)) == [gathered, EVERYBODY, twin]
+    links = [twin, gathered, EVERYBODY]
+    assert agreed(links, told(*[links] * 4)) == [gathered, EVERYBODY, twin]
     assert agreed([EVERYBODY, twin], told([EVERYBODY, twin], [twin], [twin], [twin, EVERYBODY])) == [twin]
 
 
 def test_neighbours_are_told_apart_by_both_ends():
-    chain = [Line(SEND, ends, "world") for ends in ((0, 1), (0, 2), (1, 2))]
+    chain = [Link(SEND, ends, "world") for ends in ((0, 1), (0, 2), (1, 2))]
     said = told([chain[0], chain[1]], [chain[0]], [chain[1], chain[2]], [])
     assert agreed([chain[0], chain[1]], said) == [chain[0], chain[1]]
     assert agreed([chain[1], chain[2]], said) == [chain[1]]  # rank 1 has not heard of the last one

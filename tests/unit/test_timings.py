@@ -96,6 +96,29 @@ def test_a_group_of_which_a_member_is_missing_is_not_measured(partial: list[list
     assert {each.peers for each in records} == {(0, 4), (1, 5)}
 
 
+def test_a_stage_has_a_group_with_each_neighbour_and_its_own_time_is_the_slower():
+    """Two replicas of three stages in a ring: the first stage has both others for neighbours."""
+    mesh = Mesh.grid(replica=2, pipeline=3)
+
+    def sent(one: int, other: int, milliseconds: float) -> Lap:
+        return Lap("time/send@", (one, other), 16, (milliseconds,))
+
+    said = [
+        module(1.0, *(sent(*ends, 9.0 if ends == (0, 2) else 2.0) for ends in links if rank in ends))
+        for rank, links in enumerate([[(0, 1), (1, 2), (0, 2)]] * 3 + [[(3, 4), (4, 5), (3, 5)]] * 3)
+    ]
+    times, records = Timings(1, mesh, told(mesh, *said)).communication()
+    assert {(each.ranks, each.axis, each.milliseconds) for each in times} == {
+        *(((one, other), "pipeline", 2.0) for one, other in ((0, 1), (1, 2), (3, 4), (4, 5), (3, 5))),
+        ((0, 2), "pipeline", 9.0),
+    }
+    assert {(each.peers, each.verdict.evidence) for each in records} == {
+        ((0, 3), (9.0, 2.0)),
+        ((1, 4), (2.0, 2.0)),
+        ((2, 5), (9.0, 2.0)),
+    }
+
+
 def test_a_group_is_named_by_its_axis():
     mesh = Mesh.grid(replica=2, shard=2, tensor=2)
     assert axis_of(mesh, (0, 1)) == "tensor"

@@ -63,12 +63,7 @@ def axis_of(mesh: Mesh, members: Sequence[int]) -> str:
     """
     wanted = tuple(sorted(members))
     along = (axis for role in Role for axis in AXES if mesh.ranks_along(axis, wanted[0], role) == wanted)
-    return next(along, None) or "+".join(_differing(mesh, wanted))
-
-
-def _differing(mesh: Mesh, members: Sequence[int]) -> list[str]:
-    addresses = [mesh.address_of(rank, Role.DENSE) for rank in members]
-    return [axis for axis in AXES if len({getattr(each, axis) for each in addresses}) > 1]
+    return next(along, None) or "+".join(mesh.axes_across(wanted, Role.DENSE))
 
 
 class Timings:

@@ -15,10 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-__all__ = ["OURS", "Call", "Group", "Operator", "Splits", "operators"]
+__all__ = ["OURS", "POINT_TO_POINT", "Call", "Group", "Operator", "Splits", "operators"]
 
 OURS = "torchscout"
 """How the description of every process group of SCOUT's own begins."""
+POINT_TO_POINT = ("send", "recv")
+"""Operations of two members of a group, and not of all."""
 
 # What an operator's name begins with, its outer underscores aside, and what we call it: its
 # variants (base, coalesced, into a tensor, from any source) are one operation to their group.

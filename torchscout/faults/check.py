@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchscout.decision.record import Manifestation
-from torchscout.evidence.call import operators
+from torchscout.evidence.call import POINT_TO_POINT, operators
 from torchscout.faults.call_effects import CallEffect
 from torchscout.faults.place import FIRST, Kind, Place
 from torchscout.faults.process_effects import StayInside
@@ -65,7 +65,7 @@ def _check_effect(fault: Fault) -> None:
     if isinstance(fault.effect, TensorEffect):
         if kind in (Kind.STEP, Kind.PHASE) or (kind is Kind.PASS and name in _MOMENTS):
             raise ValueError(f"{_said(fault)}: there is no tensor at a moment; say which of its tensors")
-        if kind is Kind.COLLECTIVE and name in ("send", "recv"):
+        if kind is Kind.COLLECTIVE and name in POINT_TO_POINT:
             # Gloo's receives can be waited for once, and their caller does so.
             raise ValueError(f"{_said(fault)}: what one rank sends another cannot be made wrong")
     elif isinstance(fault.effect, CallEffect | StayInside):

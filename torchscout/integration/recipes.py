@@ -17,10 +17,11 @@ from torchscout.evidence.replay.census import CensusRecipe, slots_of
 from torchscout.evidence.replay.experts import ExpertsRecipe
 from torchscout.evidence.replay.layer import LayerRecipe
 from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
+from torchscout.evidence.replay.peers import Everybody
 from torchscout.evidence.replay.recipe import Recipe
 from torchscout.evidence.replay.reduction import route_of
 from torchscout.evidence.replay.sharded import Keepers
-from torchscout.evidence.replay.transfers import Everybody, TransferRecipe
+from torchscout.evidence.replay.transfers import TransferRecipe
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.mixture import without_experts
 from torchscout.integration.structure import Part

@@ -268,9 +268,9 @@ class Replaying:
         stretch, revision, severity, doubted, *counted = self._communicators.highest(
             [stretch, revision, severity, int(differs), *votes]
         )
-        if not SEVERITY[severity].accepted:
-            self._rotation.take_back(EXPERTS, step)
         worst = SEVERITY[severity]
+        if not worst.accepted:
+            self._rotation.take_back(EXPERTS, step)
         self._guard(lambda: self.trust.checked(step, worst, counts=counts, doubted=bool(doubted)))
         if (certifier := self._certifier) is not None:
             self._guard(lambda: certifier.decide(step, counted, counts=counts))

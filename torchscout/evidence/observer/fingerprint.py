@@ -12,11 +12,10 @@ from typing import NamedTuple
 import xxhash
 
 from torchscout.decision.progress import Line
-from torchscout.evidence.call import Call, Group
+from torchscout.evidence.call import POINT_TO_POINT, Call, Group
 
 __all__ = ["Fingerprint", "line_of", "read"]
 
-_PAIRS = ("send", "recv")
 # Where all callers must name the same shapes. A scatter is compared by what everybody gets, a
 # gather by what everybody gives; an all-gather's output and a reduce-scatter's input are whole,
 # while a rank's own part may be uneven.
@@ -55,7 +54,7 @@ def read(call: Call) -> Fingerprint:
         return Fingerprint(operation, call.dtype, (), None, None)
     given = call.output_shapes if operation in _BY_OUTPUT else call.input_shapes
     shapes = tuple([shape or _ONE for shape in given])
-    if operation in _PAIRS:
+    if operation in POINT_TO_POINT:
         return Fingerprint("transfer", call.dtype, shapes, None, None)
     return Fingerprint(operation, call.dtype, shapes, call.reduction, call.root)
 
@@ -64,7 +63,7 @@ def line_of(call: Call) -> Line | None:
     """What the call is counted on; None for a receive from anyone, which matches no particular send."""
     group = call.group
     members = group.members or ()
-    if call.operation not in _PAIRS:
+    if call.operation not in POINT_TO_POINT:
         return Line(_key(group), members, _name(group))
     if call.peer is None or not members:
         return None

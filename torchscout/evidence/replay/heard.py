@@ -14,19 +14,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchscout.evidence.call import Call
+from torchscout.evidence.call import POINT_TO_POINT, Call
 from torchscout.evidence.collectives import Handle, Pending, listen
 
-__all__ = ["SEND", "Heard", "Line", "agreed"]
+__all__ = ["SEND", "Heard", "Link", "agreed"]
 
 SEND = "send"
 """What passes from one rank to another, whichever of them is asked."""
 _ALIKE = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter")
 """Operations that can be repeated without knowing who sent what; others are taken for the first."""
-_POINT_TO_POINT = ("send", "recv")
 
 
-class Line(NamedTuple):
+class Link(NamedTuple):
     """Ranks that communicate, and how."""
 
     operation: str
@@ -46,7 +45,7 @@ class Heard:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._groups: dict[Line, weakref.ref[dist.ProcessGroup]] = {}
+        self._groups: dict[Link, weakref.ref[dist.ProcessGroup]] = {}
         self._handle: Handle | None = None
 
     def listen(self) -> None:
@@ -59,15 +58,15 @@ class Heard:
             self._handle.remove()
             self._handle = None
 
-    def lines(self) -> dict[Line, dist.ProcessGroup]:
+    def links(self) -> dict[Link, dist.ProcessGroup]:
         """Those that are still there."""
-        alive = {line: group() for line, group in self._groups.items()}
-        return {line: group for line, group in alive.items() if group is not None}
+        alive = {link: group() for link, group in self._groups.items()}
+        return {link: group for link, group in alive.items() if group is not None}
 
     def before(self, call: Call) -> None:
-        line = _line_of(call)
-        if line is not None and line not in self._groups and _is_on(self._device, call):
-            self._groups[line] = weakref.ref(call.process_group)
+        link = _link_of(call)
+        if link is not None and link not in self._groups and _is_on(self._device, call):
+            self._groups[link] = weakref.ref(call.process_group)
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
         """Who is asked is known before."""
@@ -77,26 +76,26 @@ def _is_on(device: torch.device, call: Call) -> bool:
     return any(tensor.device.type == device.type for tensor in call.tensors)
 
 
-def _line_of(call: Call) -> Line | None:
+def _link_of(call: Call) -> Link | None:
     group = call.group
     if group.members is None or group.size == 1 or group.is_scouts or call.operation == "barrier":
         return None
-    if call.operation not in _POINT_TO_POINT:
+    if call.operation not in POINT_TO_POINT:
         operation = call.operation if call.operation in _ALIKE else _ALIKE[0]
-        return Line(operation, tuple(sorted(group.members)), group.name)
+        return Link(operation, tuple(sorted(group.members)), group.name)
     if call.peer is None:  # from whoever sends first
         return None
     ends = sorted((group.members[group.rank], group.members[call.peer]))
-    return Line(SEND, tuple(ends), group.name)
+    return Link(SEND, tuple(ends), group.name)
 
 
-def agreed(lines: Iterable[Line], told: Sequence[Collection[Sequence[Any]]]) -> list[Line]:
-    """Those of this rank's lines that all their members have heard, in an order that is the job's.
+def agreed(links: Iterable[Link], told: Sequence[Collection[Sequence[Any]]]) -> list[Link]:
+    """Those of this rank's links that all their members have heard, in an order that is the job's.
 
     ``told`` has what every rank tells of its own.
     """
     counted = Counter(_key(each) for one in told for each in one)
-    return sorted(line for line in lines if counted[_key(line.told())] == len(line.members))
+    return sorted(link for link in links if counted[_key(link.told())] == len(link.members))
 
 
 def _key(told: Sequence[Any]) -> tuple[str, tuple[int, ...], str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchscout.evidence.replay.heard import SEND, Line
+from torchscout.evidence.replay.heard import SEND, Link
 from torchscout.evidence.replay.reduction import reduce_scatter
 
 __all__ = ["Parcel", "Room"]
@@ -45,7 +45,7 @@ class Room:
         self._pattern = ((places * 197 + 1) & 0xFF).to(torch.float32)
         self._given, self._got, self._right = (torch.empty_like(self._pattern) for _ in range(3))
 
-    def parcel(self, line: Line, group: dist.ProcessGroup) -> Parcel:
+    def parcel(self, link: Link, group: dist.ProcessGroup) -> Parcel:
         """The one before it must have arrived."""
         pack = {
             "all_reduce": self._to_be_added,
@@ -54,11 +54,11 @@ class Room:
             "reduce_scatter": self._to_be_scattered,
         }
         self._got.zero_()
-        if line.operation == SEND:
-            return self._to_be_swapped(line, group)
+        if link.operation == SEND:
+            return self._to_be_swapped(link, group)
         place = dist.get_rank(group)
         torch.add(self._pattern, _mark(place), out=self._given)
-        return pack[line.operation](group, place, len(line.members))
+        return pack[link.operation](group, place, len(link.members))
 
     def _to_be_added(self, group: dist.ProcessGroup, place: int, size: int) -> Parcel:  # noqa: ARG002
         self._got.copy_(self._given)
@@ -86,9 +86,9 @@ class Room:
         right = self._sum(size)[place * part : (place + 1) * part]
         return Parcel(partial(reduce_scatter, got, self._given[: size * part], group=group), got, right)
 
-    def _to_be_swapped(self, line: Line, group: dist.ProcessGroup) -> Parcel:
-        place = line.members.index(dist.get_rank())
-        other = line.members[1 - place]
+    def _to_be_swapped(self, link: Link, group: dist.ProcessGroup) -> Parcel:
+        place = link.members.index(dist.get_rank())
+        other = link.members[1 - place]
         torch.add(self._pattern, _mark(place), out=self._given)
         right = torch.add(self._pattern, _mark(1 - place), out=self._right)
         return Parcel(partial(_swap, self._given, self._got, other, group), self._got, right)

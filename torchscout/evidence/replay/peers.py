@@ -13,11 +13,27 @@ import torch
 from torchscout.decision.channel import PeerChannel
 from torchscout.mesh import PeerGroup
 
-__all__ = ["Peers"]
+__all__ = ["Everybody", "Peers"]
 
 
-class Peers(Protocol):
-    """One rank's connections. Every rank of the job makes the same calls in the same order."""
+class Everybody(Protocol):
+    """The whole job. Every rank of it makes the same calls in the same order."""
+
+    def highest(self, values: Sequence[int]) -> list[int]:
+        """Each value's maximum over all ranks."""
+        ...
+
+    def first_problems(self, problems: Sequence[str | None]) -> list[str | None]:
+        """For each piece of work what stands in its way on whichever rank, or None."""
+        ...
+
+    def exchange(self, document: Any) -> list[Any]:
+        """Every rank's JSON document, by rank. For what is rare: it grows with the job."""
+        ...
+
+
+class Peers(Everybody, Protocol):
+    """One rank's connections."""
 
     group: PeerGroup
     position: int
@@ -29,16 +45,4 @@ class Peers(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
         """Fill the tensor with what the peer at position ``source`` holds in its own."""
-        ...
-
-    def highest(self, values: Sequence[int]) -> list[int]:
-        """Job-wide: each value's maximum over all ranks."""
-        ...
-
-    def first_problems(self, problems: Sequence[str | None]) -> list[str | None]:
-        """Job-wide: for each piece of work what stands in its way on whichever rank, or None."""
-        ...
-
-    def exchange(self, document: Any) -> list[Any]:
-        """Job-wide: every rank's JSON document, by rank. For what is rare: it grows with the job."""
         ...

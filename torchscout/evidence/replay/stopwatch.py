@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from torchscout.decision.record import Surface
-from torchscout.evidence.call import Call
+from torchscout.evidence.call import POINT_TO_POINT, Call
 from torchscout.evidence.collectives import Pending, listen
 from torchscout.evidence.hearing import in_backward
 from torchscout.evidence.replay.recipe import Observation
@@ -28,7 +28,6 @@ from torchscout.evidence.replay.recipe import Observation
 __all__ = ["lapped", "timed"]
 
 _PATIENCE_SECONDS = 5.0
-_POINT_TO_POINT = ("send", "recv")
 _Mark = TypeVar("_Mark")
 
 
@@ -106,7 +105,7 @@ class _Ear:
             return
         # Gloo does a reduce-scatter only while somebody waits for it.
         is_bounded = call.is_async is not False and call.operation != "reduce_scatter"
-        if call.operation in _POINT_TO_POINT or not _is_done(pending, is_bounded=is_bounded):
+        if call.operation in POINT_TO_POINT or not _is_done(pending, is_bounded=is_bounded):
             self.is_separable = False
         else:
             self.laps.append((_Heard(call), (token, self._clock.mark())))

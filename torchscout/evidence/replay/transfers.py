@@ -9,7 +9,7 @@ can be compared; and what must arrive is known. Nothing of training's is sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,29 +19,22 @@ from torchscout.decision.fold import signed
 from torchscout.decision.signature import signature
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.alignment import Broadcast
-from torchscout.evidence.replay.heard import Heard, Line, agreed
+from torchscout.evidence.replay.heard import Heard, Link, agreed
 from torchscout.evidence.replay.parcels import Parcel, Room
+from torchscout.evidence.replay.peers import Everybody
 from torchscout.evidence.replay.recipe import ABSENT, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.stopwatch import lapped
 from torchscout.mesh import Role
 
-__all__ = ["Everybody", "TransferRecipe"]
+__all__ = ["TransferRecipe"]
 
 RECEIVED = "transfers/received"
 _AS_SENT = signed(xxhash.xxh3_64_intdigest(b"torchscout: what was sent has arrived"))
 """In place of a signature: everything arrived as it should."""
 
 
-class Everybody(Protocol):
-    """The whole job: see ``Peers``, whose calls these are."""
-
-    def highest(self, values: Sequence[int]) -> list[int]: ...
-
-    def exchange(self, document: Any) -> list[Any]: ...
-
-
 class TransferRecipe:
-    """All lines that training was heard on in the step at whose end it is due."""
+    """All links that training was heard on in the step at whose end it is due."""
 
     kind = "transfers"
     targets = ("transfers",)
@@ -67,47 +60,47 @@ class TransferRecipe:
 
 
 class _Agreement:
-    """On lines that all their members have heard: a rank that waits on one alone would wait for ever."""
+    """On links that all their members have heard: a rank that waits on one alone would wait for ever."""
 
     def __init__(self, everybody: Everybody) -> None:
         self._everybody = everybody
-        self._own: list[Line] | None = None
-        self._agreed: list[Line] = []
+        self._own: list[Link] | None = None
+        self._agreed: list[Link] = []
         self.is_silent = True
         """Whether nobody in the job was heard at all."""
 
-    def on(self, lines: Sequence[Line]) -> list[Line]:
+    def on(self, links: Sequence[Link]) -> list[Link]:
         """Asked by every rank of the job; all tell each other only where something has changed."""
-        own = sorted(lines)
+        own = sorted(links)
         if any(self._everybody.highest([own != self._own])):
-            told = self._everybody.exchange([line.told() for line in own])
+            told = self._everybody.exchange([link.told() for link in own])
             self._own, self._agreed, self.is_silent = own, agreed(own, told), not any(told)
         return self._agreed
 
 
 class _Transfers:
-    """One on each line."""
+    """One on each link."""
 
     def __init__(self, heard: Heard, agreement: _Agreement, device: torch.device) -> None:
         self._heard, self._agreement, self._device = heard, agreement, device
-        self._groups: dict[Line, dist.ProcessGroup] = {}
-        self._lines: list[Line] = []
+        self._groups: dict[Link, dist.ProcessGroup] = {}
+        self._links: list[Link] = []
         self._room: Room | None = None
 
     def describe(self) -> None:
         self._heard.rest()
-        self._groups = self._heard.lines()
+        self._groups = self._heard.links()
 
     def prepare(self, descriptions: Sequence[Any], source: int) -> None:  # noqa: ARG002  nothing is told
         self._room = Room(self._device)
 
     def align(self, broadcast: Broadcast) -> None:  # noqa: ARG002  the data follow from the place
-        self._lines = self._agreement.on(list(self._groups))
+        self._links = self._agreement.on(list(self._groups))
 
     @property
     def work(self) -> tuple[str, tuple[int, ...]]:
         assert self._room is not None, "prepared first"
-        return repr(self._lines), (self._room.elements,)
+        return repr(self._links), (self._room.elements,)
 
     def comparisons(self) -> list[Comparison]:
         alone = "training was not heard to communicate here"
@@ -117,20 +110,20 @@ class _Transfers:
     def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
         assert self._room is not None, "prepared first"
         wrong: list[int] = []
-        for line in self._lines:
-            parcel = self._room.parcel(line, self._groups[line])
-            surface = f"time/{TransferRecipe.kind}_{line.operation}@"
-            with lapped(self._device, seen, surface, line.members, self._room.elements):
+        for link in self._links:
+            parcel = self._room.parcel(link, self._groups[link])
+            surface = f"time/{TransferRecipe.kind}_{link.operation}@"
+            with lapped(self._device, seen, surface, link.members, self._room.elements):
                 parcel.go()
             wrong += _differing(parcel)
-        seen.signatures[RECEIVED] = (wrong[0] if wrong else _AS_SENT) if self._lines else ABSENT
+        seen.signatures[RECEIVED] = (wrong[0] if wrong else _AS_SENT) if self._links else ABSENT
 
     def invocation(self) -> None:
         """What is sent is no call."""
 
     def release(self) -> None:
         self._heard.rest()
-        self._groups, self._lines, self._room = {}, [], None
+        self._groups, self._links, self._room = {}, [], None
 
 
 def _differing(parcel: Parcel) -> list[int]:
