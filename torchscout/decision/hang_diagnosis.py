@@ -59,6 +59,7 @@ def _lines_in_use(call: RollCall, sources: Sequence[int]) -> Bools:
     # The library may end a process over what another one did, also while that is on to something else.
     looked_at = call.is_dead & columns.answered
     looked_at[sources] = True
+    looked_at |= columns.has_device
     if call.in_communication.any():
         looked_at |= columns.waiting != 0
     in_use[columns.line[columns.recent[looked_at[columns.recent_rank]]]] = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,15 @@ MOST = 8
 
 
 def of_lines(call: RollCall, lines: Iterable[str], suspects: Collection[int]) -> list[EvidenceRecord]:
-    """How many operations the members of each line have issued; -1 for a suspect that did not answer."""
+    """How many operations of each line its members have issued or, where devices enter them, their devices
+    have entered; -1 for a suspect that did not answer."""
     records = []
     for key in list(dict.fromkeys(lines))[:MOST]:
-        members, issued = call.issued_by(key)
+        members, reached = call.reached_by(key)
         heard = _heard(call, members, suspects)
-        surface, peers = f"issued/{call.lines[key].name}", tuple(members[heard].tolist())
-        records.append(_record(call, surface, peers, exact(issued[heard].tolist()), suspects))
+        peers = tuple(members[heard].tolist())
+        surface = f"{'entered' if call.on_device(key) else 'issued'}/{call.lines[key].name}"
+        records.append(_record(call, surface, peers, exact(reached[heard].tolist()), suspects))
     return records
 
 
@@ -84,6 +86,10 @@ def _record(
     )
 
 
+def _few(entered: Mapping[str, int], call: RollCall) -> list[tuple[str, int]]:
+    return [(key, count) for key, count in entered.items() if key in call.lines][:MOST]
+
+
 def _heard(call: RollCall, ranks: Ints, suspects: Collection[int]) -> Bools:
     # Who did not answer has no evidence to compare; a suspect is shown all the same.
     return call.columns.answered[ranks] | np.isin(ranks, list(suspects))
@@ -111,5 +117,7 @@ def _standing(call: RollCall, rank: int) -> dict[str, Any]:
             "at_communication": progress.at_communication,
             "silent_seconds": progress.silent_seconds,
             "device_step": progress.device_step,
+            "device_busy": progress.device_busy,
+            "entered": {call.lines[key].name: count for key, count in _few(progress.entered, call)},
         }
     return known

@@ -85,8 +85,12 @@ def _deed(call: RollCall, rank: int, issued: Issued, comma: str) -> str:
         return f"{who} has not entered {what}{comma}{_state(call, rank)}"
     # It announced the operation: the dead may have gone no further, and of the living only a device.
     progress = None if rank in call.dead else call.progress(rank)
-    state = f"its device is behind at step {progress.device_step}" if progress else _state(call, rank)
-    return f"{who} has not finished {what}{comma}{state}"
+    if progress is None:
+        return f"{who} has not finished {what}{comma}{_state(call, rank)}"
+    step = f"its device is behind at step {progress.device_step}"
+    if call.entered(rank, issued.line) is None:
+        return f"{who} has not finished {what}{comma}{step}"
+    return f"{who} has issued {what}, but its device has not come to it{comma}{step}"
 
 
 def _state(call: RollCall, rank: int) -> str:

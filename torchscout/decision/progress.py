@@ -11,7 +11,7 @@ number ``n`` on a line means to be about to enter its ``n``-th operation, counte
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from operator import itemgetter
 from typing import Any
@@ -97,6 +97,11 @@ class Progress:
     """Since the last publication, by the clock of the rank's own machine."""
     device_step: int | None = None
     """The last step the accelerator is known to have finished; None where that is not known."""
+    entered: Mapping[str, int] = field(default_factory=dict)
+    """Line -> the last operation that the accelerator has come to, where operations run on one and that is
+    known. Over NCCL the host issues operations long before its device enters them."""
+    device_busy: bool | None = None
+    """Whether the accelerator has work left; None where that is not known."""
 
     @property
     def coordinate(self) -> tuple[int, int]:

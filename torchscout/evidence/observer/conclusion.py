@@ -40,6 +40,8 @@ def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident 
     anybody while one does. If the others are still waiting the next time, it does. Nor is a group left
     undecided over what its members issued, as long as one that moves may yet join the majority.
     """
+    if (cause := _waited_for(posts, mesh)) is not None:
+        return replace(cause, records=(*cause.records, *_stacks(posts, cause)))
     gone, moving = _first_gone(posts), any(post.moving for post in posts.values())
     lost = _lost(posts, mesh) if gone else ()
     if moving and not insistent and not gone:
@@ -56,6 +58,23 @@ def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident 
     if incident is None or all(rank in posts and posts[rank].excused for rank in incident.ranks):
         return None
     return replace(incident, records=(*incident.records, *_stacks(posts, incident)))
+
+
+def _waited_for(posts: _Posts, mesh: Mesh) -> Incident | None:
+    """Who is behind it, where trainers ended because they had waited too long: the watchdog of NCCL and the
+    timeout of Gloo end whoever waits, and not who is waited for."""
+    gone = _first_gone(posts)
+    if not gone or not all(posts[rank].timed_out for rank in gone):
+        return None
+    standings = [
+        replace(post.standing, process=Process.RUNNING) if post.timed_out else post.standing
+        for post in posts.values()
+    ]
+    incident = diagnose(standings, {line.key: line for post in posts.values() for line in post.lines}, mesh)
+    if incident is None or not set(gone).isdisjoint(incident.ranks):
+        return None
+    ended = f"the trainer{'s' if len(gone) > 1 else ''} of {named(gone)} ended after waiting for too long"
+    return replace(incident, sentence=f"{incident.sentence}; {ended}")
 
 
 def compare_phases(posts: _Posts, diagnosis: PhaseDiagnosis) -> list[Incident]:

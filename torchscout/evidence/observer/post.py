@@ -25,6 +25,8 @@ class Post:
     """It is paused, or within the allowance for what it is doing: its silence means nothing yet."""
     gone_seconds: float | None = None
     """Since its trainer was seen to have ended before it finished."""
+    timed_out: bool = False
+    """Its trainer ended after a silence that was too long: a watchdog may have ended it for waiting."""
     phase_seconds: Mapping[Phase, float] = field(default_factory=dict)
     """What its input and its checkpoints take lately."""
 
@@ -40,6 +42,7 @@ class Post:
             "moving": self.moving,
             "excused": self.excused,
             "gone_seconds": self.gone_seconds,
+            "timed_out": self.timed_out,
             "phase_seconds": {phase.value: seconds for phase, seconds in self.phase_seconds.items()},
         }
 
@@ -53,6 +56,7 @@ class Post:
             moving=document["moving"],
             excused=document["excused"],
             gone_seconds=document["gone_seconds"],
+            timed_out=document["timed_out"],
             phase_seconds={
                 Phase(name): float(seconds) for name, seconds in document["phase_seconds"].items()
             },

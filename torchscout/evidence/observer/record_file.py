@@ -21,7 +21,7 @@ from torchscout.evidence.observer.liveness import Identity
 __all__ = ["Opened", "create", "is_private", "open_record", "reclaim", "records_home"]
 
 _MAGIC = b"SCOUTrec"
-_VERSION = 1
+_VERSION = 2
 _PREFIX = "progress-"
 
 

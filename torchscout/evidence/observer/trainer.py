@@ -68,8 +68,12 @@ class Trainer:
     def post(self, config: ObserverConfig, silent_seconds: float, now: float) -> Post:
         """What to say in a round, but for the stacks."""
         if self.ending is not None:
-            gone = None if self._gone_since is None else now - self._gone_since
-            return Post(self._last_standing(), self._lines(), gone_seconds=gone)
+            standing, gone = self._last_standing(), None
+            silent = 0.0 if standing.progress is None else standing.progress.silent_seconds
+            if self._gone_since is not None:
+                gone = now - self._gone_since
+            timed_out = gone is not None and silent - gone > config.floor_seconds
+            return Post(standing, self._lines(), gone_seconds=gone, timed_out=timed_out)
         standing = Standing(self.rank, self.reader.trainer(), self._read())
         return Post(
             standing,
