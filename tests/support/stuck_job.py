@@ -109,7 +109,8 @@ class StuckJob:
             self.inside.discard(rank)
 
     def on_devices(self, *behind: int) -> None:
-        """Devices enter the operations: all that was issued so far, but for those that are ``behind`` by one."""
+        """Devices enter the operations: all that was issued so far, but for those that are ``behind`` by
+        one."""
         for rank, issued in self.issued.items():
             self.entered[rank] = {line: count - (rank in behind) for line, count in issued.items()}
 

@@ -50,7 +50,9 @@ def diagnose(
         return _late(call, missed, len(graph.waiters(missed)))
     if graph.cycles:
         return _deadlock(call, [graph.inside(cycle) for cycle in graph.cycles])
-    return _stall(call, graph) if graph.held.lines else None
+    if graph.held.lines:
+        return _stall(call, graph)
+    return _inside_graphs(call)
 
 
 def _lines_in_use(call: RollCall, sources: Sequence[int]) -> Bools:
@@ -139,6 +141,32 @@ def _stall(call: RollCall, graph: WaitGraph) -> Incident:
         Action.INSPECT,
         hang_sentence.stall(call, held, call.silence(members)),
     )
+
+
+def _inside_graphs(call: RollCall) -> Incident | None:
+    """Devices do not finish, and what they may wait for went into CUDA graphs: nobody saw them enter it.
+
+    Whoever is not there has an idle device and a host that is behind all others. Short of that it is said
+    that the job stands still, and no more.
+    """
+    columns = call.columns
+    captured = np.zeros_like(columns.answered)
+    captured[[rank for rank, each in call.standings.items() if each.progress and each.progress.captured]] = (
+        True
+    )
+    stuck = captured & columns.running & (columns.device_busy == 1)
+    if not stuck.any():
+        return None
+    idle = columns.published & columns.running & (columns.device_busy == 0)
+    coordinates = (columns.step << 32) + columns.operation
+    late: list[int] = np.flatnonzero(idle & (coordinates < coordinates[stuck].min())).tolist()
+    inside: list[int] = np.flatnonzero(stuck).tolist()
+    if not (idle | stuck)[columns.published].all():
+        late = []  # there are devices of which nothing is known
+    scope, action = _scope_and_action(call, late) if late else (Scope.JOB, Action.INSPECT)
+    ranks = tuple(late or inside)
+    sentence = hang_sentence.inside_graphs(call, inside, late)
+    return _incident(call, scope, ranks, [hang_records.of_devices(call, ranks)], action, sentence)
 
 
 def _scope_and_action(call: RollCall, ranks: Sequence[int]) -> tuple[Scope, Action]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from torchscout.decision.columns import Bools, Ints
-from torchscout.decision.consensus import Verdict, exact
+from torchscout.decision.columns import NOTHING, Bools, Ints
+from torchscout.decision.consensus import Status, Verdict, exact
 from torchscout.decision.protocol import Divergence
 from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
 from torchscout.decision.roll_call import RollCall
 
-__all__ = ["MOST", "of_coordinates", "of_cycle", "of_divergence", "of_lines"]
+__all__ = ["MOST", "of_coordinates", "of_cycle", "of_devices", "of_divergence", "of_lines"]
 
 MOST = 8
 """Records of one kind that go with an incident: the hang of a large job touches thousands of lines."""
@@ -43,6 +43,17 @@ def of_divergence(call: RollCall, found: Sequence[Divergence]) -> list[EvidenceR
 def of_cycle(call: RollCall, ranks: tuple[int, ...], verdict: Verdict) -> EvidenceRecord:
     """Which operation, numbered as they come, each rank of a cycle is in."""
     return _record(call, "deadlock", ranks, verdict, ranks)
+
+
+def of_devices(call: RollCall, suspects: Sequence[int]) -> EvidenceRecord:
+    """Which devices have work left, 1 or 0; nothing else is known of what runs inside CUDA graphs."""
+    ranks = np.flatnonzero(call.columns.published & (call.columns.device_busy != NOTHING))
+    named = np.isin(ranks, list(suspects))
+    busy = tuple(call.columns.device_busy[ranks].tolist())
+    is_decided = not all(busy[position] for position in np.flatnonzero(named))
+    status = Status.ATTRIBUTED if is_decided else Status.INCONCLUSIVE
+    outliers = tuple(np.flatnonzero(named).tolist()) if is_decided else ()
+    return _record(call, "device", tuple(ranks.tolist()), Verdict(status, outliers, busy), suspects)
 
 
 def of_coordinates(call: RollCall, ranks: Sequence[int]) -> list[EvidenceRecord]:

@@ -10,7 +10,7 @@ from torchscout.decision.roll_call import RollCall
 from torchscout.decision.wording import listed, named
 from torchscout.mesh import Mesh
 
-__all__ = ["deadlock", "different", "late", "lost_machines", "stall", "unheard"]
+__all__ = ["deadlock", "different", "inside_graphs", "late", "lost_machines", "stall", "unheard"]
 
 _DOING = {Phase.IDLE: "is between steps"}
 _SHOWN = 2
@@ -73,6 +73,18 @@ def stall(call: RollCall, held: Sequence[Issued], seconds: float) -> str:
     entered = f"all {members} members entered {_operation(call, held[0])}"
     stalled = f"which has not returned for {seconds:.1f} s{likewise}"
     return f"{entered}, {stalled}; nobody is behind: the runtime, a device or the transport stalls"
+
+
+def inside_graphs(call: RollCall, stuck: Sequence[int], late: Sequence[int]) -> str:
+    """Devices that do not finish what was captured in CUDA graphs, and whose host is behind, if that is
+    known."""
+    whose = f"the device{'s' if len(stuck) > 1 else ''} of {named(stuck)}"
+    devices = f"{whose} did not finish for {call.silence(stuck):.1f} s"
+    unseen = "communication inside CUDA graphs is not observed"
+    if not late:
+        return f"{devices}; {unseen}, so that nobody can be named"
+    states = [f"{_rank(call.mesh, rank)} is behind: {_state(call, rank)}" for rank in late[:_SHOWN]]
+    return f"{'; '.join([*states, devices])}; {unseen}"
 
 
 def unheard(ranks: Sequence[int]) -> str:

@@ -102,6 +102,8 @@ class Progress:
     known. Over NCCL the host issues operations long before its device enters them."""
     device_busy: bool | None = None
     """Whether the accelerator has work left; None where that is not known."""
+    captured: int = 0
+    """Operations that went into CUDA graphs; when those are replayed, nothing of them is published."""
 
     @property
     def coordinate(self) -> tuple[int, int]:

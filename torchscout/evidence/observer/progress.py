@@ -301,12 +301,6 @@ class ProgressReader:
         """Declarations without room: while this is not 0, there may be communication not told of here."""
         return self._memory.words[layout.DROPPED]
 
-    @property
-    def captured(self) -> int:
-        """Operations that went into CUDA graphs: while this is not 0, there may be communication not seen
-        here."""
-        return self._memory.words[layout.CAPTURED]
-
     def trainer(self) -> Process:
         return self._trainer.process()
 
@@ -408,6 +402,7 @@ class ProgressReader:
             silent_seconds=max(0.0, now - head.time),
             device_step=None if device_step < 0 else device_step,
             device_busy=None if busy < 0 else bool(busy),
+            captured=self._memory.words[layout.CAPTURED],
         )
 
     def _issued(self, operation: Operation) -> Issued:
