@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hangs import incidents, resolutions, wait_for_incident
-from tests.support.nccl_hangs import CULPRIT, STEPS, Hang, Seen, train
-from tests.support.ranks import RankError, run_ranks
+from tests.support.hangs import incidents, resolutions
+from tests.support.nccl_hangs import CULPRIT, STEPS, Hang, Seen, has_fired, late_in_a_check, train
+from tests.support.ranks import run_ranks
 from torchscout.decision.record import Incident, Scope
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3)]
@@ -18,8 +18,7 @@ STOPS = ["nothing", "item", "synchronize", "stream", "event", "copy", "barrier"]
 
 def ran(run_dir: Path, hang: Hang) -> list[Seen]:
     seen = run_ranks(train, RANKS, run_dir, hang, timeout=100, backend="nccl")
-    expected = [hang.fault != "none" and rank == CULPRIT for rank in range(RANKS)]
-    assert [each.fired for each in seen] == expected
+    assert has_fired(run_dir) is (hang.fault != "none")
     assert [each.status["failures"] for each in seen] == [[], [], []]
     return seen
 
@@ -33,7 +32,6 @@ def only_incident(run_dir: Path) -> Incident:
 def test_a_healthy_job_is_silent(stop: str, tmp_path: Path):
     seen = ran(tmp_path, Hang(stop=stop))
     assert [each.steps for each in seen] == [STEPS] * RANKS
-    assert [each.status["observer"]["messages"] for each in seen] == [0, 0, 0]
     assert incidents(tmp_path) == []
 
 
@@ -86,43 +84,8 @@ def test_a_device_that_is_stuck_beside_cuda_graphs_names_nobody(tmp_path: Path):
     assert "CUDA graphs is not observed, so that nobody can be named" in incident.sentence
 
 
-MISMATCHES = {
-    "another_size": "issued all_reduce float32[4096] sum",
-    "another_operation": "issued all_gather",
-    "left_out": "issued",
-    "too_many": "issued",
-    "another_order": "wait for each other",
-}
-
-
-@pytest.mark.parametrize("fault", MISMATCHES)
-def test_a_rank_that_communicates_something_else_is_named(fault: str, tmp_path: Path):
-    ran(tmp_path, Hang(fault, recovers=False))
-    incident = only_incident(tmp_path)
-    assert incident.ranks == (CULPRIT,), incident.sentence
-    assert MISMATCHES[fault] in incident.sentence
-
-
-def test_a_send_without_its_receive_names_the_two(tmp_path: Path):
-    ran(tmp_path, Hang("no_receive", recovers=False))
-    incident = only_incident(tmp_path)
-    assert incident.ranks == (0, CULPRIT), incident.sentence
-    assert "0 -> 2" in incident.sentence
-
-
-@pytest.mark.parametrize("fault", ["killed", "raises"])
-def test_a_trainer_that_ends_is_named(fault: str, tmp_path: Path):
-    with pytest.raises(RankError):
-        run_ranks(train, RANKS, tmp_path, Hang(fault, recovers=False), timeout=60, backend="nccl")
-    wait_for_incident(tmp_path)
-    incident = only_incident(tmp_path)
-    assert incident.ranks == (CULPRIT,), incident.sentence
-
-
-def test_the_watchdog_of_nccl_is_not_blamed_on_its_victims(tmp_path: Path):
-    """It ends the ranks that wait, within the time that is granted to the first step."""
-    with pytest.raises(RankError):
-        run_ranks(train, RANKS, tmp_path, Hang("late_first", timeout=6.0), timeout=60, backend="nccl")
-    wait_for_incident(tmp_path)
-    incident = only_incident(tmp_path)
-    assert incident.ranks == (CULPRIT,), incident.sentence
+def test_a_rank_that_is_late_inside_a_check_does_not_end_training(tmp_path: Path):
+    seen = run_ranks(late_in_a_check, RANKS, tmp_path, timeout=100, backend="nccl")
+    assert has_fired(tmp_path)
+    assert [each.steps for each in seen] == [STEPS] * RANKS
+    assert only_incident(tmp_path).ranks == (CULPRIT,)

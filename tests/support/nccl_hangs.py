@@ -19,9 +19,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.hangs import QUICK, incidents
+from torchscout.config import Parallelism, ReplayConfig
+from torchscout.evidence.call import Call
+from torchscout.evidence.collectives import Pending, listen
 from torchscout.integration.attach import enable_resiliency
 
-__all__ = ["CULPRIT", "Hang", "Seen", "train"]
+__all__ = ["CULPRIT", "STEPS", "Hang", "Seen", "has_fired", "late_in_a_check", "train"]
 
 CULPRIT, STEPS, FAULTY_STEP = 2, 8, 5
 STALL = 7.0
@@ -50,7 +53,6 @@ class Hang:
 class Seen:
     """What one rank came to."""
 
-    fired: bool
     steps: int
     status: dict[str, Any]
 
@@ -62,8 +64,10 @@ class Net(torch.nn.Sequential):
 
 def train(rank: int, run_dir: Path, hang: Hang) -> Seen:
     """A DDP job over NCCL whose culprit does what ``hang`` says in its fifth step."""
-    job = _Job(rank, hang)
-    settings = {"replay": None, "observer": CONFIG, "run_dir": run_dir}
+    job = _Job(rank, hang, run_dir)
+    settings: dict[str, Any] = {"replay": None, "observer": CONFIG, "run_dir": run_dir}
+    if hang.captured:
+        settings["parallelism"] = Parallelism(replica=dist.get_world_size())
     with enable_resiliency(job.model, job.optimizer, **settings) as session:
         rescue = threading.Thread(target=_rescue, args=(run_dir, job), daemon=True)
         if not hang.recovers:
@@ -74,18 +78,25 @@ def train(rank: int, run_dir: Path, hang: Hang) -> Seen:
                 job.step(batch)
         job.is_over.set()
         status = session.status()
-    return Seen(job.fired, job.steps, status)
+    return Seen(job.steps, status)
+
+
+def has_fired(run_dir: Path) -> bool:
+    """Whether the culprit did what it was told to do; it may be gone since."""
+    return (run_dir / "fired").exists()
 
 
 class _Job:
-    def __init__(self, rank: int, hang: Hang) -> None:
+    def __init__(self, rank: int, hang: Hang, run_dir: Path) -> None:
         torch.manual_seed(0)
-        self.rank, self.hang, self.fired, self.steps = rank, hang, False, 0
+        self.rank, self.hang, self.run_dir, self.fired, self.steps = rank, hang, run_dir, False, 0
         self.is_over = threading.Event()
         self.group = None if hang.timeout is None else _impatient(hang.timeout)
         net = Net().cuda()
         self.plain = net
-        self.model: torch.nn.Module = DistributedDataParallel(net, process_group=self.group)
+        self.model: torch.nn.Module = net
+        if not hang.captured:
+            self.model = DistributedDataParallel(net, process_group=self.group)
         if hang.compiled:
             self.model = torch.compile(self.model)
         self.optimizer = torch.optim.AdamW(net.parameters(), fused=True)
@@ -107,7 +118,7 @@ class _Job:
         if self.rank == CULPRIT and self.steps == faulty - 1 and not self.fired:
             fault = FAULTS[place].get(self.hang.fault)
             if fault is not None:
-                self.fired = True
+                self.mark()
                 fault(self)
 
     def step(self, batch: torch.Tensor) -> None:
@@ -134,17 +145,24 @@ class _Job:
         for group in reversed(groups) if self.does("another_order") else groups:
             if not self.does("left_out"):
                 dist.all_reduce(extra, group=group)
+        # Large: NCCL finishes a small send without its receive.
+        large = torch.ones(1 << 24, device="cuda")
         if self.hang.fault == "no_receive" and self.rank == 0:
-            dist.send(extra, dst=CULPRIT)
+            dist.send(large, dst=CULPRIT)
         elif self.hang.fault == "no_receive" and self.rank == CULPRIT and not self.does("no_receive"):
-            dist.recv(extra, src=0)
+            dist.recv(large, src=0)
 
     def does(self, fault: str) -> bool:
         """Whether it is the culprit's turn to do so, once."""
         if self.hang.fault != fault or self.rank != CULPRIT or self.steps != FAULTY_STEP - 1 or self.fired:
             return False
-        self.fired = True
+        self.mark()
         return True
+
+    def mark(self) -> None:
+        self.fired = True
+        self.run_dir.mkdir(exist_ok=True)
+        (self.run_dir / "fired").touch()
 
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         batch = torch.randn(64, 256, device="cuda")
@@ -168,6 +186,39 @@ class _Job:
         with torch.cuda.graph(graph):
             loss = step()
         return graph, loss
+
+
+class _LateOnce:
+    """Holds the culprit up before the first NCCL operation of SCOUT's own in the faulty step."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+
+    def before(self, call: Call) -> None:
+        job = self._job
+        is_turn = job.rank == CULPRIT and job.steps == FAULTY_STEP - 1 and not job.fired
+        if is_turn and call.group.is_scouts and call.device is not None and call.device.type == "cuda":
+            job.mark()
+            time.sleep(STALL)
+
+    def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
+        pass
+
+
+def late_in_a_check(rank: int, run_dir: Path) -> Seen:
+    """The culprit is late inside a check, longer than replay waits for a rank on the host."""
+    job = _Job(rank, Hang(), run_dir)
+    replay = ReplayConfig(interval=1, patience_seconds=STALL - 3)
+    with (
+        enable_resiliency(
+            job.model, job.optimizer, replay=replay, observer=CONFIG, run_dir=run_dir
+        ) as session,
+        listen(_LateOnce(job)),
+    ):
+        for batch in session.watch_input(job.batches()):
+            job.step(batch)
+        status = session.status()
+    return Seen(job.steps, status)
 
 
 def _impatient(seconds: float) -> dist.ProcessGroup:

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -67,6 +67,7 @@ class _Work:
     world_size: int
     args: tuple[Any, ...]
     backend: str = "gloo"
+    environment: Mapping[str, str] = field(default_factory=dict)
     is_asked: bool = False
     """Whether the body answers questions, one after another."""
 
@@ -77,16 +78,22 @@ def preload(*modules: str) -> None:
 
 
 def run_ranks(
-    body: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, backend: str = "gloo"
+    body: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str = "gloo",
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call ``body(rank, *args)`` on ``world_size`` ranks and return their results in order.
 
-    ``body`` must be importable (defined at module level). A rank that has not answered after
-    ``timeout`` seconds, or a few seconds after another one failed, is killed, and where it
-    stood is part of the ``RankError``. With ``backend="nccl"`` each rank has a current CUDA device.
+    ``body`` must be importable (defined at module level). A rank that has not answered after ``timeout``
+    seconds, or a few seconds after another one failed, is killed, and where it stood is part of the
+    ``RankError``. With ``backend="nccl"`` each rank has a current CUDA device. Variables of ``environment``
+    are set before a rank uses any device.
     """
     with tempfile.TemporaryDirectory(prefix="scout-ranks-") as name:
-        ranks = _start(Path(name), _Work(body, world_size, args, backend))
+        ranks = _start(Path(name), _Work(body, world_size, args, backend, environment or {}))
         try:
             answers = _collect(ranks, timeout)
         finally:
@@ -307,6 +314,7 @@ def _join(rank: int, folder: Path, work: _Work) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ |= work.environment
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(work.world_size)}
     if work.backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
