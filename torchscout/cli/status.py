@@ -88,8 +88,9 @@ COLUMNS = {"silent_seconds": "silent s"}
 
 
 def screen(report: dict[str, Any]) -> str:
-    columns = ("rank", "host", "pid", "state", "step", "phase", "silent_seconds", "inside", "device")
-    columns = tuple(name for name in columns if name != "device" or any(r.get(name) for r in report["ranks"]))
+    columns = ["rank", "host", "pid", "state", "step", "phase", "silent_seconds", "inside"]
+    if any(rank.get("device") for rank in report["ranks"]):
+        columns.append("device")
     heads = [COLUMNS.get(column, column) for column in columns]
     rows = [[shown(rank.get(column)) for column in columns] for rank in report["ranks"]]
     lines = aligned([heads, *rows])
