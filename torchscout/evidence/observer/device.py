@@ -55,18 +55,16 @@ class Track:
 
     def __init__(self, publish: Callable[[int], None]) -> None:
         self._publish = publish
-        self._events: list[torch.cuda.Event | None] = [None] * _OUTSTANDING
+        self._events: list[torch.cuda.Event] = []
+        self._handles: list[int | None] = [None] * _OUTSTANDING
+        """Of the events; None for what no event stands for."""
         self._numbers = [0] * _OUTSTANDING
         self._recorded = self._passed = 0
 
-    def record(self, number: int, stream: torch.cuda.Stream | None) -> None:
+    def record(self, number: int, stream: int | None, driver: _Driver) -> None:
         """The host has come to ``number``. Without a stream there is nothing to ask the device about."""
         place = self._recorded % _OUTSTANDING
-        event = None
-        if stream is not None:
-            event = self._events[place] or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-        self._events[place] = event
+        self._handles[place] = None if stream is None else self._record(place, stream, driver)
         self._numbers[place] = number
         self._recorded += 1
 
@@ -88,9 +86,19 @@ class Track:
             self._passed = low
             self._publish(number)
 
+    def _record(self, place: int, stream: int, driver: _Driver) -> int:
+        if place < len(self._events):
+            handle = int(self._events[place].cuda_event)
+            driver.record(handle, stream)
+            return handle
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._events.append(event)
+        return int(event.cuda_event)
+
     def _has_passed(self, index: int, driver: _Driver) -> bool:
-        event = self._events[index % _OUTSTANDING]
-        return event is None or driver.has_passed(event)
+        handle = self._handles[index % _OUTSTANDING]
+        return handle is None or driver.has_passed(handle)
 
 
 class DeviceProgress:
@@ -102,13 +110,19 @@ class DeviceProgress:
 
     def __init__(self, writer: ProgressWriter, device: torch.device) -> None:
         self._writer, self._device = writer, device
+        self._index = device.index or 0
         self._steps = Track(writer.device_step)
         self._first_step = writer.step
         self._tracks: list[Track] = [self._steps]
-        self._streams: dict[int, None] = {}
+        self._streams: set[int] = set()
         """Of the streams that operations were issued from, their handles. PyTorch never destroys its
         streams."""
         self._stop = threading.Event()
+        self._driver: _Driver | None = None
+        try:
+            self._driver = _Driver()
+        except OSError as error:
+            self._give_up(error)
         self._thread = threading.Thread(target=self._run, name="torchscout-device", daemon=True)
         self._thread.start()
 
@@ -121,20 +135,20 @@ class DeviceProgress:
 
     def record(self, track: Track, number: int) -> None:
         """Called by the trainer before it issues an operation."""
-        if self._stop.is_set():
+        if self._stop.is_set() or self._driver is None:
             return
         try:
             # An event that a capturing stream records would become part of the user's graph.
             captures = torch.cuda.is_current_stream_capturing()
-            stream = None if captures else torch.cuda.current_stream(self._device)
-            track.record(number, stream)
+            stream = None if captures else torch._C._cuda_getCurrentRawStream(self._index)
+            track.record(number, stream, self._driver)
         except RuntimeError as error:
             self._give_up(error)
             return
         if stream is None:
             self._writer.captured()
         elif len(self._streams) < _STREAMS:
-            self._streams[stream.cuda_stream] = None
+            self._streams.add(stream)
 
     def step_finished(self, step: int) -> None:
         """Called by the trainer when its host has finished ``step`` steps."""
@@ -147,10 +161,11 @@ class DeviceProgress:
 
     def _run(self) -> None:
         try:
-            driver = _Driver(self._device)
-            self._writer.device_step(self._first_step)
-            self._poll(driver)
-        except (OSError, RuntimeError) as error:
+            if self._driver is not None:
+                self._driver.enter_thread(self._device)
+                self._writer.device_step(self._first_step)
+                self._poll(self._driver)
+        except RuntimeError as error:
             self._give_up(error)
         finally:
             self._tracks.clear()
@@ -178,23 +193,28 @@ class DeviceProgress:
 
 
 class _Driver:
-    """Asks the CUDA driver from a thread of its own, unnoticed by the others.
+    """The CUDA driver, called without the interpreter's lock.
 
-    ``torch.cuda.Event.query`` does not serve: it keeps the interpreter's lock, while the driver may make it
-    wait for another thread's call. And a query may void a CUDA graph that another thread is capturing, as
-    those of PyTorch's own watchdog did (pytorch/pytorch#148594), unless the thread that asks minds only its
-    own captures.
+    The methods of ``torch.cuda.Event`` do not serve: they keep that lock, while the driver may make them
+    wait, for another thread's call or for room in a queue that a stuck device does not empty. And a query may
+    void a CUDA graph that another thread is capturing, as those of PyTorch's own watchdog did
+    (pytorch/pytorch#148594), unless the thread that asks minds only its own captures.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """For the thread that calls it."""
+    def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")  # releases the interpreter's lock during calls
+
+    def enter_thread(self, device: torch.device) -> None:
+        """Make the calling thread one that asks about ``device``."""
         torch.cuda.set_device(device)  # this thread's; or the next line would make a context on another
         mode = ctypes.c_int(_THREAD_LOCAL_CAPTURE)
         _check(self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
-    def has_passed(self, event: torch.cuda.Event) -> bool:
-        return _is_ready(self._library.cuEventQuery(ctypes.c_void_p(event.cuda_event)))
+    def record(self, event: int, stream: int) -> None:
+        _check(self._library.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream)))
+
+    def has_passed(self, event: int) -> bool:
+        return _is_ready(self._library.cuEventQuery(ctypes.c_void_p(event)))
 
     def has_work(self, stream: int) -> bool:
         return not _is_ready(self._library.cuStreamQuery(ctypes.c_void_p(stream)))
