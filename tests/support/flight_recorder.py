@@ -126,7 +126,11 @@ class Recorders:
                 "timeout_ms": 600_000,
                 "is_p2p": p2p,
                 "frames": [
-                    {"name": "all_reduce", "filename": "/env/torch/distributed/distributed_c10d.py", "line": 1},
+                    {
+                        "name": "all_reduce",
+                        "filename": "/env/torch/distributed/distributed_c10d.py",
+                        "line": 1,
+                    },
                     {"name": f"train_{rank}", "filename": "/job/train.py", "line": 10 + len(entries)},
                 ],
             }

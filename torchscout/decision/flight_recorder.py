@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["Dump", "Entry", "State", "read_dump"]
+__all__ = ["Dump", "Entry", "State", "launch_of", "read_dump"]
 
 MOST_ENTRIES = 1_000_000
 _MOST_FRAMES = 32
@@ -115,7 +116,7 @@ class Dump:
 
     @property
     def has_lost_entries(self) -> bool:
-        """Whether older operations are not in the dump: the buffer was full, or only open ones were dumped."""
+        """Whether older operations are missing: the buffer was full, or only open ones were dumped."""
         records = [entry.record for entry in self.entries]
         return bool(records) and records != list(range(len(records)))
 
@@ -135,16 +136,14 @@ def read_dump(rank: int, document: object) -> Dump:
     ids: dict[str, int] = {}
     unreadable = 0
     for each in raw:
-        try:
-            entry = _entry(each)
-            ids[entry.group] = _whole(each.get("pg_id", 0))
-        except (KeyError, TypeError, ValueError, IndexError):
+        if (entry := _understood(each)) is None:
             unreadable += 1
         else:
+            ids[entry.group] = _id(each)
             entries.append(entry)
     if unreadable and not entries:
         raise ValueError(f"none of its {unreadable} entries can be understood")
-    entries.sort(key=lambda entry: entry.record)
+    entries = _without_launched(sorted(entries, key=lambda entry: entry.record))
     config = _named(document.get("pg_config"))
     return Dump(
         rank=rank,
@@ -155,6 +154,43 @@ def read_dump(rank: int, document: object) -> Dump:
         ids=ids,
         unreadable=unreadable,
     )
+
+
+def _understood(raw: Any) -> Entry | None:
+    try:
+        return _entry(raw)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        return None
+
+
+def _id(raw: Mapping[str, Any]) -> int:
+    value = raw.get("pg_id")
+    return value if isinstance(value, int) else -1
+
+
+def launch_of(entry: Entry) -> tuple[str, bool, int]:
+    """The same for operations that were launched together."""
+    return entry.group, entry.is_transfer, entry.transfer if entry.is_transfer else entry.collective
+
+
+def _without_launched(entries: list[Entry]) -> list[Entry]:
+    """Leave out what looks open although its launch has completed, in a dump of open operations only.
+
+    Operations that are launched together stay "scheduled" for ever; the entry after them, their launch,
+    has their state, and is not in such a dump once it has completed.
+    """
+    if any(entry.state in (State.COMPLETED, State.RETIRED) for entry in entries):
+        return entries
+    if [entry.record for entry in entries] == list(range(len(entries))):
+        return entries
+    launches = {launch_of(entry) for entry in entries if entry.operation == "coalesced"}
+    count = Counter(launch_of(entry) for entry in entries)
+
+    def may_be_over(entry: Entry) -> bool:
+        is_part = entry.is_transfer or count[launch_of(entry)] > 1
+        return is_part and launch_of(entry) not in launches and entry.state is State.SCHEDULED
+
+    return [entry for entry in entries if not may_be_over(entry)]
 
 
 def _entry(raw: Mapping[str, Any]) -> Entry:
@@ -214,7 +250,9 @@ def _shapes(raw: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]:
 
 def _frames(raw: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     frames = list(raw)[:_MOST_FRAMES]
-    return tuple(f"{_words(each['filename'])}:{_whole(each['line'])} {_words(each['name'])}" for each in frames)
+    return tuple(
+        f"{_words(each['filename'])}:{_whole(each['line'])} {_words(each['name'])}" for each in frames
+    )
 
 
 def _members(raw: object) -> tuple[int, ...]:
@@ -242,7 +280,9 @@ def _enqueued(raw: object) -> dict[int, int]:
 def _named(raw: object) -> dict[str, Mapping[str, Any]]:
     if not isinstance(raw, Mapping):
         return {}
-    return {_words(key): each for key, each in raw.items() if isinstance(key, str) and isinstance(each, Mapping)}
+    return {
+        _words(key): each for key, each in raw.items() if isinstance(key, str) and isinstance(each, Mapping)
+    }
 
 
 def _description(raw: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchscout.decision.flight_recorder import Dump, State
 from torchscout.decision.flight_recorder_lines import Operation, Recording, recording
@@ -22,6 +22,7 @@ from torchscout.mesh import Mesh
 __all__ = ["Explanation", "Progresses", "explain"]
 
 _ABSENT = "left no readable dump"
+_STATES = {State.RETIRED: "over"}
 
 # [Note: Devices]
 #
@@ -69,8 +70,10 @@ class Progresses:
     waiting: Mapping[str, Mapping[int, int]]
     """Line -> rank -> the first number it has entered and that is not over."""
     shown: Mapping[str, Mapping[int, Sequence[Operation]]]
-    """Line -> rank -> operations that may be compared, on lines that somebody waits on; no completed one
+    """Line -> rank -> operations to compare, on lines that somebody waits on; no completed one
     that misses a member."""
+    outdated: frozenset[int]
+    """Ranks whose dumps do not show what others have completed with them."""
 
 
 def explain(dumps: Sequence[Dump], world_size: int) -> Explanation:
@@ -83,10 +86,19 @@ def explain(dumps: Sequence[Dump], world_size: int) -> Explanation:
         progresses = _progresses(found, by_device=by_device)
         standings = _standings(found, progresses)
         incident = diagnose(standings, found.lines, mesh, absent=_ABSENT)
+        if incident is not None and set(absent).issuperset(incident.ranks) and 2 * len(absent) > world_size:
+            return Explanation(found, progresses, None, absent, None, _too_few(progresses, absent))
         if incident is not None:
             return Explanation(found, progresses, incident, absent, True, incident.sentence)
     has_hang = None if absent or not any(found.operations.values()) else False
     return Explanation(found, progresses, None, absent, has_hang, _without_incident(found, absent))
+
+
+def _too_few(progresses: Progresses, absent: Sequence[int]) -> str:
+    """Most files are missing, rather than most ranks."""
+    waiting = sorted({rank for ranks in progresses.waiting.values() for rank in ranks})
+    who = f"{named(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+    return f"{who} for others, but {named(absent)} {_ABSENT}: it cannot be told which of them is missing"
 
 
 def _without_incident(found: Recording, absent: Sequence[int]) -> str:
@@ -102,6 +114,7 @@ def _progresses(found: Recording, *, by_device: bool) -> Progresses:
     entered: dict[str, dict[int, int]] = {}
     waiting: dict[str, dict[int, int]] = {}
     shown: dict[str, dict[int, list[Operation]]] = {}
+    outdated: set[int] = set()
     for key, line in found.lines.items():
         begun = {
             rank: [each for _, each in sorted(found.of(key, rank).items()) if _is_entered(each, by_device)]
@@ -109,6 +122,11 @@ def _progresses(found: Recording, *, by_device: bool) -> Progresses:
             if rank in set(found.ranks)
         }
         entered[key] = _entered(found, key, begun)
+        outdated |= {
+            rank
+            for rank, number in entered[key].items()
+            if number > max(found.of(key, rank), default=found.enqueued.get((key, rank), 0))
+        }
         least = min(entered[key].values(), default=0)
         first = {
             rank: next((each.number for each in theirs if not _is_over(each, least)), None)
@@ -125,7 +143,7 @@ def _progresses(found: Recording, *, by_device: bool) -> Progresses:
             ]
             for rank, theirs in begun.items()
         }
-    return Progresses(by_device, entered, waiting, shown)
+    return Progresses(by_device, entered, waiting, shown, frozenset(outdated))
 
 
 def _is_entered(operation: Operation, by_device: bool) -> bool:
@@ -216,7 +234,7 @@ def _doing(found: Recording, progresses: Progresses, rank: int) -> str:
     what = f"{operation.text} number {operation.number} of {group_in_words(found.lines[line])}"
     if not _is_entered(operation, progresses.by_device):
         return f"its host has issued {what}, which its device has not begun"
-    return f"its last operation is {what}, {operation.state.value}"
+    return f"its last operation is {what}, which is {_STATES.get(operation.state, operation.state.value)}"
 
 
 def group_in_words(line: Line) -> str:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torchscout.decision.flight_recorder import Dump, Entry, State
+from torchscout.decision.flight_recorder import Dump, Entry, State, launch_of
 from torchscout.decision.progress import Line
 
 __all__ = ["WORLD", "Operation", "Recording", "recording"]
@@ -88,15 +88,15 @@ def recording(dumps: Sequence[Dump], world_size: int) -> Recording:
     operations: dict[str, dict[int, dict[int, Operation]]] = defaultdict(lambda: defaultdict(dict))
     code = _Codes()
     for dump in dumps:
-        launches = {_launch(each): each.state for each in dump.entries if each.operation == "coalesced"}
+        launches = {launch_of(each): each.state for each in dump.entries if each.operation == "coalesced"}
         for line, number, entry in _numbered(dump, groups):
-            state = launches.get(_launch(entry), entry.state)
+            state = launches.get(launch_of(entry), entry.state)
             before = operations[line][dump.rank].get(number)
             operations[line][dump.rank][number] = _merged(before, number, entry, state, code)
     lost = {dump.rank for dump in dumps if dump.has_lost_entries}
-    for key, line in groups.lines.items():
-        if line.pair and not lost.isdisjoint(line.members):
-            _align(operations[key])
+    for pair in (line for line in groups.lines.values() if line.pair):
+        if not lost.isdisjoint(pair.members):
+            _align(operations[pair.key])
     return Recording(
         world_size=world_size,
         ranks=tuple(sorted(dump.rank for dump in dumps)),
@@ -107,11 +107,6 @@ def recording(dumps: Sequence[Dump], world_size: int) -> Recording:
         times_starts=_times_starts(dumps),
         is_on_device=any(entry.backend != "gloo" for dump in dumps for entry in dump.entries),
     )
-
-
-def _launch(entry: Entry) -> tuple[str, bool, int]:
-    """The same for operations that were launched together."""
-    return entry.group, entry.is_transfer, entry.transfer if entry.is_transfer else entry.collective
 
 
 def _numbered(dump: Dump, groups: _Groups) -> Iterable[tuple[str, int, Entry]]:
@@ -172,7 +167,7 @@ def _enqueued(
             if line.pair or dump.rank not in line.members or operations[key].get(dump.rank):
                 continue
             if len(ids[name]) == 1 and name not in with_transfers:
-                found[key, dump.rank] = dump.enqueued.get(*ids[name], 0)
+                found[key, dump.rank] = dump.enqueued.get(next(iter(ids[name])), 0)
     return found
 
 
@@ -192,6 +187,7 @@ class _Groups:
         """Line -> name of its group."""
         self.guessed: set[str] = set()
         self._world = tuple(range(world_size))
+        self._dumped = {dump.rank for dump in dumps}
         self._known: dict[str, set[tuple[int, ...]]] = defaultdict(set)
         self._used: dict[tuple[str, str], set[int]] = defaultdict(set)
         self._keys: dict[tuple[int, str, str], str] = {}
@@ -237,7 +233,9 @@ class _Groups:
             return next(iter(others)), False
         if entry.description == WORLD:
             return self._world, False
-        return tuple(sorted(self._used[entry.group, entry.description])), True
+        used = self._used[entry.group, entry.description]
+        # A group that all others have used is one of all ranks, so those without a dump are of it too.
+        return (self._world if used == self._dumped else tuple(sorted(used))), True
 
 
 def _renamed(lines: Mapping[str, Line]) -> dict[str, Line]:

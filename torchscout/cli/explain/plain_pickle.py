@@ -14,17 +14,56 @@ from typing import Any
 __all__ = ["PickleRefusedError", "load"]
 
 _ALLOWED = (
-    "PROTO FRAME STOP MARK POP POP_MARK "
-    "NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "
-    "UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
-    "EMPTY_DICT DICT SETITEM SETITEMS EMPTY_LIST LIST APPEND APPENDS "
-    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 "
-    "PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MEMOIZE"
-).split()
+    "PROTO",
+    "FRAME",
+    "STOP",
+    "MARK",
+    "POP",
+    "POP_MARK",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "INT",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG",
+    "LONG1",
+    "LONG4",
+    "FLOAT",
+    "BINFLOAT",
+    "UNICODE",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    "BINBYTES",
+    "SHORT_BINBYTES",
+    "BINBYTES8",
+    "EMPTY_DICT",
+    "DICT",
+    "SETITEM",
+    "SETITEMS",
+    "EMPTY_LIST",
+    "LIST",
+    "APPEND",
+    "APPENDS",
+    "EMPTY_TUPLE",
+    "TUPLE",
+    "TUPLE1",
+    "TUPLE2",
+    "TUPLE3",
+    "PUT",
+    "BINPUT",
+    "LONG_BINPUT",
+    "GET",
+    "BINGET",
+    "LONG_BINGET",
+    "MEMOIZE",
+)
 
 # The interpreter's own loader in Python, with fewer instructions. The one in C cannot be restricted
 # instruction by instruction, and a single number in a file makes it allocate any amount of memory.
-_Loader: Any = pickle._Unpickler  # type: ignore[attr-defined]
+_Loader: Any = pickle._Unpickler
 
 
 class PickleRefusedError(ValueError):
@@ -50,9 +89,9 @@ def load(data: bytes) -> object:
                 f"it is refused: its instruction {name} makes more than plain data, and could run any code"
             ) from error
         raise PickleRefusedError("it is damaged") from error
-    except (EOFError, pickle.UnpicklingError) as error:
+    except (EOFError, pickle.UnpicklingError, struct.error) as error:
         raise PickleRefusedError("it ends too soon, or is damaged") from error
-    except (ValueError, TypeError, IndexError, AttributeError, struct.error, OverflowError) as error:
+    except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise PickleRefusedError("it is damaged") from error
 
 

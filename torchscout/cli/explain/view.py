@@ -67,10 +67,7 @@ def _suspicious(found: Explanation) -> list[Line]:
 
 
 def _is_suspicious(found: Explanation, key: str, line: Line) -> bool:
-    if len(line.members) < 2 or found.incident is None:
-        return False
-    entered = found.progresses.entered[key].values()
-    return bool(found.progresses.waiting[key]) or len(set(entered)) > 1
+    return len(line.members) > 1 and bool(found.progresses.waiting[key])
 
 
 def _number(found: Explanation, line: Line) -> int:
@@ -119,7 +116,7 @@ def _state(operation: Operation, found: Explanation) -> str:
     if operation.entry.backend == "gloo":
         return "completed or failed" if operation.state is State.RETIRED else "not completed"
     if operation.state is not State.SCHEDULED:
-        return operation.state.value
+        return str(operation.state.value)
     return "scheduled, not begun on its device" if found.recording.times_starts else "scheduled"
 
 
@@ -155,7 +152,8 @@ def _notes(found: Explanation, files: Sequence[DumpFile], size_is_known: bool) -
     dumps = {each.path: each.dump for each in files if each.dump is not None}
     for path, dump in dumps.items():
         if dump.unreadable:
-            notes.append(f"{path}: {counted(dump.unreadable, 'entry')} could not be understood.")
+            total = dump.unreadable + len(dump.entries)
+            notes.append(f"{path}: {dump.unreadable} of {total} entries could not be understood.")
     if lost := [dump.rank for dump in dumps.values() if dump.has_lost_entries]:
         notes.append(
             f"Older operations of {_ranks(lost)} are not in the dumps: the recorder's buffer was full, or "
@@ -165,6 +163,11 @@ def _notes(found: Explanation, files: Sequence[DumpFile], size_is_known: bool) -
         notes.append(
             f"The dumps do not say how many ranks the job had; {found.recording.world_size} are taken to be "
             "all. Otherwise give --world-size."
+        )
+    if outdated := sorted(found.progresses.outdated):
+        notes.append(
+            f"Others have completed operations with {_ranks(outdated)} that its dump does not show: it is "
+            "older than theirs, and the rank may have come further."
         )
     notes += _about_groups(found)
     notes += _about_time(dumps.values())
@@ -199,10 +202,8 @@ def _about_time(dumps: Iterable[Any]) -> list[str]:
     old = [rank for rank, time in newest.items() if max(newest.values()) - time > _HOURS_APART * 3600e9]
     if not old:
         return []
-    return [
-        f"The newest operation of {_ranks(old)} is more than an hour older than that of others: "
-        "its file may be of an earlier run."
-    ]
+    hours = f"The newest operation of {_ranks(old)} is more than an hour older than that of others"
+    return [f"{hours}: its file may be of an earlier run."]
 
 
 def _heading(group: Mapping[str, Any]) -> str:
