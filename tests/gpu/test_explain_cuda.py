@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,19 @@ from tests.support.ranks import run_ranks
 from torchscout.cli.main import app
 from torchscout.evidence.observer.flight_recorder import open_operations
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a CUDA device and NCCL"
-    ),
-]
-
-# Before the server of ranks starts: a rank makes its recorder with its first group.
-os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
-
+pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3)]
 RANKS = 3
 LATE_SECONDS = 8.0
 
 
-def prepare(timed: bool) -> None:
-    """Whether starts are recorded, which a group reads when it is made."""
-    os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1" if timed else "0"
+def environment(*, timed: bool) -> dict[str, str]:
+    """The recorder is on; ``timed``: it tells what a device has begun."""
+    size = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    return {**size, "TORCH_NCCL_ENABLE_TIMING": "1" if timed else "0"}
 
 
-def late(rank: int, folder: str, timed: bool) -> Any:
+def late(rank: int, folder: str) -> Any:
     """Rank 2 sleeps before its all-reduce; all dump in the middle of that, and the job then goes on."""
-    prepare(timed)
     training = dist.new_group(group_desc="training")
     for _ in range(3):
         dist.all_reduce(torch.ones(8, device="cuda"), group=training)
@@ -60,9 +50,8 @@ def late(rank: int, folder: str, timed: bool) -> Any:
     return seen
 
 
-def stuck_device(rank: int, folder: str, timed: bool) -> Any:
+def stuck_device(rank: int, folder: str) -> Any:
     """Rank 2's host issues the all-reduce, behind a kernel that takes long."""
-    prepare(timed)
     training = dist.new_group(group_desc="training")
     for _ in range(3):
         dist.all_reduce(torch.ones(8, device="cuda"), group=training)
@@ -77,8 +66,7 @@ def stuck_device(rank: int, folder: str, timed: bool) -> Any:
     torch.cuda.synchronize()
 
 
-def healthy(rank: int, folder: str, timed: bool) -> Any:
-    prepare(timed)
+def healthy(rank: int, folder: str) -> Any:
     for _ in range(3):
         dist.all_reduce(torch.ones(8, device="cuda"))
     torch.cuda.synchronize()
@@ -97,6 +85,11 @@ def dump(rank: int, folder: Path) -> None:
         (folder / name / f"rank{rank}.json").write_bytes(data)
 
 
+def ran(body: Callable[..., Any], folder: Path, *, timed: bool) -> list[Any]:
+    settings = environment(timed=timed)
+    return run_ranks(body, RANKS, str(folder), timeout=120.0, backend="nccl", environment=settings)
+
+
 def explained(folder: Path) -> dict[str, Any]:
     done = CliRunner(env={"COLUMNS": None}).invoke(app, ["explain", str(folder), "--json"])
     assert done.exit_code == 0, done.output
@@ -106,7 +99,7 @@ def explained(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_a_rank_that_is_late(tmp_path: Path, timed: bool):
-    seen = run_ranks(late, RANKS, str(tmp_path), timed, timeout=120.0, backend="nccl")
+    seen = ran(late, tmp_path, timed=timed)
     for form in ("pickle", "json", "active"):
         found = explained(tmp_path / form)
         assert found["ranks"] == [2], (form, found)
@@ -116,13 +109,13 @@ def test_a_rank_that_is_late(tmp_path: Path, timed: bool):
 
 
 def test_a_device_that_is_stuck(tmp_path: Path):
-    run_ranks(stuck_device, RANKS, str(tmp_path), True, timeout=120.0, backend="nccl")
+    ran(stuck_device, tmp_path, timed=True)
     found = explained(tmp_path / "pickle")
     assert found["ranks"] == [2], found
     assert "its device has not begun" in found["sentence"]
 
 
 def test_no_hang(tmp_path: Path):
-    run_ranks(healthy, RANKS, str(tmp_path), False, timeout=120.0, backend="nccl")
+    ran(healthy, tmp_path, timed=False)
     assert explained(tmp_path / "pickle")["hang"] is False
     assert explained(tmp_path / "json")["hang"] is False

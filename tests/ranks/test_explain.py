@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +22,7 @@ from torchscout.cli.main import app
 from torchscout.evidence.observer.flight_recorder import open_operations
 
 SIZE = 4
+RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}
 HANGING_SECONDS = 2.0
 
 Body = Callable[[int, dist.ProcessGroup, dist.ProcessGroup], Any]
@@ -31,7 +30,6 @@ Body = Callable[[int, dist.ProcessGroup, dist.ProcessGroup], Any]
 
 def job(rank: int, folder: str, body: Body, as_json: bool) -> None:
     """A few collectives that complete, then one asynchronous ``body``, then a dump while it hangs."""
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # read with the first operation; the default of new releases
     training = dist.new_group(timeout=timedelta(seconds=30), group_desc="training")
     other = dist.new_group(timeout=timedelta(seconds=30), group_desc="other")
     for _ in range(3):
@@ -93,7 +91,7 @@ def explained(folder: Path, expect: int = 0, *options: str) -> dict[str, Any]:
 @pytest.fixture
 def dumped(tmp_path: Path) -> Callable[..., Path]:
     def run(body: Body, *, as_json: bool = False) -> Path:
-        run_ranks(job, SIZE, str(tmp_path), body, as_json)
+        run_ranks(job, SIZE, str(tmp_path), body, as_json, environment=RECORDER)
         return tmp_path
 
     return run
@@ -149,7 +147,6 @@ def test_a_rank_that_was_late_until_the_others_gave_up(dumped: Callable[..., Pat
 
 
 def recorded_here(rank: int) -> tuple[Any, Any]:
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     dist.all_reduce(torch.ones(3))
     before = open_operations()
     pending = [dist.all_reduce(torch.ones(5), async_op=True) for _ in range(40)] if rank else []
@@ -165,7 +162,7 @@ def recorded_here(rank: int) -> tuple[Any, Any]:
 
 def test_a_trainer_says_which_of_its_operations_are_open():
     """As an incident's evidence: small, and plain enough for JSON."""
-    (before, late), (_, waiting) = run_ranks(recorded_here, 2)
+    (before, late), (_, waiting) = run_ranks(recorded_here, 2, environment=RECORDER)
     assert before == {"open": 0, "operations": []}
     assert late == {"open": 0, "operations": []}
     assert json.loads(json.dumps(waiting)) == waiting
@@ -175,21 +172,11 @@ def test_a_trainer_says_which_of_its_operations_are_open():
     assert first["state"] == "scheduled"
 
 
-def test_a_recorder_that_is_off_has_nothing_to_say(tmp_path: Path):
-    code = (
-        "import torch, torch.distributed as dist\n"
-        "from torchscout.evidence.observer.flight_recorder import open_operations\n"
-        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
-        "dist.all_reduce(torch.ones(3))\n"
-        "print(open_operations())\n"
-    )
-    for size, told in (("0", "None\n"), ("100", "{'open': 0, 'operations': []}\n")):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            check=True,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "TORCH_FR_BUFFER_SIZE": size},
-        )
-        assert done.stdout == told
-        (tmp_path / "store").unlink(missing_ok=True)
+def without_recorder(rank: int) -> Any:
+    dist.all_reduce(torch.ones(3))
+    return open_operations()
+
+
+def test_a_recorder_that_is_off_has_nothing_to_say():
+    environment = {"TORCH_FR_BUFFER_SIZE": "0"}
+    assert run_ranks(without_recorder, 2, environment=environment) == [None, None]
