@@ -34,14 +34,20 @@ _Missed = Mapping[int, Sequence[Issued]]
 
 
 def diagnose(
-    standings: Mapping[int, Standing] | Iterable[Standing], lines: Mapping[str, Line], mesh: Mesh
+    standings: Mapping[int, Standing] | Iterable[Standing],
+    lines: Mapping[str, Line],
+    mesh: Mesh,
+    *,
+    absent: str = "did not answer",
 ) -> Incident | None:
     """Explain why nobody moves; None when no communication holds anybody up.
 
     ``standings`` are those of the ranks that answered. Silence without a wait is a pause: evaluation, a
-    long computation, a debugger on a rank that nobody needs yet.
+    long computation, a debugger on a rank that nobody needs yet. ``absent`` says of the others what they
+    did not do.
     """
-    call = RollCall(standings.values() if isinstance(standings, Mapping) else standings, lines, mesh)
+    given = standings.values() if isinstance(standings, Mapping) else standings
+    call = RollCall(given, lines, mesh, absent=absent)
     graph = WaitGraph(call)
     if found := divergences(call, _lines_in_use(call, graph.sources)):
         return _broken_protocol(call, found)
@@ -221,7 +227,7 @@ def _incident(
     sentence: str,
 ) -> Incident:
     if others := sorted(call.unheard.difference(ranks)):
-        sentence += hang_sentence.unheard(others)
+        sentence += hang_sentence.unheard(call, others)
     return Incident(
         manifestation=Manifestation.HANG,
         scope=scope,

@@ -71,7 +71,8 @@ def stall(call: RollCall, held: Sequence[Issued], seconds: float) -> str:
     likewise = f", and likewise in {len(held) - 1} more" if len(held) > 1 else ""
     members = len(call.lines[held[0].line].members)
     entered = f"all {members} members entered {_operation(call, held[0])}"
-    stalled = f"which has not returned for {seconds:.1f} s{likewise}"
+    since = f" for {seconds:.1f} s" if seconds else ""  # 0 where it is not known
+    stalled = f"which has not returned{since}{likewise}"
     return f"{entered}, {stalled}; nobody is behind: the runtime, a device or the transport stalls"
 
 
@@ -87,8 +88,8 @@ def inside_graphs(call: RollCall, stuck: Sequence[int], late: Sequence[int]) -> 
     return f"{'; '.join([*states, devices])}; {unseen}"
 
 
-def unheard(ranks: Sequence[int]) -> str:
-    return f" ({named(ranks)} did not answer)"
+def unheard(call: RollCall, ranks: Sequence[int]) -> str:
+    return f" ({named(ranks)} {call.absent})"
 
 
 def _deed(call: RollCall, rank: int, issued: Issued, comma: str) -> str:
@@ -108,9 +109,11 @@ def _deed(call: RollCall, rank: int, issued: Issued, comma: str) -> str:
 def _state(call: RollCall, rank: int) -> str:
     standing, progress = call.standings.get(rank), call.progress(rank)
     if standing is None:
-        return "its machine did not answer" if rank in call.lost else "it did not answer"
+        return f"its machine {call.absent}" if rank in call.lost else f"it {call.absent}"
     if standing.process is not Process.RUNNING:
         return f"its process is {standing.process.value}"
+    if standing.doing:
+        return standing.doing
     if progress is None:
         return "it has published nothing yet"
     doing = _DOING.get(progress.phase, f"is in {progress.phase.value.replace('_', ' ')}")

@@ -122,6 +122,8 @@ class Standing:
     """Whether the trainer's stack shows it waiting for a communication; None where it gave no stack."""
     stack: str = ""
     """Python stacks of the trainer, most recent call first."""
+    doing: str = ""
+    """What the rank was last seen doing, in words, where its progress does not say: a dump has no phases."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -136,6 +138,7 @@ class Standing:
             progress=None if progress is None else _progress(progress, {} if shared is None else shared),
             waiting=line["waiting"],
             stack=line["stack"],
+            doing=line.get("doing", ""),
         )
 
 

@@ -34,7 +34,16 @@ _EVERYTHING = np.iinfo(np.int64).max
 class RollCall:
     """One round: the standings of the ranks that answered, over the lines and the mesh of the job."""
 
-    def __init__(self, standings: Iterable[Standing], lines: Mapping[str, Line], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        standings: Iterable[Standing],
+        lines: Mapping[str, Line],
+        mesh: Mesh,
+        *,
+        absent: str = "did not answer",
+    ) -> None:
+        self.absent = absent
+        """What is said of a rank without a standing."""
         self.standings: dict[int, Standing] = {}
         for standing in standings:
             if standing.rank in self.standings:
