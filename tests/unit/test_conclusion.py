@@ -73,6 +73,14 @@ def test_trainers_that_end_after_waiting_for_nobody_in_particular_are_named_toge
     assert incident.ranks == tuple(range(SIZE))
 
 
+def test_what_the_flight_recorder_says_goes_with_the_incident():
+    shown = {"step": 3, "open": 1, "operations": [{"operation": "all_reduce", "state": "started"}]}
+    incident = conclude(round_of(post(2, 4), post(1, operations=shown)), MESH)
+    (record,) = [each for each in incident.records if each.surface == "flight_recorder"]
+    assert (record.peers, record.progress["operations"]) == ((1,), shown["operations"])
+    assert record.verdict is None
+
+
 def test_while_one_moves_nobody_is_blamed_at_first():
     posts = round_of(post(2, 4, moving=True))
     assert conclude(posts, MESH) is None

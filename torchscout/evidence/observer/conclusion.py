@@ -171,14 +171,32 @@ def _sentence(posts: _Posts, gone: Sequence[int], mesh: Mesh) -> str:
 
 def _stacks(posts: _Posts, incident: Incident) -> list[EvidenceRecord]:
     """Where suspects, and a few of the others, stood, unless the records show it already."""
-    shown = {record.progress["rank"] for record in incident.records if record.progress is not None}
-    with_stack = [rank for rank in sorted(posts) if posts[rank].standing.stack and rank not in shown]
+    proved = {record.progress["rank"] for record in incident.records if record.progress is not None}
+    with_stack = [rank for rank in sorted(posts) if posts[rank].standing.stack and rank not in proved]
     named = set(incident.ranks)
     suspects = [rank for rank in with_stack if rank in named][:_SUSPECTS]
     victims = [rank for rank in with_stack if rank not in named][:_VICTIMS]
-    return [_stack(posts[rank], incident, "named") for rank in suspects] + [
+    shown = [_stack(posts[rank], incident, "named") for rank in suspects] + [
         _stack(posts[rank], incident, "not named") for rank in victims
     ]
+    return shown + [
+        _operations(posts[rank], incident)
+        for rank in [*sorted(named), *sorted(posts.keys() - named)][: _SUSPECTS + _VICTIMS]
+        if rank in posts and posts[rank].operations is not None
+    ]
+
+
+def _operations(post: Post, incident: Incident) -> EvidenceRecord:
+    """What PyTorch's own recorder says beside it."""
+    rank = post.standing.rank
+    return EvidenceRecord(
+        step=incident.step,
+        surface="flight_recorder",
+        manifestation=Manifestation.HANG,
+        peers=(rank,),
+        reason=f"operations of rank {rank} that are not over, by the Flight Recorder: shown, not compared",
+        progress={"rank": rank, **(post.operations or {})},
+    )
 
 
 def _stack(post: Post, incident: Incident, role: str) -> EvidenceRecord:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from torchscout.evidence.observer.flight_recorder import open_operations
 from torchscout.evidence.observer.progress import ProgressWriter
 
 __all__ = ["DeviceProgress", "Track", "device_of"]
@@ -28,6 +29,8 @@ _log = logging.getLogger("torchscout")
 _POLL_SECONDS = 0.05
 _QUIET_SECONDS = 0.5
 """How long a host has published nothing before its device is asked whether it has work left."""
+_SILENT_SECONDS = 1.5
+"""How long it has published nothing before the Flight Recorder is read, which is once in a silence."""
 _OUTSTANDING = 256
 """Events of one track. A host is held up after about a thousand launches, of which an operation takes
 several."""
@@ -172,13 +175,16 @@ class DeviceProgress:
             self._writer.device_unknown()
 
     def _poll(self, driver: _Driver) -> None:
-        coordinate, since = self._writer.coordinate, time.monotonic()
+        coordinate, since, is_read = self._writer.coordinate, time.monotonic(), False
         while not self._stop.wait(_POLL_SECONDS):
             for track in tuple(self._tracks):
                 track.ask(driver)
             now = time.monotonic()
             if self._writer.coordinate != coordinate:
-                coordinate, since = self._writer.coordinate, now
+                coordinate, since, is_read = self._writer.coordinate, now, False
+            if now - since > _SILENT_SECONDS and not is_read:
+                is_read = True
+                self._writer.show_operations(open_operations())
             # A host that moves issues more work: whether there is some left is of interest once it is quiet.
             quiet = now - since > _QUIET_SECONDS
             self._writer.device_asked(self._is_busy(driver) if quiet else None, now)

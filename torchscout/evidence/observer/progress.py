@@ -8,6 +8,7 @@ decided elsewhere.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
+from typing import Any
 from weakref import WeakSet
 
 from torchscout.decision.progress import Issued, Line, Phase, Process, Progress
@@ -218,6 +220,12 @@ class ProgressWriter:
         """An operation went into a CUDA graph, whose replays nobody sees."""
         self._memory.words[layout.CAPTURED] += 1
 
+    def show_operations(self, operations: Mapping[str, Any] | None) -> None:
+        """Put what the Flight Recorder says beside the record, for its observer to show."""
+        if operations is not None and self._owns_file:
+            beside = record_file.operations_of(self.path)
+            beside.write_text(json.dumps({"step": self._step, **operations}))
+
     def time_phase(self, phase: Phase, seconds: float) -> None:
         """A phase took so long."""
         with self._lock:
@@ -235,6 +243,7 @@ class ProgressWriter:
         with self._lock:
             if self._owns_file:
                 self.path.unlink(missing_ok=True)
+                record_file.operations_of(self.path).unlink(missing_ok=True)
             self._detach()
 
     def forget_after_fork(self) -> None:
@@ -303,6 +312,15 @@ class ProgressReader:
 
     def trainer(self) -> Process:
         return self._trainer.process()
+
+    def operations(self, step: int) -> dict[str, Any] | None:
+        """What the Flight Recorder said when the trainer fell silent in this step; None if it said
+        nothing."""
+        try:
+            shown: dict[str, Any] = json.loads(record_file.operations_of(self.path).read_text())
+        except (OSError, ValueError):  # none was written, or is being written right now
+            return None
+        return shown if shown.get("step") == step else None
 
     def lines(self) -> dict[str, Line]:
         return {line.key: line for line in self._declared().lines}
