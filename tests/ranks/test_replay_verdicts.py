@@ -215,7 +215,7 @@ def test_one_flipped_bit_in_a_tensor_shard_is_named_exactly(tmp_path: Path, step
 
 def test_a_wrong_partial_result_names_all_who_compute_with_it_once(tmp_path: Path):
     """Tensor-parallel ranks add their results up: whose was wrong cannot be seen in the sum."""
-    faults = Faults().flip_bit(rank=5, at="stack.0.up/output", step=3, bit=22, index=3, calls=range(1, 9))
+    faults = Faults().flip_bit(rank=5, at="stack.0.up/output", step=3, bit=22, index=3, calls=range(1, 200))
     results = run_ranks(grid_job, 8, faults, tmp_path, timeout=120)
     for incidents, _ in results:
         (incident,) = incidents
