@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from tests.support import restless_layers
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job, bytes_of, records
-from tests.support.replayed_job import REPLAY
+from tests.support.replayed_job import REPLAY, batch
 from tests.support.restless_layers import net_of
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.integration.attach import enable_resiliency
 
 STEPS = 16
 EVERY_STEP = ReplayConfig(interval=1)
@@ -157,3 +159,41 @@ def test_a_rank_that_is_wrong_is_found_though_an_operator_is_refused(tmp_path: P
         ((ranks, sentence),) = found.incidents
         assert ranks == (1,)
         assert "stack.0/output" in sentence
+
+
+def sharded(rank: int, kind: str, run_dir: Path) -> Found:
+    """FSDP2: a refused pass has gathered parameters before, and all ranks gather them again."""
+    net = net_of(kind)
+    for block in net.stack:
+        fully_shard(block)
+    fully_shard(net)
+    restless_layers.attempts.clear()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with enable_resiliency(net, optimizer, replay=EVERY_STEP, observer=None, run_dir=run_dir) as session:
+        for step in range(1, 7):
+            tokens, targets = batch(step, rank)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(tokens).flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+        torch.distributed.barrier()
+        assert session.failures == []
+        incidents = [each for each in session.incidents if each.manifestation is Manifestation.SDC]
+        return Found(
+            [(each.ranks, each.sentence) for each in incidents],
+            records(run_dir, rank),
+            dict(session.status()["replay"]),
+            session.certified,
+            b"",
+            list(restless_layers.attempts),
+            (False, False),
+        )
+
+
+@pytest.mark.parametrize("kind", ["put_forward", "put_backward", "always"])
+def test_sharded_layers_are_replayed_without_what_does_not_repeat(kind: str, tmp_path: Path):
+    for found in run_ranks(sharded, 4, kind, tmp_path, timeout=240):
+        assert found.incidents == []
+        assert found.certified == 6
+        assert {"stack.0/grad_input", "stack.1/grad_input"} <= found.status["not_repeating"].keys()
+        assert set(found.statuses("stack.0/output")) == {"not_checked" if kind == "put_forward" else "agree"}
+        assert set(found.statuses("stack.0/parameters")) == {"agree"}
