@@ -12,7 +12,7 @@ from tests.support.sharded_jobs import SHARDINGS, Sharded, train
 from torchscout.faults.fault import Faults
 from torchscout.mesh import Mesh
 
-REPLAY = range(1, 9)
+REPLAY = range(1, 200)
 """Passes that are not training's own."""
 
 
@@ -88,7 +88,7 @@ def test_what_gathering_leaves_wrong_in_memory_names_the_rank(
     shape: tuple[int, ...], group: str, named: int, tmp_path: Path
 ):
     """Training gathers five times in a step, and replay once for the embedding; then comes the layer."""
-    faults = Faults().flip_bit(rank=named, at=f"all_gather@{group}", step=2, bit=20, calls=range(6, 60))
+    faults = Faults().flip_bit(rank=named, at=f"all_gather@{group}", step=2, bit=20, calls=range(6, 400))
     found = run_ranks(train, math.prod(shape), shape, "plain", tmp_path, faults, 3, timeout=120)
     assert found[named].fired
     assert found[0].incidents == [("rank", (named,), "stack.1/parameters", 2)], found[0].sentences
@@ -122,7 +122,7 @@ def test_a_wrong_number_under_hsdp_names_the_rank(at: str, calls: range, surface
 def test_a_wrong_gradient_after_the_all_reduce_names_the_rank_that_holds_it(tmp_path: Path):
     """Training reduces three times in a step: two blocks and the rest; replay reduces once more."""
     at = "all_reduce@mesh_dp_replicate"
-    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=range(3, 9))
+    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=range(3, 400))
     found = run_ranks(train, 6, (3, 2), "plain", tmp_path, faults, 3, timeout=120)
     assert found[3].fired
     assert found[0].incidents == [("rank", (3,), "stack.1/grad_reduced", 2)], found[0].sentences

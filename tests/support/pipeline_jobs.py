@@ -29,7 +29,7 @@ from torchscout.integration.attach import enable_resiliency
 __all__ = ["REPLAY", "Piped", "train"]
 
 MICROBATCHES = 4
-REPLAY = range(MICROBATCHES, MICROBATCHES + 8)
+REPLAY = range(MICROBATCHES, MICROBATCHES + 200)
 """The passes of a place within a step that are not training's own, from the second step on."""
 EVERY_STEP = ReplayConfig(interval=1)
 

@@ -3,23 +3,30 @@
 [Note: no rank is stranded] All that may fail on one rank alone (clones, allocations) happens before one
 job-wide vote; work that is not ready everywhere is done nowhere. After the vote a rank that fails still
 takes part in every exchange, with a poison in place of its signatures.
+
+[Note: as many rounds everywhere] How often a target is replayed in a check is agreed by the whole job after
+each round: layers may be sharded, and ranks of other peer groups compute together with this one. A round is
+repeated without strict determinism where an operator refused it on any rank, and after a disagreement there
+are further rounds until ``decision.repeatability`` has decided on every rank, or may not ask for more.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 from torchscout.decision import c3
 from torchscout.decision.record import EvidenceRecord, Surface
+from torchscout.decision.repeatability import Repeated, SurfaceHistory, Trial
 from torchscout.decision.timings import Measured
 from torchscout.errors import ChannelError, told
 from torchscout.evidence.hearing import in_backward, inert
 from torchscout.evidence.replay.judgement import (
     Context,
     broken_depth,
+    is_left_out,
     judge,
     named_for_results,
     not_checked,
@@ -27,7 +34,15 @@ from torchscout.evidence.replay.judgement import (
 )
 from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.evidence.replay.peers import Peers
-from torchscout.evidence.replay.recipe import POISON, Comparison, Observation, Recipe, Replay, measured
+from torchscout.evidence.replay.recipe import (
+    POISON,
+    UNREPEATABLE,
+    Comparison,
+    Observation,
+    Recipe,
+    Replay,
+    measured,
+)
 from torchscout.evidence.replay.rotation import Due, Rotation
 from torchscout.mesh import Role
 
@@ -46,8 +61,9 @@ class Findings:
     """What one check produced, the same on every peer."""
 
     records: list[EvidenceRecord] = field(default_factory=list)
-    repeats: list[EvidenceRecord] = field(default_factory=list)
-    """Of the second replay, where a disagreement called for one."""
+    """As they are to be kept: what does not repeat has no verdict."""
+    repeats: list[Repeated] = field(default_factory=list)
+    """What further replays said, where a disagreement called for them."""
     elsewhere: set[int] = field(default_factory=set)
     """Ranks of other peer groups that were named for wrong results in the same check."""
     targets: list[str] = field(default_factory=list)
@@ -84,6 +100,9 @@ class Replayer:
         """What has been run before."""
         self.variants: tuple[float, ...] = (1.0,)
         self.keepsakes = Keepsakes()
+        self.history = SurfaceHistory()
+        self.still_here: Callable[[], None] = lambda: None
+        """Called in each further round of a disagreement: those may take longer than a step."""
 
     @property
     def is_due(self) -> bool:
@@ -180,19 +199,27 @@ class Replayer:
 
     def _attend(self, begun: Begun) -> None:
         """Others replay what this rank has not; it is asked as often as they are."""
-        if begun.problem is None and self._job.highest([0, 0])[0]:
-            self._job.highest([0, 0])
-            self._job.exchange([])
+        if begun.problem is None:
+            while (vote := self._vote_on_first())[0]:
+                pass
+            if vote[1]:
+                while self._goes_on(False):
+                    pass
+                self._job.exchange([])
 
     def _run(self, begun: Begun, replay: Replay, context: Context, findings: Findings) -> None:
         replay.align(lambda tensor: begun.peers.broadcast(tensor, source=begun.source))
         variants = self.variants if begun.recipe.varies else (1.0,)
         comparisons = replay.comparisons()
-        seen = {variant: Observation() for variant in variants}
-        records: list[EvidenceRecord] = []
-        if self._compare(begun, comparisons, seen, context, records):
-            again = {variant: Observation() for variant in variants}
-            self._compare(begun, comparisons, again, context, findings.repeats)
+        left_out = {
+            each.surface: reason
+            for each in comparisons
+            if (reason := self.history.reason(each.surface, context.target)) is not None
+        }
+        context = replace(context, left_out=left_out)
+        seen, records, differs = self._first_round(begun, comparisons, variants, context)
+        if differs:
+            records = self._repeat(begun, comparisons, variants, records, findings)
             named = self._job.exchange(named_for_results(comparisons, records))
             findings.elsewhere.update({rank for ranks in named for rank in ranks} - set(context.peers))
         findings.records.extend(records)
@@ -203,6 +230,69 @@ class Replayer:
         self._warm.add(key)
         self._keep(begun, replay)
 
+    def _first_round(
+        self, begun: Begun, comparisons: Sequence[Comparison], variants: Sequence[float], context: Context
+    ) -> tuple[dict[float, Observation], list[EvidenceRecord], bool]:
+        """What was seen here and judged by all, and whether anybody in the job found a difference."""
+        is_refused = True
+        while is_refused:
+            seen = {variant: Observation() for variant in variants}
+            gathered, problems = self._observed(begun, comparisons, seen)
+            records = _judged(context, comparisons, seen, gathered, problems)
+            has_failed = any(problem is not None for problem in problems)
+            depth = 0 if has_failed else broken_depth(comparisons, records)
+            is_refused, differs, height = self._vote_on_first(
+                any(each.refused for each in seen.values()),
+                any(each.scope is not None for each in records),
+                0 if depth is None else _HEIGHT - depth,
+            )
+        if height:
+            records = withhold(comparisons, records, _HEIGHT - height)
+        for each in records:
+            if is_left_out(each) and each.surface not in context.left_out:
+                self.history.leave_out(each.surface, each.layer, str(each.reason))
+        return seen, records, differs
+
+    def _repeat(
+        self,
+        begun: Begun,
+        comparisons: Sequence[Comparison],
+        variants: Sequence[float],
+        records: Sequence[EvidenceRecord],
+        findings: Findings,
+    ) -> list[EvidenceRecord]:
+        """Replay until it is known whose fault a disagreement is; the records as they are to be kept."""
+        named = {each.surface: each for each in comparisons}
+        among = len(comparisons) * len(variants) * len(self._begun)
+        trials = {
+            place: self.history.trial(
+                record, among=among, is_held=named[record.surface].is_held, right=named[record.surface].right
+            )
+            for place, record in enumerate(records)
+            if record.scope is not None
+        }
+        is_open = True
+        while is_open:
+            gathered, _ = self._observed(begun, comparisons, {each: Observation() for each in variants})
+            for trial in trials.values():
+                _show(trial, begun.peers.group.ranks, gathered, variants)
+            is_open = self._goes_on(any(trial.is_open for trial in trials.values()))
+        found = {place: self.history.conclude(trial) for place, trial in trials.items()}
+        findings.repeats.extend(found.values())
+        return [found[place].record if place in found else each for place, each in enumerate(records)]
+
+    def _vote_on_first(
+        self, is_refused: bool = False, differs: bool = False, height: int = 0
+    ) -> tuple[bool, bool, int]:
+        """See [Note: as many rounds everywhere]."""
+        refused, differing, height = self._job.highest([is_refused, differs, height])
+        return bool(refused), bool(differing), height
+
+    def _goes_on(self, is_open: bool) -> bool:
+        """Whether anybody needs another round."""
+        self.still_here()
+        return bool(self._job.highest([is_open])[0])
+
     def _keep(self, begun: Begun, replay: Replay) -> None:
         """Whoever's call was replayed keeps it for a sweep, in place of what another peer had kept."""
         assert begun.due.target is not None, "what was replayed has a target"
@@ -212,31 +302,10 @@ class Replayer:
         else:
             attempt(_bound(self.keepsakes.keep, key, call))
 
-    def _compare(
-        self,
-        begun: Begun,
-        comparisons: Sequence[Comparison],
-        seen: Mapping[float, Observation],
-        context: Context,
-        into: list[EvidenceRecord],
-    ) -> bool:
-        """Compute, exchange once, judge; whether anybody in the job found a difference."""
-        records, has_failed = self._judged(begun, comparisons, seen, context)
-        depth = 0 if has_failed else broken_depth(comparisons, records)
-        height = 0 if depth is None else _HEIGHT - depth
-        # Job-wide: layers may be sharded, and ranks of other peer groups compute together with this one.
-        differs, height = self._job.highest([any(each.scope is not None for each in records), height])
-        into.extend(withhold(comparisons, records, _HEIGHT - height) if height else records)
-        return bool(differs)
-
-    def _judged(
-        self,
-        begun: Begun,
-        comparisons: Sequence[Comparison],
-        seen: Mapping[float, Observation],
-        context: Context,
-    ) -> tuple[list[EvidenceRecord], bool]:
-        """The records of all variants, and whether this rank failed in any."""
+    def _observed(
+        self, begun: Begun, comparisons: Sequence[Comparison], seen: Mapping[float, Observation]
+    ) -> tuple[dict[Surface, Sequence[int]], list[str | None]]:
+        """Compute and exchange once: what every peer has, and this rank's problem with each variant."""
         assert begun.replay is not None, "what is compared was begun"
         evidence: dict[Surface, int] = {}
         problems: list[str | None] = []
@@ -244,18 +313,44 @@ class Replayer:
             _, problem = attempt(_bound(begun.replay.observe, variant, into))
             problems.append(problem)
             for each in comparisons:
-                evidence[_key(each.surface, variant)] = into.signatures.get(each.surface, POISON)
+                value = into.signatures.get(each.surface, POISON)
+                is_marked = each.surface in into.unrepeatable
+                evidence[_key(each.surface, variant)] = UNREPEATABLE if is_marked else value
         verdicts = c3.compare(begun.peers.evidence, exact=evidence)
         for into in seen.values():
             attempt(into.read)  # a device that cannot be asked is not timed
-        records = []
-        for variant, problem in zip(seen, problems, strict=True):
-            gathered: dict[Surface, Any] = {
-                each.surface: verdicts[_key(each.surface, variant)].evidence for each in comparisons
-            }
-            here = Context(context.step, context.peers, context.target, variant, problem)
-            records += judge(here, comparisons, gathered)
-        return records, any(problem is not None for problem in problems)
+        return {surface: cast("Sequence[int]", each.evidence) for surface, each in verdicts.items()}, problems
+
+
+def _judged(
+    context: Context,
+    comparisons: Sequence[Comparison],
+    seen: Mapping[float, Observation],
+    gathered: Mapping[Surface, Sequence[int]],
+    problems: Sequence[str | None],
+) -> list[EvidenceRecord]:
+    """The records of all variants."""
+    records = []
+    for (variant, into), problem in zip(seen.items(), problems, strict=True):
+        values = {each.surface: gathered[_key(each.surface, variant)] for each in comparisons}
+        here = replace(context, variant=variant, problem=problem, unrepeatable=into.unrepeatable)
+        records += judge(here, comparisons, values)
+    return records
+
+
+def _show(
+    trial: Trial, peers: Sequence[int], gathered: Mapping[Surface, Sequence[int]], variants: Sequence[float]
+) -> None:
+    """One further round to a trial, without the ranks that failed in it."""
+    surface = trial.record.surface
+    values = next(gathered[_key(surface, variant)] for variant in variants if _is_of(trial.record, variant))
+    having = [(rank, value) for rank, value in zip(peers, values, strict=True) if value != POISON]
+    trial.observe([rank for rank, _ in having], [value for _, value in having])
+
+
+def _is_of(record: EvidenceRecord, variant: float) -> bool:
+    """Whether a record is about this variant of the input, as ``Context.mode`` spells it."""
+    return (record.mode or "").partition(" ")[2] == ("" if variant == 1 else f"x{variant:g}")
 
 
 def _description(begun: Begun, inside: str | None) -> dict[str, Any]:
