@@ -6,14 +6,17 @@ for 2.10 to 2.12 this module does the same with the attributes that those versio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from torchscout.errors import ReplayError
 
-__all__ = ["initialize", "missing", "reset"]
+__all__ = ["initialize", "missing", "reset", "without_prefetch"]
+
+_PREFETCH = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
 
 _OF_STATE = (
     "_state_ctx.all_states",
@@ -50,14 +53,15 @@ def initialize(root: FSDPModule) -> None:
 
 
 def missing(root: FSDPModule) -> str | None:
-    """Return what this PyTorch lacks of what ``reset`` needs, or None."""
-    if hasattr(root, "reset_iter_state"):
-        return None
+    """Return the first attribute of FSDP that this module needs and this PyTorch does not have, or None."""
     state = _state_of(root)
-    absent = [f"FSDPState.{path}" for path in _OF_STATE if not _has(state, path)]
-    groups = list(_groups_of(state))
-    absent += [f"FSDPParamGroup.{path}" for path in _OF_GROUP if not all(_has(each, path) for each in groups)]
-    return absent[0] if absent else None
+    if hasattr(root, "reset_iter_state"):
+        wanted = [(state, path) for path in _PREFETCH]
+    else:
+        wanted = [(state, path) for path in (*_PREFETCH, *_OF_STATE)]
+        wanted += [(group, path) for group in _groups_of(state) for path in _OF_GROUP]
+    absent = (f"{type(owner).__name__}.{path}" for owner, path in wanted if not _has(owner, path))
+    return next(absent, None)
 
 
 def reset(root: FSDPModule) -> None:
@@ -71,6 +75,20 @@ def reset(root: FSDPModule) -> None:
         root.reset_iter_state()
     else:
         _reset_without_public_call(_state_of(root))
+
+
+@contextmanager
+def without_prefetch(modules: Iterable[object]) -> Iterator[None]:
+    """In this block, passes of these modules gather no other module's parameters in advance.
+
+    That is a collective in the middle of a pass, and a rank whose pass fails before it would not take part.
+    """
+    with ExitStack() as restored:
+        for state in [_state_of(each) for each in modules if isinstance(each, FSDPModule)]:
+            for name in _PREFETCH:
+                restored.callback(setattr, state, name, getattr(state, name))
+                setattr(state, name, [])
+        yield
 
 
 def _reset_without_public_call(root: Any) -> None:
@@ -124,7 +142,7 @@ def _groups_of(state: Any) -> Iterator[Any]:
     """A state has one group of parameters, and from PyTorch 2.12 on any number of them."""
     if hasattr(state, "_fsdp_param_groups"):
         yield from state._fsdp_param_groups
-    elif state._fsdp_param_group is not None:
+    elif getattr(state, "_fsdp_param_group", None) is not None:
         yield state._fsdp_param_group
 
 

@@ -92,7 +92,8 @@ def gathered(keepers: Keepers, gathering: AbstractContextManager[None]) -> Itera
         for keeper in keepers.modules:
             keeper.unshard()
     try:
-        yield
+        with fsdp_state.without_prefetch(keepers.modules):
+            yield
     finally:
         for keeper in keepers.modules:
             keeper.reshard()
