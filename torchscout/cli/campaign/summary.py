@@ -8,6 +8,7 @@ from typing import Any
 
 from torchscout.cli.campaign.cell import Cell, Row
 from torchscout.cli.campaign.grading import Flaw
+from torchscout.cli.campaign.layout import LAYOUTS
 from torchscout.cli.campaign.result import Result
 from torchscout.cli.campaign.tally import interval, percentile
 
@@ -23,6 +24,8 @@ class RowSummary:
     passed: int
     ranks: tuple[int, ...]
     """How many each of its jobs has."""
+    reduced: tuple[str, ...]
+    """Which jobs have fewer ranks here than in the campaign: ``HSDP 2x2 on 4 ranks for HSDP 4x4 on 16``."""
     false_alarms: int
     """Cells in which more was reported than was wrong."""
     wrong_names: int
@@ -44,6 +47,7 @@ class RowSummary:
             "title": self.row.title,
             "trigger": self.row.trigger,
             "ranks": list(self.ranks),
+            "reduced": list(self.reduced),
             "cells": self.cells,
             "run": self.run,
             "passed": self.passed,
@@ -83,6 +87,14 @@ def as_report(
     }
 
 
+def _reduced(cell: Cell) -> str:
+    """Nothing where its ranks are as many as planned."""
+    planned, here = LAYOUTS[cell.layout], cell.place
+    if planned.ranks == here.ranks:
+        return ""
+    return f"{here.title} on {here.ranks} ranks for {planned.title} on {planned.ranks}"
+
+
 def _summary(row: Row, cells: Sequence[Cell], results: Sequence[Result]) -> RowSummary:
     flaws = [each.grade.flaw for each in results]
     return RowSummary(
@@ -91,6 +103,7 @@ def _summary(row: Row, cells: Sequence[Cell], results: Sequence[Result]) -> RowS
         len(results),
         sum(each.grade.passed for each in results),
         tuple(sorted({cell.place.ranks for cell in cells})),
+        tuple(dict.fromkeys(filter(None, map(_reduced, cells)))),
         flaws.count(Flaw.FALSE_ALARM),
         flaws.count(Flaw.WRONG_NAME),
         flaws.count(Flaw.MISSED),
