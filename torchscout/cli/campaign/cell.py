@@ -58,6 +58,8 @@ class Cell:
     seed: int = 0
     hardware: Hardware = field(default_factory=Hardware)
     """See ``fitting`` for how a cell is adapted to it."""
+    coarser: str = ""
+    """What must be reported with fewer ranks, where that is less precise than what was planned."""
 
     @property
     def identity(self) -> str:

@@ -6,7 +6,7 @@ must be reported follows from the smaller mesh. On CUDA a slow layer is a slow k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torchscout.cli.campaign.cell import Cell
@@ -16,6 +16,7 @@ from torchscout.faults.device_effects import DeviceSpin
 from torchscout.faults.fault import Fault, Faults
 from torchscout.faults.place import Kind
 from torchscout.faults.process_effects import Sleep
+from torchscout.faults.truth import Truth
 
 __all__ = ["Skipped", "fitted"]
 
@@ -47,8 +48,19 @@ def fitted(cells: Iterable[Cell], hardware: Hardware) -> tuple[list[Cell], list[
         else:
             share = layout.ranks / LAYOUTS[cell.layout].ranks
             faults = Faults(tuple(_moved(fault, share, hardware.device) for fault in cell.faults))
-            fit.append(replace(cell, hardware=hardware, faults=faults))
+            moved = replace(cell, hardware=hardware, faults=faults)
+            fit.append(replace(moved, coarser=_coarser(cell.truths, moved.truths)))
     return fit, skipped
+
+
+def _coarser(planned: Sequence[Truth], here: Sequence[Truth]) -> str:
+    """Of two peers nobody can say which one is wrong, so that both must be reported."""
+    for before, after in zip(planned, here, strict=True):
+        if len(after.ranks) > len(before.ranks):
+            return (
+                f"{after.scope.value} of {len(after.ranks)} for {before.scope.value} of {len(before.ranks)}"
+            )
+    return ""
 
 
 def _moved(fault: Fault, share: float, device: str) -> Fault:

@@ -46,7 +46,7 @@ LAYOUTS = {
     "fsdp2": Layout("FSDP2", shard=16, smaller="fsdp2-8"),
     "hsdp": Layout("HSDP 4x4", replica=4, shard=4, smaller="hsdp-8"),
     "tensor": Layout("8 replicas x 2 tensor", replica=8, tensor=2, apart=True, smaller="tensor-8"),
-    "ep4": Layout("EP4 x DP4", replica=16, experts=4, smaller="ep2"),
+    "ep4": Layout("EP4 x DP4", replica=16, experts=4, smaller="ep4-8"),
     "ep2": Layout("EP2 x DP4", replica=8, experts=2, smaller="dp-4"),
     "alone": Layout("one process"),
     "ddp-4": Layout("DDP", replica=4, smaller="ddp-3"),
@@ -62,11 +62,13 @@ LAYOUTS = {
     "tensor-6": Layout("3 replicas x 2 tensor", replica=3, tensor=2, apart=True, smaller="tensor-4"),
     "tensor-4": Layout("2 replicas x 2 tensor", replica=2, tensor=2, apart=True),
     "hybrid-4": Layout("2 replicas x 2 tensor", replica=2, tensor=2),
+    "ep4-8": Layout("EP2 x DP4", replica=8, experts=2, smaller="ep4-4"),
+    "ep4-4": Layout("EP2 x DP2", replica=4, experts=2),
     "dp-4": Layout("EP1 x DP4", replica=4),
 }
 """By the name that cells use. The small ones are for hangs, where each rank has an observer process, and for
-machines on which fewer ranks may run. A mixture of experts on 4 ranks does not divide its experts: with two
-holders of each no rank could be named."""
+machines on which fewer ranks may run. On 4 ranks a mixture either divides its experts, and of two holders
+of each nobody can be named, or it does not: there is one layout of each kind."""
 
 
 @dataclass(frozen=True, slots=True)

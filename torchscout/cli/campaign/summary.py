@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ class RowSummary:
     ranks: tuple[int, ...]
     """How many each of its jobs has."""
     reduced: tuple[str, ...]
-    """Which jobs have fewer ranks here than in the campaign: ``HSDP 2x2 on 4 ranks for HSDP 4x4 on 16``."""
+    """Which jobs have fewer ranks here than in the campaign, as ``HSDP 2x2 on 4 ranks for HSDP 4x4 on 16``,
+    and in how many cells less is to be named therefore."""
     false_alarms: int
     """Cells in which more was reported than was wrong."""
     wrong_names: int
@@ -95,6 +97,13 @@ def _reduced(cell: Cell) -> str:
     return f"{here.title} on {here.ranks} ranks for {planned.title} on {planned.ranks}"
 
 
+def _coarser(cells: Sequence[Cell]) -> list[str]:
+    counted = Counter(cell.coarser for cell in cells if cell.coarser)
+    return [
+        f"in {count} of {len(cells)} cells the right answer is a {what}" for what, count in counted.items()
+    ]
+
+
 def _summary(row: Row, cells: Sequence[Cell], results: Sequence[Result]) -> RowSummary:
     flaws = [each.grade.flaw for each in results]
     return RowSummary(
@@ -103,7 +112,7 @@ def _summary(row: Row, cells: Sequence[Cell], results: Sequence[Result]) -> RowS
         len(results),
         sum(each.grade.passed for each in results),
         tuple(sorted({cell.place.ranks for cell in cells})),
-        tuple(dict.fromkeys(filter(None, map(_reduced, cells)))),
+        (*dict.fromkeys(filter(None, map(_reduced, cells))), *_coarser(cells)),
         flaws.count(Flaw.FALSE_ALARM),
         flaws.count(Flaw.WRONG_NAME),
         flaws.count(Flaw.MISSED),
