@@ -57,9 +57,8 @@ def _coarser(planned: Sequence[Truth], here: Sequence[Truth]) -> str:
     """Of two peers nobody can say which one is wrong, so that both must be reported."""
     for before, after in zip(planned, here, strict=True):
         if len(after.ranks) > len(before.ranks):
-            return (
-                f"{after.scope.value} of {len(after.ranks)} for {before.scope.value} of {len(before.ranks)}"
-            )
+            scope = after.scope.value.replace("_", " ")
+            return f"{scope} of {len(after.ranks)} ranks instead of {len(before.ranks)}"
     return ""
 
 
