@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import ranks as _  # noqa: F401  what ranks of all tests preload
+from tests.support import ranks  # noqa: F401  what the ranks of all tests preload
 from torchscout.cli.campaign.campaigns import MODULES, paper_on
 from torchscout.cli.campaign.cell import Cell, Processes
 from torchscout.cli.campaign.fitting import fitted
@@ -144,7 +144,7 @@ def test_a_wrong_work_item_of_the_compiled_kernel_is_its_ranks(tmp_path: Path):
 
 @pytest.mark.nccl(4)
 def test_the_command_names_device_and_backend(tmp_path: Path):
-    pattern = "numerical-*/fsdp2/*-0"
+    pattern = "numerical-sdc/ddp/head/output/*"
     scout = [sys.executable, "-c", "from torchscout.cli.main import app; app()", "campaign", "paper"]
     done = subprocess.run(
         [*scout, "--device", "cuda", "--cells", pattern, "--json", "--resume", tmp_path / "campaign"],
