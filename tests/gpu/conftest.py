@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,18 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def own_mps(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of ranks that crash. A client of the MPS daemon that is killed, or that reads memory it
-    must not, takes all other clients along, and the daemon needs seconds to recover; so they get one of their
-    own."""
-    if "CUDA_MPS_PIPE_DIRECTORY" not in os.environ or shutil.which("nvidia-cuda-mps-control") is None:
-        yield {}
-        return
-    places = {"CUDA_MPS_PIPE_DIRECTORY": tmp_path / "pipe", "CUDA_MPS_LOG_DIRECTORY": tmp_path / "log"}
-    for place in places.values():
-        place.mkdir()
-    environment = {name: str(place) for name, place in places.items()}
-    control = ["nvidia-cuda-mps-control"]
-    subprocess.run([*control, "-d"], env=os.environ | environment, check=True)
-    yield environment
-    subprocess.run(control, input=b"quit -t 2\n", env=os.environ | environment, check=False)
+def alone(tmp_path: Path) -> dict[str, str]:
+    """The environment of ranks that crash. A client of an MPS daemon that is killed, or that reads memory it
+    must not, takes all other clients along, and the daemon needs seconds to recover; so these do without
+    one."""
+    return {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "no-daemon")}

@@ -38,23 +38,21 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("fault", MISMATCHES)
-def test_a_rank_that_communicates_something_else_is_named(
-    fault: str, tmp_path: Path, own_mps: dict[str, str]
-):
-    incident = broken(tmp_path / "run", Hang(fault, recovers=False), own_mps)
+def test_a_rank_that_communicates_something_else_is_named(fault: str, tmp_path: Path, alone: dict[str, str]):
+    incident = broken(tmp_path / "run", Hang(fault, recovers=False), alone)
     assert incident.ranks == (CULPRIT,), incident.sentence
     assert MISMATCHES[fault] in incident.sentence
 
 
-def test_a_send_without_its_receive_names_the_two(tmp_path: Path, own_mps: dict[str, str]):
-    incident = broken(tmp_path / "run", Hang("no_receive", recovers=False), own_mps)
+def test_a_send_without_its_receive_names_the_two(tmp_path: Path, alone: dict[str, str]):
+    incident = broken(tmp_path / "run", Hang("no_receive", recovers=False), alone)
     assert incident.ranks == (0, CULPRIT), incident.sentence
     assert "0 -> 2" in incident.sentence
 
 
 @pytest.mark.parametrize("fault", ["killed", "raises"])
-def test_a_trainer_that_ends_is_named(fault: str, tmp_path: Path, own_mps: dict[str, str]):
-    incident = broken(tmp_path / "run", Hang(fault, recovers=False), own_mps)
+def test_a_trainer_that_ends_is_named(fault: str, tmp_path: Path, alone: dict[str, str]):
+    incident = broken(tmp_path / "run", Hang(fault, recovers=False), alone)
     assert incident.ranks == (CULPRIT,), incident.sentence
 
 
@@ -68,8 +66,8 @@ WATCHDOGS = {
 
 @pytest.mark.parametrize("case", WATCHDOGS)
 def test_what_the_watchdog_of_nccl_does_is_not_blamed_on_victims(
-    case: str, tmp_path: Path, own_mps: dict[str, str]
+    case: str, tmp_path: Path, alone: dict[str, str]
 ):
     hang, environment = WATCHDOGS[case]
-    incident = broken(tmp_path / "run", hang, own_mps | environment)
+    incident = broken(tmp_path / "run", hang, alone | environment)
     assert incident.ranks == (CULPRIT,), incident.sentence

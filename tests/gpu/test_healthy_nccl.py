@@ -89,7 +89,8 @@ def test_two_thousand_steps_are_silent_and_certified(name: str, tmp_path: Path):
 
 
 def with_and_without(rank: int, run_dir: Path, variant: Variant) -> tuple[bool, bool, Result]:
-    torch.use_deterministic_algorithms(True)
+    # Strict, PyTorch refuses cuDNN's attention, whose backward does not repeat.
+    torch.use_deterministic_algorithms(variant.attention != "cudnn")
     torch.utils.deterministic.fill_uninitialized_memory = False
     alone, again = (train(rank, None, variant, 20) for _ in range(2))
     attached = train(rank, run_dir, variant, 20)
@@ -104,7 +105,7 @@ def test_training_is_bitwise_the_same_wherever_it_repeats_itself(name: str, tmp_
         assert attached.incidents == []
         assert attached.status["failures"] == []
         assert same or not repeats
-        assert repeats or VARIANTS[name].atomics
+        assert repeats or VARIANTS[name].atomics or VARIANTS[name].attention == "cudnn"
 
 
 def around_a_session(rank: int, run_dir: Path) -> list[tuple[int, int]]:
@@ -118,7 +119,8 @@ def around_a_session(rank: int, run_dir: Path) -> list[tuple[int, int]]:
         )
         for step in range(6):
             tokens = batch(step, rank)
-            logits = model(tokens[:, :-1])
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                logits = model(tokens[:, :-1])
             nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()

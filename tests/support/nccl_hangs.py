@@ -102,8 +102,7 @@ class _Job:
         self.optimizer = torch.optim.AdamW(net.parameters(), fused=True)
         self.side = torch.cuda.Stream()
         self.pair = dist.new_group(group_desc="second")
-        if hang.captured:
-            self.graph, self.static = self._capture()
+        self.graph: tuple[torch.cuda.CUDAGraph, torch.Tensor] | None = None
         net[2].register_full_backward_hook(lambda *_: self.at("backward"))
 
     def batches(self) -> Iterator[torch.Tensor]:
@@ -125,8 +124,9 @@ class _Job:
         self.at("code")
         self.at("forward")
         if self.hang.captured:
-            self.graph.replay()
-            loss = self.static
+            self.graph = self.graph or self._capture()
+            graph, loss = self.graph
+            graph.replay()
         else:
             loss = self.model(batch).square().mean()
             self.optimizer.zero_grad()
@@ -199,7 +199,9 @@ class _LateOnce:
         is_turn = job.rank == CULPRIT and job.steps == FAULTY_STEP - 1 and not job.fired
         if is_turn and call.group.is_scouts and call.device is not None and call.device.type == "cuda":
             job.mark()
-            time.sleep(STALL)
+            time.sleep(
+                2 * STALL
+            )  # the first checks compile kernels: what counts as silence is longer for a while
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
         pass
@@ -208,7 +210,7 @@ class _LateOnce:
 def late_in_a_check(rank: int, run_dir: Path) -> Seen:
     """The culprit is late inside a check, longer than replay waits for a rank on the host."""
     job = _Job(rank, Hang(), run_dir)
-    replay = ReplayConfig(interval=1, patience_seconds=STALL - 3)
+    replay = ReplayConfig(interval=1, patience_seconds=STALL)
     with (
         enable_resiliency(
             job.model, job.optimizer, replay=replay, observer=CONFIG, run_dir=run_dir

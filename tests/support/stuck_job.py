@@ -66,6 +66,8 @@ class StuckJob:
         self.entered: dict[int, dict[str, int]] = defaultdict(dict)
         """What devices have come to, where they enter operations; see ``on_devices``."""
         self.busy_devices: set[int] = set()
+        self.captured: set[int] = set()
+        """Ranks with operations that went into CUDA graphs."""
 
     def group(self, name: str, *members: int) -> str:
         self.lines[name] = Line(name, members, name)
@@ -135,6 +137,7 @@ class StuckJob:
             device_step=self.device.get(rank),
             entered=self.entered[rank],
             device_busy=rank in self.busy_devices if self.entered[rank] else None,
+            captured=int(rank in self.captured),
         )
         return Standing(rank, process, progress, waiting=shown if process is Process.RUNNING else None)
 

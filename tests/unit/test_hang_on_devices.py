@@ -127,3 +127,42 @@ def test_a_device_that_is_not_known_leaves_it_to_the_group():
     ahead(job, None)
     incident = found(job)
     assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1, 2, 3))
+
+
+def inside_graphs(*, captured: bool = True) -> StuckJob:
+    """The gradients' all-reduce is in a CUDA graph: hosts publish steps, and no operation."""
+    job = StuckJob(Mesh.grid(replica=4, hosts=nodes(4)))
+    job.group("world", *range(4))
+    job.issue("world", *range(4))
+    job.on_devices()
+    job.captured = set(range(4)) if captured else set()
+    ahead(job, None)
+    job.busy(*others(2, count=4))
+    return job
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["captured before", "captured unseen"])
+def test_a_rank_that_is_missing_inside_cuda_graphs_is_named(captured: bool):
+    job = inside_graphs(captured=captured)
+    job.busy_devices = set(others(2, count=4))
+    incident = found(job)
+    assert (incident.scope, incident.ranks) == (Scope.RANK, (2,))
+    assert "communication inside CUDA graphs is not observed" in incident.sentence
+    assert incident.records[0].surface == "device"
+
+
+def test_devices_that_are_all_busy_inside_cuda_graphs_name_nobody():
+    job = inside_graphs()
+    job.busy_devices = set(range(4))
+    job.lines.clear()
+    incident = job.diagnose()
+    assert incident is not None
+    assert incident.scope is Scope.JOB
+    assert "so that nobody can be named" in incident.sentence
+
+
+def test_devices_that_are_all_busy_without_cuda_graphs_just_compute():
+    job = inside_graphs(captured=False)
+    job.lines.clear()
+    job.busy_devices = set(range(4))
+    assert job.diagnose() is None

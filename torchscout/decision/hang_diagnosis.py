@@ -58,7 +58,7 @@ def diagnose(
         return _deadlock(call, [graph.inside(cycle) for cycle in graph.cycles])
     if graph.held.lines:
         return _stall(call, graph)
-    return _inside_graphs(call)
+    return _unobserved(call)
 
 
 def _lines_in_use(call: RollCall, sources: Sequence[int]) -> Bools:
@@ -149,29 +149,28 @@ def _stall(call: RollCall, graph: WaitGraph) -> Incident:
     )
 
 
-def _inside_graphs(call: RollCall) -> Incident | None:
-    """Devices do not finish, and what they may wait for went into CUDA graphs: nobody saw them enter it.
+def _unobserved(call: RollCall) -> Incident | None:
+    """Some devices do not finish, and no operation that was observed explains it: what they wait for may be
+    inside a CUDA graph, whose replays nobody sees.
 
-    Whoever is not there has an idle device and a host that is behind all others. Short of that it is said
-    that the job stands still, and no more.
+    Whoever is missing there has an idle device and a host that is behind all the others. Short of that it is
+    said that the job stands still, if there are such graphs, and no more.
     """
     columns = call.columns
-    captured = np.zeros_like(columns.answered)
-    captured[[rank for rank, each in call.standings.items() if each.progress and each.progress.captured]] = (
-        True
-    )
-    stuck = captured & columns.running & (columns.device_busy == 1)
+    stuck = columns.running & (columns.device_busy == 1)
     if not stuck.any():
         return None
     idle = columns.published & columns.running & (columns.device_busy == 0)
     coordinates = (columns.step << 32) + columns.operation
     late: list[int] = np.flatnonzero(idle & (coordinates < coordinates[stuck].min())).tolist()
-    inside: list[int] = np.flatnonzero(stuck).tolist()
     if not (idle | stuck)[columns.published].all():
         late = []  # there are devices of which nothing is known
+    if not late and not any(each.progress and each.progress.captured for each in call.standings.values()):
+        return None
+    inside: list[int] = np.flatnonzero(stuck).tolist()
     scope, action = _scope_and_action(call, late) if late else (Scope.JOB, Action.INSPECT)
     ranks = tuple(late or inside)
-    sentence = hang_sentence.inside_graphs(call, inside, late)
+    sentence = hang_sentence.unobserved(call, inside, late)
     return _incident(call, scope, ranks, [hang_records.of_devices(call, ranks)], action, sentence)
 
 

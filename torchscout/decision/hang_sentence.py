@@ -10,7 +10,7 @@ from torchscout.decision.roll_call import RollCall
 from torchscout.decision.wording import listed, named
 from torchscout.mesh import Mesh
 
-__all__ = ["deadlock", "different", "inside_graphs", "late", "lost_machines", "stall", "unheard"]
+__all__ = ["deadlock", "different", "late", "lost_machines", "stall", "unheard", "unobserved"]
 
 _DOING = {Phase.IDLE: "is between steps"}
 _SHOWN = 2
@@ -76,9 +76,8 @@ def stall(call: RollCall, held: Sequence[Issued], seconds: float) -> str:
     return f"{entered}, {stalled}; nobody is behind: the runtime, a device or the transport stalls"
 
 
-def inside_graphs(call: RollCall, stuck: Sequence[int], late: Sequence[int]) -> str:
-    """Devices that do not finish what was captured in CUDA graphs, and whose host is behind, if that is
-    known."""
+def unobserved(call: RollCall, stuck: Sequence[int], late: Sequence[int]) -> str:
+    """Devices that do not finish, although no operation explains it, and whose host is behind, if known."""
     whose = f"the device{'s' if len(stuck) > 1 else ''} of {named(stuck)}"
     devices = f"{whose} did not finish for {call.silence(stuck):.1f} s"
     unseen = "communication inside CUDA graphs is not observed"

@@ -28,6 +28,10 @@ _RAISED = "use_deterministic_algorithms"
 """In the message of every operator that refuses to run."""
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 """In the message of those that repeat on one stream, as replay runs them."""
+_NO_ATTENTION = "No available kernel"
+"""The message of attention whose user allows one backend only, if strict mode refuses that one: so cuDNN's,
+whose forward pass repeats and whose backward pass does not."""
+_PASSES = ("forward", "backward")
 
 
 def autocast_now(device: torch.device) -> dict[str, str | None]:
@@ -69,7 +73,15 @@ class Determinism:
     def learn(self, passed: str, error: RuntimeError) -> bool:
         """Whether the pass has failed for want of a deterministic operator, and can be replayed without."""
         message = str(error)
-        if _RAISED not in message or passed in self.relaxed:
+        if passed in self.relaxed:
+            return False
+        if _NO_ATTENTION in message:
+            self.relaxed.update(_PASSES)
+            self.lacking["backward"] = (
+                "attention of the only backend that is allowed has no deterministic version"
+            )
+            return True
+        if _RAISED not in message:
             return False
         self.relaxed.add(passed)
         if _CUBLAS not in message:
