@@ -20,7 +20,7 @@ from tests.support.replay_by_hand import (
     observe,
 )
 from torchscout.evidence.hearing import inert
-from torchscout.evidence.replay.recipe import Observation
+from torchscout.evidence.replay.recipe import Mode, Observation
 
 
 def test_dropout_is_the_same_on_peers_that_stand_elsewhere():
@@ -213,3 +213,77 @@ def test_a_stream_of_the_modules_own_does_not_make_peers_differ():
     assert differing(observations(job.aligned())) == set()
     after = [module.stream.get_state() for module in job.modules]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def refused(replay: Any) -> Observation:
+    """What is seen of a replay that strict mode ends."""
+    seen, flags = Observation(), switches()
+    with pytest.raises(RuntimeError), inert():
+        replay.observe(1.0, seen)
+    assert switches() == flags
+    return seen
+
+
+PUT = "put_ does not have a deterministic implementation"
+
+
+def test_a_forward_pass_that_strict_mode_refuses_is_replayed_without_and_marked():
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x).put_(torch.arange(x.numel()), x) * self.weight
+
+    replay = Job(lambda: Calling(forward), ranks=1).aligned()[0]
+    (message,) = refused(replay).refused
+    assert message.startswith(PUT)
+    seen = Observation()
+    with inert():
+        replay.observe(1.0, seen)
+    assert seen.refused == []
+    computed = {f"{NAME}/output", f"{NAME}/grad_input", f"{NAME}.weight.grad"}
+    assert seen.unrepeatable == dict.fromkeys(computed, PUT)
+    assert seen.signatures.keys() == computed | {f"{NAME}/input", f"{NAME}/parameters"}
+
+
+def refusing(message: str) -> nn.Module:
+    """Strict mode ends its backward with this message."""
+
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+            strict = not torch.is_deterministic_algorithms_warn_only_enabled()
+            if torch.are_deterministic_algorithms_enabled() and strict:
+                raise RuntimeError(message)
+            return gradient
+
+    return Calling(lambda self, x: Refusing.apply(x * self.weight))
+
+
+def test_a_backward_pass_that_strict_mode_refuses_leaves_the_forward_pass_strict():
+    message = f"{PUT}, but you set 'torch.use_deterministic_algorithms(True)'."
+    replay = Job(lambda: refusing(message), ranks=1).aligned()[0]
+    assert refused(replay).refused == [message]
+    seen = Observation()
+    with inert():
+        replay.observe(1.0, seen)
+    assert seen.unrepeatable == {f"{NAME}/grad_input": PUT, f"{NAME}.weight.grad": PUT}
+    assert replay.determinism.relaxed == {Mode.BACKWARD}
+
+
+def test_matrix_products_without_a_workspace_setting_are_replayed_without_and_still_compared():
+    message = "torch.use_deterministic_algorithms(True) ... CUBLAS_WORKSPACE_CONFIG=:4096:8"
+    replay = Job(lambda: refusing(message), ranks=1).aligned()[0]
+    assert refused(replay).refused == [message]
+    seen = Observation()
+    with inert():
+        replay.observe(1.0, seen)
+    assert seen.unrepeatable == {}
+    assert f"{NAME}/grad_input" in seen.signatures
+
+
+def test_another_error_is_no_want_of_determinism():
+    replay = Job(lambda: refusing("out of memory"), ranks=1).aligned()[0]
+    assert refused(replay).refused == []
+    assert refused(replay).refused == []

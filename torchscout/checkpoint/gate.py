@@ -36,7 +36,7 @@ __all__ = ["CheckpointGate", "after"]
 #              follow each other, because only then does a rotation through K recipes visit all of them: so
 #              the count starts again at 0. The candidate stays: its own cycle was complete, nothing speaks
 #              against it, and the next K accepted checks in a row visit every recipe after its capture.
-# rejected     Peers disagreed and it is not known to be corruption (a nondeterministic kernel, say). Skips
+# rejected     Peers disagreed and it is not known yet whether a rank or a kernel is at fault. Skips
 #              the capture and voids the cycle; the candidate goes too, as its second cycle is not accepted.
 # sdc          Latched: the candidate and every capture that is not certified are gone, and whatever later
 #              checks say, nothing is captured, counted or certified until a recovery is recorded.

@@ -230,7 +230,7 @@ class Replay(Protocol):
 
     def observe(self, variant: float, seen: Observation) -> None:
         """5. Compute, with floating inputs scaled by ``variant``, and fill in what was seen. Called once for
-        each variant, and again for a second replay: it must leave the aligned values as they are, and
+        each variant, and again for each further replay: it must leave the aligned values as they are, and
         training untouched."""
         ...
 
