@@ -16,9 +16,9 @@ PAGE = ROOT / "docs" / "frameworks" / "README.md"
 COLUMNS = ("torchtitan", "megatron", "deepspeed", "huggingface")
 
 
-def rows_of(heading: str) -> list[list[str]]:
+def rows_of(heading: str, page: Path = PAGE) -> list[list[str]]:
     """The cells of the table with this first heading, without the heading itself."""
-    lines = PAGE.read_text().splitlines()
+    lines = page.read_text().splitlines()
     first = next(place for place, line in enumerate(lines) if line.startswith(f"| {heading} |"))
     table = lines[first + 2 :]
     end = next(place for place, line in enumerate([*table, ""]) if not line.startswith("|"))
@@ -64,6 +64,19 @@ def _after(series: str) -> str:
 
 def test_torch_is_the_one_that_is_installed():
     assert f"torch {version('torch').split('+')[0]}" in PAGE.read_text()
+
+
+def test_the_table_of_pytorch_versions_has_every_series_that_is_accepted():
+    """One column for each, and a cell in every row."""
+    page = ROOT / "docs" / "replay.md"
+    heading = next(line for line in page.read_text().splitlines() if line.startswith("| parallelism | 2."))
+    told = [cell.strip() for cell in heading.strip("|").split("|")][1:]
+    declared = re.search(r'"(torch>=[^"]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    accepted = [f"2.{minor}" for minor in range(30) if f"2.{minor}.0" in Requirement(declared).specifier]
+    assert told == accepted
+    rows = rows_of("parallelism | 2.10", page)
+    assert len(rows) >= 6
+    assert all(all(row) and len(row) == 1 + len(told) for row in rows)
 
 
 @pytest.mark.parametrize("place", range(len(COLUMNS)), ids=COLUMNS)

@@ -57,6 +57,7 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(
         assert state <= agreed
         unchecked = {(record.surface, record.reason) for record in found.records if record.verdict is None}
         assert unchecked == set()
+        assert found.certified == 12
 
 
 @pytest.mark.parametrize(

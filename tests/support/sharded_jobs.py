@@ -90,6 +90,8 @@ class Sharded:
     sentences: list[str]
     fired: int
     failures: list[str]
+    certified: int | None = None
+    """The last step whose state checks have certified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +163,13 @@ def train(
     bits = _bits(net, optimizer)
     if not session:
         return Sharded(bits, [], [], [], len(injector.fired), [])
-    incidents = session.incidents
+    incidents, certified = session.incidents, session.certified
     session.close()
     lines = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
     records = [each for each in lines if each.manifestation is Manifestation.SDC]
     told = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
-    return Sharded(
-        bits, records, told, [each.sentence for each in incidents], len(injector.fired), session.failures
-    )
+    sentences = [each.sentence for each in incidents]
+    return Sharded(bits, records, told, sentences, len(injector.fired), session.failures, certified)
 
 
 def _decay(block: nn.Module) -> None:
