@@ -45,9 +45,9 @@ WATCHED = ObserverConfig(floor_seconds=2.0, multiple=2.0, start_seconds=120.0, g
 
 @dataclass(frozen=True)
 class Seen(Findings):
-    """What one rank has found, and what training left behind on it after each step."""
+    """What one rank has found, and what training left behind on it."""
 
-    bits: dict[int, str]
+    bits: dict[Any, str]
 
     @classmethod
     def of(cls, told: Any) -> Seen:
@@ -63,13 +63,15 @@ def needs(package: str) -> pytest.MarkDecorator:
 class NcclRanks:
     """Ranks that are asked one thing after another, and replaced after a failure."""
 
-    def __init__(self, body: Callable[..., Iterator[Any]], size: int, backend: str = "nccl") -> None:
-        self._body, self._size, self._backend = body, size, backend
+    def __init__(
+        self, body: Callable[..., Iterator[Any]], size: int, *args: Any, backend: str = "nccl"
+    ) -> None:
+        self._body, self._size, self._args, self._backend = body, size, args, backend
         self._live: LiveRanks | None = None
 
     def ask(self, question: Any, timeout: float = 180.0) -> list[Seen]:
         if self._live is None:
-            self._live = LiveRanks(self._body, self._size, backend=self._backend)
+            self._live = LiveRanks(self._body, self._size, *self._args, backend=self._backend)
         try:
             return self._live.ask(question, timeout)
         except RankError:
@@ -83,8 +85,8 @@ class NcclRanks:
 
 
 @contextmanager
-def started(body: Callable[..., Iterator[Any]], size: int) -> Iterator[NcclRanks]:
-    ranks = NcclRanks(body, size)
+def started(body: Callable[..., Iterator[Any]], size: int, *args: Any) -> Iterator[NcclRanks]:
+    ranks = NcclRanks(body, size, *args)
     try:
         yield ranks
     finally:
@@ -94,7 +96,7 @@ def started(body: Callable[..., Iterator[Any]], size: int) -> Iterator[NcclRanks
 def is_silent(seen: Seen, layers: tuple[str, ...]) -> None:
     """A healthy job of ``STEPS`` steps under ``CHECKED`` was checked, and certified to its end."""
     assert ([each.sentence for each in seen.incidents], seen.failures) == ([], [])
-    assert len(seen.bits) == STEPS
+    assert seen.status["step"] == STEPS
     replay = seen.status["replay"]
     assert (replay["checks"], replay["certified"]) == (STEPS // 2, STEPS), replay
     assert {f"{layer}/output" for layer in layers} <= seen.agreed, (replay["not_checked"], seen.unchecked)
@@ -115,7 +117,7 @@ def has_named(told: list[Seen], rank: int, manifestation: str) -> Incident:
 
 def went_on(told: list[Seen], run_dir: Path) -> None:
     """After a stall of rank 1 all ranks trained to the end; that it moves again was recorded."""
-    assert [(len(each.bits), each.failures) for each in told] == [(STEPS, [])] * len(told)
+    assert [(each.status["step"], each.failures) for each in told] == [(STEPS, [])] * len(told)
     (resolved,) = resolutions(run_dir)
     assert resolved.ranks == (1,)
     assert resolved.stalled_seconds > WATCHED.floor_seconds

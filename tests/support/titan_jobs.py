@@ -18,7 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.support import titan_cpu  # first: TorchTitan expects an accelerator
+# First: TorchTitan expects an accelerator and a newer PyTorch.
+if os.environ.get("TITAN_DEVICE", "cpu") == "cpu":
+    from tests.support import titan_cpu as stand_ins
+else:
+    from tests.support import titan_cuda as stand_ins
 from tests.support.findings import Findings
 
 # isort: split
@@ -42,6 +46,7 @@ from torchscout.evidence.call import OURS, Call
 from torchscout.evidence.collectives import listen
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.tensor_effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.session import Session
 from torchscout.integration.torchtitan import TorchTitanAdapter
@@ -261,7 +266,7 @@ def bits_of(trainer: Trainer) -> dict[str, str]:
 
 def _digest(tensor: torch.Tensor) -> str:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    plain = local.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    plain = local.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(plain.tobytes(), digest_size=8).hexdigest()
 
 
@@ -289,14 +294,12 @@ def _attach(trial: Trial, trainer: Trainer, folder: Path) -> Session:
 
 
 def _spoil_after(trainer: Trainer, step: int, place: int) -> None:
-    """As memory does it: PyTorch is not told."""
+    """As memory does it: PyTorch does not count it as a write."""
     steps = iter(range(1, step + 1))
 
     def spoil(*_: Any) -> None:
         if next(steps, None) == step:
-            slot = next(iter([*trainer.optimizers][place].state.values()))["exp_avg"]
-            local = slot.to_local() if isinstance(slot, DTensor) else slot
-            local.detach().numpy().reshape(-1).view("int32")[0] ^= 1 << 20
+            FlipBit(20).corrupt(next(iter([*trainer.optimizers][place].state.values()))["exp_avg"])
 
     trainer.optimizers.register_step_post_hook(spoil)  # after SCOUT's own, which came first
 
@@ -325,7 +328,7 @@ def _groups(
 
 
 def _begin(trial: Trial) -> None:
-    titan_cpu.prepare()
+    stand_ins.prepare()
     torch.autograd.set_multithreading_enabled(False)  # as TorchTitan does where it starts the ranks' group
     warnings.filterwarnings("ignore")
     logging.getLogger().setLevel(logging.ERROR)

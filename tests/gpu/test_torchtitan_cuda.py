@@ -1,0 +1,91 @@
+"""TorchTitan's own trainer over NCCL, with FSDP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.nccl_ranks import (
+    CHECKED,
+    FAULTY_STEP,
+    STALL,
+    STEPS,
+    WATCHED,
+    NcclRanks,
+    Seen,
+    has_named,
+    is_silent,
+    needs,
+    started,
+    went_on,
+)
+from torchscout.config import ReplayConfig
+from torchscout.faults.fault import Faults
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3), needs("torchtitan")]
+LAYERS = ("layers.0", "layers.1")
+EVERY_STEP = ReplayConfig(interval=1)
+
+
+def answering(
+    rank: int,
+    questions: Iterator[tuple[dict[str, Any], Path | None]],
+    assets: Path,
+    device: str = "cuda",
+) -> Iterator[Seen]:
+    os.environ["TITAN_DEVICE"] = device
+    if device == "cuda":
+        # TorchTitan makes the device of this number the current one; ranks may share a device.
+        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
+    from tests.support.titan_jobs import Trial, make_assets, train
+
+    if rank == 0:
+        make_assets(assets)
+    dist.barrier()
+    for settings, folder in questions:
+        yield Seen.of(train(rank, Trial(assets, **settings), folder))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NcclRanks]:
+    with started(answering, 3, tmp_path_factory.mktemp("assets")) as ranks:
+        yield ranks
+
+
+def test_a_healthy_job_is_silent_certified_and_bitwise_the_same(three: NcclRanks, tmp_path: Path):
+    checked = three.ask(({"steps": STEPS, "replay": CHECKED, "observer": WATCHED}, tmp_path))
+    for seen in checked:
+        is_silent(seen, LAYERS)
+    alone = three.ask(({"steps": STEPS}, None))
+    assert [each.bits for each in checked] == [each.bits for each in alone]
+
+
+def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(three: NcclRanks, tmp_path: Path):
+    told = three.ask(({"steps": 4, "replay": EVERY_STEP, "spoiled": (1, 2, 0)}, tmp_path))
+    (incident,) = told[0].incidents
+    assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
+    assert {each.surface for each in incident.records} == {"state/at_rest"}
+
+
+def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(three: NcclRanks, tmp_path: Path):
+    """In every call but the first, so that training is right and the replay of the layer is not."""
+    place = f"{LAYERS[1]}/output"
+    faults = Faults().flip_bit(rank=2, at=place, step=2, bit=20, calls=range(1, 9))
+    told = three.ask(({"steps": 3, "replay": EVERY_STEP, "faults": faults}, tmp_path))
+    incident = has_named(told, 2, "sdc")
+    assert place in {each.surface for each in incident.records}
+
+
+def test_a_rank_that_sleeps_before_its_forward_is_named_and_training_goes_on(
+    three: NcclRanks, tmp_path: Path
+):
+    faults = Faults().stall(rank=1, at=f"{LAYERS[0]}/forward", step=FAULTY_STEP, seconds=STALL)
+    told = three.ask(({"steps": STEPS, "replay": None, "observer": WATCHED, "faults": faults}, tmp_path))
+    has_named(told, 1, "hang")
+    went_on(told, tmp_path)
