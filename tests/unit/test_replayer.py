@@ -52,8 +52,7 @@ def test_targets_and_sources_rotate_with_the_rounds():
         begun = [detail for call, detail in rank.recipes[0].calls if call == "begin"]
         assert [target for target, _ in begun] == [0, 1, 0, 1]
         assert [is_source for _, is_source in begun] == [rank.rank == source for source in (0, 1, 2, 0)]
-        aligned = [detail for call, detail in rank.recipes[0].calls if call == "align"]
-        assert aligned == [10, 11, 12, 10], "the source's value on every rank"
+        assert rank.recipes[0].received == [10, 11, 12, 10], "the source's value on every rank"
 
 
 def test_the_source_is_one_position_in_all_peer_groups():

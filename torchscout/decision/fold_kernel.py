@@ -207,7 +207,7 @@ def _chunks_kernel(folds: tl.int64, table: tl.int64, alignment: tl.constexpr, bl
     lane = tl.arange(0, block)
     salt = (lane + 1).to(tl.uint64) * _SALT
     folded = tl.zeros([block], tl.uint64)
-    for number in range(0, blocks):
+    for number in range(blocks):
         first = number * block
         word = _load_words(address + first * 8, lane, None, alignment)
         folded += _avalanche(word + (salt + (start + first).to(tl.uint64) * _SALT))

@@ -10,24 +10,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-from torchscout.decision import c3
-from torchscout.decision.record import EvidenceRecord, Surface
+import torch
+
+from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.timings import Measured
 from torchscout.errors import ChannelError, told
 from torchscout.evidence.hearing import in_backward, inert
+from torchscout.evidence.replay.alignment import receive_together
+from torchscout.evidence.replay.comparison import Run, compare
 from torchscout.evidence.replay.judgement import (
     Context,
     broken_depth,
-    judge,
     named_for_results,
     not_checked,
     withhold,
 )
 from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.evidence.replay.peers import Peers
-from torchscout.evidence.replay.recipe import POISON, Comparison, Observation, Recipe, Replay, measured
+from torchscout.evidence.replay.recipe import Recipe, Replay, finish_signatures, measured
 from torchscout.evidence.replay.rotation import Due, Rotation
 from torchscout.mesh import Role
 
@@ -126,16 +129,19 @@ class Replayer:
         try:
             self._describe()
             self._vote()
-            for begun in self._begun:
-                context = Context(step, begun.peers.group.ranks, begun.target)
-                if begun.due.target is None:
-                    self._attend(begun)
-                    continue
-                if begun.recipe.vouches:
+            ready = [place for place, begun in enumerate(self._begun) if begun.problem is None]
+            runs = {place: self._run(place, step) for place in ready if self._is_here(place)}
+            self._align(runs)
+            differing = self._compare(ready, runs)
+            if differing:
+                self._repeat(differing, runs, findings)
+            for place, begun in enumerate(self._begun):
+                if begun.recipe.vouches and begun.due.target is not None:
                     findings.targets.append(begun.target)
-                if begun.problem is None and begun.replay is not None:
-                    self._run(begun, begun.replay, context, findings)
-                else:
+                if (run := runs.get(place)) is not None:
+                    self._conclude(begun, run, findings)
+                elif begun.due.target is not None:
+                    context = Context(step, begun.peers.group.ranks, begun.target)
                     surface = "/".join(filter(None, (begun.target, begun.due.kind)))
                     findings.records.append(not_checked(context, surface, str(begun.problem)))
         finally:
@@ -178,30 +184,55 @@ class Replayer:
         for begun, problem in zip(self._begun, agreed, strict=True):
             begun.problem = problem
 
-    def _attend(self, begun: Begun) -> None:
-        """Others replay what this rank has not; it is asked as often as they are."""
-        if begun.problem is None and self._job.highest([0, 0])[0]:
-            self._job.highest([0, 0])
-            self._job.exchange([])
+    def _is_here(self, place: int) -> bool:
+        """Otherwise others replay what this rank has not."""
+        return self._begun[place].due.target is not None
 
-    def _run(self, begun: Begun, replay: Replay, context: Context, findings: Findings) -> None:
-        replay.align(lambda tensor: begun.peers.broadcast(tensor, source=begun.source))
+    def _run(self, place: int, step: int) -> Run:
+        begun = self._begun[place]
+        assert begun.replay is not None, "what all are ready for was begun"
         variants = self.variants if begun.recipe.varies else (1.0,)
-        comparisons = replay.comparisons()
-        seen = {variant: Observation() for variant in variants}
-        records: list[EvidenceRecord] = []
-        if self._compare(begun, comparisons, seen, context, records):
-            again = {variant: Observation() for variant in variants}
-            self._compare(begun, comparisons, again, context, findings.repeats)
-            named = self._job.exchange(named_for_results(comparisons, records))
-            findings.elsewhere.update({rank for ranks in named for rank in ranks} - set(context.peers))
-        findings.records.extend(records)
-        name, shape = replay.work
+        context = Context(step, begun.peers.group.ranks, begun.target)
+        return Run(begun.due.kind, begun.replay, context, variants)
+
+    def _align(self, runs: Mapping[int, Run]) -> None:
+        """Give every rank the source's values, those of all replays together."""
+        wanted: dict[int, list[torch.Tensor]] = {}
+        for place, run in runs.items():
+            run.replay.align(wanted.setdefault(place, []).append)
+        for peers in self._everybody():
+            sources: dict[int, list[torch.Tensor]] = {}
+            for place, tensors in wanted.items():
+                if self._begun[place].peers is peers:
+                    sources.setdefault(self._begun[place].source, []).extend(tensors)
+            for source, tensors in sources.items():
+                receive_together(tensors, partial(peers.broadcast, source=source))
+        for run in runs.values():
+            run.comparisons = run.replay.comparisons()
+
+    def _repeat(self, differing: Sequence[int], runs: Mapping[int, Run], findings: Findings) -> None:
+        """Replay a second time what anybody in the job found a difference in."""
+        again = {place: runs[place].again() for place in differing if place in runs}
+        self._compare(differing, again)
+        named = [
+            [] if place not in runs else named_for_results(runs[place].comparisons, runs[place].records)
+            for place in differing
+        ]
+        told = self._job.exchange(named)
+        for column, place in enumerate(differing):
+            if place in runs:
+                findings.repeats.extend(again[place].records)
+                elsewhere = {rank for ranks in told for rank in ranks[column]}
+                findings.elsewhere.update(elsewhere - set(runs[place].context.peers))
+
+    def _conclude(self, begun: Begun, run: Run, findings: Findings) -> None:
+        findings.records.extend(run.records)
+        name, shape = run.replay.work
         key = (begun.due.kind, name, () if begun.recipe.is_dynamic else shape)
         if key in self._warm:
-            findings.measured.append(measured(begun.target, shape, [*seen.values()]))
+            findings.measured.append(measured(begun.target, shape, [*run.seen.values()]))
         self._warm.add(key)
-        self._keep(begun, replay)
+        self._keep(begun, run.replay)
 
     def _keep(self, begun: Begun, replay: Replay) -> None:
         """Whoever's call was replayed keeps it for a sweep, in place of what another peer had kept."""
@@ -212,50 +243,45 @@ class Replayer:
         else:
             attempt(_bound(self.keepsakes.keep, key, call))
 
-    def _compare(
-        self,
-        begun: Begun,
-        comparisons: Sequence[Comparison],
-        seen: Mapping[float, Observation],
-        context: Context,
-        into: list[EvidenceRecord],
-    ) -> bool:
-        """Compute, exchange once, judge; whether anybody in the job found a difference."""
-        records, has_failed = self._judged(begun, comparisons, seen, context)
-        depth = 0 if has_failed else broken_depth(comparisons, records)
-        height = 0 if depth is None else _HEIGHT - depth
-        # Job-wide: layers may be sharded, and ranks of other peer groups compute together with this one.
-        differs, height = self._job.highest([any(each.scope is not None for each in records), height])
-        into.extend(withhold(comparisons, records, _HEIGHT - height) if height else records)
-        return bool(differs)
+    def _compare(self, places: Sequence[int], runs: Mapping[int, Run]) -> list[int]:
+        """Compute all, exchange once, judge; where anybody in the job found a difference.
 
-    def _judged(
-        self,
-        begun: Begun,
-        comparisons: Sequence[Comparison],
-        seen: Mapping[float, Observation],
-        context: Context,
-    ) -> tuple[list[EvidenceRecord], bool]:
-        """The records of all variants, and whether this rank failed in any."""
-        assert begun.replay is not None, "what is compared was begun"
-        evidence: dict[Surface, int] = {}
-        problems: list[str | None] = []
-        for variant, into in seen.items():
-            _, problem = attempt(_bound(begun.replay.observe, variant, into))
-            problems.append(problem)
-            for each in comparisons:
-                evidence[_key(each.surface, variant)] = into.signatures.get(each.surface, POISON)
-        verdicts = c3.compare(begun.peers.evidence, exact=evidence)
-        for into in seen.values():
-            attempt(into.read)  # a device that cannot be asked is not timed
-        records = []
-        for variant, problem in zip(seen, problems, strict=True):
-            gathered: dict[Surface, Any] = {
-                each.surface: verdicts[_key(each.surface, variant)].evidence for each in comparisons
-            }
-            here = Context(context.step, context.peers, context.target, variant, problem)
-            records += judge(here, comparisons, gathered)
-        return records, any(problem is not None for problem in problems)
+        Of ``places``, which are the same on all ranks, this one has ``runs``.
+        """
+        self._observe([*runs.values()])
+        for peers in self._everybody():
+            compare(peers.evidence, [run for place, run in runs.items() if self._begun[place].peers is peers])
+        votes = [vote for place in places for vote in _votes(runs.get(place))]
+        # Job-wide: layers may be sharded, and ranks of other peer groups compute together with this one.
+        votes = self._job.highest(votes) if votes else []
+        heights = dict(zip(places, votes[1::2], strict=True))
+        for place, run in runs.items():
+            if heights[place]:
+                run.records = withhold(run.comparisons, run.records, _HEIGHT - heights[place])
+        return [place for place, differs in zip(places, votes[::2], strict=True) if differs]
+
+    def _observe(self, runs: Sequence[Run]) -> None:
+        """One after the other; the device is waited for when all of them are done."""
+        for run in runs:
+            for variant, seen in run.seen.items():
+                _, run.problems[variant] = attempt(_bound(run.replay.observe, variant, seen))
+        every = [seen for run in runs for seen in run.seen.values()]
+        _, problem = attempt(_bound(finish_signatures, every))
+        for run in runs if problem is not None else ():
+            for variant, seen in run.seen.items():
+                run.problems[variant] = problem
+                seen.signatures.clear()
+        for seen in every:
+            attempt(seen.read)  # a device that cannot be asked is not timed
+
+
+def _votes(run: Run | None) -> tuple[int, int]:
+    """Whether peers differ, and how far below the top something broke that others build upon."""
+    if run is None:
+        return 0, 0
+    depth = 0 if run.has_failed else broken_depth(run.comparisons, run.records)
+    differs = any(each.scope is not None for each in run.records)
+    return int(differs), 0 if depth is None else _HEIGHT - depth
 
 
 def _description(begun: Begun, inside: str | None) -> dict[str, Any]:
@@ -264,10 +290,6 @@ def _description(begun: Begun, inside: str | None) -> dict[str, Any]:
         document, begun.problem = attempt(_bound(_spelled, begun.replay))
     begun.problem = begun.problem or inside
     return {"problem": begun.problem, "document": document}
-
-
-def _key(surface: Surface, variant: float) -> Surface:
-    return f"{surface} x{variant!r}"
 
 
 def _spelled(replay: Replay) -> str:

@@ -1,0 +1,125 @@
+"""What one check has seen of its replays, compared with the peers in one exchange (paper, section 5.1).
+
+Of many things that mostly agree, such as all state, one digest is exchanged first, and each of them only
+where digests differ. What the values mean is decided by ``judgement``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchscout.decision import c3
+from torchscout.decision.channel import PeerChannel
+from torchscout.decision.record import EvidenceRecord, Surface
+from torchscout.evidence.replay.digest import as_one
+from torchscout.evidence.replay.judgement import Context, is_sound, judge, summed
+from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison, Observation, Replay
+
+__all__ = ["Run", "compare"]
+
+
+@dataclass(slots=True)
+class Run:
+    """A replay that every rank is ready for, and what came of it."""
+
+    kind: str
+    """Of the recipe."""
+    replay: Replay
+    context: Context
+    variants: Sequence[float]
+    comparisons: Sequence[Comparison] = ()
+    seen: dict[float, Observation] = field(init=False)
+    """By variant."""
+    problems: dict[float, str | None] = field(init=False)
+    """Why this rank failed, by variant."""
+    records: list[EvidenceRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.seen = {variant: Observation() for variant in self.variants}
+        self.problems = dict.fromkeys(self.variants)
+
+    @property
+    def has_failed(self) -> bool:
+        return any(problem is not None for problem in self.problems.values())
+
+    def again(self) -> Run:
+        """The same, with nothing seen yet."""
+        return Run(self.kind, self.replay, self.context, self.variants, self.comparisons)
+
+
+def compare(channel: PeerChannel, runs: Sequence[Run]) -> None:
+    """Fill in the records of these runs, which all peers have, in the same order."""
+    if not runs:
+        return
+    parts = [part for run in runs for variant in run.variants for part in _parts(run, variant)]
+    evidence = {part.key: part.whole for part in parts}
+    verdicts: dict[Surface, Any] = dict(c3.compare(channel, exact=evidence))
+    # All peers have gathered the same, and so all of them need the same details.
+    unsound = [part for part in parts if part.is_summary and not is_sound(verdicts[part.key].evidence)]
+    if unsound:
+        detail = {key: value for part in unsound for key, value in part.detail().items()}
+        verdicts |= c3.compare(channel, exact=detail)
+    for run in runs:
+        run.records = [record for variant in run.variants for record in _judged(run, variant, verdicts)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One value of the exchange: of one comparison, or of all that have one summary."""
+
+    prefix: str
+    comparisons: Sequence[Comparison]
+    values: Sequence[int]
+
+    @property
+    def is_summary(self) -> bool:
+        return self.comparisons[0].summary is not None
+
+    @property
+    def key(self) -> Surface:
+        first = self.comparisons[0]
+        return f"{self.prefix} {first.surface if first.summary is None else f'all of {first.summary}'}"
+
+    @property
+    def whole(self) -> int:
+        if not self.is_summary:
+            return self.values[0]
+        return POISON if {ABSENT, POISON} & {*self.values} else as_one(self.values)
+
+    def detail(self) -> dict[Surface, int]:
+        keys = (f"{self.prefix} {each.surface}" for each in self.comparisons)
+        return dict(zip(keys, self.values, strict=True))
+
+
+def _parts(run: Run, variant: float) -> Iterable[_Part]:
+    prefix, found = _prefix(run, variant), run.seen[variant].signatures
+    sums: dict[Surface, list[Comparison]] = {}
+    for each in run.comparisons:
+        if each.summary is None:
+            yield _Part(prefix, [each], [found.get(each.surface, POISON)])
+        else:
+            sums.setdefault(each.summary, []).append(each)
+    for every in sums.values():
+        yield _Part(prefix, every, [found.get(each.surface, POISON) for each in every])
+
+
+def _judged(run: Run, variant: float, verdicts: dict[Surface, Any]) -> list[EvidenceRecord]:
+    context = replace(run.context, variant=variant, problem=run.problems[variant])
+    agreeing: list[EvidenceRecord] = []
+    apart: list[Comparison] = []
+    gathered: dict[Surface, Sequence[int]] = {}
+    for part in _parts(run, variant):
+        values = verdicts[part.key].evidence
+        if part.is_summary and is_sound(values):
+            agreeing.append(summed(context, part.comparisons[0], values[0]))
+            continue
+        apart += part.comparisons
+        for each in part.comparisons:
+            gathered[each.surface] = verdicts[f"{part.prefix} {each.surface}"].evidence
+    return [*agreeing, *judge(context, apart, gathered)]
+
+
+def _prefix(run: Run, variant: float) -> str:
+    return f"{run.kind} x{variant!r}"
