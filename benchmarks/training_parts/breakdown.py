@@ -18,9 +18,8 @@ from torchscout.config import ReplayConfig
 from torchscout.decision import c3, signature
 from torchscout.decision.channel import ProcessGroupChannel
 from torchscout.decision.recorder import JsonlRecorder
-from torchscout.evidence.replay import alignment, census, optimizer_step, replayer, transfers
+from torchscout.evidence.replay import alignment, census, judgement, optimizer_step, replayer, transfers
 from torchscout.evidence.replay.capture import Capture
-from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.evidence.replay.layer import LayerReplay
 from torchscout.evidence.replay.randomness import Randomness
 from torchscout.evidence.replay.recipe import Observation
@@ -79,11 +78,13 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
     patches.around(Replaying, "step_finished", lambda *_: part("remainder", "check"))
     patches.around(replayer.Replayer, "check", keep_kinds)
     patches.around(replayer.Replayer, "begin", lambda *_: part("arm the next"))
-    patches.around(replayer.Replayer, "_describe", lambda *_: part("describe and prepare"))
-    for name in ("_description", "_run", "_prepare", "_keep", "_observe", "_conclude"):
-        for owner in (replayer, replayer.Replayer):
-            if hasattr(owner, name):
-                patches.around(owner, name, of_begun(name.strip("_")))
+    patches.around(replayer.Replayer, "_describe", lambda *_: part("describe"))
+    patches.around(replayer.Replayer, "_align", lambda *_: part("align"))
+    patches.around(replayer.Replayer, "_observe", lambda *_: part("observe"))
+    patches.around(replayer.Replayer, "_compare", lambda *_: part("compare"))
+    patches.around(replayer, "_description", of_begun("describe"))
+    patches.around(replayer.Replayer, "_prepare", of_begun("prepare"))
+    patches.around(replayer.Replayer, "_keep", of_begun("keep for a sweep"))
     for kind in _REPLAYS:
         patches.around(kind, "describe", of_replay("describe"))
         patches.around(kind, "prepare", of_replay("prepare"))
@@ -96,17 +97,17 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
     patches.around(Capture, "_after", lambda *_: part("capture", "training"))
     for name in ("now", "apply"):
         patches.around(Randomness, name, lambda *_: part("random states"))
-    patches.around_function(signature, "signatures", lambda *_, **__: part("signatures"))
-    patches.around_function(signature, "signature", lambda *_, **__: part("signatures"))
-    patches.around_function(replayer, "judge", lambda *_, **__: part("judge"))
+    patches.around(signature.PendingSignatures, "__init__", lambda *_, **__: part("signatures"))
+    patches.around_function(signature, "read_signatures", lambda *_, **__: part("transfer signatures"))
+    patches.around(replayer, "compare", lambda *_, **__: part("compare"))
+    patches.around_function(judgement, "judge", lambda *_, **__: part("judge"))
     patches.around(Observation, "read", lambda *_: part("read clocks"))
     patches.around_function(alignment, "captured", lambda *_: part("copy"))
-    patches.around(Keepsakes, "keep", lambda *_: part("keep for a sweep"))
     patches.around(Replaying, "_conclude", lambda *_: part("diagnose"))
     patches.around(JsonlRecorder, "record", lambda *_: part("write records"))
     patches.around(Replaying, "_agree", lambda *_, **__: part("certify"))
     patches.around(c3, "compare", lambda *_, **__: exchange("gather signatures"))
-    patches.around(PeerLinks, "broadcast", lambda *_, **__: exchange("broadcast"))
+    patches.around(PeerLinks, "broadcast", lambda _, tensor, **__: exchange(_broadcast(tensor)))
     patches.around(ProcessGroupChannel, "gather", lambda *_, **__: exchange("gather descriptions"))
     patches.around(ProcessGroupChannel, "broadcast", lambda *_, **__: exchange("gather descriptions"))
     patches.around(Communicators, "highest", lambda *_, **__: exchange("vote"))
@@ -116,6 +117,10 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
         yield
     finally:
         patches.undo()
+
+
+def _broadcast(tensor: torch.Tensor) -> str:
+    return f"broadcast from {'host' if tensor.is_cpu else 'device'} memory"
 
 
 def _kind_of(arguments: Any) -> str | None:
