@@ -83,7 +83,7 @@ class PendingSignatures:
 
     def finished(self, folded: Mapping[torch.device, Iterator[int]]) -> list[int]:
         """The signatures, given the values of ``folds``."""
-        digests = (next(folded[each]) if isinstance(each, torch.device) else each for each in self._digests)
+        digests = [next(folded[each]) if isinstance(each, torch.device) else each for each in self._digests]
         return [_finished(digest, tag) for digest, tag in zip(digests, self._tags, strict=True)]
 
 

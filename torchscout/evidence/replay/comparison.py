@@ -6,12 +6,13 @@ where digests differ. What the values mean is decided by ``judgement``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import cast
 
 from torchscout.decision import c3
 from torchscout.decision.channel import PeerChannel
+from torchscout.decision.consensus import Verdict
 from torchscout.decision.record import EvidenceRecord, Surface
 from torchscout.evidence.replay.digest import as_one
 from torchscout.evidence.replay.judgement import Context, is_sound, judge, summed
@@ -53,16 +54,21 @@ def compare(channel: PeerChannel, runs: Sequence[Run]) -> None:
     """Fill in the records of these runs, which all peers have, in the same order."""
     if not runs:
         return
-    parts = [part for run in runs for variant in run.variants for part in _parts(run, variant)]
+    parts_of = [[_parts(run, variant) for variant in run.variants] for run in runs]
+    parts = [part for of_run in parts_of for of_variant in of_run for part in of_variant]
     evidence = {part.key: part.whole for part in parts}
-    verdicts: dict[Surface, Any] = dict(c3.compare(channel, exact=evidence))
+    verdicts = c3.compare(channel, exact=evidence)
     # All peers have gathered the same, and so all of them need the same details.
-    unsound = [part for part in parts if part.is_summary and not is_sound(verdicts[part.key].evidence)]
+    unsound = [part for part in parts if part.is_summary and not is_sound(_integers(verdicts[part.key]))]
     if unsound:
         detail = {key: value for part in unsound for key, value in part.detail().items()}
         verdicts |= c3.compare(channel, exact=detail)
-    for run in runs:
-        run.records = [record for variant in run.variants for record in _judged(run, variant, verdicts)]
+    for run, of_run in zip(runs, parts_of, strict=True):
+        run.records = [
+            record
+            for variant, of_variant in zip(run.variants, of_run, strict=True)
+            for record in _judged(run, variant, of_variant, verdicts)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,33 +99,33 @@ class _Part:
         return dict(zip(keys, self.values, strict=True))
 
 
-def _parts(run: Run, variant: float) -> Iterable[_Part]:
-    prefix, found = _prefix(run, variant), run.seen[variant].signatures
-    sums: dict[Surface, list[Comparison]] = {}
+def _parts(run: Run, variant: float) -> list[_Part]:
+    prefix, found = f"{run.kind} x{variant!r}", run.seen[variant].signatures
+    groups: dict[tuple[Surface, bool], list[Comparison]] = {}
     for each in run.comparisons:
-        if each.summary is None:
-            yield _Part(prefix, [each], [found.get(each.surface, POISON)])
-        else:
-            sums.setdefault(each.summary, []).append(each)
-    for every in sums.values():
-        yield _Part(prefix, every, [found.get(each.surface, POISON) for each in every])
+        groups.setdefault((each.summary or each.surface, each.summary is not None), []).append(each)
+    return [
+        _Part(prefix, every, [found.get(each.surface, POISON) for each in every]) for every in groups.values()
+    ]
 
 
-def _judged(run: Run, variant: float, verdicts: dict[Surface, Any]) -> list[EvidenceRecord]:
+def _judged(
+    run: Run, variant: float, parts: Sequence[_Part], verdicts: Mapping[Surface, Verdict]
+) -> list[EvidenceRecord]:
     context = replace(run.context, variant=variant, problem=run.problems[variant])
     agreeing: list[EvidenceRecord] = []
     apart: list[Comparison] = []
     gathered: dict[Surface, Sequence[int]] = {}
-    for part in _parts(run, variant):
-        values = verdicts[part.key].evidence
+    for part in parts:
+        values = _integers(verdicts[part.key])
         if part.is_summary and is_sound(values):
             agreeing.append(summed(context, part.comparisons[0], values[0]))
             continue
         apart += part.comparisons
         for each in part.comparisons:
-            gathered[each.surface] = verdicts[f"{part.prefix} {each.surface}"].evidence
+            gathered[each.surface] = _integers(verdicts[f"{part.prefix} {each.surface}"])
     return [*agreeing, *judge(context, apart, gathered)]
 
 
-def _prefix(run: Run, variant: float) -> str:
-    return f"{run.kind} x{variant!r}"
+def _integers(verdict: Verdict) -> Sequence[int]:
+    return cast("Sequence[int]", verdict.evidence)

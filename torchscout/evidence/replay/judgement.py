@@ -94,10 +94,12 @@ def depths(comparisons: Sequence[Comparison]) -> dict[Surface, int]:
 
 def broken_depth(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> int | None:
     """The lowest depth at which peers differ in what others build upon; None if they do nowhere."""
-    found = depths(comparisons)
-    premises = {premise for comparison in comparisons for premise in comparison.premises}
     ties = {comparison.tie for comparison in comparisons} - {None}
     differing = [each.surface for each in records if each.scope is not None or each.reason in ties]
+    if not differing:  # nearly always, and a census has thousands of comparisons
+        return None
+    found = depths(comparisons)
+    premises = {premise for comparison in comparisons for premise in comparison.premises}
     return min((found[surface] for surface in differing if surface in premises), default=None)
 
 
