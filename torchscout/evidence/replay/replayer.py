@@ -3,6 +3,11 @@
 [Note: no rank is stranded] All that may fail on one rank alone (clones, allocations) happens before one
 job-wide vote; work that is not ready everywhere is done nowhere. After the vote a rank that fails still
 takes part in every exchange, with a poison in place of its signatures.
+
+[Note: a lost rank is met on our own groups] A rank may sleep or die while it computes. The others must then
+wait for it on SCOUT's groups, where patience ends, and not on training's. So scratch data are sent over
+training's groups first, right after all have met; and where replays communicate, which only those of pure
+data-parallel jobs do not, all meet before each of them.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.evidence.replay.peers import Peers
 from torchscout.evidence.replay.recipe import Recipe, Replay, finish_signatures, measured
 from torchscout.evidence.replay.rotation import Due, Rotation
-from torchscout.mesh import Role
+from torchscout.mesh import Axis, PeerGroup, Role
 
 __all__ = ["Begun", "Findings", "PeersFor", "Replayer", "attempt"]
 
@@ -82,6 +87,9 @@ class Replayer:
         self._rotation, self._peers_for = rotation, peers
         self._job: Peers = peers(Role.DENSE, False)
         """Any of them: for what concerns the whole job."""
+        everybody = PeerGroup(tuple(range(self._job.size)), Axis.REPLICA)
+        self._meets = any(peers.group != everybody for peers in self._everybody())
+        """Whether replays may communicate: see [Note: a lost rank is met on our own groups]."""
         self._begun: list[Begun] = []
         self._warm: set[Hashable] = set()
         """What has been run before."""
@@ -248,7 +256,7 @@ class Replayer:
 
         Of ``places``, which are the same on all ranks, this one has ``runs``.
         """
-        self._observe([*runs.values()])
+        self._observe(places, runs)
         for peers in self._everybody():
             compare(peers.evidence, [run for place, run in runs.items() if self._begun[place].peers is peers])
         votes = [vote for place in places for vote in _votes(runs.get(place))]
@@ -260,14 +268,19 @@ class Replayer:
                 run.records = withhold(run.comparisons, run.records, _HEIGHT - heights[place])
         return [place for place, differs in zip(places, votes[::2], strict=True) if differs]
 
-    def _observe(self, runs: Sequence[Run]) -> None:
-        """One after the other; the device is waited for when all of them are done."""
-        for run in runs:
+    def _observe(self, places: Sequence[int], runs: Mapping[int, Run]) -> None:
+        """See [Note: a lost rank is met on our own groups]. Devices are waited for once, at the end."""
+        ordered = sorted(places, key=lambda place: self._begun[place].recipe.vouches)
+        for place in ordered:
+            if self._meets and place != ordered[0]:
+                self._job.highest([0])
+            if (run := runs.get(place)) is None:
+                continue
             for variant, seen in run.seen.items():
                 _, run.problems[variant] = attempt(_bound(run.replay.observe, variant, seen))
-        every = [seen for run in runs for seen in run.seen.values()]
+        every = [seen for run in runs.values() for seen in run.seen.values()]
         _, problem = attempt(_bound(finish_signatures, every))
-        for run in runs if problem is not None else ():
+        for run in runs.values() if problem is not None else ():
             for variant, seen in run.seen.items():
                 run.problems[variant] = problem
                 seen.signatures.clear()
