@@ -14,7 +14,7 @@ from torchscout.decision import c3
 from torchscout.decision.channel import PeerChannel
 from torchscout.decision.consensus import Verdict
 from torchscout.decision.record import EvidenceRecord, Surface
-from torchscout.evidence.replay.digest import as_one
+from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.judgement import Context, is_sound, judge, summed
 from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison, Observation, Replay
 
@@ -92,7 +92,7 @@ class _Part:
     def whole(self) -> int:
         if not self.is_summary:
             return self.values[0]
-        return POISON if {ABSENT, POISON} & {*self.values} else as_one(self.values)
+        return POISON if {ABSENT, POISON} & {*self.values} else digest(self.values)
 
     def detail(self) -> dict[Surface, int]:
         keys = (f"{self.prefix} {each.surface}" for each in self.comparisons)

@@ -7,22 +7,15 @@ For what is compared as one, such as all inputs of a replay; tensors that are to
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import torch
 import xxhash
 
 from torchscout.decision.fold import signed
-from torchscout.decision.signature import signatures
 
-__all__ = ["as_one", "digest"]
-
-
-def digest(tensors: Iterable[torch.Tensor]) -> int:
-    """A signed 64-bit integer; which tensor comes first matters. ``ValueError`` for what has no bytes."""
-    return as_one(signatures(tensors))
+__all__ = ["digest"]
 
 
-def as_one(found: Sequence[int]) -> int:
-    """The digest of tensors whose signatures are these."""
-    return signed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(found)}q", *found)))
+def digest(signatures: Sequence[int]) -> int:
+    """A signed 64-bit integer for tensors with these signatures; which tensor comes first matters."""
+    return signed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(signatures)}q", *signatures)))

@@ -13,7 +13,7 @@ from torchscout.decision import consensus
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope, Surface
 from torchscout.decision.replay_diagnosis import FAILED
 from torchscout.decision.wording import named
-from torchscout.evidence.replay.digest import as_one
+from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison
 
 __all__ = [
@@ -173,4 +173,4 @@ def summed(context: Context, first: Comparison, whole: int) -> EvidenceRecord:
 
 
 def _whole(found: Sequence[Comparison], gathered: Mapping[Surface, Sequence[int]]) -> int:
-    return as_one([gathered[comparison.surface][0] for comparison in found])
+    return digest([gathered[comparison.surface][0] for comparison in found])

@@ -20,7 +20,7 @@ from torchscout.errors import ReplayError
 from torchscout.evidence.replay import alignment
 from torchscout.evidence.replay.capture import WRITES, Capture
 from torchscout.evidence.replay.conditions import autocast_as, deterministic, is_compiled
-from torchscout.evidence.replay.digest import as_one
+from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.invocation import Invocation, is_floating
 from torchscout.evidence.replay.keepsakes import recalled
 from torchscout.evidence.replay.layout import Layout
@@ -220,7 +220,7 @@ class LayerReplay:
         seen.sign_as_one(f"{self._name}/input", [*inputs.values(), *self._aligned(besides=inputs)])
         if (shards := self._shards) is not None:
             surface = f"{self._name}/shards"
-            seen.when_signed(shards, lambda found: seen.signatures.update({surface: as_one(found)}))
+            seen.when_signed(shards, lambda found: seen.signatures.update({surface: digest(found)}))
         _sign(seen, f"{self._name}/parameters", weights)
         self._call.randomness.apply(self._device)
         # Copies: a module may write into its arguments, and autograd forbids that to a leaf.

@@ -19,7 +19,7 @@ from torchscout.decision.replay_diagnosis import INPUT, STATE
 from torchscout.decision.signature import PendingSignatures, read_signatures
 from torchscout.decision.timings import Lap, Measured
 from torchscout.evidence.replay.alignment import Broadcast
-from torchscout.evidence.replay.digest import as_one
+from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.invocation import Invocation
 from torchscout.mesh import Role
 
@@ -99,7 +99,7 @@ class Observation:
     def sign_as_one(self, surface: Surface, tensors: Iterable[torch.Tensor]) -> None:
         """Fill in one number for all of them; see ``digest``."""
         self.when_signed(
-            PendingSignatures(tensors), lambda found: self.signatures.update({surface: as_one(found)})
+            PendingSignatures(tensors), lambda found: self.signatures.update({surface: digest(found)})
         )
 
     def when_signed(self, pending: PendingSignatures, then: Callable[[list[int]], None]) -> None:
