@@ -37,7 +37,7 @@ from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision import c3
 from torchscout.decision.channel import ProcessGroupChannel
 from torchscout.evidence.replay.layer import LayerRecipe
-from torchscout.evidence.replay.recipe import Observation
+from torchscout.evidence.replay.recipe import Observation, finish_signatures
 from torchscout.integration.attach import enable_resiliency
 from torchscout.mesh import Axis, PeerGroup
 
@@ -141,6 +141,7 @@ def _check(replay: Any, variants: tuple[float, ...], channel: ProcessGroupChanne
     for variant in variants:
         seen = Observation()
         replay.observe(variant, seen)
+        finish_signatures([seen])
         evidence |= {f"{surface} {variant}": value for surface, value in seen.signatures.items()}
     c3.compare(channel, exact=evidence)
 

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from torchscout.decision.fold import fold_with_torch
-from torchscout.decision.signature import Algorithm, signature, signatures
+from torchscout.decision.signature import (
+    Algorithm,
+    PendingSignatures,
+    read_signatures,
+    signature,
+    signatures,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +47,28 @@ def assert_folds_everywhere_alike(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_fused_fold_equals_the_torch_fold(dtype, size):
     assert_folds_everywhere_alike(random_bytes(size * dtype.itemsize).view(dtype))
+
+
+@pytest.mark.parametrize("count", [3, 4, 700])
+def test_many_tensors_are_signed_as_each_by_itself(count):
+    """With one launch for all of them, where they are many and aligned; kept tables do not grow stale."""
+    for seed in range(2):
+        many = [random_bytes((place * 7919 + seed) % 300_001).view(-1) for place in range(count)]
+        odd = [each[1:] if each.numel() else each for each in many]
+        for tensors in (many, odd, [*many, odd[1]], many):
+            assert signatures(tensors) == [signature(each.cpu(), algorithm="fold") for each in tensors]
+        many[2][0] ^= 1
+        assert signatures(many) == [signature(each.cpu(), algorithm="fold") for each in many]
+
+
+def test_signatures_are_of_the_bytes_at_the_time_they_were_begun():
+    tensors = [random_bytes(5000 + size) for size in range(5)]
+    expected = signatures(tensors)
+    pending = [PendingSignatures(tensors[:2]), PendingSignatures(tensors[2:])]
+    for each in tensors:
+        each.zero_()
+    first, second = read_signatures(pending)
+    assert first + second == expected
 
 
 @pytest.mark.parametrize("offset", range(17))

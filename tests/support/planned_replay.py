@@ -34,6 +34,8 @@ class Planned:
         self.is_gathered, self.is_swept, self.vouches = False, True, True
         self.role, self.is_dynamic = Role.DENSE, False
         self.calls: list[tuple[str, Any]] = []
+        self.received: list[int] = []
+        """The source's values, as they were when they were needed."""
 
     def say(self, call: str, detail: Any = None, variant: float = 1.0) -> Any:
         self.calls.append((call, detail))
@@ -70,7 +72,7 @@ class PlannedReplay:
 
     def align(self, broadcast: Broadcast) -> None:
         broadcast(self._value.view(torch.uint8))
-        self._recipe.say("align", self._value.item())
+        self._recipe.say("align")
 
     @property
     def work(self) -> tuple[str, tuple[int, ...]]:
@@ -83,6 +85,7 @@ class PlannedReplay:
 
     def observe(self, variant: float, seen: Observation) -> None:
         seen.signatures[f"{self._target}/input"] = self._value.item()
+        self._recipe.received.append(int(self._value.item()))
         wrong = self._recipe.say("observe", variant, variant)
         seen.signatures[f"{self._target}/output"] = int(self._value.item() * variant * 100) + (wrong or 0)
 

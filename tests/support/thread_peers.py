@@ -38,6 +38,7 @@ class ThreadPeers:
         self.group, self.position = peers.peers, peers.position
         self.metadata = self.evidence = CountedChannel(peers)
         self._job = CountedChannel(job)
+        self.size = len(job.peers)
         self.rank = self.group.ranks[self.position]
 
     @classmethod

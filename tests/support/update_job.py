@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
-from torchscout.evidence.replay.recipe import Observation, Replay
+from torchscout.evidence.replay.recipe import Observation, Replay, finish_signatures
 
 CPU = torch.device("cpu")
 Parameters = dict[str, torch.nn.Parameter]
@@ -43,6 +43,7 @@ class Rank:
 def observed(replay: Replay, variant: float = 1.0) -> Mapping[str, int]:
     seen = Observation()
     replay.observe(variant, seen)
+    finish_signatures([seen])
     return seen.signatures
 
 

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
-from torchscout.evidence.replay.digest import digest
+from torchscout.decision.signature import signatures
+from torchscout.evidence.replay.digest import digest as digest_of_signatures
+from torchscout.evidence.replay.recipe import Observation, finish_signatures
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> int:
+    """As a replay signs several tensors."""
+    seen = Observation()
+    seen.sign_as_one("all", tensors)
+    finish_signatures([seen])
+    return seen.signatures["all"]
+
+
+def test_it_is_the_digest_of_their_signatures():
+    tensors = [torch.ones(3), torch.zeros(2)]
+    assert digest(tensors) == digest_of_signatures(signatures(tensors))
 
 
 def test_equal_tensors_have_equal_digests():

@@ -22,6 +22,8 @@ SIZES = [0, 1, 7, 8, 9, 15, 16, 127, 128, 129, 511, 512, 513, 2047, 2048, 2055, 
 """Bytes: around words, around blocks, and with every kind of tail."""
 OFFSETS = [0, 1, 2, 4, 8]
 """From an address that is a multiple of 16."""
+CHUNKS = [(128, 16), (512, 16), (1024, 64), (1 << 18, 64)]
+"""Bytes of a chunk, and words of a block."""
 DTYPES = ["float64", "float32", "bfloat16", "float8_e5m2", "bool", "complex128"]
 
 
@@ -30,7 +32,7 @@ def run_cases() -> dict[str, dict[str, list[int]]]:
     import torch
 
     from torchscout.decision.fold import fold_with_torch
-    from torchscout.decision.fold_kernel import LAUNCH, FoldKernel, Launch
+    from torchscout.decision.fold_kernel import LAUNCH, FoldKernel, Launch, chunks_of
 
     def both(data: torch.Tensor, launch: Launch, processors: int) -> list[int]:
         result, scratch = torch.full((3,), 5), torch.tensor([5, 0, 0, 5])
@@ -45,7 +47,7 @@ def run_cases() -> dict[str, dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(0)
     aligned = torch.randint(0, 256, (1 << 15,), dtype=torch.uint8, generator=generator)
     aligned = aligned[-aligned.data_ptr() % 16 :]
-    cases: dict[str, dict[str, list[int]]] = {"alignment": {}, "launch": {}, "dtype": {}}
+    cases: dict[str, dict[str, list[int]]] = {"alignment": {}, "launch": {}, "dtype": {}, "chunks": {}}
     for size in SIZES:
         for offset in OFFSETS:
             data = aligned[offset : offset + size]
@@ -56,6 +58,13 @@ def run_cases() -> dict[str, dict[str, list[int]]]:
     for name in DTYPES:
         data = aligned[: 24 * 50].view(getattr(torch, name))[1:]
         cases["dtype"][name] = both(data, LAUNCH, 1)
+    for chunk, block in CHUNKS:
+        many = [aligned[16 * place : 16 * place + size] for place, size in enumerate(SIZES)]
+        folds = torch.zeros(len(many), dtype=torch.int64)
+        table = chunks_of([(each.data_ptr(), each.nbytes) for each in many], chunk)
+        FoldKernel(Launch(block, 4, 1), 1).fold_chunks(folds.data_ptr(), table.data_ptr(), len(table))
+        for size, fold, each in zip(SIZES, folds.tolist(), many, strict=True):
+            cases["chunks"][f"{chunk}/{size}"] = [fold, int(fold_with_torch(each))]
     return cases
 
 
@@ -90,6 +99,12 @@ def test_every_dtype_folds_as_in_torch(interpreted):
 def test_the_launch_does_not_change_the_fold(interpreted, size):
     folds = [interpreted["launch"][f"{launch}/{size}"] for launch in LAUNCHES]
     assert {kernel for kernel, _ in folds} == {folds[0][1]}
+
+
+def test_many_tensors_in_one_launch_fold_as_each_by_itself(interpreted):
+    cases = interpreted["chunks"]
+    assert len(cases) == len(CHUNKS) * len(SIZES)
+    assert all(kernel == in_torch for kernel, in_torch in cases.values()), cases
 
 
 if __name__ == "__main__":

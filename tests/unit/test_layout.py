@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.capturing import armed, calling, reason
 from tests.support.replay_by_hand import CPU, receiver
+from torchscout.decision.signature import signature
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.alignment import captured, densely, described, receive, room_for
-from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.invocation import Invocation
 from torchscout.evidence.replay.layout import Layout, local_part
 from torchscout.evidence.replay.optimizer_slice import gradient_of, is_unreduced
@@ -74,7 +74,7 @@ def test_the_local_part_arrives_on_the_peers_own_mesh(placement: Placement, keep
     assert found.device_mesh == peer_mesh()
     assert (found.placements, found.shape, found.stride()) == (given.placements, given.shape, given.stride())
     assert local_part(found).tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert digest([found]) == digest([torch.arange(6.0).view(2, 3)])
+    assert signature(found) == signature(torch.arange(6.0).view(2, 3))
 
 
 def test_a_whole_that_does_not_divide_evenly_keeps_its_shape():

@@ -13,6 +13,7 @@ from tests.support.planned_replay import Act, Planned, Rank, checked, fails, job
 from tests.support.thread_peers import ThreadPeers, on_threads
 from tests.support.update_job import flip_lowest_bit
 from torchscout.decision.repeatability import MAX_REPLAYS, Repeatability
+from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ChannelError, ReplayError
 from torchscout.evidence.hearing import is_inert
 from torchscout.evidence.replay.census import CensusRecipe
@@ -53,8 +54,7 @@ def test_targets_and_sources_rotate_with_the_rounds():
         begun = [detail for call, detail in rank.recipes[0].calls if call == "begin"]
         assert [target for target, _ in begun] == [0, 1, 0, 1]
         assert [is_source for _, is_source in begun] == [rank.rank == source for source in (0, 1, 2, 0)]
-        aligned = [detail for call, detail in rank.recipes[0].calls if call == "align"]
-        assert aligned == [10, 11, 12, 10], "the source's value on every rank"
+        assert rank.recipes[0].received == [10, 11, 12, 10], "the source's value on every rank"
 
 
 def test_the_source_is_one_position_in_all_peer_groups():
@@ -251,6 +251,91 @@ def test_all_that_is_compared_shares_few_exchanges():
     checked(ranks)
     # The descriptions, the vote, one tensor, the evidence of all variants, who differs.
     assert [rank.peers.exchanges for rank in ranks] == [5, 5, 5]
+
+
+def test_all_state_is_exchanged_in_full_only_where_it_differs():
+    """Two digests are compared first; who differs is then found by name, as if all had been exchanged."""
+    found = {}
+    for wrong in (None, 2):
+        ranks = []
+        for peers in ThreadPeers.create_all((0, 1, 2)):
+            held = {f"w{place}": torch.full((2,), float(place)) for place in range(50)}
+            if peers.rank == wrong:
+                flip_lowest_bit(held["w7"])
+            ranks.append(Rank(peers, [CensusRecipe(lambda held=held: {"parameters": held})]))
+        outcomes = checked(ranks)
+        assert len({rank.peers.exchanges for rank in ranks}) == 1
+        found[wrong] = ranks[0].peers.exchanges
+        for outcome in outcomes:
+            (sum_of_all, *others) = sorted(outcome.records, key=lambda record: record.surface)
+            assert (sum_of_all.surface, sum_of_all.status) == ("state/parameters", "agree")
+            assert named(others) == ({} if wrong is None else {("w7", "state"): (2,)})
+    # Descriptions, the vote, the evidence, who differs; then in detail, once more what all have and whether
+    # that is enough, and who was named.
+    assert found == {None: 4, 2: 4 + 1 + 2 + 1}
+
+
+def test_a_rank_without_a_signature_has_all_state_exchanged_in_full():
+    """Its digest stands for nothing, and must not be compared."""
+    ranks = []
+    for peers in ThreadPeers.create_all((0, 1, 2)):
+        held = {f"w{place}": torch.full((2,), float(place)) for place in range(3)}
+        if peers.rank == 1:
+            held["w1"] = held["w1"].to_sparse()
+        ranks.append(Rank(peers, [CensusRecipe(lambda held=held: {"parameters": held})]))
+    for outcome in checked(ranks):
+        assert named(outcome.records) == {}
+        failed = [each for each in outcome.records if "replay failed on rank 1" in str(each.reason)]
+        assert {each.surface for each in failed} == {"w0", "w1", "w2"}
+        assert {each.surface for each in outcome.records if each.peers == (0, 2)} == {"w0", "w1", "w2"}
+
+
+class Signed(Planned):
+    """A recipe whose signatures are read when all are done, which fails on the rank ``broken``."""
+
+    broken: int | None = None
+
+    def begin(self, target: int, *, is_source: bool) -> Any:
+        replay: Any = super().begin(target, is_source=is_source)
+        observe = replay.observe
+
+        def later(variant: float, seen: Observation) -> None:
+            found = Observation()
+            observe(variant, found)
+            pending: Any = PendingSignatures([torch.zeros(3)], algorithm="fold")
+            if self.rank == self.broken:
+                pending.folds = {torch.device("cpu"): torch.empty(1, device="meta")}
+            seen.when_signed(pending, lambda _: seen.signatures.update(found.signatures))
+
+        replay.observe = later
+        return replay
+
+
+@pytest.mark.parametrize("broken", [None, 1])
+def test_signatures_that_cannot_be_read_are_no_evidence(broken: int | None):
+    ranks = []
+    for peers in ThreadPeers.create_all((0, 1, 2, 3)):
+        recipes = [Signed(peers.rank), Signed(peers.rank, wrong_output(3), kind="output")]
+        for recipe in recipes:
+            recipe.broken = broken
+        ranks.append(Rank(peers, recipes))
+    for outcome in checked(ranks):
+        # A rank that failed may compute together with the one that differs, which is then not to blame.
+        assert set(named(outcome.records).values()) == ({(3,)} if broken is None else set())
+        compared = {each.peers for each in outcome.records if each.verdict is not None}
+        assert compared == {(0, 1, 2, 3) if broken is None else (0, 2, 3)}
+
+
+def test_peers_that_are_not_the_whole_job_meet_before_each_replay():
+    """Their replays may communicate; who is lost is then missed on SCOUT's own groups."""
+    counts = {}
+    for groups in [((0, 1, 2, 3),), ((0, 2), (1, 3))]:
+        every = ThreadPeers.create_all(*groups)
+        kinds = ("layer", "output", "embedding")
+        ranks = [Rank(peers, [Planned(peers.rank, kind=kind) for kind in kinds]) for peers in every]
+        checked(ranks)
+        counts[len(groups)] = {rank.peers.exchanges for rank in ranks}
+    assert counts == {1: {5}, 2: {5 + 2}}
 
 
 def test_where_nothing_is_due_nothing_is_exchanged():

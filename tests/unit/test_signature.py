@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from torchscout.decision.fold import MULTIPLIER, SALT, dense, fold_with_torch
-from torchscout.decision.signature import Algorithm, signature, signatures
+from torchscout.decision.signature import (
+    Algorithm,
+    PendingSignatures,
+    read_signatures,
+    signature,
+    signatures,
+)
 
 BOTH = pytest.mark.parametrize("algorithm", list(Algorithm))
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -390,3 +396,21 @@ def test_a_tensor_can_be_freed_and_resized_after_it_was_signed(algorithm: str):
     signature(tensor, algorithm=algorithm)
     tensor.untyped_storage().resize_(0)  # as FSDP frees what it has gathered
     tensor.untyped_storage().resize_(256)
+
+
+def test_pending_signatures_are_those_of_the_bytes_when_they_were_begun():
+    """Also of several that are read together, and of both algorithms beside each other."""
+    tensors = [torch.arange(size, dtype=torch.float32) for size in (0, 1, 5, 300)]
+    for algorithm in Algorithm:
+        expected = signatures(tensors, algorithm=algorithm)
+        begun = [each.clone() for each in tensors]
+        pending = [
+            PendingSignatures(begun[:1], algorithm=algorithm),
+            PendingSignatures(begun[1:], algorithm=algorithm),
+            PendingSignatures(begun[3:]),
+        ]
+        for each in begun:
+            each.zero_()
+        first, second, third = read_signatures(pending)
+        assert first + second == expected
+        assert third == signatures(tensors[3:])

@@ -87,12 +87,13 @@ class ProcessGroupChannel:
 
     def _all_gather(self, payload: bytes, size: int) -> list[bytes]:
         local = self._tensor(payload, size)
-        gathered = [torch.empty_like(local) for _ in self.peers.ranks]
+        gathered = local.new_empty(len(self.peers), size)
         try:
-            dist.all_gather(gathered, local, group=self._group)
+            dist.all_gather([*gathered.unbind()], local, group=self._group)
         except RuntimeError as error:
             raise ChannelError(f"gather among ranks {self.peers.ranks} failed: {error}") from error
-        return [_bytes(tensor) for tensor in gathered]
+        on_host = gathered.cpu().numpy()  # one transfer, whatever the number of peers
+        return [row.tobytes() for row in on_host]
 
     def _broadcast(self, payload: bytes, size: int, source: int) -> bytes:
         tensor = self._tensor(payload, size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["LAUNCH", "FoldKernel", "Launch", "fold_with_triton"]
+__all__ = ["LAUNCH", "FoldKernel", "Launch", "chunks_of", "fold_with_triton"]
 
 
 class Launch(NamedTuple):
@@ -36,6 +37,11 @@ class Launch(NamedTuple):
 
 
 LAUNCH = Launch(block=2048, warps=4, programs=16)  # the best of a sweep on an H200
+CHUNK = 1 << 18
+"""Bytes that one program folds where many tensors share a launch; a multiple of any block."""
+_FEW = 4
+"""From so many tensors on, one launch with a table is cheaper than one launch for each."""
+_ALIGNMENT = 16
 
 
 # [Note: the scratch cleans itself]
@@ -44,6 +50,13 @@ LAUNCH = Launch(block=2048, warps=4, programs=16)  # the best of a sweep on an H
 # allocate and clear one for every call would cost more than to fold 16 MiB. So a word is kept for every
 # stream, whose kernels run one after another, next to a counter of finished programs: the last
 # program takes the total out, and leaves both words at zero for the next kernel.
+#
+# [Note: one launch for many tensors]
+#
+# A launch costs the host about as much as the device needs for 16 MiB, and a model with its optimizer has
+# thousands of tensors that are smaller. So they are cut into chunks, a table says where each chunk lies, and
+# one launch folds them all: every program adds its part to the fold of its tensor. The table depends on
+# addresses and sizes alone, which are the same from check to check, so that the last ones are kept.
 
 
 def fold_with_triton(tensors: Sequence[Tensor], launch: Launch = LAUNCH) -> Tensor:
@@ -52,15 +65,42 @@ def fold_with_triton(tensors: Sequence[Tensor], launch: Launch = LAUNCH) -> Tens
     if device.index != torch.cuda.current_device():  # asking is cheaper than switching
         with torch.cuda.device(device):
             return fold_with_triton(tensors, launch)
+    every = [dense(tensor) for tensor in tensors]
+    places = [(data.data_ptr(), data.nbytes) for data in every]
+    kernel = _kernel_for(device.index, launch)
+    stream = driver.active.get_current_stream(device.index)
+    if len(places) >= _FEW and all(address % _ALIGNMENT == 0 for address, _ in places):
+        folds = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+        table = _table_for(device.index, stream, tuple(places))
+        kernel.fold_chunks(folds.data_ptr(), table.data_ptr(), len(table))
+        return folds
     folds = torch.empty(len(tensors), dtype=torch.int64, device=device)
     result = folds.data_ptr()
-    kernel = _kernel_for(device.index, launch)
-    scratch = _scratch_for(device.index, driver.active.get_current_stream(device.index)).data_ptr()
-    for tensor in tensors:
-        data = dense(tensor)
-        kernel.fold(result, scratch, data.data_ptr(), data.nbytes)
+    scratch = _scratch_for(device.index, stream).data_ptr()
+    for address, size in places:
+        kernel.fold(result, scratch, address, size)
         result += 8
     return folds
+
+
+def chunks_of(places: Sequence[tuple[int, int]], chunk: int = CHUNK) -> torch.Tensor:
+    """For each chunk its address, its bytes, the index of its first word and the place of its tensor.
+
+    ``places`` are addresses and sizes in bytes. An empty tensor has no chunk: its fold is zero.
+    """
+    addresses, sizes = (np.array(column, dtype=np.int64) for column in zip(*places, strict=True))
+    counts = -(-sizes // chunk)
+    tensor = np.repeat(np.arange(len(places)), counts)
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = number * chunk
+    size = np.minimum(sizes[tensor] - first, chunk)
+    return torch.from_numpy(np.stack([addresses[tensor] + first, size, first // 8, tensor], axis=1))
+
+
+@functools.lru_cache(maxsize=16)
+def _table_for(device: int, stream: int, places: tuple[tuple[int, int], ...]) -> Tensor:  # noqa: ARG001
+    """See [Note: one launch for many tensors]. One for each stream, on which it is also filled."""
+    return chunks_of(places).pin_memory().to(f"cuda:{device}", non_blocking=True)
 
 
 @functools.cache
@@ -86,6 +126,7 @@ class FoldKernel:
         self._launch = launch
         self._most_programs = launch.programs * processors
         self._compiled: dict[int, Any] = {}  # by alignment
+        self._chunked: Any = None
 
     def fold(self, result: int, scratch: int, address: int, size: int) -> None:
         """Write the fold of ``size`` bytes at ``address`` to ``result``; ``scratch`` are two zero words."""
@@ -94,6 +135,19 @@ class FoldKernel:
         alignment = min(address & -address, 16) or 16  # an empty tensor may have no address
         kernel = self._compiled.get(alignment) or self._compile(alignment)
         kernel[programs, 1, 1](result, scratch, address, size, alignment, block)
+
+    def fold_chunks(self, folds: int, table: int, chunks: int) -> None:
+        """Add the folds of the chunks in a table, see ``chunks_of``, to the words at ``folds``."""
+        if not chunks:
+            return
+        if self._chunked is None:
+            self._chunked = _chunks_kernel
+            if isinstance(_chunks_kernel, triton.JITFunction):
+                wide = 1 << 40
+                self._chunked = _chunks_kernel.warmup(
+                    wide, wide, _ALIGNMENT, self._launch.block, num_warps=self._launch.warps, grid=(1,)
+                )
+        self._chunked[chunks, 1, 1](folds, table, _ALIGNMENT, self._launch.block)
 
     def _compile(self, alignment: int) -> Any:
         kernel, launch = _fold_kernel, self._launch
@@ -143,6 +197,28 @@ def _fold_kernel(
     if tl.atomic_add(finished, 1, sem="acq_rel") == (programs - 1).to(tl.uint64):  # the last one
         tl.store(result.to(tl.pointer_type(tl.uint64)), tl.atomic_xchg(total, 0, sem="relaxed"))
         tl.atomic_xchg(finished, 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["folds", "table"])  # type: ignore[untyped-decorator]
+def _chunks_kernel(folds: tl.int64, table: tl.int64, alignment: tl.constexpr, block: tl.constexpr) -> None:
+    entry = table.to(tl.pointer_type(tl.int64)) + tl.program_id(0).to(tl.int64) * 4
+    address, size, start, place = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    words, blocks = size // 8, size // (8 * block)
+    lane = tl.arange(0, block)
+    salt = (lane + 1).to(tl.uint64) * _SALT
+    folded = tl.zeros([block], tl.uint64)
+    for number in range(blocks):
+        first = number * block
+        word = _load_words(address + first * 8, lane, None, alignment)
+        folded += _avalanche(word + (salt + (start + first).to(tl.uint64) * _SALT))
+    if blocks * block * 8 < size:  # only in the last chunk of a tensor
+        first = blocks * block
+        index = first + lane
+        word = _load_words(address + first * 8, lane, index < words, alignment)
+        word = tl.where(index < words, word, _load_tail(address + words * 8, size - words * 8))
+        last = _avalanche(word + (salt + (start + first).to(tl.uint64) * _SALT))
+        folded += tl.where(index * 8 < size, last, 0)
+    tl.atomic_add(folds.to(tl.pointer_type(tl.uint64)) + place, tl.sum(folded), sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -20,11 +20,11 @@ import xxhash
 from torchscout.decision.fold import avalanche, fold_with_torch, memory_of, signed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-__all__ = ["Algorithm", "signature", "signatures"]
+__all__ = ["Algorithm", "PendingSignatures", "read_signatures", "signature", "signatures"]
 
 
 class Algorithm(str, Enum):
@@ -54,18 +54,50 @@ def signature(tensor: Tensor, *, algorithm: Algorithm | str | None = None) -> in
 
 def signatures(tensors: Iterable[Tensor], *, algorithm: Algorithm | str | None = None) -> list[int]:
     """What ``signature`` gives for each, with one small transfer per device for all of them."""
-    work = [(tensor, _algorithm_for(tensor, algorithm)) for tensor in map(_plain, tensors)]
+    return PendingSignatures(tensors, algorithm=algorithm).read()
+
+
+class PendingSignatures:
+    """What ``signatures`` gives, begun on the tensors' devices and not waited for.
+
+    The tensors may be changed or freed as soon as this is made, on the same stream.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, algorithm: Algorithm | str | None = None) -> None:
+        work = [(tensor, _algorithm_for(tensor, algorithm)) for tensor in map(_plain, tensors)]
+        groups: dict[torch.device, list[Tensor]] = {}
+        for tensor, used in work:
+            if used is Algorithm.FOLD:
+                groups.setdefault(tensor.device, []).append(tensor)
+        self.folds = {device: _fold(group) for device, group in groups.items()}
+        """By device, those that are computed there."""
+        # While the devices fold.
+        self._tags = [_tag(tensor, used) for tensor, used in work]
+        self._digests: list[int | torch.device] = [
+            tensor.device if used is Algorithm.FOLD else _xxh3(tensor) for tensor, used in work
+        ]
+
+    def read(self) -> list[int]:
+        """The signatures, once the devices are done with them."""
+        return read_signatures([self])[0]
+
+    def finished(self, folded: Mapping[torch.device, Iterator[int]]) -> list[int]:
+        """The signatures, given the values of ``folds``."""
+        digests = [next(folded[each]) if isinstance(each, torch.device) else each for each in self._digests]
+        return [_finished(digest, tag) for digest, tag in zip(digests, self._tags, strict=True)]
+
+
+def read_signatures(pending: Sequence[PendingSignatures]) -> list[list[int]]:
+    """Those of each, with one small transfer per device for all of them."""
     groups: dict[torch.device, list[Tensor]] = {}
-    for tensor, used in work:
-        if used is Algorithm.FOLD:
-            groups.setdefault(tensor.device, []).append(tensor)
-    folds = {device: _fold(group) for device, group in groups.items()}
-    tags = [_tag(tensor, used) for tensor, used in work]  # while the devices fold
-    folded = {device: iter(fold.tolist()) for device, fold in folds.items()}
-    digests = [
-        next(folded[tensor.device]) if used is Algorithm.FOLD else _xxh3(tensor) for tensor, used in work
-    ]
-    return [_finished(digest, tag) for digest, tag in zip(digests, tags, strict=True)]
+    for each in pending:
+        for device, fold in each.folds.items():
+            groups.setdefault(device, []).append(fold)
+    folded = {
+        device: iter((folds[0] if len(folds) == 1 else torch.cat(folds)).tolist())
+        for device, folds in groups.items()
+    }
+    return [each.finished(folded) for each in pending]
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -144,7 +176,12 @@ def _fused_fold() -> Callable[[Sequence[Tensor]], Tensor] | None:
 
 
 def _tag(tensor: Tensor, algorithm: Algorithm) -> int:
-    text = f"{algorithm.value} {tensor.dtype} {tuple(tensor.shape)} {tensor.nbytes}"
+    return _tag_of(algorithm, tensor.dtype, tensor.shape, tensor.nbytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tag_of(algorithm: Algorithm, dtype: torch.dtype, shape: torch.Size, size: int) -> int:
+    text = f"{algorithm.value} {dtype} {tuple(shape)} {size}"
     return xxhash.xxh3_64_intdigest(text.encode())
 
 

@@ -33,7 +33,8 @@ class Communicators:
         self._group: dist.ProcessGroup = dist.new_group(
             backend="gloo", timeout=self._patience, group_desc=OURS
         )
-        everybody = PeerGroup(tuple(range(dist.get_world_size())), Axis.REPLICA)
+        self.size = dist.get_world_size()
+        everybody = PeerGroup(tuple(range(self.size)), Axis.REPLICA)
         self._job = ProcessGroupChannel(everybody, self._group)
 
     @property
@@ -107,6 +108,7 @@ class PeerLinks:
         over = torch.device("cpu") if tensors is metadata else device
         self.evidence: PeerChannel = ProcessGroupChannel(peers, tensors, device=over)
         self.position = self.metadata.position
+        self.size = job.size
         self.highest, self.first_problems, self.exchange = job.highest, job.first_problems, job.exchange
         self._metadata, self._tensors = metadata, tensors
 

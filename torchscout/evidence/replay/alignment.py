@@ -6,7 +6,7 @@ is ready. Of a DTensor only what this rank holds travels. What a tensor is used 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,16 @@ __all__ = [
     "is_dense",
     "obstacle",
     "receive",
+    "receive_together",
     "refuse",
     "room_for",
 ]
 
 
 Broadcast = Callable[[torch.Tensor], None]
-"""Fills a contiguous tensor, on every peer, with what the source's holds."""
+"""Fills a contiguous tensor, on every peer, with what the source's holds; by the time of the computation."""
+_PACKED = 1 << 20
+"""Bytes up to which a tensor in host memory travels together with others."""
 
 
 def captured(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,6 +102,24 @@ def receive(tensors: Iterable[torch.Tensor], broadcast: Broadcast) -> None:
         if local_part(tensor).numel():
             # As bytes in the order of memory: any dtype travels, and dense strides need no copy.
             broadcast(flat(local_part(tensor)).view(torch.uint8))
+
+
+def receive_together(tensors: Sequence[torch.Tensor], broadcast: Broadcast) -> None:
+    """Fill contiguous tensors of bytes with the source's, the small ones in host memory by one broadcast.
+
+    Each broadcast among hosts is a round trip that everybody waits for; those among devices are not.
+    """
+    small = [each for each in tensors if each.is_cpu and each.numel() <= _PACKED]
+    for each in tensors:
+        if not each.is_cpu or each.numel() > _PACKED or len(small) == 1:
+            broadcast(each)
+    if len(small) > 1:
+        packed = torch.cat(small)
+        broadcast(packed)
+        place = 0
+        for each in small:
+            each.copy_(packed[place : place + each.numel()])
+            place += each.numel()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchscout.decision.signature import signature
 from torchscout.errors import ReplayError
 from torchscout.evidence.call import Call, Splits
 from torchscout.evidence.collectives import Handle, Pending, listen
@@ -138,11 +137,11 @@ class AllToAllReplay:
 
     def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
         sent, received = (each.surface for each in self.comparisons())
-        seen.signatures[sent] = signature(self._given)
+        seen.sign({sent: self._given})
         self._got.zero_()
         with timed(self._device, seen, work=None, communication="time/{}@"):
             dist.all_to_all_single(self._got, self._given, self._received, self._sent, group=self._group)
-        seen.signatures[received] = signature(self._got)
+        seen.sign({received: self._got})
 
     def invocation(self) -> None:
         """A plan is no call."""

@@ -15,7 +15,7 @@ import xxhash
 
 from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
-from torchscout.decision.signature import signatures
+from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ReplayError, told
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.optimizer_slice import local_of
@@ -66,8 +66,8 @@ class _AtRest:
     def __init__(self, state: _State, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._tensors = {name: local_of(tensor, tensor) for name, tensor in state().items()}
         self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
-        self._before = dict(zip(self._tensors, signatures(self._tensors.values()), strict=True))
-        self._changed: list[Surface] | None = None
+        self._before: PendingSignatures | None = PendingSignatures(self._tensors.values())
+        self._after: PendingSignatures | None = None
         self._problem: str | None = "the optimizer did not step"
         self._hooks = [optimizers[0].register_step_pre_hook(self._look_again)]
 
@@ -90,27 +90,35 @@ class _AtRest:
         return [Comparison(AT_REST, Mode.STATE, right=UNCHANGED)]
 
     def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
-        assert self._changed is not None, "prepared first"
-        names = "\n".join(self._changed).encode()
-        seen.signatures[AT_REST] = signed(xxhash.xxh3_64_intdigest(names)) if self._changed else UNCHANGED
+        assert self._before is not None, "watched first"
+        assert self._after is not None, "prepared first"
+        names, before = list(self._tensors), list[int]()
+
+        def hold_against(after: list[int]) -> None:
+            changed = [name for name, old, new in zip(names, before, after, strict=True) if old != new]
+            wrong = signed(xxhash.xxh3_64_intdigest("\n".join(changed).encode()))
+            seen.signatures[AT_REST] = wrong if changed else UNCHANGED
+
+        seen.when_signed(self._before, before.extend)
+        seen.when_signed(self._after, hold_against)
 
     def invocation(self) -> None:
         """State is no call."""
 
     def release(self) -> None:
         self._unhook()
-        self._tensors, self._before, self._versions = {}, {}, {}
+        self._tensors, self._versions = {}, {}
+        self._before = self._after = None
 
     def _look_again(self, *_: Any) -> None:
-        if self._changed is not None:
+        if self._after is not None:
             return  # the first update of the step is the first that writes
         try:
-            after = dict(zip(self._tensors, signatures(self._tensors.values()), strict=True))
+            self._after = PendingSignatures(self._tensors.values())
         except (ValueError, RuntimeError) as error:  # training must not notice
             self._problem = told(error)
             return
         written = [name for name, tensor in self._tensors.items() if tensor._version != self._versions[name]]
-        self._changed = [name for name in after if after[name] != self._before[name]]
         self._problem = f"{written[0]} was written to between updates" if written else None
 
     def _unhook(self) -> None:

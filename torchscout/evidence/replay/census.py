@@ -13,7 +13,6 @@ import torch
 import xxhash
 
 from torchscout.decision.record import Surface
-from torchscout.decision.signature import signatures
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
@@ -97,9 +96,7 @@ class _Census:
         ]
 
     def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
-        names = [name for tensors in self._tensors.values() for name in tensors]
-        tensors = [each for tensors in self._tensors.values() for each in tensors.values()]
-        seen.signatures.update(zip(names, signatures(tensors), strict=True))
+        seen.sign({name: each for tensors in self._tensors.values() for name, each in tensors.items()})
 
     def invocation(self) -> None:
         """State is no call."""

@@ -7,18 +7,15 @@ For what is compared as one, such as all inputs of a replay; tensors that are to
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-import torch
 import xxhash
 
 from torchscout.decision.fold import signed
-from torchscout.decision.signature import signatures
 
 __all__ = ["digest"]
 
 
-def digest(tensors: Iterable[torch.Tensor]) -> int:
-    """A signed 64-bit integer; which tensor comes first matters. ``ValueError`` for what has no bytes."""
-    each = signatures(tensors)
-    return signed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(each)}q", *each)))
+def digest(signatures: Sequence[int]) -> int:
+    """A signed 64-bit integer for tensors with these signatures; which tensor comes first matters."""
+    return signed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(signatures)}q", *signatures)))

@@ -6,27 +6,26 @@ is ``not_checked`` with its reason, neither a disagreement nor clean evidence.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import xxhash
-
 from torchscout.decision import consensus
-from torchscout.decision.fold import signed
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope, Surface
 from torchscout.decision.repeatability import NONDETERMINISTIC
 from torchscout.decision.replay_diagnosis import FAILED
 from torchscout.decision.wording import named
+from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison
 
 __all__ = [
     "Context",
     "broken_depth",
     "is_left_out",
+    "is_sound",
     "judge",
     "named_for_results",
     "not_checked",
+    "summed",
     "withhold",
 ]
 
@@ -79,7 +78,7 @@ def judge(
     sums: dict[Surface, list[Comparison]] = {}
     for comparison in comparisons:
         values = gathered[comparison.surface]
-        if comparison.summary is not None and _is_sound(values):  # state, which needs no kernel
+        if comparison.summary is not None and is_sound(values):  # state, which needs no kernel
             sums.setdefault(comparison.summary, []).append(comparison)
             continue
         record = _judge(context, comparison, values, differing, left_out)
@@ -90,8 +89,8 @@ def judge(
         records[comparison.surface] = _without_tie(comparison, record)
         if failed := [rank for rank, value in zip(context.peers, values, strict=True) if value == POISON]:
             failures.append(_failure(context, comparison, failed))
-    summed = [_sum(context, found, gathered) for found in sums.values()]
-    return [*summed, *records.values(), *failures]
+    agreeing = [summed(context, each[0], _whole(each, gathered)) for each in sums.values()]
+    return [*agreeing, *records.values(), *failures]
 
 
 def depths(comparisons: Sequence[Comparison]) -> dict[Surface, int]:
@@ -104,11 +103,13 @@ def depths(comparisons: Sequence[Comparison]) -> dict[Surface, int]:
 
 def broken_depth(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> int | None:
     """The lowest depth at which peers differ in what others build upon; None if they do nowhere."""
-    found = depths(comparisons)
-    premises = {premise for comparison in comparisons for premise in comparison.premises}
     ties = {comparison.tie for comparison in comparisons} - {None}
     differing = [each.surface for each in records if each.scope is not None or each.reason in ties]
     differing += [each.surface for each in records if is_left_out(each)]
+    if not differing:  # nearly always, and a census has thousands of comparisons
+        return None
+    found = depths(comparisons)
+    premises = {premise for comparison in comparisons for premise in comparison.premises}
     return min((found[surface] for surface in differing if surface in premises), default=None)
 
 
@@ -190,17 +191,17 @@ def _failure(context: Context, comparison: Comparison, failed: Sequence[int]) ->
     return replace(context.record(comparison), peers=tuple(failed), reason=reason)
 
 
-def _is_sound(values: Sequence[int]) -> bool:
+def is_sound(values: Sequence[int]) -> bool:
     """Whether several peers have something to compare, and all have the same."""
     first = values[0]
     return len(values) > 1 and first not in (ABSENT, POISON) and all(value == first for value in values)
 
 
-def _sum(
-    context: Context, found: Sequence[Comparison], gathered: Mapping[Surface, Sequence[int]]
-) -> EvidenceRecord:
-    """One record for many that agree; its evidence stands for all of theirs."""
-    column = [gathered[comparison.surface][0] for comparison in found]
-    whole = signed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(column)}q", *column)))
-    record = context.record(replace(found[0], surface=found[0].summary or ""))
+def summed(context: Context, first: Comparison, whole: int) -> EvidenceRecord:
+    """One record for many that agree, the first of which is given; ``whole`` is the digest of them all."""
+    record = context.record(replace(first, surface=first.summary or ""))
     return replace(record, verdict=consensus.exact([whole] * len(context.peers)), reason=None)
+
+
+def _whole(found: Sequence[Comparison], gathered: Mapping[Surface, Sequence[int]]) -> int:
+    return digest([gathered[comparison.surface][0] for comparison in found])

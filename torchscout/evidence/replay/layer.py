@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchscout.decision.record import Surface
-from torchscout.decision.signature import signatures
+from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay import alignment
 from torchscout.evidence.replay.capture import WRITES, Capture
@@ -122,7 +122,7 @@ class LayerReplay:
         self._keepers = keepers
         self._compares_shards = bool(keepers.modules) and keepers.copies
         """Whether this rank's shards are compared before what is gathered from them."""
-        self._shards: int | None = None
+        self._shards: PendingSignatures | None = None
         self._reduction: Reduction | None = None
         self._work = f"time/{'module' if kind == 'layer' else kind}"
         self._communication = "time/" if kind == "layer" else f"time/{kind}_"
@@ -159,7 +159,7 @@ class LayerReplay:
         if other := sorted(self._parameters.keys() ^ set(told["parameters"])):
             raise ReplayError(f"only here or only on the source there are gradients {other}")
         if self._compares_shards:
-            self._shards = digest(self._module.parameters())
+            self._shards = PendingSignatures(self._module.parameters())
         if self._keepers.route is not None and self._parameters:
             self._reduction = Reduction(self._keepers.route, self._weights())
         if self._is_source:
@@ -211,7 +211,7 @@ class LayerReplay:
                 with self._kernels(Mode.FORWARD, seen):
                     inputs, outputs = self._forward(variant, seen)
             with self._kernels(Mode.BACKWARD, seen):
-                seen.signatures.update(self._backward(inputs, outputs, seen, elsewhere))
+                self._backward(inputs, outputs, seen, elsewhere)
             self._mark(seen)
 
     def _route(self) -> None:
@@ -224,13 +224,13 @@ class LayerReplay:
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Fill in what the pass starts from and what it gives; return its inputs and outputs."""
         assert self._call is not None, "prepared first"
-        found = seen.signatures
         inputs, weights = _inputs(self._call, variant), list(self._module.parameters())
         versions = [each._version for each in weights]
-        found[f"{self._name}/input"] = digest([*inputs.values(), *self._aligned(besides=inputs)])
-        if self._shards is not None:
-            found[f"{self._name}/shards"] = self._shards
-        found[f"{self._name}/parameters"] = digest(weights) if weights else ABSENT
+        seen.sign_as_one(f"{self._name}/input", [*inputs.values(), *self._aligned(besides=inputs)])
+        if (shards := self._shards) is not None:
+            surface = f"{self._name}/shards"
+            seen.when_signed(shards, lambda found: seen.signatures.update({surface: digest(found)}))
+        _sign(seen, f"{self._name}/parameters", weights)
         self._call.randomness.apply(self._device)
         # Copies: a module may write into its arguments, and autograd forbids that to a leaf.
         args, kwargs = self._call.arguments({place: each.clone() for place, each in inputs.items()})
@@ -238,7 +238,7 @@ class LayerReplay:
             outputs = _tensors(self._module(*args, **kwargs))
         if versions != [each._version for each in weights]:
             raise ReplayError(WRITES)
-        found[f"{self._name}/output"] = digest(outputs) if outputs else ABSENT
+        _sign(seen, f"{self._name}/output", outputs)
         return list(inputs.values()), outputs
 
     def invocation(self) -> Invocation | None:
@@ -285,7 +285,7 @@ class LayerReplay:
         behind = [*self._inputs(), *self._parameters]
         computed = {Mode.BACKWARD: behind, Mode.FORWARD: [f"{self._name}/output", *behind]}
         for passed, reason in self.determinism.lacking.items():
-            found = (each for each in computed[passed] if seen.signatures.get(each, ABSENT) != ABSENT)
+            found = (each for each in computed[passed] if seen.signatures.get(each) != ABSENT)
             seen.unrepeatable.update(dict.fromkeys(found, reason))
 
     @contextmanager
@@ -325,7 +325,8 @@ class LayerReplay:
                 with timed(self._device, seen, work=None, communication=self._communication + "{}"):
                     found = self._reduction.run()
                 surfaces = [each.surface for each in self._reductions(())]
-                seen.signatures.update(zip(surfaces, found, strict=False))
+                for surface, pending in zip(surfaces, found, strict=False):
+                    seen.when_signed(pending, _single(seen, surface))
 
     def _backward(
         self,
@@ -333,7 +334,7 @@ class LayerReplay:
         outputs: Sequence[torch.Tensor],
         seen: Observation,
         elsewhere: Elsewhere | None,
-    ) -> dict[Surface, int]:
+    ) -> None:
         assert self._call is not None, "prepared first"
         inputs = [x for x in given if x.requires_grad]
         wanted = [*inputs, *self._weights()]
@@ -350,14 +351,23 @@ class LayerReplay:
         if self._reduction is not None:
             self._reduction.take(gradients[len(inputs) :])
         of_inputs = [each for each in gradients[: len(inputs)] if each is not None]
-        found = {each: digest(of_inputs) if of_inputs else ABSENT for each in self._inputs()}
-        present = {
-            surface: each
-            for surface, each in zip(self._parameters, gradients[len(inputs) :], strict=True)
-            if each is not None
-        }
-        signed = dict(zip(present, signatures(map(_strided, present.values())), strict=True))
-        return found | {surface: signed.get(surface, ABSENT) for surface in self._parameters}
+        for surface in self._inputs():
+            _sign(seen, surface, of_inputs)
+        of_weights = dict(zip(self._parameters, gradients[len(inputs) :], strict=True))
+        seen.signatures.update({surface: ABSENT for surface, each in of_weights.items() if each is None})
+        seen.sign({surface: _strided(each) for surface, each in of_weights.items() if each is not None})
+
+
+def _single(seen: Observation, surface: Surface) -> Callable[[list[int]], None]:
+    return lambda found: seen.signatures.update({surface: found[0]})
+
+
+def _sign(seen: Observation, surface: Surface, tensors: Sequence[torch.Tensor]) -> None:
+    """All of them as one, or that there are none."""
+    if tensors:
+        seen.sign_as_one(surface, tensors)
+    else:
+        seen.signatures[surface] = ABSENT
 
 
 def _inputs(call: Invocation, variant: float) -> dict[int, torch.Tensor]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
-from torchscout.decision.signature import signatures
+from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ReplayError, told
 from torchscout.evidence.replay.alignment import (
     Broadcast,
@@ -29,7 +29,6 @@ from torchscout.evidence.replay.alignment import (
     refuse,
     room_for,
 )
-from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.optimizer_clone import (
     FAILURES,
     Blueprint,
@@ -329,8 +328,7 @@ class OptimizerReplay:
     def observe(self, variant: float, seen: Observation) -> None:
         assert self._blueprint is not None
         assert self._slice is not None
-        found = dict.fromkeys((comparison.surface for comparison in self.comparisons()), ABSENT)
-        found[INPUT] = seen.signatures[INPUT] = digest(self._tensors)
+        seen.sign_as_one(INPUT, self._tensors)
         clone, leaf = build(self._blueprint, self._tensors)
         if variant != 1.0 and leaf.grad is not None:
             leaf.grad.mul_(variant)
@@ -345,12 +343,19 @@ class OptimizerReplay:
         }
         has_result = self._is_source or not self._is_owned
         real = self._slice.of(self._target.local()) if has_result else leaf.detach()
-        found[PARAMETER], left_behind, *of_slots = signatures([leaf.detach(), real, *slots.values()])
-        found |= dict(zip(slots, of_slots, strict=True))
-        if variant == 1.0 and not self._is_swept:
-            found[UPDATE] = left_behind
-            found[REPRODUCTION] = REPRODUCED if left_behind == found[PARAMETER] else ABSENT
-        seen.signatures.update(found)
+        absent = dict.fromkeys((each.surface for each in self.comparisons() if each.surface != INPUT), ABSENT)
+        has_real = variant == 1.0 and not self._is_swept
+
+        def fill(found: list[int]) -> None:
+            parameter, left_behind, *of_slots = found
+            seen.signatures.update(absent)
+            seen.signatures[PARAMETER] = parameter
+            seen.signatures.update(zip(slots, of_slots, strict=True))
+            if has_real:
+                seen.signatures[UPDATE] = left_behind
+                seen.signatures[REPRODUCTION] = REPRODUCED if left_behind == parameter else ABSENT
+
+        seen.when_signed(PendingSignatures([leaf.detach(), real, *slots.values()]), fill)
 
     def invocation(self) -> None:
         """A sweep updates what it finds."""

@@ -19,6 +19,9 @@ __all__ = ["Everybody", "Peers"]
 class Everybody(Protocol):
     """The whole job. Every rank of it makes the same calls in the same order."""
 
+    size: int
+    """How many ranks it has."""
+
     def highest(self, values: Sequence[int]) -> list[int]:
         """Each value's maximum over all ranks."""
         ...

@@ -6,7 +6,7 @@ end of one training step. ``replayer`` makes the calls, in the order in which th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,8 +16,10 @@ import xxhash
 from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
 from torchscout.decision.replay_diagnosis import INPUT, STATE
+from torchscout.decision.signature import PendingSignatures, read_signatures
 from torchscout.decision.timings import Lap, Measured
 from torchscout.evidence.replay.alignment import Broadcast
+from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.invocation import Invocation
 from torchscout.mesh import Role
 
@@ -32,6 +34,7 @@ __all__ = [
     "Observation",
     "Recipe",
     "Replay",
+    "finish_signatures",
     "measured",
 ]
 
@@ -94,6 +97,29 @@ class Observation:
     """Why strict deterministic algorithms have ended this replay: it can be made again without them."""
     unread: list[Callable[[], None]] = field(default_factory=list)
     """Clocks that have not been read: a device is not to be waited for in the middle of its work."""
+    unsigned: list[tuple[PendingSignatures, Callable[[list[int]], None]]] = field(default_factory=list)
+    """Signatures that a device may still compute, and what to do with them; see ``finish_signatures``."""
+
+    def sign(self, tensors: Mapping[Surface, torch.Tensor]) -> None:
+        """Fill in the signature of each."""
+        names = list(tensors)
+        self.when_signed(
+            PendingSignatures(tensors.values()),
+            lambda found: self.signatures.update(zip(names, found, strict=True)),
+        )
+
+    def sign_as_one(self, surface: Surface, tensors: Iterable[torch.Tensor]) -> None:
+        """Fill in one number for all of them; see ``digest``."""
+        self.when_signed(
+            PendingSignatures(tensors), lambda found: self.signatures.update({surface: digest(found)})
+        )
+
+    def when_signed(self, pending: PendingSignatures, then: Callable[[list[int]], None]) -> None:
+        """Call ``then`` with the signatures: at once, or when a device has computed them."""
+        if pending.folds:
+            self.unsigned.append((pending, then))
+        else:
+            then(pending.read())
 
     def read(self) -> None:
         """Fill in the times, once the work is done."""
@@ -108,6 +134,15 @@ class Observation:
             laps = self.laps.setdefault((surface, tuple(sorted(members))), Laps())
             laps.elements += elements
             laps.milliseconds.append(milliseconds)
+
+
+def finish_signatures(every: Iterable[Observation]) -> None:
+    """Wait for the devices once, and fill in what they have signed."""
+    waiting = [each for seen in every for each in seen.unsigned]
+    for seen in every:
+        seen.unsigned.clear()
+    for (_, then), found in zip(waiting, read_signatures([each for each, _ in waiting]), strict=True):
+        then(found)
 
 
 @dataclass(slots=True)
@@ -216,7 +251,7 @@ class Replay(Protocol):
         ...
 
     def align(self, broadcast: Broadcast) -> None:
-        """3. Receive the source's values; called on all peers or on none."""
+        """3. Ask for the source's values, which are there when 5 is called; called on all peers or none."""
         ...
 
     @property

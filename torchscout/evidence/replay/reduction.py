@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from torchscout.decision.signature import signature
+from torchscout.decision.signature import PendingSignatures
 from torchscout.mesh import Axis, Mesh, Role
 
 __all__ = ["Reduction", "Route", "reduce_scatter", "route_of"]
@@ -82,15 +82,15 @@ class Reduction:
                 self._given[place : place + flat.numel()].copy_(flat)
                 place += flat.numel()
 
-    def run(self) -> list[int]:
+    def run(self) -> list[PendingSignatures]:
         """Signatures of this rank's shard: reduced among the shards, then also among the replicas."""
         reduce_scatter(self._got, self._given, op=dist.ReduceOp.AVG, group=self._route.shard)
-        scattered = signature(self._got)
+        scattered = PendingSignatures([self._got])
         self._given.zero_()
         if self._route.replica is None:
             return [scattered]
         dist.all_reduce(self._got, op=dist.ReduceOp.AVG, group=self._route.replica)
-        return [scattered, signature(self._got)]
+        return [scattered, PendingSignatures([self._got])]
 
 
 def _whole_size(parameter: torch.Tensor, route: Route) -> int:

@@ -4,6 +4,11 @@
 job-wide vote; work that is not ready everywhere is done nowhere. After the vote a rank that fails still
 takes part in every exchange, with a poison in place of its signatures.
 
+[Note: a lost rank is met on our own groups] A rank may sleep or die while it computes. The others must then
+wait for it on SCOUT's groups, where patience ends, and not on training's. So scratch data are sent over
+training's groups first, right after all have met; and where replays communicate, which only those of pure
+data-parallel jobs do not, all meet before each of them.
+
 [Note: as many rounds everywhere] How often a target is replayed in a check is agreed by the whole job after
 each round: layers may be sharded, and ranks of other peer groups compute together with this one. A round is
 repeated without strict determinism where an operator refused it on any rank, and after a disagreement there
@@ -15,36 +20,31 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-from torchscout.decision import c3
+import torch
+
 from torchscout.decision.record import EvidenceRecord, Surface
 from torchscout.decision.repeatability import Repeated, SurfaceHistory, Trial
 from torchscout.decision.timings import Measured
 from torchscout.errors import ChannelError, told
 from torchscout.evidence.hearing import in_backward, inert
+from torchscout.evidence.replay.alignment import receive_together
+from torchscout.evidence.replay.comparison import Run, compare, gather
 from torchscout.evidence.replay.judgement import (
     Context,
     broken_depth,
     is_left_out,
-    judge,
     named_for_results,
     not_checked,
     withhold,
 )
 from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.evidence.replay.peers import Peers
-from torchscout.evidence.replay.recipe import (
-    POISON,
-    UNREPEATABLE,
-    Comparison,
-    Observation,
-    Recipe,
-    Replay,
-    measured,
-)
+from torchscout.evidence.replay.recipe import POISON, Recipe, Replay, finish_signatures, measured
 from torchscout.evidence.replay.rotation import Due, Rotation
-from torchscout.mesh import Role
+from torchscout.mesh import Axis, PeerGroup, Role
 
 __all__ = ["Begun", "Findings", "PeersFor", "Replayer", "attempt"]
 
@@ -95,6 +95,9 @@ class Replayer:
         self._rotation, self._peers_for = rotation, peers
         self._job: Peers = peers(Role.DENSE, False)
         """Any of them: for what concerns the whole job."""
+        everybody = PeerGroup(tuple(range(self._job.size)), Axis.REPLICA)
+        self._meets = any(peers.group != everybody for peers in self._everybody())
+        """Whether replays may communicate: see [Note: a lost rank is met on our own groups]."""
         self._begun: list[Begun] = []
         self._warm: set[Hashable] = set()
         """What has been run before."""
@@ -145,16 +148,18 @@ class Replayer:
         try:
             self._describe()
             self._vote()
-            for begun in self._begun:
-                context = Context(step, begun.peers.group.ranks, begun.target)
-                if begun.due.target is None:
-                    self._attend(begun)
-                    continue
-                if begun.recipe.vouches:
+            ready = [place for place, begun in enumerate(self._begun) if begun.problem is None]
+            runs = {place: self._run(place, step) for place in ready if self._is_here(place)}
+            self._align(runs)
+            if differing := self._compare_all(ready, runs):
+                self._repeat(differing, runs, findings)
+            for place, begun in enumerate(self._begun):
+                if begun.recipe.vouches and begun.due.target is not None:
                     findings.targets.append(begun.target)
-                if begun.problem is None and begun.replay is not None:
-                    self._run(begun, begun.replay, context, findings)
-                else:
+                if (run := runs.get(place)) is not None:
+                    self._conclude(begun, run, findings)
+                elif begun.due.target is not None:
+                    context = Context(step, begun.peers.group.ranks, begun.target)
                     surface = "/".join(filter(None, (begun.target, begun.due.kind)))
                     findings.records.append(not_checked(context, surface, str(begun.problem)))
         finally:
@@ -197,101 +202,113 @@ class Replayer:
         for begun, problem in zip(self._begun, agreed, strict=True):
             begun.problem = problem
 
-    def _attend(self, begun: Begun) -> None:
-        """Others replay what this rank has not; it is asked as often as they are."""
-        if begun.problem is None:
-            while (vote := self._vote_on_first())[0]:
-                pass
-            if vote[1]:
-                while self._goes_on(False):
-                    pass
-                self._job.exchange([])
+    def _is_here(self, place: int) -> bool:
+        """Otherwise others replay what this rank has not."""
+        return self._begun[place].due.target is not None
 
-    def _run(self, begun: Begun, replay: Replay, context: Context, findings: Findings) -> None:
-        replay.align(lambda tensor: begun.peers.broadcast(tensor, source=begun.source))
+    def _run(self, place: int, step: int) -> Run:
+        begun = self._begun[place]
+        assert begun.replay is not None, "what all are ready for was begun"
         variants = self.variants if begun.recipe.varies else (1.0,)
-        comparisons = replay.comparisons()
-        left_out = {
-            each.surface: reason
-            for each in comparisons
-            if (reason := self.history.reason(each.surface, context.target)) is not None
-        }
-        context = replace(context, left_out=left_out)
-        seen, records, differs = self._first_round(begun, comparisons, variants, context)
-        if differs:
-            records = self._repeat(begun, comparisons, variants, records, findings)
-            named = self._job.exchange(named_for_results(comparisons, records))
-            findings.elsewhere.update({rank for ranks in named for rank in ranks} - set(context.peers))
-        findings.records.extend(records)
-        name, shape = replay.work
+        context = Context(step, begun.peers.group.ranks, begun.target)
+        return Run(begun.due.kind, begun.replay, context, variants)
+
+    def _leave_out(self, run: Run) -> None:
+        """What was seen not to repeat, in an earlier check or by what an operator says, is not compared."""
+        for each in run.records:
+            if is_left_out(each) and each.surface not in run.context.left_out:
+                self.history.leave_out(each.surface, each.layer, str(each.reason))
+
+    def _align(self, runs: Mapping[int, Run]) -> None:
+        """Give every rank the source's values, those of all replays together."""
+        wanted: dict[int, list[torch.Tensor]] = {}
+        for place, run in runs.items():
+            run.replay.align(wanted.setdefault(place, []).append)
+        for peers in self._everybody():
+            sources: dict[int, list[torch.Tensor]] = {}
+            for place, tensors in wanted.items():
+                if self._begun[place].peers is peers:
+                    sources.setdefault(self._begun[place].source, []).extend(tensors)
+            for source, tensors in sources.items():
+                receive_together(tensors, partial(peers.broadcast, source=source))
+        for run in runs.values():
+            run.comparisons = run.replay.comparisons()
+            surfaces = [each.surface for each in run.comparisons]
+            reasons = {each: self.history.reason(each, run.context.target) for each in surfaces}
+            left_out = {surface: reason for surface, reason in reasons.items() if reason is not None}
+            run.context = replace(run.context, left_out=left_out)
+
+    def _compare_all(self, places: Sequence[int], runs: dict[int, Run]) -> list[int]:
+        """Where anybody in the job found a difference; see [Note: as many rounds everywhere]."""
+        differing: set[int] = set()
+        while places:
+            votes = self._compare(places, {place: runs[place] for place in places if place in runs})
+            refused = [place for place in places if votes[place].refused]
+            differing |= {place for place in places if votes[place].differs} - {*refused}
+            for place in refused:
+                if place in runs:
+                    runs[place] = runs[place].again()
+            places = refused
+        for run in runs.values():
+            self._leave_out(run)
+        return sorted(differing)
+
+    def _repeat(self, differing: Sequence[int], runs: Mapping[int, Run], findings: Findings) -> None:
+        """Replay until it is known whose fault each disagreement is, and keep the records accordingly."""
+        trials = {place: self._trials(runs[place]) for place in differing if place in runs}
+        still_open = differing
+        while still_open:
+            again = {place: runs[place].again() for place in still_open if place in runs}
+            self._observe(still_open, again)
+            for peers in self._everybody():
+                theirs = {place: run for place, run in again.items() if self._begun[place].peers is peers}
+                for place, gathered in zip(theirs, gather(peers.evidence, [*theirs.values()]), strict=True):
+                    for trial in trials[place].values():
+                        _show(trial, gathered, peers.group.ranks, theirs[place].variants)
+            self.still_here()
+            is_open = [any(each.is_open for each in trials.get(place, {}).values()) for place in still_open]
+            agreed = self._job.highest([int(each) for each in is_open])
+            still_open = [place for place, goes_on in zip(still_open, agreed, strict=True) if goes_on]
+        for place, of_run in trials.items():
+            found = {index: self.history.conclude(trial) for index, trial in of_run.items()}
+            findings.repeats.extend(found.values())
+            kept = enumerate(runs[place].records)
+            runs[place].records = [found[index].record if index in found else each for index, each in kept]
+        self._tell_named(differing, runs, findings)
+
+    def _trials(self, run: Run) -> dict[int, Trial]:
+        """One for each record of a disagreement, by its index."""
+        compared = {each.surface: each for each in run.comparisons}
+        among = len(compared) * len(run.variants) * len(self._begun)
+        trials = {}
+        for index, record in enumerate(run.records):
+            if record.scope is not None:
+                about = compared[record.surface]
+                trials[index] = self.history.trial(
+                    record, among=among, is_held=about.is_held, right=about.right
+                )
+        return trials
+
+    def _tell_named(self, differing: Sequence[int], runs: Mapping[int, Run], findings: Findings) -> None:
+        """Let other peer groups know who was named for wrong results."""
+        named = [
+            [] if place not in runs else named_for_results(runs[place].comparisons, runs[place].records)
+            for place in differing
+        ]
+        exchanged = self._job.exchange(named)
+        for column, place in enumerate(differing):
+            if place in runs:
+                elsewhere = {rank for ranks in exchanged for rank in ranks[column]}
+                findings.elsewhere.update(elsewhere - set(runs[place].context.peers))
+
+    def _conclude(self, begun: Begun, run: Run, findings: Findings) -> None:
+        findings.records.extend(run.records)
+        name, shape = run.replay.work
         key = (begun.due.kind, name, () if begun.recipe.is_dynamic else shape)
         if key in self._warm:
-            findings.measured.append(measured(begun.target, shape, [*seen.values()]))
+            findings.measured.append(measured(begun.target, shape, [*run.seen.values()]))
         self._warm.add(key)
-        self._keep(begun, replay)
-
-    def _first_round(
-        self, begun: Begun, comparisons: Sequence[Comparison], variants: Sequence[float], context: Context
-    ) -> tuple[dict[float, Observation], list[EvidenceRecord], bool]:
-        """What was seen here and judged by all, and whether anybody in the job found a difference."""
-        is_refused = True
-        while is_refused:
-            seen = {variant: Observation() for variant in variants}
-            gathered, problems = self._observed(begun, comparisons, seen)
-            records = _judged(context, comparisons, seen, gathered, problems)
-            has_failed = any(problem is not None for problem in problems)
-            depth = 0 if has_failed else broken_depth(comparisons, records)
-            is_refused, differs, height = self._vote_on_first(
-                any(each.refused for each in seen.values()),
-                any(each.scope is not None for each in records),
-                0 if depth is None else _HEIGHT - depth,
-            )
-        if height:
-            records = withhold(comparisons, records, _HEIGHT - height)
-        for each in records:
-            if is_left_out(each) and each.surface not in context.left_out:
-                self.history.leave_out(each.surface, each.layer, str(each.reason))
-        return seen, records, differs
-
-    def _repeat(
-        self,
-        begun: Begun,
-        comparisons: Sequence[Comparison],
-        variants: Sequence[float],
-        records: Sequence[EvidenceRecord],
-        findings: Findings,
-    ) -> list[EvidenceRecord]:
-        """Replay until it is known whose fault a disagreement is; the records as they are to be kept."""
-        named = {each.surface: each for each in comparisons}
-        among = len(comparisons) * len(variants) * len(self._begun)
-        trials = {
-            place: self.history.trial(
-                record, among=among, is_held=named[record.surface].is_held, right=named[record.surface].right
-            )
-            for place, record in enumerate(records)
-            if record.scope is not None
-        }
-        is_open = True
-        while is_open:
-            gathered, _ = self._observed(begun, comparisons, {each: Observation() for each in variants})
-            for trial in trials.values():
-                _show(trial, begun.peers.group.ranks, gathered, variants)
-            is_open = self._goes_on(any(trial.is_open for trial in trials.values()))
-        found = {place: self.history.conclude(trial) for place, trial in trials.items()}
-        findings.repeats.extend(found.values())
-        return [found[place].record if place in found else each for place, each in enumerate(records)]
-
-    def _vote_on_first(
-        self, is_refused: bool = False, differs: bool = False, height: int = 0
-    ) -> tuple[bool, bool, int]:
-        """See [Note: as many rounds everywhere]."""
-        refused, differing, height = self._job.highest([is_refused, differs, height])
-        return bool(refused), bool(differing), height
-
-    def _goes_on(self, is_open: bool) -> bool:
-        """Whether anybody needs another round."""
-        self.still_here()
-        return bool(self._job.highest([is_open])[0])
+        self._keep(begun, run.replay)
 
     def _keep(self, begun: Begun, replay: Replay) -> None:
         """Whoever's call was replayed keeps it for a sweep, in place of what another peer had kept."""
@@ -302,48 +319,74 @@ class Replayer:
         else:
             attempt(_bound(self.keepsakes.keep, key, call))
 
-    def _observed(
-        self, begun: Begun, comparisons: Sequence[Comparison], seen: Mapping[float, Observation]
-    ) -> tuple[dict[Surface, Sequence[int]], list[str | None]]:
-        """Compute and exchange once: what every peer has, and this rank's problem with each variant."""
-        assert begun.replay is not None, "what is compared was begun"
-        evidence: dict[Surface, int] = {}
-        problems: list[str | None] = []
-        for variant, into in seen.items():
-            _, problem = attempt(_bound(begun.replay.observe, variant, into))
-            problems.append(problem)
-            for each in comparisons:
-                value = into.signatures.get(each.surface, POISON)
-                is_marked = each.surface in into.unrepeatable
-                evidence[_key(each.surface, variant)] = UNREPEATABLE if is_marked else value
-        verdicts = c3.compare(begun.peers.evidence, exact=evidence)
-        for into in seen.values():
-            attempt(into.read)  # a device that cannot be asked is not timed
-        return {surface: cast("Sequence[int]", each.evidence) for surface, each in verdicts.items()}, problems
+    def _compare(self, places: Sequence[int], runs: Mapping[int, Run]) -> dict[int, _Vote]:
+        """Compute all, exchange once, judge; what the whole job says of each of ``places``.
+
+        These are the same on all ranks; this one has ``runs`` of them.
+        """
+        self._observe(places, runs)
+        for peers in self._everybody():
+            compare(peers.evidence, [run for place, run in runs.items() if self._begun[place].peers is peers])
+        # Job-wide: layers may be sharded, and ranks of other peer groups compute together with this one.
+        own = [vote for place in places for vote in _vote_of(runs.get(place))]
+        agreed = iter(self._job.highest(own))
+        votes = {place: _Vote(next(agreed), next(agreed), next(agreed)) for place in places}
+        for place, run in runs.items():
+            if height := votes[place].height:
+                run.records = withhold(run.comparisons, run.records, _HEIGHT - height)
+        return votes
+
+    def _observe(self, places: Sequence[int], runs: Mapping[int, Run]) -> None:
+        """See [Note: a lost rank is met on our own groups]. Devices are waited for once, at the end."""
+        ordered = sorted(places, key=lambda place: self._begun[place].recipe.vouches)
+        for place in ordered:
+            if self._meets and place != ordered[0]:
+                self._job.highest([0])
+            if (run := runs.get(place)) is None:
+                continue
+            for variant, seen in run.seen.items():
+                _, run.problems[variant] = attempt(_bound(run.replay.observe, variant, seen))
+        every = [seen for run in runs.values() for seen in run.seen.values()]
+        _, problem = attempt(_bound(finish_signatures, every))
+        for run in runs.values() if problem is not None else ():
+            for variant, seen in run.seen.items():
+                run.problems[variant] = problem
+                seen.signatures.clear()
+        for seen in every:
+            attempt(seen.read)  # a device that cannot be asked is not timed
 
 
-def _judged(
-    context: Context,
-    comparisons: Sequence[Comparison],
-    seen: Mapping[float, Observation],
-    gathered: Mapping[Surface, Sequence[int]],
-    problems: Sequence[str | None],
-) -> list[EvidenceRecord]:
-    """The records of all variants."""
-    records = []
-    for (variant, into), problem in zip(seen.items(), problems, strict=True):
-        values = {each.surface: gathered[_key(each.surface, variant)] for each in comparisons}
-        here = replace(context, variant=variant, problem=problem, unrepeatable=into.unrepeatable)
-        records += judge(here, comparisons, values)
-    return records
+class _Vote(NamedTuple):
+    """What is said of one replay, by a rank or, as the highest of all, by the job."""
+
+    refused: int = 0
+    """Whether an operator refused to run under strict determinism: the round is repeated."""
+    differs: int = 0
+    """Whether peers differ."""
+    height: int = 0
+    """How far below the top something broke that others build upon."""
+
+
+def _vote_of(run: Run | None) -> _Vote:
+    if run is None:
+        return _Vote()
+    depth = 0 if run.has_failed else broken_depth(run.comparisons, run.records)
+    return _Vote(
+        refused=int(any(seen.refused for seen in run.seen.values())),
+        differs=int(any(each.scope is not None for each in run.records)),
+        height=0 if depth is None else _HEIGHT - depth,
+    )
 
 
 def _show(
-    trial: Trial, peers: Sequence[int], gathered: Mapping[Surface, Sequence[int]], variants: Sequence[float]
+    trial: Trial,
+    gathered: Mapping[tuple[float, Surface], Sequence[int]],
+    peers: Sequence[int],
+    variants: Sequence[float],
 ) -> None:
     """One further round to a trial, without the ranks that failed in it."""
-    surface = trial.record.surface
-    values = next(gathered[_key(surface, variant)] for variant in variants if _is_of(trial.record, variant))
+    variant = next(each for each in variants if _is_of(trial.record, each))
+    values = gathered[variant, trial.record.surface]
     having = [(rank, value) for rank, value in zip(peers, values, strict=True) if value != POISON]
     trial.observe([rank for rank, _ in having], [value for _, value in having])
 
@@ -359,10 +402,6 @@ def _description(begun: Begun, inside: str | None) -> dict[str, Any]:
         document, begun.problem = attempt(_bound(_spelled, begun.replay))
     begun.problem = begun.problem or inside
     return {"problem": begun.problem, "document": document}
-
-
-def _key(surface: Surface, variant: float) -> Surface:
-    return f"{surface} x{variant!r}"
 
 
 def _spelled(replay: Replay) -> str:

@@ -9,6 +9,7 @@ can be compared; and what must arrive is known. Nothing of training's is sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ import torch.distributed as dist
 import xxhash
 
 from torchscout.decision.fold import signed
-from torchscout.decision.signature import signature
+from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.heard import Heard, Link, agreed
-from torchscout.evidence.replay.parcels import Parcel, Room
+from torchscout.evidence.replay.parcels import Room
 from torchscout.evidence.replay.peers import Everybody
 from torchscout.evidence.replay.recipe import ABSENT, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.stopwatch import lapped
@@ -109,14 +110,18 @@ class _Transfers:
 
     def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
         assert self._room is not None, "prepared first"
-        wrong: list[int] = []
+        pending: list[PendingSignatures] = []
         for link in self._links:
             parcel = self._room.parcel(link, self._groups[link])
             surface = f"time/{TransferRecipe.kind}_{link.operation}@"
             with lapped(self._device, seen, surface, link.members, self._room.elements):
                 parcel.go()
-            wrong += _differing(parcel)
-        seen.signatures[RECEIVED] = (wrong[0] if wrong else _AS_SENT) if self._links else ABSENT
+            # Bytes stand for numbers: nothing that is sent has a second form, as zero has.
+            pending.append(PendingSignatures([parcel.got, parcel.right]))
+        if not pending:
+            seen.signatures[RECEIVED] = ABSENT
+        for each in pending:
+            seen.when_signed(each, partial(_hold_against, seen))
 
     def invocation(self) -> None:
         """What is sent is no call."""
@@ -126,6 +131,8 @@ class _Transfers:
         self._groups, self._links, self._room = {}, [], None
 
 
-def _differing(parcel: Parcel) -> list[int]:
-    """A signature of what is wrong, if anything is."""
-    return [] if torch.equal(parcel.got, parcel.right) else [signature(parcel.got)]
+def _hold_against(seen: Observation, found: list[int]) -> None:
+    """Fill in the signature of what is wrong, if anything is; the first that is found stays."""
+    got, right = found
+    before = seen.signatures.get(RECEIVED, _AS_SENT)
+    seen.signatures[RECEIVED] = got if got != right and before == _AS_SENT else before

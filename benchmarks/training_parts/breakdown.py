@@ -1,0 +1,176 @@
+"""One check by its parts and by its recipes: exclusive times that add up to all that it takes.
+
+The device is waited for at every change from one part to another, so that nothing overlaps: the sum is more
+than what a check adds to a step. What was captured during the step is counted apart, as ``training``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchscout.config import ReplayConfig
+from torchscout.decision import c3, signature
+from torchscout.decision.channel import ProcessGroupChannel
+from torchscout.decision.recorder import JsonlRecorder
+from torchscout.evidence.replay import alignment, census, judgement, optimizer_step, replayer, transfers
+from torchscout.evidence.replay.capture import Capture
+from torchscout.evidence.replay.layer import LayerReplay
+from torchscout.evidence.replay.randomness import Randomness
+from torchscout.evidence.replay.recipe import Observation
+from torchscout.integration.communicators import Communicators, PeerLinks
+from torchscout.integration.replaying import Replaying
+from training_parts.job import Job
+from training_parts.ledger import Ledger, Patches
+
+__all__ = ["breakdown"]
+
+_REPLAYS = {
+    LayerReplay: None,  # its kind is that of the recipe
+    optimizer_step.OptimizerReplay: "optimizer",
+    census._Census: "census",
+    transfers._Transfers: "transfers",
+}
+
+
+def breakdown(job: Job, checks: int, warm: int = 3) -> dict[str, Any]:
+    """Milliseconds a check, by kind and part; all recipes are due at every step."""
+    own = dist.new_group(backend="gloo")
+    ledger = Ledger(job.synchronize, lambda: dist.barrier(own))
+    patches = Patches()
+    with _patched(patches, ledger), job.attached(ReplayConfig(interval=1), None):
+        job.steps(warm)
+        job.synchronize()
+        ledger.seconds.clear()
+        ledger.calls.clear()
+        for _ in range(checks):
+            job.step()
+            job.synchronize()
+    dist.destroy_process_group(own)
+    return {
+        "checks": checks,
+        "ms": {" / ".join(key): 1e3 * each / checks for key, each in ledger.seconds.items()},
+        "calls": {" / ".join(key): each / checks for key, each in ledger.calls.items()},
+    }
+
+
+@contextmanager
+def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
+    kinds: dict[int, str] = {}
+    """Of replays, by identity."""
+
+    def of_replay(part: str) -> Any:
+        return lambda replay, *_, **__: ledger.part(part, kinds.get(id(replay)))
+
+    def of_begun(part: str) -> Any:
+        return lambda *args, **__: ledger.part(part, _kind_of(args))
+
+    def keep_kinds(self: Any, *_: Any) -> Any:
+        kinds.update({id(each.replay): each.due.kind for each in self._begun})
+        return ledger.part("check")
+
+    part, exchange = ledger.part, ledger.exchange
+    patches.around(Replaying, "step_finished", lambda *_: part("remainder", "check"))
+    patches.around(replayer.Replayer, "check", keep_kinds)
+    patches.around(replayer.Replayer, "begin", lambda *_: part("arm the next"))
+    patches.around(replayer.Replayer, "_describe", lambda *_: part("describe"))
+    patches.around(replayer.Replayer, "_align", lambda *_: part("align"))
+    patches.around(replayer.Replayer, "_observe", lambda *_: part("observe"))
+    patches.around(replayer.Replayer, "_compare", lambda *_: part("compare"))
+    patches.around(replayer, "_description", of_begun("describe"))
+    patches.around(replayer.Replayer, "_prepare", of_begun("prepare"))
+    patches.around(replayer.Replayer, "_keep", of_begun("keep for a sweep"))
+    for kind in _REPLAYS:
+        patches.around(kind, "describe", of_replay("describe"))
+        patches.around(kind, "prepare", of_replay("prepare"))
+        patches.around(kind, "observe", of_replay("observe"))
+        patches.around(kind, "align", of_replay("align"))
+    patches.around(LayerReplay, "_forward", of_replay("forward"))
+    patches.around(LayerReplay, "_backward", of_replay("backward"))
+    patches.around(optimizer_step.OptimizerReplay, "_capture", lambda *_: part("capture", "training"))
+    patches.around(Capture, "_before", lambda *_: part("capture", "training"))
+    patches.around(Capture, "_after", lambda *_: part("capture", "training"))
+    for name in ("now", "apply"):
+        patches.around(Randomness, name, lambda *_: part("random states"))
+    patches.around(signature.PendingSignatures, "__init__", lambda *_, **__: part("signatures"))
+    patches.around_function(signature, "read_signatures", lambda *_, **__: part("transfer signatures"))
+    patches.around(replayer, "compare", lambda *_, **__: part("compare"))
+    patches.around_function(judgement, "judge", lambda *_, **__: part("judge"))
+    patches.around(Observation, "read", lambda *_: part("read clocks"))
+    patches.around_function(alignment, "captured", lambda *_: part("copy"))
+    patches.around(Replaying, "_conclude", lambda *_: part("diagnose"))
+    patches.around(JsonlRecorder, "record", lambda *_: part("write records"))
+    patches.around(Replaying, "_agree", lambda *_, **__: part("certify"))
+    patches.around(c3, "compare", lambda *_, **__: exchange("gather signatures"))
+    patches.around(PeerLinks, "broadcast", lambda _, tensor, **__: exchange(_broadcast(tensor)))
+    patches.around(ProcessGroupChannel, "gather", lambda *_, **__: exchange("gather descriptions"))
+    patches.around(ProcessGroupChannel, "broadcast", lambda *_, **__: exchange("gather descriptions"))
+    patches.around(Communicators, "highest", lambda *_, **__: exchange("vote"))
+    patches.around(Communicators, "first_problems", lambda *_, **__: exchange("vote"))
+    patches.around(Communicators, "exchange", lambda *_, **__: exchange("exchange times"))
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _broadcast(tensor: torch.Tensor) -> str:
+    return f"broadcast from {'host' if tensor.is_cpu else 'device'} memory"
+
+
+def _kind_of(arguments: Any) -> str | None:
+    for each in arguments:
+        if isinstance(each, replayer.Begun):
+            return each.due.kind
+    return None
+
+
+def by_part(rows: dict[str, float]) -> dict[str, float]:
+    """Over all kinds."""
+    found: Counter[str] = Counter()
+    for key, milliseconds in rows.items():
+        kind, _, part = key.partition(" / ")
+        found["capture, during the step" if kind == "training" else part] += milliseconds
+    return dict(found)
+
+
+def by_kind(rows: dict[str, float]) -> dict[str, float]:
+    """Over all parts."""
+    found: Counter[str] = Counter()
+    for key, milliseconds in rows.items():
+        found[key.partition(" / ")[0]] += milliseconds
+    return dict(found)
+
+
+def device_waits(job: Job, steps: int) -> int:
+    """How often this process waits for its device in so many steps."""
+    if not job.is_cuda:
+        return 0
+    import warnings
+
+    waits = Counter[str]()
+    patches = Patches()
+
+    @contextmanager
+    def counted(*_: Any, **__: Any) -> Iterator[None]:
+        waits["explicit"] += 1
+        yield
+
+    patches.around(torch.cuda, "synchronize", counted)
+    patches.around(torch.cuda.Event, "synchronize", counted)
+    patches.around(torch.cuda.Stream, "synchronize", counted)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            job.steps(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+        patches.undo()
+    return waits["explicit"] + sum("synchroniz" in str(each.message) for each in told)
