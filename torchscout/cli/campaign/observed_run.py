@@ -27,9 +27,9 @@ from torchscout.faults.call_effects import CallEffect
 __all__ = ["Seen", "observe"]
 
 _START_SECONDS = 90.0
-"""What ranks may take until they can train."""
+"""What CUDA ranks may take until they can train."""
 _SECONDS = 40.0
-"""What a cell may take from then on."""
+"""What a cell may take; on CUDA from then on."""
 _SETTLE_SECONDS = 1.0
 """How long one listens on after an incident, where the job will not go on: nothing else must be reported."""
 _LEAVE_SECONDS = 5.0
@@ -98,7 +98,7 @@ def observe(
 
 
 def _started(cell: Cell, run_dir: Path, body: Callable[..., Iterator[Told]]) -> LiveRanks:
-    """Ranks that are ready to train."""
+    """Ranks that are about to train; on CUDA they have said that they can."""
     shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was interrupted
     for each in (firings_of(run_dir), observers_of(run_dir)):
         each.mkdir(parents=True)
@@ -107,7 +107,8 @@ def _started(cell: Cell, run_dir: Path, body: Callable[..., Iterator[Told]]) -> 
         ranks = LiveRanks(body, layout.ranks, layout, faults, run_dir, backend=layout.backend)
         undo.callback(ranks.close, patience_seconds=0.0)
         undo.callback(_end_observers, run_dir)  # first: they would report that their trainers are killed
-        ranks.ask(READY, timeout=_START_SECONDS)
+        if layout.device == "cuda":  # which may refuse new processes: then the cell has not begun
+            ranks.ask(READY, timeout=_START_SECONDS)
         undo.pop_all()
     return ranks
 

@@ -100,11 +100,12 @@ def _run(
 def _started(
     body: Callable[..., Iterator[Told]], layout: Layout, faults: Faults, run_dir: Path, seed: int
 ) -> LiveRanks:
-    """Ranks that are ready for their first step."""
+    """Ranks that are about to train; on CUDA they have said that they can."""
     with ExitStack() as undo:
         ranks = LiveRanks(body, layout.ranks, layout, faults, run_dir, seed, backend=layout.backend)
         undo.callback(ranks.close)
-        ranks.ask(Stretch(0), timeout=_SECONDS)
+        if layout.device == "cuda":  # which may refuse new processes: then no cell has begun
+            ranks.ask(Stretch(0), timeout=_SECONDS)
         undo.pop_all()
     return ranks
 
