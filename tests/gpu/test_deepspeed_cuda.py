@@ -24,7 +24,7 @@ from tests.support.nccl_ranks import (
     started,
     went_on,
 )
-from torchscout.config import ReplayConfig
+from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.faults.fault import Faults
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3), needs("deepspeed")]
@@ -56,7 +56,7 @@ def three() -> Iterator[NcclRanks]:
 @stages
 def test_a_healthy_job_is_silent_and_certified(three: NcclRanks, stage: int, tmp_path: Path):
     settings = {"stage": stage, "steps": STEPS}
-    checked = three.ask(settings | {"replay": CHECKED, "observer": WATCHED, "run_dir": tmp_path})
+    checked = three.ask(settings | {"replay": CHECKED, "observer": ObserverConfig(), "run_dir": tmp_path})
     for seen in checked:
         is_silent(seen, LAYERS)
     if stage < 3:  # three ranks do not divide every parameter, and ZeRO 3 does not initialize the rest

@@ -23,7 +23,7 @@ from tests.support.nccl_ranks import (
     started,
     went_on,
 )
-from torchscout.config import ReplayConfig
+from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.faults.fault import Faults
 
 pytestmark = [pytest.mark.gpu, needs("megatron")]
@@ -65,7 +65,7 @@ def test_a_healthy_job_is_silent_certified_and_bitwise_the_same(
 ):
     live: NcclRanks = request.getfixturevalue(ranks)
     settings = {"tensor": tensor, "steps": STEPS}
-    checked = live.ask((settings | {"replay": CHECKED, "observer": WATCHED}, tmp_path))
+    checked = live.ask((settings | {"replay": CHECKED, "observer": ObserverConfig()}, tmp_path))
     for seen in checked:
         is_silent(seen, LAYERS)
     alone = live.ask((settings, None))

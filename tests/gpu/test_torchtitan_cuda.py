@@ -25,7 +25,7 @@ from tests.support.nccl_ranks import (
     started,
     went_on,
 )
-from torchscout.config import ReplayConfig
+from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.faults.fault import Faults
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3), needs("torchtitan")]
@@ -59,7 +59,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NcclRanks]:
 
 
 def test_a_healthy_job_is_silent_certified_and_bitwise_the_same(three: NcclRanks, tmp_path: Path):
-    checked = three.ask(({"steps": STEPS, "replay": CHECKED, "observer": WATCHED}, tmp_path))
+    checked = three.ask(({"steps": STEPS, "replay": CHECKED, "observer": ObserverConfig()}, tmp_path))
     for seen in checked:
         is_silent(seen, LAYERS)
     alone = three.ask(({"steps": STEPS}, None))

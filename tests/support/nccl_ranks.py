@@ -40,6 +40,7 @@ __all__ = [
 STEPS, FAULTY_STEP, STALL = 12, 6, 10.0
 """A stall outlasts the threshold by far, and ends: the job then goes on."""
 CHECKED = ReplayConfig(interval=2)
+# Quick, for a hang that is there; a healthy job is watched as by default.
 WATCHED = ObserverConfig(floor_seconds=2.0, multiple=2.0, start_seconds=120.0, grace_seconds=8.0)
 
 
