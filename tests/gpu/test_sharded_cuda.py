@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.ranks import run_ranks
+from tests.support.sharded_jobs import Failing
 from torchscout.config import ReplayConfig
 from torchscout.faults.tensor_effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
@@ -92,7 +93,12 @@ def sharded(layout: Layout, device: str) -> nn.Module:
 
 
 def train(
-    rank: int, layout: Layout, run_dir: Path | None, has_fault: bool = False, device: str = "cuda"
+    rank: int,
+    layout: Layout,
+    run_dir: Path | None,
+    has_fault: bool = False,
+    failing: Failing = Failing(),  # noqa: B008  frozen
+    device: str = "cuda",
 ) -> dict[str, Any]:
     """Train with a check at each step; without ``run_dir`` nothing is attached."""
     warnings.filterwarnings("ignore", message=".*(view tensor|deterministic).*")
@@ -102,6 +108,8 @@ def train(
     session = run_dir and enable_resiliency(
         net, optimizer, replay=ReplayConfig(interval=1), observer=None, run_dir=run_dir
     )
+    if rank in failing.ranks:
+        failing.apply(net.stack[0])
     flipped = 0
     for step in range(1, STEPS + 1):
         if has_fault and step == FLIPPED_AT and rank == 1:
@@ -168,3 +176,25 @@ def test_a_flipped_bit_in_a_shard_is_named(layout: Layout, tmp_path: Path):
     assert {ranks for _, ranks, _ in found[0]["incidents"]} == {layout.named}, found[0]["sentences"]
     for each in found:
         assert each["replay"]["certified"] < FLIPPED_AT, "no state after the flip is certified"
+
+
+FAILURES = [Failing((1,), within) for within in ("entry", "forward", "backward")]
+
+
+def failing(rank: int, layout: Layout, run_dir: Path, device: str = "cuda") -> list[dict[str, Any]]:
+    """For each failure what was found, and whether training was the same as without it."""
+    alone = train(rank, layout, None, device=device)
+    found = [train(rank, layout, run_dir / each.within, failing=each, device=device) for each in FAILURES]
+    return [{**each, "same": alone["bits"] == each["bits"]} for each in found]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_a_replayed_pass_that_fails_on_one_rank_leaves_training_as_it_was(layout: Layout, tmp_path: Path):
+    for results in run_ranks(failing, layout.ranks, layout, tmp_path, timeout=300, backend="nccl"):
+        for fault, found in zip(FAILURES, results, strict=True):
+            assert found["same"], fault
+            assert (found["failures"], found["incidents"]) == ([], []), found["sentences"]
+            unchecked = found["replay"]["not_checked"]
+            assert unchecked, fault
+            assert all(surface.startswith("stack.0") for surface in unchecked)
+            assert all("replay failed on rank 1" in reason for reason in unchecked.values())
