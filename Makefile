@@ -3,10 +3,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help demo test test-slow check format clean
+# On a GPU machine PyTorch is that machine's own, with CUDA; requirements-dev.txt pins the CPU build.
+GPU_PYTHON ?= python3
+
+.PHONY: help demo test test-slow test-gpu test-gpu-slow check format clean
 
 help:  ## what there is to run
-	@awk -F':.*## *' '/^[a-z-]+:.*##/ {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## *' '/^[a-z-]+:.*##/ {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## a slow rank, a flipped bit and a hang, each named and recovered from
 	$(BIN)/scout demo
@@ -16,6 +19,12 @@ test: $(READY)  ## every test that needs no accelerator and is not slow
 
 test-slow: $(READY)  ## the long ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+test-gpu:  ## tests on a CUDA device, with GPU_PYTHON; NCCL tests need 4 devices or NCCL 2.30
+	$(GPU_PYTHON) -m pytest -m "gpu and not slow" -rs tests/gpu
+
+test-gpu-slow:  ## the long ones of them: healthy jobs over 2,000 steps
+	$(GPU_PYTHON) -m pytest -m "gpu and slow" -rs tests/gpu
 
 check: $(READY)  ## format, lint, types, spelling; changes nothing
 	$(BIN)/ruff format --check .

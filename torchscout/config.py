@@ -10,6 +10,7 @@ __all__ = [
     "KAPPA",
     "MATERIAL_RATIO",
     "RECIPES",
+    "RESULTS",
     "BaselineConfig",
     "CheckpointConfig",
     "ObserverConfig",
@@ -28,6 +29,8 @@ RECIPES = (
     *("at_rest", "experts", "all_to_all", "expert_census", "expert_optimizer", "transfers"),
 )
 """What replay can check: see ``ReplayConfig.recipes``."""
+RESULTS = ("forward", "backward", "optimizer")
+"""Kinds of results that a replay computes: see ``ReplayConfig.require``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,12 @@ class ReplayConfig:
     catalog: str | Path | None = None
     """The file of ``scout discover`` with the shapes at which experts are replayed; each rank reads it.
     Without it, they are replayed with as many rows as training happens to route to them."""
+    require: tuple[str, ...] = ()
+    """What must have been compared for a check to certify. A result that does not repeat (a kernel with
+    atomics) is left out of the comparison, and by default does not hold up certification of the rest. Name
+    kinds of results (``forward``, ``backward``, ``optimizer``) or surfaces, in which ``*`` stands for
+    anything (``layers.*/grad_input``): a check in which one of them is left out certifies nothing, and
+    ``session.status()["replay"]["held_up"]`` says which."""
     patience_seconds: float = 120.0
     """How long a rank waits for another one in a check before replay is given up, and training goes on."""
     straggler: StragglerConfig = StragglerConfig()
@@ -178,6 +187,14 @@ class ReplayConfig:
             raise ValueError(f"variants must differ from each other, got {self.variants}")
         if self.budget is not None and not 0 < self.budget < 1:
             raise ValueError(f"budget is a share between 0 and 1, got {self.budget}")
+        names: object = self.require
+        if isinstance(names, str):
+            raise ValueError(f"require is a tuple of names, got the string {names!r}")
+        if unknown := [name for name in self.require if name not in RESULTS and "/" not in str(name)]:
+            raise ValueError(
+                f"require names kinds of results ({', '.join(RESULTS)}) or surfaces such as "
+                f"'layers.*/grad_input', got {unknown}"
+            )
         if not 0 < self.patience_seconds < float("inf"):
             raise ValueError(f"patience_seconds must be positive and finite, got {self.patience_seconds}")
 

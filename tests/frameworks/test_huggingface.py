@@ -24,7 +24,7 @@ from torchscout.integration.huggingface import ResiliencyCallback, trusted_check
 preload("tests.support.huggingface_jobs")
 
 slow = pytest.mark.slow
-REPLAYED = range(2, 30)
+REPLAYED = range(2, 200)
 """Passes that are not training's own, of which there are two in a step."""
 LLAMA = {"model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"}
 GPT2 = {"transformer.wte", "transformer.h.0", "transformer.h.1"}

@@ -28,7 +28,7 @@ from tests.support.ranks import LiveRanks, run_ranks
 from torchscout.faults.fault import Faults
 
 ALL = None
-REPLAYED = range(1, 30)
+REPLAYED = range(1, 200)
 
 
 def output_of(layer: str, rank: int) -> Faults:

@@ -69,7 +69,7 @@ def test_after_a_wrong_number_a_job_goes_on_from_before_it(
 ):
     """Training has it too, and so have all later steps of that run."""
     faults = Faults().flip_bit(
-        rank=2, at=f"{layout.layer}/output", step=FAULTY_STEP, bit=20, calls=range(layout.called + 8)
+        rank=2, at=f"{layout.layer}/output", step=FAULTY_STEP, bit=20, calls=range(layout.called + 200)
     )
     trial, ranks = layout.trial(assets, steps=5), live(request, layout)
     kept = replace(trial, directory=tmp_path / "kept")

@@ -44,7 +44,7 @@ def test_a_wrong_number_names_the_rank_and_nothing_is_kept_after_it(
     request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path
 ):
     """Training itself is right; what is computed again between steps is not."""
-    again = range(layout.called, 9)
+    again = range(layout.called, 200)
     faults = Faults().flip_bit(rank=2, at=f"{layout.layer}/output", step=2, bit=20, calls=again)
     trial = layout.trial(assets, steps=3, faults=faults, directory=tmp_path / "kept")
     told = live(request, layout).ask((trial, tmp_path / "scout"), 300)

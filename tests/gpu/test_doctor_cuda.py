@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchscout.cli.doctor.checks import devices
+from torchscout.cli.doctor.checks import devices, repeats
 from torchscout.cli.doctor.finding import Grade
 from torchscout.cli.doctor.probes.torch_facts import ask_torch
 
@@ -27,7 +27,8 @@ def test_devices_nccl_and_the_fused_signature_are_found():
     assert facts.devices[0] == torch.cuda.get_device_name(0)
     assert facts.nccl
     assert (facts.fused, facts.fused_problem) == (True, None)
-    for check in (devices.backends, devices.cuda, devices.triton):
+    assert max(facts.attention.values()) == 1, "as replay runs them, they repeat"
+    for check in (devices.backends, devices.cuda, devices.triton, repeats.attention):
         assert check(facts).status is Grade.OK
 
 

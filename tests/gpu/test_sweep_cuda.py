@@ -93,7 +93,7 @@ def test_healthy_ranks_sweep_clean_and_nothing_changes(tmp_path: Path):
 
 def test_a_rank_that_is_wrong_in_one_layer_is_named(tmp_path: Path):
     # In the last step this layer is not due: only the sweep comes to it again.
-    faults = Faults().flip_bit(rank=2, at="layers.1/output", step=STEPS, bit=20, calls=range(1, 9))
+    faults = Faults().flip_bit(rank=2, at="layers.1/output", step=STEPS, bit=20, calls=range(1, 200))
     found = run_ranks(swept, RANKS, tmp_path, faults, timeout=240)
     assert found[2][-1], "the fault has fired"
     assert {each[0] for each in found} == {Sweep.SDC}

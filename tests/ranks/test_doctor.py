@@ -60,9 +60,9 @@ def test_this_machine_is_examined_without_torch_in_the_doctors_own_process(tmp_p
     assert json.loads(done.stdout) == json.loads((tmp_path / "report.json").read_text())
     found = grades(done.stdout)
     assert list(found) == [
-        "Python", "torch", "backends", "CUDA", "Triton", "frameworks", "pyzmq", "board", "other machine",
-        "stacks", "clock", "open files", "file size", "shared memory", "permissions", "checkpoint folder",
-        "peers",
+        "Python", "torch", "backends", "CUDA", "Triton", "attention", "frameworks", "pyzmq", "board",
+        "other machine", "stacks", "clock", "open files", "file size", "shared memory", "permissions",
+        "checkpoint folder", "surfaces", "peers",
     ]  # fmt: skip
     assert json.loads(done.stdout)["fit"]
     assert "fail" not in found.values()
@@ -93,6 +93,7 @@ def test_what_is_wrong_is_found_and_comes_with_what_to_do(tmp_path: Path):
         "shared memory",
         "permissions",
         "checkpoint folder",
+        "surfaces",
         "peers",
     }
     assert {name for name, grade in found.items() if grade == "fail"} == wrong

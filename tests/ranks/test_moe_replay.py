@@ -13,7 +13,7 @@ from torchscout.config import ReplayConfig
 from torchscout.decision.record import Scope
 from torchscout.faults.fault import Faults
 
-REPLAYED = range(1, 30)
+REPLAYED = range(1, 200)
 LAYERS = (0, 1)
 DENSE = {
     f"layer.{place}.{part}/{what}"
@@ -89,7 +89,7 @@ def test_uneven_routing_is_no_fault_and_training_is_bitwise_the_same(trial: Tria
             (0, 1, 2, 3, 4, 5),
         ),
         (
-            Faults().flip_bit(rank=1, at="all_to_all@mesh_expert", step=2, bit=9, calls=range(10, 60)),
+            Faults().flip_bit(rank=1, at="all_to_all@mesh_expert", step=2, bit=9, calls=range(10, 400)),
             "all_to_all/balanced.received",
             (1, 3, 5),
         ),

@@ -69,8 +69,8 @@ def test_stages_with_other_parts_stay_in_step(tmp_path: Path):
 
 
 def test_a_fault_in_one_stage_is_named_there_and_repeats_in_step(tmp_path: Path):
-    faults = Faults().flip_bit(rank=2, at="tokens/output", step=2, bit=1, calls=range(1, 9))
-    faults = faults.flip_bit(rank=5, at="stack.2/output", step=3, bit=1, calls=range(1, 9))
+    faults = Faults().flip_bit(rank=2, at="tokens/output", step=2, bit=1, calls=range(1, 200))
+    faults = faults.flip_bit(rank=5, at="stack.2/output", step=3, bit=1, calls=range(1, 200))
     for failures, found, _ in run_ranks(stages, 6, tmp_path, faults, timeout=90):
         assert failures == []
         assert sorted(found) == [((2,), "tokens/output", 2), ((5,), "stack.2/output", 3)]

@@ -89,15 +89,37 @@ def test_two_against_two_is_inconclusive(tmp_path: Path):
     assert {each.status for each in of_weight} == {"inconclusive"}
 
 
-@pytest.mark.parametrize(
-    ("calls", "word"), [(REPLAY, "persistent"), (range(1, 2), "intermittent")], ids=["all", "first"]
-)
-def test_a_second_replay_says_whether_a_rank_repeats_its_mistake(tmp_path: Path, calls: range, word: str):
-    faults = Faults().set_value(rank=2, at="stack.0/output", step=FAULTY_STEP, value=9.0, calls=calls)
+def test_a_rank_that_repeats_its_mistake_is_named_in_the_same_check(tmp_path: Path):
+    faults = Faults().set_value(rank=2, at="stack.0/output", step=FAULTY_STEP, value=9.0, calls=REPLAY)
     (incident,) = trained(4, faults, tmp_path)[0].incidents
     assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (2,), FAULTY_STEP)
-    assert f"({word})" in incident.sentence
+    assert "further replays gave the same (persistent)" in incident.sentence
     assert "the weights agree, only the computation differs" in incident.sentence
+
+
+def test_a_rank_that_is_wrong_in_every_other_replay_is_named_when_chance_is_excluded(tmp_path: Path):
+    """Half of 64 replays are not enough among four peers; those of the layer's next turn are added."""
+    every_other, steps = REPLAY[::2], range(FAULTY_STEP, STEPS + 1)
+    faults = Faults().set_value(rank=2, at="stack.0/output", step=steps, value=9.0, calls=every_other)
+    found = trained(4, faults, tmp_path)[0]
+    (incident,) = found.incidents
+    assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (2,), STEPS)
+    assert "32 in earlier checks (intermittent)" in incident.sentence
+    (before,) = [each for each in found.records if each.surface == "stack.0/output" and each.reason]
+    assert before.step == FAULTY_STEP
+    assert before.reason.startswith("undecided: rank 2 differed 32 times in 64 replays")
+
+
+def test_a_single_wrong_replay_names_nobody(tmp_path: Path):
+    once = range(1, 2)
+    faults = Faults().set_value(rank=2, at="stack.0/output", step=FAULTY_STEP, value=9.0, calls=once)
+    found = trained(4, faults, tmp_path)[0]
+    assert found.incidents == []
+    first: dict[int, str] = {}
+    for each in found.records:
+        if each.surface == "stack.0/output":
+            first.setdefault(each.step, each.status)  # then come the further replays
+    assert first == {1: "agree", 3: "not_checked", 5: "agree"}
 
 
 def test_a_wrong_weight_is_said_to_be_held_and_not_only_computed(tmp_path: Path):
@@ -215,7 +237,7 @@ def test_one_flipped_bit_in_a_tensor_shard_is_named_exactly(tmp_path: Path, step
 
 def test_a_wrong_partial_result_names_all_who_compute_with_it_once(tmp_path: Path):
     """Tensor-parallel ranks add their results up: whose was wrong cannot be seen in the sum."""
-    faults = Faults().flip_bit(rank=5, at="stack.0.up/output", step=3, bit=22, index=3, calls=range(1, 9))
+    faults = Faults().flip_bit(rank=5, at="stack.0.up/output", step=3, bit=22, index=3, calls=range(1, 200))
     results = run_ranks(grid_job, 8, faults, tmp_path, timeout=120)
     for incidents, _ in results:
         (incident,) = incidents

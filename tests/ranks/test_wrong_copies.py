@@ -75,7 +75,7 @@ def test_what_one_rank_alone_holds_is_not_trusted_if_it_changed_in_the_step_that
     told = run_ranks(train, RANKS, replace(plan, kind="fsdp"), timeout=120)
     assert {(manifestation, step) for manifestation, step in told[0].incidents} == {("sdc", 6)}
     assert set(told[0].named) == {(1,)}
-    assert {each.status["verified"] for each in told} == {4}
+    assert {(each.status["verified"], each.certified) for each in told} == {(4, 4)}
     for each in gone_on(replace(plan, kind="fsdp")):
         assert each.resumed is not None
         assert (each.resumed.step, each.resumed.role) == (4, Role.VERIFIED)

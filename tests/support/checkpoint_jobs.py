@@ -120,6 +120,8 @@ class Told:
     named: list[tuple[int, ...]]
     """The ranks of each."""
     unfired: int
+    certified: int | None = None
+    """Up to which step the job could trust checkpoints of its own."""
 
 
 @dataclass
@@ -299,11 +301,12 @@ def train(rank: int, plan: Plan) -> Told:
             roles[step] = _roles(session)
     if session is None:
         return Told(bits, roles, None, {}, [], [], [], len(injector.unfired))
-    status, incidents = session.status()["checkpoint"], session.incidents
+    status, incidents, certified = session.status()["checkpoint"], session.incidents, session.certified
     session.close()
     told = [(each.manifestation.value, each.step) for each in incidents]
     named = [each.ranks for each in incidents]
-    return Told(bits, roles, resumed, status, session.failures, told, named, len(injector.unfired))
+    unfired = len(injector.unfired)
+    return Told(bits, roles, resumed, status, session.failures, told, named, unfired, certified)
 
 
 def _register(session: Session | None, known: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ class Gathered(nn.Module):
         self._group, self._place = context.get_group(), context.get_local_rank()
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = (all_gather_tensor_autograd(each, 2, self._group) for each in (k, v))
+        k, v = (all_gather_tensor_autograd(each.contiguous(), 2, self._group) for each in (k, v))
         own = torch.arange(q.shape[2]) + self._place * q.shape[2]
         mask = own[:, None] >= torch.arange(k.shape[2])[None, :]
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)

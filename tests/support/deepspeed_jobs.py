@@ -269,7 +269,7 @@ def bits_of(engine: Any, loader: Loader) -> str:
     digest = hashlib.blake2b(digest_size=16)
     streams = deepspeed.checkpointing.get_cuda_rng_tracker().get_states().values()
     for each in [*tensors, torch.get_rng_state(), *streams]:
-        digest.update(each.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(each.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
     counters = [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.get_lr()]
     counters += [loader.state_dict(), getattr(engine.lr_scheduler, "last_epoch", None), scale_of(engine)]
     digest.update(repr(counters).encode())

@@ -75,4 +75,4 @@ def weight(at: str, rank: int, step: int = 2) -> Faults:
 
 def miscalculated(at: str, rank: int, step: int = 2) -> Faults:
     """A module gets a number wrong, in the second batch of a step and in all replays of it."""
-    return Faults().flip_bit(rank=rank, at=at, step=step, bit=2, calls=range(1, 30))
+    return Faults().flip_bit(rank=rank, at=at, step=step, bit=2, calls=range(1, 200))

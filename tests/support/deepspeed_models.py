@@ -1,6 +1,7 @@
 """Engines for small DeepSpeed jobs: plain, pipelined, with experts, with sequences or layers in parts.
 
 DeepSpeed runs on CPUs as it is; only its shared-memory operators, which it would compile, are left out.
+A rank that sets ``DS_ACCELERATOR=cuda`` before it imports this trains on its current CUDA device over NCCL.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from tests.support.replayed_job import VOCABULARY, WIDTH, Block, Net
 
-os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 from deepspeed.moe.layer import MoE
@@ -45,7 +46,8 @@ class Work:
 def quiet() -> None:
     warnings.filterwarnings("ignore")
     deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if os.environ["DS_ACCELERATOR"] == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def plain(rank: int, config: Mapping[str, Any]) -> Work:
@@ -259,7 +261,7 @@ KINDS: dict[str, Callable[[int, Mapping[str, Any]], Work]] = {
 
 
 def _begin() -> None:
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
 
 
 def _engine(net: nn.Module, config: Mapping[str, Any], **settings: Any) -> Any:
@@ -297,8 +299,9 @@ def _micro_steps(
     engine: Any, own: Callable[[torch.Tensor], torch.Tensor] = lambda each: each
 ) -> Callable[[Batches, Callable[[], None]], None]:
     def step(batches: Batches, middle: Callable[[], None]) -> None:
-        for place, (tokens, targets) in enumerate(batches):
-            engine.backward(_loss(engine(own(tokens)), own(targets)))
+        for place, pair in enumerate(batches):
+            tokens, targets = (own(each).to(engine.device) for each in pair)
+            engine.backward(_loss(engine(tokens), targets))
             if place:
                 middle()
             engine.step()

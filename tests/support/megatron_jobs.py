@@ -21,6 +21,7 @@ from torchscout.config import CheckpointConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
+from torchscout.faults.tensor_effects import FlipBit
 from torchscout.integration.resumption import Resumption
 from torchscout.mesh import Mesh, Role
 
@@ -134,7 +135,7 @@ def state_of(job: Job) -> str:
     digest = hashlib.blake2b()
     for each in tensors:
         local = each.to_local() if isinstance(each, DTensor) else each
-        digest.update(local.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(local.detach().clone().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -172,7 +173,5 @@ def _mesh(job: Job, machines: list[str]) -> Mesh:
 
 
 def _spoil(optimizer: torch.optim.Optimizer) -> None:
-    """As memory does it: PyTorch is not told."""
-    slot = next(iter(optimizer.state.values()))["exp_avg"]
-    slot = slot.to_local() if isinstance(slot, DTensor) else slot
-    slot.detach().numpy().reshape(-1).view("int32")[0] ^= 1 << 20
+    """As memory does it: PyTorch does not count it as a write."""
+    FlipBit(20).corrupt(next(iter(optimizer.state.values()))["exp_avg"])

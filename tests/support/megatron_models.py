@@ -1,4 +1,7 @@
-"""Small GPT models that the real Megatron-Core trains on CPU ranks, in each kind of parallelism."""
+"""Small GPT models that the real Megatron-Core trains, in each kind of parallelism.
+
+On CPU ranks with the stand-ins of ``megatron_cpu``, on CUDA ranks without any.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,8 @@ class Trial:
     """The step after which all ranks are killed."""
     log: Path | None = None
     """A file for what fired, where ranks may not live to tell."""
+    device: str = "cpu"
+    """``cpu``, or ``cuda``: the rank's current device."""
 
     @property
     def kind(self) -> torch.dtype:
@@ -110,9 +115,10 @@ class Loader:
 def build(trial: Trial) -> Job:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    from tests.support import megatron_cpu
+    if trial.device == "cpu":
+        from tests.support import megatron_cpu
 
-    megatron_cpu.work_around()
+        megatron_cpu.work_around()
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -130,7 +136,8 @@ def build(trial: Trial) -> Job:
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
     config = _config(trial)
-    models = [_model(trial, config, stage) for stage in range(trial.virtual or 1)]
+    # As Megatron's ``get_model`` moves it; on CPU ranks this and every other ``cuda()`` changes nothing.
+    models = [_model(trial, config, stage).cuda() for stage in range(trial.virtual or 1)]
     if trial.dtype != "float32":
         from megatron.core.transformer.module import Float16Module
 
@@ -322,7 +329,8 @@ def _batch(trial: Trial, seed: int) -> Any:
     batch = {"tokens": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous(), "places": places}
     if trial.context > 1:
         batch, mask = get_batch_on_this_cp_rank(batch), None
-    return batch["tokens"], batch["labels"], batch["places"], mask
+    given = (batch["tokens"], batch["labels"], batch["places"], mask)
+    return tuple(None if each is None else each.cuda() for each in given)
 
 
 def _forward(loader: Iterator[Any], model: Any) -> Any:

@@ -29,7 +29,7 @@ from torchscout.integration.attach import enable_resiliency
 __all__ = ["REPLAY", "Piped", "train"]
 
 MICROBATCHES = 4
-REPLAY = range(MICROBATCHES, MICROBATCHES + 8)
+REPLAY = range(MICROBATCHES, MICROBATCHES + 200)
 """The passes of a place within a step that are not training's own, from the second step on."""
 EVERY_STEP = ReplayConfig(interval=1)
 
@@ -151,6 +151,7 @@ def _settings(modules: Sequence[nn.Module]) -> list[Any]:
 
 def _fsdp_settings(module: FSDPModule) -> list[Any]:
     state = fully_shard.state(module)
+    several = hasattr(state, "_fsdp_param_groups")  # from PyTorch 2.12 on
     groups = [
         (
             group._training_state,
@@ -160,7 +161,7 @@ def _fsdp_settings(module: FSDPModule) -> list[Any]:
             group.unshard_async_op,
             [(each.sharded_state, each.unsharded_accumulated_grad is None) for each in group.fsdp_params],
         )
-        for group in state._fsdp_param_groups
+        for group in (state._fsdp_param_groups if several else filter(None, [state._fsdp_param_group]))
     ]
     common = state._state_ctx
     return [

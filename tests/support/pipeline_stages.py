@@ -37,6 +37,7 @@ SCHEDULES: dict[str, Any] = {
     "dualpipe": ScheduleDualPipeV,
 }
 _V_SHAPED = ("zbv", "dualpipe")
+_CAN_FOLD = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,13 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{self.schedule} of {self.ranks} ranks with {self.inside} inside"
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why PyTorch itself cannot train so, or None."""
+        if self.schedule in _V_SHAPED and not _CAN_FOLD:
+            return "before PyTorch 2.12 a V-shaped schedule sends to its own rank, which Gloo refuses"
+        return None
 
     @property
     def ranks(self) -> int:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.recorder import Stamped, read
+from torchscout.decision.repeatability import MAX_REPLAYS
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Firing, Injector
 from torchscout.integration.attach import enable_resiliency
@@ -25,8 +26,8 @@ from torchscout.integration.attach import enable_resiliency
 __all__ = ["LAYERS", "Found", "Net", "batch", "checked_training", "due_layer", "due_parameter", "mend"]
 
 VOCABULARY, WIDTH, LAYERS = 24, 16, 2
-REPLAY = range(1, 9)
-"""The passes of a place within a step that are not training's own."""
+REPLAY = range(1, 1 + 2 * MAX_REPLAYS)
+"""The passes of a place within a step that are not training's own, however often a target is replayed."""
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.support.replayed_job import Net, batch
@@ -25,6 +25,8 @@ from torchscout.faults.tensor_effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
 
 EVERY_STEP = ReplayConfig(interval=1)
+HAS_RESET = hasattr(FSDPModule, "reset_iter_state")
+"""Whether this PyTorch has the public call, which came with 2.13."""
 
 
 def plain(net: Net, mesh: object) -> None:
@@ -63,8 +65,16 @@ def compiled(net: Net, mesh: object) -> None:
     plain(net, mesh)
 
 
+def prefetched(net: Net, mesh: object) -> None:
+    """The first block's passes begin with gathering the second one's parameters."""
+    plain(net, mesh)
+    first, second = net.stack
+    first.set_modules_to_forward_prefetch([second])
+    first.set_modules_to_backward_prefetch([second])
+
+
 SHARDINGS: dict[str, Callable[[Net, object], None]] = {
-    each.__name__: each for each in (plain, nested, grouped, bfloat16, checkpointed, compiled)
+    each.__name__: each for each in (plain, nested, grouped, bfloat16, checkpointed, compiled, prefetched)
 }
 
 
@@ -82,6 +92,39 @@ class Sharded:
     failures: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """The first block raises whenever it is replayed."""
+
+    ranks: tuple[int, ...] = ()
+    """On these ranks."""
+    within: str = "forward"
+    """In this pass: ``forward``, ``backward``, or at its ``entry``, before FSDP sees the call."""
+
+    def apply(self, block: nn.Module) -> None:
+        if self.within == "entry":
+            block.register_forward_pre_hook(_fail, prepend=True)
+        elif self.within == "forward":
+            block.get_submodule("up").register_forward_hook(_fail)
+        else:
+            block.get_submodule("up").register_forward_hook(_fail_in_backward)
+
+
+def _fail(*_: object) -> None:
+    if is_inert():
+        raise torch.OutOfMemoryError("no memory is left for a replay")
+
+
+def _fail_in_backward(_: nn.Module, __: object, output: torch.Tensor) -> None:
+    output.register_hook(_fail)
+
+
+def as_before_reset() -> None:
+    """In this process, a rank of its own, FSDP has no public call that resets it, as before PyTorch 2.13."""
+    if HAS_RESET:
+        del FSDPModule.reset_iter_state
+
+
 def train(
     rank: int,
     shape: tuple[int, ...],
@@ -90,12 +133,9 @@ def train(
     faults: Faults = Faults(),  # noqa: B008  frozen
     steps: int = 12,
     at_rest: int | None = None,
-    failing: tuple[int, ...] = (),
+    failing: Failing = Failing(),  # noqa: B008  frozen
 ) -> Sharded:
-    """Train; ``at_rest`` is a rank whose shard changes by itself between the second and third update.
-
-    On ``failing`` ranks the first block raises whenever it is replayed.
-    """
+    """Train; ``at_rest`` is a rank whose shard changes by itself between the second and third update."""
     warnings.filterwarnings("ignore", message=".*view tensor.*")
     torch.manual_seed(0)
     names = ("dp_replicate", "dp_shard")[-len(shape) :]
@@ -106,8 +146,8 @@ def train(
         session = run_dir and enable_resiliency(
             net, optimizer, replay=EVERY_STEP, observer=None, run_dir=run_dir
         )
-        if rank in failing:
-            net.stack[0].up.register_forward_hook(_out_of_memory)
+        if rank in failing.ranks:
+            failing.apply(net.stack[0])
         for step in range(1, steps + 1):
             if step == 3 and at_rest == rank:
                 with torch.no_grad():
@@ -129,11 +169,6 @@ def train(
     return Sharded(
         bits, records, told, [each.sentence for each in incidents], len(injector.fired), session.failures
     )
-
-
-def _out_of_memory(*_: object) -> None:
-    if is_inert():
-        raise torch.OutOfMemoryError("no memory is left for a replay")
 
 
 def _decay(block: nn.Module) -> None:

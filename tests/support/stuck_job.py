@@ -63,6 +63,9 @@ class StuckJob:
         self.absent: set[int] = set()
         self.silent: dict[int, float] = {}
         self.device: dict[int, int] = {}
+        self.entered: dict[int, dict[str, int]] = defaultdict(dict)
+        """What devices have come to, where they enter operations; see ``on_devices``."""
+        self.busy_devices: set[int] = set()
 
     def group(self, name: str, *members: int) -> str:
         self.lines[name] = Line(name, members, name)
@@ -105,6 +108,12 @@ class StuckJob:
             self.published[rank] += 1
             self.inside.discard(rank)
 
+    def on_devices(self, *behind: int) -> None:
+        """Devices enter the operations: all that was issued so far, but for those that are ``behind`` by
+        one."""
+        for rank, issued in self.issued.items():
+            self.entered[rank] = {line: count - (rank in behind) for line, count in issued.items()}
+
     def gone(self, *ranks: int) -> None:
         self.process |= dict.fromkeys(ranks, Process.GONE)
 
@@ -124,6 +133,8 @@ class StuckJob:
             at_communication=rank in self.inside,
             silent_seconds=self.silent.get(rank, 6.0),
             device_step=self.device.get(rank),
+            entered=self.entered[rank],
+            device_busy=rank in self.busy_devices if self.entered[rank] else None,
         )
         return Standing(rank, process, progress, waiting=shown if process is Process.RUNNING else None)
 

@@ -12,7 +12,8 @@ from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.happening import Checked, Lost, Outcome, WriteFailed, Written
 from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
-from torchscout.decision.replay_diagnosis import FAILED, NONDETERMINISTIC
+from torchscout.decision.repeatability import NONDETERMINISTIC, UNDECIDED
+from torchscout.decision.replay_diagnosis import FAILED
 from torchscout.errors import CheckpointError
 
 TARGETS = ("", "layer.0")
@@ -60,7 +61,9 @@ def slow() -> Incident:
         ([*HEALTHY, number("layer.0", reason="no gradient reached it")], Outcome.HEALTHY),
         ([*HEALTHY, number("layer.0", 1, 1, 2)], Outcome.SDC),
         ([*HEALTHY, number("layer.0", 1, 2, 3)], Outcome.SDC),
-        ([*HEALTHY, number("layer.0", reason=f"{NONDETERMINISTIC}: who knows")], Outcome.REJECTED),
+        ([*HEALTHY, number("layer.0", reason=f"{NONDETERMINISTIC}: atomics")], Outcome.HEALTHY),
+        ([number(""), number("layer.0", reason=f"{NONDETERMINISTIC}: atomics")], Outcome.NOT_CHECKED),
+        ([*HEALTHY, number("layer.0", reason=f"{UNDECIDED}: rank 1 differed once")], Outcome.REJECTED),
         ([*HEALTHY, number("layer.0", reason=f"{FAILED} on rank 2")], Outcome.NOT_CHECKED),
         ([number(""), number("layer.0", reason="it was not called")], Outcome.NOT_CHECKED),
         ([number("")], Outcome.NOT_CHECKED),
@@ -69,6 +72,23 @@ def slow() -> Incident:
 )
 def test_what_one_rank_makes_of_a_check(records: list[EvidenceRecord], outcome: Outcome):
     assert outcome_of(records, [], TARGETS) is outcome
+
+
+@pytest.mark.parametrize(
+    ("require", "outcome"),
+    [
+        ((), Outcome.HEALTHY),
+        (("backward",), Outcome.HEALTHY),
+        (("forward",), Outcome.NOT_CHECKED),
+        (("layer.*/output",), Outcome.NOT_CHECKED),
+        (("layer.1/*", "*/grad_input"), Outcome.HEALTHY),
+    ],
+)
+def test_what_does_not_repeat_holds_up_certification_only_where_it_is_required(
+    require: tuple[str, ...], outcome: Outcome
+):
+    left_out = replace(number("layer.0", reason=f"{NONDETERMINISTIC}: atomics"), mode="forward x0.1")
+    assert outcome_of([*HEALTHY, left_out], [], TARGETS, require) is outcome
 
 
 def test_slowness_is_accepted_and_said():

@@ -38,6 +38,12 @@ def gone(rank: int, seconds: float) -> Post:
     return replace(alive, standing=replace(alive.standing, process=Process.GONE))
 
 
+def timed_out(rank: int, issued: int = 5, seconds: float = 0.5) -> Post:
+    """Its trainer waited for 5.5 seconds before something ended it."""
+    alive = post(rank, issued, stack="", gone_seconds=seconds, timed_out=True)
+    return replace(alive, standing=replace(alive.standing, process=Process.GONE))
+
+
 def round_of(*different: Post) -> dict[int, Post]:
     """Everybody waits in number 5, but for these."""
     return {rank: post(rank) for rank in range(SIZE)} | {each.standing.rank: each for each in different}
@@ -48,6 +54,31 @@ def test_who_has_not_entered_is_named_with_its_stack_and_those_of_a_few_others()
     assert (incident.scope, incident.ranks, incident.hosts) == (Scope.RANK, (2,), ("b",))
     stacks = {record.progress["rank"]: record.progress["stack"] for record in incident.records}
     assert stacks == {2: "File lagging", 0: "File ...", 1: "File ...", 3: "File ..."}
+
+
+def test_a_watchdog_that_ends_those_who_wait_is_not_blamed_on_them():
+    incident = conclude(round_of(post(2, 4), timed_out(0), timed_out(1)), MESH)
+    assert incident.ranks == (2,)
+    assert incident.sentence.endswith("the trainers of ranks 0 and 1 ended after waiting for too long")
+    # Nor if the one they waited for was ended soon after them.
+    assert conclude(round_of(timed_out(2, 4, 0.2), timed_out(0), timed_out(1)), MESH).ranks == (2,)
+
+
+def test_a_trainer_that_ends_after_a_long_silence_of_its_own_is_named():
+    assert conclude(round_of(timed_out(2, 4)), MESH).ranks == (2,)
+
+
+def test_trainers_that_end_after_waiting_for_nobody_in_particular_are_named_together():
+    incident = conclude({rank: timed_out(rank) for rank in range(SIZE)}, MESH)
+    assert incident.ranks == tuple(range(SIZE))
+
+
+def test_what_the_flight_recorder_says_goes_with_the_incident():
+    shown = {"step": 3, "open": 1, "operations": [{"operation": "all_reduce", "state": "started"}]}
+    incident = conclude(round_of(post(2, 4), post(1, operations=shown)), MESH)
+    (record,) = [each for each in incident.records if each.surface == "flight_recorder"]
+    assert (record.peers, record.progress["operations"]) == ((1,), shown["operations"])
+    assert record.verdict is None
 
 
 def test_while_one_moves_nobody_is_blamed_at_first():

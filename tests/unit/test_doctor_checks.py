@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.cli.doctor.checks import devices, installation, layout, network, storage, system
+from torchscout.cli.doctor.checks import devices, installation, layout, network, repeats, storage, system
 from torchscout.cli.doctor.facts import Clock, Folder, Installed, Limits, Met, Reached, Stacks, TorchFacts
 from torchscout.cli.doctor.finding import Finding, Grade
 from torchscout.cli.doctor.plan import Plan, laid_out, mesh_of
+from torchscout.cli.doctor.probes.run_records import not_repeating
+from torchscout.decision.record import EvidenceRecord, Manifestation
+from torchscout.decision.recorder import JsonlRecorder
 
 GIB = 1 << 30
 HERE = Installed({"Python": "3.11.7", "torch": "2.13.0", "pyzmq": "27.0"}, curve=True)
@@ -212,3 +215,29 @@ def test_ranks_and_machines_follow_from_mesh_and_devices():
     assert laid_out(32, None, 2, 8) == (16, 2)
     with pytest.raises(ValueError, match="the mesh has 32 ranks: 4 machines with 8 each, not 3"):
         laid_out(32, 8, 3, 0)
+
+
+def test_attention_backends_repeat_or_are_said_not_to():
+    holds(repeats.attention(TORCH), "skipped", "CUDA devices only")
+    holds(repeats.attention(CUDA), "warn", "could not be tried")
+    tried = replace(CUDA, attention={"flash": 1, "cuDNN": 0, "memory-efficient": 1})
+    holds(repeats.attention(tried), "ok", "flash and memory-efficient repeat")
+    noisy = replace(CUDA, attention={"flash": 9, "memory-efficient": 1})
+    holds(repeats.attention(noisy), "warn", "flash attention does not repeat", "another backend")
+
+
+def test_surfaces_of_a_run_that_do_not_repeat_are_listed(tmp_path: Path):
+    holds(repeats.surfaces(not_repeating(tmp_path)), "skipped", "--run-dir")
+    reason = "nondeterministic kernel: replayed twice, ranks 0 and 1 did not repeat the same numbers"
+    unlike = {"layers.0/grad_input": reason, "layers.0/output": "it returns no tensor"}
+    recorder = JsonlRecorder(tmp_path, 1)
+    for surface, told in unlike.items():
+        recorder.record(
+            EvidenceRecord(
+                step=5, surface=surface, manifestation=Manifestation.SDC, peers=(0, 1, 2), reason=told
+            )
+        )
+    recorder.close()
+    assert not_repeating(tmp_path) == {"layers.0/grad_input": reason}
+    holds(repeats.surfaces(not_repeating(tmp_path)), "warn", "1 of this run", reason, "require")
+    holds(repeats.surfaces({}), "ok", "repeats")

@@ -6,7 +6,8 @@ import pytest
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import Status, exact, statistical
 from torchscout.decision.record import Action, EvidenceRecord, Manifestation, Scope
-from torchscout.decision.replay_diagnosis import Repeatability, ReplayDiagnosis, repeatability, settle
+from torchscout.decision.repeatability import Repeatability, Repeated
+from torchscout.decision.replay_diagnosis import ReplayDiagnosis
 from torchscout.mesh import Mesh
 
 NAN = math.nan
@@ -147,53 +148,35 @@ def test_a_long_list_is_cut_short_in_the_sentence_only():
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "expected"),
+    ("kind", "replays", "differing", "earlier", "words"),
     [
-        ([7, 7, 9, 7], [7, 7, 9, 7], Repeatability.PERSISTENT),
-        ([7, 7, 9, 7], [7, 7, 8, 7], Repeatability.INTERMITTENT),
-        ([7, 7, 9, 7], [7, 7, 7, 7], Repeatability.INTERMITTENT),
-        ([7, 7, 9, 7], [7, 5, 7, 7], Repeatability.NONDETERMINISTIC),
-        ([7, 7, 9, 7], [7, 5, 9, 7], Repeatability.NONDETERMINISTIC),
-        ([7, 9], [7, 9], Repeatability.PERSISTENT),
-        ([7, 9], [7, 8], Repeatability.INTERMITTENT),
-        ([7, 9], [6, 8], Repeatability.NONDETERMINISTIC),
-        ([1, 2, 3, 4], [1, 5, 6, 7], Repeatability.NONDETERMINISTIC),
+        (Repeatability.PERSISTENT, 1, 1, 0, "3 of 4 peers agree against it."),
+        (Repeatability.PERSISTENT, 2, 2, 0, "; a second replay gave the same (persistent)."),
+        (Repeatability.PERSISTENT, 36, 36, 0, "; 35 further replays gave the same (persistent)."),
+        (Repeatability.INTERMITTENT, 50, 36, 0, "; 36 of 50 replays differed (intermittent)."),
+        (
+            Repeatability.INTERMITTENT,
+            50,
+            20,
+            16,
+            "; 20 of 50 replays differed, and 16 in earlier checks (intermittent).",
+        ),
     ],
 )
-def test_a_second_replay_tells_what_kind_of_disagreement_it_is(first, second, expected):
-    assert repeatability(exact(first), exact(second)) is expected
-
-
-@pytest.mark.parametrize(("again", "word"), [(9, "persistent"), (8, "intermittent")])
-def test_the_sentence_says_whether_it_repeated(again, word):
-    record, repeat = signed([7, 7, 9, 7]), signed([7, 7, again, 7])
-    (incident,) = diagnosis().observe([record], repeats=[repeat])
+def test_the_sentence_says_whether_it_repeated(kind, replays, differing, earlier, words):
+    record, again = signed([7, 7, 9, 7]), signed([7, 7, 8, 7])
+    repeated = Repeated(record, kind, replays, differing, earlier, (again,))
+    (incident,) = diagnosis().observe([record], repeats=[repeated])
     assert incident.ranks == (2,)
-    assert f"({word})" in incident.sentence
-    assert incident.records == (record, repeat)
+    assert incident.sentence.endswith(words)
+    assert incident.records == (record, again)
 
 
-def test_a_nondeterministic_kernel_is_nobodys_fault_and_no_clean_evidence():
-    noisy, sound = signed([7, 7, 9, 7]), signed([1, 1, 1, 1], surface="layer.3/grad_input")
-    repeat = signed([7, 6, 5, 7])
-    assert diagnosis().observe([noisy, sound], repeats=[repeat]) == []
-    kept, untouched = settle([noisy, sound], [repeat])
-    assert (kept.status, kept.verdict) == ("not_checked", None)
-    assert kept.reason == (
-        "nondeterministic kernel: replayed again, ranks 1 and 2 did not repeat the same numbers"
-    )
-    assert untouched is sound
-
-
-def test_the_repeat_of_other_work_excuses_nobody():
-    record, repeat = signed([7, 7, 9, 7], layer="3"), signed([6, 5, 4, 3], layer="4")
-    assert diagnosis().observe([record], repeats=[repeat])[0].ranks == (2,)
-    assert settle([record], [repeat]) == [record]
-
-
-def test_times_need_not_repeat():
-    record = timed(SLOW)
-    assert settle([record], [timed([51.0, 50.0, 99.0, 50.1])]) == [record]
+def test_the_repeat_of_other_work_is_not_told_of():
+    record, other = signed([7, 7, 9, 7], layer="3"), signed([7, 7, 9, 7], layer="4")
+    repeated = Repeated(other, Repeatability.PERSISTENT, 9, 9)
+    (incident,) = diagnosis().observe([record], repeats=[repeated])
+    assert "persistent" not in incident.sentence
 
 
 # Stragglers

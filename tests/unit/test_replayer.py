@@ -12,6 +12,7 @@ from torch import nn
 from tests.support.planned_replay import Act, Planned, Rank, checked, fails, job, named, statuses
 from tests.support.thread_peers import ThreadPeers, on_threads
 from tests.support.update_job import flip_lowest_bit
+from torchscout.decision.repeatability import MAX_REPLAYS, Repeatability
 from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ChannelError, ReplayError
 from torchscout.evidence.hearing import is_inert
@@ -141,29 +142,72 @@ def wrong_output(rank: int, only: float | None = None) -> Act:
     return act
 
 
-def test_a_disagreement_calls_for_one_second_replay_on_every_rank():
+def test_a_disagreement_is_replayed_on_every_rank_until_chance_is_excluded():
     ranks = job(wrong_output(2))
     for outcome in checked(ranks):
-        assert named(outcome.records) == named(outcome.repeats) == {("a/output", "forward"): (2,)}
-    assert [rank.recipes[0].said().count("observe") for rank in ranks] == [2, 2, 2]
+        (repeated,) = outcome.repeats
+        assert named(outcome.records) == named(repeated.again) == {("a/output", "forward"): (2,)}
+        assert repeated.kind is Repeatability.PERSISTENT
+        assert 30 < repeated.replays < MAX_REPLAYS
+        assert len(repeated.again) == 1, "what repeats is kept once"
+    (replays,) = {rank.recipes[0].said().count("observe") for rank in ranks}
+    assert replays == repeated.replays
     assert [rank.recipes[0].said().count("align") for rank in ranks] == [1, 1, 1]
 
 
-def test_a_second_replay_may_find_nothing():
+def test_a_rank_that_was_named_is_not_replayed_so_often_again():
+    ranks = job(wrong_output(2))
+    checked(ranks)
+    before = ranks[0].recipes[0].said().count("observe")
+    for outcome in on_threads([rank.peers for rank in ranks], lambda peers: ranks[peers.rank].step(2)):
+        assert named(outcome.records) == {("b/output", "forward"): (2,)}
+    assert ranks[0].recipes[0].said().count("observe") == before + 2
+
+
+def test_what_differs_once_names_nobody_and_is_remembered():
     seen = iter([1])
     ranks = job(lambda rank, call, _: next(seen, 0) if (rank, call) == (2, "observe") else None)
     for outcome in checked(ranks):
-        assert named(outcome.records) == {("a/output", "forward"): (2,)}
-        assert statuses(outcome.repeats) == {"a/input": "agree", "a/output": "agree"}
+        assert named(outcome.records) == {}
+        assert statuses(outcome.records) == {"a/input": "agree", "a/output": "not_checked"}
+        reason = outcome.records[1].reason
+        assert reason.startswith("undecided: rank 2 differed once in 64 replays")
+        assert outcome.repeats[0].kind is Repeatability.UNDECIDED
+    assert [rank.recipes[0].said().count("observe") for rank in ranks] == [MAX_REPLAYS] * 3
 
 
-def test_a_disagreement_among_other_peers_calls_for_a_second_replay_here_too():
+def test_what_does_not_repeat_is_left_out_from_then_on():
+    """Every rank another number each time: the first further replay tells."""
+    counts = dict.fromkeys(range(3), 0)
+
+    def act(rank: int, call: str, _: float) -> int | None:
+        if call != "observe":
+            return None
+        counts[rank] += 1
+        return 100 * counts[rank] + rank
+
+    ranks = job(act)
+    for step in (1, 2, 3, 4):
+        (outcome, *others) = on_threads(
+            [rank.peers for rank in ranks], lambda peers, step=step: ranks[peers.rank].step(step)
+        )
+        assert all(statuses(each.records) == statuses(outcome.records) for each in others)
+        target = "ab"[(step - 1) % 2]
+        assert statuses(outcome.records) == {f"{target}/input": "agree", f"{target}/output": "not_checked"}
+        assert outcome.records[1].reason.startswith("nondeterministic kernel: replayed twice")
+        assert len(outcome.repeats) == (step < 3)
+    assert set(counts.values()) == {6}, "two targets, each of them replayed again once"
+    assert {*ranks[0].replayer.history.not_repeating()} == {"a/output", "b/output"}
+
+
+def test_a_disagreement_among_other_peers_calls_for_further_replays_here_too():
     ranks = job(wrong_output(4), (0, 2, 4), (1, 3, 5))
     outcomes = checked(ranks)
-    assert [rank.recipes[0].said().count("observe") for rank in ranks] == [2] * 6
+    (replays,) = {rank.recipes[0].said().count("observe") for rank in ranks}
+    assert replays == outcomes[0].repeats[0].replays
     assert named(outcomes[0].records) == {("a/output", "forward"): (4,)}
     assert named(outcomes[1].records) == {}
-    assert statuses(outcomes[1].repeats) == {"a/input": "agree", "a/output": "agree"}
+    assert outcomes[1].repeats == []
 
 
 def test_a_failed_rank_alone_calls_for_no_second_replay():
@@ -179,7 +223,8 @@ def test_variants_are_kept_apart():
         assert sum(record.status == "agree" for record in outcome.records) == 5
     for rank in ranks:
         observed = [detail for call, detail in rank.recipes[0].calls if call == "observe"]
-        assert observed == [1.0, 0.1, 10.0] * 2
+        rounds = outcome.repeats[0].replays
+        assert observed == [1.0, 0.1, 10.0] * rounds
 
 
 def test_a_variant_that_fails_leaves_the_others():
@@ -225,8 +270,8 @@ def test_all_state_is_exchanged_in_full_only_where_it_differs():
             (sum_of_all, *others) = sorted(outcome.records, key=lambda record: record.surface)
             assert (sum_of_all.surface, sum_of_all.status) == ("state/parameters", "agree")
             assert named(others) == ({} if wrong is None else {("w7", "state"): (2,)})
-    # Descriptions, the vote, the evidence, who differs; then in detail, all that again, and who was named.
-    assert found == {None: 4, 2: 4 + 1 + 3 + 1}
+    # Descriptions, the vote, the evidence, who differs; then in detail, a second reading, and who was named.
+    assert found == {None: 4, 2: 4 + 1 + 2 + 1}
 
 
 def test_a_rank_without_a_signature_has_all_state_exchanged_in_full():

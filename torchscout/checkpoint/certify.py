@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torchscout.checkpoint.gate import CheckpointGate
 from torchscout.checkpoint.happening import Checked, Event, Lost, Outcome, WriteFailed, Written
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
-from torchscout.decision.replay_diagnosis import FAILED, NONDETERMINISTIC
+from torchscout.decision.repeatability import UNDECIDED, unmet
+from torchscout.decision.replay_diagnosis import FAILED
 from torchscout.errors import CheckpointError
 
 __all__ = ["SEVERITY", "Ballot", "events_of", "outcome_of"]
@@ -23,20 +24,24 @@ SEVERITY = (Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED, Outcome.REJ
 
 
 def outcome_of(
-    records: Sequence[EvidenceRecord], incidents: Collection[Incident], targets: Collection[str]
+    records: Sequence[EvidenceRecord],
+    incidents: Collection[Incident],
+    targets: Collection[str],
+    require: Collection[str] = (),
 ) -> Outcome:
     """One rank's view of a check; ``targets`` are what it replayed, each of which must have been compared.
 
-    ``records`` are settled: what a nondeterministic kernel computed has no verdict, and neither has what a
-    rank failed to compute. A surface that nobody has (a parameter without a gradient) is no loss.
+    ``records`` are those that are kept: what a nondeterministic kernel computed has no verdict, and neither
+    has what a rank failed to compute. A surface that nobody has (a parameter without a gradient) is no loss.
+    Nor is one that does not repeat, unless it is among ``require``; see ``ReplayConfig.require``.
     """
     numbers = [each for each in records if each.manifestation is Manifestation.SDC]
     if any(each.scope is not None for each in numbers):
         return Outcome.SDC
-    if _has(numbers, NONDETERMINISTIC):
+    if _has(numbers, UNDECIDED):
         return Outcome.REJECTED
     compared = {each.layer or "" for each in numbers if each.verdict is not None}
-    if _has(numbers, FAILED) or not set(targets) <= compared:
+    if _has(numbers, FAILED) or not set(targets) <= compared or unmet(numbers, require):
         return Outcome.NOT_CHECKED
     slow = any(each.manifestation is Manifestation.STRAGGLER for each in incidents)
     return Outcome.STRAGGLER if slow else Outcome.HEALTHY

@@ -1,7 +1,10 @@
-"""Run functions on N real Gloo ranks of this machine: for the demo, campaigns and our own tests.
+"""Run functions on N real ranks of this machine: for the demo, campaigns and our own tests.
 
 Importing torch costs seconds, so ranks are forked from a server that has done it once. A rank
 never takes the interpreter's exit path: Gloo threads of a live DDP object race with it.
+
+Ranks communicate over Gloo, or over NCCL on the CUDA devices of this machine. More NCCL ranks than devices
+need NCCL 2.30 and ``NCCL_MULTI_RANK_GPU_ENABLE=1``.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -63,6 +66,8 @@ class _Work:
     body: Callable[..., Any]
     world_size: int
     args: tuple[Any, ...]
+    backend: str = "gloo"
+    environment: Mapping[str, str] = field(default_factory=dict)
     is_asked: bool = False
     """Whether the body answers questions, one after another."""
 
@@ -72,15 +77,23 @@ def preload(*modules: str) -> None:
     _preloaded.extend(module for module in modules if module not in _preloaded)
 
 
-def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    body: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str = "gloo",
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Call ``body(rank, *args)`` on ``world_size`` ranks and return their results in order.
 
-    ``body`` must be importable (defined at module level). A rank that has not answered after
-    ``timeout`` seconds, or a few seconds after another one failed, is killed, and where it
-    stood is part of the ``RankError``.
+    ``body`` must be importable (defined at module level). A rank that has not answered after ``timeout``
+    seconds, or a few seconds after another one failed, is killed, and where it stood is part of the
+    ``RankError``. With ``backend="nccl"`` each rank has a current CUDA device. Variables of ``environment``
+    are set before a rank uses any device.
     """
     with tempfile.TemporaryDirectory(prefix="scout-ranks-") as name:
-        ranks = _start(Path(name), _Work(body, world_size, args))
+        ranks = _start(Path(name), _Work(body, world_size, args, backend, environment or {}))
         try:
             answers = _collect(ranks, timeout)
         finally:
@@ -96,9 +109,11 @@ class LiveRanks:
     are of no more use.
     """
 
-    def __init__(self, body: Callable[..., Iterator[Any]], world_size: int, *args: Any) -> None:
+    def __init__(
+        self, body: Callable[..., Iterator[Any]], world_size: int, *args: Any, backend: str = "gloo"
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="scout-ranks-")
-        work = _Work(body, world_size, args, is_asked=True)
+        work = _Work(body, world_size, args, backend, is_asked=True)
         self._ranks = _start(Path(self._folder.name), work)
 
     def __enter__(self) -> LiveRanks:
@@ -284,7 +299,7 @@ def _tell(pipe: Connection, answer: _Answer) -> bool:
 
 def _answers(rank: int, folder: Path, work: _Work, questions: Iterable[Any]) -> Iterator[_Answer]:
     try:
-        _join(rank, folder, work.world_size)
+        _join(rank, folder, work)
         if work.is_asked:
             for value in work.body(rank, iter(questions), *work.args):
                 yield _Answer(True, value)
@@ -294,16 +309,19 @@ def _answers(rank: int, folder: Path, work: _Work, questions: Iterable[Any]) -> 
         yield _Answer(False, traceback.format_exc())
 
 
-def _join(rank: int, folder: Path, world_size: int) -> None:
+def _join(rank: int, folder: Path, work: _Work) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= work.environment
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(work.world_size)}
+    if work.backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     if Path("/sys/class/net/lo").exists():
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name need not resolve
-    store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]  # no port
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    store = dist.FileStore(str(folder / "store"), work.world_size)  # type: ignore[attr-defined]  # no port
+    dist.init_process_group(work.backend, rank=rank, world_size=work.world_size, store=store)
 
 
 def _die_with_parent() -> None:

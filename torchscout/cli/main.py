@@ -9,6 +9,7 @@ from torchscout.cli.checkpoint.command import app as checkpoint
 from torchscout.cli.demo.command import demo
 from torchscout.cli.discover.command import discover
 from torchscout.cli.doctor.command import doctor
+from torchscout.cli.explain.command import explain
 from torchscout.cli.status import status
 
 __all__ = ["app"]
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(discover)
 app.command()(doctor)
+app.command()(explain)
 app.command()(status)
 app.add_typer(campaign, name="campaign")
 app.add_typer(checkpoint, name="checkpoint")

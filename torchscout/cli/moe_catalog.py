@@ -18,13 +18,13 @@ from torchscout.evidence.catalog.table import tabulated
 __all__ = ["catalog_for", "save_catalog"]
 
 
-def catalog_for(spread: int, counts: Sequence[int], path: Path) -> None:
+def catalog_for(spread: int, counts: Sequence[int], path: Path, *, device: str = "cpu") -> None:
     """Of the shapes in which every expert has as many rows, for all layers; nothing of it is compressed.
 
     ``spread`` ranks share the experts of one replica.
     """
     torch.manual_seed(0)
-    profiler = LaunchProfiler(Experts(EXPERTS // spread), WIDTH, device="cpu", grouped=True)
+    profiler = LaunchProfiler(Experts(EXPERTS // spread), WIDTH, device=device, grouped=True)
     save_catalog({"experts": profiler}, spread, counts, path)
 
 

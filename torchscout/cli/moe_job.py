@@ -37,17 +37,19 @@ class MoeTraining:
         *,
         layers: int = LAYERS,
         make: Callable[[int], nn.Module] = Experts,
+        device: torch.device | str = "cpu",
     ) -> None:
         """``make`` gives as many experts, as ``Mixture`` calls them."""
-        self.parallelism, self._rank, self._seed = mesh, dist.get_rank(), seed
+        self.parallelism, self._rank, self._seed, self._device = mesh, dist.get_rank(), seed, device
         partition, self._holders = (group_of(mesh, axis, self._rank) for axis in ("expert", "replica"))
         torch.manual_seed(seed)
-        self.model = MoeTransformer(EXPERTS, partition, layers=layers, make=make)
+        self.model = MoeTransformer(EXPERTS, partition, layers=layers, make=make).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, foreach=False)
 
     def step(self, number: int) -> float:
         """The step of this number, for which each rank has its own batch; the loss of all of them."""
-        tokens, targets = batch(100 * self._seed + number, self._rank)
+        drawn = batch(100 * self._seed + number, self._rank)
+        tokens, targets = (each.to(self._device) for each in drawn)
         loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
         mean = loss.detach().clone()
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
@@ -63,7 +65,7 @@ class MoeTraining:
         slots = [slot for slots in self.optimizer.state.values() for slot in slots.values()]
         whole = hashlib.blake2b(digest_size=8)
         for each in [*self.model.parameters(), *slots]:
-            whole.update(each.detach().numpy().tobytes())
+            whole.update(each.detach().cpu().numpy().tobytes())
         return whole.hexdigest()
 
     def _average(self) -> None:

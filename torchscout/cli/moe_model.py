@@ -109,7 +109,9 @@ class Mixture(nn.Module):
 def _by_expert(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """From rows in the order of their senders to rows in the order of experts, and back."""
     ranks, experts = counts.shape
-    expert_of_row = torch.arange(experts).repeat(ranks).repeat_interleave(counts.flatten())
+    expert_of_row = (
+        torch.arange(experts, device=counts.device).repeat(ranks).repeat_interleave(counts.flatten())
+    )
     grouped = expert_of_row.argsort(stable=True)
     return grouped, grouped.argsort()
 

@@ -11,7 +11,7 @@ import typer
 
 from torchscout.cli.document import as_document
 from torchscout.decision import recorder
-from torchscout.decision.progress import Process
+from torchscout.decision.progress import Process, Progress
 from torchscout.decision.record import Incident, Resolved
 from torchscout.decision.recorder import Stamped
 from torchscout.errors import TornRecordError
@@ -59,7 +59,16 @@ def standing(entry: Entry) -> dict[str, Any]:
         "phase": progress.phase.value,
         "silent_seconds": round(progress.silent_seconds, 1),
         "inside": f"{last.text}, number {last.number}" if last and progress.at_communication else None,
+        "device": device_of(progress),
     }
+
+
+def device_of(progress: Progress) -> str | None:
+    """How far the device is behind its host, where that is known."""
+    behind = sum(progress.issued[line] - entered for line, entered in progress.entered.items())
+    if behind:
+        return f"{behind} operations behind"
+    return {True: "busy", False: "idle", None: None}[progress.device_busy]
 
 
 def open_incidents(run_dir: Path) -> list[dict[str, Any]]:
@@ -79,7 +88,9 @@ COLUMNS = {"silent_seconds": "silent s"}
 
 
 def screen(report: dict[str, Any]) -> str:
-    columns = ("rank", "host", "pid", "state", "step", "phase", "silent_seconds", "inside")
+    columns = ["rank", "host", "pid", "state", "step", "phase", "silent_seconds", "inside"]
+    if any(rank.get("device") for rank in report["ranks"]):
+        columns.append("device")
     heads = [COLUMNS.get(column, column) for column in columns]
     rows = [[shown(rank.get(column)) for column in columns] for rank in report["ranks"]]
     lines = aligned([heads, *rows])

@@ -59,10 +59,17 @@ class Standings:
     silent_seconds: npt.NDArray[np.float64]
     device_step: Ints
     """``NOTHING`` where it is not known."""
+    device_busy: Ints
+    """1 or 0; ``NOTHING`` where it is not known."""
     newest: Ints
     """The last operation; ``NOTHING`` where there is none, or its line is not known."""
+    last_entered: Ints
+    """The last operation that the device has come to; ``NOTHING`` where there is none, or that is not
+    known."""
     last_event: Ints
-    """The same, where nothing was seen of the rank since."""
+    """The operation a rank may be inside of. On the host the newest, where nothing was seen of the rank
+    since. A device may be inside of any that it has entered; of a rank that is gone or stopped, the last of
+    those."""
 
     operations: Sequence[Issued]
     """On known lines, each object once; several may be equal."""
@@ -75,6 +82,27 @@ class Standings:
     """Operations, oldest first, of one rank after the other."""
     recent_rank: Ints
     """Whose each of ``recent`` is."""
+    entered: Ints
+    """Of each of ``recent``: the last operation on its line that the rank's device has come to; ``NOTHING``
+    where the host itself enters operations, or where that is not known."""
+
+    @property
+    def on_device(self) -> Bools:
+        """Which of ``recent`` a device enters, later than the host issues them."""
+        found: Bools = self.entered != NOTHING
+        return found
+
+    @property
+    def has_entered(self) -> Bools:
+        """Which of ``recent`` a device is known to have come to."""
+        return self.on_device & (self.number[self.recent] <= self.entered)
+
+    @property
+    def has_device(self) -> Bools:
+        """Ranks whose operations, or some of them, a device enters."""
+        found = np.zeros_like(self.answered)
+        found[self.recent_rank[self.on_device]] = True
+        return found
 
     @classmethod
     def of(cls, standings: Mapping[int, Standing], lines: Mapping[str, int], size: int) -> Standings:
@@ -93,23 +121,33 @@ class Standings:
         recent_rank = np.repeat(publishers, [len(each.recent) for each in known])
         newest = column(recent_rank, recent, NOTHING)  # of several values for one rank, the last one stays
         at_communication = column(publishers, [each.at_communication for each in known], False)
+        recent, recent_rank = recent[recent != NOTHING], recent_rank[recent != NOTHING]
+        entered = _entered(known, lines, _pairs(line[recent], recent_rank))
+        has_entered = number[recent] <= entered
+        last_entered = column(recent_rank[has_entered], recent[has_entered], NOTHING)
+        on_host = column(recent_rank, entered == NOTHING, True)  # again the last one: whether the newest is
+        running = column(ranks, [each.process is Process.RUNNING for each in ordered], False)
+        last_event = np.where(at_communication & on_host, newest, np.where(running, NOTHING, last_entered))
         return cls(
             answered=column(ranks, True, False),
-            running=column(ranks, [each.process is Process.RUNNING for each in ordered], False),
+            running=running,
             waiting=column(ranks, [_or_nothing(each.waiting) for each in ordered], 0),
             published=column(publishers, True, False),
             step=column(publishers, [each.step for each in known], 0),
             operation=column(publishers, [each.operation for each in known], 0),
             silent_seconds=column(publishers, [each.silent_seconds for each in known], 0.0),
             device_step=column(publishers, [_or_nothing(each.device_step) for each in known], NOTHING),
+            device_busy=column(publishers, [_or_nothing(each.device_busy) for each in known], NOTHING),
             newest=newest,
-            last_event=np.where(at_communication, newest, NOTHING),
+            last_entered=last_entered,
+            last_event=last_event,
             operations=operations,
             line=line,
             number=number,
             place=np.unique(_pairs(line, number), return_inverse=True)[1],
-            recent=recent[recent != NOTHING],
-            recent_rank=recent_rank[recent != NOTHING],
+            recent=recent,
+            recent_rank=recent_rank,
+            entered=entered,
         )
 
 
@@ -123,6 +161,9 @@ class Members:
     """Where each line begins, and where the last one ends."""
     issued: Ints
     """0 for a member that has not answered, or not published."""
+    entered: Ints
+    """How many of them its device has come to; ``NOTHING`` where that is not known, or no device is
+    involved."""
 
     @classmethod
     def of(cls, lines: Sequence[Line], standings: Mapping[int, Standing]) -> Members:
@@ -134,8 +175,9 @@ class Members:
         theirs = _ints(codes.get(key, NOTHING) for each in known for key in each.issued)
         whose = np.repeat(_ints(each.rank for each in known), [len(each.issued) for each in known])
         counts = _ints(chain.from_iterable(each.issued.values() for each in known))
-        starts = np.cumsum([0, *lengths])
-        return cls(rank, line, starts, _looked_up(_pairs(line, rank), _pairs(theirs, whose), counts))
+        starts, places = np.cumsum([0, *lengths]), _pairs(line, rank)
+        issued = _looked_up(places, _pairs(theirs, whose), counts)
+        return cls(rank, line, starts, issued, _entered(known, codes, places))
 
     def of_line(self, line: int) -> slice:
         return slice(self.starts[line], self.starts[line + 1])
@@ -163,6 +205,16 @@ def _distinct(known: Sequence[Progress], lines: Mapping[str, int]) -> tuple[list
     is_known = line != NOTHING
     index = np.where(is_known, np.cumsum(is_known) - 1, NOTHING)
     return list(compress(objects, is_known.tolist())), line[is_known], index[which]
+
+
+def _entered(known: Sequence[Progress], lines: Mapping[str, int], places: Ints) -> Ints:
+    """How far the device is that belongs to each place, a line and a rank; ``NOTHING`` where that is not
+    known."""
+    devices = [each for each in known if each.entered]
+    theirs = _ints(lines.get(key, NOTHING) for each in devices for key in each.entered)
+    whose = np.repeat(_ints(each.rank for each in devices), [len(each.entered) for each in devices])
+    counts = _ints(chain.from_iterable(each.entered.values() for each in devices))
+    return _looked_up(places, _pairs(theirs, whose), counts - NOTHING) + NOTHING
 
 
 def _pairs(lines: Ints, others: Ints) -> Ints:

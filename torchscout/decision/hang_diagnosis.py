@@ -34,14 +34,20 @@ _Missed = Mapping[int, Sequence[Issued]]
 
 
 def diagnose(
-    standings: Mapping[int, Standing] | Iterable[Standing], lines: Mapping[str, Line], mesh: Mesh
+    standings: Mapping[int, Standing] | Iterable[Standing],
+    lines: Mapping[str, Line],
+    mesh: Mesh,
+    *,
+    absent: str = "did not answer",
 ) -> Incident | None:
     """Explain why nobody moves; None when no communication holds anybody up.
 
     ``standings`` are those of the ranks that answered. Silence without a wait is a pause: evaluation, a
-    long computation, a debugger on a rank that nobody needs yet.
+    long computation, a debugger on a rank that nobody needs yet. ``absent`` says of the others what they
+    did not do.
     """
-    call = RollCall(standings.values() if isinstance(standings, Mapping) else standings, lines, mesh)
+    given = standings.values() if isinstance(standings, Mapping) else standings
+    call = RollCall(given, lines, mesh, absent=absent)
     graph = WaitGraph(call)
     if found := divergences(call, _lines_in_use(call, graph.sources)):
         return _broken_protocol(call, found)
@@ -50,7 +56,9 @@ def diagnose(
         return _late(call, missed, len(graph.waiters(missed)))
     if graph.cycles:
         return _deadlock(call, [graph.inside(cycle) for cycle in graph.cycles])
-    return _stall(call, graph) if graph.held.lines else None
+    if graph.held.lines:
+        return _stall(call, graph)
+    return _inside_graphs(call)
 
 
 def _lines_in_use(call: RollCall, sources: Sequence[int]) -> Bools:
@@ -59,6 +67,7 @@ def _lines_in_use(call: RollCall, sources: Sequence[int]) -> Bools:
     # The library may end a process over what another one did, also while that is on to something else.
     looked_at = call.is_dead & columns.answered
     looked_at[sources] = True
+    looked_at |= columns.has_device
     if call.in_communication.any():
         looked_at |= columns.waiting != 0
     in_use[columns.line[columns.recent[looked_at[columns.recent_rank]]]] = True
@@ -140,6 +149,32 @@ def _stall(call: RollCall, graph: WaitGraph) -> Incident:
     )
 
 
+def _inside_graphs(call: RollCall) -> Incident | None:
+    """Devices do not finish, and what they may wait for went into CUDA graphs: nobody saw them enter it.
+
+    Whoever is not there has an idle device and a host that is behind all others. Short of that it is said
+    that the job stands still, and no more.
+    """
+    columns = call.columns
+    captured = np.zeros_like(columns.answered)
+    captured[[rank for rank, each in call.standings.items() if each.progress and each.progress.captured]] = (
+        True
+    )
+    stuck = captured & columns.running & (columns.device_busy == 1)
+    if not stuck.any():
+        return None
+    idle = columns.published & columns.running & (columns.device_busy == 0)
+    coordinates = (columns.step << 32) + columns.operation
+    late: list[int] = np.flatnonzero(idle & (coordinates < coordinates[stuck].min())).tolist()
+    inside: list[int] = np.flatnonzero(stuck).tolist()
+    if not (idle | stuck)[columns.published].all():
+        late = []  # there are devices of which nothing is known
+    scope, action = _scope_and_action(call, late) if late else (Scope.JOB, Action.INSPECT)
+    ranks = tuple(late or inside)
+    sentence = hang_sentence.inside_graphs(call, inside, late)
+    return _incident(call, scope, ranks, [hang_records.of_devices(call, ranks)], action, sentence)
+
+
 def _scope_and_action(call: RollCall, ranks: Sequence[int]) -> tuple[Scope, Action]:
     mesh, lost = call.mesh, [rank for rank in ranks if rank in call.lost]
     suspects, lost_hosts = Counter(mesh.host_of(rank) for rank in ranks), mesh.hosts_of(lost)
@@ -192,7 +227,7 @@ def _incident(
     sentence: str,
 ) -> Incident:
     if others := sorted(call.unheard.difference(ranks)):
-        sentence += hang_sentence.unheard(others)
+        sentence += hang_sentence.unheard(call, others)
     return Incident(
         manifestation=Manifestation.HANG,
         scope=scope,

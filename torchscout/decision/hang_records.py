@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from torchscout.decision.columns import Bools, Ints
-from torchscout.decision.consensus import Verdict, exact
+from torchscout.decision.columns import NOTHING, Bools, Ints
+from torchscout.decision.consensus import Status, Verdict, exact
 from torchscout.decision.protocol import Divergence
 from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
 from torchscout.decision.roll_call import RollCall
 
-__all__ = ["MOST", "of_coordinates", "of_cycle", "of_divergence", "of_lines"]
+__all__ = ["MOST", "of_coordinates", "of_cycle", "of_devices", "of_divergence", "of_lines"]
 
 MOST = 8
 """Records of one kind that go with an incident: the hang of a large job touches thousands of lines."""
 
 
 def of_lines(call: RollCall, lines: Iterable[str], suspects: Collection[int]) -> list[EvidenceRecord]:
-    """How many operations the members of each line have issued; -1 for a suspect that did not answer."""
+    """How many operations of each line its members have issued or, where devices enter them, their devices
+    have entered; -1 for a suspect that did not answer."""
     records = []
     for key in list(dict.fromkeys(lines))[:MOST]:
-        members, issued = call.issued_by(key)
+        members, reached = call.reached_by(key)
         heard = _heard(call, members, suspects)
-        surface, peers = f"issued/{call.lines[key].name}", tuple(members[heard].tolist())
-        records.append(_record(call, surface, peers, exact(issued[heard].tolist()), suspects))
+        peers = tuple(members[heard].tolist())
+        surface = f"{'entered' if call.on_device(key) else 'issued'}/{call.lines[key].name}"
+        records.append(_record(call, surface, peers, exact(reached[heard].tolist()), suspects))
     return records
 
 
@@ -41,6 +43,17 @@ def of_divergence(call: RollCall, found: Sequence[Divergence]) -> list[EvidenceR
 def of_cycle(call: RollCall, ranks: tuple[int, ...], verdict: Verdict) -> EvidenceRecord:
     """Which operation, numbered as they come, each rank of a cycle is in."""
     return _record(call, "deadlock", ranks, verdict, ranks)
+
+
+def of_devices(call: RollCall, suspects: Sequence[int]) -> EvidenceRecord:
+    """Which devices have work left, 1 or 0; nothing else is known of what runs inside CUDA graphs."""
+    ranks = np.flatnonzero(call.columns.published & (call.columns.device_busy != NOTHING))
+    named = np.isin(ranks, list(suspects))
+    busy = tuple(call.columns.device_busy[ranks].tolist())
+    is_decided = not all(busy[position] for position in np.flatnonzero(named))
+    status = Status.ATTRIBUTED if is_decided else Status.INCONCLUSIVE
+    outliers = tuple(np.flatnonzero(named).tolist()) if is_decided else ()
+    return _record(call, "device", tuple(ranks.tolist()), Verdict(status, outliers, busy), suspects)
 
 
 def of_coordinates(call: RollCall, ranks: Sequence[int]) -> list[EvidenceRecord]:
@@ -84,6 +97,10 @@ def _record(
     )
 
 
+def _few(entered: Mapping[str, int], call: RollCall) -> list[tuple[str, int]]:
+    return [(key, count) for key, count in entered.items() if key in call.lines][:MOST]
+
+
 def _heard(call: RollCall, ranks: Ints, suspects: Collection[int]) -> Bools:
     # Who did not answer has no evidence to compare; a suspect is shown all the same.
     return call.columns.answered[ranks] | np.isin(ranks, list(suspects))
@@ -111,5 +128,7 @@ def _standing(call: RollCall, rank: int) -> dict[str, Any]:
             "at_communication": progress.at_communication,
             "silent_seconds": progress.silent_seconds,
             "device_step": progress.device_step,
+            "device_busy": progress.device_busy,
+            "entered": {call.lines[key].name: count for key, count in _few(progress.entered, call)},
         }
     return known

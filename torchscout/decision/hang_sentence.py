@@ -10,7 +10,7 @@ from torchscout.decision.roll_call import RollCall
 from torchscout.decision.wording import listed, named
 from torchscout.mesh import Mesh
 
-__all__ = ["deadlock", "different", "late", "lost_machines", "stall", "unheard"]
+__all__ = ["deadlock", "different", "inside_graphs", "late", "lost_machines", "stall", "unheard"]
 
 _DOING = {Phase.IDLE: "is between steps"}
 _SHOWN = 2
@@ -71,12 +71,25 @@ def stall(call: RollCall, held: Sequence[Issued], seconds: float) -> str:
     likewise = f", and likewise in {len(held) - 1} more" if len(held) > 1 else ""
     members = len(call.lines[held[0].line].members)
     entered = f"all {members} members entered {_operation(call, held[0])}"
-    stalled = f"which has not returned for {seconds:.1f} s{likewise}"
+    since = f" for {seconds:.1f} s" if seconds else ""  # 0 where it is not known
+    stalled = f"which has not returned{since}{likewise}"
     return f"{entered}, {stalled}; nobody is behind: the runtime, a device or the transport stalls"
 
 
-def unheard(ranks: Sequence[int]) -> str:
-    return f" ({named(ranks)} did not answer)"
+def inside_graphs(call: RollCall, stuck: Sequence[int], late: Sequence[int]) -> str:
+    """Devices that do not finish what was captured in CUDA graphs, and whose host is behind, if that is
+    known."""
+    whose = f"the device{'s' if len(stuck) > 1 else ''} of {named(stuck)}"
+    devices = f"{whose} did not finish for {call.silence(stuck):.1f} s"
+    unseen = "communication inside CUDA graphs is not observed"
+    if not late:
+        return f"{devices}; {unseen}, so that nobody can be named"
+    states = [f"{_rank(call.mesh, rank)} is behind: {_state(call, rank)}" for rank in late[:_SHOWN]]
+    return f"{'; '.join([*states, devices])}; {unseen}"
+
+
+def unheard(call: RollCall, ranks: Sequence[int]) -> str:
+    return f" ({named(ranks)} {call.absent})"
 
 
 def _deed(call: RollCall, rank: int, issued: Issued, comma: str) -> str:
@@ -85,16 +98,22 @@ def _deed(call: RollCall, rank: int, issued: Issued, comma: str) -> str:
         return f"{who} has not entered {what}{comma}{_state(call, rank)}"
     # It announced the operation: the dead may have gone no further, and of the living only a device.
     progress = None if rank in call.dead else call.progress(rank)
-    state = f"its device is behind at step {progress.device_step}" if progress else _state(call, rank)
-    return f"{who} has not finished {what}{comma}{state}"
+    if progress is None:
+        return f"{who} has not finished {what}{comma}{_state(call, rank)}"
+    step = f"its device is behind at step {progress.device_step}"
+    if call.entered(rank, issued.line) is None:
+        return f"{who} has not finished {what}{comma}{step}"
+    return f"{who} has issued {what}, but its device has not come to it{comma}{step}"
 
 
 def _state(call: RollCall, rank: int) -> str:
     standing, progress = call.standings.get(rank), call.progress(rank)
     if standing is None:
-        return "its machine did not answer" if rank in call.lost else "it did not answer"
+        return f"its machine {call.absent}" if rank in call.lost else f"it {call.absent}"
     if standing.process is not Process.RUNNING:
         return f"its process is {standing.process.value}"
+    if standing.doing:
+        return standing.doing
     if progress is None:
         return "it has published nothing yet"
     doing = _DOING.get(progress.phase, f"is in {progress.phase.value.replace('_', ' ')}")

@@ -21,7 +21,8 @@ __all__ = ["Held", "held", "held_together"]
 # A rank whose stack is in a wait, and whose operations miss nobody, is *held*. Where there is no stack,
 # or some posted operation misses members as well, only the company shows it: all members that answered
 # stand at the very same operation. If some of them went on, the operation is over, and the rank is
-# busy, or waits, elsewhere.
+# busy, or waits, elsewhere. Where devices enter operations, the company is of devices: all of them came to
+# that operation last, and all have work left.
 
 
 @dataclass(slots=True)
@@ -41,7 +42,10 @@ def held(call: RollCall, blocked: Bools) -> Held:
     """See [Note: Held]; ``blocked`` ranks are known to wait for somebody."""
     columns = call.columns
     found = _in_company(call)
-    alone = (columns.waiting == 1) & ~blocked & ~found.ranks & (columns.newest != NOTHING)
+    # A host that waits for its device waits in no communication of its own.
+    alone = (
+        (columns.waiting == 1) & ~blocked & ~found.ranks & (columns.newest != NOTHING) & ~columns.has_device
+    )
     inside = found.ranks | alone
     shown = alone[columns.recent_rank]
     operations, ranks = columns.recent[shown], columns.recent_rank[shown]
@@ -58,7 +62,7 @@ def held_together(call: RollCall, ranks: Sequence[int]) -> Held:
     columns = call.columns
     unsure = np.zeros_like(columns.running)
     unsure[ranks] = True
-    unsure &= columns.running & (columns.waiting == NOTHING)
+    unsure &= columns.running & (columns.waiting == NOTHING) & ~columns.has_device
     theirs = unsure[columns.recent_rank] & call.whole_lines(unsure)[columns.line[columns.recent]]
     together = np.zeros_like(unsure)
     together[columns.recent_rank[theirs]] = True
@@ -67,8 +71,10 @@ def held_together(call: RollCall, ranks: Sequence[int]) -> Held:
 
 def _in_company(call: RollCall) -> Held:
     columns = call.columns
-    ranks = np.flatnonzero(call.in_communication & (columns.last_event != NOTHING))
-    operations = columns.last_event[ranks]
+    on_device = columns.running & (columns.device_busy == 1)
+    last = np.where(on_device, columns.last_entered, columns.last_event)
+    ranks = np.flatnonzero((call.in_communication | on_device) & (last != NOTHING))
+    operations = last[ranks]
     _, first, company, sizes = np.unique(
         columns.place[operations], return_index=True, return_inverse=True, return_counts=True
     )

@@ -11,7 +11,7 @@ number ``n`` on a line means to be about to enter its ``n``-th operation, counte
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from operator import itemgetter
 from typing import Any
@@ -97,6 +97,13 @@ class Progress:
     """Since the last publication, by the clock of the rank's own machine."""
     device_step: int | None = None
     """The last step the accelerator is known to have finished; None where that is not known."""
+    entered: Mapping[str, int] = field(default_factory=dict)
+    """Line -> the last operation that the accelerator has come to, where operations run on one and that is
+    known. Over NCCL the host issues operations long before its device enters them."""
+    device_busy: bool | None = None
+    """Whether the accelerator has work left; None where that is not known."""
+    captured: int = 0
+    """Operations that went into CUDA graphs; when those are replayed, nothing of them is published."""
 
     @property
     def coordinate(self) -> tuple[int, int]:
@@ -115,6 +122,8 @@ class Standing:
     """Whether the trainer's stack shows it waiting for a communication; None where it gave no stack."""
     stack: str = ""
     """Python stacks of the trainer, most recent call first."""
+    doing: str = ""
+    """What the rank was last seen doing, in words, where its progress does not say: a dump has no phases."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -129,6 +138,7 @@ class Standing:
             progress=None if progress is None else _progress(progress, {} if shared is None else shared),
             waiting=line["waiting"],
             stack=line["stack"],
+            doing=line.get("doing", ""),
         )
 
 

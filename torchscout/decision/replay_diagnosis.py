@@ -8,14 +8,12 @@ peers share to ``baseline``, and what to do about an incident to the recovery po
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from enum import Enum
+from collections.abc import Collection, Hashable, Sequence
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.consensus import Status, Verdict
 from torchscout.decision.persistence import Persistence, SlowRun, Times
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope, Surface
+from torchscout.decision.repeatability import Repeatability, Repeated
 from torchscout.decision.wording import listed, named
 from torchscout.mesh import Mesh
 
@@ -23,23 +21,19 @@ __all__ = [
     "COMPUTATION",
     "FAILED",
     "INPUT",
-    "NONDETERMINISTIC",
     "STATE",
-    "Repeatability",
     "ReplayDiagnosis",
-    "repeatability",
-    "settle",
 ]
 
 INPUT = "input"
 """The mode of records about whether peers received the same input for a replay."""
 STATE = "state"
 """The mode of records about what ranks hold, as weights and optimizer slots, rather than compute."""
-NONDETERMINISTIC = "nondeterministic kernel"
-"""How the reason begins why numbers that differ say nothing."""
 FAILED = "replay failed"
 """How the reason begins why there are none."""
 
+_Found = tuple[EvidenceRecord, "Repeated | None"]
+"""A disagreement, and what further replays said about it, if there were any."""
 _Timed = tuple[tuple[int, ...], Surface]
 """Peers, and what of them was timed."""
 _PASSES = ("module", "embedding", "output", "experts")
@@ -51,41 +45,6 @@ COMPUTATION: frozenset[Surface] = frozenset(
 )
 """The times a rank spends by itself. Every other ``time/`` surface holds up all members of a process
 group alike, so that it must never be blamed on an endpoint."""
-
-
-class Repeatability(str, Enum):
-    """What a second replay of the same input says about a disagreement."""
-
-    PERSISTENT = "persistent"
-    """Everybody repeats itself: the wrong numbers are wrong in the same way."""
-    INTERMITTENT = "intermittent"
-    """Only suspects fail to repeat themselves."""
-    NONDETERMINISTIC = "nondeterministic"
-    """Others fail to as well: the kernel, not a rank, makes the numbers differ."""
-
-
-def repeatability(first: Verdict, second: Verdict) -> Repeatability:
-    """Compare every peer with itself, after a disagreement."""
-    assert not first.agrees, "only a disagreement is replayed again"
-    changed = _changed(first, second)
-    if not changed:
-        return Repeatability.PERSISTENT
-    if first.status is Status.ATTRIBUTED:
-        # One changed peer of the majority is enough: a kernel that rarely differs names another each time.
-        innocent = changed - set(first.outliers)
-        return Repeatability.NONDETERMINISTIC if innocent else Repeatability.INTERMITTENT
-    # Without a majority everybody is a suspect; the kernel is to blame if most of them changed.
-    most = 2 * len(changed) > len(first.evidence)
-    return Repeatability.NONDETERMINISTIC if most else Repeatability.INTERMITTENT
-
-
-def settle(records: Iterable[EvidenceRecord], repeats: Iterable[EvidenceRecord]) -> list[EvidenceRecord]:
-    """The records as they should be kept, once every peer has replayed again.
-
-    What a nondeterministic kernel computed cannot be compared: neither a disagreement nor clean
-    evidence, hence not checked, with the reason.
-    """
-    return [_settle(record, again) for record, again in _with_repeats(records, repeats)]
 
 
 class ReplayDiagnosis:
@@ -100,28 +59,29 @@ class ReplayDiagnosis:
         self,
         records: Sequence[EvidenceRecord],
         *,
-        repeats: Sequence[EvidenceRecord] = (),
+        repeats: Sequence[Repeated] = (),
         elsewhere: Collection[int] = (),
     ) -> list[Incident]:
-        """Take in the records of one round.
+        """Take in the records of one round, as ``repeatability`` keeps them.
 
-        ``repeats`` are those of the second replay, where a disagreement called for one. ``elsewhere`` are
-        ranks that other peer groups named for their results in this round. Times of cold rounds
-        (compilation, first touch of memory) must not be among the records.
+        ``repeats`` has what further replays said where records disagree. ``elsewhere`` are ranks that other
+        peer groups named for their results in this round. Times of cold rounds (compilation, first touch of
+        memory) must not be among the records.
         """
         return [*self._sdc(records, repeats, elsewhere), *self._stragglers(records)]
 
     def _sdc(
         self,
         records: Sequence[EvidenceRecord],
-        repeats: Sequence[EvidenceRecord],
+        repeats: Sequence[Repeated],
         elsewhere: Collection[int],
     ) -> list[Incident]:
         # Surfaces that name the same ranks, or that leave the same peers undecided, are one incident.
-        alike: dict[Hashable, list[tuple[EvidenceRecord, EvidenceRecord | None]]] = defaultdict(list)
-        for record, again in _with_repeats(records, repeats):
-            if record.manifestation is Manifestation.SDC and _settle(record, again).scope is not None:
-                alike[record.peers, record.ranks].append((record, again))
+        alike: dict[Hashable, list[_Found]] = defaultdict(list)
+        again = {_work(each.record): each for each in repeats}
+        for record in records:
+            if record.manifestation is Manifestation.SDC and record.scope is not None:
+                alike[record.peers, record.ranks].append((record, again.get(_work(record))))
         incidents = []
         for found in alike.values():
             partners = self._partners(found[0][0], elsewhere)
@@ -148,7 +108,7 @@ class ReplayDiagnosis:
 
     def _sdc_incident(
         self,
-        found: Sequence[tuple[EvidenceRecord, EvidenceRecord | None]],
+        found: Sequence[_Found],
         partners: tuple[int, ...],
         nature: str,
     ) -> Incident:
@@ -163,10 +123,10 @@ class ReplayDiagnosis:
             step=deciding.step,
             ranks=ranks,
             hosts=self._mesh.hosts_of(ranks),
-            records=(*records, *(repeat for _, repeat in found if repeat is not None)),
+            records=(*records, *(each for _, repeat in found if repeat is not None for each in repeat.again)),
             action=Action.REPLACE if attributed else Action.INSPECT,
             sentence=f"{self._who(ranks)} {_has(ranks, attributed=attributed)} in {_where(records)} "
-            f"at step {deciding.step}: {_vote(deciding)}{_repeated(deciding, again)}{nature}.",
+            f"at step {deciding.step}: {_vote(deciding)}{_repeated(again)}{nature}.",
         )
 
     def _stragglers(self, records: Sequence[EvidenceRecord]) -> list[Incident]:
@@ -242,49 +202,8 @@ def _by_layer(records: Sequence[EvidenceRecord]) -> dict[str | None, list[Eviden
     return found
 
 
-def _with_repeats(
-    records: Iterable[EvidenceRecord], repeats: Iterable[EvidenceRecord]
-) -> list[tuple[EvidenceRecord, EvidenceRecord | None]]:
-    """Each record with that of the second replay of the same work, where there was one.
-
-    Numbers only: times never repeat exactly.
-    """
-    again: Mapping[Hashable, EvidenceRecord] = {
-        _work(repeat): repeat
-        for repeat in repeats
-        if repeat.verdict is not None and repeat.manifestation is Manifestation.SDC
-    }
-    return [(record, again.get(_work(record))) for record in records]
-
-
 def _work(record: EvidenceRecord) -> Hashable:
     return record.peers, record.surface, record.layer, record.mode, record.shape
-
-
-def _settle(record: EvidenceRecord, again: EvidenceRecord | None) -> EvidenceRecord:
-    if _repeatability(record, again) is not Repeatability.NONDETERMINISTIC:
-        return record
-    assert record.verdict is not None
-    assert again is not None
-    assert again.verdict is not None
-    changed = [record.peers[position] for position in sorted(_changed(record.verdict, again.verdict))]
-    reason = f"{NONDETERMINISTIC}: replayed again, {named(changed)} did not repeat the same numbers"
-    return replace(record, verdict=None, reason=reason)
-
-
-def _repeatability(record: EvidenceRecord, again: EvidenceRecord | None) -> Repeatability | None:
-    """None where nothing was replayed again, or nothing had to be."""
-    if again is None or record.scope is None:
-        return None
-    assert record.verdict is not None
-    assert again.verdict is not None
-    return repeatability(record.verdict, again.verdict)
-
-
-def _changed(first: Verdict, second: Verdict) -> set[int]:
-    """Positions of the peers that did not repeat themselves."""
-    pairs = zip(first.evidence, second.evidence, strict=True)
-    return {position for position, (before, after) in enumerate(pairs) if before != after}
 
 
 def _has(ranks: Sequence[int], *, attributed: bool) -> str:
@@ -303,12 +222,14 @@ def _vote(record: EvidenceRecord) -> str:
     return f"{agreed} of {len(record.peers)} peers agree against {'it' if len(record.ranks) == 1 else 'them'}"
 
 
-def _repeated(record: EvidenceRecord, again: EvidenceRecord | None) -> str:
-    kind = _repeatability(record, again)
-    if kind is None:
+def _repeated(again: Repeated | None) -> str:
+    if again is None or again.replays < 2:
         return ""
-    outcome = "the same" if kind is Repeatability.PERSISTENT else "other numbers again"
-    return f"; a second replay gave {outcome} ({kind.value})"
+    if again.kind is Repeatability.PERSISTENT:
+        told = "a second replay" if again.replays == 2 else f"{again.replays - 1} further replays"
+        return f"; {told} gave the same ({again.kind.value})"
+    earlier = f", and {again.earlier} in earlier checks" if again.earlier else ""
+    return f"; {again.differing} of {again.replays} replays differed{earlier} ({again.kind.value})"
 
 
 def _pace(run: SlowRun) -> str:
@@ -334,9 +255,7 @@ def _is_named(record: EvidenceRecord) -> bool:
     return record.surface.startswith((f"{record.layer}/", f"{record.layer}."))
 
 
-def _nature(
-    found: Sequence[tuple[EvidenceRecord, EvidenceRecord | None]], records: Sequence[EvidenceRecord]
-) -> str:
+def _nature(found: Sequence[_Found], records: Sequence[EvidenceRecord]) -> str:
     """Whether what a rank holds is wrong, or only what it computes; nothing where that is not known."""
     deciding = found[0][0]
     if any(_is_about(STATE, record) for record, _ in found):

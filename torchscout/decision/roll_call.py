@@ -34,7 +34,16 @@ _EVERYTHING = np.iinfo(np.int64).max
 class RollCall:
     """One round: the standings of the ranks that answered, over the lines and the mesh of the job."""
 
-    def __init__(self, standings: Iterable[Standing], lines: Mapping[str, Line], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        standings: Iterable[Standing],
+        lines: Mapping[str, Line],
+        mesh: Mesh,
+        *,
+        absent: str = "did not answer",
+    ) -> None:
+        self.absent = absent
+        """What is said of a rank without a standing."""
         self.standings: dict[int, Standing] = {}
         for standing in standings:
             if standing.rank in self.standings:
@@ -91,6 +100,22 @@ class RollCall:
         ranks = self.members.rank[here]
         return ranks, np.where(self.columns.answered[ranks], self.members.issued[here], _UNKNOWN)
 
+    def entered(self, rank: int, line: str) -> int | None:
+        """How many operations of ``line`` the device of ``rank`` has come to; None where that is not
+        known."""
+        progress = self.progress(rank)
+        return None if progress is None else progress.entered.get(line)
+
+    def reached_by(self, line: str) -> tuple[Ints, Ints]:
+        """As ``issued_by``, but where a device enters the operations of a line, how many it has entered."""
+        ranks, issued = self.issued_by(line)
+        entered = self.members.entered[self.members.of_line(self.index[line])]
+        return ranks, np.where(entered == NOTHING, issued, np.minimum(issued, entered))
+
+    def on_device(self, line: str) -> bool:
+        """Whether devices enter the operations of ``line``."""
+        return bool((self.members.entered[self.members.of_line(self.index[line])] != NOTHING).any())
+
     def missing(self, operation: int) -> Ints:
         """The members without whom an operation does not finish: who has not issued it, or announced it
         and died at that."""
@@ -120,6 +145,8 @@ class RollCall:
         died_at = columns.last_event[halted]
         halted, died_at = halted[died_at != NOTHING], died_at[died_at != NOTHING]
         reached = members.issued - members.are(columns.line[died_at], halted)
+        # What a host has issued its device may not have come to yet; the others wait for the device.
+        reached = np.where(members.entered == NOTHING, reached, np.minimum(reached, members.entered))
         # See [Note: Absence]: the unheard are taken to have issued everything.
         absent = ~columns.answered[members.rank]
         reached[absent] = np.where(self.is_dead[members.rank[absent]], _UNKNOWN, _EVERYTHING)

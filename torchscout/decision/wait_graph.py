@@ -32,6 +32,11 @@ __all__ = ["Operation", "WaitGraph"]
 # else there waits, so it is the one that does not. This is the stage that posted a receive early and
 # then sleeps.
 #
+# Where a device enters the operations (NCCL), the host issues them and runs ahead, until it stops somewhere
+# that no stack explains. There the device's own progress decides, whatever the host is doing: a rank waits in
+# every operation that its device has entered and that misses members, and an operation misses everybody
+# whose device has not entered it.
+#
 # [Note: Deaths]
 #
 # A rank that is gone or stopped is behind whatever misses it, unless it died waiting for somebody who
@@ -183,12 +188,16 @@ def _waits(call: RollCall) -> tuple[Ints, Ints, Bools]:
     at_last = columns.running & (columns.waiting == NOTHING) & has_last
     at_last[at_last] = call.is_open[last[at_last]]
     in_last = np.flatnonzero(dead | at_last)
-    in_any = (columns.running & (columns.waiting != 0) & ~at_last)[columns.recent_rank]
-    ranks = np.concatenate([in_last, columns.recent_rank[in_any]])
-    operations = np.concatenate([last[in_last], columns.recent[in_any]])
+    by_host = (columns.running & (columns.waiting != 0) & ~at_last)[columns.recent_rank] & ~columns.on_device
+    by_device = columns.running[columns.recent_rank] & columns.has_entered
+    by_device &= call.is_open[columns.recent]
+    ranks = np.concatenate([in_last, columns.recent_rank[by_host | by_device]])
+    operations = np.concatenate([last[in_last], columns.recent[by_host | by_device]])
     ranks, operations = ranks[call.is_open[operations]], operations[call.is_open[operations]]
     order = np.argsort(ranks, kind="stable")
-    return ranks[order], operations[order], dead | at_last | (columns.waiting == 1)
+    is_certain = dead | at_last | (columns.waiting == 1)
+    is_certain[columns.recent_rank[by_device]] = True
+    return ranks[order], operations[order], is_certain
 
 
 def _components(starts: Iterable[_Node], after: Callable[[_Node], Iterable[_Node]]) -> Iterator[list[_Node]]:

@@ -132,6 +132,14 @@ class Call:
         return self._outputs() or self._inputs()
 
     @property
+    def device(self) -> torch.device | None:
+        """Where the operation runs, a barrier's too; None where no tensor says."""
+        tensors = self._inputs() or self._outputs()
+        if not tensors and (tensor := self._argument("tensor")) is not None:
+            return tensor.device  # type: ignore[no-any-return]
+        return tensors[0].device if tensors else None
+
+    @property
     def reduction(self) -> str | None:
         """Such as sum, avg, premul_sum; None where nothing is reduced. The one costly thing to read."""
         boxed = self._argument("reduce_op")

@@ -119,7 +119,7 @@ def _check_visibility(fault: Fault, mesh: Mesh) -> None:
     if is_computed and fault.calls == FIRST:
         raise ValueError(
             f"{_said(fault)}: hits training's own pass alone, and nothing is left that replicas disagree "
-            "about; calls=range(1, 9) are those of replay, None are all"
+            "about; calls=range(1, 200) are those of replay, None are all"
         )
 
 

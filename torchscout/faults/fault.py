@@ -11,6 +11,7 @@ from torch import nn
 from torchscout.decision.record import Manifestation, Scope
 from torchscout.faults.call_effects import CallEffect, Change, Skip, Swap
 from torchscout.faults.check import check
+from torchscout.faults.device_effects import DeviceSpin
 from torchscout.faults.kernel_effects import PerturbKernel
 from torchscout.faults.place import FIRST
 from torchscout.faults.planned import Effect, Fault, Shown
@@ -137,10 +138,21 @@ class Faults:
         return self._add(rank, at, step, PerturbKernel(tile, within), _SDC, None)
 
     def delay(
-        self, *, rank: int, at: str, step: Steps, seconds: float, calls: range | None = FIRST
+        self,
+        *,
+        rank: int,
+        at: str,
+        step: Steps,
+        seconds: float,
+        calls: range | None = FIRST,
+        on_device: bool = False,
     ) -> Faults:
-        """Be slow, and go on: a straggler. Modules, fetching batches, reading and writing checkpoints."""
-        return self._add(rank, at, step, Sleep(seconds), _STRAGGLER, calls)
+        """Be slow, and go on: a straggler. Modules, fetching batches, reading and writing checkpoints.
+
+        The host sleeps; ``on_device`` a kernel keeps the current CUDA stream busy instead.
+        """
+        effect = DeviceSpin(seconds) if on_device else Sleep(seconds)
+        return self._add(rank, at, step, effect, _STRAGGLER, calls)
 
     def slow_collective(
         self, *, ranks: Sequence[int], at: str, axis: str, step: Steps, seconds: float
@@ -148,9 +160,9 @@ class Faults:
         """These members are late at every such collective of a process group that lies along ``axis``."""
         return self._add_each(ranks, at, axis, step, Sleep(seconds), _STRAGGLER, None)
 
-    def stall(self, *, rank: int, at: str, step: Steps, seconds: float) -> Faults:
-        """Stop for so long that the job hangs."""
-        return self._add(rank, at, step, Sleep(seconds), _HANG)
+    def stall(self, *, rank: int, at: str, step: Steps, seconds: float, on_device: bool = False) -> Faults:
+        """Stop for so long that the job hangs: the host, or ``on_device`` the current CUDA stream."""
+        return self._add(rank, at, step, DeviceSpin(seconds) if on_device else Sleep(seconds), _HANG)
 
     def freeze(self, *, rank: int, step: Steps, seconds: float, at: str = "step") -> Faults:
         """Stop the process by a signal, for so long that the job hangs."""

@@ -90,6 +90,8 @@ class Injector:
         replacing = [fault for fault in self._mine if isinstance(fault.effect, CallEffect)]
         self._tampering = Tampering(replacing, self._is_replaced)
         for fault in self._mine:
+            if isinstance(fault.effect, ProcessEffect):
+                fault.effect.prepare()
             self._hook(fault)
         # Before all other hooks: FSDP gathers a model's parameters in one, and that belongs to the step.
         for called in [model] if is_called(model) else model.children():

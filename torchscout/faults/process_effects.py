@@ -16,6 +16,9 @@ __all__ = ["Freeze", "HoldInterpreter", "ProcessEffect", "Signal", "Sleep", "Sta
 class ProcessEffect(ABC):
     """Something that happens to the process at a place."""
 
+    def prepare(self) -> None:  # noqa: B027  most need nothing
+        """Called when the fault is armed, before training: what takes time must not delay the fault."""
+
     @abstractmethod
     def happen(self) -> None: ...
 

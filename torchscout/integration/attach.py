@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig
+from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident, Surface
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.errors import CatalogError, ScoutError
@@ -241,6 +242,8 @@ def _replay(
     replaying.cover(lacking, has_catalog=shapes is not None)
     if session.checkpointing is not None:
         replaying.serve(session.checkpointing)
+    if (watching := session.watching) is not None:
+        replaying.tell(lambda: watching.writer.advance(Phase.IDLE))
     replaying.begin(1)
     session.replaying = replaying
 

@@ -79,11 +79,17 @@ class Communicators:
         metadata = self._group if is_everybody else _group_of(peers.ranks, "gloo", self._patience)
         tensors = metadata
         if dist.get_backend() != "gloo":  # Gloo on both sides would be the same connection twice
-            tensors = _group_of(peers.ranks, None, self._patience)
+            tensors = _group_of(peers.ranks, None, _timeout_of_training(device))
         return PeerLinks(self, peers, metadata, tensors, device)
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
+        for key in [key for key in _groups if key[1] is None]:
+            # Its communicators hold memory of the device. To end them in order would wait for a peer that is
+            # gone. The group itself stays known to PyTorch, so that a later one is given another name.
+            group = _groups.pop(key)
+            if _is_alive(group):
+                group.abort()
 
 
 class PeerLinks:
@@ -114,7 +120,16 @@ class PeerLinks:
             raise ChannelError(f"broadcast among ranks {self.group.ranks} failed: {error}") from error
 
 
-def _group_of(ranks: tuple[int, ...], backend: str | None, patience: datetime.timedelta) -> dist.ProcessGroup:
+def _timeout_of_training(device: torch.device) -> datetime.timedelta:
+    """How long training itself waits for a rank. The watchdog of NCCL ends a process whose operation takes
+    longer, and SCOUT's own groups must not make it less patient."""
+    assert dist.group.WORLD is not None, "SCOUT is attached to an initialized job"
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    timeout: datetime.timedelta = getattr(options, "_timeout", dist.constants.default_pg_timeout)
+    return timeout
+
+
+def _group_of(ranks: tuple[int, ...], backend: str | None, timeout: datetime.timedelta) -> dist.ProcessGroup:
     """The group of some ranks, made without the others and kept for the next session.
 
     PyTorch names such a group by its ranks alone. A second one of that name would look for the first
@@ -123,7 +138,7 @@ def _group_of(ranks: tuple[int, ...], backend: str | None, patience: datetime.ti
     known = _groups.get((ranks, backend))
     if known is None or not _is_alive(known):
         known = _groups[ranks, backend] = dist.new_group(
-            ranks, backend=backend, timeout=patience, use_local_synchronization=True, group_desc=OURS
+            ranks, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=OURS
         )
     return known
 

@@ -17,6 +17,7 @@ from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
 from torchscout.evidence.replay.sharded import Keepers, keepers_of
 from torchscout.integration.mixture import experts_of
+from torchscout.integration.modules import wrapped
 from torchscout.integration.parallelism import mesh_along, mesh_from
 from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
 from torchscout.mesh import Mesh, Role
@@ -39,6 +40,10 @@ class PyTorchAdapter:
         self._model = model
         self._optimizers = tuple(optimizers)
         self._parallelism = parallelism
+        # ``torch.compile`` may be around it, or inside.
+        inside = (model, *(each for _, each in wrapped(model)))
+        parallel = (each for each in inside if isinstance(each, DistributedDataParallel | FSDPModule))
+        self._wrapper = next(parallel, model)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -76,9 +81,9 @@ class PyTorchAdapter:
         return keepers_of(self._model, module)
 
     def unreplicated(self) -> Collection[Surface]:
-        if not isinstance(self._model, DistributedDataParallel):
+        if not isinstance(self._wrapper, DistributedDataParallel):
             return ()
-        return {surface_of(name) for name in self._model.parameters_to_ignore}
+        return {surface_of(name) for name in self._wrapper.parameters_to_ignore}
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
@@ -99,15 +104,16 @@ class PyTorchAdapter:
         """What the wrapped model says by itself. That all ranks are peers is never assumed."""
         if world == 1:
             return Parallelism()
-        if isinstance(self._model, DistributedDataParallel):
-            if self._model.process_group.size() == world:
+        if isinstance(self._wrapper, DistributedDataParallel):
+            if self._wrapper.process_group.size() == world:
                 return Parallelism(replica=world)
-        elif isinstance(self._model, FSDPModule):
-            whole = {mesh for mesh, _ in _divisions(self._model) if mesh.size() == world}
+        elif isinstance(self._wrapper, FSDPModule):
+            whole = {mesh for mesh, _ in _divisions(self._wrapper) if mesh.size() == world}
             if len(whole) == 1:
-                return _named_or_plain(self._model, *whole)
+                return _named_or_plain(self._wrapper, *whole)
+        kind = type(self._wrapper).__name__
         raise ValueError(
-            f"which of the {world} ranks do the same work cannot be read off a {type(self._model).__name__}; "
+            f"which of the {world} ranks do the same work cannot be read off a {kind}; "
             "pass parallelism=, such as Parallelism(replica=4, tensor=2) or a DeviceMesh with named axes"
         )
 

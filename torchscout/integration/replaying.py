@@ -16,7 +16,8 @@ from torchscout.decision import c3
 from torchscout.decision.ongoing import Ongoing
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import LogRecorder, Recorder
-from torchscout.decision.replay_diagnosis import ReplayDiagnosis, settle
+from torchscout.decision.repeatability import UNDECIDED, unmet
+from torchscout.decision.replay_diagnosis import ReplayDiagnosis
 from torchscout.decision.stragglers import Slowness, Stragglers
 from torchscout.decision.timings import Timings
 from torchscout.evidence.replay.at_rest import AT_REST
@@ -112,6 +113,8 @@ class Replaying:
         self.trust = Trust()
         self._last: dict[str, dict[str, Any]] = {}
         self._unchecked: dict[str, str] = {}
+        self._held_up: dict[str, str] = {}
+        """What kept the last check from certifying though nobody was found wrong, with the reasons."""
 
     def begin(self, step: int) -> None:
         """Before a step: capture what is due at its end."""
@@ -150,6 +153,10 @@ class Replaying:
         (most,) = self._communicators.highest([max(turns, default=0)])
         self._coverage = Coverage(most if has_catalog and most else None, lacking)
         self.trust.go_by(self._coverage.recipes)
+
+    def tell(self, still_here: Callable[[], None]) -> None:
+        """Have this called in a check that takes longer because numbers differ: it is no hang."""
+        self._replayer.still_here = still_here
 
     def serve(self, certifier: Certifier) -> None:
         """Let checkpoints depend on what is found, and keep what a sweep replays."""
@@ -197,6 +204,8 @@ class Replaying:
             "coverage": self._rotation.coverage(),
             "last": dict(self._last),
             "not_checked": dict(self._unchecked),
+            "not_repeating": self._replayer.history.not_repeating(),
+            "held_up": dict(self._held_up),
             "lacking": self._coverage.lacking,
             "share": share,
             "budget": self._config.budget,
@@ -207,18 +216,17 @@ class Replaying:
         self._recorder.close()
 
     def _conclude(self, findings: Findings, timings: Timings | None) -> Outcome:
-        records = settle(findings.records, findings.repeats)
-        incidents = self._diagnosis.observe(
-            findings.records, repeats=findings.repeats, elsewhere=findings.elsewhere
-        )
+        records = findings.records
+        incidents = self._diagnosis.observe(records, repeats=findings.repeats, elsewhere=findings.elsewhere)
         slow = Slowness([], []) if timings is None else self._stragglers.observe(timings)
         self._remember(records)
         # Apart: who cannot write down its comparisons may still be the one to report the conclusion.
         self._guard(lambda: self._report([*self._ongoing.news(incidents, records), *slow.incidents]))
-        self._guard(lambda: self._write([*records, *findings.repeats, *slow.records]))
+        again = [each for repeated in findings.repeats for each in repeated.again]
+        self._guard(lambda: self._write([*records, *again, *slow.records]))
         # A wrong copy of right numbers is nothing to stop training for; it is given up.
         live = [each for each in records if each.surface != KEPT]
-        return outcome_of(live, slow.incidents, findings.targets)
+        return outcome_of(live, slow.incidents, findings.targets, self._config.require)
 
     def _compare_kept(self, step: int) -> list[EvidenceRecord]:
         """What peers have captured since the last check must be the same: it may go wrong on its way."""
@@ -248,6 +256,11 @@ class Replaying:
             self._recorder.record(record)
 
     def _remember(self, records: Sequence[EvidenceRecord]) -> None:
+        self._held_up = unmet(records, self._config.require) | {
+            each.surface: each.reason
+            for each in records
+            if each.reason is not None and each.reason.startswith(UNDECIDED)
+        }
         for record in records:
             name = record.layer or record.surface
             if record.verdict is None:

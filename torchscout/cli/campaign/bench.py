@@ -16,10 +16,15 @@ from torchscout.cli.campaign.warm_bench import run_warm
 
 __all__ = ["run_cells"]
 
+_ORDER = (Processes.WARM, Processes.RECOVERY, Processes.ROUTED, Processes.KERNEL, Processes.OBSERVED)
+"""Many results first. Cells that kill their ranks come last: a shared CUDA device recovers from each."""
+
 
 def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Generator[Result, None, None]:
-    """Results as they come. ``jobs`` hangs are run at once: they mostly wait."""
-    ordered = sorted(cells, key=_group)
+    """Results as they come. ``jobs`` hangs are run at once, since they mostly wait; over NCCL one at a time,
+    because jobs that share a device wait inside NCCL for each other's multiprocessors.
+    """
+    ordered = sorted(cells, key=lambda cell: (_ORDER.index(cell.processes), cell.layout))
     for (processes, layout), group in groupby(ordered, key=_group):
         together = list(group)
         place = folder / "evidence" / f"{processes}-{layout}"
@@ -32,7 +37,8 @@ def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Gene
         elif processes == Processes.KERNEL.value:
             yield from run_kernel(together, place)
         else:
-            yield from run_observed(together, place, jobs)
+            is_shared = together[0].place.backend == "nccl"
+            yield from run_observed(together, place, 1 if is_shared else jobs)
 
 
 def _group(cell: Cell) -> tuple[str, str]:

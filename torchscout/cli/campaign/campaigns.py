@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ from torchscout.cli.campaign.ablation.cells import ablation_cells
 from torchscout.cli.campaign.ablation.pieces import ROWS as ABLATION_ROWS
 from torchscout.cli.campaign.bench import run_cells
 from torchscout.cli.campaign.cell import Cell, Row
+from torchscout.cli.campaign.hanging import device_hang_cells
+from torchscout.cli.campaign.layout import Hardware
 from torchscout.cli.campaign.paper import paper_cells
 from torchscout.cli.campaign.result import Result
-from torchscout.cli.campaign.rows import ROWS
+from torchscout.cli.campaign.rows import DEVICE_ROWS, ROWS
 from torchscout.cli.campaign.summary import RowSummary, as_report
 from torchscout.cli.campaign.table import screen_of
 
-__all__ = ["ABLATION", "MODULES", "PAPER", "Campaign"]
+__all__ = ["ABLATION", "MODULES", "PAPER", "Campaign", "paper_on"]
 
 MODULES = (
     "torch._dynamo",  # comes with the first optimizer
@@ -69,6 +71,19 @@ PAPER = Campaign(
     run_cells,
     _told_of_paper,
 )
+
+
+def paper_on(hardware: Hardware) -> Campaign:
+    """The paper's campaign; on CUDA with what only a device can show."""
+    if hardware.device == "cpu":
+        return PAPER
+    return replace(
+        PAPER,
+        rows=(*ROWS, *DEVICE_ROWS),
+        cells=lambda seed: [*paper_cells(seed), *device_hang_cells(seed)],
+    )
+
+
 ABLATION = Campaign(
     "ablation",
     ABLATION_ROWS,

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from enum import Enum
 
-from torchscout.cli.campaign.layout import LAYOUTS, Layout
+from torchscout.cli.campaign.layout import LAYOUTS, Hardware, Layout
 from torchscout.faults.fault import Faults
 from torchscout.faults.truth import Truth
 
@@ -56,17 +56,26 @@ class Cell:
     due: int | None = None
     """The hidden layer that replay must be at when the fault happens, where that matters."""
     seed: int = 0
+    hardware: Hardware = field(default_factory=Hardware)
+    """See ``fitting`` for how a cell is adapted to it."""
+    coarser: str = ""
+    """What must be reported with fewer ranks, where that is less precise than what was planned."""
 
     @property
     def identity(self) -> str:
         """The same in every run of the same campaign, and for no other cell: ``ROW/LAYOUT/NAME@DIGEST``."""
         told = repr((self.faults, self.benign, self.due, self.seed))
+        if self.place is not LAYOUTS[self.layout]:
+            told += repr(self.place)
         digest = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
         return f"{self.row}/{self.layout}/{self.name}@{digest}"
 
     @property
     def place(self) -> Layout:
-        return LAYOUTS[self.layout]
+        """How its ranks are laid out on its hardware; only of a cell that fits."""
+        layout = self.hardware.fit(self.layout)
+        assert layout is not None, f"{self.name} needs more ranks than {self.hardware} has"
+        return layout
 
     @property
     def truths(self) -> tuple[Truth, ...]:

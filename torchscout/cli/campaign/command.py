@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from torchscout.cli.document import as_document
+from torchscout.cli.options import taking
 
 if TYPE_CHECKING:
     from torchscout.cli.campaign.campaigns import Campaign
     from torchscout.cli.campaign.cell import Cell
+    from torchscout.cli.campaign.fitting import Skipped
+    from torchscout.cli.campaign.layout import Hardware
     from torchscout.cli.campaign.store import Store
 
 __all__ = ["answer", "app", "run_campaign"]
@@ -30,82 +35,132 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-_Output = Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")]
-_Html = Annotated[Path | None, typer.Option(help="Write a page with the table to a file.")]
-_Seed = Annotated[int, typer.Option(min=0, help="Chooses ranks, elements and places.")]
-_Cells = Annotated[
-    str, typer.Option(help="Run only these: ROW, ROW/LAYOUT or ROW/LAYOUT/NAME, * for anything.")
-]
-_Jobs = Annotated[int, typer.Option(min=1, help="How many hangs are run at once.")]
-_Quick = Annotated[bool, typer.Option("--quick", help="A sample of every row, in under 3 minutes.")]
-_Resume = Annotated[
-    Path | None, typer.Option(help="The folder of an interrupted campaign, to go on with it.")
-]
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of every campaign."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False
+    output: Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")] = None
+    html: Annotated[Path | None, typer.Option(help="Write a page with the table to a file.")] = None
+    seed: Annotated[int, typer.Option(min=0, help="Chooses ranks, elements and places.")] = 0
+    cells: Annotated[
+        str, typer.Option(help="Run only these: ROW, ROW/LAYOUT or ROW/LAYOUT/NAME, * for anything.")
+    ] = "*"
+    jobs: Annotated[int, typer.Option(min=1, help="How many hangs are run at once; over NCCL 1.")] = 3
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A sample of every row, in about 3 minutes or less.")
+    ] = False
+    resume: Annotated[
+        Path | None, typer.Option(help="The folder of an interrupted campaign, to go on with it.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPaper(Asked):
+    """Those of the paper's, which also runs on CUDA."""
+
+    device: Annotated[str, typer.Option(help="What jobs compute on: cpu or cuda.")] = "cpu"
+    backend: Annotated[
+        str | None,
+        typer.Option(help="What ranks communicate over: gloo, or on cuda nccl, which is the default there."),
+    ] = None
+    max_ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many ranks a job may have; larger jobs are reduced, or skipped and listed. "
+            "By default 4 for each CUDA device, and any number on cpu.",
+        ),
+    ] = None
 
 
 @app.command()
-def paper(
-    as_json: _Json = False,
-    output: _Output = None,
-    html: _Html = None,
-    seed: _Seed = 0,
-    cells: _Cells = "*",
-    jobs: _Jobs = 3,
-    quick: _Quick = False,
-    resume: _Resume = None,
-) -> None:
-    """Reproduce the paper's table of fault-injection coverage, row by row, on CPU ranks."""
-    from torchscout.cli.campaign.campaigns import PAPER
+@taking(AskedPaper)
+def paper(asked: AskedPaper) -> None:
+    """Reproduce the paper's table of fault-injection coverage, row by row, on CPU or CUDA ranks."""
+    from torchscout.cli.campaign.campaigns import paper_on
+    from torchscout.cli.campaign.machine import hardware_for
 
-    wanted = _wanted(PAPER, seed, cells, quick=quick)
-    report, screen = run_campaign(PAPER, wanted, seed, jobs, resume)
-    answer(report, screen, as_json=as_json, output=output, html=html)
+    hardware = _or_refused(
+        "--device, --backend", lambda: hardware_for(asked.device, asked.backend, asked.max_ranks)
+    )
+    _run_and_answer(paper_on(hardware), asked, hardware)
 
 
 @app.command()
-def ablation(
-    as_json: _Json = False,
-    output: _Output = None,
-    html: _Html = None,
-    seed: _Seed = 0,
-    cells: _Cells = "*",
-    jobs: _Jobs = 3,
-    quick: _Quick = False,
-    resume: _Resume = None,
-) -> None:
+@taking(Asked)
+def ablation(asked: Asked) -> None:
     """Decide the same cells again with one piece of the method left out: who is named then."""
     from torchscout.cli.campaign.campaigns import ABLATION
+    from torchscout.cli.campaign.layout import Hardware
 
-    wanted = _wanted(ABLATION, seed, cells, quick=quick)
-    report, screen = run_campaign(ABLATION, wanted, seed, jobs, resume)
-    answer(report, screen, as_json=as_json, output=output, html=html)
+    _run_and_answer(ABLATION, asked, Hardware())
 
 
-def _wanted(campaign: Campaign, seed: int, pattern: str, *, quick: bool) -> list[Cell]:
+@app.command()
+def table(
+    reports: Annotated[list[Path], typer.Argument(help="What --output has written.", exists=True)],
+) -> None:
+    """Print the table of a campaign's JSON document as Markdown."""
+    from torchscout.cli.campaign.markdown import markdown
+
+    print("\n\n".join(markdown(json.loads(path.read_text())) for path in reports))
+
+
+def _run_and_answer(campaign: Campaign, asked: Asked, hardware: Hardware) -> None:
+    wanted, skipped = _wanted(campaign, asked, hardware)
+    report, screen = run_campaign(
+        campaign, wanted, asked.seed, asked.jobs, asked.resume, hardware=hardware, skipped=skipped
+    )
+    answer(report, screen, as_json=asked.as_json, output=asked.output, html=asked.html)
+
+
+def _wanted(campaign: Campaign, asked: Asked, hardware: Hardware) -> tuple[list[Cell], list[Skipped]]:
+    """Those of the campaign that are to run, and those of them that cannot run on this hardware."""
+    from torchscout.cli.campaign.fitting import fitted
     from torchscout.cli.campaign.selection import chosen, sampled
 
-    cells = _or_refused("--cells", lambda: chosen(campaign.cells(seed), campaign.rows, pattern))
-    return sampled(cells, seed, campaign.sample) if quick else cells
+    cells = _or_refused("--cells", lambda: chosen(campaign.cells(asked.seed), campaign.rows, asked.cells))
+    return fitted(sampled(cells, asked.seed, campaign.sample) if asked.quick else cells, hardware)
 
 
 def run_campaign(
-    campaign: Campaign, cells: Sequence[Cell], seed: int, jobs: int, resumed: Path | None
+    campaign: Campaign,
+    cells: Sequence[Cell],
+    seed: int,
+    jobs: int,
+    resumed: Path | None,
+    *,
+    hardware: Hardware | None = None,
+    skipped: Sequence[Skipped] = (),
 ) -> tuple[dict[str, Any], str]:
     """Every cell that has no result yet; what a signal interrupts leaves nothing behind but its results."""
+    from torchscout.cli.campaign.layout import Hardware
+    from torchscout.cli.campaign.machine import caption, described
     from torchscout.cli.campaign.store import Store
 
-    store = _or_refused("--resume", lambda: Store(_folder(resumed), campaign.name, seed))
+    hardware = hardware or Hardware()
+    store = _or_refused("--resume", lambda: Store(_folder(resumed), campaign.name, seed, hardware))
+    for each in skipped:
+        print(f"skipped {each.cell}: {each.reason}", file=sys.stderr)
     try:
         _run_all(campaign, cells, store, seed, jobs)
     except KeyboardInterrupt:
-        told = (
-            f"Interrupted; nothing is left running. Go on with: scout campaign {campaign.name} --seed {seed}"
-        )
-        print(f"{told} --resume {store.folder}", file=sys.stderr)
+        again = f"scout campaign {campaign.name} --seed {seed}{_options(hardware)} --resume {store.folder}"
+        print(f"Interrupted; nothing is left running. Go on with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     summaries, results = store.summaries(campaign.rows, cells)
-    return campaign.told(seed, summaries, results, str(store.folder))
+    report, screen = campaign.told(seed, summaries, results, str(store.folder))
+    report |= {**described(hardware), "skipped": [each.to_json() for each in skipped]}
+    lines = [caption(report), screen, *(f"skipped {each.cell}: {each.reason}" for each in skipped)]
+    return report, "\n".join(lines)
+
+
+def _options(hardware: Hardware) -> str:
+    """What to give again, so that the same cells run on the same hardware."""
+    on = "" if hardware.device == "cpu" else f" --device {hardware.device} --backend {hardware.backend}"
+    return on if hardware.max_ranks is None else f"{on} --max-ranks {hardware.max_ranks}"
 
 
 def _run_all(campaign: Campaign, cells: Sequence[Cell], store: Store, seed: int, jobs: int) -> None:

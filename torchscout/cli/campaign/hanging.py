@@ -10,7 +10,7 @@ from torchscout.cli.campaign.layout import BLOCKS, LAYOUTS
 from torchscout.faults.call_effects import CHANGES
 from torchscout.faults.fault import Faults
 
-__all__ = ["hang_cells"]
+__all__ = ["device_hang_cells", "hang_cells"]
 
 _FAULTY = 4
 """The steps before it are clean, and those after it."""
@@ -18,6 +18,9 @@ _SECONDS = 8.0
 """What a stall lasts if nobody notices it, far beyond what observers take."""
 _PLACES = ("step", *(f"blocks.{block}/{way}" for block in range(BLOCKS) for way in ("forward", "backward")))
 _OF_EACH = 30
+_ON_DEVICE = 8
+_SPIN_SECONDS = 6.0
+"""What a kernel spins. It cannot be stopped once it is reported, and its cell waits for its end."""
 
 
 def hang_cells(seed: int) -> list[Cell]:
@@ -30,6 +33,18 @@ def hang_cells(seed: int) -> list[Cell]:
         *_other(choose, seed),
         *_clean(seed),
     ]
+
+
+def device_hang_cells(seed: int) -> list[Cell]:
+    """Only on CUDA: one rank's device is busy with a kernel, somewhere in its step, and its host is not."""
+    choose = random.Random(seed)
+    cells = []
+    for number in range(_ON_DEVICE):
+        layout = _layout(number)
+        at, rank = choose.choice(_PLACES), choose.randrange(LAYOUTS[layout].ranks)
+        faults = Faults().stall(rank=rank, at=at, step=_FAULTY, seconds=_SPIN_SECONDS, on_device=True)
+        cells.append(Cell("device-hang", f"stuck-{number}", layout, Processes.OBSERVED, faults, seed=seed))
+    return cells
 
 
 def _late(choose: random.Random, seed: int) -> Iterator[Cell]:

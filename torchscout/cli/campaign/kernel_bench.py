@@ -40,8 +40,9 @@ def run_kernel(cells: Sequence[Cell], folder: Path) -> Generator[Result, None, N
 
 
 def _run(cell: Cell, place: Path) -> Result:
-    """Ranks have no device of their own; without them the kernel is compiled where there is one."""
-    is_interpreted = bool(cell.faults) or not torch.cuda.is_available()
+    """On CUDA the kernel is compiled. CPU ranks have no device; without ranks one is used if it is there."""
+    is_on_cpu = cell.place.device == "cpu"
+    is_interpreted = is_on_cpu and (bool(cell.faults) or not torch.cuda.is_available())
     done = subprocess.run(
         [sys.executable, "-m", "torchscout.cli.campaign.kernel_process", place],
         input=pickle.dumps(cell),

@@ -14,21 +14,18 @@ import torch
 
 from torchscout.cli.campaign.cell import Cell
 from torchscout.cli.campaign.interpreter import hasten
-from torchscout.cli.campaign.kernel_work import perturb_all
+from torchscout.cli.campaign.kernel_work import LAYERS, perturb_all, profile
 from torchscout.cli.campaign.result import Result
-from torchscout.cli.campaign.routed import KERNEL_SHAPES, Turns
+from torchscout.cli.campaign.routed import KERNEL_SHAPES, SHAPES, Turns
 from torchscout.cli.campaign.routed_bench import run_job
-from torchscout.cli.campaign.routed_job import PROGRAMS, TILE, Job
-from torchscout.cli.local_ranks import preload
-from torchscout.cli.moe_catalog import save_catalog
-from torchscout.cli.moe_model import EXPERTS, HIDDEN, WIDTH
-from torchscout.evidence.catalog.grouped_gemm import Tiling
-from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
+from torchscout.cli.campaign.routed_job import Job
+from torchscout.cli.campaign.starting import retried
+from torchscout.cli.local_ranks import preload, run_ranks
+from torchscout.evidence.catalog.grouped_gemm_kernel import INTERPRETED
 
 __all__ = ["main"]
 
-_LAYERS = 1
-"""Of experts; an interpreted kernel is slow."""
+_SECONDS = 300.0
 _BEYOND = 2
 """Steps from the fault on: what goes on is not reported again."""
 
@@ -44,18 +41,19 @@ def main(place: Path) -> None:
 def _localized(cell: Cell, place: Path) -> Result:
     """A job in which one rank's kernel falls ill, after a clean cycle."""
     preload("torch._dynamo", "torchscout.cli.campaign.routed_job", "torchscout.faults.sick_gemm")
-    turns, catalog = Turns(KERNEL_SHAPES, _LAYERS), place.with_suffix(".catalog.json")
+    device, catalog = cell.place.device, place.with_suffix(".catalog.json")
+    shapes = KERNEL_SHAPES if INTERPRETED else SHAPES
     place.parent.mkdir(parents=True, exist_ok=True)
-    held = EXPERTS // cell.place.experts
-    profilers = {
-        f"{hidden}x{intermediate}": KernelProfiler(
-            hidden, intermediate, held, device="cpu", programs=PROGRAMS, tiling=Tiling(*TILE)
-        )
-        for hidden, intermediate in ((WIDTH, HIDDEN), (HIDDEN, WIDTH))
-    }
-    save_catalog(profilers, cell.place.experts, KERNEL_SHAPES, catalog, _LAYERS)
-    steps = turns.second(KERNEL_SHAPES[0]) + _BEYOND - 1
-    return run_job(cell, place, Job(steps, catalog, _LAYERS, is_kernel=True), turns)
+    retried(lambda: run_ranks(profile, 1, cell.place.experts, shapes, catalog, device, timeout=_SECONDS))
+    turns = Turns(shapes, LAYERS)
+    job = Job(
+        turns.second(shapes[0]) + _BEYOND - 1,
+        catalog,
+        LAYERS,
+        is_kernel=True,
+        is_interpreted=INTERPRETED,
+    )
+    return run_job(cell, place, job, turns)
 
 
 if __name__ == "__main__":

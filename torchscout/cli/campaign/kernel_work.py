@@ -6,21 +6,30 @@ On the device where there is one; else small tiles in Triton's interpreter. Need
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from torchscout.cli.campaign.cell import Cell
 from torchscout.cli.campaign.grading import Flaw, Grade
+from torchscout.cli.campaign.interpreter import hasten
 from torchscout.cli.campaign.result import Result
 from torchscout.cli.campaign.routed_job import PROGRAMS, TILE
+from torchscout.cli.moe_catalog import save_catalog
+from torchscout.cli.moe_model import EXPERTS, HIDDEN, WIDTH
 from torchscout.evidence.catalog.discovery import discover
 from torchscout.evidence.catalog.grouped_gemm import Tiling
+from torchscout.evidence.catalog.grouped_gemm_kernel import INTERPRETED
 from torchscout.evidence.catalog.injection import Qualification, qualify
 from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
 from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.catalog.table import tabulated
 
-__all__ = ["grade_of", "perturb_all"]
+__all__ = ["LAYERS", "grade_of", "perturb_all", "profile"]
+
+LAYERS = 1
+"""Of experts, where ranks train; an interpreted kernel is slow."""
 
 _FEATURES = {"up": (18, 24), "down": (24, 18)}
 """Hidden and intermediate; tiles are cut off in every direction."""
@@ -28,6 +37,22 @@ _SHAPES: tuple[Rows, ...] = ((0, 5), (4, 8), (8, 16), (16, 0), (16, 16), (17, 24
 """Rows of two experts: none, less than half a tile, more, whole tiles and some more."""
 _DEVICE_TILES = 16
 """A tile of the device's is that many times as long and wide as an interpreted one, or nearly so."""
+
+
+def profile(rank: int, spread: int, shapes: Sequence[int], catalog: Path, device: str) -> None:  # noqa: ARG001
+    """Save a catalog of the kernel's own profiles, in a process that ends: ranks are to have the device.
+
+    ``spread`` ranks share the experts of one replica.
+    """
+    hasten()
+    programs, tiling = (PROGRAMS, Tiling(*TILE)) if INTERPRETED else (None, None)
+    profilers = {
+        f"{hidden}x{intermediate}": KernelProfiler(
+            hidden, intermediate, EXPERTS // spread, device=device, programs=programs, tiling=tiling
+        )
+        for hidden, intermediate in ((WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    }
+    save_catalog(profilers, spread, shapes, catalog, LAYERS)
 
 
 def perturb_all(cell: Cell) -> Result:
@@ -51,7 +76,18 @@ def perturb_all(cell: Cell) -> Result:
         f"which stand for {table.admitted}, changed the output or a gradient"
     )
     took = time.monotonic() - begin
-    return Result(cell.identity, cell.row, False, grade_of(found), None, took, detail=detail)
+    return Result(
+        cell.identity,
+        cell.row,
+        False,
+        grade_of(found),
+        None,
+        took,
+        detail=detail,
+        ranks=cell.place.ranks,
+        device=cell.place.device,
+        backend=cell.place.backend,
+    )
 
 
 def grade_of(found: Qualification) -> Grade:

@@ -17,7 +17,7 @@ from torchscout.faults.place import Kind, Place
 
 __all__ = ["FAULTY", "REPLAYED", "numerical_cells"]
 
-REPLAYED = range(1, 9)
+REPLAYED = range(1, 200)
 """The passes over a place within a step that are not training's own."""
 FAULTY = 2
 """A cell's step after its first, clean one."""

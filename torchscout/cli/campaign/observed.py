@@ -20,13 +20,19 @@ from torchscout.faults.injector import Injector
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.watching import Watching
 
-__all__ = ["QUICK", "Told", "be_quiet", "firings_of", "observers_of", "steps", "train"]
+__all__ = ["QUICK", "READY", "TRAIN", "Told", "be_quiet", "firings_of", "observers_of", "steps", "train"]
 
 STEPS = 6
 QUICK = ObserverConfig(floor_seconds=1.0, start_seconds=20.0, grace_seconds=3.0)
+READY, TRAIN = "ready", "train"
+"""What ranks are asked: to say that they have started, then to train."""
 _MEETING_SECONDS = 5.0
 _PAUSE_SECONDS = 0.02
 """Between steps: a job that does nothing but communicate is not what observers look at."""
+
+
+_LOGGED_EVERY = 2
+"""Steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ def train(
     run_dir: Path,
     observer: ObserverConfig = QUICK,
 ) -> Iterator[Told]:
-    """One short training; the only question is to begin."""
+    """One short training, once it is asked for."""
     be_quiet(run_dir)
     training = Training(layout)
     log = firings_of(run_dir) / f"rank-{rank}.jsonl"
@@ -62,8 +68,9 @@ def train(
         if session.watching is not None:
             (observers_of(run_dir) / str(rank)).write_text(str(session.watching.observer.pid))
             _await_hubs(session.watching)
-        for _ in questions:
-            steps(training, session.watch_input(injector.input(training.batches())))
+        for question in questions:
+            if question == TRAIN:
+                steps(training, session.watch_input(injector.input(training.batches())))
             yield Told(session.failures)
 
 
@@ -77,8 +84,12 @@ def _await_hubs(watching: Watching) -> None:
 def steps(training: Training, batches: Iterable[torch.Tensor]) -> None:
     """A few of them, whatever happens on the way."""
     for step, tokens in zip(range(1, STEPS + 1), batches, strict=False):
-        training.step(step, tokens)
+        loss = training.step(step, tokens)
+        if step % _LOGGED_EVERY == 0:
+            loss.item()  # as a job that logs it: a CUDA host waits for its device there and nowhere else
         time.sleep(_PAUSE_SECONDS)
+    if training.device.type == "cuda":
+        torch.cuda.synchronize(training.device)
 
 
 def be_quiet(run_dir: Path) -> None:

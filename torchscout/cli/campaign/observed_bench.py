@@ -40,7 +40,7 @@ def graded(cell: Cell, seen: Seen) -> Result:
     happened = [(firing["rank"], firing["at"]) for firing in seen.fired]
     given = grade(
         cell.truths,
-        unfired=unfired(cell.faults, happened),
+        unfired=unfired(cell.faults, happened) if seen.has_started else (),
         incidents=seen.incidents,
         failures=seen.failures,
     )

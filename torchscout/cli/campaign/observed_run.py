@@ -9,15 +9,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchscout.cli.campaign.cell import Cell
-from torchscout.cli.campaign.observed import QUICK, Told, firings_of, observers_of, train
+from torchscout.cli.campaign.observed import QUICK, READY, TRAIN, Told, firings_of, observers_of, train
 from torchscout.cli.campaign.release import released
 from torchscout.cli.campaign.reports import Reports
+from torchscout.cli.campaign.starting import retried
 from torchscout.cli.local_ranks import LiveRanks, RankError
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
@@ -25,8 +26,10 @@ from torchscout.faults.call_effects import CallEffect
 
 __all__ = ["Seen", "observe"]
 
+_START_SECONDS = 90.0
+"""What ranks may take until they can train."""
 _SECONDS = 40.0
-"""What a cell may take."""
+"""What a cell may take from then on."""
 _SETTLE_SECONDS = 1.0
 """How long one listens on after an incident, where the job will not go on: nothing else must be reported."""
 _LEAVE_SECONDS = 5.0
@@ -49,6 +52,8 @@ class Seen:
     failures: Sequence[str]
     """What went wrong besides: ranks that failed, or SCOUT itself."""
     took_seconds: float
+    has_started: bool = True
+    """Whether the ranks came as far as to train."""
 
     @property
     def incidents(self) -> list[Incident]:
@@ -70,14 +75,14 @@ def observe(
 ) -> Seen:
     """Run the cell's job; ``stop`` ends it before its time."""
     begin = time.monotonic()
-    shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was interrupted
-    for each in (firings_of(run_dir), observers_of(run_dir)):
-        each.mkdir(parents=True)
-    reports, told, failures = Reports(run_dir), list[Told](), list[str]()
-    faults = released(cell.faults, run_dir / "incidents.jsonl")
-    ranks = LiveRanks(body, cell.place.ranks, cell.place, faults, run_dir)
+    reports, found, told, failures = Reports(run_dir), list[Stamped](), list[Told](), list[str]()
     try:
-        ranks.tell("train")
+        ranks = retried(lambda: _started(cell, run_dir, body))
+    except RankError as error:
+        failed = f"the ranks did not start: {error.in_short[:_PROBLEM_CHARACTERS]}"
+        return Seen([], [], [failed], time.monotonic() - begin, has_started=False)
+    try:
+        ranks.tell(TRAIN)
         found = _followed(ranks, reports, stop, run_dir, goes_on=_goes_on(cell), look=look)
         if _goes_on(cell) and not stop.is_set():
             told = ranks.answers(timeout=1.0)
@@ -90,6 +95,21 @@ def observe(
         _await_observers(run_dir)
     failures += [failure for each in told for failure in each.failures]
     return Seen([*found, *reports.new()], _fired(run_dir), failures, time.monotonic() - begin)
+
+
+def _started(cell: Cell, run_dir: Path, body: Callable[..., Iterator[Told]]) -> LiveRanks:
+    """Ranks that are ready to train."""
+    shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was interrupted
+    for each in (firings_of(run_dir), observers_of(run_dir)):
+        each.mkdir(parents=True)
+    layout, faults = cell.place, released(cell.faults, run_dir / "incidents.jsonl")
+    with ExitStack() as undo:
+        ranks = LiveRanks(body, layout.ranks, layout, faults, run_dir, backend=layout.backend)
+        undo.callback(ranks.close, patience_seconds=0.0)
+        undo.callback(_end_observers, run_dir)  # first: they would report that their trainers are killed
+        ranks.ask(READY, timeout=_START_SECONDS)
+        undo.pop_all()
+    return ranks
 
 
 def _goes_on(cell: Cell) -> bool:

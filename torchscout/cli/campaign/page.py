@@ -8,6 +8,7 @@ from typing import Any
 
 from torchscout.cli.campaign.ablation.summary import HEADS as ABLATION_HEADS
 from torchscout.cli.campaign.ablation.summary import figures
+from torchscout.cli.campaign.machine import caption
 
 __all__ = ["page"]
 
@@ -54,10 +55,11 @@ def page(report: Mapping[str, Any]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>scout campaign {escape(report['campaign'])}</title><style>{_STYLE}</style></head><body>",
             f"<h1>scout campaign {escape(report['campaign'])}</h1>",
-            f"<p>Seed {report['seed']}. {outcome} {_RULE}</p>",
+            f"<p>{escape(_on(report))}. {outcome} {_RULE}</p>",
             *([_ablations(report["ablations"])] if "ablations" in report else []),
             _table(report["rows"]),
-            *_failures(report["failed"]),
+            *_listed("What failed", report["failed"]),
+            *_listed("What was skipped", report.get("skipped", ())),
             "</body></html>",
         ]
     )
@@ -81,7 +83,8 @@ def _ablation(row: Mapping[str, Any]) -> str:
 
 
 def _row(row: Mapping[str, Any]) -> str:
-    title = f"<td>{escape(row['title'])}<small>{escape(row['trigger'])}</small></td>"
+    under = "; ".join([row["trigger"], *row["reduced"]])
+    title = f"<td>{escape(row['title'])}<small>{escape(under)}</small></td>"
     ranks = f"<td>{', '.join(map(str, row['ranks']))}</td>"
     kind = "passed" if row["passed"] == row["run"] else "failed"
     low, high = row["interval"] or (0.0, 1.0)
@@ -98,8 +101,12 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f} s"
 
 
-def _failures(failed: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not failed:
+def _on(report: Mapping[str, Any]) -> str:
+    return caption(report) if "device" in report else f"Seed {report['seed']}"
+
+
+def _listed(title: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not cells:
         return []
-    told = [f"<li><b>{escape(each['cell'])}</b>: {escape(each['reason'])}</li>" for each in failed]
-    return ["<h2>What failed</h2><ul>", *told, "</ul>"]
+    told = [f"<li><b>{escape(each['cell'])}</b>: {escape(each['reason'])}</li>" for each in cells]
+    return [f"<h2>{title}</h2><ul>", *told, "</ul>"]

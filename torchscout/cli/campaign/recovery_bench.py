@@ -9,9 +9,11 @@ from pathlib import Path
 
 from torchscout.cli.campaign.cell import Cell
 from torchscout.cli.campaign.grading import Flaw, Grade, grade, unfired
+from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.recovery import STEPS, Told, train
 from torchscout.cli.campaign.reports import Reports
 from torchscout.cli.campaign.result import Result, found_in
+from torchscout.cli.campaign.starting import retried
 from torchscout.cli.local_ranks import RankError, run_ranks
 from torchscout.decision.record import Incident
 from torchscout.faults.fault import Faults
@@ -38,8 +40,7 @@ def _run(cell: Cell, place: Path) -> Result:
     reports, told, again = Reports(place), list[Told](), list[Told]()
     problem = ""
     try:
-        told = run_ranks(train, layout.ranks, layout, cell.faults, place, place / "kept", timeout=_SECONDS)
-        again = run_ranks(train, layout.ranks, layout, Faults(), place, place / "kept", timeout=_SECONDS)
+        told, again = (_trained(layout, faults, place) for faults in (cell.faults, Faults()))
     except RankError as error:
         problem = error.in_short[:_REASON_CHARACTERS]
     found = reports.new()
@@ -59,6 +60,22 @@ def _run(cell: Cell, place: Path) -> Result:
         happened=min((each.monotonic for each in fired), default=None),
         took_seconds=time.monotonic() - begin,
         detail=fired[0].detail if fired else "",
+    )
+
+
+def _trained(layout: Layout, faults: Faults, place: Path) -> list[Told]:
+    """By new processes, from what the last ones have kept."""
+    return retried(
+        lambda: run_ranks(
+            train,
+            layout.ranks,
+            layout,
+            faults,
+            place,
+            place / "kept",
+            timeout=_SECONDS,
+            backend=layout.backend,
+        )
     )
 
 

@@ -55,6 +55,10 @@ class Result:
     """What else is worth knowing."""
     ablated: Mapping[str, str] = field(default_factory=dict)
     """What was decided without a piece of the method: see ``ablation``."""
+    ranks: int = 0
+    """How many its job had; 0 for results that were kept before this was."""
+    device: str = "cpu"
+    backend: str = "gloo"
 
     def to_json(self) -> dict[str, Any]:
         document = asdict(self)
@@ -77,6 +81,9 @@ class Result:
             tuple(found),
             document["detail"],
             document["ablated"],
+            document.get("ranks", 0),
+            document.get("device", "cpu"),
+            document.get("backend", "gloo"),
         )
 
 
@@ -105,4 +112,7 @@ def found_in(
         took_seconds,
         tuple(Found.of(each.item) for each in incidents if isinstance(each.item, Incident)),
         detail,
+        ranks=cell.place.ranks,
+        device=cell.place.device,
+        backend=cell.place.backend,
     )

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from torchscout.cli.campaign.cell import Cell
 from torchscout.cli.campaign.grading import Flaw, Grade, grade, unfired
+from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.reports import Reports
 from torchscout.cli.campaign.result import Result, found_in
 from torchscout.cli.campaign.routed import SHAPES, Turns
 from torchscout.cli.campaign.routed_job import Job, Told, train
+from torchscout.cli.campaign.starting import retried
 from torchscout.cli.local_ranks import RankError, run_ranks
 from torchscout.cli.moe_catalog import catalog_for
 from torchscout.cli.moe_model import LAYERS
@@ -29,11 +31,16 @@ _CYCLES = 2
 
 def run_routed(cells: Sequence[Cell], folder: Path) -> Generator[Result, None, None]:
     """One after another; the evidence of those that fail stays in ``folder``."""
-    turns, catalog = Turns(SHAPES, LAYERS), folder / "catalog.json"
+    turns, catalog, layout = Turns(SHAPES, LAYERS), folder / "catalog.json", cells[0].place
     folder.mkdir(parents=True, exist_ok=True)
-    catalog_for(cells[0].place.experts, SHAPES, catalog)
+    retried(lambda: run_ranks(_profile, 1, layout, catalog, timeout=_SECONDS))
     for cell in cells:
         yield run_job(cell, folder / cell.name, Job(_CYCLES * len(turns), catalog), turns)
+
+
+def _profile(rank: int, layout: Layout, catalog: Path) -> None:  # noqa: ARG001  as ranks are called
+    """In a process of its own: the campaign's has nothing to do on a device."""
+    catalog_for(layout.experts, SHAPES, catalog, device=layout.device)
 
 
 def run_job(cell: Cell, place: Path, job: Job, turns: Turns) -> Result:
@@ -41,9 +48,7 @@ def run_job(cell: Cell, place: Path, job: Job, turns: Turns) -> Result:
     shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
     begin, reports, told, failures = time.monotonic(), Reports(place), list[Told](), list[str]()
     try:
-        told = run_ranks(
-            train, cell.place.ranks, cell.place, cell.faults, place, cell.seed, job, timeout=_SECONDS
-        )
+        told = retried(lambda: _trained(cell, place, job))
     except RankError as error:
         failures = [error.in_short[:_REASON_CHARACTERS]]
     found = reports.new()
@@ -66,6 +71,21 @@ def run_job(cell: Cell, place: Path, job: Job, turns: Turns) -> Result:
         happened=min((each.monotonic for each in fired), default=None),
         took_seconds=time.monotonic() - begin,
         detail=fired[0].detail if fired else "",
+    )
+
+
+def _trained(cell: Cell, place: Path, job: Job) -> list[Told]:
+    layout = cell.place
+    return run_ranks(
+        train,
+        layout.ranks,
+        layout,
+        cell.faults,
+        place,
+        cell.seed,
+        job,
+        timeout=_SECONDS,
+        backend=layout.backend,
     )
 
 

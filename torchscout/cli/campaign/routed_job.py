@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchscout.cli.campaign.layout import Layout
+from torchscout.cli.campaign.training import device_of
 from torchscout.cli.moe_job import MoeTraining
 from torchscout.cli.moe_model import HIDDEN, LAYERS, WIDTH, Experts
 from torchscout.config import ReplayConfig, StragglerConfig
@@ -37,11 +38,14 @@ class Job:
     layers: int = LAYERS
     is_kernel: bool = False
     """Whether experts run on the grouped GEMM whose paths are counted."""
+    is_interpreted: bool = True
+    """Whether that is in Triton's interpreter, with small tiles, or on the device as it is used there."""
 
     @property
     def replay(self) -> ReplayConfig:
         """Experts alone, shape by shape; what an interpreter takes for them says nothing about a device."""
-        straggler = StragglerConfig(host_material_ms=_EVER) if self.is_kernel else StragglerConfig()
+        is_untimed = self.is_kernel and self.is_interpreted
+        straggler = StragglerConfig(host_material_ms=_EVER) if is_untimed else StragglerConfig()
         return ReplayConfig(interval=1, recipes=("experts",), catalog=self.catalog, straggler=straggler)
 
 
@@ -60,10 +64,9 @@ class Told:
 def train(rank: int, layout: Layout, faults: Faults, run_dir: Path, seed: int, job: Job) -> Told:
     """A check after each step, of experts alone: a census of all weights would not need their shapes."""
     logging.getLogger("torchscout").addHandler(logging.NullHandler())  # the campaign tells what was found
-    warnings.filterwarnings("ignore", module="torch")  # of nothing that a small CPU job could do about
-    training = MoeTraining(
-        layout.mesh(), seed, layers=job.layers, make=_on_kernel() if job.is_kernel else Experts
-    )
+    warnings.filterwarnings("ignore", module="torch")  # of nothing that a small job could do about
+    make = _on_kernel(is_interpreted=job.is_interpreted) if job.is_kernel else Experts
+    training = MoeTraining(layout.mesh(), seed, layers=job.layers, make=make, device=device_of(layout))
     with (
         Injector(faults, rank, training.model, training.optimizer) as injector,
         enable_resiliency(
@@ -86,14 +89,16 @@ def train(rank: int, layout: Layout, faults: Faults, run_dir: Path, seed: int, j
         return Told(injector.fired, failures, cycles, _applied() if job.is_kernel else 0)
 
 
-def _on_kernel() -> Callable[[int], nn.Module]:
+def _on_kernel(*, is_interpreted: bool) -> Callable[[int], nn.Module]:
     """Makes experts on a grouped GEMM that may fall ill; Triton is needed here alone."""
     from torchscout.cli.campaign.interpreter import hasten
-    from torchscout.evidence.catalog.grouped_gemm import Tiling
+    from torchscout.evidence.catalog.grouped_gemm import Tiling, programs_of
     from torchscout.faults.sick_gemm import SickGemm
 
-    def gemm(hidden: int, intermediate: int, device: torch.device) -> SickGemm:  # noqa: ARG001
-        return SickGemm(hidden, intermediate, programs=PROGRAMS, tiling=Tiling(*TILE))
+    def gemm(hidden: int, intermediate: int, device: torch.device) -> SickGemm:
+        if is_interpreted:
+            return SickGemm(hidden, intermediate, programs=PROGRAMS, tiling=Tiling(*TILE))
+        return SickGemm(hidden, intermediate, programs=programs_of(device))
 
     hasten()
     return lambda count: counted.Experts(count, WIDTH, HIDDEN, gemm=gemm)

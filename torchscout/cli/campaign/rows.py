@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchscout.cli.campaign.cell import Row
 
-__all__ = ["ROWS", "row_of"]
+__all__ = ["DEVICE_ROWS", "ROWS", "row_of"]
 
 ROWS = (
     Row(
@@ -44,6 +44,8 @@ ROWS = (
         "persistently, on rank 7 of 8 and on rank 15 of 16",
     ),
 )
+DEVICE_ROWS = (Row("device-hang", "Device stuck (CUDA only)", "one rank's kernel does not end for 6 s"),)
+"""What only a device can show; not in the paper's table."""
 
 
 def row_of(key: str) -> Row:

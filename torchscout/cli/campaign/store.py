@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from torchscout.cli.campaign.cell import Cell, Row
+from torchscout.cli.campaign.layout import Hardware
 from torchscout.cli.campaign.result import Result
 from torchscout.cli.campaign.summary import RowSummary, summarized
 
 __all__ = ["Store"]
 
 _SCHEMA = 1
+_DEFAULT = Hardware()
 
 
 class Store:
@@ -23,13 +25,15 @@ class Store:
     A cell that was run again has several; the last one counts.
     """
 
-    def __init__(self, folder: Path, campaign: str, seed: int) -> None:
+    def __init__(self, folder: Path, campaign: str, seed: int, hardware: Hardware = _DEFAULT) -> None:
         """A ``ValueError`` where the folder holds another campaign, or what cannot be read."""
         self.folder = folder
         self.path = folder / "results.jsonl"
         self.results: dict[str, Result] = {}
         """By the cell's identity."""
         head = {"schema": _SCHEMA, "campaign": campaign, "seed": seed}
+        if hardware.device != "cpu":  # else as it always was
+            head |= {"device": hardware.device, "backend": hardware.backend}
         folder.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size:
             self._read(head)
@@ -60,7 +64,7 @@ class Store:
             if number == 1 and document != head:
                 raise ValueError(
                     f"{self.path} belongs to another campaign, {document}; this one is {head}. "
-                    "Choose another folder, or the same campaign and seed"
+                    "Choose another folder, or the same campaign, seed, device and backend"
                 )
 
     def _write(self, document: dict[str, Any]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchscout.cli.campaign.cell import Cell, Row
 from torchscout.cli.campaign.grading import Flaw
+from torchscout.cli.campaign.layout import LAYOUTS
 from torchscout.cli.campaign.result import Result
 from torchscout.cli.campaign.tally import interval, percentile
 
@@ -23,6 +25,9 @@ class RowSummary:
     passed: int
     ranks: tuple[int, ...]
     """How many each of its jobs has."""
+    reduced: tuple[str, ...]
+    """Which jobs have fewer ranks here than in the campaign, as ``HSDP 2x2 on 4 ranks for HSDP 4x4 on 16``,
+    and in how many cells less is to be named therefore."""
     false_alarms: int
     """Cells in which more was reported than was wrong."""
     wrong_names: int
@@ -44,6 +49,7 @@ class RowSummary:
             "title": self.row.title,
             "trigger": self.row.trigger,
             "ranks": list(self.ranks),
+            "reduced": list(self.reduced),
             "cells": self.cells,
             "run": self.run,
             "passed": self.passed,
@@ -83,6 +89,21 @@ def as_report(
     }
 
 
+def _reduced(cell: Cell) -> str:
+    """Nothing where its ranks are as many as planned."""
+    planned, here = LAYOUTS[cell.layout], cell.place
+    if planned.ranks == here.ranks:
+        return ""
+    return f"{here.title} on {here.ranks} ranks for {planned.title} on {planned.ranks}"
+
+
+def _coarser(cells: Sequence[Cell]) -> list[str]:
+    counted = Counter(cell.coarser for cell in cells if cell.coarser)
+    return [
+        f"in {count} of {len(cells)} cells the right answer is a {what}" for what, count in counted.items()
+    ]
+
+
 def _summary(row: Row, cells: Sequence[Cell], results: Sequence[Result]) -> RowSummary:
     flaws = [each.grade.flaw for each in results]
     return RowSummary(
@@ -91,6 +112,7 @@ def _summary(row: Row, cells: Sequence[Cell], results: Sequence[Result]) -> RowS
         len(results),
         sum(each.grade.passed for each in results),
         tuple(sorted({cell.place.ranks for cell in cells})),
+        (*dict.fromkeys(filter(None, map(_reduced, cells))), *_coarser(cells)),
         flaws.count(Flaw.FALSE_ALARM),
         flaws.count(Flaw.WRONG_NAME),
         flaws.count(Flaw.MISSED),

@@ -67,6 +67,7 @@ def screen_of(summaries: Sequence[RowSummary], results: Iterable[Result], folder
     text = io.StringIO()
     Console(width=150, file=text).print(_table(summaries))
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    lines += [f"reduced    {each.row.title}: {what}" for each in summaries for what in each.reduced]
     lines += [_line(each) for each in results if not each.grade.passed]
     return "\n".join([*lines, f"results    {folder}/results.jsonl"])
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.cli.campaign.layout import BLOCKS, Layout
 
-__all__ = ["Training", "Transformer"]
+__all__ = ["Training", "Transformer", "device_of"]
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 24, 8, 16, 2
 
@@ -75,17 +75,18 @@ class Training:
     """One rank's model and optimizer, and how to take a step."""
 
     def __init__(self, layout: Layout, seed: int = 0) -> None:
-        warnings.filterwarnings("ignore", module="torch")  # of nothing that a small CPU job could do about
+        warnings.filterwarnings("ignore", module="torch")  # of nothing that a small job could do about
         torch.manual_seed(seed)
-        self.net = Transformer()
+        self.device = device_of(layout)
+        self.net = Transformer().to(self.device)
         self._reader, self._seed = dist.get_rank() // layout.tensor, seed
         self._replicas: DeviceMesh | None = None
         """Over which gradients are averaged by hand."""
         self.model = self._parallel(layout)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
 
-    def step(self, number: int, tokens: torch.Tensor | None = None) -> None:
-        """The step of this number: each data-parallel rank has its own batch for it."""
+    def step(self, number: int, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """The step of this number, for which each data-parallel rank has its own batch; this rank's loss."""
         batch = self.batch(number) if tokens is None else tokens
         logits = self.model(batch[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -93,13 +94,14 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         self._average()
         self.optimizer.step()
+        return loss.detach()
 
     def batch(self, number: int) -> torch.Tensor:
         """Counting sequences with a random start and stride."""
         generator = torch.Generator().manual_seed(100_000 * self._seed + 100 * number + self._reader)
         start = torch.randint(VOCABULARY, (4, 1), generator=generator)
         stride = torch.randint(1, 4, (4, 1), generator=generator)
-        return (start + stride * torch.arange(LENGTH + 1)) % VOCABULARY
+        return ((start + stride * torch.arange(LENGTH + 1)) % VOCABULARY).to(self.device)
 
     def batches(self) -> Iterator[torch.Tensor]:
         """One for each step, without end."""
@@ -113,14 +115,18 @@ class Training:
     def digest(self) -> str:
         """Of all that training leaves behind on this rank, random numbers to come included."""
         whole = hashlib.blake2b(digest_size=16)
-        for each in [*self.state(), torch.get_rng_state()]:
-            whole.update(each.numpy().tobytes())
+        random = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            random.append(torch.cuda.get_rng_state(self.device))
+        for each in [*self.state(), *random]:
+            whole.update(each.cpu().numpy().tobytes())
         return whole.hexdigest()
 
     def _parallel(self, layout: Layout) -> nn.Module:
         if layout.tensor > 1:
-            names = ("replica", "tensor")
-            axes = init_device_mesh("cpu", (layout.replica, layout.tensor), mesh_dim_names=names)
+            names: tuple[str, ...] = ("replica", "tensor")
+            degrees = (layout.replica, layout.tensor)
+            axes = init_device_mesh(layout.device, degrees, mesh_dim_names=names)
             for block in self.net.blocks:
                 parallelize_module(
                     block, axes["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -128,8 +134,9 @@ class Training:
             self._replicas = axes["replica"]
             return self.net
         if layout.shard > 1:
-            shape = [degree for degree in (layout.replica, layout.shard) if degree > 1]
-            axes = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("replica", "shard")[-len(shape) :])
+            shape = tuple(degree for degree in (layout.replica, layout.shard) if degree > 1)
+            names = ("replica", "shard")[-len(shape) :]
+            axes = init_device_mesh(layout.device, shape, mesh_dim_names=names)
             for part in [*self.net.blocks, self.net]:
                 fully_shard(part, mesh=axes)
             return self.net
@@ -144,6 +151,15 @@ class Training:
         dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._replicas.get_group())
         for each, averaged in zip(local, torch.split(flat, [each.numel() for each in local]), strict=True):
             each.copy_(averaged.view_as(each))
+
+
+def device_of(layout: Layout) -> torch.device:
+    """Where this rank computes. On CUDA it becomes the current device; several ranks may share one."""
+    if layout.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _gradients(parameters: Iterator[nn.Parameter]) -> Sequence[torch.Tensor]:

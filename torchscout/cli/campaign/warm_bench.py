@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,16 @@ from typing import Protocol
 
 from torchscout.cli.campaign.cell import Cell
 from torchscout.cli.campaign.grading import Flaw, Grade, grade, unfired
-from torchscout.cli.campaign.layout import BLOCKS, LAYOUTS, Layout
+from torchscout.cli.campaign.layout import BLOCKS, Layout
 from torchscout.cli.campaign.reports import Reports
 from torchscout.cli.campaign.result import Result, found_in
 from torchscout.cli.campaign.schedule import Slot, planned, scheduled
+from torchscout.cli.campaign.starting import retried
 from torchscout.cli.campaign.warm import EVERY_STEP, Stretch, Told, train
 from torchscout.cli.local_ranks import LiveRanks, RankError
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Incident
+from torchscout.faults.fault import Faults
 
 __all__ = ["Judge", "run_warm"]
 
@@ -48,7 +51,7 @@ def run_warm(
 
     ``replay`` must have a check at every step. Where there is a ``judge``, each set of ranks gets a new one.
     """
-    left, run, layout = list(cells), 0, LAYOUTS[cells[0].layout]
+    left, run, layout = list(cells), 0, cells[0].place
     while left:
         run += 1
         results: list[Result] = []
@@ -71,9 +74,14 @@ def _run(
     judge: Judge | None,
 ) -> Generator[Result, None, None]:
     """Until all are done, or the ranks cannot be used for the next cell."""
-    slots, layout = scheduled(cells, BLOCKS), LAYOUTS[cells[0].layout]
-    reports = Reports(run_dir)
-    with LiveRanks(body, layout.ranks, layout, planned(slots), run_dir, seed) as ranks:
+    slots, layout = scheduled(cells, BLOCKS), cells[0].place
+    reports, begin = Reports(run_dir), time.monotonic()
+    try:
+        started = retried(lambda: _started(body, layout, planned(slots), run_dir, seed))
+    except RankError as error:
+        yield _broken(slots[0], error.in_short, time.monotonic() - begin)
+        return
+    with started as ranks:
         for slot in slots:
             begin = time.monotonic()
             try:
@@ -87,6 +95,18 @@ def _run(
             yield result
             if result.grade.flaw is Flaw.BROKEN or any(each.step == slot.last for each in result.found):
                 return  # the step that should have been clean was not: the next cell would suffer from it
+
+
+def _started(
+    body: Callable[..., Iterator[Told]], layout: Layout, faults: Faults, run_dir: Path, seed: int
+) -> LiveRanks:
+    """Ranks that are ready for their first step."""
+    with ExitStack() as undo:
+        ranks = LiveRanks(body, layout.ranks, layout, faults, run_dir, seed, backend=layout.backend)
+        undo.callback(ranks.close)
+        ranks.ask(Stretch(0), timeout=_SECONDS)
+        undo.pop_all()
+    return ranks
 
 
 def _graded(slot: Slot, told: Sequence[Told], reports: Reports, took: float) -> Result:

@@ -46,6 +46,9 @@ class Asked:
         float | None, typer.Option(min=1, help="Or its parameters: 12 bytes each, float32 and Adam's slots.")
     ] = None
     checkpoint: Annotated[Path | None, typer.Option(help="The folder that checkpoints go to.")] = None
+    run_dir: Annotated[
+        Path | None, typer.Option(help="A job's run directory: which of its surfaces do not repeat.")
+    ] = None
     address: Annotated[str, typer.Option(help="As ObserverConfig.address: an interface or address.")] = "*"
     port: Annotated[int, typer.Option(min=0, max=65534, help="As ObserverConfig.port; 0 is any.")] = 0
     listen: Annotated[bool, typer.Option("--listen", help="Only answer other machines' doctors.")] = False
@@ -72,7 +75,7 @@ def doctor(asked: Asked) -> None:
 
     other = None if asked.connect is None else _address_of(asked.connect)
     _plan(asked, devices=0)  # a mistake shows before anything is tried
-    facts = gathered(asked.checkpoint, asked.address, asked.port, other)
+    facts = gathered(asked.checkpoint, asked.address, asked.port, other, asked.run_dir)
     findings = findings_of(facts, _plan(asked, devices=len(facts.torch.devices)))
     counts = {grade: sum(each.status is grade for each in findings) for grade in Grade}
     report: dict[str, Any] = {

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchscout.checkpoint.memory import memory_root
-from torchscout.cli.doctor.checks import devices, installation, layout, network, storage, system
+from torchscout.cli.doctor.checks import devices, installation, layout, network, repeats, storage, system
 from torchscout.cli.doctor.facts import Clock, Folder, Installed, Limits, Met, Reached, Stacks, TorchFacts
 from torchscout.cli.doctor.finding import Finding, skipped
 from torchscout.cli.doctor.plan import Plan
 from torchscout.cli.doctor.probes import system as kernel
 from torchscout.cli.doctor.probes.installation import FRAMEWORKS, installed
+from torchscout.cli.doctor.probes.run_records import not_repeating
 from torchscout.cli.doctor.probes.storage import folder_at
 from torchscout.cli.doctor.probes.torch_facts import ask_torch
 from torchscout.config import ObserverConfig
@@ -37,9 +39,17 @@ class Facts:
     records: Folder
     directory: Folder | None
     """Of checkpoints, if it was named."""
+    not_repeating: Mapping[str, str] | None = None
+    """Surfaces that a run has left out of comparisons, if it was named and has records."""
 
 
-def gathered(checkpoint: Path | None, address: str, port: int, other: tuple[str, int] | None) -> Facts:
+def gathered(
+    checkpoint: Path | None,
+    address: str,
+    port: int,
+    other: tuple[str, int] | None,
+    run_dir: Path | None = None,
+) -> Facts:
     packages, reached, met = installed(), None, None
     if packages.curve:
         from torchscout.cli.doctor.probes.network import meet, reach_own_board
@@ -57,6 +67,7 @@ def gathered(checkpoint: Path | None, address: str, port: int, other: tuple[str,
         folder_at(memory_root()),
         folder_at(records_home()),
         None if checkpoint is None else folder_at(checkpoint),
+        None if run_dir is None else not_repeating(run_dir),
     )
 
 
@@ -68,6 +79,7 @@ def findings_of(facts: Facts, plan: Plan) -> list[Finding]:
         devices.backends(facts.torch),
         devices.cuda(facts.torch),
         devices.triton(facts.torch),
+        repeats.attention(facts.torch),
         installation.frameworks(facts.installed, FRAMEWORKS),
         installation.curve(facts.installed),
         *_connections(facts, plan),
@@ -78,6 +90,7 @@ def findings_of(facts: Facts, plan: Plan) -> list[Finding]:
         storage.memory(facts.memory, plan),
         storage.private([facts.records, facts.memory]),
         storage.directory(facts.directory, plan),
+        repeats.surfaces(facts.not_repeating),
         *layout.peers(plan.mesh, has_experts=plan.has_experts),
     ]
 

@@ -34,6 +34,9 @@ class TorchFacts:
     fused: bool | None = None
     """Whether the fused signature on a device is what the same fold gives on the host; None if not tried."""
     fused_problem: str | None = None
+    attention: Mapping[str, int] | None = None
+    """By backend: how many different results repetitions of its backward gave under strict deterministic
+    algorithms, 0 where it does not run; None if not tried."""
     problem: str | None = None
     """Why torch could not be asked; then nothing else here counts."""
 

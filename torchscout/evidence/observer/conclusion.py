@@ -40,6 +40,8 @@ def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident 
     anybody while one does. If the others are still waiting the next time, it does. Nor is a group left
     undecided over what its members issued, as long as one that moves may yet join the majority.
     """
+    if (cause := _waited_for(posts, mesh)) is not None:
+        return replace(cause, records=(*cause.records, *_stacks(posts, cause)))
     gone, moving = _first_gone(posts), any(post.moving for post in posts.values())
     lost = _lost(posts, mesh) if gone else ()
     if moving and not insistent and not gone:
@@ -56,6 +58,23 @@ def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident 
     if incident is None or all(rank in posts and posts[rank].excused for rank in incident.ranks):
         return None
     return replace(incident, records=(*incident.records, *_stacks(posts, incident)))
+
+
+def _waited_for(posts: _Posts, mesh: Mesh) -> Incident | None:
+    """Who is behind it, where trainers ended because they had waited too long: the watchdog of NCCL and the
+    timeout of Gloo end whoever waits, and not who is waited for."""
+    gone = _first_gone(posts)
+    if not gone or not all(posts[rank].timed_out for rank in gone):
+        return None
+    standings = [
+        replace(post.standing, process=Process.RUNNING) if post.timed_out else post.standing
+        for post in posts.values()
+    ]
+    incident = diagnose(standings, {line.key: line for post in posts.values() for line in post.lines}, mesh)
+    if incident is None or not set(gone).isdisjoint(incident.ranks):
+        return None
+    ended = f"the trainer{'s' if len(gone) > 1 else ''} of {named(gone)} ended after waiting for too long"
+    return replace(incident, sentence=f"{incident.sentence}; {ended}")
 
 
 def compare_phases(posts: _Posts, diagnosis: PhaseDiagnosis) -> list[Incident]:
@@ -152,14 +171,32 @@ def _sentence(posts: _Posts, gone: Sequence[int], mesh: Mesh) -> str:
 
 def _stacks(posts: _Posts, incident: Incident) -> list[EvidenceRecord]:
     """Where suspects, and a few of the others, stood, unless the records show it already."""
-    shown = {record.progress["rank"] for record in incident.records if record.progress is not None}
-    with_stack = [rank for rank in sorted(posts) if posts[rank].standing.stack and rank not in shown]
+    proved = {record.progress["rank"] for record in incident.records if record.progress is not None}
+    with_stack = [rank for rank in sorted(posts) if posts[rank].standing.stack and rank not in proved]
     named = set(incident.ranks)
     suspects = [rank for rank in with_stack if rank in named][:_SUSPECTS]
     victims = [rank for rank in with_stack if rank not in named][:_VICTIMS]
-    return [_stack(posts[rank], incident, "named") for rank in suspects] + [
+    shown = [_stack(posts[rank], incident, "named") for rank in suspects] + [
         _stack(posts[rank], incident, "not named") for rank in victims
     ]
+    return shown + [
+        _operations(posts[rank], incident)
+        for rank in [*sorted(named), *sorted(posts.keys() - named)][: _SUSPECTS + _VICTIMS]
+        if rank in posts and posts[rank].operations is not None
+    ]
+
+
+def _operations(post: Post, incident: Incident) -> EvidenceRecord:
+    """What PyTorch's own recorder says beside it."""
+    rank = post.standing.rank
+    return EvidenceRecord(
+        step=incident.step,
+        surface="flight_recorder",
+        manifestation=Manifestation.HANG,
+        peers=(rank,),
+        reason=f"operations of rank {rank} that are not over, by the Flight Recorder: shown, not compared",
+        progress={"rank": rank, **(post.operations or {})},
+    )
 
 
 def _stack(post: Post, incident: Incident, role: str) -> EvidenceRecord:

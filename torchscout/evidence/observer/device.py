@@ -1,7 +1,12 @@
 """How far a trainer's CUDA device is, which may be far behind its host (paper, section 7).
 
-An event is recorded at the end of each training step, and a small thread asks which of them the device
-has passed. Nothing here waits for the device; what its coordinate means is for the diagnosis to say.
+Over NCCL a host does not block inside a collective: it issues the operation, runs ahead, and stops where it
+needs a result. What the device has come to is evidence of its own. An event is recorded on the current stream
+before each operation that a device enters, and at the end of each training step; a small thread asks which of
+them the device has passed. Nothing here waits for the device or launches a kernel, and no tensor is kept
+alive. What the device's progress means is for the diagnosis to say.
+
+Not seen: operations inside a CUDA graph that is replayed, since no operator is called then.
 """
 
 from __future__ import annotations
@@ -9,22 +14,28 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections import deque
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 import torch
 
+from torchscout.evidence.observer.flight_recorder import open_operations
 from torchscout.evidence.observer.progress import ProgressWriter
 
-__all__ = ["DeviceCoordinate", "device_of"]
+__all__ = ["DeviceProgress", "Track", "device_of"]
 
 _log = logging.getLogger("torchscout")
 
 _POLL_SECONDS = 0.05
-_OUTSTANDING = 64
+_QUIET_SECONDS = 0.5
+"""How long a host has published nothing before its device is asked whether it has work left."""
+_SILENT_SECONDS = 1.5
+"""How long it has published nothing before the Flight Recorder is read, which is once in a silence."""
+_OUTSTANDING = 256
+"""Events of one track. A host is held up after about a thousand launches, of which an operation takes
+several."""
+_STREAMS = 16
 _CLOSING_SECONDS = 1.0
-_UNKNOWN = -1
-"""What ``ProgressWriter.device_step`` takes where nothing is known."""
 
 # From cuda.h.
 _THREAD_LOCAL_CAPTURE = 1
@@ -36,92 +47,195 @@ def device_of(modules: Iterable[torch.nn.Module]) -> torch.device | None:
     return next((each.device for module in modules for each in module.parameters() if each.is_cuda), None)
 
 
-class DeviceCoordinate:
-    """Publishes how many steps the device has finished, as ``ProgressWriter.step`` counts the host's.
+class Track:
+    """Events along one sequence of numbers, such as the operations of a process group; the last ones are
+    kept.
 
-    Where CUDA reports an error it gives up, and the coordinate is unknown from then on: an old one would
-    look like a device that is behind.
+    One thread records while another asks. The count is raised last, so that whatever is asked for was
+    recorded. An event that is recorded anew while it is asked for looks as if it had not been passed yet, for
+    a moment.
+    """
+
+    def __init__(self, publish: Callable[[int], None]) -> None:
+        self._publish = publish
+        self._events: list[torch.cuda.Event] = []
+        self._handles: list[int | None] = [None] * _OUTSTANDING
+        """Of the events; None for what no event stands for."""
+        self._numbers = [0] * _OUTSTANDING
+        self._recorded = self._passed = 0
+
+    def record(self, number: int, stream: int | None, driver: _Driver) -> None:
+        """The host has come to ``number``. Without a stream there is nothing to ask the device about."""
+        place = self._recorded % _OUTSTANDING
+        self._handles[place] = None if stream is None else self._record(place, stream, driver)
+        self._numbers[place] = number
+        self._recorded += 1
+
+    def ask(self, driver: _Driver) -> None:
+        """Publish the last number that the device has passed, if that is news."""
+        low, high = max(self._passed, self._recorded - _OUTSTANDING + 1), self._recorded
+        if low >= high:
+            return
+        if self._has_passed(high - 1, driver):
+            low = high
+        while low < high - 1:  # all before ``low`` are passed, and ``high - 1`` is not
+            middle = (low + high - 1) // 2
+            if self._has_passed(middle, driver):
+                low = middle + 1
+            else:
+                high = middle + 1
+        if low > self._passed and self._recorded - low < _OUTSTANDING:
+            number = self._numbers[(low - 1) % _OUTSTANDING]
+            self._passed = low
+            self._publish(number)
+
+    def _record(self, place: int, stream: int, driver: _Driver) -> int:
+        if place < len(self._events):
+            handle = int(self._events[place].cuda_event)
+            driver.record(handle, stream)
+            return handle
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._events.append(event)
+        return int(event.cuda_event)
+
+    def _has_passed(self, index: int, driver: _Driver) -> bool:
+        handle = self._handles[index % _OUTSTANDING]
+        return handle is None or driver.has_passed(handle)
+
+
+class DeviceProgress:
+    """Publishes what a device has passed, until ``close``.
+
+    Where CUDA reports an error it gives up, and the device's progress is unknown from then on: an old one
+    would look like a device that is behind.
     """
 
     def __init__(self, writer: ProgressWriter, device: torch.device) -> None:
-        self._writer = writer
-        self._device = device
-        self._first = writer.step
-        # Full, it forgets its oldest: a sample less, but the newest step is always among them.
-        self._pending: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_OUTSTANDING)
+        self._writer, self._device = writer, device
+        self._index = device.index or 0
+        self._steps = Track(writer.device_step)
+        self._first_step = writer.step
+        self._tracks: list[Track] = [self._steps]
+        self._streams: set[int] = set()
+        """Of the streams that operations were issued from, their handles. PyTorch never destroys its
+        streams."""
         self._stop = threading.Event()
+        self._driver: _Driver | None = None
+        try:
+            self._driver = _Driver()
+        except OSError as error:
+            self._give_up(error)
         self._thread = threading.Thread(target=self._run, name="torchscout-device", daemon=True)
         self._thread.start()
 
-    def step_finished(self, step: int) -> None:
-        """Called by the trainer when its host has finished ``step`` steps."""
-        if self._stop.is_set():
+    def track(self, line: int) -> Track:
+        """Of the operations on one line of the record."""
+        track = Track(lambda number: self._writer.device_entered(line, number))
+        self._writer.device_entered(line, 0)
+        self._tracks.append(track)
+        return track
+
+    def record(self, track: Track, number: int) -> None:
+        """Called by the trainer before it issues an operation."""
+        if self._stop.is_set() or self._driver is None:
             return
         try:
-            with torch.cuda.device(self._device):
-                if torch.cuda.is_current_stream_capturing():
-                    return  # the event would become part of the user's graph
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
+            # An event that a capturing stream records would become part of the user's graph.
+            captures = torch.cuda.is_current_stream_capturing()
+            stream = None if captures else torch._C._cuda_getCurrentRawStream(self._index)
+            track.record(number, stream, self._driver)
         except RuntimeError as error:
             self._give_up(error)
             return
-        self._pending.append((step, event))
+        if stream is None:
+            self._writer.captured()
+        elif len(self._streams) < _STREAMS:
+            self._streams.add(stream)
+
+    def step_finished(self, step: int) -> None:
+        """Called by the trainer when its host has finished ``step`` steps."""
+        self.record(self._steps, step)
 
     def close(self) -> None:
-        """Stop the thread; again is no mistake."""
+        """Stop the thread. May be called more than once."""
         self._stop.set()
         self._thread.join(_CLOSING_SECONDS)  # no longer: the driver may be stuck
 
     def _run(self) -> None:
         try:
-            driver = _Driver(self._device)
-            self._writer.device_step(self._first)
-            self._poll(driver)
-        except (OSError, RuntimeError) as error:
+            if self._driver is not None:
+                self._driver.enter_thread(self._device)
+                self._writer.device_step(self._first_step)
+                self._poll(self._driver)
+        except RuntimeError as error:
             self._give_up(error)
         finally:
-            self._pending.clear()
-            self._writer.device_step(_UNKNOWN)
+            self._tracks.clear()
+            self._writer.device_unknown()
 
     def _poll(self, driver: _Driver) -> None:
-        oldest: tuple[int, torch.cuda.Event] | None = None
+        coordinate, since, is_read = self._writer.coordinate, time.monotonic(), False
         while not self._stop.wait(_POLL_SECONDS):
-            while oldest or self._pending:
-                oldest = oldest or self._pending.popleft()
-                step, event = oldest
-                if not driver.has_passed(event):
-                    break
-                self._writer.device_step(step)
-                oldest = None
+            for track in tuple(self._tracks):
+                track.ask(driver)
+            now = time.monotonic()
+            if self._writer.coordinate != coordinate:
+                coordinate, since, is_read = self._writer.coordinate, now, False
+            if now - since > _SILENT_SECONDS and not is_read:
+                is_read = True
+                self._writer.show_operations(open_operations())
+            # A host that moves issues more work: whether there is some left is of interest once it is quiet.
+            quiet = now - since > _QUIET_SECONDS
+            self._writer.device_asked(self._is_busy(driver) if quiet else None, now)
+
+    def _is_busy(self, driver: _Driver) -> bool | None:
+        streams = [stream for stream in tuple(self._streams) if not driver.is_capturing(stream)]
+        return any(driver.has_work(stream) for stream in streams) if streams else None
 
     def _give_up(self, error: Exception) -> None:
         self._stop.set()
-        _log.warning("the device coordinate is unknown from now on: %s", error)
+        _log.warning("the device's progress is unknown from now on: %s", error)
 
 
 class _Driver:
-    """Asks the CUDA driver from a thread of its own, unnoticed by the others.
+    """The CUDA driver, called without the interpreter's lock.
 
-    ``torch.cuda.Event.query`` does not serve: it keeps the interpreter's lock, while the driver may make it
-    wait for another thread's call. And a query may void a CUDA graph that another thread is capturing, as
-    those of PyTorch's own watchdog did (pytorch/pytorch#148594), unless the thread that asks minds only its
-    own captures.
+    The methods of ``torch.cuda.Event`` do not serve: they keep that lock, while the driver may make them
+    wait, for another thread's call or for room in a queue that a stuck device does not empty. And a query may
+    void a CUDA graph that another thread is capturing, as those of PyTorch's own watchdog did
+    (pytorch/pytorch#148594), unless the thread that asks minds only its own captures.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """For the thread that calls it."""
+    def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")  # releases the interpreter's lock during calls
+
+    def enter_thread(self, device: torch.device) -> None:
+        """Make the calling thread one that asks about ``device``."""
         torch.cuda.set_device(device)  # this thread's; or the next line would make a context on another
         mode = ctypes.c_int(_THREAD_LOCAL_CAPTURE)
         _check(self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
-    def has_passed(self, event: torch.cuda.Event) -> bool:
-        status: int = self._library.cuEventQuery(ctypes.c_void_p(event.cuda_event))
-        if status == _NOT_READY:
-            return False
-        _check(status)
-        return True
+    def record(self, event: int, stream: int) -> None:
+        _check(self._library.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream)))
+
+    def has_passed(self, event: int) -> bool:
+        return _is_ready(self._library.cuEventQuery(ctypes.c_void_p(event)))
+
+    def has_work(self, stream: int) -> bool:
+        return not _is_ready(self._library.cuStreamQuery(ctypes.c_void_p(stream)))
+
+    def is_capturing(self, stream: int) -> bool:
+        status = ctypes.c_int()
+        _check(self._library.cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status)))
+        return status.value != 0
+
+
+def _is_ready(status: int) -> bool:
+    if status == _NOT_READY:
+        return False
+    _check(status)
+    return True
 
 
 def _check(status: int) -> None:

@@ -64,19 +64,22 @@ def line_of(call: Call) -> Line | None:
     group = call.group
     members = group.members or ()
     if call.operation not in POINT_TO_POINT:
-        return Line(_key(group), members, _name(group))
+        return Line(_key(call), members, _name(group))
     if call.peer is None or not members:
         return None
     places = (group.rank, call.peer) if call.operation == "send" else (call.peer, group.rank)
     source, destination = (members[place] for place in places)
-    key = f"{_key(group)}/{source}>{destination}#{call.tag}"
+    key = f"{_key(call)}/{source}>{destination}#{call.tag}"
     return Line(key, (source, destination), f"{source} -> {destination}", pair=True)
 
 
-def _key(group: Group) -> str:
-    """The group's name alone need not be unique in the job: another group elsewhere may have it."""
+def _key(call: Call) -> str:
+    """The group's name alone need not be unique in the job: another group elsewhere may have it. And a group
+    may have one backend for the host and one for devices, which count by themselves."""
+    group, device = call.group, call.device
     members = ",".join(map(str, group.members or ()))
-    return f"{group.name}@{xxhash.xxh3_64_hexdigest(members.encode())[:8]}"
+    where = "" if device is None or device.type == "cpu" else f"/{device.type}"
+    return f"{group.name}@{xxhash.xxh3_64_hexdigest(members.encode())[:8]}{where}"
 
 
 def _name(group: Group) -> str:

@@ -4,6 +4,7 @@
     words       numbers that stand alone: flags, lengths, how many durations
     durations   recent seconds: of each phase, then of whole steps
     counts      how many operations each line has had
+    entered     how many of them the device has come to
     heads       the coordinate, twice, written in turn
     ring        the last operations of all lines, with the splits of an AllToAll
     journal     lines and phrases as they are declared, appended
@@ -30,8 +31,9 @@ __all__ = ["Head", "Memory", "Operation", "pack_operation"]
 
 RECENT = 64
 """Operations a reader gets to see."""
-PLACES = 2 * RECENT
-"""Operations there is room for: the writer overtakes a slow reader only after as many more."""
+PLACES = 1024
+"""Operations there is room for: the writer overtakes a slow reader only after as many more, and a device may
+be several hundred operations behind its host."""
 LINES = 1024
 SPLITS = 64
 """Members an AllToAll may have for its splits to be kept."""
@@ -49,14 +51,17 @@ _HEAD = struct.Struct("6qdq")  # Head, check
 _OPERATION = struct.Struct("2q2i2Q2iq")  # order, Operation with the lengths of its splits, check
 _NO_SPLITS = -1
 
-PAUSED, FINISHED, DEVICE_STEP, JOURNAL_LENGTH, DROPPED, NOTED = range(6)
+PAUSED, FINISHED, DEVICE_STEP, DEVICE_BUSY, DEVICE_ASKED, CAPTURED, JOURNAL_LENGTH, DROPPED, NOTED = range(9)
 """The words; from ``NOTED`` on, how many durations were noted of each phase and of steps."""
+UNKNOWN = -1
+"""What a word holds where a device's progress is not known."""
 
 _PLACE_BYTES = _OPERATION.size + 2 * SPLITS * 8
 WORDS_AT = 64
 DURATIONS_AT = WORDS_AT + 8 * (NOTED + STEPS + 1)
 COUNTS_AT = DURATIONS_AT + 8 * DURATIONS * (STEPS + 1)
-HEADS_AT = -(-(COUNTS_AT + 8 * LINES) // 64) * 64  # at a cache line
+ENTERED_AT = COUNTS_AT + 8 * LINES
+HEADS_AT = -(-(ENTERED_AT + 8 * LINES) // 64) * 64  # at a cache line
 RING_AT = HEADS_AT + 2 * _HEAD.size
 JOURNAL_AT = RING_AT + PLACES * _PLACE_BYTES
 SIZE = JOURNAL_AT + JOURNAL_BYTES
@@ -126,7 +131,8 @@ class Memory:
         self._bytes = memoryview(memory)
         self.words = self._bytes[WORDS_AT:DURATIONS_AT].cast("q")
         self._durations = self._bytes[DURATIONS_AT:COUNTS_AT].cast("d")
-        self.counts = self._bytes[COUNTS_AT:HEADS_AT].cast("q")
+        self.counts = self._bytes[COUNTS_AT:ENTERED_AT].cast("q")
+        self.entered = self._bytes[ENTERED_AT:HEADS_AT].cast("q")
 
     def put_head(
         self,

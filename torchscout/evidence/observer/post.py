@@ -25,6 +25,10 @@ class Post:
     """It is paused, or within the allowance for what it is doing: its silence means nothing yet."""
     gone_seconds: float | None = None
     """Since its trainer was seen to have ended before it finished."""
+    timed_out: bool = False
+    """Its trainer ended after a silence that was too long: a watchdog may have ended it for waiting."""
+    operations: Mapping[str, Any] | None = None
+    """What the Flight Recorder of its trainer says is open; see ``flight_recorder``."""
     phase_seconds: Mapping[Phase, float] = field(default_factory=dict)
     """What its input and its checkpoints take lately."""
 
@@ -40,6 +44,8 @@ class Post:
             "moving": self.moving,
             "excused": self.excused,
             "gone_seconds": self.gone_seconds,
+            "timed_out": self.timed_out,
+            "operations": self.operations,
             "phase_seconds": {phase.value: seconds for phase, seconds in self.phase_seconds.items()},
         }
 
@@ -53,6 +59,8 @@ class Post:
             moving=document["moving"],
             excused=document["excused"],
             gone_seconds=document["gone_seconds"],
+            timed_out=document["timed_out"],
+            operations=document["operations"],
             phase_seconds={
                 Phase(name): float(seconds) for name, seconds in document["phase_seconds"].items()
             },

@@ -8,12 +8,15 @@ decided elsewhere.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
+from typing import Any
 from weakref import WeakSet
 
 from torchscout.decision.progress import Issued, Line, Phase, Process, Progress
@@ -32,6 +35,10 @@ _PHRASES = 2048
 _BITS = 0xFFFF_FFFF_FFFF_FFFF
 _FIRST_DIGEST = 0x243F_6A88_85A3_08D3
 _ATTEMPTS = 100
+_DEVICE_SECONDS = 2.0
+"""After this long, what a device was last known to have come to may be out of date."""
+_MARGIN = 16
+"""Operations that a trainer may issue while its record is read."""
 _ASIDE = (Phase.CHECKPOINT_READ, Phase.CHECKPOINT_WRITE, Phase.EVALUATION)
 """Phases that are no part of an ordinary step."""
 
@@ -66,7 +73,7 @@ class ProgressWriter:
         self._digests: list[int] = []
         self._phrases: dict[int, int] = {}
         self._fingerprints: list[int] = []
-        self._memory.words[layout.DEVICE_STEP] = -1
+        self.device_unknown()
         self._publish()
         _writers.add(self)
 
@@ -78,6 +85,11 @@ class ProgressWriter:
     @property
     def step(self) -> int:
         return self._step
+
+    @property
+    def coordinate(self) -> tuple[int, int]:
+        """How far the host is, as ``Progress.coordinate`` has it."""
+        return self._step, self._operation
 
     def go_on_from(self, step: int) -> None:
         """So many steps were done before this process began."""
@@ -115,6 +127,7 @@ class ProgressWriter:
                 return self._drop()
             self._counts.append(0)
             self._digests.append(_FIRST_DIGEST)
+            self._memory.entered[len(self._lines)] = layout.UNKNOWN
             return self._lines.setdefault(line.key, len(self._lines))
 
     def phrase(self, text: str, fingerprint: int) -> int:
@@ -181,6 +194,38 @@ class ProgressWriter:
                 self._memory.words[layout.DEVICE_STEP] = step
                 self._publish()
 
+    def device_entered(self, line: int, number: int) -> None:
+        """The accelerator has come to an operation: if that is news, it ends silence but no communication."""
+        with self._lock:
+            if line != NOWHERE and number != self._memory.entered[line]:
+                self._memory.entered[line] = number
+                self._publish()
+
+    def device_asked(self, busy: bool | None, now: float) -> None:
+        """The accelerator was asked how far it is, and whether it has work left if that matters."""
+        self._memory.words[layout.DEVICE_BUSY] = layout.UNKNOWN if busy is None else int(busy)
+        self._memory.words[layout.DEVICE_ASKED] = int(1000 * now)
+
+    def device_unknown(self) -> None:
+        """Nothing is known of an accelerator, or no longer."""
+        with self._lock:
+            words = self._memory.words
+            words[layout.DEVICE_STEP] = words[layout.DEVICE_BUSY] = words[layout.DEVICE_ASKED] = (
+                layout.UNKNOWN
+            )
+            for line in range(len(self._lines)):
+                self._memory.entered[line] = layout.UNKNOWN
+
+    def captured(self) -> None:
+        """An operation went into a CUDA graph, whose replays nobody sees."""
+        self._memory.words[layout.CAPTURED] += 1
+
+    def show_operations(self, operations: Mapping[str, Any] | None) -> None:
+        """Put what the Flight Recorder says beside the record, for its observer to show."""
+        if operations is not None and self._owns_file:
+            beside = record_file.operations_of(self.path)
+            beside.write_text(json.dumps({"step": self._step, **operations}))
+
     def time_phase(self, phase: Phase, seconds: float) -> None:
         """A phase took so long."""
         with self._lock:
@@ -198,6 +243,7 @@ class ProgressWriter:
         with self._lock:
             if self._owns_file:
                 self.path.unlink(missing_ok=True)
+                record_file.operations_of(self.path).unlink(missing_ok=True)
             self._detach()
 
     def forget_after_fork(self) -> None:
@@ -267,6 +313,15 @@ class ProgressReader:
     def trainer(self) -> Process:
         return self._trainer.process()
 
+    def operations(self, step: int) -> dict[str, Any] | None:
+        """What the Flight Recorder said when the trainer fell silent in this step; None if it said
+        nothing."""
+        try:
+            shown: dict[str, Any] = json.loads(record_file.operations_of(self.path).read_text())
+        except (OSError, ValueError):  # none was written, or is being written right now
+            return None
+        return shown if shown.get("step") == step else None
+
     def lines(self) -> dict[str, Line]:
         return {line.key: line for line in self._declared().lines}
 
@@ -316,11 +371,44 @@ class ProgressReader:
         counts += [0] * (len(declared.lines) - len(counts))
         for operation in recent:
             counts[operation.line] = operation.number
-        issued = {line.key: count for line, count in zip(declared.lines, counts, strict=True)}
-        return self._progress(head, issued, recent, monotonic() if now is None else now)
+        now = monotonic() if now is None else now
+        entered = self._entered(counts, now)
+        recent = [*self._where_devices_are(orders.start, entered, declared), *recent]
+        keys = [line.key for line in declared.lines]
+        progress = self._progress(head, dict(zip(keys, counts, strict=True)), recent, now)
+        return replace(progress, entered={keys[line]: number for line, number in entered.items()})
+
+    def _entered(self, counts: Sequence[int], now: float) -> dict[int, int]:
+        """Per line, what the device has come to, where that is known.
+
+        A trainer that has not asked for a while cannot tell: it may be stopped, or hold the interpreter's
+        lock. But a device that had come to everything then cannot have fallen behind a host that issued
+        nothing since.
+        """
+        asked = self._memory.words[layout.DEVICE_ASKED] / 1000
+        is_fresh = now - asked < _DEVICE_SECONDS
+        found = enumerate(self._memory.entered[: len(counts)].tolist())
+        return {
+            line: min(number, counts[line])
+            for line, number in found
+            if number != layout.UNKNOWN and (is_fresh or number >= counts[line])
+        }
+
+    def _where_devices_are(
+        self, before: int, entered: Mapping[int, int], declared: Journal
+    ) -> Iterator[Operation]:
+        """Operations issued ``before`` the recent ones that devices have only now come to, and their
+        neighbours."""
+        oldest = max(1, before + layout.RECENT - layout.PLACES + _MARGIN)
+        for order in range(oldest, before) if entered else ():
+            found = self._memory.operation(order)
+            if found is not None and declared.has(found.line, found.phrase):
+                number = entered.get(found.line)
+                if number is not None and abs(found.number - number) <= 1:
+                    yield found
 
     def _progress(self, head: Head, issued: dict[str, int], recent: list[Operation], now: float) -> Progress:
-        device_step = self._memory.words[layout.DEVICE_STEP]
+        device_step, busy = self._memory.words[layout.DEVICE_STEP], self._memory.words[layout.DEVICE_BUSY]
         return Progress(
             rank=self.rank,
             step=head.step,
@@ -331,6 +419,8 @@ class ProgressReader:
             at_communication=bool(head.at_communication),
             silent_seconds=max(0.0, now - head.time),
             device_step=None if device_step < 0 else device_step,
+            device_busy=None if busy < 0 else bool(busy),
+            captured=self._memory.words[layout.CAPTURED],
         )
 
     def _issued(self, operation: Operation) -> Issued:

@@ -19,7 +19,7 @@ from torchscout.evidence.call import Call
 from torchscout.evidence.collectives import Pending
 from torchscout.evidence.hearing import in_backward, is_inert
 from torchscout.evidence.observer import fingerprint
-from torchscout.evidence.observer.device import DeviceCoordinate
+from torchscout.evidence.observer.device import DeviceProgress, Track
 from torchscout.evidence.observer.fingerprint import Fingerprint
 from torchscout.evidence.observer.progress import NOWHERE, ProgressWriter
 
@@ -34,38 +34,50 @@ class Publisher:
 
     def __init__(self, writer: ProgressWriter) -> None:
         self._writer = writer
-        self._lines: dict[tuple[Any, ...], int] = {}
+        self._lines: dict[tuple[Any, ...], tuple[int, Track | None]] = {}
         self._phrases: dict[Fingerprint, int] = {}
         self._went_back = False
         """Whether there was a backward in this step."""
-        self._coordinate: DeviceCoordinate | None = None
+        self._device: DeviceProgress | None = None
         self._undo: list[Callable[[], None]] = []
 
     def before(self, call: Call) -> None:
         """Publish the intent to enter a collective; SCOUT's own too, for a rank may be stuck in a check."""
-        group = call.group
-        key = (group, call.operation, call.peer, call.tag) if call.tag is not None else (group,)
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = self._declare(call)
+        group, device = call.group, call.device
+        where = None if device is None else device.type
+        key = (group, where, call.operation, call.peer, call.tag) if call.tag is not None else (group, where)
+        known = self._lines.get(key)
+        if known is None:
+            known = self._lines[key] = self._declare(call, device)
+        line, track = known
         shared = fingerprint.read(call)
         phrase = self._phrases.get(shared)
         if phrase is None:
             phrase = self._writer.phrase(shared.text, shared.number)
             if len(self._phrases) < _REMEMBERED:  # shapes that never repeat must not fill the memory
                 self._phrases[shared] = phrase
-        splits = call.splits
-        if splits is None:
-            self._writer.issue(line, phrase)
-        else:
-            self._writer.issue(line, phrase, splits.sent, splits.received)
+        sent, received = call.splits or (None, None)
+        number = self._writer.issue(line, phrase, sent, received)
+        if track is not None and self._device is not None:
+            self._device.record(track, number)
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
         """That the backend has it says nothing about the others."""
 
-    def _declare(self, call: Call) -> int:
+    def _declare(self, call: Call, device: torch.device | None) -> tuple[int, Track | None]:
+        """The line a call is counted on, and where a device enters its operations, what shows how far that
+        is."""
         line = fingerprint.line_of(call)
-        return NOWHERE if line is None else self._writer.declare(line)
+        index = NOWHERE if line is None else self._writer.declare(line)
+        if index == NOWHERE or device is None or not _is_entered_by(device, call):
+            return index, None
+        return index, self._progress_of(device).track(index)
+
+    def _progress_of(self, device: torch.device) -> DeviceProgress:
+        if self._device is None:
+            self._device = DeviceProgress(self._writer, device)
+            self._undo.append(self._device.close)
+        return self._device
 
     def watch_layers(self, layers: Iterable[torch.nn.Module]) -> None:
         """Publish a coordinate whenever a layer's forward or backward begins."""
@@ -137,25 +149,23 @@ class Publisher:
 
         With a CUDA device it is also published how many of the steps that one has finished.
         """
-        self._coordinate = coordinate = None if device is None else DeviceCoordinate(self._writer, device)
-        if coordinate is not None:
-            self._undo.append(coordinate.close)
+        progress = None if device is None else self._progress_of(device)
 
         def before_step() -> None:
             self._writer.advance(Phase.OPTIMIZER)
 
         def after_step() -> None:
             self._writer.next_step()
-            if coordinate is not None:
-                coordinate.step_finished(self._writer.step)
+            if progress is not None:
+                progress.step_finished(self._writer.step)
 
         self._undo.append(at_updates(before_step, after_step))
 
     def go_on_from(self, step: int) -> None:
         """The job goes on from a checkpoint of this step."""
         self._writer.go_on_from(step)
-        if self._coordinate is not None:
-            self._coordinate.step_finished(step)
+        if self._device is not None:
+            self._device.step_finished(step)
 
     def watch_input(self, source: Iterable[_Batch]) -> WatchedInput[_Batch]:
         return WatchedInput(source, self)
@@ -174,6 +184,12 @@ class Publisher:
     def remove(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+def _is_entered_by(device: torch.device, call: Call) -> bool:
+    """Whether the host only issues the operation: so over NCCL. Gloo's run on the host, whatever they
+    move."""
+    return device.type == "cuda" and "nccl" in call.process_group._get_backend(device).name()
 
 
 class WatchedInput(Generic[_Batch]):

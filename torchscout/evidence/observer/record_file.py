@@ -18,10 +18,10 @@ from torchscout.decision.progress import Process
 from torchscout.evidence.observer.layout import HEADER, SIZE
 from torchscout.evidence.observer.liveness import Identity
 
-__all__ = ["Opened", "create", "is_private", "open_record", "reclaim", "records_home"]
+__all__ = ["Opened", "create", "is_private", "open_record", "operations_of", "reclaim", "records_home"]
 
 _MAGIC = b"SCOUTrec"
-_VERSION = 1
+_VERSION = 2
 _PREFIX = "progress-"
 
 
@@ -58,6 +58,11 @@ def create(directory: Path, rank: int) -> tuple[Path, mmap.mmap]:
         raise
     finally:
         os.close(file)
+
+
+def operations_of(path: Path) -> Path:
+    """The file beside a record that holds what the Flight Recorder said, if anything."""
+    return path.with_name(f"operations-{path.name}")
 
 
 def open_record(path: Path) -> Opened:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Line, Phase, Process, Progress, Standing
@@ -68,12 +70,20 @@ class Trainer:
     def post(self, config: ObserverConfig, silent_seconds: float, now: float) -> Post:
         """What to say in a round, but for the stacks."""
         if self.ending is not None:
-            gone = None if self._gone_since is None else now - self._gone_since
-            return Post(self._last_standing(), self._lines(), gone_seconds=gone)
+            standing, gone = self._last_standing(), None
+            silent = 0.0 if standing.progress is None else standing.progress.silent_seconds
+            if self._gone_since is not None:
+                gone = now - self._gone_since
+            timed_out = gone is not None and silent - gone > config.floor_seconds
+            operations = self._operations(standing)
+            return Post(
+                standing, self._lines(), gone_seconds=gone, timed_out=timed_out, operations=operations
+            )
         standing = Standing(self.rank, self.reader.trainer(), self._read())
         return Post(
             standing,
             self._lines(),
+            operations=self._operations(standing),
             moving=silent_seconds < config.floor_seconds / 2,
             excused=self._is_excused(config, silent_seconds),
             phase_seconds=typical_seconds(self.phase_seconds()),
@@ -95,6 +105,9 @@ class Trainer:
             # Not gone, as a diagnosis means it: nothing is wrong with it, unless somebody waits for it.
             return Standing(self.rank, Process.RUNNING, self._read(), waiting=False)
         return Standing(self.rank, Process.GONE, self._read())
+
+    def _operations(self, standing: Standing) -> Mapping[str, Any] | None:
+        return None if standing.progress is None else self.reader.operations(standing.progress.step)
 
     def _lines(self) -> tuple[Line, ...]:
         return tuple(self.reader.lines().values())

@@ -1,4 +1,14 @@
-"""The conditions of a replayed call: autocast as in training, deterministic kernels (paper, 6.1.1)."""
+"""The conditions of a replayed call: autocast as in training, deterministic kernels (paper, 6.1.1).
+
+[Note: strict deterministic algorithms] With ``warn_only=True`` every fused attention backward stays
+nondeterministic, so that healthy ranks differ. Hence replay asks for ``warn_only=False``, under which an
+operator without a deterministic version raises. A pass that raises so is replayed again with
+``warn_only=True``, which still picks deterministic versions where there are any, and what it computes is
+marked as not repeatable. The replay is made again by all ranks together, after a vote, since a layer may
+communicate; see ``replayer``. cuBLAS without ``CUBLAS_WORKSPACE_CONFIG`` raises too on some versions, for
+every matrix product. Products on one stream do repeat, so that nothing is marked then: what does not repeat
+all the same is found by comparing.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +16,18 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["autocast_as", "autocast_now", "deterministic", "is_compiled"]
+__all__ = ["Determinism", "autocast_as", "autocast_now", "deterministic", "is_compiled"]
+
+_RAISED = "use_deterministic_algorithms"
+"""In the message of every operator that refuses to run."""
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+"""In the message of those that repeat on one stream, as replay runs them."""
 
 
 def autocast_now(device: torch.device) -> dict[str, str | None]:
@@ -41,9 +57,29 @@ def is_compiled(module: nn.Module) -> bool:
     return any(isinstance(each, wrapper) or each._compiled_call_impl is not None for each in module.modules())
 
 
+@dataclass(slots=True)
+class Determinism:
+    """Which passes of a module cannot run under strict deterministic algorithms, learned when they raise."""
+
+    relaxed: set[str] = field(default_factory=set)
+    """Passes that only warn, from the next replay on."""
+    lacking: dict[str, str] = field(default_factory=dict)
+    """Passes whose results are not repeatable, each with what the operator said."""
+
+    def learn(self, passed: str, error: RuntimeError) -> bool:
+        """Whether the pass has failed for want of a deterministic operator, and can be replayed without."""
+        message = str(error)
+        if _RAISED not in message or passed in self.relaxed:
+            return False
+        self.relaxed.add(passed)
+        if _CUBLAS not in message:
+            self.lacking[passed] = message.partition(",")[0].strip()
+        return True
+
+
 @contextmanager
-def deterministic() -> Iterator[None]:
-    """Let kernels repeat themselves where they can; every switch is put back.
+def deterministic(*, strict: bool = True) -> Iterator[None]:
+    """Let kernels repeat themselves; every switch is put back. See [Note: strict deterministic algorithms].
 
     Not around compiled code: the mode is one of its guards, and other kernels would be compiled.
     """
@@ -55,9 +91,9 @@ def deterministic() -> Iterator[None]:
     fill, benchmark = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     try:
         with warnings.catch_warnings():
-            # Of kernels that have no deterministic version: a second replay finds out about them.
+            # Of kernels that have no deterministic version: what they compute is marked, or found out about.
             warnings.filterwarnings("ignore", message=".*deterministic.*")
-            switch(True, warn_only=True)
+            switch(True, warn_only=not strict)
             memory.fill_uninitialized_memory = False
             torch.backends.cudnn.benchmark = False
             yield

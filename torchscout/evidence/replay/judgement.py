@@ -7,18 +7,20 @@ is ``not_checked`` with its reason, neither a disagreement nor clean evidence.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torchscout.decision import consensus
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope, Surface
+from torchscout.decision.repeatability import NONDETERMINISTIC
 from torchscout.decision.replay_diagnosis import FAILED
 from torchscout.decision.wording import named
 from torchscout.evidence.replay.digest import digest
-from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison
+from torchscout.evidence.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison
 
 __all__ = [
     "Context",
     "broken_depth",
+    "is_left_out",
     "is_sound",
     "judge",
     "named_for_results",
@@ -39,6 +41,10 @@ class Context:
     variant: float = 1.0
     problem: str | None = None
     """What went wrong on this rank, if it is one that failed."""
+    left_out: Mapping[Surface, str] = field(default_factory=dict)
+    """Surfaces that are known not to repeat, with the reasons: they are not compared."""
+    unrepeatable: Mapping[Surface, str] = field(default_factory=dict)
+    """What this rank has computed without a deterministic operator, with the reasons."""
 
     def mode(self, mode: str) -> str:
         return mode if self.variant == 1 else f"{mode} x{self.variant:g}"
@@ -67,16 +73,19 @@ def judge(
     """The records of one replay: each surface's own, and one for all that agree under one summary."""
     records: dict[Surface, EvidenceRecord] = {}
     differing: set[Surface] = set()
+    left_out = dict(context.left_out)
     failures: list[EvidenceRecord] = []
     sums: dict[Surface, list[Comparison]] = {}
     for comparison in comparisons:
         values = gathered[comparison.surface]
-        if comparison.summary is not None and is_sound(values):
+        if comparison.summary is not None and is_sound(values):  # state, which needs no kernel
             sums.setdefault(comparison.summary, []).append(comparison)
             continue
-        record = _judge(context, comparison, values, differing)
+        record = _judge(context, comparison, values, differing, left_out)
         if record.scope is not None:
             differing.add(comparison.surface)
+        if is_left_out(record):
+            left_out[comparison.surface] = str(record.reason)
         records[comparison.surface] = _without_tie(comparison, record)
         if failed := [rank for rank, value in zip(context.peers, values, strict=True) if value == POISON]:
             failures.append(_failure(context, comparison, failed))
@@ -96,11 +105,17 @@ def broken_depth(comparisons: Sequence[Comparison], records: Sequence[EvidenceRe
     """The lowest depth at which peers differ in what others build upon; None if they do nowhere."""
     ties = {comparison.tie for comparison in comparisons} - {None}
     differing = [each.surface for each in records if each.scope is not None or each.reason in ties]
+    differing += [each.surface for each in records if is_left_out(each)]
     if not differing:  # nearly always, and a census has thousands of comparisons
         return None
     found = depths(comparisons)
     premises = {premise for comparison in comparisons for premise in comparison.premises}
     return min((found[surface] for surface in differing if surface in premises), default=None)
+
+
+def is_left_out(record: EvidenceRecord) -> bool:
+    """Whether a surface was not compared because it does not repeat."""
+    return record.reason is not None and record.reason.startswith(NONDETERMINISTIC)
 
 
 def named_for_results(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> list[int]:
@@ -131,11 +146,18 @@ def _judge(
     comparison: Comparison,
     values: Sequence[int],
     differing: Collection[Surface],
+    left_out: Mapping[Surface, str],
 ) -> EvidenceRecord:
     record = context.record(comparison)
     for premise in comparison.premises:
         if premise in differing:
             return replace(record, reason=f"{premise} differs among peers already")
+    for premise in comparison.premises:
+        if premise in left_out:
+            reason = f"{NONDETERMINISTIC}: it is computed from {premise}, which does not repeat"
+            return replace(record, reason=reason)
+    if (unfit := left_out.get(comparison.surface) or _unrepeatable(context, comparison, values)) is not None:
+        return replace(record, reason=unfit)
     having = [(rank, value) for rank, value in zip(context.peers, values, strict=True) if value != POISON]
     if having and all(value == ABSENT for _, value in having):
         return replace(record, reason=comparison.absent)
@@ -145,6 +167,15 @@ def _judge(
     right = comparison.right
     verdict = consensus.exact(compared) if right is None else consensus.known(compared, right)
     return replace(record, peers=ranks, verdict=verdict, reason=None)
+
+
+def _unrepeatable(context: Context, comparison: Comparison, values: Sequence[int]) -> str | None:
+    """Why values cannot be compared, if a rank had to compute them without a deterministic operator."""
+    if UNREPEATABLE not in values:
+        return None
+    marked = [rank for rank, value in zip(context.peers, values, strict=True) if value == UNREPEATABLE]
+    elsewhere = f"an operator on {named(marked)} has no deterministic version"
+    return f"{NONDETERMINISTIC}: {context.unrepeatable.get(comparison.surface, elsewhere)}"
 
 
 def _without_tie(comparison: Comparison, record: EvidenceRecord) -> EvidenceRecord:

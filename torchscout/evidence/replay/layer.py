@@ -7,7 +7,7 @@ module is called as training calls it, with all hooks in place and its own param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay import alignment
 from torchscout.evidence.replay.capture import WRITES, Capture
-from torchscout.evidence.replay.conditions import autocast_as, deterministic, is_compiled
+from torchscout.evidence.replay.conditions import Determinism, autocast_as, deterministic, is_compiled
 from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.invocation import Invocation, is_floating
 from torchscout.evidence.replay.keepsakes import recalled
@@ -61,6 +61,8 @@ class LayerRecipe:
         self.targets = self._names = tuple(modules)
         self._modules, self._surfaces, self._device = tuple(modules.values()), surfaces, device
         self._keepers = keepers
+        self._determinism = [Determinism() for _ in self._modules]
+        """What was learned of each module, for all later checks."""
 
     def kept_as(self, target: int) -> str:
         return self.targets[target]
@@ -84,7 +86,7 @@ class LayerRecipe:
         if not all(each in self._surfaces for each in trained.values()):
             raise ReplayError("it has a parameter that was not there when replay was attached")
         named = {f"{self._surfaces[each]}.grad": path for path, each in trained.items()}
-        return LayerReplay(
+        replay = LayerReplay(
             name,
             module,
             named,
@@ -94,6 +96,8 @@ class LayerRecipe:
             kind=self.kind,
             call=call,
         )
+        replay.determinism = self._determinism[place]
+        return replay
 
 
 class LayerReplay:
@@ -125,6 +129,8 @@ class LayerReplay:
         self._refusal = keepers.obstacle or refusal(module)
         self.rerouting: Rerouting | None = None
         """With which numbers of rows it is replayed, if not as it was called."""
+        self.determinism = Determinism()
+        """Which of its passes can run under strict deterministic algorithms."""
         self._own = call
         """This rank's call; until it is over, None."""
         is_to_come = call is None and not self._refusal
@@ -202,8 +208,11 @@ class LayerReplay:
                 self._route()
                 around.enter_context(self._as_in_training())
                 elsewhere = around.enter_context(self._keepers.around())
-                inputs, outputs = self._forward(variant, seen)
-            self._backward(inputs, outputs, seen, elsewhere)
+                with self._kernels(Mode.FORWARD, seen):
+                    inputs, outputs = self._forward(variant, seen)
+            with self._kernels(Mode.BACKWARD, seen):
+                self._backward(inputs, outputs, seen, elsewhere)
+            self._mark(seen)
 
     def _route(self) -> None:
         """Once values are there: what is wanted is made of them, the same on all peers."""
@@ -258,12 +267,33 @@ class LayerReplay:
         return [f"{self._name}/grad_input"] if any(self._call.requires_grad) else []
 
     @contextmanager
+    def _kernels(self, passed: str, seen: Observation) -> Iterator[None]:
+        """Around one pass: deterministic kernels, as far as there are any; compiled code has its own."""
+        if is_compiled(self._module):
+            yield
+            return
+        try:
+            with deterministic(strict=passed not in self.determinism.relaxed):
+                yield
+        except RuntimeError as error:
+            if self.determinism.learn(passed, error):
+                seen.refused.append(str(error))
+            raise
+
+    def _mark(self, seen: Observation) -> None:
+        """What the passes that lack a deterministic operator have computed."""
+        behind = [*self._inputs(), *self._parameters]
+        computed = {Mode.BACKWARD: behind, Mode.FORWARD: [f"{self._name}/output", *behind]}
+        for passed, reason in self.determinism.lacking.items():
+            found = (each for each in computed[passed] if seen.signatures.get(each) != ABSENT)
+            seen.unrepeatable.update(dict.fromkeys(found, reason))
+
+    @contextmanager
     def _as_in_training(self) -> Iterator[None]:
         assert self._call is not None, "prepared first"
-        kernels = nullcontext() if is_compiled(self._module) else deterministic()
         untouched = preserved(self._module, self._buffers, self._call.randomness.seed)
         attention = self._call.attention.again()
-        with unmoved(self._device), untouched, attention, kernels, torch.enable_grad():
+        with unmoved(self._device), untouched, attention, torch.enable_grad():
             yield
 
     def _timed(self, seen: Observation, suffix: str) -> AbstractContextManager[None]:

@@ -304,18 +304,19 @@ class OptimizerReplay:
         return "", (self._tensors[0].numel(),)
 
     def comparisons(self) -> Sequence[Comparison]:
-        computed = [PARAMETER, *self._slot_surfaces().values()]
+        results = [PARAMETER, *self._slot_surfaces().values()]
         replayed = [
             Comparison(INPUT, Mode.INPUT),
-            *(Comparison(surface, Mode.OPTIMIZER, premises=(INPUT,)) for surface in computed),
+            *(Comparison(surface, Mode.OPTIMIZER, premises=(INPUT,)) for surface in results),
         ]
         if self._is_swept:
             return replayed
+        # The only owner's result is held against what its peers compute, which must agree, and repeat, first.
+        computed = (PARAMETER,) if self._is_owned else ()
+        unscaled = "there is no real update of a gradient that was scaled for replay"
         return [
             *replayed,
-            Comparison(
-                UPDATE, Mode.STATE, absent="there is no real update of a gradient that was scaled for replay"
-            ),
+            Comparison(UPDATE, Mode.STATE, premises=computed, absent=unscaled),
             Comparison(
                 REPRODUCTION,
                 Mode.OPTIMIZER,

@@ -26,6 +26,7 @@ from torchscout.mesh import Role
 __all__ = [
     "ABSENT",
     "POISON",
+    "UNREPEATABLE",
     "Comparison",
     "Given",
     "Laps",
@@ -41,6 +42,8 @@ ABSENT = signed(xxhash.xxh3_64_intdigest(b"torchscout: there is nothing to compa
 """In place of a signature: this rank has no such tensor. Not checked if no peer has it, else a difference."""
 POISON = signed(xxhash.xxh3_64_intdigest(b"torchscout: this rank failed in replay"))
 """In place of a signature: this rank could not compute it. Never evidence against anybody."""
+UNREPEATABLE = signed(xxhash.xxh3_64_intdigest(b"torchscout: computed by an operator that does not repeat"))
+"""In place of a signature: an operator without a deterministic version has computed it on this rank."""
 
 
 class Mode:
@@ -72,6 +75,11 @@ class Comparison:
     right: int | None = None
     """What a rank must have, where that is known without a vote: each is its own witness then."""
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it is read and not computed in the replay, so that no kernel can make it differ."""
+        return not self.premises or self.right is not None or self.mode in (Mode.STATE, Mode.INPUT)
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -83,6 +91,10 @@ class Observation:
     """What this rank spent by itself, in milliseconds."""
     laps: dict[tuple[Surface, tuple[int, ...]], Laps] = field(default_factory=dict)
     """What it spent in collectives, by surface and members of the process group."""
+    unrepeatable: dict[Surface, str] = field(default_factory=dict)
+    """What an operator without a deterministic version has computed, with the reason."""
+    refused: list[str] = field(default_factory=list)
+    """Why strict deterministic algorithms have ended this replay: it can be made again without them."""
     unread: list[Callable[[], None]] = field(default_factory=list)
     """Clocks that have not been read: a device is not to be waited for in the middle of its work."""
     unsigned: list[tuple[PendingSignatures, Callable[[list[int]], None]]] = field(default_factory=list)

@@ -8,27 +8,34 @@ takes part in every exchange, with a poison in place of its signatures.
 wait for it on SCOUT's groups, where patience ends, and not on training's. So scratch data are sent over
 training's groups first, right after all have met; and where replays communicate, which only those of pure
 data-parallel jobs do not, all meet before each of them.
+
+[Note: as many rounds everywhere] How often a target is replayed in a check is agreed by the whole job after
+each round: layers may be sharded, and ranks of other peer groups compute together with this one. A round is
+repeated without strict determinism where an operator refused it on any rank, and after a disagreement there
+are further rounds until ``decision.repeatability`` has decided on every rank, or may not ask for more.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from torchscout.decision.record import EvidenceRecord
+from torchscout.decision.repeatability import Repeated, SurfaceHistory, Trial
 from torchscout.decision.timings import Measured
 from torchscout.errors import ChannelError, told
 from torchscout.evidence.hearing import in_backward, inert
 from torchscout.evidence.replay.alignment import receive_together
-from torchscout.evidence.replay.comparison import Run, compare
+from torchscout.evidence.replay.comparison import Run, gather, judged
 from torchscout.evidence.replay.judgement import (
     Context,
     broken_depth,
+    is_left_out,
     named_for_results,
     not_checked,
     withhold,
@@ -54,8 +61,9 @@ class Findings:
     """What one check produced, the same on every peer."""
 
     records: list[EvidenceRecord] = field(default_factory=list)
-    repeats: list[EvidenceRecord] = field(default_factory=list)
-    """Of the second replay, where a disagreement called for one."""
+    """As they are to be kept: what does not repeat has no verdict."""
+    repeats: list[Repeated] = field(default_factory=list)
+    """What further replays said, where a disagreement called for them."""
     elsewhere: set[int] = field(default_factory=set)
     """Ranks of other peer groups that were named for wrong results in the same check."""
     targets: list[str] = field(default_factory=list)
@@ -95,6 +103,9 @@ class Replayer:
         """What has been run before."""
         self.variants: tuple[float, ...] = (1.0,)
         self.keepsakes = Keepsakes()
+        self.history = SurfaceHistory()
+        self.still_here: Callable[[], None] = lambda: None
+        """Called in each further round of a disagreement: those may take longer than a step."""
 
     @property
     def is_due(self) -> bool:
@@ -140,8 +151,7 @@ class Replayer:
             ready = [place for place, begun in enumerate(self._begun) if begun.problem is None]
             runs = {place: self._run(place, step) for place in ready if self._is_here(place)}
             self._align(runs)
-            differing = self._compare(ready, runs)
-            if differing:
+            if differing := self._first_round(ready, runs):
                 self._repeat(differing, runs, findings)
             for place, begun in enumerate(self._begun):
                 if begun.recipe.vouches and begun.due.target is not None:
@@ -217,21 +227,84 @@ class Replayer:
                 receive_together(tensors, partial(peers.broadcast, source=source))
         for run in runs.values():
             run.comparisons = run.replay.comparisons()
+            left_out = {
+                each.surface: reason
+                for each in run.comparisons
+                if (reason := self.history.reason(each.surface, run.context.target)) is not None
+            }
+            run.context = replace(run.context, left_out=left_out)
+
+    def _first_round(self, places: Sequence[int], runs: Mapping[int, Run]) -> list[int]:
+        """Replay everything once, compare and judge it; where anybody in the job found a difference.
+
+        Of ``places``, which are the same on all ranks, this one has ``runs``.
+        """
+        differing: list[int] = []
+        while places:
+            now = {place: run for place, run in runs.items() if place in places}
+            for run in now.values():
+                run.start()
+            self._observe(places, now)
+            self._gather(now)
+            for run in now.values():
+                run.records = judged(run)
+            votes = self._job.highest([vote for place in places for vote in _votes(now.get(place))])
+            refused, differs, heights = votes[::3], votes[1::3], votes[2::3]
+            for place, height in zip(places, heights, strict=True):
+                if height and place in now:
+                    run = now[place]
+                    run.records = withhold(run.comparisons, run.records, _HEIGHT - height)
+            found = zip(places, refused, differs, strict=True)
+            differing += [place for place, is_refused, yes in found if yes and not is_refused]
+            places = [place for place, again in zip(places, refused, strict=True) if again]
+        for run in runs.values():
+            for each in run.records:
+                if is_left_out(each) and each.surface not in run.context.left_out:
+                    self.history.leave_out(each.surface, each.layer, str(each.reason))
+        return sorted(differing)
 
     def _repeat(self, differing: Sequence[int], runs: Mapping[int, Run], findings: Findings) -> None:
-        """Replay a second time what anybody in the job found a difference in."""
-        again = {place: runs[place].again() for place in differing if place in runs}
-        self._compare(differing, again)
+        """Replay until it is known whose fault disagreements are; the records are then as they are kept."""
+        trials = {place: self._trials(runs[place]) for place in differing if place in runs}
+        places = differing
+        while places:
+            now = {place: runs[place].again() for place in places if place in runs}
+            self._observe(places, now)
+            self._gather(now, in_full=True)
+            for place, run in now.items():
+                for trial in trials[place].values():
+                    trial.observe(*run.values_of(trial.record))
+            self.still_here()
+            wanted = [any(each.is_open for each in trials.get(place, {}).values()) for place in places]
+            places = [place for place, more in zip(places, self._job.highest(wanted), strict=True) if more]
+        for place, tried in trials.items():
+            found = {number: self.history.conclude(trial) for number, trial in tried.items()}
+            findings.repeats.extend(found.values())
+            records = runs[place].records
+            runs[place].records = [
+                found[number].record if number in found else each for number, each in enumerate(records)
+            ]
         named = [
-            [] if place not in runs else named_for_results(runs[place].comparisons, runs[place].records)
+            named_for_results(runs[place].comparisons, runs[place].records) if place in runs else []
             for place in differing
         ]
         told = self._job.exchange(named)
         for column, place in enumerate(differing):
             if place in runs:
-                findings.repeats.extend(again[place].records)
                 elsewhere = {rank for ranks in told for rank in ranks[column]}
                 findings.elsewhere.update(elsewhere - set(runs[place].context.peers))
+
+    def _trials(self, run: Run) -> dict[int, Trial]:
+        """Of the run's disagreements, by the place of the record."""
+        named = {each.surface: each for each in run.comparisons}
+        among = len(run.comparisons) * len(run.variants) * len(self._begun)
+        return {
+            number: self.history.trial(
+                record, among=among, is_held=named[record.surface].is_held, right=named[record.surface].right
+            )
+            for number, record in enumerate(run.records)
+            if record.scope is not None
+        }
 
     def _conclude(self, begun: Begun, run: Run, findings: Findings) -> None:
         findings.records.extend(run.records)
@@ -251,22 +324,11 @@ class Replayer:
         else:
             attempt(_bound(self.keepsakes.keep, key, call))
 
-    def _compare(self, places: Sequence[int], runs: Mapping[int, Run]) -> list[int]:
-        """Compute all, exchange once, judge; where anybody in the job found a difference.
-
-        Of ``places``, which are the same on all ranks, this one has ``runs``.
-        """
-        self._observe(places, runs)
+    def _gather(self, runs: Mapping[int, Run], *, in_full: bool = False) -> None:
+        """Exchange what was seen, once among each group of peers."""
         for peers in self._everybody():
-            compare(peers.evidence, [run for place, run in runs.items() if self._begun[place].peers is peers])
-        votes = [vote for place in places for vote in _votes(runs.get(place))]
-        # Job-wide: layers may be sharded, and ranks of other peer groups compute together with this one.
-        votes = self._job.highest(votes) if votes else []
-        heights = dict(zip(places, votes[1::2], strict=True))
-        for place, run in runs.items():
-            if heights[place]:
-                run.records = withhold(run.comparisons, run.records, _HEIGHT - heights[place])
-        return [place for place, differs in zip(places, votes[::2], strict=True) if differs]
+            mine = [run for place, run in runs.items() if self._begun[place].peers is peers]
+            gather(peers.evidence, mine, in_full=in_full)
 
     def _observe(self, places: Sequence[int], runs: Mapping[int, Run]) -> None:
         """See [Note: a lost rank is met on our own groups]. Devices are waited for once, at the end."""
@@ -288,13 +350,15 @@ class Replayer:
             attempt(seen.read)  # a device that cannot be asked is not timed
 
 
-def _votes(run: Run | None) -> tuple[int, int]:
-    """Whether peers differ, and how far below the top something broke that others build upon."""
+def _votes(run: Run | None) -> tuple[int, int, int]:
+    """Whether it is to be replayed without strict determinism, whether peers differ, and how far below the
+    top something broke that others build upon."""
     if run is None:
-        return 0, 0
+        return 0, 0, 0
     depth = 0 if run.has_failed else broken_depth(run.comparisons, run.records)
     differs = any(each.scope is not None for each in run.records)
-    return int(differs), 0 if depth is None else _HEIGHT - depth
+    is_refused = any(each.refused for each in run.seen.values())
+    return int(is_refused), int(differs), 0 if depth is None else _HEIGHT - depth
 
 
 def _description(begun: Begun, inside: str | None) -> dict[str, Any]:

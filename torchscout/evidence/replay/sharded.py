@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from torchscout.errors import ReplayError
+from torchscout.evidence.replay import fsdp_state
 from torchscout.evidence.replay.reduction import Route
 
 __all__ = ["NOBODY", "Elsewhere", "Keeper", "Keepers", "awaken", "gathered", "gathered_again", "keepers_of"]
@@ -57,9 +57,8 @@ class Keepers:
     @property
     def obstacle(self) -> str | None:
         """Why calling a kept module could harm training: a failed call would look like a pass under way."""
-        if self.root is None or hasattr(self.root, "reset_iter_state"):
-            return None
-        return "this PyTorch's FSDP cannot forget a replayed pass that fails; from 2.13 on it can"
+        lacking = None if self.root is None else fsdp_state.missing(self.root)
+        return lacking and f"FSDP cannot forget a replayed pass: this PyTorch has no {lacking}"
 
 
 NOBODY = Keepers()
@@ -78,10 +77,7 @@ def awaken(keepers: Keepers) -> None:
     A part that is called before that would take itself for the whole. A ``ReplayError`` says if it cannot.
     """
     if keepers.root is not None:
-        state = fully_shard.state(keepers.root)  # type: ignore[attr-defined]
-        if not hasattr(state, "_lazy_init"):
-            raise ReplayError("this PyTorch's FSDP cannot be prepared before the first training step")
-        state._lazy_init()  # private, and used here alone; later calls of it do nothing
+        fsdp_state.initialize(keepers.root)
 
 
 @contextmanager
@@ -96,7 +92,8 @@ def gathered(keepers: Keepers, gathering: AbstractContextManager[None]) -> Itera
         for keeper in keepers.modules:
             keeper.unshard()
     try:
-        yield
+        with fsdp_state.without_prefetch(keepers.modules):
+            yield
     finally:
         for keeper in keepers.modules:
             keeper.reshard()
@@ -133,7 +130,7 @@ def _forgetting_failures(keepers: Keepers) -> Iterator[None]:
 def _forget(keepers: Keepers) -> None:
     """Nothing of training's own is under way right after an update, so that nothing is lost."""
     if keepers.root is not None:
-        keepers.root.reset_iter_state()
+        fsdp_state.reset(keepers.root)
 
 
 def _path(model: nn.Module, module: nn.Module) -> list[nn.Module]:

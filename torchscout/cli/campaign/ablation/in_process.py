@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchscout.cli.campaign.layout import Layout
-from torchscout.cli.campaign.observed import QUICK, Told, be_quiet, firings_of, steps
+from torchscout.cli.campaign.observed import QUICK, TRAIN, Told, be_quiet, firings_of, steps
 from torchscout.cli.campaign.training import Training
 from torchscout.decision.hang_diagnosis import diagnose
 from torchscout.decision.progress import Line, Process, Standing
@@ -92,8 +92,9 @@ def _train(
     watchdog = _Watchdog(writer.path, mesh, run_dir, confer)
     with listen(publisher), Injector(faults, rank, training.net, training.optimizer, log=log) as injector:
         watchdog.start()
-        for _ in questions:
-            steps(training, publisher.watch_input(injector.input(training.batches())))
+        for question in questions:
+            if question == TRAIN:
+                steps(training, publisher.watch_input(injector.input(training.batches())))
             yield Told([])
         watchdog.closing.set()
         watchdog.join(timeout=_DEADLINE_SECONDS)

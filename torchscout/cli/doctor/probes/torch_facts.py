@@ -1,4 +1,4 @@
-"""What torch says about itself, and whether our one kernel runs on its devices.
+"""What torch says about itself, whether our one kernel runs on its devices, and whether attention repeats.
 
 Asked in processes of their own: a broken installation or driver may raise, hang, or end the process
 that imports it, and each of these is an answer.
@@ -35,6 +35,28 @@ from torchscout.decision.signature import signature
 tensor = torch.arange(1 << 16, dtype=torch.float32)
 print(json.dumps(signature(tensor.cuda()) == signature(tensor, algorithm="fold")))
 """
+_ATTENTION = """
+import json, torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+torch.use_deterministic_algorithms(True)
+torch.manual_seed(0)
+q, k, v, g = (torch.randn(2, 8, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+backends = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
+            "memory-efficient": SDPBackend.EFFICIENT_ATTENTION}
+def result(backend):
+    given = [each.clone().requires_grad_() for each in (q, k, v)]
+    with sdpa_kernel(backend):
+        out = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True)
+    found = (out.detach(), *torch.autograd.grad(out, given, g))
+    return b"".join(each.contiguous().view(torch.int16).cpu().numpy().tobytes() for each in found)
+counts = {}
+for name, backend in backends.items():
+    try:
+        counts[name] = len({result(backend) for _ in range(16)})
+    except RuntimeError:
+        counts[name] = 0
+print(json.dumps(counts))
+"""
 
 
 def ask_torch() -> TorchFacts:
@@ -42,7 +64,11 @@ def ask_torch() -> TorchFacts:
     if problem is not None:
         return TorchFacts(problem=problem)
     facts = TorchFacts(**{**told, "devices": tuple(told["devices"])})
-    if not facts.devices or not facts.has_triton:
+    if not facts.devices:
+        return facts
+    attention, _ = _answer(_ATTENTION)
+    facts = replace(facts, attention=attention)
+    if not facts.has_triton:
         return facts
     fused, problem = _answer(_FUSED)
     return replace(facts, fused=bool(fused), fused_problem=problem)

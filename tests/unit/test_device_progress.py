@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchscout.evidence.observer.device import DeviceCoordinate, device_of
+from torchscout.evidence.observer.device import DeviceProgress, device_of
 from torchscout.evidence.observer.progress import ProgressReader, ProgressWriter
 
 without_cuda = pytest.mark.skipif(
@@ -25,12 +25,12 @@ def test_modules_on_the_host_have_no_device():
 def test_without_a_driver_it_says_so_once_and_stays_unknown(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     writer = ProgressWriter.create(tmp_path / "records", 0)
     with caplog.at_level(logging.WARNING, "torchscout"):
-        coordinate = DeviceCoordinate(writer, torch.device("cuda", 0))
+        coordinate = DeviceProgress(writer, torch.device("cuda", 0))
         coordinate._thread.join(10)
         for step in (1, 2):
             coordinate.step_finished(step)
         coordinate.close()
     (told,) = [record.message for record in caplog.records]
-    assert told.startswith("the device coordinate is unknown from now on: libcuda")
+    assert told.startswith("the device's progress is unknown from now on: libcuda")
     assert ProgressReader(writer.path).read().device_step is None
     writer.close()

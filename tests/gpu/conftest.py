@@ -1,0 +1,51 @@
+"""What the tests of this folder need; a test that lacks it is skipped and says so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+_SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+def _missing(backend: str, ranks: int) -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if backend == "nccl" and torch.cuda.device_count() < ranks and os.environ.get(_SHARED) != "1":
+        return f"needs {ranks} CUDA devices, or NCCL 2.30 and {_SHARED}=1"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what cannot run here. ``@pytest.mark.nccl(ranks)`` asks for NCCL ranks."""
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            continue
+        nccl = item.get_closest_marker("nccl")
+        missing = _missing("gloo", 1) if nccl is None else _missing("nccl", nccl.args[0])
+        if missing is not None:
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture
+def own_mps(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of ranks that crash. A client of the MPS daemon that is killed, or that reads memory it
+    must not, takes all other clients along, and the daemon needs seconds to recover; so they get one of their
+    own."""
+    if "CUDA_MPS_PIPE_DIRECTORY" not in os.environ or shutil.which("nvidia-cuda-mps-control") is None:
+        yield {}
+        return
+    places = {"CUDA_MPS_PIPE_DIRECTORY": tmp_path / "pipe", "CUDA_MPS_LOG_DIRECTORY": tmp_path / "log"}
+    for place in places.values():
+        place.mkdir()
+    environment = {name: str(place) for name, place in places.items()}
+    control = ["nvidia-cuda-mps-control"]
+    subprocess.run([*control, "-d"], env=os.environ | environment, check=True)
+    yield environment
+    subprocess.run(control, input=b"quit -t 2\n", env=os.environ | environment, check=False)

@@ -1,0 +1,75 @@
+"""NCCL ranks that end, or that communicate something else, after which NCCL hangs or reads memory it must
+not."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.hangs import incidents, wait_for_incident
+from tests.support.nccl_hangs import CULPRIT, Hang, has_fired, train
+from tests.support.ranks import RankError, run_ranks
+from torchscout.decision.record import Incident
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3)]
+RANKS = 3
+WITHOUT_ABORT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
+
+def broken(run_dir: Path, hang: Hang, environment: dict[str, str]) -> Incident:
+    """The only incident of a job that may or may not survive."""
+    with suppress(RankError):
+        run_ranks(train, RANKS, run_dir, hang, timeout=45, backend="nccl", environment=environment)
+    assert has_fired(run_dir)
+    wait_for_incident(run_dir)
+    (incident,) = incidents(run_dir)
+    return incident
+
+
+MISMATCHES = {
+    "another_size": "issued all_reduce float32[4096] sum",
+    "another_operation": "issued all_gather",
+    "left_out": "issued",
+    "too_many": "issued",
+    "another_order": "wait for each other",
+}
+
+
+@pytest.mark.parametrize("fault", MISMATCHES)
+def test_a_rank_that_communicates_something_else_is_named(
+    fault: str, tmp_path: Path, own_mps: dict[str, str]
+):
+    incident = broken(tmp_path / "run", Hang(fault, recovers=False), own_mps)
+    assert incident.ranks == (CULPRIT,), incident.sentence
+    assert MISMATCHES[fault] in incident.sentence
+
+
+def test_a_send_without_its_receive_names_the_two(tmp_path: Path, own_mps: dict[str, str]):
+    incident = broken(tmp_path / "run", Hang("no_receive", recovers=False), own_mps)
+    assert incident.ranks == (0, CULPRIT), incident.sentence
+    assert "0 -> 2" in incident.sentence
+
+
+@pytest.mark.parametrize("fault", ["killed", "raises"])
+def test_a_trainer_that_ends_is_named(fault: str, tmp_path: Path, own_mps: dict[str, str]):
+    incident = broken(tmp_path / "run", Hang(fault, recovers=False), own_mps)
+    assert incident.ranks == (CULPRIT,), incident.sentence
+
+
+WATCHDOGS = {
+    # It ends those that wait, within the time that is granted to the first step.
+    "before the verdict": (Hang("late_first", timeout=6.0), {}),
+    "after the verdict": (Hang("late_forward", timeout=5.0), {}),
+    "without abort": (Hang("late_forward", timeout=5.0), WITHOUT_ABORT),
+}
+
+
+@pytest.mark.parametrize("case", WATCHDOGS)
+def test_what_the_watchdog_of_nccl_does_is_not_blamed_on_victims(
+    case: str, tmp_path: Path, own_mps: dict[str, str]
+):
+    hang, environment = WATCHDOGS[case]
+    incident = broken(tmp_path / "run", hang, own_mps | environment)
+    assert incident.ranks == (CULPRIT,), incident.sentence

@@ -1,0 +1,328 @@
+"""Small jobs on NCCL ranks that hang in every way a job on GPUs can, for a while or until they are
+aborted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.hangs import QUICK, incidents
+from torchscout.config import Parallelism, ReplayConfig
+from torchscout.evidence.call import Call
+from torchscout.evidence.collectives import Pending, listen
+from torchscout.integration.attach import enable_resiliency
+
+__all__ = ["CULPRIT", "STEPS", "Hang", "Seen", "has_fired", "late_in_a_check", "train"]
+
+CULPRIT, STEPS, FAULTY_STEP = 2, 8, 5
+STALL = 7.0
+"""Seconds; outlasts the threshold by far, and ends: the job then goes on and ends in order."""
+CYCLES = 1_900_000_000
+"""Of the device, in about a second."""
+CONFIG = replace(QUICK, floor_seconds=2.0, start_seconds=30.0)
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What goes wrong on the culprit, and where the hosts of all ranks wait for their devices."""
+
+    fault: str = "none"
+    stop: str = "item"
+    compiled: bool = False
+    captured: bool = False
+    """Forward, backward and the gradients' all-reduce are replayed from a CUDA graph."""
+    recovers: bool = True
+    """Otherwise every rank aborts its communicators once there is an incident."""
+    timeout: float | None = None
+    """Of a process group that training uses, after which the watchdog of NCCL ends the process."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank came to."""
+
+    steps: int
+    status: dict[str, Any]
+
+
+class Net(torch.nn.Sequential):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__(*(torch.nn.Linear(width, width) for _ in range(4)))
+
+
+def train(rank: int, run_dir: Path, hang: Hang) -> Seen:
+    """A DDP job over NCCL whose culprit does what ``hang`` says in its fifth step."""
+    job = _Job(rank, hang, run_dir)
+    settings: dict[str, Any] = {"replay": None, "observer": CONFIG, "run_dir": run_dir}
+    if hang.captured:
+        settings["parallelism"] = Parallelism(replica=dist.get_world_size())
+    with enable_resiliency(job.model, job.optimizer, **settings) as session:
+        rescue = threading.Thread(target=_rescue, args=(run_dir, job), daemon=True)
+        if not hang.recovers:
+            rescue.start()
+        # An aborted communicator raises, here or in the next step; NCCL's message is not the point.
+        with nullcontext() if hang.recovers else suppress(RuntimeError):
+            for batch in session.watch_input(job.batches()):
+                job.step(batch)
+        job.is_over.set()
+        status = session.status()
+    return Seen(job.steps, status)
+
+
+def has_fired(run_dir: Path) -> bool:
+    """Whether the culprit did what it was told to do; it may be gone since."""
+    return (run_dir / "fired").exists()
+
+
+class _Job:
+    def __init__(self, rank: int, hang: Hang, run_dir: Path) -> None:
+        torch.manual_seed(0)
+        self.rank, self.hang, self.run_dir, self.fired, self.steps = rank, hang, run_dir, False, 0
+        self.is_over = threading.Event()
+        self.group = None if hang.timeout is None else _impatient(hang.timeout)
+        net = Net().cuda()
+        self.plain = net
+        self.model: torch.nn.Module = net
+        if not hang.captured:
+            self.model = DistributedDataParallel(net, process_group=self.group)
+        if hang.compiled:
+            self.model = torch.compile(self.model)
+        self.optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        self.side = torch.cuda.Stream()
+        self.pair = dist.new_group(group_desc="second")
+        if hang.captured:
+            self.graph, self.static = self._capture()
+        net[2].register_full_backward_hook(lambda *_: self.at("backward"))
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        for _ in range(STEPS):
+            time.sleep(0.02)
+            self.at("input")
+            yield torch.randn(64, 256, device="cuda")
+
+    def at(self, place: str) -> None:
+        """Where a fault may happen, in the faulty step of the culprit."""
+        faulty = 1 if self.hang.fault == "late_first" else FAULTY_STEP
+        if self.rank == CULPRIT and self.steps == faulty - 1 and not self.fired:
+            fault = FAULTS[place].get(self.hang.fault)
+            if fault is not None:
+                self.mark()
+                fault(self)
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.at("code")
+        self.at("forward")
+        if self.hang.captured:
+            self.graph.replay()
+            loss = self.static
+        else:
+            loss = self.model(batch).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+        self.at("after")
+        self.optimizer.step()
+        if not self.hang.captured:
+            self.communicate()
+        self.steps += 1
+        STOPS[self.hang.stop](loss)
+
+    def communicate(self) -> None:
+        """What a step communicates besides gradients: on two groups, and from the first rank to the last."""
+        extra = torch.ones(1024, device="cuda")
+        groups = [self.group, self.pair]
+        for group in reversed(groups) if self.does("another_order") else groups:
+            if not self.does("left_out"):
+                dist.all_reduce(extra, group=group)
+        # Large: NCCL finishes a small send without its receive.
+        large = torch.ones(1 << 24, device="cuda")
+        if self.hang.fault == "no_receive" and self.rank == 0:
+            dist.send(large, dst=CULPRIT)
+        elif self.hang.fault == "no_receive" and self.rank == CULPRIT and not self.does("no_receive"):
+            dist.recv(large, src=0)
+
+    def does(self, fault: str) -> bool:
+        """Whether it is the culprit's turn to do so, once."""
+        if self.hang.fault != fault or self.rank != CULPRIT or self.steps != FAULTY_STEP - 1 or self.fired:
+            return False
+        self.mark()
+        return True
+
+    def mark(self) -> None:
+        self.fired = True
+        self.run_dir.mkdir(exist_ok=True)
+        (self.run_dir / "fired").touch()
+
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        batch = torch.randn(64, 256, device="cuda")
+
+        def step() -> torch.Tensor:
+            loss = self.plain(batch).square().mean()
+            loss.backward()
+            for parameter in self.plain.parameters():
+                dist.all_reduce(parameter.grad)
+            return loss
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.optimizer.zero_grad(set_to_none=False)
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad(set_to_none=False)
+        with torch.cuda.graph(graph):
+            loss = step()
+        return graph, loss
+
+
+class _LateOnce:
+    """Holds the culprit up before the first NCCL operation of SCOUT's own in the faulty step."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+
+    def before(self, call: Call) -> None:
+        job = self._job
+        is_turn = job.rank == CULPRIT and job.steps == FAULTY_STEP - 1 and not job.fired
+        if is_turn and call.group.is_scouts and call.device is not None and call.device.type == "cuda":
+            job.mark()
+            time.sleep(STALL)
+
+    def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
+        pass
+
+
+def late_in_a_check(rank: int, run_dir: Path) -> Seen:
+    """The culprit is late inside a check, longer than replay waits for a rank on the host."""
+    job = _Job(rank, Hang(), run_dir)
+    replay = ReplayConfig(interval=1, patience_seconds=STALL - 3)
+    with (
+        enable_resiliency(
+            job.model, job.optimizer, replay=replay, observer=CONFIG, run_dir=run_dir
+        ) as session,
+        listen(_LateOnce(job)),
+    ):
+        for batch in session.watch_input(job.batches()):
+            job.step(batch)
+        status = session.status()
+    return Seen(job.steps, status)
+
+
+def _impatient(seconds: float) -> dist.ProcessGroup:
+    import datetime
+
+    return dist.new_group(timeout=datetime.timedelta(seconds=seconds), group_desc="training")
+
+
+def _sleep(_: _Job) -> None:
+    time.sleep(STALL)
+
+
+def _stop(_: _Job) -> None:
+    """Stopped by a signal, and continued by another one."""
+    subprocess.Popen(["sh", "-c", f"sleep {STALL}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _compute(_: _Job) -> None:
+    """A user's own code on the host that takes long."""
+    end = time.monotonic() + STALL
+    while time.monotonic() < end:
+        sum(range(10_000))
+
+
+def _spin(job: _Job) -> None:
+    torch.cuda._sleep(int(STALL * CYCLES))
+
+
+def _spin_aside(job: _Job) -> None:
+    with torch.cuda.stream(job.side):
+        torch.cuda._sleep(int(STALL * CYCLES))
+    torch.cuda.current_stream().wait_stream(job.side)
+
+
+def _slow(job: _Job) -> None:
+    """A step that takes a hundred times what it usually takes, in pieces."""
+    for _ in range(50):
+        torch.cuda._sleep(int(STALL * CYCLES / 50))
+        torch.ones(8, device="cuda").add_(1)
+
+
+def _another_size(job: _Job) -> None:
+    dist.all_reduce(torch.ones(4096, device="cuda"), group=job.group)
+
+
+def _another_operation(job: _Job) -> None:
+    dist.all_gather_into_tensor(
+        torch.ones(3 * 1024, device="cuda"), torch.ones(1024, device="cuda"), group=job.group
+    )
+
+
+def _raise(_: _Job) -> None:
+    raise ValueError("the culprit gives up")
+
+
+FAULTS: dict[str, dict[str, Callable[[_Job], None]]] = {
+    "input": {"late_input": _sleep},
+    "code": {
+        "late_code": _compute,
+        "killed": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+        "stopped": _stop,
+        "raises": _raise,
+    },
+    "forward": {
+        "late_first": lambda _: time.sleep(20),
+        "late_forward": _sleep,
+        "spin": _spin,
+        "spin_aside": _spin_aside,
+        "slow": _slow,
+    },
+    "backward": {"late_backward": _sleep, "spin_backward": _spin},
+    "after": {
+        "another_size": _another_size,
+        "another_operation": _another_operation,
+        "too_many": _another_size,
+    },
+}
+
+
+def _by_event(_: torch.Tensor) -> None:
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+
+
+STOPS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "nothing": lambda _: None,
+    "item": lambda loss: loss.item(),
+    "synchronize": lambda _: torch.cuda.synchronize(),
+    "stream": lambda _: torch.cuda.current_stream().synchronize(),
+    "event": _by_event,
+    "copy": lambda loss: loss.cpu(),
+    "barrier": lambda _: dist.barrier(),
+}
+
+
+def _rescue(run_dir: Path, job: _Job) -> None:
+    """End what would never end, so that the device is left in order: communicators abort their kernels."""
+    deadline = time.monotonic() + 25
+    while not incidents(run_dir) and time.monotonic() < deadline and not job.is_over.is_set():
+        time.sleep(0.1)
+    time.sleep(1.0)
+    if not job.is_over.is_set():
+        for group in (job.group, job.pair, dist.group.WORLD):
+            if group is not None:
+                group.abort()

@@ -1,0 +1,121 @@
+"""NCCL ranks that train with a framework on a CUDA device, and what they tell of it.
+
+Neither the test process nor the server that ranks are forked from may import the framework: importing
+Megatron-Core asks CUDA for its devices, and a process that has asked cannot be forked. So a rank imports it
+by itself, and what it tells can be read without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.findings import Findings
+from tests.support.hangs import resolutions
+from tests.support.ranks import LiveRanks, RankError
+from torchscout.config import ObserverConfig, ReplayConfig
+from torchscout.decision.record import Incident
+
+__all__ = [
+    "CHECKED",
+    "FAULTY_STEP",
+    "STALL",
+    "STEPS",
+    "WATCHED",
+    "NcclRanks",
+    "Seen",
+    "has_named",
+    "is_silent",
+    "needs",
+    "started",
+    "went_on",
+]
+
+STEPS, FAULTY_STEP, STALL = 12, 6, 10.0
+"""A stall outlasts the threshold by far, and ends: the job then goes on."""
+CHECKED = ReplayConfig(interval=2)
+WATCHED = ObserverConfig(floor_seconds=2.0, multiple=2.0, start_seconds=120.0, grace_seconds=8.0)
+
+
+@dataclass(frozen=True)
+class Seen(Findings):
+    """What one rank has found, and what training left behind on it after each step."""
+
+    bits: dict[int, str]
+
+    @classmethod
+    def of(cls, told: Any) -> Seen:
+        """From what a framework's own support module returns."""
+        return cls(**{each.name: getattr(told, each.name) for each in fields(cls)})
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip where the package is not installed. One that is there and cannot be imported fails."""
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
+
+
+class NcclRanks:
+    """Ranks that are asked one thing after another, and replaced after a failure."""
+
+    def __init__(self, body: Callable[..., Iterator[Any]], size: int, backend: str = "nccl") -> None:
+        self._body, self._size, self._backend = body, size, backend
+        self._live: LiveRanks | None = None
+
+    def ask(self, question: Any, timeout: float = 180.0) -> list[Seen]:
+        if self._live is None:
+            self._live = LiveRanks(self._body, self._size, backend=self._backend)
+        try:
+            return self._live.ask(question, timeout)
+        except RankError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+
+@contextmanager
+def started(body: Callable[..., Iterator[Any]], size: int) -> Iterator[NcclRanks]:
+    ranks = NcclRanks(body, size)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def is_silent(seen: Seen, layers: tuple[str, ...]) -> None:
+    """A healthy job of ``STEPS`` steps under ``CHECKED`` was checked, and certified to its end."""
+    assert ([each.sentence for each in seen.incidents], seen.failures) == ([], [])
+    assert len(seen.bits) == STEPS
+    replay = seen.status["replay"]
+    assert (replay["checks"], replay["certified"]) == (STEPS // 2, STEPS), replay
+    assert {f"{layer}/output" for layer in layers} <= seen.agreed, (replay["not_checked"], seen.unchecked)
+    assert {"optimizer/update", "state/at_rest"} <= seen.agreed, (replay["not_checked"], seen.unchecked)
+
+
+def has_named(told: list[Seen], rank: int, manifestation: str) -> Incident:
+    """Exactly one fault fired, on this rank, and exactly this rank is named for it."""
+    assert [bool(each.fired) for each in told] == [each == rank for each in range(len(told))]
+    (incident,) = told[0].incidents
+    assert (incident.manifestation.value, incident.scope.value, incident.ranks) == (
+        manifestation,
+        "rank",
+        (rank,),
+    ), incident.sentence
+    return incident
+
+
+def went_on(told: list[Seen], run_dir: Path) -> None:
+    """After a stall of rank 1 all ranks trained to the end; that it moves again was recorded."""
+    assert [(len(each.bits), each.failures) for each in told] == [(STEPS, [])] * len(told)
+    (resolved,) = resolutions(run_dir)
+    assert resolved.ranks == (1,)
+    assert resolved.stalled_seconds > WATCHED.floor_seconds

@@ -1,0 +1,71 @@
+"""Adapts cells to the hardware that a campaign runs on, or says why they cannot run there. Pure.
+
+The same faults on the same kind of job. With fewer ranks a fault moves to the corresponding rank, and what
+must be reported follows from the smaller mesh. On CUDA a slow layer is a slow kernel, not a slow host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torchscout.cli.campaign.cell import Cell
+from torchscout.cli.campaign.layout import LAYOUTS, Hardware
+from torchscout.decision.record import Manifestation
+from torchscout.faults.device_effects import DeviceSpin
+from torchscout.faults.fault import Fault, Faults
+from torchscout.faults.place import Kind
+from torchscout.faults.process_effects import Sleep
+from torchscout.faults.truth import Truth
+
+__all__ = ["Skipped", "fitted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A cell that is not run."""
+
+    cell: str
+    """``ROW/LAYOUT/NAME``."""
+    row: str
+    reason: str
+
+    def to_json(self) -> dict[str, str]:
+        return {"cell": self.cell, "row": self.row, "reason": self.reason}
+
+
+def fitted(cells: Iterable[Cell], hardware: Hardware) -> tuple[list[Cell], list[Skipped]]:
+    """Those that can run, and those that cannot."""
+    fit: list[Cell] = []
+    skipped: list[Skipped] = []
+    for cell in cells:
+        layout = hardware.fit(cell.layout)
+        if layout is None:
+            reason = (
+                f"{LAYOUTS[cell.layout].title} needs more than {hardware.max_ranks} ranks, also if reduced"
+            )
+            skipped.append(Skipped(cell.identity.rpartition("@")[0], cell.row, reason))
+        else:
+            share = layout.ranks / LAYOUTS[cell.layout].ranks
+            faults = Faults(tuple(_moved(fault, share, hardware.device) for fault in cell.faults))
+            moved = replace(cell, hardware=hardware, faults=faults)
+            fit.append(replace(moved, coarser=_coarser(cell.truths, moved.truths)))
+    return fit, skipped
+
+
+def _coarser(planned: Sequence[Truth], here: Sequence[Truth]) -> str:
+    """Of two peers nobody can say which one is wrong, so that both must be reported."""
+    for before, after in zip(planned, here, strict=True):
+        if len(after.ranks) > len(before.ranks):
+            scope = after.scope.value.replace("_", " ")
+            return f"{scope} of {len(after.ranks)} ranks instead of {len(before.ranks)}"
+    return ""
+
+
+def _moved(fault: Fault, share: float, device: str) -> Fault:
+    """The same fault on the rank that is as far along, and on the device where it is about computing."""
+    is_slow_work = fault.manifestation is Manifestation.STRAGGLER and fault.place.kind is Kind.PASS
+    effect = fault.effect
+    if device == "cuda" and is_slow_work and type(effect) is Sleep:
+        effect = DeviceSpin(effect.seconds)
+    return replace(fault, rank=int(fault.rank * share), effect=effect)

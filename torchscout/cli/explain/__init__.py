@@ -1,0 +1,1 @@
+"""`scout explain`: dumps of the Flight Recorder -> why a job hangs."""

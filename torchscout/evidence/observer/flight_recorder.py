@@ -1,0 +1,59 @@
+"""What PyTorch's Flight Recorder, where one runs in this trainer, says of operations that are still open.
+
+It goes with an incident as it is: shown, not compared. For the small thread of a trainer, and only once it
+has been silent for long: the recorder asks the CUDA driver about each open operation, and its calls keep
+the interpreter's lock meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+from torchscout.decision.flight_recorder import Dump, Entry, State, read_dump
+
+__all__ = ["open_operations"]
+
+_log = logging.getLogger("torchscout")
+
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""Of NCCL, and of everything else; which there are depends on how PyTorch was built."""
+_SHOWN = 16
+
+
+def open_operations() -> dict[str, Any] | None:
+    """The first operations that are not over, as plain JSON of a few kilobytes; None without a recorder."""
+    dumps = [dump for name in _RECORDERS if (dump := _dump(getattr(c10d, name, None))) is not None]
+    if not any(dump.entries or dump.enqueued for dump in dumps):
+        return None  # nothing was ever recorded
+    waiting = [
+        entry
+        for dump in dumps
+        for entry in dump.entries
+        if entry.state in (State.SCHEDULED, State.STARTED) and entry.operation != "coalesced"
+    ]
+    return {"open": len(waiting), "operations": [_shown(each) for each in waiting[:_SHOWN]]}
+
+
+def _dump(recorder: Callable[..., bytes | str] | None) -> Dump | None:
+    if recorder is None:
+        return None
+    try:
+        return read_dump(0, json.loads(recorder(includeCollectives=True, onlyActive=True)))
+    except (RuntimeError, TypeError, ValueError) as error:
+        _log.warning("the Flight Recorder cannot be read: %s", error)
+        return None
+
+
+def _shown(entry: Entry) -> dict[str, Any]:
+    return {
+        "group": entry.description or entry.group,
+        "number": entry.transfer if entry.is_transfer else entry.collective,
+        "operation": entry.text,
+        "state": entry.state.value,
+        "created": entry.created,
+    }
