@@ -93,8 +93,7 @@ def test_what_is_wrong_is_found_and_comes_with_what_to_do(tmp_path: Path):
         "shared memory",
         "permissions",
         "checkpoint folder",
-        "surfaces",
-        "peers",
+        "surfaces", "peers",
     }
     assert {name for name, grade in found.items() if grade == "fail"} == wrong
     told = " ".join(done.stdout.split())  # long folders make lines break elsewhere
