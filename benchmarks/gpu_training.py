@@ -89,8 +89,7 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.interval,
             Path(folder),
         )
-        backend = {} if arguments.backend == "gloo" else {"backend": arguments.backend}
-        ranks = run_ranks(measure, RANKS, plan, timeout=arguments.timeout, **backend)
+        ranks = run_ranks(measure, RANKS, plan, timeout=arguments.timeout, backend=arguments.backend)
     on_cuda = arguments.device == "cuda"
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),

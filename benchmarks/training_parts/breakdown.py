@@ -18,7 +18,7 @@ from torchscout.config import ReplayConfig
 from torchscout.decision import c3, signature
 from torchscout.decision.channel import ProcessGroupChannel
 from torchscout.decision.recorder import JsonlRecorder
-from torchscout.evidence.replay import alignment, census, judgement, optimizer_step, replayer, transfers
+from torchscout.evidence.replay import alignment, census, optimizer_step, replayer, transfers
 from torchscout.evidence.replay.capture import Capture
 from torchscout.evidence.replay.layer import LayerReplay
 from torchscout.evidence.replay.randomness import Randomness
@@ -81,7 +81,7 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
     patches.around(replayer.Replayer, "_describe", lambda *_: part("describe"))
     patches.around(replayer.Replayer, "_align", lambda *_: part("align"))
     patches.around(replayer.Replayer, "_observe", lambda *_: part("observe"))
-    patches.around(replayer.Replayer, "_compare", lambda *_: part("compare"))
+    patches.around(replayer.Replayer, "_first_round", lambda *_: part("compare"))
     patches.around(replayer, "_description", of_begun("describe"))
     patches.around(replayer.Replayer, "_prepare", of_begun("prepare"))
     patches.around(replayer.Replayer, "_keep", of_begun("keep for a sweep"))
@@ -99,8 +99,8 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
         patches.around(Randomness, name, lambda *_: part("random states"))
     patches.around(signature.PendingSignatures, "__init__", lambda *_, **__: part("signatures"))
     patches.around_function(signature, "read_signatures", lambda *_, **__: part("transfer signatures"))
-    patches.around(replayer, "compare", lambda *_, **__: part("compare"))
-    patches.around_function(judgement, "judge", lambda *_, **__: part("judge"))
+    patches.around(replayer, "gather", lambda *_, **__: part("compare"))
+    patches.around(replayer, "judged", lambda *_, **__: part("judge"))
     patches.around(Observation, "read", lambda *_: part("read clocks"))
     patches.around_function(alignment, "captured", lambda *_: part("copy"))
     patches.around(Replaying, "_conclude", lambda *_: part("diagnose"))

@@ -270,8 +270,7 @@ def test_all_state_is_exchanged_in_full_only_where_it_differs():
             (sum_of_all, *others) = sorted(outcome.records, key=lambda record: record.surface)
             assert (sum_of_all.surface, sum_of_all.status) == ("state/parameters", "agree")
             assert named(others) == ({} if wrong is None else {("w7", "state"): (2,)})
-    # Descriptions, the vote, the evidence, who differs; then in detail, once more what all have and whether
-    # that is enough, and who was named.
+    # Descriptions, the vote, the evidence, who differs; then in detail, a second reading, and who was named.
     assert found == {None: 4, 2: 4 + 1 + 2 + 1}
 
 

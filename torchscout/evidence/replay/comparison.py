@@ -12,20 +12,12 @@ from typing import cast
 
 from torchscout.decision import c3
 from torchscout.decision.channel import PeerChannel
-from torchscout.decision.consensus import Verdict
 from torchscout.decision.record import EvidenceRecord, Surface
 from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.judgement import Context, is_sound, judge, summed
-from torchscout.evidence.replay.recipe import (
-    ABSENT,
-    POISON,
-    UNREPEATABLE,
-    Comparison,
-    Observation,
-    Replay,
-)
+from torchscout.evidence.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison, Observation, Replay
 
-__all__ = ["Run", "compare", "gather"]
+__all__ = ["Run", "gather", "judged"]
 
 
 @dataclass(slots=True)
@@ -38,13 +30,18 @@ class Run:
     context: Context
     variants: Sequence[float]
     comparisons: Sequence[Comparison] = ()
-    seen: dict[float, Observation] = field(init=False)
+    seen: dict[float, Observation] = field(default_factory=dict)
     """By variant."""
-    problems: dict[float, str | None] = field(init=False)
+    problems: dict[float, str | None] = field(default_factory=dict)
     """Why this rank failed, by variant."""
+    gathered: dict[float, dict[Surface, Sequence[int]]] = field(default_factory=dict)
+    """What every peer has, by variant and surface; without what agrees as a whole."""
+    agreeing: dict[float, list[tuple[Comparison, int]]] = field(default_factory=dict)
+    """By variant: what agrees as a whole, as the first of its comparisons and the digest of all."""
     records: list[EvidenceRecord] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def start(self) -> None:
+        """Forget what was seen."""
         self.seen = {variant: Observation() for variant in self.variants}
         self.problems = dict.fromkeys(self.variants)
 
@@ -54,46 +51,64 @@ class Run:
 
     def again(self) -> Run:
         """The same, with nothing seen yet."""
-        return Run(self.kind, self.replay, self.context, self.variants, self.comparisons)
+        run = Run(self.kind, self.replay, self.context, self.variants, self.comparisons)
+        run.start()
+        return run
+
+    def values_of(self, record: EvidenceRecord) -> tuple[list[int], list[int]]:
+        """The peers that did not fail, and what they had of what a record is about."""
+        of_variant = next(each for each in self.variants if _is_of(record, each))
+        values = zip(self.context.peers, self.gathered[of_variant][record.surface], strict=True)
+        having = [(rank, value) for rank, value in values if value != POISON]
+        return [rank for rank, _ in having], [value for _, value in having]
 
 
-def compare(channel: PeerChannel, runs: Sequence[Run]) -> None:
-    """Fill in the records of these runs, which all peers have, in the same order."""
+def gather(channel: PeerChannel, runs: Sequence[Run], *, in_full: bool = False) -> None:
+    """Fill in what peers have seen in these runs, which all of them have, in the same order.
+
+    ``in_full`` without digests first: where it is known that something differs.
+    """
     if not runs:
         return
-    parts_of = [[_parts(run, variant) for variant in run.variants] for run in runs]
-    parts = [part for of_run in parts_of for of_variant in of_run for part in of_variant]
-    evidence = {part.key: part.whole for part in parts}
+    parts = {(id(run), variant): _parts(run, variant) for run in runs for variant in run.variants}
+    every = [part for some in parts.values() for part in some]
+    if in_full:
+        detail = {key: value for part in every for key, value in part.detail().items()}
+        values, sound = _gathered(channel, detail), set[Surface]()
+    else:
+        values = _gathered(channel, {part.key: part.whole for part in every})
+        sound = {part.key for part in every if part.is_summary and is_sound(values[part.key])}
+        # All peers have gathered the same, and so all of them need the same details.
+        if unsound := [part for part in every if part.is_summary and part.key not in sound]:
+            detail = {key: value for part in unsound for key, value in part.detail().items()}
+            values |= _gathered(channel, detail)
+    for run in runs:
+        for variant in run.variants:
+            some = parts[id(run), variant]
+            whole = [part for part in some if part.key in sound]
+            apart = [part for part in some if part.key not in sound]
+            run.agreeing[variant] = [(part.comparisons[0], values[part.key][0]) for part in whole]
+            run.gathered[variant] = {
+                each.surface: values[f"{part.prefix} {each.surface}"]
+                for part in apart
+                for each in part.comparisons
+            }
+
+
+def judged(run: Run) -> list[EvidenceRecord]:
+    """The records of all variants, once what peers have seen is gathered."""
+    records: list[EvidenceRecord] = []
+    for variant, seen in run.seen.items():
+        problem, gathered = run.problems[variant], run.gathered[variant]
+        here = replace(run.context, variant=variant, problem=problem, unrepeatable=seen.unrepeatable)
+        records += [summed(here, first, whole) for first, whole in run.agreeing[variant]]
+        records += judge(here, [each for each in run.comparisons if each.surface in gathered], gathered)
+    return records
+
+
+def _gathered(channel: PeerChannel, evidence: Mapping[Surface, int]) -> dict[Surface, Sequence[int]]:
     verdicts = c3.compare(channel, exact=evidence)
-    # All peers have gathered the same, and so all of them need the same details.
-    unsound = [part for part in parts if part.is_summary and not is_sound(_integers(verdicts[part.key]))]
-    if unsound:
-        detail = {key: value for part in unsound for key, value in part.detail().items()}
-        verdicts |= c3.compare(channel, exact=detail)
-    for run, of_run in zip(runs, parts_of, strict=True):
-        run.records = [
-            record
-            for variant, of_variant in zip(run.variants, of_run, strict=True)
-            for record in _judged(run, variant, of_variant, verdicts)
-        ]
-
-
-def gather(channel: PeerChannel, runs: Sequence[Run]) -> list[dict[tuple[float, Surface], Sequence[int]]]:
-    """What every peer has of each of these runs, by variant and surface; nothing is judged or summed up."""
-    if not runs:
-        return []
-    values = {
-        (place, variant, each.surface): _value(run.seen[variant], each.surface)
-        for place, run in enumerate(runs)
-        for variant in run.variants
-        for each in run.comparisons
-    }
-    keys = {key: f"{runs[key[0]].kind} x{key[1]!r} {key[2]}" for key in values}
-    verdicts = c3.compare(channel, exact={keys[key]: value for key, value in values.items()})
-    found: list[dict[tuple[float, Surface], Sequence[int]]] = [{} for _ in runs]
-    for place, variant, surface in values:
-        found[place][variant, surface] = _integers(verdicts[keys[place, variant, surface]])
-    return found
+    return {surface: cast("Sequence[int]", each.evidence) for surface, each in verdicts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,42 +140,19 @@ class _Part:
 
 
 def _parts(run: Run, variant: float) -> list[_Part]:
-    prefix = f"{run.kind} x{variant!r}"
+    prefix, seen = f"{run.kind} x{variant!r}", run.seen[variant]
     groups: dict[tuple[Surface, bool], list[Comparison]] = {}
     for each in run.comparisons:
         groups.setdefault((each.summary or each.surface, each.summary is not None), []).append(each)
-    return [
-        _Part(prefix, every, [_value(run.seen[variant], each.surface) for each in every])
-        for every in groups.values()
-    ]
+    return [_Part(prefix, every, [_value(seen, each) for each in every]) for every in groups.values()]
 
 
-def _value(seen: Observation, surface: Surface) -> int:
-    return UNREPEATABLE if surface in seen.unrepeatable else seen.signatures.get(surface, POISON)
+def _value(seen: Observation, comparison: Comparison) -> int:
+    if comparison.surface in seen.unrepeatable:
+        return UNREPEATABLE
+    return seen.signatures.get(comparison.surface, POISON)
 
 
-def _judged(
-    run: Run, variant: float, parts: Sequence[_Part], verdicts: Mapping[Surface, Verdict]
-) -> list[EvidenceRecord]:
-    context = replace(
-        run.context,
-        variant=variant,
-        problem=run.problems[variant],
-        unrepeatable=run.seen[variant].unrepeatable,
-    )
-    agreeing: list[EvidenceRecord] = []
-    apart: list[Comparison] = []
-    gathered: dict[Surface, Sequence[int]] = {}
-    for part in parts:
-        values = _integers(verdicts[part.key])
-        if part.is_summary and is_sound(values):
-            agreeing.append(summed(context, part.comparisons[0], values[0]))
-            continue
-        apart += part.comparisons
-        for each in part.comparisons:
-            gathered[each.surface] = _integers(verdicts[f"{part.prefix} {each.surface}"])
-    return [*agreeing, *judge(context, apart, gathered)]
-
-
-def _integers(verdict: Verdict) -> Sequence[int]:
-    return cast("Sequence[int]", verdict.evidence)
+def _is_of(record: EvidenceRecord, variant: float) -> bool:
+    """Whether a record is about this variant of the input, as ``Context.mode`` spells it."""
+    return (record.mode or "").partition(" ")[2] == ("" if variant == 1 else f"x{variant:g}")

@@ -21,17 +21,17 @@ import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from torchscout.decision.record import EvidenceRecord, Surface
+from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.repeatability import Repeated, SurfaceHistory, Trial
 from torchscout.decision.timings import Measured
 from torchscout.errors import ChannelError, told
 from torchscout.evidence.hearing import in_backward, inert
 from torchscout.evidence.replay.alignment import receive_together
-from torchscout.evidence.replay.comparison import Run, compare, gather
+from torchscout.evidence.replay.comparison import Run, gather, judged
 from torchscout.evidence.replay.judgement import (
     Context,
     broken_depth,
@@ -42,7 +42,7 @@ from torchscout.evidence.replay.judgement import (
 )
 from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.evidence.replay.peers import Peers
-from torchscout.evidence.replay.recipe import POISON, Recipe, Replay, finish_signatures, measured
+from torchscout.evidence.replay.recipe import Recipe, Replay, finish_signatures, measured
 from torchscout.evidence.replay.rotation import Due, Rotation
 from torchscout.mesh import Axis, PeerGroup, Role
 
@@ -151,7 +151,7 @@ class Replayer:
             ready = [place for place, begun in enumerate(self._begun) if begun.problem is None]
             runs = {place: self._run(place, step) for place in ready if self._is_here(place)}
             self._align(runs)
-            if differing := self._compare_all(ready, runs):
+            if differing := self._first_round(ready, runs):
                 self._repeat(differing, runs, findings)
             for place, begun in enumerate(self._begun):
                 if begun.recipe.vouches and begun.due.target is not None:
@@ -213,12 +213,6 @@ class Replayer:
         context = Context(step, begun.peers.group.ranks, begun.target)
         return Run(begun.due.kind, begun.replay, context, variants)
 
-    def _leave_out(self, run: Run) -> None:
-        """What was seen not to repeat, in an earlier check or by what an operator says, is not compared."""
-        for each in run.records:
-            if is_left_out(each) and each.surface not in run.context.left_out:
-                self.history.leave_out(each.surface, each.layer, str(each.reason))
-
     def _align(self, runs: Mapping[int, Run]) -> None:
         """Give every rank the source's values, those of all replays together."""
         wanted: dict[int, list[torch.Tensor]] = {}
@@ -233,73 +227,84 @@ class Replayer:
                 receive_together(tensors, partial(peers.broadcast, source=source))
         for run in runs.values():
             run.comparisons = run.replay.comparisons()
-            surfaces = [each.surface for each in run.comparisons]
-            reasons = {each: self.history.reason(each, run.context.target) for each in surfaces}
-            left_out = {surface: reason for surface, reason in reasons.items() if reason is not None}
+            left_out = {
+                each.surface: reason
+                for each in run.comparisons
+                if (reason := self.history.reason(each.surface, run.context.target)) is not None
+            }
             run.context = replace(run.context, left_out=left_out)
 
-    def _compare_all(self, places: Sequence[int], runs: dict[int, Run]) -> list[int]:
-        """Where anybody in the job found a difference; see [Note: as many rounds everywhere]."""
-        differing: set[int] = set()
+    def _first_round(self, places: Sequence[int], runs: Mapping[int, Run]) -> list[int]:
+        """Replay everything once, compare and judge it; where anybody in the job found a difference.
+
+        Of ``places``, which are the same on all ranks, this one has ``runs``.
+        """
+        differing: list[int] = []
         while places:
-            votes = self._compare(places, {place: runs[place] for place in places if place in runs})
-            refused = [place for place in places if votes[place].refused]
-            differing |= {place for place in places if votes[place].differs} - {*refused}
-            for place in refused:
-                if place in runs:
-                    runs[place] = runs[place].again()
-            places = refused
+            now = {place: run for place, run in runs.items() if place in places}
+            for run in now.values():
+                run.start()
+            self._observe(places, now)
+            self._gather(now)
+            for run in now.values():
+                run.records = judged(run)
+            votes = self._job.highest([vote for place in places for vote in _votes(now.get(place))])
+            refused, differs, heights = votes[::3], votes[1::3], votes[2::3]
+            for place, height in zip(places, heights, strict=True):
+                if height and place in now:
+                    run = now[place]
+                    run.records = withhold(run.comparisons, run.records, _HEIGHT - height)
+            found = zip(places, refused, differs, strict=True)
+            differing += [place for place, is_refused, yes in found if yes and not is_refused]
+            places = [place for place, again in zip(places, refused, strict=True) if again]
         for run in runs.values():
-            self._leave_out(run)
+            for each in run.records:
+                if is_left_out(each) and each.surface not in run.context.left_out:
+                    self.history.leave_out(each.surface, each.layer, str(each.reason))
         return sorted(differing)
 
     def _repeat(self, differing: Sequence[int], runs: Mapping[int, Run], findings: Findings) -> None:
-        """Replay until it is known whose fault each disagreement is, and keep the records accordingly."""
+        """Replay until it is known whose fault disagreements are; the records are then as they are kept."""
         trials = {place: self._trials(runs[place]) for place in differing if place in runs}
-        still_open = differing
-        while still_open:
-            again = {place: runs[place].again() for place in still_open if place in runs}
-            self._observe(still_open, again)
-            for peers in self._everybody():
-                theirs = {place: run for place, run in again.items() if self._begun[place].peers is peers}
-                for place, gathered in zip(theirs, gather(peers.evidence, [*theirs.values()]), strict=True):
-                    for trial in trials[place].values():
-                        _show(trial, gathered, peers.group.ranks, theirs[place].variants)
+        places = differing
+        while places:
+            now = {place: runs[place].again() for place in places if place in runs}
+            self._observe(places, now)
+            self._gather(now, in_full=True)
+            for place, run in now.items():
+                for trial in trials[place].values():
+                    trial.observe(*run.values_of(trial.record))
             self.still_here()
-            is_open = [any(each.is_open for each in trials.get(place, {}).values()) for place in still_open]
-            agreed = self._job.highest([int(each) for each in is_open])
-            still_open = [place for place, goes_on in zip(still_open, agreed, strict=True) if goes_on]
-        for place, of_run in trials.items():
-            found = {index: self.history.conclude(trial) for index, trial in of_run.items()}
+            wanted = [any(each.is_open for each in trials.get(place, {}).values()) for place in places]
+            places = [place for place, more in zip(places, self._job.highest(wanted), strict=True) if more]
+        for place, tried in trials.items():
+            found = {number: self.history.conclude(trial) for number, trial in tried.items()}
             findings.repeats.extend(found.values())
-            kept = enumerate(runs[place].records)
-            runs[place].records = [found[index].record if index in found else each for index, each in kept]
-        self._tell_named(differing, runs, findings)
-
-    def _trials(self, run: Run) -> dict[int, Trial]:
-        """One for each record of a disagreement, by its index."""
-        compared = {each.surface: each for each in run.comparisons}
-        among = len(compared) * len(run.variants) * len(self._begun)
-        trials = {}
-        for index, record in enumerate(run.records):
-            if record.scope is not None:
-                about = compared[record.surface]
-                trials[index] = self.history.trial(
-                    record, among=among, is_held=about.is_held, right=about.right
-                )
-        return trials
-
-    def _tell_named(self, differing: Sequence[int], runs: Mapping[int, Run], findings: Findings) -> None:
-        """Let other peer groups know who was named for wrong results."""
+            records = runs[place].records
+            runs[place].records = [
+                found[number].record if number in found else each for number, each in enumerate(records)
+            ]
         named = [
-            [] if place not in runs else named_for_results(runs[place].comparisons, runs[place].records)
+            named_for_results(runs[place].comparisons, runs[place].records) if place in runs else []
             for place in differing
         ]
-        exchanged = self._job.exchange(named)
+        told = self._job.exchange(named)
         for column, place in enumerate(differing):
             if place in runs:
-                elsewhere = {rank for ranks in exchanged for rank in ranks[column]}
+                elsewhere = {rank for ranks in told for rank in ranks[column]}
                 findings.elsewhere.update(elsewhere - set(runs[place].context.peers))
+
+    def _trials(self, run: Run) -> dict[int, Trial]:
+        """Of the run's disagreements, by the place of the record."""
+        named = {each.surface: each for each in run.comparisons}
+        among = len(run.comparisons) * len(run.variants) * len(self._begun)
+        return {
+            number: self.history.trial(
+                record, among=among, is_held=named[record.surface].is_held, right=named[record.surface].right
+            )
+            for number, record in enumerate(run.records)
+            if record.scope is not None
+        }
 
     def _conclude(self, begun: Begun, run: Run, findings: Findings) -> None:
         findings.records.extend(run.records)
@@ -319,22 +324,11 @@ class Replayer:
         else:
             attempt(_bound(self.keepsakes.keep, key, call))
 
-    def _compare(self, places: Sequence[int], runs: Mapping[int, Run]) -> dict[int, _Vote]:
-        """Compute all, exchange once, judge; what the whole job says of each of ``places``.
-
-        These are the same on all ranks; this one has ``runs`` of them.
-        """
-        self._observe(places, runs)
+    def _gather(self, runs: Mapping[int, Run], *, in_full: bool = False) -> None:
+        """Exchange what was seen, once among each group of peers."""
         for peers in self._everybody():
-            compare(peers.evidence, [run for place, run in runs.items() if self._begun[place].peers is peers])
-        # Job-wide: layers may be sharded, and ranks of other peer groups compute together with this one.
-        own = [vote for place in places for vote in _vote_of(runs.get(place))]
-        agreed = iter(self._job.highest(own))
-        votes = {place: _Vote(next(agreed), next(agreed), next(agreed)) for place in places}
-        for place, run in runs.items():
-            if height := votes[place].height:
-                run.records = withhold(run.comparisons, run.records, _HEIGHT - height)
-        return votes
+            mine = [run for place, run in runs.items() if self._begun[place].peers is peers]
+            gather(peers.evidence, mine, in_full=in_full)
 
     def _observe(self, places: Sequence[int], runs: Mapping[int, Run]) -> None:
         """See [Note: a lost rank is met on our own groups]. Devices are waited for once, at the end."""
@@ -356,44 +350,15 @@ class Replayer:
             attempt(seen.read)  # a device that cannot be asked is not timed
 
 
-class _Vote(NamedTuple):
-    """What is said of one replay, by a rank or, as the highest of all, by the job."""
-
-    refused: int = 0
-    """Whether an operator refused to run under strict determinism: the round is repeated."""
-    differs: int = 0
-    """Whether peers differ."""
-    height: int = 0
-    """How far below the top something broke that others build upon."""
-
-
-def _vote_of(run: Run | None) -> _Vote:
+def _votes(run: Run | None) -> tuple[int, int, int]:
+    """Whether it is to be replayed without strict determinism, whether peers differ, and how far below the
+    top something broke that others build upon."""
     if run is None:
-        return _Vote()
+        return 0, 0, 0
     depth = 0 if run.has_failed else broken_depth(run.comparisons, run.records)
-    return _Vote(
-        refused=int(any(seen.refused for seen in run.seen.values())),
-        differs=int(any(each.scope is not None for each in run.records)),
-        height=0 if depth is None else _HEIGHT - depth,
-    )
-
-
-def _show(
-    trial: Trial,
-    gathered: Mapping[tuple[float, Surface], Sequence[int]],
-    peers: Sequence[int],
-    variants: Sequence[float],
-) -> None:
-    """One further round to a trial, without the ranks that failed in it."""
-    variant = next(each for each in variants if _is_of(trial.record, each))
-    values = gathered[variant, trial.record.surface]
-    having = [(rank, value) for rank, value in zip(peers, values, strict=True) if value != POISON]
-    trial.observe([rank for rank, _ in having], [value for _, value in having])
-
-
-def _is_of(record: EvidenceRecord, variant: float) -> bool:
-    """Whether a record is about this variant of the input, as ``Context.mode`` spells it."""
-    return (record.mode or "").partition(" ")[2] == ("" if variant == 1 else f"x{variant:g}")
+    differs = any(each.scope is not None for each in run.records)
+    is_refused = any(each.refused for each in run.seen.values())
+    return int(is_refused), int(differs), 0 if depth is None else _HEIGHT - depth
 
 
 def _description(begun: Begun, inside: str | None) -> dict[str, Any]:
