@@ -142,9 +142,9 @@ def test_who_holds_others_up_is_named_in_a_group_of_any_size():
         Faults().stall(rank=1, at="step", step=7, seconds=60),
         Faults().signal(rank=1, step=7, number=signal.SIGSTOP),
     ):
-        assert plan.truth(PAIR) == (Truth(HANG, (1,), Scope.RANK, "issued/*", ONE),)
+        assert plan.truth(PAIR) == (Truth(HANG, (1,), Scope.RANK, "issued/*|entered/*", ONE),)
     both = Faults().stall(rank=1, at="step", step=7, seconds=60).stall(rank=3, at="step", step=7, seconds=60)
-    assert both.truth(FOUR) == (Truth(HANG, (1, 3), Scope.RANK, "issued/*", ONE),)
+    assert both.truth(FOUR) == (Truth(HANG, (1, 3), Scope.RANK, "issued/*|entered/*", ONE),)
     assert both.truth(FOUR.on("abcb"))[0].scope is Scope.MACHINE
 
 
@@ -169,9 +169,11 @@ def test_who_differs_in_a_collective_is_for_its_members_to_say(plan: Faults, sur
 def test_where_all_have_entered_a_collective_nobody_in_it_is_to_blame():
     plan = Faults().stick_collective(ranks=range(1, 8, 2), seconds=60, **TRAINING)
     mesh = Mesh.grid(replica=4, tensor=2)
-    assert plan.truth(mesh) == (Truth(HANG, (1, 3, 5, 7), Scope.PROCESS_GROUP, "issued/training", ONE),)
+    assert plan.truth(mesh) == (
+        Truth(HANG, (1, 3, 5, 7), Scope.PROCESS_GROUP, "issued/training|entered/training", ONE),
+    )
     late = Faults().stall(rank=1, at="all_reduce@training", step=7, seconds=60)
-    assert late.truth(PAIR) == (Truth(HANG, (1,), Scope.RANK, "issued/training", ONE),)
+    assert late.truth(PAIR) == (Truth(HANG, (1,), Scope.RANK, "issued/training|entered/training", ONE),)
 
 
 def test_a_killed_rank_may_be_missed_before_it_is_waited_for():

@@ -31,13 +31,15 @@ def surface_of(fault: Fault, mesh: Mesh) -> Surface:
 
 def _surface_of_hang(fault: Fault) -> Surface:
     if fault.effect == Signal(signal.SIGKILL):
-        return "process|issued/*"  # it is seen to be gone before others wait for it, or after
+        return "process|issued/*|entered/*"  # it is seen to be gone before others wait for it, or after
     if fault.place.kind is not Kind.COLLECTIVE:
-        return "issued/*"
+        return "issued/*|entered/*"  # the latter where devices enter operations
     group = fault.place.slot if fault.place.slot not in ("", "undefined") else "*"
     if isinstance(fault.effect, Skip | Swap):
         return f"deadlock|fingerprint/{group}"  # the latter where its next collective is on the same group
-    return f"fingerprint/{group}" if isinstance(fault.effect, CallEffect) else f"issued/{group}"
+    if isinstance(fault.effect, CallEffect):
+        return f"fingerprint/{group}"
+    return f"issued/{group}|entered/{group}"
 
 
 def _surface_of_time(place: Place, fault: Fault, mesh: Mesh) -> Surface:
