@@ -13,7 +13,7 @@ from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifes
 from torchscout.evidence.observer.docket import Docket, Finding
 from torchscout.evidence.observer.post import Post
 
-LATE = Finding("rank", "issued/world", 3, (2,), "rank 2 is late since 6 s", names_gone=False)
+LATE = Finding("rank", "issued/world", 3, (2,), "rank 2 is late since 6 s", job_ended=False)
 
 
 def test_the_same_conclusion_is_news_once():
@@ -36,13 +36,13 @@ def test_another_conclusion_is_news(change: dict[str, object]):
 def test_whoever_ends_after_the_job_has_stopped_is_no_news():
     docket = Docket()
     docket.enter(LATE)
-    assert not docket.enter(replace(LATE, ranks=(0,), names_gone=True))
+    assert not docket.enter(replace(LATE, ranks=(0,), job_ended=True))
     assert docket.finding == LATE
 
 
 def test_after_a_death_nothing_is_news():
     docket = Docket()
-    assert docket.enter(replace(LATE, ranks=(1,), names_gone=True))
+    assert docket.enter(replace(LATE, ranks=(1,), job_ended=True))
     assert not docket.enter(LATE)
 
 
@@ -82,8 +82,8 @@ def test_another_hub_takes_back_only_what_it_found_itself():
     assert docket.finding == LATE
 
 
-@pytest.mark.parametrize(("process", "names_gone"), [(Process.RUNNING, False), (Process.GONE, True)])
-def test_a_finding_is_the_incident_in_short(process: Process, names_gone: bool):
+@pytest.mark.parametrize(("process", "job_ended"), [(Process.RUNNING, False), (Process.GONE, True)])
+def test_a_finding_is_the_incident_in_short(process: Process, job_ended: bool):
     record = EvidenceRecord(
         step=3, surface="issued/world", manifestation=Manifestation.HANG, peers=(1, 2), verdict=exact([5, 4])
     )
@@ -98,6 +98,6 @@ def test_a_finding_is_the_incident_in_short(process: Process, names_gone: bool):
         sentence=LATE.sentence,
     )
     posts = {1: Post(Standing(1, Process.GONE, None), ()), 2: Post(Standing(2, process, None), ())}
-    finding = Finding.of(incident, posts if names_gone else {2: posts[2]})
-    assert finding == replace(LATE, names_gone=names_gone)
+    finding = Finding.of(incident, posts if job_ended else {2: posts[2]})
+    assert finding == replace(LATE, job_ended=job_ended)
     assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding

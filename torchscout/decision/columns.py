@@ -61,6 +61,8 @@ class Standings:
     """``NOTHING`` where it is not known."""
     device_busy: Ints
     """1 or 0; ``NOTHING`` where it is not known."""
+    captured: Bools
+    """Whether operations of the rank went into CUDA graphs, in which its device may be."""
     newest: Ints
     """The last operation; ``NOTHING`` where there is none, or its line is not known."""
     last_entered: Ints
@@ -138,6 +140,7 @@ class Standings:
             silent_seconds=column(publishers, [each.silent_seconds for each in known], 0.0),
             device_step=column(publishers, [_or_nothing(each.device_step) for each in known], NOTHING),
             device_busy=column(publishers, [_or_nothing(each.device_busy) for each in known], NOTHING),
+            captured=column(publishers, [each.captured > 0 for each in known], False),
             newest=newest,
             last_entered=last_entered,
             last_event=last_event,

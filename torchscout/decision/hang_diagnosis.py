@@ -165,7 +165,7 @@ def _unobserved(call: RollCall) -> Incident | None:
     late: list[int] = np.flatnonzero(idle & (coordinates < coordinates[stuck].min())).tolist()
     if not (idle | stuck)[columns.published].all():
         late = []  # there are devices of which nothing is known
-    if not late and not any(each.progress and each.progress.captured for each in call.standings.values()):
+    if not late and not columns.captured.any():
         return None
     inside: list[int] = np.flatnonzero(stuck).tolist()
     scope, action = _scope_and_action(call, late) if late else (Scope.JOB, Action.INSPECT)

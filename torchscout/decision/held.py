@@ -71,7 +71,7 @@ def held_together(call: RollCall, ranks: Sequence[int]) -> Held:
 
 def _in_company(call: RollCall) -> Held:
     columns = call.columns
-    on_device = columns.running & (columns.device_busy == 1)
+    on_device = columns.running & (columns.device_busy == 1) & ~columns.captured
     last = np.where(on_device, columns.last_entered, columns.last_event)
     ranks = np.flatnonzero((call.in_communication | on_device) & (last != NOTHING))
     operations = last[ranks]

@@ -27,19 +27,18 @@ class Finding:
     step: int
     ranks: tuple[int, ...]
     sentence: str
-    names_gone: bool
-    """Whether the trainer of one of ``ranks`` is gone: the job cannot go on."""
+    job_ended: bool
+    """Whether a trainer is gone, one of ``ranks`` or another: the job cannot go on."""
 
     @classmethod
     def of(cls, incident: Incident, posts: Mapping[int, Post]) -> Finding:
-        gone = (rank for rank, post in posts.items() if post.standing.process is Process.GONE)
         return cls(
             scope=incident.scope.value,
             surface=incident.records[0].surface,
             step=incident.step,
             ranks=incident.ranks,
             sentence=incident.sentence,
-            names_gone=not set(incident.ranks).isdisjoint(gone),
+            job_ended=any(post.standing.process is Process.GONE for post in posts.values()),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -63,14 +62,17 @@ class Docket:
         self._is_own = True
         self._still: set[int] = set()
         self._stalled_seconds = 0.0
+        self._job_ended = False
+        """Once a trainer is gone there is nothing to resolve: a rank that moves again finds the others
+        missing."""
 
     def enter(self, finding: Finding) -> bool:
         """Whether it is news; from then on it stands."""
         standing = self.finding
         if standing is not None:
             # Whoever ends after the job has stopped was ended because of it.
-            follows = standing.names_gone or finding.names_gone
-            if follows or finding.says_the_same_as(standing):
+            self._job_ended |= standing.job_ended or finding.job_ended
+            if self._job_ended or finding.says_the_same_as(standing):
                 return False
         self._set(finding, is_own=True)
         return True
@@ -85,7 +87,7 @@ class Docket:
     def moved(self, rank: int, stalled_seconds: float) -> Resolved | None:
         """A rank that was named moves again; what to write down once all of them do."""
         finding = self.finding
-        if finding is None or rank not in self._still:
+        if finding is None or rank not in self._still or self._job_ended:
             return None
         self._still.discard(rank)
         self._stalled_seconds = max(self._stalled_seconds, stalled_seconds)
@@ -104,3 +106,4 @@ class Docket:
     def _set(self, finding: Finding, *, is_own: bool) -> None:
         self.finding, self._is_own = finding, is_own
         self._still, self._stalled_seconds = set(finding.ranks), 0.0
+        self._job_ended = finding.job_ended

@@ -183,7 +183,7 @@ class Hub:
 
     def _hold_round(self, rank: int, now: float, *, insistent: bool) -> None:
         standing = self._docket.finding
-        if standing is not None and standing.names_gone:
+        if standing is not None and standing.job_ended:
             self._deliver(rank, self._outcome())
             return
         self._send(rank, "heard")

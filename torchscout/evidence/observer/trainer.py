@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ __all__ = ["Ending", "Trainer"]
 
 _STACK_CHARACTERS = 8192
 _ASKED = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
+_STALL_SECONDS = 1.0
+_ABORT_SECONDS = 10.0
+"""What a watchdog may take from aborting communicators to the end of the process: it writes dumps
+meanwhile."""
 
 
 class Ending(Enum):
@@ -35,6 +40,20 @@ class Ending(Enum):
     """Any other way, or nobody can tell."""
 
 
+@dataclass(slots=True)
+class _Stall:
+    """A trainer that has stood still for a while.
+
+    A watchdog that ends it aborts its communicators first, and its device then runs through all that was held
+    up: what the trainer shows in the end is not what it waited for.
+    """
+
+    progress: Progress
+    since: float
+    until: float = 0.0
+    """When it was last seen standing still."""
+
+
 class Trainer:
     """What was seen at the last ``look``. The trainer is never waited for, but for its stacks, a moment."""
 
@@ -46,6 +65,7 @@ class Trainer:
         """None as long as it has not ended."""
         self._stack = stack
         self._gone_since: float | None = None  # and had not finished
+        self._stall: _Stall | None = None
         self.pidfd = self._open_pidfd()
         """Readable once the process has ended; None where the kernel has no such thing."""
 
@@ -57,6 +77,7 @@ class Trainer:
         self.progress = self.reader.glance(now) or self.progress
         if self.ending is not None:
             return
+        self._note_stall(now)
         if self.reader.has_finished:
             self.ending = Ending.FINISHED
         elif self.reader.trainer() is Process.GONE:
@@ -71,10 +92,12 @@ class Trainer:
         """What to say in a round, but for the stacks."""
         if self.ending is not None:
             standing, gone = self._last_standing(), None
-            silent = 0.0 if standing.progress is None else standing.progress.silent_seconds
             if self._gone_since is not None:
                 gone = now - self._gone_since
-            timed_out = gone is not None and silent - gone > config.floor_seconds
+            stall = None if gone is None else self._stall_before_end(config)
+            timed_out = stall is not None
+            if stall is not None:
+                standing = replace(standing, progress=stall.progress)
             operations = self._operations(standing)
             return Post(
                 standing, self._lines(), gone_seconds=gone, timed_out=timed_out, operations=operations
@@ -103,8 +126,28 @@ class Trainer:
     def _last_standing(self) -> Standing:
         if self.ending is Ending.FINISHED:
             # Not gone, as a diagnosis means it: nothing is wrong with it, unless somebody waits for it.
-            return Standing(self.rank, Process.RUNNING, self._read(), waiting=False)
+            progress = self._read()
+            if progress is not None:  # whatever its device had to do is done
+                progress = replace(progress, device_step=progress.step)
+            return Standing(self.rank, Process.RUNNING, progress, waiting=False)
         return Standing(self.rank, Process.GONE, self._read())
+
+    def _note_stall(self, now: float) -> None:
+        """Keep what the trainer shows once it has stood still for a while."""
+        if self.progress is None or self.progress.silent_seconds < _STALL_SECONDS:
+            return
+        since = now - self.progress.silent_seconds
+        if self._stall is None or since - self._stall.since > _STALL_SECONDS:
+            self._stall = _Stall(self._read() or self.progress, since)
+        self._stall.until = now
+
+    def _stall_before_end(self, config: ObserverConfig) -> _Stall | None:
+        """What it showed while it stood still too long, if it ended right after that."""
+        stall = self._stall
+        if stall is None or self._gone_since is None:
+            return None
+        lasted, passed = stall.until - stall.since, self._gone_since - stall.until
+        return stall if lasted > config.floor_seconds and passed < _ABORT_SECONDS else None
 
     def _operations(self, standing: Standing) -> Mapping[str, Any] | None:
         return None if standing.progress is None else self.reader.operations(standing.progress.step)
