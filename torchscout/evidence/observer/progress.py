@@ -207,9 +207,12 @@ class ProgressWriter:
         self._memory.words[layout.DEVICE_ASKED] = int(1000 * now)
 
     def device_unknown(self) -> None:
-        """Nothing is known of an accelerator, or no longer."""
+        """Nothing is known of an accelerator, or no longer. Of a trainer that left, what was known last
+        stays."""
         with self._lock:
             words = self._memory.words
+            if words[layout.FINISHED]:
+                return
             words[layout.DEVICE_STEP] = words[layout.DEVICE_BUSY] = words[layout.DEVICE_ASKED] = (
                 layout.UNKNOWN
             )

@@ -126,10 +126,7 @@ class Trainer:
     def _last_standing(self) -> Standing:
         if self.ending is Ending.FINISHED:
             # Not gone, as a diagnosis means it: nothing is wrong with it, unless somebody waits for it.
-            progress = self._read()
-            if progress is not None:  # whatever its device had to do is done
-                progress = replace(progress, device_step=progress.step)
-            return Standing(self.rank, Process.RUNNING, progress, waiting=False)
+            return Standing(self.rank, Process.RUNNING, self._read(), waiting=False)
         return Standing(self.rank, Process.GONE, self._read())
 
     def _note_stall(self, now: float) -> None:
