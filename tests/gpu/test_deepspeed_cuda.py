@@ -88,7 +88,7 @@ def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(
 def test_a_flipped_bit_in_what_a_gathered_layer_computes_names_its_rank(three: NcclRanks, tmp_path: Path):
     """In every call but the first, so that it is there again when the layer is replayed."""
     place = f"{LAYERS[1]}/output"
-    faults = Faults().flip_bit(rank=1, at=place, step=2, bit=2, calls=range(1, 30))
+    faults = Faults().flip_bit(rank=1, at=place, step=2, bit=2, calls=range(1, 200))
     told = three.ask({"stage": 3, "steps": 3, "replay": EVERY_STEP, "faults": faults, "run_dir": tmp_path})
     incident = has_named(told, 1, "sdc")
     assert place in {each.surface for each in incident.records}

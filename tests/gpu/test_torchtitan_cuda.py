@@ -76,7 +76,7 @@ def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(three: Ncc
 def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(three: NcclRanks, tmp_path: Path):
     """In every call but the first, so that training is right and the replay of the layer is not."""
     place = f"{LAYERS[1]}/output"
-    faults = Faults().flip_bit(rank=2, at=place, step=2, bit=20, calls=range(1, 9))
+    faults = Faults().flip_bit(rank=2, at=place, step=2, bit=20, calls=range(1, 200))
     told = three.ask(({"steps": 3, "replay": EVERY_STEP, "faults": faults}, tmp_path))
     incident = has_named(told, 2, "sdc")
     assert place in {each.surface for each in incident.records}
