@@ -40,8 +40,12 @@ def gone(rank: int, seconds: float) -> Post:
 
 def timed_out(rank: int, issued: int = 5, seconds: float = 0.5) -> Post:
     """Its trainer waited for 5.5 seconds before something ended it."""
-    alive = post(rank, issued, stack="", gone_seconds=seconds, timed_out=True)
-    return replace(alive, standing=replace(alive.standing, process=Process.GONE))
+    alive = post(rank, issued, stack="", gone_seconds=seconds)
+    return replace(
+        alive,
+        standing=replace(alive.standing, process=Process.GONE),
+        stalled=alive.standing.progress,
+    )
 
 
 def round_of(*different: Post) -> dict[int, Post]:
@@ -62,6 +66,17 @@ def test_a_watchdog_that_ends_those_who_wait_is_not_blamed_on_them():
     assert incident.sentence.endswith("the trainers of ranks 0 and 1 ended after waiting for too long")
     # Nor if the one they waited for was ended soon after them.
     assert conclude(round_of(timed_out(2, 4, 0.2), timed_out(0), timed_out(1)), MESH).ranks == (2,)
+
+
+def test_a_watchdog_that_is_slow_is_not_blamed_on_those_who_waited():
+    """Who was late has come, all went on, and only then does the watchdog end those who had waited."""
+    late = post(2, 5)
+    moved = replace(late, standing=replace(late.standing, progress=post(2, 6).standing.progress), moving=True)
+    posts = round_of(
+        replace(moved, stalled=post(2, 4).standing.progress),
+        *(replace(timed_out(rank, 6), stalled=post(rank).standing.progress) for rank in (0, 1)),
+    )
+    assert conclude(posts, MESH).ranks == (2,)
 
 
 def test_a_trainer_that_ends_after_a_long_silence_of_its_own_is_named():

@@ -109,6 +109,13 @@ class Progress:
     def coordinate(self) -> tuple[int, int]:
         return self.step, self.operation
 
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any], shared: Shared | None = None) -> Progress:
+        """What is in ``shared`` already, and equal, is taken from there; the rest is added."""
+        shared = {} if shared is None else shared
+        recent = tuple([_issued(each, shared) for each in line["recent"]])
+        return cls(**{**line, "phase": Phase(line["phase"]), "recent": recent})
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -135,16 +142,11 @@ class Standing:
         return cls(
             rank=line["rank"],
             process=Process(line["process"]),
-            progress=None if progress is None else _progress(progress, {} if shared is None else shared),
+            progress=None if progress is None else Progress.from_json(progress, shared),
             waiting=line["waiting"],
             stack=line["stack"],
             doing=line.get("doing", ""),
         )
-
-
-def _progress(line: Mapping[str, Any], shared: Shared) -> Progress:
-    recent = tuple([_issued(each, shared) for each in line["recent"]])
-    return Progress(**{**line, "phase": Phase(line["phase"]), "recent": recent})
 
 
 def _issued(line: Mapping[str, Any], shared: Shared) -> Issued:

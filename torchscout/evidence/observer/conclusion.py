@@ -64,10 +64,12 @@ def _waited_for(posts: _Posts, mesh: Mesh) -> Incident | None:
     """Who is behind it, where trainers ended because they had waited too long: the watchdog of NCCL and the
     timeout of Gloo end whoever waits, and not who is waited for."""
     gone = _first_gone(posts)
-    if not gone or not all(posts[rank].timed_out for rank in gone):
+    if not gone or any(posts[rank].stalled is None for rank in gone):
         return None
     standings = [
-        replace(post.standing, process=Process.RUNNING) if post.timed_out else post.standing
+        post.standing
+        if post.stalled is None
+        else replace(post.standing, process=Process.RUNNING, progress=post.stalled, waiting=None)
         for post in posts.values()
     ]
     incident = diagnose(standings, {line.key: line for post in posts.values() for line in post.lines}, mesh)

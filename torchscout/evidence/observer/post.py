@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchscout.decision.progress import Line, Phase, Process, Shared, Standing
+from torchscout.decision.progress import Line, Phase, Process, Progress, Shared, Standing
 from torchscout.evidence.observer.journal import Journal, line_text
 
 __all__ = ["Post"]
@@ -25,8 +25,9 @@ class Post:
     """It is paused, or within the allowance for what it is doing: its silence means nothing yet."""
     gone_seconds: float | None = None
     """Since its trainer was seen to have ended before it finished."""
-    timed_out: bool = False
-    """Its trainer ended after a silence that was too long: a watchdog may have ended it for waiting."""
+    stalled: Progress | None = None
+    """What it showed while it stood still for too long, if that was shortly before: a watchdog may have ended
+    trainers for it."""
     operations: Mapping[str, Any] | None = None
     """What the Flight Recorder of its trainer says is open; see ``flight_recorder``."""
     phase_seconds: Mapping[Phase, float] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Post:
             "moving": self.moving,
             "excused": self.excused,
             "gone_seconds": self.gone_seconds,
-            "timed_out": self.timed_out,
+            "stalled": None if self.stalled is None else asdict(self.stalled),
             "operations": self.operations,
             "phase_seconds": {phase.value: seconds for phase, seconds in self.phase_seconds.items()},
         }
@@ -59,7 +60,7 @@ class Post:
             moving=document["moving"],
             excused=document["excused"],
             gone_seconds=document["gone_seconds"],
-            timed_out=document["timed_out"],
+            stalled=None if document["stalled"] is None else Progress.from_json(document["stalled"], shared),
             operations=document["operations"],
             phase_seconds={
                 Phase(name): float(seconds) for name, seconds in document["phase_seconds"].items()

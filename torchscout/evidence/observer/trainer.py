@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ __all__ = ["Ending", "Trainer"]
 _STACK_CHARACTERS = 8192
 _ASKED = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
 _STALL_SECONDS = 1.0
-_ABORT_SECONDS = 10.0
-"""What a watchdog may take from aborting communicators to the end of the process: it writes dumps
-meanwhile."""
+_WATCHDOG_SECONDS = 60.0
+"""A watchdog that decides to end a trainer may take so long: that of NCCL writes dumps first. Meanwhile the
+one who was waited for may have come, and the job gone on for a while."""
+_KILL_SECONDS = 10.0
+"""The same for SIGKILL, which no watchdog of ours, NCCL's or Gloo's sends."""
 
 
 class Ending(Enum):
@@ -44,8 +46,8 @@ class Ending(Enum):
 class _Stall:
     """A trainer that has stood still for a while.
 
-    A watchdog that ends it aborts its communicators first, and its device then runs through all that was held
-    up: what the trainer shows in the end is not what it waited for.
+    What it shows when a watchdog has ended it is not what it waited for: the watchdog may abort communicators
+    first, or the one who was waited for has come by then.
     """
 
     progress: Progress
@@ -65,6 +67,7 @@ class Trainer:
         """None as long as it has not ended."""
         self._stack = stack
         self._gone_since: float | None = None  # and had not finished
+        self._was_killed = False
         self._stall: _Stall | None = None
         self.pidfd = self._open_pidfd()
         """Readable once the process has ended; None where the kernel has no such thing."""
@@ -81,7 +84,9 @@ class Trainer:
         if self.reader.has_finished:
             self.ending = Ending.FINISHED
         elif self.reader.trainer() is Process.GONE:
-            self.ending = _ending_of(self.reader.pid)
+            status = _exit_status(self.reader.pid)
+            self.ending = _ending_of(status)
+            self._was_killed = status is not None and status & 0x7F == signal.SIGKILL
             self._gone_since = None if self.ending is Ending.FINISHED else now
 
     def dismiss(self) -> None:
@@ -91,16 +96,13 @@ class Trainer:
     def post(self, config: ObserverConfig, silent_seconds: float, now: float) -> Post:
         """What to say in a round, but for the stacks."""
         if self.ending is not None:
-            standing, gone = self._last_standing(), None
-            if self._gone_since is not None:
-                gone = now - self._gone_since
-            stall = None if gone is None else self._stall_before_end(config)
-            timed_out = stall is not None
-            if stall is not None:
-                standing = replace(standing, progress=stall.progress)
-            operations = self._operations(standing)
+            standing = self._last_standing()
             return Post(
-                standing, self._lines(), gone_seconds=gone, timed_out=timed_out, operations=operations
+                standing,
+                self._lines(),
+                gone_seconds=None if self._gone_since is None else now - self._gone_since,
+                stalled=self._stalled(config, now if self._gone_since is None else self._gone_since),
+                operations=self._operations(standing),
             )
         standing = Standing(self.rank, self.reader.trainer(), self._read())
         return Post(
@@ -109,6 +111,7 @@ class Trainer:
             operations=self._operations(standing),
             moving=silent_seconds < config.floor_seconds / 2,
             excused=self._is_excused(config, silent_seconds),
+            stalled=self._stalled(config, now),
             phase_seconds=typical_seconds(self.phase_seconds()),
         )
 
@@ -138,13 +141,15 @@ class Trainer:
             self._stall = _Stall(self._read() or self.progress, since)
         self._stall.until = now
 
-    def _stall_before_end(self, config: ObserverConfig) -> _Stall | None:
-        """What it showed while it stood still too long, if it ended right after that."""
-        stall = self._stall
-        if stall is None or self._gone_since is None:
+    def _stalled(self, config: ObserverConfig, now: float) -> Progress | None:
+        """What it showed while it stood still for too long, a short time ago; None if it did not, or still
+        does."""
+        if (stall := self._stall) is None:
             return None
-        lasted, passed = stall.until - stall.since, self._gone_since - stall.until
-        return stall if lasted > config.floor_seconds and passed < _ABORT_SECONDS else None
+        lasted, passed = stall.until - stall.since, now - stall.until
+        limit = _KILL_SECONDS if self._was_killed else _WATCHDOG_SECONDS
+        is_over = self.ending is not None or passed > 2 * config.poll_seconds
+        return stall.progress if lasted > config.floor_seconds and passed < limit and is_over else None
 
     def _operations(self, standing: Standing) -> Mapping[str, Any] | None:
         return None if standing.progress is None else self.reader.operations(standing.progress.step)
@@ -175,15 +180,18 @@ class Trainer:
         return descriptor
 
 
-def _ending_of(pid: int) -> Ending:
-    """How a process ended for which nobody has waited yet; afterwards only its parent knows."""
+def _exit_status(pid: int) -> int | None:
+    """Of a process for which nobody has waited yet; afterwards only its parent knows."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(fields[-1]) if fields[0] == "Z" else None
+
+
+def _ending_of(status: int | None) -> Ending:
+    if status is None:
         return Ending.FAILED
-    if fields[0] != "Z":
-        return Ending.FAILED
-    status = int(fields[-1])
     if status == 0:
         return Ending.FINISHED
     asked = status & 0x7F in _ASKED or status >> 8 in {128 + number for number in _ASKED}
