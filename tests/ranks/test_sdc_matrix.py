@@ -42,6 +42,8 @@ class Cell:
     calls: range | None = REPLAY
     bit: int | None = None
     """Chosen at random where not given."""
+    index: int = 0
+    """Of the element."""
 
 
 def computed(step: int) -> list[tuple[str, str]]:
@@ -78,19 +80,19 @@ def cells() -> list[Cell]:
         for place in range(len(held(step))):
             at, must, may = held(fault_step(len(found)))[place]
             found.append(Cell(rank, at, must, may, calls=range(1)))
-        for call in range(BROADCASTS):
-            found.append(received(rank, call, fault_step(len(found))))
+        for place in range(RECEIVED):
+            found.append(received(rank, place * APART, fault_step(len(found))))
     return found
 
 
-BROADCASTS = 12
-"""The first tensors that travel in a check: inputs, gradients and random states of three modules."""
+RECEIVED, APART = 12, 2100
+"""Bytes of what travels in a check, all together: inputs, gradients and random states of three modules."""
 
 
-def received(rank: int, call: int, step: int) -> Cell:
-    """What comes from the source arrives wrong. Which of the aligned things it is depends on the call."""
+def received(rank: int, index: int, step: int) -> Cell:
+    """What comes from the source arrives wrong. Which of the aligned things it is depends on the byte."""
     inputs = frozenset({"tokens/input", f"{due_layer(step)}/input", "head/input", "optimizer/input"})
-    return Cell(rank, "broadcast@torchscout", frozenset(), inputs, calls=range(call, call + 1))
+    return Cell(rank, "broadcast@torchscout", frozenset(), inputs, calls=range(1), index=index)
 
 
 def fault_step(cell: int) -> int:
@@ -104,7 +106,7 @@ def plan(wanted: Sequence[Cell], seed: int) -> Faults:
         bit = cell.bit if cell.bit is not None else choose.choice([*range(1, 23), 31])
         bit = 0 if place % len(wanted) < 64 or "broadcast" in cell.at else bit
         faults = faults.flip_bit(
-            rank=cell.rank, at=cell.at, step=fault_step(place), bit=bit, calls=cell.calls
+            rank=cell.rank, at=cell.at, step=fault_step(place), bit=bit, index=cell.index, calls=cell.calls
         )
     return faults
 

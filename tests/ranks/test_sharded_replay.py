@@ -97,8 +97,9 @@ def test_a_wrong_number_under_fsdp_names_the_rank(
 def test_what_gathering_leaves_wrong_in_memory_names_the_rank(
     shape: tuple[int, ...], group: str, named: int, tmp_path: Path
 ):
-    """Training gathers five times in a step, and replay once for the embedding; then comes the layer."""
-    faults = Faults().flip_bit(rank=named, at=f"all_gather@{group}", step=2, bit=20, calls=range(6, 400))
+    """Training gathers five times in a step, replay once with scratch data and once for the embedding; then
+    comes the layer."""
+    faults = Faults().flip_bit(rank=named, at=f"all_gather@{group}", step=2, bit=20, calls=range(7, 400))
     found = run_ranks(train, math.prod(shape), shape, "plain", tmp_path, faults, 3, timeout=120)
     assert found[named].fired
     assert found[0].incidents == [("rank", (named,), "stack.1/parameters", 2)], found[0].sentences
