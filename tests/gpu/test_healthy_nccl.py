@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support.gpu_models import Variant, batch, parallel
 from tests.support.ranks import run_ranks
-from torchscout.config import ObserverConfig, ReplayConfig
+from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.integration.attach import enable_resiliency
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,8 @@ VARIANTS = {
 }
 RANKS = {name: 4 if variant.wrapper == "hsdp" else 3 for name, variant in VARIANTS.items()}
 INTERVAL = 5
+# Ranks that share a device do not share it evenly: one of them may really be slower for a while.
+REPLAY = ReplayConfig(interval=INTERVAL, straggler=StragglerConfig(material_ms=1000.0))
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def train(rank: int, run_dir: Path | None, variant: Variant, steps: int) -> Resu
     session = run_dir and enable_resiliency(
         model,
         optimizer,
-        replay=ReplayConfig(interval=INTERVAL),
+        replay=REPLAY,
         observer=ObserverConfig(),
         run_dir=run_dir,
     )
