@@ -1,0 +1,68 @@
+"""What an observer keeps of a trainer that stood still before it ended: real processes, and the signals that
+end them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchscout.config import ObserverConfig
+from torchscout.evidence.observer.post import Post
+from torchscout.evidence.observer.trainer import Trainer
+
+CONFIG = ObserverConfig(floor_seconds=1.2)
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+from torchscout.decision.progress import Line, Phase
+from torchscout.evidence.observer.progress import ProgressWriter
+
+writer = ProgressWriter.create(Path(sys.argv[1]), 0)
+line = writer.declare(Line("world", (0, 1), "world"))
+writer.issue(line, writer.phrase("all_reduce", 1))
+writer.device_entered(line, 0)
+print(writer.path, flush=True)
+end = time.monotonic() + float(sys.argv[2])
+while (now := time.monotonic()) < end:
+    if sys.argv[3] == "moves":
+        writer.advance(Phase.FORWARD)
+    writer.device_asked(True, now)
+    time.sleep(0.01)
+writer.device_entered(line, 1)  # as if communicators had been aborted, or the others had come
+time.sleep(0.3)
+os.kill(os.getpid(), signal.SIGABRT)
+"""
+
+
+def ended(folder: Path, seconds: float, how: str) -> Post:
+    """What the observer says of a trainer once it has ended."""
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(seconds), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        trainer = Trainer(Path(process.stdout.readline().strip()), None)
+        deadline = time.monotonic() + 30
+        while trainer.ending is None and time.monotonic() < deadline:
+            trainer.look(time.monotonic())
+            time.sleep(0.05)
+        return Post.from_json(trainer.post(CONFIG, 0.0, time.monotonic()).to_json())
+
+
+def test_what_a_trainer_waited_for_is_kept_when_a_watchdog_has_ended_it(tmp_path: Path):
+    post = ended(tmp_path, 2.0, "stands still")
+    assert post.gone_seconds is not None
+    assert post.standing.progress.entered == {"world": 1}
+    assert post.stalled is not None
+    assert post.stalled.entered == {"world": 0}
+
+
+@pytest.mark.parametrize(("seconds", "how"), [(2.0, "moves"), (0.3, "stands still")])
+def test_a_trainer_that_ends_in_the_middle_of_its_work_waited_for_nobody(
+    seconds: float, how: str, tmp_path: Path
+):
+    post = ended(tmp_path, seconds, how)
+    assert post.gone_seconds is not None
+    assert post.stalled is None
