@@ -30,7 +30,9 @@ _POLL_SECONDS = 0.05
 _QUIET_SECONDS = 0.5
 """How long a host has published nothing before its device is asked whether it has work left."""
 _SILENT_SECONDS = 1.5
-"""How long it has published nothing before the Flight Recorder is read, which is once in a silence."""
+"""How long it has published nothing before the Flight Recorder is read."""
+_RECORDER_SECONDS = 30.0
+"""The recorder is not read more often: the hosts of some healthy jobs are silent for seconds in every step."""
 _OUTSTANDING = 256
 """Events of one track. A host is held up after about a thousand launches, of which an operation takes
 several."""
@@ -175,15 +177,15 @@ class DeviceProgress:
             self._writer.device_unknown()
 
     def _poll(self, driver: _Driver) -> None:
-        coordinate, since, is_read = self._writer.coordinate, time.monotonic(), False
+        coordinate, since, next_read = self._writer.coordinate, time.monotonic(), 0.0
         while not self._stop.wait(_POLL_SECONDS):
             for track in tuple(self._tracks):
                 track.ask(driver)
             now = time.monotonic()
             if self._writer.coordinate != coordinate:
-                coordinate, since, is_read = self._writer.coordinate, now, False
-            if now - since > _SILENT_SECONDS and not is_read:
-                is_read = True
+                coordinate, since = self._writer.coordinate, now
+            if now - since > _SILENT_SECONDS and now >= next_read:
+                next_read = now + _RECORDER_SECONDS
                 self._writer.show_operations(open_operations())
             # A host that moves issues more work: whether there is some left is of interest once it is quiet.
             quiet = now - since > _QUIET_SECONDS
