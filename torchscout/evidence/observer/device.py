@@ -32,7 +32,8 @@ _QUIET_SECONDS = 0.5
 _SILENT_SECONDS = 1.5
 """How long it has published nothing before the Flight Recorder is read."""
 _RECORDER_SECONDS = 30.0
-"""The recorder is not read more often: the hosts of some healthy jobs are silent for seconds in every step."""
+"""The recorder is not read more often: the hosts of some healthy jobs are silent for seconds in every
+step."""
 _OUTSTANDING = 256
 """Events of one track. A host is held up after about a thousand launches, of which an operation takes
 several."""

@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -226,8 +227,9 @@ class ProgressWriter:
     def show_operations(self, operations: Mapping[str, Any] | None) -> None:
         """Put what the Flight Recorder says beside the record, for its observer to show."""
         if operations is not None and self._owns_file:
-            beside = record_file.operations_of(self.path)
-            beside.write_text(json.dumps({"step": self._step, **operations}))
+            with suppress(OSError):  # it only goes along with an incident: a full file system must not matter
+                beside = record_file.operations_of(self.path)
+                beside.write_text(json.dumps({"step": self._step, **operations}))
 
     def time_phase(self, phase: Phase, seconds: float) -> None:
         """A phase took so long."""
