@@ -39,7 +39,15 @@ def with_and_without(
     ("shape", "sharding"),
     [*(((4,), name) for name in SHARDINGS), ((3, 2), "plain"), ((2, 2), "bfloat16"), ((4, 1), "grouped")],
 )
-@pytest.mark.parametrize("has_reset", [RESET, False], ids=["reset", "no reset"])
+@pytest.mark.parametrize(
+    "has_reset",
+    [
+        pytest.param(RESET, id="reset"),
+        pytest.param(
+            False, id="no reset", marks=pytest.mark.slow
+        ),  # passes that fail are tried without, below
+    ],
+)
 def test_training_is_bitwise_the_same_and_everything_is_checked(
     shape: tuple[int, ...], sharding: str, has_reset: bool, tmp_path: Path
 ):
