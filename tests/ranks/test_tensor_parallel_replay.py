@@ -67,6 +67,7 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(trial: Trial, tm
         assert same
         assert (found.failures, found.sentences, found.unchecked) == ([], [], set())
         assert found.agreed == LAYERS | UPDATES | state | {"transfers/received"}
+        assert found.certified == trial.steps
         assert found.between == ((DTensor,) if trial.style == "distributed" else (torch.Tensor,))
 
 

@@ -106,6 +106,8 @@ class Told:
     sentences: list[str]
     fired: int
     failures: list[str]
+    certified: int | None = None
+    """The last step whose state checks have certified."""
     between: tuple[type, ...] = ()
     """What went from block to block: of which class it was."""
     echoes: dict[str, list[bool]] | None = None
@@ -211,10 +213,12 @@ def told(rank: int, bits: bytes, session: Session | None, fired: int) -> Told:
         return Told(bits, [], [], [], fired, [])
     dist.barrier()  # whoever has something to report has done so
     incidents = [each for each in session.incidents if each.manifestation is Manifestation.SDC]
+    certified = session.certified
     session.close()
     found = [each for each in records(session.run_dir, rank) if each.manifestation is Manifestation.SDC]
     brief = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
-    return Told(bits, found, brief, [each.sentence for each in incidents], fired, session.failures)
+    sentences = [each.sentence for each in incidents]
+    return Told(bits, found, brief, sentences, fired, session.failures, certified)
 
 
 def bits_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
