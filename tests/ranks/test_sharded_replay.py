@@ -183,7 +183,14 @@ def failing(rank: int, sharding: str, has_reset: bool, run_dir: Path) -> list[tu
     return [(alone.bits == each.bits, each) for each in checked]
 
 
-@pytest.mark.parametrize("sharding", ["plain", "nested", "grouped", "checkpointed", "prefetched"])
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        "plain",
+        "prefetched",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("nested", "grouped", "checkpointed")),
+    ],
+)
 @pytest.mark.parametrize("has_reset", [RESET, False], ids=["reset", "no reset"])
 def test_a_replayed_pass_that_fails_under_fsdp_harms_nobody(sharding: str, has_reset: bool, tmp_path: Path):
     """No rank waits for the one that failed, and FSDP goes on as if it had never begun the pass."""
