@@ -18,10 +18,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.support.ranks import run_ranks
 from tests.support.sharded_jobs import Failing
-from torchscout.config import ReplayConfig
+from torchscout.config import ReplayConfig, StragglerConfig
 from torchscout.faults.tensor_effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
 
+# Ranks that share a device do not share it evenly: one of them may really be slower for a while.
+REPLAY = ReplayConfig(interval=1, straggler=StragglerConfig(material_ms=1000.0))
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(4)]
 STEPS, FLIPPED_AT, VOCABULARY, WIDTH = 12, 5, 96, 64
 
@@ -105,9 +107,7 @@ def train(
     torch.use_deterministic_algorithms(True, warn_only=True)  # so that two runs can be compared at all
     net = sharded(layout, device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
-    session = run_dir and enable_resiliency(
-        net, optimizer, replay=ReplayConfig(interval=1), observer=None, run_dir=run_dir
-    )
+    session = run_dir and enable_resiliency(net, optimizer, replay=REPLAY, observer=None, run_dir=run_dir)
     if rank in failing.ranks:
         failing.apply(net.stack[0])
     flipped = 0
