@@ -82,6 +82,15 @@ def test_another_hub_takes_back_only_what_it_found_itself():
     assert docket.finding == LATE
 
 
+def test_a_rank_that_moves_after_others_have_ended_resolves_nothing():
+    """It finds them missing, and they must not be reported as if they were the cause."""
+    docket = Docket()
+    assert docket.enter(LATE)
+    assert not docket.enter(replace(LATE, ranks=(0,), job_ended=True))
+    assert docket.moved(2, 7.0) is None
+    assert not docket.enter(replace(LATE, ranks=(0, 1), job_ended=True))
+
+
 @pytest.mark.parametrize(("process", "job_ended"), [(Process.RUNNING, False), (Process.GONE, True)])
 def test_a_finding_is_the_incident_in_short(process: Process, job_ended: bool):
     record = EvidenceRecord(
