@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from torchscout.checkpoint.generation import Generation, Role
+from torchscout.checkpoint.memory import check_budget
 from torchscout.checkpoint.shard_format import Identity, decode
 from torchscout.checkpoint.shards import clean, inspect, load, path_of, save, verify, write
 from torchscout.errors import CheckpointError, DamagedError
@@ -202,3 +204,25 @@ def test_only_what_dead_writers_left_is_cleaned(sealed: Path, tmp_path: Path):
     assert clean(tmp_path) == [left]
     assert sorted(each.name for each in sealed.parent.iterdir()) == ["notes.writing", sealed.name]
     assert clean(tmp_path / "nowhere") == []
+
+
+def test_folders_that_others_remove_meanwhile_are_passed_over(sealed: Path, tmp_path: Path):
+    folder, over, rounds = tmp_path / "step-0000000009.lineage-0", threading.Event(), 0
+
+    def come_and_go() -> None:
+        nonlocal rounds
+        while not over.is_set():
+            folder.mkdir()
+            folder.rmdir()
+            rounds += 1
+
+    others = threading.Thread(target=come_and_go)
+    others.start()
+    try:
+        for _ in range(2000):
+            assert clean(tmp_path) == []
+            assert check_budget(1, 1, None, tmp_path) > 0
+    finally:
+        over.set()
+        others.join()
+    assert rounds > 100

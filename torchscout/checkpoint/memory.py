@@ -11,6 +11,7 @@ import re
 import stat
 from pathlib import Path
 
+from torchscout.checkpoint.shard_files import files_under
 from torchscout.errors import CheckpointError
 
 __all__ = ["budget_within", "check_budget", "memory_folder", "memory_root"]
@@ -55,11 +56,18 @@ def check_budget(bytes_per_snapshot: int, copies: int, budget: int | None, folde
     """
     try:
         status = os.statvfs(folder)
-        own = sum(each.stat().st_blocks * 512 for each in folder.rglob("*") if each.is_file())
+        own = sum(map(_allocated, files_under(folder)))
     except OSError as error:
         raise CheckpointError(f"cannot tell how much memory {folder} has: {error.strerror}") from error
     free = status.f_bavail * status.f_frsize + own
     return budget_within(free, bytes_per_snapshot, copies, budget, folder)
+
+
+def _allocated(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * 512
+    except FileNotFoundError:
+        return 0  # another rank of this machine has just removed it
 
 
 def budget_within(free: int, bytes_per_snapshot: int, copies: int, budget: int | None, folder: Path) -> int:

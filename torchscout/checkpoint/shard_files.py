@@ -11,7 +11,7 @@ from pathlib import Path
 from torchscout.checkpoint.generation import Generation
 from torchscout.errors import CheckpointError
 
-__all__ = ["ShardFile", "shard_files"]
+__all__ = ["ShardFile", "files_under", "shard_files"]
 
 # The inverse of ``shards.path_of``, and of nothing else: other spellings of a number are no names of ours.
 _NUMBER = r"(0|[1-9]\d{0,17})"
@@ -51,6 +51,13 @@ def shard_files(folder: Path | str) -> list[ShardFile]:
         for file in _inside(Path(entry.path), generation)
     ]
     return sorted(found, key=lambda each: (each.generation, each.rank, each.holder, each.path))
+
+
+def files_under(folder: Path | str) -> Iterator[Path]:
+    """Every file in it and in its subfolders. Unlike ``rglob``, this does not fail where another rank removes
+    a subfolder meanwhile."""
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent, name) for name in names)
 
 
 def _generation(name: str) -> Generation | None:

@@ -21,6 +21,7 @@ from typing import Any
 import xxhash
 
 from torchscout.checkpoint.generation import Role
+from torchscout.checkpoint.shard_files import files_under
 from torchscout.checkpoint.shard_format import (
     PREFIX_BYTES,
     Buffer,
@@ -151,7 +152,7 @@ def load(path: Path | str, named: Iterable[type] = ()) -> Restored:
 def clean(directory: Path | str) -> list[Path]:
     """Remove what killed writers left anywhere under this folder; those of living ones stay."""
     removed = []
-    for path in Path(directory).rglob(f".*{_TEMPORARY}"):
+    for path in (each for each in files_under(directory) if each.match(f".*{_TEMPORARY}")):
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:

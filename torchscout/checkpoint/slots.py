@@ -25,6 +25,7 @@ import torch
 
 from torchscout.checkpoint import shards
 from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.shard_files import shard_files
 from torchscout.checkpoint.shard_format import Identity
 from torchscout.checkpoint.transfer import Pinning
 from torchscout.errors import CheckpointError
@@ -234,8 +235,9 @@ class Slots:
     def _left_sealed(self) -> list[Slot]:
         """Those that are damaged come first, they are the least loss."""
         found = [
-            Slot(path, _generation(path))
-            for path in self._folder.glob(f"step-*/rank-{self._rank}-of-*.held-by-{self._rank}.shard")
+            Slot(each.path, _generation(each.path))
+            for each in (shard_files(self._folder) if self._folder.is_dir() else ())
+            if each.rank == each.holder == self._rank
         ]
         return sorted(found, key=lambda slot: (slot.generation or _DAMAGED)[::-1])
 
