@@ -191,7 +191,9 @@ class _Job:
         is_mixed = mesh.layer_peers_of(rank, role) != mesh.peers_of(rank, role)
         route = route_of([*module.parameters()], mesh, rank, role) if reduces and found.modules else None
         copies = not (is_mixed or self.is_owned(role))
-        together = self._alike(role, "replica", "shard", "pipeline")
+        # A router may communicate with the ranks that its experts are spread over.
+        routed = frozenset(mesh.ranks_along("expert", rank, Role.EXPERT))
+        together = self._alike(role, "replica", "shard", "pipeline") | routed
         # Shards may be spread over context parallelism too.
         kept_among = self._alike(role, "pipeline") if found.modules else frozenset[int]()
         return replace(
