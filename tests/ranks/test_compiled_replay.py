@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.compiled_jobs import STEPS, WAYS, Way, compiled_job, with_and_without
+from tests.support.compiled_jobs import STEPS, WAYS, Way, compiled_job, frames_compiled, with_and_without
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import differing
 from torchscout.decision.record import Action, Manifestation, Scope
 from torchscout.faults.fault import Faults
 
 TARGETS = ("tokens", "stack.0", "stack.1", "head")
-PERSISTENT = {"step": range(1, STEPS + 1), "calls": None}
 
 
-def flipped(rank: int, at: str, bit: int = 20) -> Faults:
-    return Faults().flip_bit(rank=rank, at=at, bit=bit, index=3, **PERSISTENT)
+def flipped(rank: int, at: str, step: int) -> Faults:
+    """In every eager call of a step: those of the pass and of all replays."""
+    return Faults().flip_bit(rank=rank, at=at, step=step, bit=20, index=3, calls=None)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -37,10 +37,12 @@ def test_a_clean_job_is_certified_and_trains_bitwise_the_same(name: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "name", ["inside DDP", "around DDP", "in place", "forward alone", "with graph breaks"]
+    "name", ["inside DDP", "around DDP", "in place", "forward alone", "with dynamic shapes"]
 )
 def test_a_wrong_output_of_a_layer_names_its_rank(name: str, tmp_path: Path):
-    for told in run_ranks(compiled_job, 3, WAYS[name], flipped(2, "stack.1/output"), tmp_path, timeout=240):
+    for told in run_ranks(
+        compiled_job, 3, WAYS[name], flipped(2, "stack.1/output", 2), tmp_path, timeout=240
+    ):
         assert (told.failures, told.unfired) == ([], 0)
         (incident,) = told.incidents
         assert (incident.manifestation, incident.scope) == (Manifestation.SDC, Scope.RANK)
@@ -55,7 +57,7 @@ def test_a_wrong_output_of_a_layer_names_its_rank(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize("at", ["tokens/output", "head/output", "stack.0/grad_input"])
 def test_wrong_numbers_of_other_parts_name_their_rank(at: str, tmp_path: Path):
-    for told in run_ranks(compiled_job, 3, WAYS["inside DDP"], flipped(1, at), tmp_path, timeout=240):
+    for told in run_ranks(compiled_job, 3, WAYS["inside DDP"], flipped(1, at, 1), tmp_path, timeout=240):
         assert (told.failures, told.unfired) == ([], 0)
         (incident,) = told.incidents
         assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (1,), 1), incident.sentence
@@ -63,7 +65,7 @@ def test_wrong_numbers_of_other_parts_name_their_rank(at: str, tmp_path: Path):
 
 
 def test_of_two_ranks_nobody_is_named(tmp_path: Path):
-    faults = flipped(1, "stack.1/output")
+    faults = flipped(1, "stack.1/output", 2)
     for told in run_ranks(compiled_job, 2, WAYS["inside DDP"], faults, tmp_path, timeout=240):
         assert (told.failures, told.unfired) == ([], 0)
         (incident,) = told.incidents
@@ -73,6 +75,13 @@ def test_of_two_ranks_nobody_is_named(tmp_path: Path):
         assert {each.status for each in of_layer} == {"inconclusive"}
 
 
+@pytest.mark.parametrize("name", ["inside DDP", "around DDP", "DDP in place"])
+def test_torchscouts_own_code_is_not_compiled(name: str, tmp_path: Path):
+    for (without, attached), warned in run_ranks(frames_compiled, 2, WAYS[name], tmp_path, timeout=240):
+        assert attached == without > 0
+        assert warned == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [Way(), Way(options={"dynamic": True}, lengths=(8, 8, 5, 8, 11))])
 def test_with_inductor_training_is_bitwise_the_same_and_a_wrong_layer_is_named(way: Way, tmp_path: Path):
@@ -80,7 +89,7 @@ def test_with_inductor_training_is_bitwise_the_same_and_a_wrong_layer_is_named(w
     for told, _, weights in found:
         assert (told.incidents, told.failures, told.status["certified"]) == ([], [], STEPS)
         assert (told.weights, told.passes) == (weights, 1)
-    faults = flipped(2, "stack.1/output")
+    faults = flipped(2, "stack.1/output", 2)
     for told in run_ranks(compiled_job, 3, way, faults, tmp_path / "faulty", "inductor", timeout=500):
         (incident,) = told.incidents
         assert (incident.scope, incident.ranks, told.unfired) == (Scope.RANK, (2,), 0)

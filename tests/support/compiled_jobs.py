@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.replay_jobs import Job, bytes_of, in_replay, records
@@ -20,7 +23,7 @@ from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
 
-__all__ = ["WAYS", "Compilations", "Way", "compiled_job", "with_and_without"]
+__all__ = ["WAYS", "Compilations", "Way", "compiled_job", "frames_compiled", "with_and_without"]
 
 
 class Compilations:
@@ -173,6 +176,24 @@ def with_and_without(
     job = CompiledJob(rank, way, backend)
     weights = _train(job, WARM + STEPS)
     return found, job.compilations.count, weights
+
+
+def frames_compiled(rank: int, way: Way, run_dir: Path) -> tuple[list[int], list[str]]:
+    """How many frames Dynamo has looked at in a job without torchscout and in one with it from the start.
+
+    Then what Dynamo has warned of.
+    """
+    counts = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for is_attached in (False, False, True):  # the first time Dynamo finds out what it cannot compile
+            torch._dynamo.reset()
+            counters.clear()
+            job = CompiledJob(rank, way)
+            with job.attach(run_dir) if is_attached else nullcontext():
+                job.train(STEPS)
+            counts.append(counters["frames"]["total"])
+    return counts[1:], [str(each.message) for each in warned if "Dynamo" in str(each.message)]
 
 
 def _train(job: CompiledJob, steps: int) -> list[bytes]:
