@@ -257,6 +257,16 @@ def test_a_table_that_renormalizes_itself_keeps_the_pass_from_running():
         replay.describe()
 
 
+def test_a_part_that_synchronizes_gradients_keeps_the_pass_from_running():
+    """DDP would wait for a backward pass, and fail in training's next step."""
+    net, model = made()
+    net.first.set_requires_gradient_sync = lambda _: None  # as `replicate` and FSDP2 give a module
+    recipe, _ = replays_of(net, model)
+    replay = checked(recipe, 1, model)
+    with pytest.raises(ReplayError, match="first synchronizes gradients"):
+        replay.describe()
+
+
 def test_a_call_that_was_kept_is_replayed_eagerly_without_a_pass():
     """After a restart: what the compiled model would be called with is not known yet."""
     from torchscout.evidence.replay.keepsakes import Keepsake

@@ -177,7 +177,7 @@ class _Compiled:
     def _run_eagerly(self, call: Invocation) -> None:
         """Make the captured call once more; training is left as it was, and no activation is kept."""
         inside = _inside(self._module)
-        if (found := refusal(inside)) is not None:
+        if (found := refusal(inside) or _synchronizing(inside)) is not None:
             raise ReplayError(f"the compiled module around it cannot be run eagerly: {found}")
         self._passes += 1
         leaves = enumerate(zip(call.leaves, call.requires_grad, strict=True))
@@ -250,11 +250,24 @@ def _inside(module: nn.Module) -> nn.Module:
             return module
 
 
+def _synchronizing(module: nn.Module) -> str | None:
+    """What in the module would wait for a backward pass after an eager one, or communicate in it."""
+    for name, each in module.named_modules():
+        # The method is that of FSDP2 and of ``replicate``.
+        if isinstance(each, DistributedDataParallel) or hasattr(each, "set_requires_gradient_sync"):
+            return (
+                f"{name or 'it'} synchronizes gradients, and would count an eager pass as one of training's"
+            )
+    return None
+
+
 def _is_compiled_itself(module: nn.Module) -> bool:
     return (
         isinstance(module, _compiler().OptimizedModule)
         or module._compiled_call_impl is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")  # a method that was compiled
+        or hasattr(
+            getattr(module, "forward", None), "_torchdynamo_orig_callable"
+        )  # a method that was compiled
     )
 
 
