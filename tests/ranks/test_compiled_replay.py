@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,13 @@ from tests.support.replay_jobs import differing
 from torchscout.decision.record import Action, Manifestation, Scope
 from torchscout.faults.fault import Faults
 
+RARE = ("around DDP", "DDP in place", "blocks too", "in one piece", "with static shapes that change")
+"""Ways to compile that differ little from others: tried with the slow tests."""
 TARGETS = ("tokens", "stack.0", "stack.1", "head")
+
+
+def every(*names: str) -> list[Any]:
+    return [pytest.param(each, marks=pytest.mark.slow if each in RARE else ()) for each in names]
 
 
 def flipped(rank: int, at: str, step: int) -> Faults:
@@ -20,7 +27,7 @@ def flipped(rank: int, at: str, step: int) -> Faults:
     return Faults().flip_bit(rank=rank, at=at, step=step, bit=20, index=3, calls=None)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", every(*WAYS))
 def test_a_clean_job_is_certified_and_trains_bitwise_the_same(name: str, tmp_path: Path):
     for told, compilations, weights in run_ranks(with_and_without, 3, WAYS[name], tmp_path, timeout=240):
         assert (told.incidents, told.failures) == ([], [])
@@ -36,9 +43,7 @@ def test_a_clean_job_is_certified_and_trains_bitwise_the_same(name: str, tmp_pat
         assert told.passes == 1, "one whole-model pass saves the input of every target"
 
 
-@pytest.mark.parametrize(
-    "name", ["inside DDP", "around DDP", "in place", "forward alone", "with dynamic shapes"]
-)
+@pytest.mark.parametrize("name", every("inside DDP", "around DDP", "in place", "forward alone"))
 def test_a_wrong_output_of_a_layer_names_its_rank(name: str, tmp_path: Path):
     for told in run_ranks(
         compiled_job, 3, WAYS[name], flipped(2, "stack.1/output", 2), tmp_path, timeout=240
@@ -72,10 +77,11 @@ def test_of_two_ranks_nobody_is_named(tmp_path: Path):
         assert (incident.scope, incident.ranks) == (Scope.PEER_GROUP, (0, 1))
         assert incident.action is Action.INSPECT
         of_layer = [each for each in told.records if each.surface == "stack.1/output"]
-        assert {each.status for each in of_layer} == {"inconclusive"}
+        assert {each.status for each in of_layer if each.step == 2} == {"inconclusive"}
+        assert {each.status for each in of_layer if each.step != 2} == {"agree"}
 
 
-@pytest.mark.parametrize("name", ["inside DDP", "around DDP", "DDP in place"])
+@pytest.mark.parametrize("name", ["inside DDP", "around DDP, with a buffer"])
 def test_torchscouts_own_code_is_not_compiled(name: str, tmp_path: Path):
     for (without, attached), warned in run_ranks(frames_compiled, 2, WAYS[name], tmp_path, timeout=240):
         assert attached == without > 0

@@ -170,7 +170,7 @@ def compiled_in_place() -> Net:
 
 
 def compiled_as_a_whole() -> nn.Module:
-    return torch.compile(Net(), backend="aot_eager")
+    return torch.compile(Net(), backend="eager")  # aot_eager cannot run this norm backward
 
 
 def compiled_as_a_whole_in_place() -> Net:
