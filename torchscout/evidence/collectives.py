@@ -24,7 +24,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from collections.abc import Callable
 from types import CodeType
 from typing import Any, Protocol
 

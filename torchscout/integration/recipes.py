@@ -180,9 +180,7 @@ class _Job:
 
     def modules(self, kind: str, parts: Sequence[Part]) -> Recipe:
         keepers = partial(self._keepers, role=Role.DENSE, reduces=kind == "layer")
-        return LayerRecipe(
-            kind, _named(parts), self._surfaces, self.device, keepers, compiled=self._compiled
-        )
+        return LayerRecipe(kind, _named(parts), self._surfaces, self.device, keepers, compiled=self._compiled)
 
     def experts(self, parts: Sequence[Part], shapes: Mapping[str, Sequence[Rows]]) -> Recipe:
         keepers = partial(self._keepers, role=Role.EXPERT, reduces=False)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -152,7 +153,10 @@ class _Compiled:
     def arm(self, target: nn.Module) -> None:
         """Capture training's next call, if nothing was saved for the target and another pass may be made."""
         if target not in self._saved and self._passes < _MAX_PASSES and self._capture is None:
-            self._capture = _ArgumentsOnly(self._module, self.device, keep=True)
+            # What DDP sends around a model's call is not sent in an eager pass, which begins inside of it.
+            around = [each for each in _wrappers(self._module) if isinstance(each, DistributedDataParallel)]
+            expected = [rank for each in around for rank in get_process_group_ranks(each.process_group)]
+            self._capture = _ArgumentsOnly(self._module, self.device, keep=True, expected=expected)
 
     def disarm(self) -> None:
         if self._capture is not None:
@@ -239,15 +243,18 @@ class _Compiled:
             self._problem = f"the eager pass over the compiled module around it failed: {told(error)}"
 
 
+def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and what it wraps, from the outside in: through compilers and DDP."""
+    yield module
+    if isinstance(module, DistributedDataParallel):
+        yield from _wrappers(module.module)
+    elif _has_compiler() and isinstance(module, _compiler().OptimizedModule):
+        yield from _wrappers(module._orig_mod)
+
+
 def _inside(module: nn.Module) -> nn.Module:
     """What is compiled, without wrappers whose calls start communication."""
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif _has_compiler() and isinstance(module, _compiler().OptimizedModule):
-            module = module._orig_mod
-        else:
-            return module
+    return [*_wrappers(module)][-1]
 
 
 def _synchronizing(module: nn.Module) -> str | None:
