@@ -253,8 +253,10 @@ def _hide_from_compiler(code: CodeType) -> None:
     """
     # Not torch.compiler.disable: it imports the compiler, which takes seconds.
     compiler: Any = torch._C._dynamo.eval_frame
-    skip = compiler._FrameAction.SKIP
-    compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip))
+    # Private, and seen in PyTorch 2.13 only: without it, tracing costs time and nothing else.
+    if hasattr(compiler, "set_code_exec_strategy") and hasattr(compiler, "_FrameExecStrategy"):
+        skip = compiler._FrameAction.SKIP
+        compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip))
 
 
 def _tell_before(handles: tuple[Handle, ...], call: Call) -> list[Any]:
