@@ -111,14 +111,12 @@ class OptimizerRecipe:
         self.is_owned: Callable[[Surface], bool] = lambda _: False  # by design, on each peer another one
         self._begun: Counter[int] = Counter()
         self._separability = Separability()
-        self._communication = {
-            each: StepCommunication(each) for each in {one.optimizer for one in self._owned}
-        }
+        stepping = dict.fromkeys(each.optimizer for each in self._owned)
+        self._communication = {each: StepCommunication(each) for each in stepping}
 
     def keep(self, names: Sequence[str]) -> None:
         """Replay updates of these parameters only, in this order."""
-        owned = {each.name: each for each in self._owned}
-        self._owned = [owned[name] for name in names]
+        self._owned = [each for name in names for each in self._owned if each.name == name]
         self.targets = tuple(names)
 
     @property
