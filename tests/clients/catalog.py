@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Literal
 
-from tests.clients import optimizers, sharded, vision
+from tests.clients import frameworks, language, optimizers, sharded, vision
 from tests.clients.job import Job
 
 __all__ = ["CLIENTS", "NOT_RUN", "Client"]
@@ -25,6 +26,8 @@ class Client:
     be missed, if the status says that this state is not covered."""
     needs: tuple[str, ...] = ()
     """Packages that must be installed."""
+    not_resumed: str = ""
+    """Why it does not go on from our checkpoints, if so."""
     quick: bool = False
     """Whether it is trained in an ordinary test run as well."""
 
@@ -34,8 +37,20 @@ class Client:
 
 
 CLIENTS: dict[str, Client] = {
-    "muon-gathering": Client(optimizers.muon_gathering),
-    "sharded-by-hand": Client(optimizers.sharded_by_hand),
+    "nanogpt": Client(language.fp32, quick=True),
+    "nanogpt-bf16": Client(language.bf16),
+    "nanogpt-fp16": Client(language.fp16),
+    "nanogpt-compiled": Client(language.compiled),
+    "nanogpt-accumulation": Client(language.accumulation),
+    "activation-offload": Client(language.activation_offload),
+    "checkpointing": Client(language.checkpointing),
+    "checkpointing-reentrant": Client(language.checkpointing_reentrant),
+    "custom-function": Client(language.custom_function),
+    "lora": Client(language.lora),
+    "reinforcement": Client(language.reinforcement),
+    "lstm": Client(language.lstm),
+    "muon-gathering": Client(optimizers.muon_gathering, quick=True),
+    "sharded-by-hand": Client(optimizers.sharded_by_hand, quick=True),
     "zero-redundancy": Client(optimizers.zero_redundancy),
     "torch-muon": Client(optimizers.torch_muon),
     "adafactor": Client(optimizers.adafactor),
@@ -51,6 +66,19 @@ CLIENTS: dict[str, Client] = {
     "fsdp2": Client(sharded.fsdp2, flip="reported"),
     "hsdp": Client(sharded.hsdp, ranks=6),
     "tensor-parallel": Client(sharded.tensor_parallel, ranks=2, flip="reported"),
+    "huggingface": Client(frameworks.huggingface_loop, needs=("transformers",)),
+    "huggingface-trainer": Client(
+        frameworks.huggingface_trainer,
+        not_resumed="goes on from the Trainer's own checkpoints",
+        needs=("transformers", "accelerate"),
+    ),
+    "accelerate": Client(frameworks.accelerate_loop, needs=("transformers", "accelerate")),
+    "deepspeed-zero1": Client(partial(frameworks.deepspeed_zero, stage=1), needs=("deepspeed",)),
+    "deepspeed-zero3": Client(
+        partial(frameworks.deepspeed_zero, stage=3), flip="reported", needs=("deepspeed",)
+    ),
+    "megatron": Client(partial(frameworks.megatron, sharded=False), needs=("megatron",)),
+    "megatron-distributed-optimizer": Client(partial(frameworks.megatron, sharded=True), needs=("megatron",)),
 }
 
 NOT_RUN = {

@@ -73,7 +73,6 @@ class Report:
 
     bits: dict[int, str] = field(default_factory=dict)
     """A digest of all that training leaves on this rank, after each step."""
-    losses: dict[int, float] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
@@ -86,10 +85,23 @@ class Report:
     """How often a slow layer was seen to be slow."""
     hooks_left: int = 0
     """Hooks on models and optimizers after ``close`` that were not there before."""
-    resumed: int | None = None
+    resumed: int = 0
     """The step of the checkpoint that training went on from."""
     seconds: float = 0.0
     """Of training."""
+
+
+class Position:
+    """How far a loop is. An optimizer may leave updates out, so that its steps are not those of the loop."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
 
 
 class Job:
@@ -111,6 +123,7 @@ class Job:
         self._weight: Callable[[], torch.Tensor] | None = None
         self._injector: Injector | None = None
         self._hooks = 0
+        self._position = Position()
         torch.manual_seed(0)
 
     def attach(
@@ -131,11 +144,11 @@ class Job:
         ``slow`` is the model and the optimizer as an injector wants them, if not those that are attached.
         """
         self._model, self._optimizer, self._settings = model, optimizer, settings
-        self._modules = [each for each in _listed(model) if isinstance(each, nn.Module)]
-        self._optimizers = _listed(optimizer)
+        self._modules = _listed(model)
+        self._optimizers = [each for each in _listed(optimizer) if isinstance(each, torch.optim.Optimizer)]
         self._states, self._also, self._weight = states or {}, also, weight
         torch.manual_seed(1000 + self.rank)  # dropout is each rank's own
-        bare, updates = slow or (_bare(self._modules[0]), self._optimizers[-1])
+        bare, updates = slow if slow else (_bare(self._modules[0]), self._optimizers[-1])
         self._injector = Injector(self._slowness(bare), self.rank, bare, updates)
         self._hooks = self._count_hooks()
         if self._trial.attach_after == 0:
@@ -150,7 +163,7 @@ class Job:
 
     @property
     def first_step(self) -> int:
-        return 1 + (self.report.resumed or 0)
+        return self._position.step + 1
 
     @property
     def last_step(self) -> int:
@@ -172,6 +185,7 @@ class Job:
 
     def end(self, step: int) -> None:
         """After the step's update."""
+        self._position.step = step
         self.report.bits[step] = self._digest()
         if self.session is None:
             return
@@ -207,7 +221,7 @@ class Job:
             **self._settings,
         )
         if kept is not None:
-            for name, state in self._states.items():
+            for name, state in {**self._states, "position": self._position}.items():
                 session.register_state(name, state)
             self.report.resumed = session.resume().step
         elif trial.attach_after:
@@ -244,8 +258,8 @@ class Job:
             for each in (*model.parameters(), *model.buffers()):
                 _add(digest, each)
         for optimizer in self._optimizers:
-            _add(digest, [*getattr(optimizer, "state", {}).values()])
-            _add(digest, [group.get("lr") for group in optimizer.param_groups])
+            for group in optimizer.param_groups:
+                _add(digest, [group["lr"], *(optimizer.state.get(each, {}) for each in group["params"])])
         _add(digest, [*self._also()])
         _add(digest, torch.get_rng_state())
         return digest.hexdigest()
@@ -302,7 +316,7 @@ def _add(digest: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         digest.update(repr((value.dtype, tuple(value.shape))).encode() + _bytes(value))
     elif isinstance(value, Mapping):
-        for key in value:
+        for key in sorted(value, key=str):  # a state that was loaded may be in another order
             digest.update(repr(key).encode())
             _add(digest, value[key])
     elif isinstance(value, list | tuple):

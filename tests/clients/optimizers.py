@@ -118,7 +118,7 @@ def zero_redundancy(job: Job) -> None:
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3, weight_decay=0.1
     )
-    job.attach(model, optimizer, also=lambda: [optimizer.optim.state[p] for p in optimizer.optim.state])
+    job.attach(model, optimizer, also=lambda: _states(optimizer.optim))
     _train(job, model, [optimizer])
 
 
@@ -149,3 +149,7 @@ def _train(job: Job, model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[dict]:
+    return [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]

@@ -17,10 +17,12 @@ from tests.clients.catalog import CLIENTS, Client
 from tests.clients.job import Job, Report, Trial
 from tests.support.hangs import incidents
 from tests.support.ranks import LiveRanks, RankError
+from torchscout.cli.local_ranks import preload
 from torchscout.decision.record import Incident, Manifestation
 
 __all__ = ["ROWS", "Result", "run"]
 
+preload("tests.clients.rows")
 FAULTY = 1
 """The rank that every fault is on."""
 SECONDS = 120.0
@@ -113,8 +115,8 @@ def _of_flip(client: Client, trained: Training) -> Result:
     words = f"{_ranks(first)} at step {first.step}"
     is_named = first.ranks == (FAULTY,)
     is_right = is_named if client.flip == "named" else FAULTY in first.ranks or not first.ranks
-    if certified is not None and certified >= 32 and first.step > certified:
-        return Result(False, f"{words}; **certified {certified} before**", details=details)
+    if certified is not None and certified >= 32:  # with the wrong bit
+        return Result(False, f"{words}; **certified {certified}**", details=details)
     if wrong or not is_right:
         return Result(False, f"**{words}**", details=details)
     return Result(True, f"{words}, certified {certified}", details=details)
@@ -151,16 +153,27 @@ def killed(name: str, folder: Path, _: int) -> Result:
 
 
 def resumed(name: str, folder: Path, _: int) -> Result:
-    """All ranks are killed; new ones go on from a checkpoint, and end where training without us ends."""
+    """All ranks are killed; new ones go on from a checkpoint, and end where training without us ends.
+
+    With two replicas: DDP packs the gradients of its first step in another order than later ones, and among
+    three ranks Gloo adds in an order that depends on where a gradient lies. So three ranks would not end with
+    the same bits after any restart.
+    """
+    client = CLIENTS[name]
+    if client.not_resumed:
+        return Result(True, client.not_resumed)
+    ranks = 2 if client.ranks == 3 else client.ranks
     trial = Trial(steps=40, run_dir=folder / "run", checkpoints=folder / "kept", end=33)
-    first = _train(name, trial)
+    first = _train(name, trial, ranks=ranks)
     if "exit code -9" not in first.failure:
         return Result(False, f"**{_brief(first.failure) or 'not killed'}**", details=first.failure)
-    trained = _train(name, replace(trial, run_dir=folder / "again", end=None))
+    trained = _train(name, replace(trial, run_dir=folder / "again", end=None), ranks=ranks)
     if trained.failure:
         return Result(False, f"**{_brief(trained.failure)}**", details=trained.failure)
     step = trained.reports[0].resumed
-    if problem := _problem(name, trained, trial.steps, first=(step or 0) + 1) or _accused(trained):
+    if problem := _problem(name, trained, trial.steps, first=min(trained.reports[0].bits)) or _accused(
+        trained
+    ):
         return problem
     if not step:
         return Result(False, "**began anew**", details=str(trained.reports[0].status.get("replay")))
@@ -172,26 +185,26 @@ ROWS: dict[str, Callable[[str, Path, int], Result]] = {
 }
 
 
-def _train(name: str, trial: Trial, seconds: float = SECONDS) -> Training:
-    with LiveRanks(answering, CLIENTS[name].ranks) as ranks:
+def _train(name: str, trial: Trial, *, seconds: float = SECONDS, ranks: int | None = None) -> Training:
+    with LiveRanks(answering, ranks or CLIENTS[name].ranks) as live:
         try:
-            return Training(ranks.ask((name, trial), timeout=seconds))
+            return Training(live.ask((name, trial), timeout=seconds))
         except RankError as error:
             said = [] if trial.run_dir is None else incidents(trial.run_dir)
             return Training([], f"{error}\n{_told(said)}")
 
 
 @cache
-def _plain(name: str, steps: int) -> Training:
+def _plain(name: str, steps: int, ranks: int) -> Training:
     """The same training without torchscout."""
-    return _train(name, Trial(steps=steps), seconds=SECONDS * max(1.0, steps / 100))
+    return _train(name, Trial(steps=steps), seconds=SECONDS * max(1.0, steps / 100), ranks=ranks)
 
 
 def _problem(name: str, trained: Training, steps: int, first: int = 1) -> Result | None:
     """A training that failed, or that is not bit for bit the one without torchscout."""
     if trained.failure:
         return Result(False, f"**{_brief(trained.failure)}**", details=trained.failure)
-    plain = _plain(name, max(steps, 60))
+    plain = _plain(name, max(steps, 60), len(trained.reports))
     assert not plain.failure, plain.failure
     for rank, (report, alone) in enumerate(zip(trained.reports, plain.reports, strict=True)):
         expected = {step: bits for step, bits in alone.bits.items() if first <= step <= steps}

@@ -159,7 +159,11 @@ def _play(job: Job, *, both_attached: bool) -> None:
         both = nn.ModuleDict({"critic": critic, "generator": generator})
         job.attach(both, [of_critic, of_generator])
     else:
-        job.attach(generator, of_generator, also=lambda: [*critic.parameters(), *of_critic.state.values()])
+        job.attach(
+            generator,
+            of_generator,
+            also=lambda: [*critic.parameters(), *(of_critic.state.get(p, {}) for p in critic.parameters())],
+        )
     for step in job.steps():
         real, _ = images(step, job.rank)
         fake = generator(torch.randn(len(real), 8))
