@@ -70,7 +70,7 @@ def run(row: str, name: str, steps: int = 60) -> Result:
 def healthy(name: str, folder: Path, steps: int) -> Result:
     """Nothing is reported, nothing changed by a bit, and certification goes on."""
     trial = Trial(steps=steps, run_dir=folder / "run")
-    trained = _train(name, trial, seconds=SECONDS * max(1.0, steps / 100))
+    trained = _train(name, trial)
     if problem := _problem(name, trained, steps) or _accused(trained):
         return problem
     certified = trained.reports[0].certified
@@ -145,7 +145,7 @@ def killed(name: str, folder: Path, _: int) -> Result:
     trial = Trial(run_dir=folder / "run", kill=(FAULTY, 17), floor_seconds=3.0)
     with LiveRanks(answering, CLIENTS[name].ranks) as ranks:
         ranks.tell((name, trial))
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + SECONDS * CLIENTS[name].patience
         while not incidents(folder / "run") and time.monotonic() < deadline:
             time.sleep(0.2)
         time.sleep(1.0)  # for one incident too many
@@ -185,8 +185,10 @@ ROWS: dict[str, Callable[[str, Path, int], Result]] = {
 }
 
 
-def _train(name: str, trial: Trial, *, seconds: float = SECONDS, ranks: int | None = None) -> Training:
-    with LiveRanks(answering, ranks or CLIENTS[name].ranks) as live:
+def _train(name: str, trial: Trial, *, ranks: int | None = None) -> Training:
+    client = CLIENTS[name]
+    seconds = SECONDS * client.patience * max(1.0, trial.steps / 100)
+    with LiveRanks(answering, ranks or client.ranks) as live:
         try:
             return Training(live.ask((name, trial), timeout=seconds))
         except RankError as error:
@@ -197,7 +199,7 @@ def _train(name: str, trial: Trial, *, seconds: float = SECONDS, ranks: int | No
 @cache
 def _plain(name: str, steps: int, ranks: int) -> Training:
     """The same training without torchscout."""
-    return _train(name, Trial(steps=steps), seconds=SECONDS * max(1.0, steps / 100), ranks=ranks)
+    return _train(name, Trial(steps=steps), ranks=ranks)
 
 
 def _problem(name: str, trained: Training, steps: int, first: int = 1) -> Result | None:
@@ -244,6 +246,6 @@ def _told(found: list[Incident]) -> str:
 
 def _brief(failure: str) -> str:
     if "did not answer in time" in failure and "Traceback" not in failure:
-        return "hung"
+        return "did not end in time"
     lines = [line for line in failure.splitlines() if "Error" in line and not line.startswith(" ")]
     return (lines[-1] if lines else failure[:80])[:120].replace("|", "/")

@@ -27,9 +27,13 @@ def markdown(found: Found) -> str:
     for name, of_client in found.items():
         cells = [str(of_client.get(row, {}).get("words", "not run")) for row in rows]
         lines.append("| " + " | ".join([name, *cells]) + " |")
-    absent = {name: ", ".join(client.missing) for name, client in CLIENTS.items() if client.missing}
-    for name, package in (NOT_RUN | absent).items():
-        lines.append(f"| {name} | " + " | ".join([f"not run: no {package} here"] * len(rows)) + " |")
+    absent = {
+        name: f"no {', '.join(client.missing)} here" for name, client in CLIENTS.items() if client.missing
+    }
+    lines += [
+        "",
+        "Not run: " + "; ".join(f"{name} ({why})" for name, why in (NOT_RUN | absent).items()) + ".",
+    ]
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.clients.job import Job
 from tests.clients.models import Block, ResNet, images
+from torchscout.config import Parallelism
 
 __all__ = [
     "distillation",
@@ -21,7 +22,6 @@ __all__ = [
     "gan_generator_only",
     "resnet",
     "resnet_local_statistics",
-    "resnet_sync_batch_norm",
     "vit",
 ]
 
@@ -73,11 +73,6 @@ def resnet(job: Job) -> None:
 def resnet_local_statistics(job: Job) -> None:
     """Every rank keeps the running mean and variance of its own data."""
     _classify(job, DistributedDataParallel(ResNet(), broadcast_buffers=False))
-
-
-def resnet_sync_batch_norm(job: Job) -> None:
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(ResNet())
-    _classify(job, DistributedDataParallel(net))
 
 
 def vit(job: Job) -> None:
@@ -157,7 +152,7 @@ def _play(job: Job, *, both_attached: bool) -> None:
     of_critic = torch.optim.Adam(critic.parameters(), lr=2e-4, betas=(0.5, 0.999))
     if both_attached:
         both = nn.ModuleDict({"critic": critic, "generator": generator})
-        job.attach(both, [of_critic, of_generator])
+        job.attach(both, [of_critic, of_generator], parallelism=Parallelism(replica=job.world))
     else:
         job.attach(
             generator,
