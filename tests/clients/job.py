@@ -255,7 +255,8 @@ class Job:
     def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         for model in self._modules:
-            for each in (*model.parameters(), *model.buffers()):
+            # Megatron's wrapper has a list of its own under this name.
+            for each in (*model.parameters(), *nn.Module.buffers(model)):
                 _add(digest, each)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
