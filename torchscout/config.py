@@ -167,6 +167,13 @@ class ReplayConfig:
     kinds of results (``forward``, ``backward``, ``optimizer``) or surfaces, in which ``*`` stands for
     anything (``layers.*/grad_input``): a check in which one of them is left out certifies nothing, and
     ``session.status()["replay"]["held_up"]`` says which."""
+    watch_budget: float | None = None
+    """The share of a step's time that may go into watching state with one owner (FSDP shards, the parts of a
+    sharded optimizer) between updates, such as 0.002. None watches all of it at every step. With a budget a
+    part of it is watched in each step, another one in the next."""
+    watched: float = 1.0
+    """The share of that state that must have been watched since the last check for a check to certify: what
+    changes unwatched becomes the truth with the next update."""
     patience_seconds: float = 120.0
     """How long a rank waits for another one in a check before replay is given up, and training goes on."""
     straggler: StragglerConfig = StragglerConfig()
@@ -185,8 +192,7 @@ class ReplayConfig:
             raise ValueError(f"variants must be finite factors other than 0, got {self.variants}")
         if len(set(self.variants)) < len(self.variants):
             raise ValueError(f"variants must differ from each other, got {self.variants}")
-        if self.budget is not None and not 0 < self.budget < 1:
-            raise ValueError(f"budget is a share between 0 and 1, got {self.budget}")
+        self._require_shares()
         names: object = self.require
         if isinstance(names, str):
             raise ValueError(f"require is a tuple of names, got the string {names!r}")
@@ -197,6 +203,13 @@ class ReplayConfig:
             )
         if not 0 < self.patience_seconds < float("inf"):
             raise ValueError(f"patience_seconds must be positive and finite, got {self.patience_seconds}")
+
+    def _require_shares(self) -> None:
+        for name, share in {"budget": self.budget, "watch_budget": self.watch_budget}.items():
+            if share is not None and not 0 < share < 1:
+                raise ValueError(f"{name} is a share between 0 and 1, got {share}")
+        if not 0 <= self.watched <= 1:
+            raise ValueError(f"watched is a share between 0 and 1, got {self.watched}")
 
     @property
     def intervals(self) -> dict[str, int]:

@@ -54,8 +54,7 @@ UNHEARD = replace(GATHERED, replay=ReplayConfig(interval=1))
 @pytest.mark.parametrize(
     "trial",
     [
-        *each_of({name: (each,) for name, each in KEPT.items()}),
-        *each_of({name: (each,) for name, each in ALSO_KEPT.items()}, pytest.mark.slow),
+        *each_of({name: (each,) for name, each in (KEPT | ALSO_KEPT).items()}, pytest.mark.slow),
         pytest.param(UNHEARD, id="no all-to-all", marks=pytest.mark.slow),
     ],
 )

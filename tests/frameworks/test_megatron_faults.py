@@ -57,11 +57,6 @@ SPOILED = {
         (2, 3),
         "decoder.layers.0.mlp.linear_fc1/weight",
     ),
-    "a stage's first chunk": (
-        replace(VIRTUAL, faults=weight_of("0.decoder.layers.0.mlp", 1)),
-        (0, 1),
-        "0.module.decoder.layers.0.mlp.linear_fc1/weight",
-    ),
     "a tensor's half, of sequences": (
         replace(TENSOR, sequence=True, faults=output_of("decoder.layers.1", 3)),
         (1, 3),
@@ -72,15 +67,20 @@ SPOILED = {
         (0, 2),
         "decoder.layers.1/output",
     ),
+}
+
+
+ALSO_SPOILED = {
+    "a stage's first chunk": (
+        replace(VIRTUAL, faults=weight_of("0.decoder.layers.0.mlp", 1)),
+        (0, 1),
+        "0.module.decoder.layers.0.mlp.linear_fc1/weight",
+    ),
     "a layer in shards": (
         replace(FSDP, faults=output_of("module.decoder.layers.1", 2)),
         (2,),
         "decoder.layers.1/output",
     ),
-}
-
-
-ALSO_SPOILED = {
     "a tensor's half": (
         replace(TENSOR, faults=output_of("decoder.layers.1", 3)),
         (1, 3),

@@ -56,7 +56,7 @@ def is_healthy(ranks: LiveRanks, trial: Trial, axes: set[str], folder: Path) -> 
     ("parallelism", "axes", "state"),
     [
         pytest.param(REPLICATE, {"dp_replicate"}, "state/parameters", id="replicate"),
-        pytest.param(TENSOR, {"fsdp", "tp"}, "state/at_rest", id="tensor"),
+        pytest.param(TENSOR, {"fsdp", "tp"}, "state/at_rest", id="tensor", marks=slow),
         pytest.param({}, {"fsdp"}, "state/at_rest", id="fsdp", marks=slow),
         pytest.param(HSDP, {"dp_replicate", "fsdp"}, "state/parameters", id="hsdp", marks=slow),
         pytest.param(CONTEXT, {"cp"}, "state/at_rest", id="context", marks=slow),
@@ -73,7 +73,7 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(
 @pytest.mark.parametrize(
     ("schedule", "names"),
     [
-        pytest.param(INTERLEAVED, CHUNKS, id="interleaved"),
+        pytest.param(INTERLEAVED, CHUNKS, id="interleaved", marks=slow),
         pytest.param(PIPELINE, PARTS | {"layers.2", "layers.3"}, id="1f1b", marks=slow),
     ],
 )

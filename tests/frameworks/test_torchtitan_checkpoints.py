@@ -46,7 +46,7 @@ def is_as_if_nothing_had_been(alone: list[Told], resumed: list[Told]) -> None:
         assert after.bits == before.bits
 
 
-@layouts("hsdp")
+@layouts()
 def test_a_killed_job_goes_on_bitwise_through_the_override(
     request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path
 ):

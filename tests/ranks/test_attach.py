@@ -234,9 +234,8 @@ if sys.argv[2] == "hard":
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "named"), [pytest.param("return", [], marks=pytest.mark.slow), ("raise", [[1]])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "named"), [("return", []), ("raise", [[1]])])
 def test_a_script_under_torchrun_needs_no_guard_and_no_close(tmp_path: Path, how: str, named: list):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -51,6 +51,7 @@ def scout(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_campaign_that_is_interrupted_leaves_nothing_and_goes_on_where_it_stopped(tmp_path: Path):
     """Hangs of every kind and a job without one, through the real command."""
     folder, told = tmp_path / "campaign", tmp_path / "told.json"

@@ -53,6 +53,7 @@ def names(count: int) -> dict[str, list[str]]:
     return {f"m{number}": ["127.0.0.1 localhost"] for number in range(count)}
 
 
+@pytest.mark.slow
 def test_a_blank_machine_gets_its_state_from_a_peer(tmp_path: Path):
     with machines(tmp_path, names(3)) as (one, two, three):
         before = killed((one, two), PLAN, run_dir(tmp_path, "first"), 9)

@@ -63,7 +63,9 @@ def size_of_a_shard(plan: Plan) -> int:
     return max(path.stat().st_size for path in plan.memory.rglob("*.shard"))
 
 
-@pytest.mark.parametrize("shares", [0.5, 1.5], ids=["nobody", "one rank"])
+@pytest.mark.parametrize(
+    "shares", [pytest.param(0.5, id="nobody", marks=pytest.mark.slow), pytest.param(1.5, id="one rank")]
+)
 def test_a_full_disk_moves_no_pointer_on_any_rank_and_training_goes_on(tmp_path: Path, shares: float):
     """There is room for nothing, or for one rank's file only."""
     plan = replace(planned(tmp_path), sweep=False)  # what is kept for one grows from check to check

@@ -43,7 +43,8 @@ def killed(plan: Plan, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "distributed")) for kind in RANKS]
+    "kind",
+    [pytest.param(kind, marks=() if kind in ("ddp", "fsdp") else pytest.mark.slow) for kind in RANKS],
 )
 def test_a_killed_job_that_goes_on_ends_bitwise_as_one_that_was_not(tmp_path: Path, kind: str):
     plan = replace(planned(tmp_path, kind), interval=1)

@@ -25,6 +25,7 @@ UPDATES = {
     for what in ("input", "param", "slot.exp_avg", "slot.exp_avg_sq", "slot.step", "update", "reproduced")
 }
 SLOW = pytest.mark.slow
+OTHER_WAYS = [way for way in WAYS if way != "block"]
 
 
 def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Told]:
@@ -36,10 +37,11 @@ def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Told
 @pytest.mark.parametrize(
     "trial",
     [
-        *(Trial((2, 2), way) for way in WAYS),
-        Trial((2, 2), "gathered", sharded=True),
-        Trial((2, 2), "block", own_buffer=True, steps=4),
-        Trial((2, 2), "block", inside=True, steps=4),
+        Trial((2, 2), "block"),
+        *(pytest.param(Trial((2, 2), way), marks=SLOW) for way in OTHER_WAYS),
+        pytest.param(Trial((2, 2), "gathered", sharded=True), marks=SLOW),
+        pytest.param(Trial((2, 2), "block", own_buffer=True, steps=4), marks=SLOW),
+        pytest.param(Trial((2, 2), "block", inside=True, steps=4), marks=SLOW),
         pytest.param(Trial((2, 2), "block", rotation="alltoall"), marks=SLOW),
         pytest.param(Trial((2, 2), "block", sharded=True), marks=SLOW),
         *(pytest.param(Trial((4, 2), way), marks=SLOW) for way in WAYS),
@@ -79,12 +81,15 @@ FAULTS = [
     ("stack.1.mix/weight", range(1), "stack.1.mix/weight"),
     ("stack.1.down/weight.exp_avg", range(1), "stack.1.down/weight.exp_avg"),
 ]
+QUICK = [FAULTS[0], FAULTS[3]]
+"""A wrong result and a wrong weight; the others are slow."""
 
 
+@pytest.mark.parametrize("way", ["block", *(pytest.param(each, marks=SLOW) for each in OTHER_WAYS)])
 @pytest.mark.parametrize(
-    "way", ["block", *(pytest.param(each, marks=SLOW) for each in WAYS if each != "block")]
+    ("at", "calls", "surface"),
+    [pytest.param(*each, id=each[2], marks=() if each in QUICK else SLOW) for each in FAULTS],
 )
-@pytest.mark.parametrize(("at", "calls", "surface"), FAULTS, ids=[surface for *_, surface in FAULTS])
 def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, way: str, tmp_path: Path):
     faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
     found = faulty(Trial((3, 2), way, steps=3), faults, tmp_path)
@@ -92,7 +97,7 @@ def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, way:
     assert {ranks for _, ranks, _, _ in found[0].incidents} == {(3,)}, found[0].sentences
 
 
-@pytest.mark.parametrize("way", ["block", "gathered"])
+@pytest.mark.parametrize("way", ["block", pytest.param("gathered", marks=SLOW)])
 def test_a_wrong_key_that_reaches_the_partner_is_one_incident_of_both(way: str, tmp_path: Path):
     key = WIDTH  # queries come first
     faults = Faults().flip_bit(rank=2, at="stack.1.mix/output", step=2, bit=22, index=key, calls=REPLAY)
@@ -101,7 +106,10 @@ def test_a_wrong_key_that_reaches_the_partner_is_one_incident_of_both(way: str, 
     assert "one of them may have it from another" in found[0].sentences[0]
 
 
-@pytest.mark.parametrize(("at", "calls", "surface"), [FAULTS[0], FAULTS[3]], ids=["output", "weight"])
+@pytest.mark.parametrize(
+    ("at", "calls", "surface"),
+    [pytest.param(*FAULTS[0], id="output"), pytest.param(*FAULTS[3], id="weight", marks=SLOW)],
+)
 def test_two_replicas_differ_as_a_group(at: str, calls: range, surface: str, tmp_path: Path):
     faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
     found = faulty(Trial((2, 2), "block", steps=2), faults, tmp_path)

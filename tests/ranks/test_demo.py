@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from torchscout.cli.main import app
 from torchscout.decision import recorder
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
@@ -37,29 +39,39 @@ def named(report: dict[str, Any]) -> list[tuple[str, str, list[int], str]]:
     ]
 
 
-def test_a_slow_rank_a_flipped_bit_and_a_hang_are_named_and_recovered_from(tmp_path: Path):
-    done = scout("demo", "--run-dir", tmp_path, "--json", "--output", tmp_path / "report.json")
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "slow", "wrong", "stuck", "group"),
+    [
+        pytest.param([], 8, 7, 5, 6, "mesh_tensor", id="as it is", marks=pytest.mark.slow),
+        pytest.param(["--ranks", "3", "--rank", "1"], 3, 0, 1, 2, "default_pg", id="of three ranks"),
+    ],
+)
+def test_a_slow_rank_a_flipped_bit_and_a_hang_are_named_and_recovered_from(
+    arguments: list[str], ranks: int, slow: int, wrong: int, stuck: int, group: str, tmp_path: Path
+):
+    report_at = ["--json", "--output", tmp_path / "report.json"]
+    done = scout("demo", *arguments, "--run-dir", tmp_path, *report_at)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert report["exact"]
     assert report["recovered"]
     assert {(each["rank"], each["step"]) for each in report["injected"]} == {
-        *((7, step) for step in (3, 4, 5)),
-        (5, 7),
-        (6, 10),
+        *((slow, step) for step in (3, 4, 5)),
+        (wrong, 7),
+        (stuck, 10),
     }
     assert named(report) == [
-        ("straggler", "rank", [7], "time/module"),
-        ("sdc", "rank", [5], "layer.2.attention.query/weight"),
-        ("hang", "rank", [6], "issued/mesh_tensor"),
+        ("straggler", "rank", [slow], "time/module"),
+        ("sdc", "rank", [wrong], "layer.2.attention.query/weight"),
+        ("hang", "rank", [stuck], f"issued/{group}"),
     ]
     assert [each["step"] for each in report["incidents"][1:]] == [7, 9]  # done when the hang began
     lives = [(each["resumed"]["step"], each["end"], each["step"]) for each in report["lives"]]
     assert lives == [(0, "corrupted", 7), (6, "hung", 9), (9, "finished", STEPS)]
     assert report["lives"][2]["resumed"]["swept"] == "clean"
     assert [each.to_json() for each in reported(tmp_path)] == report["incidents"]
-    assert len(list((tmp_path / "records").iterdir())) == 8
+    assert len(list((tmp_path / "records").iterdir())) == ranks
     assert not (tmp_path / "memory").exists()
     told = done.stderr
     assert told.count("reported   ") == 3
@@ -149,7 +161,7 @@ def test_on_a_terminal_the_ranks_are_a_live_table(tmp_path: Path):
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(arguments: list[str], message: str):
-    done = scout("demo", *arguments)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["demo", *arguments])
+    assert done.exit_code == 2
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert "step" not in done.stdout

@@ -74,6 +74,7 @@ def test_an_interrupted_discovery_goes_on_and_makes_the_same_catalog(tmp_path: P
     assert "belongs to another discovery: regime was 'pressure' and is 'waves'" in err
 
 
+@pytest.mark.slow
 def test_every_routing_to_two_experts_is_covered(tmp_path: Path):
     routed = ("--experts", "2", "--heterogeneous", "--tokens", "3")
     out, _ = finished("--rows", "2", *SMALL, *routed, "--output", tmp_path / "catalog.json")

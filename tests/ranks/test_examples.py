@@ -17,7 +17,7 @@ RANKS = {
     "huggingface": 2,
 }
 LARGE = ("hsdp", "tensor_parallel", "pipeline_parallel")
-"""Which go on from their checkpoints in the slow tests only."""
+SLOW = pytest.mark.slow
 
 
 def run(name: str, folder: Path, *arguments: str) -> tuple[dict[int, float], str]:
@@ -46,19 +46,17 @@ def trains_and_goes_on(name: str, folder: Path, *arguments: str) -> None:
     assert "failed  " not in told
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", ["huggingface", *(pytest.param(name, marks=SLOW) for name in LARGE)])
 def test_an_example_trains(name: str, tmp_path: Path):
     trains(name, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in RANKS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[SLOW] * (name != "ddp")) for name in RANKS])
 def test_an_example_trains_and_goes_on_from_its_checkpoint(name: str, tmp_path: Path):
     trains_and_goes_on(name, tmp_path)
 
 
-@pytest.mark.slow
+@SLOW
 def test_gradient_checkpointing_keeps_nothing_from_being_checked(tmp_path: Path):
     trains_and_goes_on("huggingface", tmp_path, "--gradient-checkpointing")
 

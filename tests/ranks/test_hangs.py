@@ -38,6 +38,7 @@ from torchscout.integration.attach import enable_resiliency
 from torchscout.mesh import Mesh
 
 STEP_PLACE = "step"
+SLOW = pytest.mark.slow
 
 
 def ddp_job(rank: int, run_dir: Path, faults: Faults):
@@ -75,7 +76,9 @@ def test_a_clean_job_is_silent_and_its_observers_too(tmp_path: Path):
     assert incidents(tmp_path) == []
 
 
-@pytest.mark.parametrize("place", [STEP_PLACE, "2/forward", "2/backward"])
+@pytest.mark.parametrize(
+    "place", [STEP_PLACE, *(pytest.param(each, marks=SLOW) for each in ("2/forward", "2/backward"))]
+)
 def test_a_late_rank_is_named(tmp_path: Path, place: str):
     faults = Faults().stall(rank=2, at=place, step=FAULTY_STEP, seconds=STALL)
     results = run_ranks(ddp_job, 4, tmp_path, faults, timeout=90)
@@ -96,6 +99,7 @@ def test_a_stalled_input_is_named_as_such(tmp_path: Path):
     assert "input" in incident.sentence
 
 
+@SLOW
 def test_a_stalled_checkpoint_write_is_named_as_such(tmp_path: Path):
     faults = Faults().stall(rank=3, at="checkpoint_write", step=FAULTY_STEP, seconds=STALL)
     assert [fired for fired, _ in run_ranks(ddp_job, 4, tmp_path, faults, timeout=90)] == [0, 0, 0, 1]
@@ -104,7 +108,7 @@ def test_a_stalled_checkpoint_write_is_named_as_such(tmp_path: Path):
     assert "checkpoint" in incident.sentence
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=SLOW), 2])
 def test_a_killed_trainer_is_named_as_gone(tmp_path: Path, victim: int):
     faults = Faults().kill(rank=victim, step=FAULTY_STEP)
     with pytest.raises(RankError, match=f"rank {victim}: left without an answer, exit code -9"):
@@ -222,8 +226,11 @@ def pipeline_job(rank: int, run_dir: Path, stalled: int, posted: bool) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("posted", [False, True], ids=["in order", "receive posted early"])
-@pytest.mark.parametrize("stalled", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "posted",
+    [pytest.param(False, id="in order"), pytest.param(True, id="receive posted early", marks=SLOW)],
+)
+@pytest.mark.parametrize("stalled", [pytest.param(0, marks=SLOW), 2])
 def test_a_stalled_pipeline_stage_is_named_and_its_neighbours_are_not(
     tmp_path: Path, stalled: int, posted: bool
 ):
@@ -260,9 +267,12 @@ def communicating_job(rank: int, run_dir: Path, faults: Faults, hidden: bool = F
         return until_it_raises(train), len(injector.fired)
 
 
-@pytest.mark.parametrize("hidden", [False, True], ids=["seen", "hidden behind later operations"])
 @pytest.mark.parametrize(
-    "what", ["shape", *(pytest.param(each, marks=pytest.mark.slow) for each in ("operation", "dtype"))]
+    "hidden",
+    [pytest.param(False, id="seen"), pytest.param(True, id="hidden behind later operations", marks=SLOW)],
+)
+@pytest.mark.parametrize(
+    "what", ["shape", *(pytest.param(each, marks=SLOW) for each in ("operation", "dtype"))]
 )
 def test_a_rank_that_does_something_else_is_named(tmp_path: Path, what: str, hidden: bool):
     faults = Faults().change_collective(rank=1, step=FAULTY_STEP, what=what, **TRAINING)
@@ -287,6 +297,7 @@ def test_a_rank_that_leaves_a_collective_out_is_named(tmp_path: Path):
     assert incident.ranks == (2,)
 
 
+@SLOW
 def test_a_rank_that_enters_two_collectives_in_another_order_is_named(tmp_path: Path):
     faults = Faults().swap_collectives(rank=2, step=FAULTY_STEP, **TRAINING)
     results = run_ranks(communicating_job, 4, tmp_path, faults, timeout=90)
@@ -321,6 +332,7 @@ def other_argument(rank: int, run_dir: Path, what: str) -> bool:
         return until_it_raises(train)
 
 
+@SLOW
 @pytest.mark.parametrize("what", ["root", "reduction"])
 def test_a_rank_that_names_another_root_or_reduction_is_named(tmp_path: Path, what: str):
     with suppress(RankError):
@@ -367,6 +379,7 @@ def test_when_all_have_entered_and_nobody_returns_the_group_is_named_and_nobody_
     assert incident.records[0].ranks == ()
 
 
+@SLOW
 def test_a_rank_that_does_not_enter_a_collective_is_named_and_its_group_is_not(tmp_path: Path):
     faults = Faults().stall(rank=2, at=TRAINING["at"], step=FAULTY_STEP, seconds=STALL)
     results = run_ranks(communicating_job, 4, tmp_path, faults, timeout=90)
@@ -386,6 +399,7 @@ def a_minority_ahead(rank: int, run_dir: Path) -> None:
             optimizer.step()
 
 
+@SLOW
 def test_who_is_ahead_of_the_majority_is_not_blamed(tmp_path: Path):
     run_ranks(a_minority_ahead, 4, tmp_path, timeout=90)
     (incident,) = incidents(tmp_path)
@@ -500,10 +514,11 @@ def job_that_loses_an_observer(rank: int, run_dir: Path, loser: int, number: sig
         return session.step
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(
-    "loser", [pytest.param(0, id="hub"), pytest.param(1, id="other", marks=pytest.mark.slow)]
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=SLOW)],
 )
+@pytest.mark.parametrize("loser", [pytest.param(0, id="hub"), pytest.param(1, id="other", marks=SLOW)])
 def test_a_lost_observer_neither_stops_training_nor_hides_a_hang(
     tmp_path: Path, loser: int, number: signal.Signals
 ):
@@ -520,9 +535,9 @@ NOBODY = -1
         (fsdp_job, 4, (Faults(),)),
         (hybrid_job, 8, (NOBODY,)),
         (pipeline_job, 4, (NOBODY, False)),
-        (pipeline_job, 4, (NOBODY, True)),
+        pytest.param(pipeline_job, 4, (NOBODY, True), marks=SLOW),
         (communicating_job, 4, (Faults(), False)),
-        (communicating_job, 4, (Faults(), True)),
+        pytest.param(communicating_job, 4, (Faults(), True), marks=SLOW),
     ],
 )
 def test_the_same_jobs_without_a_fault_are_silent(

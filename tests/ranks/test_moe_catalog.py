@@ -36,7 +36,7 @@ def visited(told: Told) -> list[tuple[int, int]]:
     return [(int(rows), LAYERS.index(layer)) for layer, rows in names]
 
 
-@pytest.mark.parametrize("rows", [128, 512])
+@pytest.mark.parametrize("rows", [128, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_wrong_expert_weight_is_its_ranks_after_a_clean_cycle(ranks: int, rows: int, tmp_path: Path):
     sick, turn = ranks - 1, TURNS.index((rows, 0))
@@ -66,6 +66,7 @@ def test_every_shape_has_its_turn_however_uneven_the_routing_is(tmp_path: Path):
     assert [0, 0] in everybody[1].routed, "some experts are asked by nobody"
 
 
+@pytest.mark.slow
 def test_what_is_wrong_at_one_number_of_rows_is_found_within_a_cycle_and_by_a_sweep(tmp_path: Path):
     """512 rows are more than training ever has."""
     trial = trial_at(

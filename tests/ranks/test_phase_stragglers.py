@@ -28,12 +28,10 @@ PURPOSES = {
     "checkpoint_read": "to read a checkpoint",
     "checkpoint_write": "to write a checkpoint",
 }
-with_each_phase = pytest.mark.parametrize("phase", PURPOSES)
-with_each_phase_in_time = pytest.mark.parametrize(
+with_each_phase = pytest.mark.parametrize(
     "phase",
     ["checkpoint_write", *(pytest.param(name, marks=pytest.mark.slow) for name in list(PURPOSES)[:2])],
 )
-"""As above, but one of them in an ordinary run."""
 
 
 def job(rank: int, run_dir: Path, phase: str, faults: Faults) -> dict[str, Any]:
@@ -84,7 +82,7 @@ def test_a_rank_that_is_slow_in_a_phase_is_named_once(tmp_path: Path, phase: str
     assert f"{PURPOSES[phase]} where its peers take" in incident.sentence
 
 
-@with_each_phase_in_time
+@with_each_phase
 def test_two_ranks_of_which_one_is_slow_are_named_together(tmp_path: Path, phase: str):
     faults = slow(phase, 1)
     run_ranks(job, 2, tmp_path, phase, faults, timeout=90)
@@ -94,14 +92,14 @@ def test_two_ranks_of_which_one_is_slow_are_named_together(tmp_path: Path, phase
     assert "two peers have no majority" in incident.sentence
 
 
-@with_each_phase_in_time
+@with_each_phase
 def test_ranks_that_are_alike_and_quick_have_nothing_to_say(tmp_path: Path, phase: str):
     for status in run_ranks(job, 4, tmp_path, phase, slow(phase), timeout=90):
         assert (status["observer"]["messages"], status["failures"]) == (0, [])
     assert incidents(tmp_path) == []
 
 
-@with_each_phase_in_time
+@with_each_phase
 def test_ranks_that_are_alike_and_slow_confer_and_find_nothing(tmp_path: Path, phase: str):
     for status in run_ranks(job, 4, tmp_path, phase, slow(phase, 0, 1, 2, 3), timeout=90):
         assert status["observer"]["rounds"] > 0

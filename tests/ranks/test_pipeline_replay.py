@@ -34,11 +34,12 @@ def untouched(layout: Layout, run_dir: Path) -> None:
         assert (found.status["checks"], found.status["certified"]) == (12, 12)
 
 
+SLOW = pytest.mark.slow
 LAYOUTS = [
     Layout("1f1b", 2, pipeline_first=True),
-    Layout("interleaved", 2, told="degrees"),
-    Layout("zbv", 2),
-    Layout("1f1b", 2, "fsdp", pipeline_first=True),
+    pytest.param(Layout("interleaved", 2, told="degrees"), marks=SLOW),
+    pytest.param(Layout("zbv", 2), marks=SLOW),
+    pytest.param(Layout("1f1b", 2, "fsdp", pipeline_first=True), marks=SLOW),
 ]
 LARGER = [
     Layout("zero bubble", 2),
@@ -67,7 +68,7 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(layout: Layout, 
     untouched(layout, tmp_path)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("layout", LARGER, ids=str)
 def test_larger_jobs_and_more_schedules_are_the_same_too(layout: Layout, tmp_path: Path):
     untouched(layout, tmp_path)
@@ -104,7 +105,7 @@ def placed(path: str, schedule: str) -> str:
     return path
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=SLOW)])
 def test_a_wrong_number_in_one_stage_names_its_rank_and_no_other_stage(schedule: str, tmp_path: Path):
     faults, wanted, mended = Faults(), [], {}
     for step, (rank, at, surface) in FAULTS.items():
@@ -134,7 +135,9 @@ def test_stages_of_one_replica_that_are_wrong_at_once_are_told_apart(tmp_path: P
     assert sorted(told.incidents) == wanted, told.sentences
 
 
-@pytest.mark.parametrize(("rank", "at"), [(2, "layers.1/output"), (1, "layers.4.up/weight")])
+@pytest.mark.parametrize(
+    ("rank", "at"), [(2, "layers.1/output"), pytest.param(1, "layers.4.up/weight", marks=SLOW)]
+)
 def test_two_replicas_of_a_stage_differ_as_a_group(rank: int, at: str, tmp_path: Path):
     calls = REPLAY if at.endswith("output") else range(1)
     faults = Faults().flip_bit(rank=rank, at=at, step=2, bit=3, calls=calls)
@@ -142,6 +145,7 @@ def test_two_replicas_of_a_stage_differ_as_a_group(rank: int, at: str, tmp_path:
     assert told.incidents == [("peer_group", (rank % 2, rank % 2 + 2), at, 2)], told.sentences
 
 
+@SLOW
 @pytest.mark.parametrize(("rank", "at"), [(2, "layers.1/output"), (5, "layers.4/grad_input")])
 def test_a_wrong_number_in_a_sharded_stage_names_its_rank(rank: int, at: str, tmp_path: Path):
     faults = Faults().flip_bit(rank=rank, at=at, step=2, bit=3, calls=REPLAY)

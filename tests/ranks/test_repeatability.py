@@ -23,6 +23,7 @@ from torchscout.integration.attach import enable_resiliency
 
 STEPS = 16
 EVERY_STEP = ReplayConfig(interval=1)
+SLOW = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def run(
     return found
 
 
-@pytest.mark.parametrize("kind", ["always", "often"])
+@pytest.mark.parametrize("kind", ["always", pytest.param("often", marks=SLOW)])
 def test_a_backward_that_does_not_repeat_names_nobody_and_the_rest_is_certified(kind: str, tmp_path: Path):
     for found in run(kind, tmp_path):
         assert found.incidents == []
@@ -103,6 +104,7 @@ def test_a_backward_that_does_not_repeat_names_nobody_and_the_rest_is_certified(
         assert found.statuses("stack.0/grad_input")[-1] == "not_checked"
 
 
+@SLOW
 def test_a_backward_that_differs_rarely_names_nobody(tmp_path: Path):
     for found in run("rarely", tmp_path, steps=3 * STEPS):
         assert found.incidents == []
@@ -134,7 +136,7 @@ def test_what_a_user_requires_holds_up_certification_and_is_said(require: str, t
         assert "did not repeat the same numbers" in found.status["held_up"]["stack.1/grad_input"]
 
 
-@pytest.mark.parametrize("passed", ["forward", "backward"])
+@pytest.mark.parametrize("passed", [pytest.param("forward", marks=SLOW), "backward"])
 def test_an_operator_that_strict_mode_refuses_is_replayed_without_and_marked(passed: str, tmp_path: Path):
     steps = 6
     alone = run_ranks(trained, 3, f"put_{passed}", tmp_path / "alone", None, Faults(), steps, timeout=240)
@@ -189,6 +191,7 @@ def sharded(rank: int, kind: str, run_dir: Path) -> Found:
         )
 
 
+@SLOW
 @pytest.mark.parametrize("kind", ["put_forward", "put_backward", "always"])
 def test_sharded_layers_are_replayed_without_what_does_not_repeat(kind: str, tmp_path: Path):
     for found in run_ranks(sharded, 4, kind, tmp_path, timeout=240):

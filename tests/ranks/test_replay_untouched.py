@@ -19,6 +19,15 @@ from torchscout.integration.attach import enable_resiliency
 
 STEPS, RANKS = 12, 3
 EVERY_STEP = ReplayConfig(interval=1, variants=(1.0, 0.1))
+SLOW = {
+    "calls by name and returns trees",
+    "checkpoints activations by wrappers",
+    "has several optimizers",
+    "has frozen parameters",
+    "compiles its blocks in place",
+    "has no wrapper",
+    "varies its sequence length",
+}
 
 
 def with_and_without(rank: int, name: str, run_dir: Path) -> tuple[list[int], list[str], dict]:
@@ -67,7 +76,9 @@ def outcomes(run_dir: Path, rank: int) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", VARIATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in VARIATIONS]
+)
 def test_training_is_bitwise_the_same_with_replay(name: str, tmp_path: Path):
     for differing, failures, found in run_ranks(with_and_without, RANKS, name, tmp_path, timeout=240):
         assert failures == []

@@ -26,6 +26,7 @@ from torchscout.faults.injector import Injector
 WEIGHT = "stack.0.up/weight"
 STEPS, FAULTY_STEP = 5, 3
 """At odd steps ``stack.0`` is replayed, where every step is checked."""
+SLOW = pytest.mark.slow
 
 
 def trained(
@@ -61,7 +62,10 @@ def test_two_replicas_are_both_listed_and_nobody_is_blamed(tmp_path: Path):
     assert all(record.ranks == () for record in incident.records)
 
 
-@pytest.mark.parametrize("values", [(3.0, 3.0), (3.0, 4.0)], ids=["the same", "another one"])
+@pytest.mark.parametrize(
+    "values",
+    [pytest.param((3.0, 3.0), id="the same"), pytest.param((3.0, 4.0), id="another one", marks=SLOW)],
+)
 def test_two_of_five_with_a_wrong_value_are_both_named(tmp_path: Path, values: tuple[float, float]):
     faults = corrupted((1, values[0]), (4, values[1]))
     (incident,) = trained(5, faults, tmp_path)[0].incidents
@@ -222,7 +226,11 @@ def test_a_clean_grid_of_replicas_and_tensor_shards_is_silent(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("step", "bit"), [(2, 0), (3, 30)], ids=["beside the replayed layer", "in the replayed layer"]
+    ("step", "bit"),
+    [
+        pytest.param(2, 0, id="beside the replayed layer"),
+        pytest.param(3, 30, id="in the replayed layer", marks=SLOW),
+    ],
 )
 def test_one_flipped_bit_in_a_tensor_shard_is_named_exactly(tmp_path: Path, step: int, bit: int):
     faults = Faults().flip_bit(rank=5, at=WEIGHT, step=step, bit=bit)
@@ -235,6 +243,7 @@ def test_one_flipped_bit_in_a_tensor_shard_is_named_exactly(tmp_path: Path, step
         assert named == ({(5,)} if rank % 2 else set()), f"rank {rank}: {differing(found)}"
 
 
+@SLOW
 def test_a_wrong_partial_result_names_all_who_compute_with_it_once(tmp_path: Path):
     """Tensor-parallel ranks add their results up: whose was wrong cannot be seen in the sum."""
     faults = Faults().flip_bit(rank=5, at="stack.0.up/output", step=3, bit=22, index=3, calls=range(1, 200))
@@ -280,7 +289,12 @@ class Spelled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "names", [("a", "b", "c"), ("output", "embedding", "layers"), ("module_", "état", "x/y z")]
+    "names",
+    [
+        pytest.param(("a", "b", "c"), marks=SLOW),
+        ("output", "embedding", "layers"),
+        ("module_", "état", "x/y z"),
+    ],
 )
 def test_batches_and_names_of_any_kind_are_no_corruption(tmp_path: Path, names: tuple[str, str, str]):
     for incidents, statuses in run_ranks(arbitrary_names_job, 3, names, tmp_path, timeout=90):
@@ -303,7 +317,7 @@ def clean_job(rank: int, seed: int, run_dir: Path) -> tuple[list[Incident], list
         return session.incidents, session.failures, {each.status for each in found}
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("seed", range(30))
 def test_thirty_runs_without_a_fault_are_silent(tmp_path: Path, seed: int):
     for incidents, failures, statuses in run_ranks(clean_job, 3, seed, tmp_path, timeout=90):

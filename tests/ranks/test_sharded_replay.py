@@ -18,6 +18,7 @@ REPLAY = range(1, 200)
 
 RESET = pytest.param(True, marks=pytest.mark.skipif(not HAS_RESET, reason="FSDP's public reset is not in it"))
 """Replayed passes are forgotten by FSDP's public call; False: by what takes its place before PyTorch 2.13."""
+SLOW = pytest.mark.slow
 
 
 def as_told(faults: Faults, mesh: Mesh) -> tuple[str, tuple[int, ...], str]:
@@ -37,15 +38,18 @@ def with_and_without(
 
 @pytest.mark.parametrize(
     ("shape", "sharding"),
-    [*(((4,), name) for name in SHARDINGS), ((3, 2), "plain"), ((2, 2), "bfloat16"), ((4, 1), "grouped")],
+    [
+        *(pytest.param((4,), name, marks=() if name == "plain" else SLOW) for name in SHARDINGS),
+        ((3, 2), "plain"),
+        pytest.param((2, 2), "bfloat16", marks=SLOW),
+        pytest.param((4, 1), "grouped", marks=SLOW),
+    ],
 )
 @pytest.mark.parametrize(
     "has_reset",
     [
         pytest.param(RESET, id="reset"),
-        pytest.param(
-            False, id="no reset", marks=pytest.mark.slow
-        ),  # passes that fail are tried without, below
+        pytest.param(False, id="no reset", marks=SLOW),  # passes that fail are tried without, below
     ],
 )
 def test_training_is_bitwise_the_same_and_everything_is_checked(
@@ -82,7 +86,7 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(
         ),  # the owner's real update, when its turn has come
     ],
 )
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 2])
 def test_a_wrong_number_under_fsdp_names_the_rank(
     rank: int, at: str, calls: range, surface: str, tmp_path: Path
 ):
@@ -124,8 +128,9 @@ def test_a_shard_that_changes_at_rest_names_its_owner(ranks: int, tmp_path: Path
     [
         ("stack.1/output", REPLAY, "stack.1/output"),
         ("stack.1.up/weight", range(1), "stack.1.up/weight"),
-        ("stack.1.up/weight.exp_avg", range(1), "stack.1.up/weight.exp_avg"),
-        ("stack.1.up/weight.grad", range(1), "stack.1.up/weight"),  # a gradient shard before the update
+        pytest.param("stack.1.up/weight.exp_avg", range(1), "stack.1.up/weight.exp_avg", marks=SLOW),
+        # A gradient shard before the update.
+        pytest.param("stack.1.up/weight.grad", range(1), "stack.1.up/weight", marks=SLOW),
     ],
 )
 def test_a_wrong_number_under_hsdp_names_the_rank(at: str, calls: range, surface: str, tmp_path: Path):
@@ -156,7 +161,7 @@ def test_two_replicas_of_shards_differ_as_a_pair(tmp_path: Path):
     assert found[0].incidents == [("peer_group", (1, 3), "stack.1.up/weight", 2)], found[0].sentences
 
 
-@pytest.mark.parametrize("at", ["output", "grad_input"])
+@pytest.mark.parametrize("at", ["output", pytest.param("grad_input", marks=SLOW)])
 def test_what_two_replicas_of_shards_compute_names_the_rank(at: str, tmp_path: Path):
     """Gathered, the parameters are equal on all four ranks."""
     faults = Faults().flip_bit(rank=3, at=f"stack.1/{at}", step=2, bit=20, calls=REPLAY)
@@ -187,8 +192,7 @@ def failing(rank: int, sharding: str, has_reset: bool, run_dir: Path) -> list[tu
     "sharding",
     [
         "plain",
-        "prefetched",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("nested", "grouped", "checkpointed")),
+        *(pytest.param(each, marks=SLOW) for each in ("prefetched", "nested", "grouped", "checkpointed")),
     ],
 )
 @pytest.mark.parametrize("has_reset", [RESET, False], ids=["reset", "no reset"])

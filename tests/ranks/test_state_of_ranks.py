@@ -26,10 +26,18 @@ LAYOUTS = [
     ("tp", (2,)),
     ("fsdp2+tp", (2, 2)),
 ]
+BEGINNING = ("ddp", "fsdp2")
+"""Which are interrupted before their first step in ordinary runs, too."""
 
 
-@pytest.mark.parametrize(("kind", "shape"), LAYOUTS)
-@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "shape", "at"),
+    [
+        pytest.param(*layout, at, marks=pytest.mark.slow if at == 0 and layout[0] not in BEGINNING else ())
+        for at in (0, 2)
+        for layout in LAYOUTS
+    ],
+)
 def test_interrupted_ranks_are_bitwise_the_uninterrupted_ones(kind: str, shape: tuple[int, ...], at: int):
     for same, same_streams, count in run_ranks(crash_and_resume, math.prod(shape), kind, shape, at):
         assert same

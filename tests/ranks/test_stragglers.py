@@ -89,7 +89,7 @@ def test_whoever_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Pa
     ("layout", "at", "rank", "ranks"),
     [
         (Layout(replica=3, shard=2), SHARDS, 3, (2, 3)),
-        (Layout(replica=3, shard=1, tensor=2), TENSORS, 1, (1, 4)),
+        pytest.param(Layout(replica=3, shard=1, tensor=2), TENSORS, 1, (1, 4), marks=pytest.mark.slow),
     ],
     ids=["shard group", "tensor group"],
 )

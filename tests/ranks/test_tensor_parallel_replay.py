@@ -42,10 +42,10 @@ def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Told
 @pytest.mark.parametrize(
     "trial",
     [
-        Trial((2, 2), "plain"),
-        Trial((2, 2), "sequence"),
         Trial((2, 2), "distributed"),
-        Trial((2, 2), "distributed", sharded=True),
+        pytest.param(Trial((2, 2), "plain"), marks=SLOW),
+        pytest.param(Trial((2, 2), "sequence"), marks=SLOW),
+        pytest.param(Trial((2, 2), "distributed", sharded=True), marks=SLOW),
         pytest.param(Trial((2, 2), "plain", sharded=True), marks=SLOW),
         pytest.param(Trial((2, 2), "sequence", sharded=True), marks=SLOW),
         pytest.param(Trial((2, 2, 2), "distributed", sharded=True), marks=SLOW),
@@ -91,10 +91,10 @@ def faulty(trial: Trial, faults: Faults, run_dir: Path) -> list[Told]:
 
 FAULTS = [
     ("stack.1/output", REPLAY, "stack.1/output"),
-    ("stack.1/grad_input", REPLAY, "stack.1/grad_input"),
-    ("stack.1.up/weight.gradient", REPLAY, "stack.1.up/weight.grad"),
+    pytest.param("stack.1/grad_input", REPLAY, "stack.1/grad_input", marks=SLOW),
+    pytest.param("stack.1.up/weight.gradient", REPLAY, "stack.1.up/weight.grad", marks=SLOW),
     ("stack.1.up/weight", range(1), "stack.1.up/weight"),
-    ("stack.1.down/weight.exp_avg", range(1), "stack.1.down/weight.exp_avg"),
+    pytest.param("stack.1.down/weight.exp_avg", range(1), "stack.1.down/weight.exp_avg", marks=SLOW),
     pytest.param("stack.1.norm/weight.gradient", REPLAY, "stack.1.norm/weight.grad", marks=SLOW),
 ]
 
@@ -118,7 +118,10 @@ def test_a_wrong_part_that_partners_add_up_is_one_incident_of_all_of_them(style:
     assert "one of them may have it from another" in found[0].sentences[0]
 
 
-@pytest.mark.parametrize(("at", "calls", "surface"), [FAULTS[0], FAULTS[3]], ids=["output", "weight"])
+@pytest.mark.parametrize(
+    ("at", "calls", "surface"),
+    [pytest.param(*FAULTS[0], id="output"), pytest.param(*FAULTS[3], id="weight", marks=SLOW)],
+)
 def test_two_replicas_differ_as_a_group(at: str, calls: range, surface: str, tmp_path: Path):
     faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
     found = faulty(Trial((2, 2), "distributed", steps=2), faults, tmp_path)
@@ -131,7 +134,7 @@ def test_two_replicas_differ_as_a_group(at: str, calls: range, surface: str, tmp
 @pytest.mark.parametrize(
     ("shape", "at", "calls", "surface", "step", "rank"),
     [
-        ((3, 2), "stack.1/output", REPLAY, "stack.1/output", 2, 3),
+        pytest.param((3, 2), "stack.1/output", REPLAY, "stack.1/output", 2, 3, marks=SLOW),
         # The owner's real update, when its turn has come; the source of that round is its owner.
         pytest.param((3, 2), "stack.0.up/weight", range(1), "optimizer/update", 4, 1, marks=SLOW),
     ],

@@ -30,6 +30,7 @@ def hours_ahead(clock: float) -> int:
     return round((clock - time.time()) / HOUR)
 
 
+@pytest.mark.slow
 def test_jumps_of_the_wall_clock_neither_make_nor_hide_a_hang(tmp_path: Path):
     clock = WallClock(tmp_path)
     with small_job(3, tmp_path, variables=clock.variables, floor_seconds=FLOOR_SECONDS) as job:

@@ -47,10 +47,10 @@ HEALTHY = {
     "tensor and sequence": (Trial(tensor=2, sequence=True), "layers"),
     "experts, optimizer shards": (Trial(experts=4, expert=2, sharded=True, steps=8), "parts"),
     "virtual pipeline": (VIRTUAL, "chunks"),
-    "parameter shards": (FSDP, "layers"),
-    "fused gradients, skipped updates": (replace(SCALED, fused=True), "layers"),
 }
 MORE = {
+    "parameter shards": (FSDP, "layers"),
+    "fused gradients, skipped updates": (replace(SCALED, fused=True), "layers"),
     "replicas": (REPLICAS, "layers"),
     "tensor": (TENSOR, "layers"),
     "recomputed": (RECOMPUTED, "none"),

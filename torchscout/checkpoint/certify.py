@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torchscout.checkpoint.gate import CheckpointGate
 from torchscout.checkpoint.happening import Checked, Event, Lost, Outcome, WriteFailed, Written
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
-from torchscout.decision.repeatability import UNDECIDED, unmet
+from torchscout.decision.repeatability import REFUSED, UNDECIDED, unmet
 from torchscout.decision.replay_diagnosis import FAILED
 from torchscout.errors import CheckpointError
 
@@ -29,11 +29,13 @@ def outcome_of(
     targets: Collection[str],
     require: Collection[str] = (),
 ) -> Outcome:
-    """One rank's view of a check; ``targets`` are what it replayed, each of which must have been compared.
+    """One rank's view of a check; ``targets`` are what was due on it.
 
-    ``records`` are those that are kept: what a nondeterministic kernel computed has no verdict, and neither
-    has what a rank failed to compute. A surface that nobody has (a parameter without a gradient) is no loss.
-    Nor is one that does not repeat, unless it is among ``require``; see ``ReplayConfig.require``.
+    Each of them must have been compared, or be one that replay does not repeat at all, such as an update that
+    communicates; state in general, the target without a name, must have been compared. ``records`` are those
+    that are kept: what a nondeterministic kernel computed has no verdict, and neither has what a rank failed
+    to compute. A surface that nobody has (a parameter without a gradient) is no loss, nor is one that does
+    not repeat. Nothing of this is accepted for what is among ``require``; see ``ReplayConfig.require``.
     """
     numbers = [each for each in records if each.manifestation is Manifestation.SDC]
     if any(each.scope is not None for each in numbers):
@@ -41,6 +43,7 @@ def outcome_of(
     if _has(numbers, UNDECIDED):
         return Outcome.REJECTED
     compared = {each.layer or "" for each in numbers if each.verdict is not None}
+    compared |= {each.layer for each in numbers if each.layer and _begins(each, REFUSED)}
     if _has(numbers, FAILED) or not set(targets) <= compared or unmet(numbers, require):
         return Outcome.NOT_CHECKED
     slow = any(each.manifestation is Manifestation.STRAGGLER for each in incidents)
@@ -48,7 +51,11 @@ def outcome_of(
 
 
 def _has(records: Sequence[EvidenceRecord], reason: str) -> bool:
-    return any(each.reason is not None and each.reason.startswith(reason) for each in records)
+    return any(_begins(each, reason) for each in records)
+
+
+def _begins(record: EvidenceRecord, reason: str) -> bool:
+    return record.reason is not None and record.reason.startswith(reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ class Ledger:
     world_size: int
     rank: int
     gate: CheckpointGate
+    coverage: str | None = None
+    """What the checks that certified cover, and what they do not, in words; None where nobody said."""
     doubt: str | None = None
     """Why this is the state before the last one; None if it is the last."""
 
@@ -56,7 +58,15 @@ def ranks_in(folder: Path | str) -> list[int]:
     return sorted({int(name[1]) for name in names if name})
 
 
-def write(folder: Path | str, rank: int, gate: CheckpointGate, *, job: str, world_size: int) -> None:
+def write(
+    folder: Path | str,
+    rank: int,
+    gate: CheckpointGate,
+    *,
+    job: str,
+    world_size: int,
+    coverage: str | None = None,
+) -> None:
     """Put this state in the place of the last; after a ``CheckpointError`` the last one is still there."""
     assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
     path = path_of(folder, rank)
@@ -70,6 +80,8 @@ def write(folder: Path | str, rank: int, gate: CheckpointGate, *, job: str, worl
     else:
         shards.replace(_previous(path), [former])
     body = {"schema": SCHEMA, "job": job, "world_size": world_size, "rank": rank, "gate": gate.to_json()}
+    if coverage is not None:
+        body["coverage"] = coverage
     shards.replace(path, [_sealed(json.dumps(body, separators=(",", ":")).encode())])
 
 
@@ -192,8 +204,11 @@ def _ledger(document: dict[str, Any], path: Path, rank: int) -> Ledger:
         raise DamagedError(f"{path} is not a ledger: it does not say whose it is")
     if owner != rank:
         raise CheckpointError(f"{path} is the ledger of rank {owner}")
+    coverage = document.get("coverage")
+    if coverage is not None and not isinstance(coverage, str):
+        raise DamagedError(f"{path} is not a ledger: its coverage is {coverage!r:.40}")
     try:
-        return Ledger(job, size, rank, CheckpointGate.from_json(document.get("gate")))
+        return Ledger(job, size, rank, CheckpointGate.from_json(document.get("gate")), coverage)
     except ValueError as error:
         raise DamagedError(f"{path} is not a ledger: {error}") from error
 

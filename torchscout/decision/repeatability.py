@@ -23,6 +23,7 @@ __all__ = [
     "CHANCE",
     "MAX_REPLAYS",
     "NONDETERMINISTIC",
+    "REFUSED",
     "UNDECIDED",
     "Repeatability",
     "Repeated",
@@ -39,6 +40,8 @@ MAX_REPLAYS = 64
 """Of one target in one check, the first included; more than two only after a disagreement."""
 NONDETERMINISTIC = "nondeterministic kernel"
 """How the reason begins why numbers that differ say nothing."""
+REFUSED = "cannot be replayed"
+"""How the reason begins why something is not repeated at all, as a rule and not by accident."""
 UNDECIDED = "undecided"
 """How the reason begins why numbers that differ name nobody yet."""
 
@@ -282,19 +285,23 @@ class SurfaceHistory:
 
 
 def unmet(records: Iterable[EvidenceRecord], require: Collection[str]) -> dict[Surface, str]:
-    """What is required and was left out because it does not repeat, with the reasons.
+    """What is required and was left out, because it does not or cannot repeat, with the reasons.
 
     ``require`` has modes (``backward``) and surfaces, in which ``*`` stands for anything.
     """
     return {
         record.surface: record.reason
         for record in records
-        if record.reason is not None and record.reason.startswith(NONDETERMINISTIC)
+        if record.reason is not None and record.reason.startswith((NONDETERMINISTIC, REFUSED))
         if any(_is_meant(record, each) for each in require)
     }
 
 
 def _is_meant(record: EvidenceRecord, required: str) -> bool:
+    if (record.reason or "").startswith(REFUSED):  # the record stands for all that was not computed
+        if "/" in required:
+            return fnmatchcase(record.layer or "", required.rpartition("/")[0])
+        return record.surface.endswith("optimizer") is (required == "optimizer")
     mode = (record.mode or "").partition(" ")[0]
     return fnmatchcase(record.surface, required) if "/" in required else mode == required
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,7 @@ from torch._C import DispatchKey
 
 from torchscout.evidence.call import Call, Operator, operators
 
-__all__ = ["Handle", "Listener", "Pending", "listen", "uninstall"]
+__all__ = ["Handle", "Listener", "Pending", "examine", "listen", "uninstall"]
 
 
 class Pending:
@@ -99,6 +100,19 @@ def listen(
     return handle
 
 
+@contextmanager
+def examine(check: Callable[[Call], None]) -> Iterator[None]:
+    """Call ``check`` before every collective of this process, on the thread that issues it, in this block.
+
+    What it raises reaches the code that issues the collective, and nothing is sent.
+    """
+    _interceptor.examine(check)
+    try:
+        yield
+    finally:
+        _interceptor.stop_examining(check)
+
+
 class Handle:
     """One listener's attachment; it lasts until ``remove`` or the end of the ``with`` block."""
 
@@ -152,14 +166,27 @@ class _Interceptor:
 
     def __init__(self) -> None:
         self.handles: tuple[Handle, ...] = ()
+        self.checks: tuple[Callable[[Call], None], ...] = ()
         self._lock = threading.Lock()
         self._library: torch.library.Library | None = None
 
     def add(self, handle: Handle, *, first: bool) -> None:
         with self._lock:
-            if self._library is None:
-                self._library = _register()
+            self._install()
             self.handles = (handle, *self.handles) if first else (*self.handles, handle)
+
+    def examine(self, check: Callable[[Call], None]) -> None:
+        with self._lock:
+            self._install()
+            self.checks = (*self.checks, check)
+
+    def stop_examining(self, check: Callable[[Call], None]) -> None:
+        with self._lock:
+            self.checks = tuple(other for other in self.checks if other is not check)
+
+    def _install(self) -> None:
+        if self._library is None:
+            self._library = _register()
 
     def remove(self, handle: Handle) -> None:
         with self._lock:
@@ -167,12 +194,12 @@ class _Interceptor:
 
     def uninstall(self) -> None:
         with self._lock:
-            if not self.handles:
+            if not self.handles and not self.checks:
                 self._library = None  # the only reference: its registrations end with it
 
     def forget(self) -> None:
         """Start a forked child without listeners: those it inherits speak for its parent."""
-        self.handles = ()
+        self.handles, self.checks = (), ()
         self._lock = threading.Lock()
 
 
@@ -199,11 +226,14 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
 
     def kernel(keys: Any, *arguments: Any) -> Any:
         below, handles = keys.remove(DispatchKey.BackendSelect), _interceptor.handles
+        checks = _interceptor.checks
         # While code is traced, fake tensors come by; their collectives are never issued.
-        if not handles or _thread.telling or keys.has(DispatchKey.Meta):
+        if not (handles or checks) or _thread.telling or keys.has(DispatchKey.Meta):
             return redispatch(below, *arguments)
         call = Call(operator, arguments)
         try:
+            for check in checks:
+                check(call)
             tokens = _tell_before(handles, call)
             result = redispatch(below, *arguments)
             _tell_issued(handles, call, tokens, result)

@@ -6,12 +6,14 @@ SCOUT's own hooks ask here and do nothing meanwhile.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["in_backward", "inert", "is_inert"]
+__all__ = ["in_backward", "inert", "is_inert", "is_nested_step"]
 
 # Not per thread: the hooks of a backward pass run on autograd's threads.
 _blocks: list[None] = []
@@ -30,6 +32,31 @@ def inert() -> Iterator[None]:
         yield
     finally:
         _blocks.pop()
+
+
+# What PyTorch puts around the ``step`` of every class of which there is an optimizer; it calls the hooks.
+_HOOKED_STEP: CodeType | None = next(
+    (
+        each
+        for each in torch.optim.Optimizer.profile_hook_step.__code__.co_consts
+        if isinstance(each, CodeType) and each.co_name == "wrapper"
+    ),
+    None,
+)
+
+
+def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step hook is called for a step inside a step of the same optimizer.
+
+    If a subclass calls the ``step`` of its base class, PyTorch calls the hooks for both.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None and steps < 2:
+        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
+            steps += 1
+        frame = frame.f_back
+    return steps > 1
 
 
 def in_backward() -> bool:

@@ -43,6 +43,12 @@ from torchscout.mesh import Mesh, Role
 
 __all__ = ["enable_resiliency"]
 
+_log = logging.getLogger("torchscout")
+_ALONE = (
+    "No two ranks of this job do the same work, so that wrong results of layers and updates cannot be found; "
+    "state that changes between updates is found, and so are transfers that arrive damaged"
+)
+
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -219,19 +225,23 @@ def _replay(
     obstacle = adapter.obstacle
     if obstacle is not None:
         logging.getLogger(__name__).warning("there is no replay: %s", obstacle)
-    elif not peers.can_compare:
-        obstacle = "no other rank does the same work"
     elif not adapter.optimizers():
         obstacle = "there is no optimizer at whose update a step would end"
     session.not_replaying = obstacle or "it could not be attached"
     if (agreed := communicators.first_problems([obstacle])[0]) is not None:
         session.not_replaying = obstacle or agreed
         return
+    is_alone = not any(communicators.highest([peers.can_compare]))
+    if not is_alone:
+        unpaired = None if peers.can_compare else "no other rank does the same work"
+        if (agreed := communicators.first_problems([unpaired])[0]) is not None:
+            session.not_replaying = unpaired or agreed
+            return
     device = device_of_job(adapter)
-    shapes, lacking = _shapes(job, config, adapter, communicators)
+    shapes, lacking = (None, _ALONE) if is_alone else _shapes(job, config, adapter, communicators)
     replaying = Replaying(
         config,
-        recipes_for(adapter, config, job.mesh, job.rank, shapes, communicators),
+        recipes_for(adapter, config, job.mesh, job.rank, shapes, communicators, is_alone=is_alone),
         job.mesh,
         communicators,
         _links(job, communicators, device),
@@ -239,13 +249,25 @@ def _replay(
         session.guarded,
         adapter.settle,
     )
-    replaying.cover(lacking, has_catalog=shapes is not None)
+    parameters = adapter.parameters().values()
+    replaying.cover(lacking, has_catalog=shapes is not None, parameters=parameters)
     if session.checkpointing is not None:
         replaying.serve(session.checkpointing)
     if (watching := session.watching) is not None:
         replaying.tell(lambda: watching.writer.advance(Phase.IDLE))
+    replaying.look_before_training()
+    if job.rank == 0:
+        _log.log(
+            logging.WARNING if is_alone else logging.INFO, "torchscout: %s", _announced(replaying, lacking)
+        )
     replaying.begin(1)
     session.replaying = replaying
+
+
+def _announced(replaying: Replaying, lacking: str | None) -> str:
+    """What checks will cover."""
+    sentence = replaying.covered().sentence()
+    return f"{sentence} {lacking}." if lacking else sentence
 
 
 def _shapes(

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -85,6 +86,7 @@ class Checkpointing:
             job=self._name, mesh=_described(job.mesh), world_size=len(job.mesh), rank=job.rank
         )
         self._coverage = Coverage()
+        self._covered: Callable[[], str] = str
         self._gate = self._configured(CheckpointGate())
         self._former: Former | None = None
         """What an earlier run has left, until this one goes back to it."""
@@ -151,10 +153,12 @@ class Checkpointing:
         is_lost = differs or not self._is_captured()
         return Ballot(outcome, self._gate.accepted, is_lost, not is_written, unwritten).votes()
 
-    def go_by(self, coverage: Coverage, rotation: Stateful) -> None:
+    def go_by(
+        self, coverage: Coverage, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
+    ) -> None:
         """What checks go over, and how far they are; see ``integration.replaying.Certifier``."""
-        self._coverage = coverage
-        self._registered[f"{OURS}rotation"] = rotation
+        self._coverage, self._covered = coverage, covered
+        self._registered |= {f"{OURS}{name}": each for name, each in progress.items()}
         self._gate = self._configured(self._gate)
 
     def decide(self, step: int, counted: Sequence[int], *, counts: bool = True) -> None:
@@ -384,8 +388,16 @@ class Checkpointing:
     def _write_down(self) -> None:
         """In memory at once; files may take their time, and what they say is only older."""
         gate, rank, size = self._gate, self._member.rank, self._member.world_size
-        ledger.write(self._memory, rank, gate, job=self._name, world_size=size)
-        self._outgoing.later(lambda: ledger.write(self._disk, rank, gate, job=self._name, world_size=size))
+        write = partial(
+            ledger.write,
+            rank=rank,
+            gate=gate,
+            job=self._name,
+            world_size=size,
+            coverage=self._covered() or None,
+        )
+        write(self._memory)
+        self._outgoing.later(lambda: write(self._disk))
 
 
 def _described(mesh: Mesh) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
+from torchscout.evidence.hearing import is_nested_step
 from torchscout.evidence.replay.sharded import Keepers, keepers_of
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.modules import wrapped
@@ -122,8 +123,17 @@ def around_steps(
     optimizers: Sequence[torch.optim.Optimizer], before: Callable[[], None], after: Callable[[], None]
 ) -> Callable[[], None]:
     """Before any of them steps, and after the last: a training step of them all."""
-    hooks = [each.register_step_pre_hook(lambda *_: before()) for each in optimizers]
-    hooks.append(optimizers[-1].register_step_post_hook(lambda *_: after()))
+
+    def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not is_nested_step(optimizer):
+            before()
+
+    def ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not is_nested_step(optimizer):
+            after()
+
+    hooks = [each.register_step_pre_hook(begins) for each in optimizers]
+    hooks.append(optimizers[-1].register_step_post_hook(ended))
 
     def undo() -> None:
         for hook in hooks:

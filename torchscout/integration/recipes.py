@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import torch
 
 from torchscout.config import ReplayConfig
+from torchscout.decision.ownership import Ownership
 from torchscout.decision.record import Surface
 from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.replay.all_to_all import AllToAllRecipe
@@ -39,17 +41,22 @@ def recipes_for(
     rank: int = 0,
     shapes: Mapping[str, Sequence[Rows]] | None = None,
     everybody: Everybody | None = None,
+    *,
+    is_alone: bool = False,
 ) -> list[Recipe]:
     """Every recipe the configuration asks for; a ``ValueError`` says what a user must name.
 
     Peers along the mesh's replica axis hold copies of each other's state, along its shard axis each its own.
     Without a mesh nothing is known of shards, or of experts. ``shapes`` are those of a catalog, by the name
-    of the experts; None where there is none. Without ``everybody`` nobody agrees on what is sent.
+    of the experts; None where there is none. Without ``everybody`` nobody agrees on what is sent. If this
+    rank ``is_alone``, no other rank does the same work: then state is watched, and transfers are tested.
     """
+    if is_alone:
+        return _recipes_alone(_Job(adapter, mesh, rank, config.watch_budget), config, everybody)
     structure = adapter.structure(embedding=config.embedding, layers=config.layers, output=config.output)
     experts = adapter.experts(config.experts)
     is_spread = mesh is not None and are_experts_spread(mesh)
-    job = _Job(adapter, mesh, rank)
+    job = _Job(adapter, mesh, rank, config.watch_budget)
     own = expert_parameters(adapter, experts) if is_spread else {}
     left_out = {*adapter.unreplicated(), *own}
     shared = {surface: each for surface, each in adapter.parameters().items() if surface not in left_out}
@@ -63,8 +70,8 @@ def recipes_for(
         job.modules("output", structure.outputs),
         job.updates("optimizer", owned or shared, Role.DENSE, owned=bool(owned)),
     ]
-    if owned and not is_sharded:
-        recipes.append(job.at_rest("at_rest", {**owned, **owned_of_experts}, Role.DENSE))
+    if not is_sharded:
+        recipes.append(job.at_rest("at_rest", {**owned, **owned_of_experts}, {**shared, **own}))
     if everybody is not None:
         recipes.append(TransferRecipe(everybody, device_of_job(adapter)))
     if mesh is not None and _have_peers(mesh):
@@ -79,6 +86,13 @@ def recipes_for(
                 ),
                 AllToAllRecipe(members, device_of_job(adapter)),
             ]
+    return [recipe for recipe in recipes if recipe.kind in config.intervals]
+
+
+def _recipes_alone(job: _Job, config: ReplayConfig, everybody: Everybody | None) -> list[Recipe]:
+    recipes: list[Recipe] = [job.watched("census")]
+    if everybody is not None:
+        recipes.append(TransferRecipe(everybody, job.device))
     return [recipe for recipe in recipes if recipe.kind in config.intervals]
 
 
@@ -102,9 +116,11 @@ def device_of_job(adapter: Adapter) -> torch.device:
 class _Job:
     """What all recipes of a rank are made from."""
 
-    def __init__(self, adapter: Adapter, mesh: Mesh | None, rank: int) -> None:
-        self._adapter, self._mesh, self._rank = adapter, mesh, rank
-        self._device, self._optimizers = device_of_job(adapter), adapter.optimizers()
+    def __init__(self, adapter: Adapter, mesh: Mesh | None, rank: int, budget: float | None = None) -> None:
+        self._adapter, self._mesh, self._rank, self._budget = adapter, mesh, rank, budget
+        self.ownership = Ownership()
+        self._places: dict[tuple[str, ...], frozenset[int]] = {}
+        self.device, self._optimizers = device_of_job(adapter), adapter.optimizers()
         self._surfaces: dict[torch.Tensor, Surface] = {
             each: surface for surface, each in adapter.parameters().items()
         }
@@ -117,29 +133,56 @@ class _Job:
             return slots_of(surfaces, self._optimizers)
 
         if self.is_owned(role):
-            return self.at_rest(kind, parameters, role)
-        return CensusRecipe(lambda: {"parameters": parameters, "optimizer": slots()}, kind, role)
+            return AtRestRecipe(
+                lambda: {**parameters, **slots()}, self._optimizers, kind, role, budget=self._budget
+            )
+        state = lambda: {"parameters": parameters, "optimizer": slots()}  # noqa: E731
+        return CensusRecipe(state, kind, role, self.ownership)
 
-    def at_rest(self, kind: str, parameters: _Parameters, role: Role) -> Recipe:
-        """What one rank alone holds, watched over a step."""
-        surfaces: dict[torch.Tensor, Surface] = {each: surface for surface, each in parameters.items()}
+    def watched(self, kind: str) -> Recipe:
+        """All that this rank holds, watched between updates."""
+        parameters = {**self._adapter.parameters(), **self._adapter.owned()}
+        surfaces = {each: surface for surface, each in parameters.items()}
         return AtRestRecipe(
-            lambda: {**parameters, **slots_of(surfaces, self._optimizers)}, self._optimizers, kind, role
+            lambda: {**parameters, **slots_of(surfaces, self._optimizers)},
+            self._optimizers,
+            kind,
+            budget=self._budget,
+        )
+
+    def at_rest(self, kind: str, owned: _Parameters, shared: _Parameters) -> Recipe:
+        """What one rank alone holds: ``owned`` by its framework's word, or found out to be of the rest."""
+        surfaces = {each: surface for surface, each in owned.items()}
+        others = {each: surface for surface, each in shared.items()}
+
+        def state() -> dict[Surface, torch.Tensor]:
+            found = {**owned, **slots_of(surfaces, self._optimizers)}
+            if learned := self.ownership.owned:
+                every = {**shared, **slots_of(others, self._optimizers)}
+                found |= {name: each for name, each in every.items() if name in learned}
+            return found
+
+        return AtRestRecipe(
+            state,
+            self._optimizers,
+            kind,
+            budget=self._budget,
+            is_learned=lambda: bool(owned or self.ownership.owned),
         )
 
     def updates(self, kind: str, parameters: _Parameters, role: Role, *, owned: bool = False) -> Recipe:
         is_owned = owned or self.is_owned(role)
         return OptimizerRecipe(
-            parameters, self._optimizers, self._device, owned=is_owned, kind=kind, role=role
+            parameters, self._optimizers, self.device, owned=is_owned, kind=kind, role=role
         )
 
     def modules(self, kind: str, parts: Sequence[Part]) -> Recipe:
         keepers = partial(self._keepers, role=Role.DENSE, reduces=kind == "layer")
-        return LayerRecipe(kind, _named(parts), self._surfaces, self._device, keepers)
+        return LayerRecipe(kind, _named(parts), self._surfaces, self.device, keepers)
 
     def experts(self, parts: Sequence[Part], shapes: Mapping[str, Sequence[Rows]]) -> Recipe:
         keepers = partial(self._keepers, role=Role.EXPERT, reduces=False)
-        return ExpertsRecipe(_named(parts), shapes, self._surfaces, self._device, keepers)
+        return ExpertsRecipe(_named(parts), shapes, self._surfaces, self.device, keepers)
 
     def _keepers(self, module: torch.nn.Module, *, role: Role, reduces: bool) -> Keepers:
         found, mesh, rank = self._adapter.keepers(module), self._mesh, self._rank
@@ -148,7 +191,23 @@ class _Job:
         is_mixed = mesh.layer_peers_of(rank, role) != mesh.peers_of(rank, role)
         route = route_of([*module.parameters()], mesh, rank, role) if reduces and found.modules else None
         copies = not (is_mixed or self.is_owned(role))
-        return replace(found, copies=copies, is_mixed=is_mixed, route=route)
+        together = self._alike(role, "replica", "shard", "pipeline")
+        # Shards may be spread over context parallelism too.
+        kept_among = self._alike(role, "pipeline") if found.modules else frozenset[int]()
+        return replace(
+            found, copies=copies, is_mixed=is_mixed, route=route, together=together, kept_among=kept_among
+        )
+
+    def _alike(self, role: Role, *axes: str) -> frozenset[int]:
+        """The ranks that have this one's place along these axes."""
+        mesh, key = self._mesh, (role, *axes)
+        if mesh is not None and key not in self._places:
+            place = attrgetter(*axes)
+            own = place(mesh.address_of(self._rank, role))
+            self._places[key] = frozenset(
+                each for each in range(len(mesh)) if place(mesh.address_of(each, role)) == own
+            )
+        return self._places.get(key, frozenset())
 
     def is_owned(self, role: Role) -> bool:
         """Whether each rank is the only one to hold its part."""

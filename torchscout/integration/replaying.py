@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -11,31 +12,37 @@ import torch
 
 from torchscout.checkpoint.certify import SEVERITY, outcome_of
 from torchscout.checkpoint.happening import Outcome
+from torchscout.checkpoint.state import Stateful
 from torchscout.config import ReplayConfig
 from torchscout.decision import c3
 from torchscout.decision.ongoing import Ongoing
+from torchscout.decision.ownership import Ownership
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import LogRecorder, Recorder
 from torchscout.decision.repeatability import UNDECIDED, unmet
 from torchscout.decision.replay_diagnosis import ReplayDiagnosis
 from torchscout.decision.stragglers import Slowness, Stragglers
 from torchscout.decision.timings import Timings
-from torchscout.evidence.replay.at_rest import AT_REST
+from torchscout.evidence.replay.at_rest import AT_REST, AtRestRecipe
 from torchscout.evidence.replay.cadence import Cadence
+from torchscout.evidence.replay.census import CensusRecipe
 from torchscout.evidence.replay.judgement import Context, judge
 from torchscout.evidence.replay.keepsakes import Keepsakes
-from torchscout.evidence.replay.recipe import ABSENT, Comparison, Mode, Recipe
+from torchscout.evidence.replay.recipe import ABSENT, Comparison, Mode, Recipe, StandingRecipe
 from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
 from torchscout.evidence.replay.sweep import sweep
 from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.coverage import Coverage
+from torchscout.integration.covered import Covered, covered_by
 from torchscout.integration.resumption import Swept
 from torchscout.integration.trust import Trust
 from torchscout.mesh import Axis, Mesh, Role
 from torchscout.recovery.retrieval import Sweep
 
 __all__ = ["Replaying"]
+
+_log = logging.getLogger("torchscout")
 
 CENSUS = ("census", "expert_census")
 """The recipes that compare what peers hold."""
@@ -65,8 +72,11 @@ class Certifier(Protocol):
         ``counts`` is true of certify anything."""
         ...
 
-    def go_by(self, coverage: Coverage, rotation: Rotation) -> None:
-        """What checks go over, and how far they are, which is to be kept too."""
+    def go_by(self, coverage: Coverage, progress: Mapping[str, Stateful], covered: Callable[[], str]) -> None:
+        """What checks go over; how far they are, and what they have learned, is to be kept too.
+
+        ``covered`` says in words what they cover by now.
+        """
         ...
 
 
@@ -91,12 +101,20 @@ class Replaying:
         self._rotation = Rotation({each.kind: len(each.targets) for each in recipes}, config.intervals)
         self._replayer = Replayer(recipes, self._rotation, links)
         self._replayer.variants = config.variants
+        censuses = [each for each in recipes if isinstance(each, CensusRecipe)]
+        self._ownership = censuses[0].ownership if censuses else Ownership()
+        self._at_rest = [each for each in recipes if isinstance(each, AtRestRecipe)]
+        self._standing = [each for each in recipes if isinstance(each, StandingRecipe)]
+        for each in self._standing:
+            each.start()
         self._mesh, self._communicators, self._recorder = mesh, communicators, recorder
         self._links = links(Role.DENSE, False)
         copies = links(Role.EXPERT, False)
         self._copies = copies if {*copies.group.ranks} <= {*self._links.group.ranks} else None
         """Those who hold the same of everything, experts included; None where their dense parts differ."""
         self._coverage = Coverage()
+        self._parameters: Collection[torch.Tensor] = ()
+        self._has_reported = False
         self._rank = self._links.group.ranks[self._links.position]
         self._device = self._links.device
         self._diagnosis, self._ongoing = ReplayDiagnosis(mesh, config.straggler), Ongoing()
@@ -117,14 +135,25 @@ class Replaying:
         """What kept the last check from certifying though nobody was found wrong, with the reasons."""
 
     def begin(self, step: int) -> None:
-        """Before a step: capture what is due at its end."""
+        """Before a step: capture what is due at its end, and watch what must not change until its update."""
         self._replayer.begin(step)
+        for each in self._at_rest:
+            each.rest(step - 1)
+
+    def look_before_training(self) -> None:
+        """Compare state before the first update: what differs then, ranks keep for themselves."""
+        recipes = [each for each in self._recipes if each.kind in CENSUS]
+        self._ownership.is_before_training = True
+        try:
+            sweep(self._replayer, recipes, self._links, 0)
+        finally:
+            self._ownership.is_before_training = False
 
     def start_after(self, step: int) -> None:
         """Go on from a checkpoint of this step; what was begun before it was loaded is let go."""
         self._replayer.abandon()
         self._rotation.start_after(step)
-        self._replayer.begin(step + 1)
+        self.begin(step + 1)
 
     def step_finished(self, step: int) -> None:
         """Right after the optimizer's update: check what is due, conclude, and look ahead."""
@@ -139,16 +168,21 @@ class Replaying:
             # What fails from here on is this rank's own affair: a full disk must not part it from the others.
             outcome = self._guard(lambda: self._conclude(findings, Timings(step, self._mesh, told)))
             self._cadence.check_took(self._now() - begin)
-            # What has changed at rest may have done so before it was captured, if that was in this step.
-            doubted = (KEPT, AT_REST) if self._checked == step - 1 else (KEPT,)
-            differs = any(each.scope is not None and each.surface in doubted for each in findings.records)
+            differs = any(each.scope is not None and each.surface == KEPT for each in findings.records)
+            # What has changed right after the last check may have done so before it was captured.
+            changed = {after for each in self._at_rest for after, _ in each.changed}
+            differs |= self._checked in changed
             self._agree(step, outcome or Outcome.NOT_CHECKED, differs=differs, counts=counts)
             self._checked = step
-        self._replayer.begin(step + 1)
+            self._guard(self._report_coverage)
+        self.begin(step + 1)
         self._since = time.monotonic()
 
-    def cover(self, lacking: str | None, *, has_catalog: bool) -> None:
-        """Find out what checks go over; called with the same on every rank."""
+    def cover(
+        self, lacking: str | None, *, has_catalog: bool, parameters: Collection[torch.Tensor] = ()
+    ) -> None:
+        """Find out what checks go over; called on every rank, with its own ``parameters``."""
+        self._parameters = parameters
         turns = [len(each.targets) for each in self._recipes if each.kind == EXPERTS]
         (most,) = self._communicators.highest([max(turns, default=0)])
         self._coverage = Coverage(most if has_catalog and most else None, lacking)
@@ -161,7 +195,8 @@ class Replaying:
     def serve(self, certifier: Certifier) -> None:
         """Let checkpoints depend on what is found, and keep what a sweep replays."""
         self._certifier = certifier
-        certifier.go_by(self._coverage, self._rotation)
+        progress: dict[str, Stateful] = {"rotation": self._rotation, "ownership": self._ownership}
+        certifier.go_by(self._coverage, progress, lambda: self.covered().sentence())
         self._replayer.keepsakes = certifier.keepsakes
 
     def sweep(self, step: int, everything: bool) -> Swept:
@@ -207,12 +242,20 @@ class Replaying:
             "not_repeating": self._replayer.history.not_repeating(),
             "held_up": dict(self._held_up),
             "lacking": self._coverage.lacking,
+            "covered": self.covered().to_json(),
+            "watched": min((each.share for each in self._at_rest), default=None),
             "share": share,
             "budget": self._config.budget,
         }
 
+    def covered(self) -> Covered:
+        """What checks go over on this rank, and what they leave out, as far as they have found out."""
+        return covered_by(self._recipes, self._parameters, self._unchecked)
+
     def close(self) -> None:
         self._replayer.abandon()
+        for each in self._standing:
+            each.close()
         self._recorder.close()
 
     def _conclude(self, findings: Findings, timings: Timings | None) -> Outcome:
@@ -226,7 +269,29 @@ class Replaying:
         self._guard(lambda: self._write([*records, *again, *slow.records]))
         # A wrong copy of right numbers is nothing to stop training for; it is given up.
         live = [each for each in records if each.surface != KEPT]
-        return outcome_of(live, slow.incidents, findings.targets, self._config.require)
+        outcome = outcome_of(live, slow.incidents, findings.targets, self._config.require)
+        if outcome.accepted and (unwatched := self._unwatched()) is not None:
+            self._held_up[AT_REST] = unwatched
+            return Outcome.NOT_CHECKED
+        return outcome
+
+    def _unwatched(self) -> str | None:
+        """Why state with one owner keeps a check from certifying: it may have changed unseen."""
+        share, needed = min((each.share for each in self._at_rest), default=1.0), self._config.watched
+        if share >= needed:
+            return None
+        return (
+            f"{share:.0%} of the state with one owner was watched since the last check, and certifying takes "
+            f"{needed:.0%}; see ReplayConfig.watched and watch_budget"
+        )
+
+    def _report_coverage(self) -> None:
+        """Once every target has had its turn."""
+        cycles = [each["cycles"] for each in self._rotation.coverage().values()]
+        if not self._has_reported and all(cycles):
+            self._has_reported = True
+            if self._is_first:
+                _log.info("torchscout after the first cycle of checks: %s", self.covered().sentence())
 
     def _compare_kept(self, step: int) -> list[EvidenceRecord]:
         """What peers have captured since the last check must be the same: it may go wrong on its way."""

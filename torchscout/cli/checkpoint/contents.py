@@ -75,6 +75,12 @@ class Contents:
         return [each for folder in self.folders for each in folder.ledgers]
 
     @property
+    def coverage(self) -> str | None:
+        """What the checks that certified cover, as the rank with the lowest number that said so has it."""
+        said = [each for each in self.ledgers if each.coverage]
+        return min(said, key=lambda each: each.rank).coverage if said else None
+
+    @property
     def generations(self) -> list[Generation]:
         return sorted({copy.file.generation for copy in self.copies})
 

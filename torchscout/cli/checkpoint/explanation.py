@@ -32,6 +32,7 @@ def explanation(contents: Contents, damaged: Sequence[Damage]) -> tuple[dict[str
         "world_size": contents.world_size,
         "has_ledger": named is not None,
         "poisoned": gate.poisoned,
+        "coverage": contents.coverage,
         "unusable": [each.to_json() for each in broken],
         "decisions": [_decided(failure, gate) for failure in _AFTER],
     }
@@ -57,6 +58,8 @@ def _screen(contents: Contents, report: dict[str, Any], broken: Sequence[Broken]
     lines = [*heading(contents), ""]
     if not report["has_ledger"]:
         lines += ["No ledger is here: nobody has written down which generations may be trusted.", ""]
+    if report["coverage"]:
+        lines += [f"Checks cover: {report['coverage']}", ""]
     lines += broken_lines(broken, contents.world_size)
     for failure, decided in zip(_AFTER.values(), report["decisions"], strict=True):
         lines += [f"After {failure}:", f"  {decided['reason']}"]

@@ -18,6 +18,7 @@ from torchscout.errors import ReplayError
 from torchscout.evidence.call import Call, Splits
 from torchscout.evidence.collectives import Handle, Pending, listen
 from torchscout.evidence.replay.alignment import Broadcast
+from torchscout.evidence.replay.guard import announced
 from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.stopwatch import timed
 from torchscout.evidence.replay.traffic import CAPTURED, PLANS
@@ -139,7 +140,7 @@ class AllToAllReplay:
         sent, received = (each.surface for each in self.comparisons())
         seen.sign({sent: self._given})
         self._got.zero_()
-        with timed(self._device, seen, work=None, communication="time/{}@"):
+        with timed(self._device, seen, work=None, communication="time/{}@"), announced():
             dist.all_to_all_single(self._got, self._given, self._received, self._sent, group=self._group)
         seen.sign({received: self._got})
 

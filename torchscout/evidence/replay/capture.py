@@ -7,7 +7,7 @@ that activation checkpointing repeats during backward are not training's own, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torchscout.errors import ReplayError, told
 from torchscout.evidence.hearing import in_backward, is_inert
 from torchscout.evidence.replay.alignment import captured, obstacle
+from torchscout.evidence.replay.guard import Communication
 from torchscout.evidence.replay.invocation import Invocation
 from torchscout.evidence.replay.layout import Layout
 from torchscout.evidence.replay.module_state import buffers_of
@@ -40,8 +41,12 @@ _WITHOUT_GRADIENTS = (
 class Capture:
     """Armed from its making until ``disarm``."""
 
-    def __init__(self, module: nn.Module, device: torch.device, *, keep: bool) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, *, keep: bool, expected: Collection[int] = ()
+    ) -> None:
+        """A module that communicates with others than the ``expected`` ranks is not to be replayed."""
         self._device, self._keep = device, keep
+        self._communication = Communication(expected)
         self._begun: Invocation | None = None
         """The newest call; its output's gradients have not come yet."""
         self._whole: Invocation | None = None
@@ -52,6 +57,7 @@ class Capture:
         """Tensors that the module keeps by itself, as they were when it was called; see ``_in_block``."""
         self._problem = _NOT_CALLED
         self._undo = ExitStack()
+        self._undo.callback(self._communication.end)
         self._arm(module)
 
     def invocation(self) -> Invocation:
@@ -102,6 +108,7 @@ class Capture:
             if begun.attention.is_ring:
                 self._in_block(module, begun)
             self._begun = begun
+        self._communication.begin()
 
     def _in_block(self, module: nn.Module, begun: Invocation) -> None:
         """``context_parallel`` shards tensors in place, and may make them whole again before the replay."""
@@ -115,9 +122,12 @@ class Capture:
         if begun is None or not self._is_trainings_own():
             return
         versions, self._versions = self._versions, {}
+        self._communication.end()
         with self._quietly():
+            if (found := self._communication.found) is not None:
+                begun.problem = f"it issues {found}, which a replay must not repeat"
             if any(each._version != version for each, version in versions.items()):
-                begun.problem = WRITES
+                begun.problem = begun.problem or WRITES
             begun.problem = begun.problem or begun.hiding()
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             for place, tensor in enumerate(tensors):

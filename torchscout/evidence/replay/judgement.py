@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchscout.decision import consensus
+from torchscout.decision.ownership import BY_DESIGN, by_design
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope, Surface
 from torchscout.decision.repeatability import NONDETERMINISTIC
 from torchscout.decision.replay_diagnosis import FAILED
@@ -20,6 +21,7 @@ from torchscout.evidence.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comp
 __all__ = [
     "Context",
     "broken_depth",
+    "has_failed",
     "is_left_out",
     "is_sound",
     "judge",
@@ -28,6 +30,8 @@ __all__ = [
     "summed",
     "withhold",
 ]
+
+_OWNED = f"{BY_DESIGN}: peers did not hold it equal when it was compared for the first time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +80,12 @@ def judge(
     left_out = dict(context.left_out)
     failures: list[EvidenceRecord] = []
     sums: dict[Surface, list[Comparison]] = {}
+    owned = _owned(comparisons, gathered)
     for comparison in comparisons:
         values = gathered[comparison.surface]
+        if comparison.surface in owned:
+            records[comparison.surface] = replace(context.record(comparison), reason=_OWNED)
+            continue
         if comparison.summary is not None and is_sound(values):  # state, which needs no kernel
             sums.setdefault(comparison.summary, []).append(comparison)
             continue
@@ -91,6 +99,27 @@ def judge(
             failures.append(_failure(context, comparison, failed))
     agreeing = [summed(context, each[0], _whole(each, gathered)) for each in sums.values()]
     return [*agreeing, *records.values(), *failures]
+
+
+def _owned(
+    comparisons: Sequence[Comparison], gathered: Mapping[Surface, Sequence[int]]
+) -> frozenset[Surface]:
+    """What each peer keeps for itself, of the state that is compared for the first time."""
+    new = [each for each in comparisons if each.is_new]
+    differing, agreeing = dict[Surface, Sequence[int]](), list[Surface]()
+    for each in new:
+        values = gathered[each.surface]
+        if POISON in values or is_sound(values):
+            agreeing.append(each.surface)
+        else:
+            differing[each.surface] = values
+    local = {each.surface for each in new if each.is_local and each.surface in differing}
+    return by_design(differing, agreeing) | local
+
+
+def has_failed(records: Sequence[EvidenceRecord]) -> bool:
+    """Whether a peer could not compute what was to be compared."""
+    return any(each.reason is not None and each.reason.startswith(FAILED) for each in records)
 
 
 def depths(comparisons: Sequence[Comparison]) -> dict[Surface, int]:
@@ -161,10 +190,10 @@ def _judge(
     having = [(rank, value) for rank, value in zip(context.peers, values, strict=True) if value != POISON]
     if having and all(value == ABSENT for _, value in having):
         return replace(record, reason=comparison.absent)
-    if len(having) < 2:
+    right = comparison.right
+    if len(having) < (2 if right is None else 1):
         return replace(record, reason="fewer than two peers had anything to compare")
     ranks, compared = zip(*having, strict=True)
-    right = comparison.right
     verdict = consensus.exact(compared) if right is None else consensus.known(compared, right)
     return replace(record, peers=ranks, verdict=verdict, reason=None)
 

@@ -7,7 +7,7 @@ module is called as training calls it, with all hooks in place and its own param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torchscout.evidence.replay import alignment
 from torchscout.evidence.replay.capture import WRITES, Capture
 from torchscout.evidence.replay.conditions import Determinism, autocast_as, deterministic, is_compiled
 from torchscout.evidence.replay.digest import digest
+from torchscout.evidence.replay.guard import UnannouncedError, announced
 from torchscout.evidence.replay.invocation import Invocation, is_floating
 from torchscout.evidence.replay.keepsakes import recalled
 from torchscout.evidence.replay.layout import Layout
@@ -63,6 +64,8 @@ class LayerRecipe:
         self._keepers = keepers
         self._determinism = [Determinism() for _ in self._modules]
         """What was learned of each module, for all later checks."""
+        self._refused: dict[nn.Module, str] = {}
+        """Modules that issue collectives of their own, with the reason why they are not replayed."""
 
     def kept_as(self, target: int) -> str:
         return self.targets[target]
@@ -96,7 +99,7 @@ class LayerRecipe:
             kind=self.kind,
             call=call,
         )
-        replay.determinism = self._determinism[place]
+        replay.determinism, replay.refused = self._determinism[place], self._refused
         return replay
 
 
@@ -131,18 +134,22 @@ class LayerReplay:
         """With which numbers of rows it is replayed, if not as it was called."""
         self.determinism = Determinism()
         """Which of its passes can run under strict deterministic algorithms."""
+        self.refused: dict[nn.Module, str] = {}
+        """Filled in where a replay was refused for good; the recipe's."""
         self._own = call
         """This rank's call; until it is over, None."""
         is_to_come = call is None and not self._refusal
-        self._capture = Capture(module, device, keep=is_source) if is_to_come else None
+        self._capture = (
+            Capture(module, device, keep=is_source, expected=keepers.expected) if is_to_come else None
+        )
         self._call: Invocation | None = None
         """The source's call: room for it first, its values once aligned."""
         self._buffers: dict[str, torch.Tensor] = {}
         """The source's."""
 
     def describe(self) -> dict[str, Any]:
-        if self._refusal:
-            raise ReplayError(self._refusal)
+        if refused := self._refusal or self.refused.get(self._module):
+            raise ReplayError(refused)
         if self._capture is not None:
             self._own = self._capture.invocation().densified()
         assert self._own is not None, "captured, or given"
@@ -234,7 +241,7 @@ class LayerReplay:
         self._call.randomness.apply(self._device)
         # Copies: a module may write into its arguments, and autograd forbids that to a leaf.
         args, kwargs = self._call.arguments({place: each.clone() for place, each in inputs.items()})
-        with autocast_as(self._call.autocast), self._timed(seen, ""):
+        with autocast_as(self._call.autocast), self._timed(seen, ""), announced(self._keepers.together):
             outputs = _tensors(self._module(*args, **kwargs))
         if versions != [each._version for each in weights]:
             raise ReplayError(WRITES)
@@ -269,12 +276,13 @@ class LayerReplay:
     @contextmanager
     def _kernels(self, passed: str, seen: Observation) -> Iterator[None]:
         """Around one pass: deterministic kernels, as far as there are any; compiled code has its own."""
-        if is_compiled(self._module):
-            yield
-            return
+        mode = deterministic(strict=passed not in self.determinism.relaxed)
         try:
-            with deterministic(strict=passed not in self.determinism.relaxed):
+            with nullcontext() if is_compiled(self._module) else mode:
                 yield
+        except UnannouncedError as error:
+            self.refused[self._module] = str(error)
+            raise
         except RuntimeError as error:
             if self.determinism.learn(passed, error):
                 seen.refused.append(str(error))
@@ -322,7 +330,10 @@ class LayerReplay:
             yield
         finally:
             if self._reduction is not None:
-                with timed(self._device, seen, work=None, communication=self._communication + "{}"):
+                with (
+                    timed(self._device, seen, work=None, communication=self._communication + "{}"),
+                    announced(),
+                ):
                     found = self._reduction.run()
                 surfaces = [each.surface for each in self._reductions(())]
                 for surface, pending in zip(surfaces, found, strict=False):
@@ -343,7 +354,7 @@ class LayerReplay:
         if pairs and wanted:
             roots, arriving = zip(*pairs, strict=True)
             without = dict.fromkeys(self._call.autocast)  # as backward usually runs
-            with autocast_as(without), self._timed(seen, "_backward"):
+            with autocast_as(without), self._timed(seen, "_backward"), announced(self._keepers.together):
                 gradients = torch.autograd.grad(roots, wanted, arriving, allow_unused=True)
         if elsewhere is not None:
             got = zip(wanted, gradients, strict=True)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.alignment import captured, is_dense
+from torchscout.evidence.replay.guard import guarded
 from torchscout.evidence.replay.optimizer_settings import Place, Settings, Taken, put_back, spelled
 from torchscout.evidence.replay.randomness import unmoved
 
@@ -139,7 +140,7 @@ def update(clone: Optimizer, device: torch.device) -> None:
     step: Callable[[Optimizer], Any] = type(clone).step
     while getattr(step, "hooked", False):  # torch's wrapper, which calls the hooks of all optimizers
         step = step.__wrapped__  # type: ignore[attr-defined]
-    with torch.no_grad(), _own_randomness(device):
+    with guarded(), torch.no_grad(), _own_randomness(device):
         step(clone)
 
 

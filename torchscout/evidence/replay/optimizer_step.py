@@ -8,7 +8,7 @@ optimizer are not compared here: a census of all state does that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
 from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ReplayError, told
+from torchscout.evidence.hearing import is_nested_step
 from torchscout.evidence.replay.alignment import (
     Broadcast,
     captured,
@@ -29,6 +30,7 @@ from torchscout.evidence.replay.alignment import (
     refuse,
     room_for,
 )
+from torchscout.evidence.replay.guard import Communication
 from torchscout.evidence.replay.optimizer_clone import (
     FAILURES,
     Blueprint,
@@ -108,6 +110,28 @@ class OptimizerRecipe:
         peers compute from the same values."""
         self._begun: Counter[int] = Counter()
         self._separability = Separability()
+        self._communication = {each: _Listening(each) for each in {one.optimizer for one in self._owned}}
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return list(self._communication)
+
+    def recomputed(self, refused: Collection[str]) -> list[Optimizer]:
+        """Those of which an update is, or will be, where ``refused`` has what is never replayed."""
+        heard = self._communication
+        return [
+            each.optimizer
+            for each in self._owned
+            if not heard[each.optimizer].communicates and f"{each.name}/{self.kind}" not in refused
+        ]
+
+    def start(self) -> None:
+        for each in self._communication.values():
+            each.start()
+
+    def close(self) -> None:
+        for each in self._communication.values():
+            each.close()
 
     def kept_as(self, target: int) -> str:
         return self.targets[target]
@@ -115,13 +139,14 @@ class OptimizerRecipe:
     def begin(self, target: int, *, is_source: bool) -> OptimizerReplay:
         """From now on, the owner's next step is captured; each time the target's next slice of it."""
         replay = OptimizerReplay(self._owned[target], self._device, is_source=is_source, owned=self._is_owned)
-        replay.watch(self._separability, self._begun[target])
+        replay.watch(self._separability, self._begun[target], self._communication[replay.optimizer])
         self._begun[target] += 1
         return replay
 
     def again(self, target: int, given: Given) -> OptimizerReplay:
         """The update of a slice as it is now; any gradient will do, as long as peers have the same."""
         owned = self._owned[target]
+        self._communication[owned.optimizer].refuse()
         replay = OptimizerReplay(
             owned, self._device, is_source=given.is_source, owned=self._is_owned, swept=True
         )
@@ -217,25 +242,40 @@ class OptimizerReplay:
         self._blueprint: Blueprint | None = None
         self._descriptions: dict[str, Any] = {}
         self._tensors: list[torch.Tensor] = []
+        self._communication: _Listening | None = None
+        self._separability: Separability | None = None
+        """To be asked whether the slice that was captured can be updated alone, if that is not known yet."""
         self._unreduced: torch.Tensor | None = None
         """This rank's summand of the gradient, where ranks have yet to add it up."""
 
-    def watch(self, separability: Separability, count: int) -> None:
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._target.optimizer
+
+    def watch(self, separability: Separability, count: int, communication: _Listening) -> None:
         """Capture at each step of the optimizer, until ``describe``; the last one counts."""
         target, obstacle = self._target, None
+        self._communication = communication
         try:
-            if is_known := target.is_due():
+            communication.refuse()
+            communication.listen()
+            # Nothing is tried on an optimizer that was never heard to step: it might communicate.
+            may_try = communication.has_heard
+            if is_known := may_try and target.is_due():
                 obstacle = separability.obstacle(target.optimizer, target.parameter)
         except ReplayError as failure:
             self._failure = str(failure)
             return
 
         def before_update(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not target.is_due():
+            if is_nested_step(target.optimizer) or not target.is_due():
                 return
             try:
-                found = obstacle if is_known else separability.obstacle(target.optimizer, target.parameter)
+                found = obstacle
+                if may_try and not is_known:
+                    found = separability.obstacle(target.optimizer, target.parameter)
                 self._capture(args, kwargs, count, found)
+                self._separability = None if may_try else separability
             except FAILURES as failure:  # training must not notice
                 self._failure = told(failure)
 
@@ -269,10 +309,16 @@ class OptimizerReplay:
 
     def describe(self) -> Any:
         self._unhook()
+        if self._communication is not None:
+            self._communication.refuse()
         if self._failure is not None:
             raise ReplayError(self._failure)
         assert self._blueprint is not None
         assert self._slice is not None
+        if self._separability is not None and not self._slice.whole:
+            obstacle = self._separability.obstacle(self._target.optimizer, self._target.parameter)
+            if obstacle is not None:
+                raise ReplayError(f"{obstacle}, so that it is replayed whole, from the next check on")
         kind = self._blueprint.kind
         return {
             "class": {"of the optimizer": f"{kind.__module__}.{kind.__qualname__}"},
@@ -374,6 +420,53 @@ class OptimizerReplay:
         """Only of slots that were there before: what a first step creates is compared from the second on."""
         assert self._blueprint is not None
         return {name: Surface(f"optimizer/slot.{name}") for name in self._blueprint.slots}
+
+
+class _Listening:
+    """Whether an optimizer's ``step`` issues collectives, found out in its first step and in those that are
+    to be replayed. Such an update is never repeated: ranks would not issue the same."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._communication = Communication()
+        self._is_wanted = True
+        """Whether to listen to the next step."""
+        self.has_heard = False
+        """Whether a step was listened to, or is right now."""
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        # The hooks stay: PyTorch does not permit that one be removed while an optimizer steps.
+        self._hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._begin()))
+        self._hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._end()))
+
+    def close(self) -> None:
+        self._communication.end()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def listen(self) -> None:
+        """Listen to the next step."""
+        self._is_wanted = True
+
+    @property
+    def communicates(self) -> bool:
+        return self._communication.found is not None
+
+    def refuse(self) -> None:
+        """Raise a ``ReplayError`` if it does."""
+        if (found := self._communication.found) is not None:
+            kind = type(self._optimizer).__name__
+            raise ReplayError(f"the step of {kind} issues {found}, which a replay must not repeat")
+
+    def _begin(self) -> None:
+        if self._is_wanted and not is_nested_step(self._optimizer):
+            self._is_wanted, self.has_heard = False, True
+            self._communication.begin()
+
+    def _end(self) -> None:
+        if not is_nested_step(self._optimizer):
+            self._communication.end()
 
 
 def _is_frozen(parameter: torch.Tensor) -> bool:

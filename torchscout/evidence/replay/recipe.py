@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import xxhash
 
 from torchscout.decision.fold import signed
-from torchscout.decision.record import Surface
+from torchscout.decision.record import EvidenceRecord, Surface
 from torchscout.decision.replay_diagnosis import INPUT, STATE
 from torchscout.decision.signature import PendingSignatures, read_signatures
 from torchscout.decision.timings import Lap, Measured
@@ -30,10 +30,12 @@ __all__ = [
     "Comparison",
     "Given",
     "Laps",
+    "LearningReplay",
     "Mode",
     "Observation",
     "Recipe",
     "Replay",
+    "StandingRecipe",
     "finish_signatures",
     "measured",
 ]
@@ -74,6 +76,10 @@ class Comparison:
     """The reason to give where there is no majority, if that is another comparison's to report."""
     right: int | None = None
     """What a rank must have, where that is known without a vote: each is its own witness then."""
+    is_new: bool = False
+    """Whether peers have never compared this state: they may hold different ones by design."""
+    is_local: bool = False
+    """Whether it is known that they do, should it still differ."""
 
     @property
     def is_held(self) -> bool:
@@ -233,6 +239,28 @@ class Recipe(Protocol):
 
     def again(self, target: int, given: Given) -> Replay:
         """Called between training steps, in a sweep. ``ReplayError`` says why it cannot be replayed."""
+        ...
+
+
+@runtime_checkable
+class LearningReplay(Protocol):
+    """A replay that takes something from what was found, for later checks."""
+
+    def learn(self, records: Sequence[EvidenceRecord]) -> None:
+        """Called with the records of the first comparison, the same on every peer, if no peer has failed."""
+        ...
+
+
+@runtime_checkable
+class StandingRecipe(Protocol):
+    """A recipe that follows training all the time, and not only in steps at whose end it is due."""
+
+    def start(self) -> None:
+        """Called once, before training."""
+        ...
+
+    def close(self) -> None:
+        """Called when replay ends: nothing may stay on training's objects."""
         ...
 
 

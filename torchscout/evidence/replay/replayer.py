@@ -26,15 +26,17 @@ from typing import Any, TypeVar
 import torch
 
 from torchscout.decision.record import EvidenceRecord
-from torchscout.decision.repeatability import Repeated, SurfaceHistory, Trial
+from torchscout.decision.repeatability import REFUSED, Repeated, SurfaceHistory, Trial
 from torchscout.decision.timings import Measured
-from torchscout.errors import ChannelError, told
+from torchscout.errors import ChannelError, ReplayError, told
 from torchscout.evidence.hearing import in_backward, inert
 from torchscout.evidence.replay.alignment import receive_together
 from torchscout.evidence.replay.comparison import Run, gather, judged
+from torchscout.evidence.replay.guard import guarded
 from torchscout.evidence.replay.judgement import (
     Context,
     broken_depth,
+    has_failed,
     is_left_out,
     named_for_results,
     not_checked,
@@ -42,7 +44,13 @@ from torchscout.evidence.replay.judgement import (
 )
 from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.evidence.replay.peers import Peers
-from torchscout.evidence.replay.recipe import Recipe, Replay, finish_signatures, measured
+from torchscout.evidence.replay.recipe import (
+    LearningReplay,
+    Recipe,
+    Replay,
+    finish_signatures,
+    measured,
+)
 from torchscout.evidence.replay.rotation import Due, Rotation
 from torchscout.mesh import Axis, PeerGroup, Role
 
@@ -85,6 +93,8 @@ class Begun:
     replay: Replay | None
     problem: str | None
     """Why it cannot go on, on this rank or, after the vote, on any."""
+    is_refused: bool = False
+    """Whether that is a rule, such as an optimizer that communicates, and not a failure."""
 
 
 class Replayer:
@@ -121,8 +131,8 @@ class Replayer:
                 self._begun.append(Begun(due, "", recipe, peers, source, None, None))
                 continue
             replay, problem = attempt(_bound(recipe.begin, due.target, is_source=peers.position == source))
-            name = recipe.targets[due.target]
-            self._begun.append(Begun(due, name, recipe, peers, source, replay, problem))
+            name, is_refused = recipe.targets[due.target], isinstance(problem, _Refusal)
+            self._begun.append(Begun(due, name, recipe, peers, source, replay, problem, is_refused))
 
     def check(self, step: int) -> Findings:
         """At the end of the step: replay, compare, and let go of everything."""
@@ -161,7 +171,8 @@ class Replayer:
                 elif begun.due.target is not None:
                     context = Context(step, begun.peers.group.ranks, begun.target)
                     surface = "/".join(filter(None, (begun.target, begun.due.kind)))
-                    findings.records.append(not_checked(context, surface, str(begun.problem)))
+                    reason = f"{REFUSED}: {begun.problem}" if begun.is_refused else str(begun.problem)
+                    findings.records.append(not_checked(context, surface, reason))
         finally:
             self.abandon()
 
@@ -199,8 +210,12 @@ class Replayer:
     def _vote(self) -> None:
         """Work that is not ready everywhere is done nowhere."""
         agreed = self._job.first_problems([begun.problem for begun in self._begun])
-        for begun, problem in zip(self._begun, agreed, strict=True):
-            begun.problem = problem
+        if not any(agreed):
+            return
+        is_failed = [begun.problem is not None and not begun.is_refused for begun in self._begun]
+        anywhere = self._job.highest(is_failed)
+        for begun, problem, failed in zip(self._begun, agreed, anywhere, strict=True):
+            begun.problem, begun.is_refused = problem, not failed
 
     def _is_here(self, place: int) -> bool:
         """Otherwise others replay what this rank has not."""
@@ -258,6 +273,8 @@ class Replayer:
             differing += [place for place, is_refused, yes in found if yes and not is_refused]
             places = [place for place, again in zip(places, refused, strict=True) if again]
         for run in runs.values():
+            if isinstance(run.replay, LearningReplay) and not has_failed(run.records):
+                run.replay.learn(run.records)
             for each in run.records:
                 if is_left_out(each) and each.surface not in run.context.left_out:
                     self.history.leave_out(each.surface, each.layer, str(each.reason))
@@ -365,6 +382,7 @@ def _description(begun: Begun, inside: str | None) -> dict[str, Any]:
     document = None
     if begun.replay is not None and begun.problem is None:
         document, begun.problem = attempt(_bound(_spelled, begun.replay))
+        begun.is_refused = isinstance(begun.problem, _Refusal)
     begun.problem = begun.problem or inside
     return {"problem": begun.problem, "document": document}
 
@@ -377,12 +395,20 @@ def _bound(function: Callable[..., _Value], *args: Any, **kwargs: Any) -> Callab
     return lambda: function(*args, **kwargs)
 
 
+class _Refusal(str):
+    """Why something is not replayed at all; any other string says what has failed."""
+
+    __slots__ = ()
+
+
 def attempt(work: Callable[[], _Value]) -> tuple[_Value | None, str | None]:
     """The result, or in words why there is none."""
     try:
-        with inert():
+        with inert(), guarded():
             return work(), None
     except ChannelError:
         raise  # the exchange itself is broken: there is nobody left to be in step with
+    except ReplayError as error:
+        return None, _Refusal(told(error))
     except Exception as error:  # noqa: BLE001  see [Note: no rank is stranded]; the user's modules run in here
         return None, told(error)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchscout.evidence.replay import fsdp_state
+from torchscout.evidence.replay.guard import announced
 from torchscout.evidence.replay.reduction import Route
 
 __all__ = ["NOBODY", "Elsewhere", "Keeper", "Keepers", "awaken", "gathered", "gathered_again", "keepers_of"]
@@ -51,8 +52,18 @@ class Keepers:
     """Whether peers gather from the shards of several replicas, each from those of its own."""
     route: Route | None = None
     """Which way its gradients go, where that is replayed too."""
+    together: frozenset[int] = frozenset()
+    """The ranks that compute one call of the module together, in tensor or context parallelism."""
     around: Callable[[], AbstractContextManager[Elsewhere | None]] = nullcontext
     """Entered around each replay of the module: puts back what its passes write besides."""
+
+    kept_among: frozenset[int] = frozenset()
+    """The ranks among which shards are gathered and gradients reduced, as far as that is known."""
+
+    @property
+    def expected(self) -> frozenset[int]:
+        """The ranks with which training itself communicates while it runs the module."""
+        return self.together | self.kept_among
 
     @property
     def obstacle(self) -> str | None:
@@ -88,15 +99,16 @@ def gathered(keepers: Keepers, gathering: AbstractContextManager[None]) -> Itera
     would reduce the next step's gradients in other portions. ``gathering`` is entered while parameters are
     being gathered.
     """
-    with gathering:
+    with gathering, announced():
         for keeper in keepers.modules:
             keeper.unshard()
     try:
         with fsdp_state.without_prefetch(keepers.modules):
             yield
     finally:
-        for keeper in keepers.modules:
-            keeper.reshard()
+        with announced():
+            for keeper in keepers.modules:
+                keeper.reshard()
         _forget(keepers)
 
 
@@ -111,9 +123,10 @@ def gathered_again(keepers: Keepers) -> Iterator[None]:
         with _forgetting_failures(keepers):
             yield
     finally:
-        for keeper in keepers.modules:
-            keeper.reshard()
-            keeper.unshard()
+        with announced():
+            for keeper in keepers.modules:
+                keeper.reshard()
+                keeper.unshard()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torchscout.decision.fold import signed
 from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.alignment import Broadcast
+from torchscout.evidence.replay.guard import announced
 from torchscout.evidence.replay.heard import Heard, Link, agreed
 from torchscout.evidence.replay.parcels import Room
 from torchscout.evidence.replay.peers import Everybody
@@ -114,7 +115,7 @@ class _Transfers:
         for link in self._links:
             parcel = self._room.parcel(link, self._groups[link])
             surface = f"time/{TransferRecipe.kind}_{link.operation}@"
-            with lapped(self._device, seen, surface, link.members, self._room.elements):
+            with lapped(self._device, seen, surface, link.members, self._room.elements), announced():
                 parcel.go()
             # Bytes stand for numbers: nothing that is sent has a second form, as zero has.
             pending.append(PendingSignatures([parcel.got, parcel.right]))

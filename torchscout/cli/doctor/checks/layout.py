@@ -36,6 +36,6 @@ def _finding(name: str, group: PeerGroup) -> Finding:
         )
     return fail(
         name,
-        "no other rank does the same work: nothing is compared, and no checkpoint is certified",
+        "no other rank does the same work: results are not compared; state is watched between updates",
         "with replica=3 or more, or shard=3 or more, a rank can be named; hangs are localized anyway",
     )

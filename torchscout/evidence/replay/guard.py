@@ -1,0 +1,121 @@
+"""Keeps a replay from communicating in a way that its recipe did not announce (paper, section 6.1).
+
+A module, an optimizer or a hook may issue collectives that nobody expects. Repeated on some ranks and not on
+others, they would make a healthy job hang. So whatever a replay runs is examined at the dispatcher, before
+anything is sent: SCOUT's own groups are free, a recipe announces what it or a framework issues, and every
+other collective raises ``UnannouncedError``, which ends the replay of that target on all ranks.
+
+Examined are the thread that replays, threads that begin during the replay, and backward passes, which may
+run on threads of PyTorch's own. Other threads belong to training: an asynchronous checkpoint may communicate
+at any time. A collective that a module hands to a thread pool which is older than the replay is therefore
+not refused here; ``Communication`` recognizes it while training itself runs the module.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torchscout.errors import ReplayError
+from torchscout.evidence.call import Call
+from torchscout.evidence.collectives import Handle, Pending, examine, listen
+from torchscout.evidence.hearing import in_backward, is_inert
+
+__all__ = ["Communication", "UnannouncedError", "announced", "guarded"]
+
+
+class UnannouncedError(ReplayError):
+    """A replay was about to issue a collective that its recipe did not announce; nothing was sent."""
+
+
+@dataclass(slots=True)
+class _Replay:
+    """What is running on the thread that replays."""
+
+    thread: int = field(default_factory=threading.get_ident)
+    others: frozenset[int] = field(
+        default_factory=lambda: frozenset(each.ident for each in threading.enumerate() if each.ident)
+    )
+    """The threads that were there when it began, and belong to training."""
+    announced: list[frozenset[int] | None] = field(default_factory=list)
+    """Among which ranks collectives are expected, innermost last; None among any."""
+
+    def examine(self, call: Call) -> None:
+        group, here = call.group, threading.get_ident()
+        if group.is_scouts or group.size == 1:
+            return
+        if here != self.thread and here in self.others and not in_backward():
+            return
+        expected = self.announced[-1] if self.announced else frozenset()
+        if expected is None or (group.members is not None and expected.issuperset(group.members)):
+            return
+        raise UnannouncedError(f"it issues {_described(call)}, which a replay must not repeat")
+
+
+_running: list[_Replay] = []
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Refuse collectives in this block, except those of a block of ``announced`` inside it."""
+    if _running and _running[-1].thread == threading.get_ident() and not _running[-1].announced:
+        yield
+        return
+    replay = _Replay()
+    _running.append(replay)
+    try:
+        with examine(replay.examine):
+            yield
+    finally:
+        _running.remove(replay)
+
+
+@contextmanager
+def announced(ranks: Collection[int] | None = None) -> Iterator[None]:
+    """Let collectives pass in this block: those among some or all of these ranks; any, if None are given."""
+    replay = next((each for each in reversed(_running) if each.thread == threading.get_ident()), None)
+    if replay is None:
+        yield
+        return
+    replay.announced.append(None if ranks is None else frozenset(ranks))
+    try:
+        yield
+    finally:
+        replay.announced.pop()
+
+
+class Communication:
+    """Listens to what training itself issues while it runs something that may be replayed later."""
+
+    def __init__(self, expected: Collection[int] = ()) -> None:
+        """Collectives among some or all of the ``expected`` ranks are not noted."""
+        self._expected = frozenset(expected)
+        self._handle: Handle | None = None
+        self.found: str | None = None
+        """The first collective that a replay must not repeat, in words."""
+
+    def begin(self) -> None:
+        if self._handle is None:
+            self._handle = listen(self)
+
+    def end(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def before(self, call: Call) -> None:
+        group = call.group
+        is_expected = group.members is not None and self._expected.issuperset(group.members)
+        if self.found is None and not (group.is_scouts or group.size == 1 or is_expected or is_inert()):
+            self.found = _described(call)
+
+    def issued(self, call: Call, token: None, pending: Pending | None) -> None:
+        """What is issued is known before."""
+
+
+def _described(call: Call) -> str:
+    group = call.group
+    name = group.description if group.description not in ("", "undefined") else group.name
+    return f"{call.operation} among {group.size} ranks (process group {name})"
