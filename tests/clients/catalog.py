@@ -28,6 +28,8 @@ class Client:
     """Packages that must be installed."""
     patience: float = 1.0
     """How many times longer than others it may take: compilation, precisions that a CPU emulates."""
+    not_slowed: str = ""
+    """Why no layer of it can be made slow here, if so."""
     not_resumed: str = ""
     """Why it does not go on from our checkpoints, if so."""
     quick: bool = False
@@ -42,7 +44,9 @@ CLIENTS: dict[str, Client] = {
     "nanogpt": Client(language.fp32, quick=True),
     "nanogpt-bf16": Client(language.bf16, patience=3),
     "nanogpt-fp16": Client(language.fp16, patience=4),
-    "nanogpt-compiled": Client(language.compiled, patience=3),
+    "nanogpt-compiled": Client(
+        language.compiled, patience=3, not_slowed="not tried: compiled code cannot hold the hook"
+    ),
     "nanogpt-accumulation": Client(language.accumulation),
     "activation-offload": Client(language.activation_offload),
     "checkpointing": Client(language.checkpointing),
