@@ -278,15 +278,16 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flip(tensor: torch.Tensor) -> int:
-    """Change a bit in the upper half of the mantissa of one element; how many bits are different then."""
-    with torch.no_grad():
-        before = _bytes(tensor)
-        flat = tensor.detach().view(-1)  # of the memory itself, or this fails
-        index = int(flat.abs().argmax())
-        words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        words[index] ^= 1 << {2: 6, 4: 20, 8: 50}[flat.element_size()]
-        after = _bytes(tensor)
-    return sum((a ^ b).bit_count() for a, b in zip(before, after, strict=True))
+    """Change a bit in the upper half of the mantissa of one element; how many bits are different then.
+
+    Through the memory itself, as a fault does: what PyTorch counts as a write is the program's own.
+    """
+    before = _bytes(tensor)
+    memory = tensor.detach().view(-1)  # fails where that would be a copy
+    index, width = int(memory.abs().argmax()), memory.element_size()
+    words = memory.view({2: torch.int16, 4: torch.int32}[width]).numpy()
+    words[index] ^= 1 << {2: 6, 4: 20}[width]
+    return sum((a ^ b).bit_count() for a, b in zip(before, _bytes(tensor), strict=True))
 
 
 def _layer_names(model: nn.Module) -> list[str]:
