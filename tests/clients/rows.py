@@ -106,11 +106,7 @@ def _of_flip(client: Client, trained: Training) -> Result:
     found, certified = trained.incidents, trained.reports[0].certified
     details = _told(found)
     if not found:
-        words = f"missed; certified {certified}: {_covered(trained.reports)}"
-        # A weight that is wrong and unreported must not be in a state that is called certified, unless the
-        # status says what was not covered.
-        is_said = certified is None or certified < 32 or _is_incomplete(trained.reports)
-        return Result(client.flip == "declared" and is_said, words if is_said else f"**{words}**")
+        return Result(False, f"**missed; certified {certified}: {_covered(trained.reports)}**")
     wrong = [each for each in found if each.manifestation is not Manifestation.SDC or each.step < 32]
     first = found[0]
     words = f"{_ranks(first)} at step {first.step}"
@@ -236,12 +232,6 @@ def _named(found: list[Incident], manifestation: Manifestation) -> Result:
         return Result(True, f"{_ranks(found[0])} at step {found[0].step}")
     words = "; ".join(f"{each.manifestation.value}: {_ranks(each)}" for each in found) or "missed"
     return Result(False, f"**{words}**", details=_told(found))
-
-
-def _is_incomplete(reports: list[Report]) -> bool:
-    """Whether the status says that something is not covered."""
-    each_one = [report.status["replay"].get("covered", {}) for report in reports]
-    return any(covered.get("missing") for covered in each_one)
 
 
 def _covered(reports: list[Report]) -> str:
