@@ -49,6 +49,11 @@ class Job:
         self.model: nn.Module = DistributedDataParallel(self.net)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
+    @property
+    def length(self) -> int:
+        """Of the sequences of this step."""
+        return 8
+
     def attach(self, run_dir: Path, replay: ReplayConfig | None = EVERY_STEP, **settings: Any) -> Session:
         settings = {"observer": None, **settings}
         return enable_resiliency(self.model, self.optimizer, replay=replay, run_dir=run_dir, **settings)
@@ -61,7 +66,7 @@ class Job:
     def forward(self) -> torch.Tensor:
         self.step += 1
         self.optimizer.zero_grad()
-        tokens, targets = batch(self.step, self.rank)
+        tokens, targets = batch(self.step, self.rank, length=self.length)
         logits = self.model(tokens)
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

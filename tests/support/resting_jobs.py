@@ -31,7 +31,7 @@ class Resting:
     layout: str = "fsdp2"
     """Or ``tensor``: one replica, whose ranks all do different work."""
     steps: int = 20
-    replay: ReplayConfig = ReplayConfig(interval=5)
+    replay: ReplayConfig = ReplayConfig(interval=5)  # noqa: RUF009  frozen
     flip: tuple[int, int, str] | None = None
     """A rank, the step after whose update one of its bits changes, and of what: ``weight`` or a slot."""
     clipped: str = ""

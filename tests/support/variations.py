@@ -116,7 +116,7 @@ def fixed(step: int, rank: int) -> int:
 class Variation:
     """One job: what is trained, and how."""
 
-    net: Callable[[], Net] = Net
+    net: Callable[[], nn.Module] = Net
     optimizers: Callable[[Net], list[torch.optim.Optimizer]] = field(
         default=lambda net: [torch.optim.AdamW(net.parameters(), lr=1e-2)]
     )
@@ -169,6 +169,16 @@ def compiled_in_place() -> Net:
     return net
 
 
+def compiled_as_a_whole() -> nn.Module:
+    return torch.compile(Net(), backend="eager")  # aot_eager cannot run this norm backward
+
+
+def compiled_as_a_whole_in_place() -> Net:
+    net = Net(Smooth)
+    net.compile(backend="aot_eager", fullgraph=True)
+    return net
+
+
 def in_wrappers() -> Net:
     net = Net()
     for place, block in enumerate(net.trunk):
@@ -193,6 +203,8 @@ VARIATIONS: dict[str, Variation] = {
     "ties its embeddings": Variation(net=functools.partial(Net, tied=True)),
     "compiles its blocks": Variation(net=compiled_blocks),
     "compiles its blocks in place": Variation(net=compiled_in_place),
+    "compiles its model": Variation(net=compiled_as_a_whole, length=lengths_vary, evaluates=True),
+    "compiles its model in place": Variation(net=compiled_as_a_whole_in_place, microbatches=2),
     "has no wrapper": Variation(wrapped=False),
     "varies its sequence length": Variation(length=lengths_vary, evaluates=True),
     "evaluates, skips updates and clips": Variation(evaluates=True, skips=True, clips=True),

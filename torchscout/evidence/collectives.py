@@ -24,6 +24,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -241,7 +242,21 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
             call.release()
         return result
 
+    _hide_from_compiler(kernel.__code__)
     return kernel
+
+
+def _hide_from_compiler(code: CodeType) -> None:
+    """Let Dynamo compile neither this code nor what it calls.
+
+    DDP issues collectives while ``torch.compile(ddp)`` runs, and Dynamo would trace the kernels for them.
+    """
+    # Not torch.compiler.disable: it imports the compiler, which takes seconds.
+    compiler: Any = torch._C._dynamo.eval_frame
+    # Private, and seen in PyTorch 2.13 only: without it, tracing costs time and nothing else.
+    if hasattr(compiler, "set_code_exec_strategy") and hasattr(compiler, "_FrameExecStrategy"):
+        skip = compiler._FrameAction.SKIP
+        compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip))
 
 
 def _tell_before(handles: tuple[Handle, ...], call: Call) -> list[Any]:

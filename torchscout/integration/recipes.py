@@ -16,6 +16,7 @@ from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.replay.all_to_all import AllToAllRecipe
 from torchscout.evidence.replay.at_rest import AtRestRecipe
 from torchscout.evidence.replay.census import CensusRecipe, slots_of
+from torchscout.evidence.replay.compiled import CompiledCode
 from torchscout.evidence.replay.experts import ExpertsRecipe
 from torchscout.evidence.replay.layer import LayerRecipe
 from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
@@ -121,6 +122,7 @@ class _Job:
         self.ownership = Ownership()
         self._places: dict[tuple[str, ...], frozenset[int]] = {}
         self.device, self._optimizers = device_of_job(adapter), adapter.optimizers()
+        self._compiled = CompiledCode(adapter.model, self.device)
         self._surfaces: dict[torch.Tensor, Surface] = {
             each: surface for surface, each in adapter.parameters().items()
         }
@@ -178,11 +180,11 @@ class _Job:
 
     def modules(self, kind: str, parts: Sequence[Part]) -> Recipe:
         keepers = partial(self._keepers, role=Role.DENSE, reduces=kind == "layer")
-        return LayerRecipe(kind, _named(parts), self._surfaces, self.device, keepers)
+        return LayerRecipe(kind, _named(parts), self._surfaces, self.device, keepers, compiled=self._compiled)
 
     def experts(self, parts: Sequence[Part], shapes: Mapping[str, Sequence[Rows]]) -> Recipe:
         keepers = partial(self._keepers, role=Role.EXPERT, reduces=False)
-        return ExpertsRecipe(_named(parts), shapes, self._surfaces, self.device, keepers)
+        return ExpertsRecipe(_named(parts), shapes, self._surfaces, self.device, keepers, self._compiled)
 
     def _keepers(self, module: torch.nn.Module, *, role: Role, reduces: bool) -> Keepers:
         found, mesh, rank = self._adapter.keepers(module), self._mesh, self._rank
@@ -191,7 +193,9 @@ class _Job:
         is_mixed = mesh.layer_peers_of(rank, role) != mesh.peers_of(rank, role)
         route = route_of([*module.parameters()], mesh, rank, role) if reduces and found.modules else None
         copies = not (is_mixed or self.is_owned(role))
-        together = self._alike(role, "replica", "shard", "pipeline")
+        # A router may communicate with the ranks that its experts are spread over.
+        routed = frozenset(mesh.ranks_along("expert", rank, Role.EXPERT))
+        together = self._alike(role, "replica", "shard", "pipeline") | routed
         # Shards may be spread over context parallelism too.
         kept_among = self._alike(role, "pipeline") if found.modules else frozenset[int]()
         return replace(

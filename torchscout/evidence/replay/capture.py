@@ -31,7 +31,10 @@ _RESIZED = (
     "a tensor among its attributes had another shape in the context_parallel block, which shards it for "
     "the length of the block; a registered buffer is captured, an attribute is not"
 )
-_NOT_CALLED = "it was not called in this step, or only inside compiled code"
+_NOT_CALLED = (
+    "it was not called in this step, or only inside compiled code, in which replay finds a module only if "
+    "the compiled module is part of the model that torchscout was given and its parameters are not sharded"
+)
 _WITHOUT_GRADIENTS = (
     "it was called only without gradients: an evaluation, or activation checkpointing with "
     "use_reentrant=True, which replay cannot follow; use_reentrant=False it can"

@@ -12,7 +12,6 @@ all the same is found by comparing.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,9 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
-__all__ = ["Determinism", "autocast_as", "autocast_now", "deterministic", "is_compiled"]
+__all__ = ["Determinism", "autocast_as", "autocast_now", "deterministic"]
 
 _RAISED = "use_deterministic_algorithms"
 """In the message of every operator that refuses to run."""
@@ -51,14 +49,6 @@ def autocast_as(dtypes: Mapping[str, str | None]) -> Iterator[None]:
             autocast = torch.autocast(kind, dtype=chosen, enabled=dtype is not None, cache_enabled=False)
             contexts.enter_context(autocast)
         yield
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether the module, or a part of it, runs as compiled code."""
-    # Whoever compiled something has imported the compiler; importing it costs seconds.
-    compiler = sys.modules.get("torch._dynamo")
-    wrapper: type[nn.Module] | tuple[()] = () if compiler is None else compiler.OptimizedModule
-    return any(isinstance(each, wrapper) or each._compiled_call_impl is not None for each in module.modules())
 
 
 @dataclass(slots=True)

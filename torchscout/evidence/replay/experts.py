@@ -14,6 +14,7 @@ from torch import nn
 
 from torchscout.decision.record import Surface
 from torchscout.evidence.catalog.profile import Rows
+from torchscout.evidence.replay.compiled import CompiledCode
 from torchscout.evidence.replay.invocation import Invocation
 from torchscout.evidence.replay.layer import LayerRecipe, LayerReplay
 from torchscout.evidence.replay.recipe import Given
@@ -36,9 +37,10 @@ class ExpertsRecipe(LayerRecipe):
         surfaces: Mapping[torch.Tensor, Surface],
         device: torch.device,
         keepers: Callable[[nn.Module], Keepers] = lambda _: NOBODY,
+        compiled: CompiledCode | None = None,
     ) -> None:
         """``shapes`` of each module; one that has none is replayed as it was called."""
-        super().__init__("experts", modules, surfaces, device, keepers, Role.EXPERT)
+        super().__init__("experts", modules, surfaces, device, keepers, Role.EXPERT, compiled)
         chosen: dict[str, Sequence[Rows | None]] = {name: shapes.get(name) or [None] for name in modules}
         most = max(map(len, chosen.values()), default=0)
         self._turns: list[tuple[int, Rows | None]] = [

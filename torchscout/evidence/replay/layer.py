@@ -19,7 +19,8 @@ from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay import alignment
 from torchscout.evidence.replay.capture import WRITES, Capture
-from torchscout.evidence.replay.conditions import Determinism, autocast_as, deterministic, is_compiled
+from torchscout.evidence.replay.compiled import CompiledCode, SavedCall, eagerly, is_compiled
+from torchscout.evidence.replay.conditions import Determinism, autocast_as, deterministic
 from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.guard import UnannouncedError, announced
 from torchscout.evidence.replay.invocation import Invocation, is_floating
@@ -57,11 +58,14 @@ class LayerRecipe:
         device: torch.device,
         keepers: Callable[[nn.Module], Keepers] = lambda _: NOBODY,
         role: Role = Role.DENSE,
+        compiled: CompiledCode | None = None,
     ) -> None:
         self.kind, self.role = kind, role
         self.targets = self._names = tuple(modules)
         self._modules, self._surfaces, self._device = tuple(modules.values()), surfaces, device
-        self._keepers = keepers
+        self._keepers, self._compiled = keepers, compiled
+        if compiled is not None:
+            compiled.expect(self._modules)
         self._determinism = [Determinism() for _ in self._modules]
         """What was learned of each module, for all later checks."""
         self._refused: dict[nn.Module, str] = {}
@@ -83,23 +87,30 @@ class LayerRecipe:
         awaken(self._keepers(module))
         return recalled(given.call, module, self._device, given.tensors)
 
-    def _replay(self, place: int, is_source: bool, call: Invocation | None = None) -> LayerReplay:
+    def _replay(self, place: int, is_source: bool, call: Invocation | SavedCall | None = None) -> LayerReplay:
         module, name = self._modules[place], self._names[place]
         trained = {path: each for path, each in module.named_parameters() if each.requires_grad}
         if not all(each in self._surfaces for each in trained.values()):
             raise ReplayError("it has a parameter that was not there when replay was attached")
         named = {f"{self._surfaces[each]}.grad": path for path, each in trained.items()}
+        keepers = self._keepers(module)
+        # Where parameters are gathered, an eager pass over a whole model would communicate.
+        compiled = None if keepers.modules else self._compiled
+        is_eager = compiled is not None and compiled.has_inside(module)
+        if compiled is not None and is_eager and call is None:
+            call = compiled.call_of(module, is_source=is_source)
         replay = LayerReplay(
             name,
             module,
             named,
             self._device,
             is_source=is_source,
-            keepers=self._keepers(module),
+            keepers=keepers,
             kind=self.kind,
             call=call,
         )
         replay.determinism, replay.refused = self._determinism[place], self._refused
+        replay.is_eager = is_eager
         return replay
 
 
@@ -116,7 +127,7 @@ class LayerReplay:
         is_source: bool,
         keepers: Keepers = NOBODY,
         kind: str = "layer",
-        call: Invocation | None = None,
+        call: Invocation | SavedCall | None = None,
     ) -> None:
         """``call`` is what to replay, where it is not training's next one."""
         self._name, self._module, self._device, self._is_source = name, module, device, is_source
@@ -136,12 +147,13 @@ class LayerReplay:
         """Which of its passes can run under strict deterministic algorithms."""
         self.refused: dict[nn.Module, str] = {}
         """Filled in where a replay was refused for good; the recipe's."""
-        self._own = call
+        self.is_eager = False
+        """Whether to run it eagerly though training compiles it: see ``compiled``."""
+        self._own = call if isinstance(call, Invocation) else None
         """This rank's call; until it is over, None."""
-        is_to_come = call is None and not self._refusal
-        self._capture = (
-            Capture(module, device, keep=is_source, expected=keepers.expected) if is_to_come else None
-        )
+        self._capture: Capture | SavedCall | None = call if isinstance(call, SavedCall) else None
+        if call is None and not self._refusal:
+            self._capture = Capture(module, device, keep=is_source, expected=keepers.expected)
         self._call: Invocation | None = None
         """The source's call: room for it first, its values once aligned."""
         self._buffers: dict[str, torch.Tensor] = {}
@@ -187,7 +199,7 @@ class LayerReplay:
         # Compiled code is the module's own; otherwise layers of one shape run the same kernels.
         assert self._call is not None, "prepared first"
         first = next((leaf.shape for leaf in self._call.leaves if isinstance(leaf, torch.Tensor)), ())
-        return self._name if is_compiled(self._module) else "", tuple(first)
+        return self._name if self._runs_compiled else "", tuple(first)
 
     def comparisons(self) -> list[Comparison]:
         assert self._call is not None, "prepared first"
@@ -278,7 +290,7 @@ class LayerReplay:
         """Around one pass: deterministic kernels, as far as there are any; compiled code has its own."""
         mode = deterministic(strict=passed not in self.determinism.relaxed)
         try:
-            with nullcontext() if is_compiled(self._module) else mode:
+            with nullcontext() if self._runs_compiled else mode:
                 yield
         except UnannouncedError as error:
             self.refused[self._module] = str(error)
@@ -300,9 +312,13 @@ class LayerReplay:
     def _as_in_training(self) -> Iterator[None]:
         assert self._call is not None, "prepared first"
         untouched = preserved(self._module, self._buffers, self._call.randomness.seed)
-        attention = self._call.attention.again()
-        with unmoved(self._device), untouched, attention, torch.enable_grad():
+        attention, mode = self._call.attention.again(), eagerly() if self.is_eager else nullcontext()
+        with mode, unmoved(self._device), untouched, attention, torch.enable_grad():
             yield
+
+    @property
+    def _runs_compiled(self) -> bool:
+        return not self.is_eager and is_compiled(self._module)
 
     def _timed(self, seen: Observation, suffix: str) -> AbstractContextManager[None]:
         communication = f"{self._communication}{{}}{suffix}@"
