@@ -166,17 +166,21 @@ def resumed(name: str, folder: Path, _: int) -> Result:
     first = _train(name, trial, ranks=ranks)
     if "exit code -9" not in first.failure:
         return Result(False, f"**{_brief(first.failure) or 'not killed'}**", details=first.failure)
+    if said := incidents(folder / "run"):
+        return _accusation(said)
     trained = _train(name, replace(trial, run_dir=folder / "again", end=None), ranks=ranks)
+    return _went_on(name, trained, trial.steps)
+
+
+def _went_on(name: str, trained: Training, steps: int) -> Result:
+    """Whether a restarted client has gone on as it would have without the restart."""
     if trained.failure:
         return Result(False, f"**{_brief(trained.failure)}**", details=trained.failure)
-    step = trained.reports[0].resumed
-    if problem := _problem(name, trained, trial.steps, first=min(trained.reports[0].bits)) or _accused(
-        trained
-    ):
-        return problem
-    if not step:
-        return Result(False, "**began anew**", details=str(trained.reports[0].status.get("replay")))
-    return Result(True, f"from step {step}, bitwise")
+    report = trained.reports[0]
+    if not report.resumed:
+        return Result(False, "**began anew**", details=str(report.status.get("replay")))
+    problem = _problem(name, trained, steps, first=min(report.bits)) or _accused(trained)
+    return problem or Result(True, f"from step {report.resumed}, bitwise")
 
 
 ROWS: dict[str, Callable[[str, Path, int], Result]] = {
@@ -218,11 +222,14 @@ def _problem(name: str, trained: Training, steps: int, first: int = 1) -> Result
 
 
 def _accused(trained: Training) -> Result | None:
-    if not trained.incidents:
-        return None
-    first = trained.incidents[0]
+    return _accusation(trained.incidents) if trained.incidents else None
+
+
+def _accusation(found: list[Incident]) -> Result:
+    """Incidents of a healthy job."""
+    first = found[0]
     words = f"**{first.manifestation.value} reported though healthy: {_ranks(first)}, step {first.step}**"
-    return Result(False, words, details=_told(trained.incidents))
+    return Result(False, words, details=_told(found))
 
 
 def _named(found: list[Incident], manifestation: Manifestation) -> Result:
