@@ -7,6 +7,7 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from tests.clients.catalog import CLIENTS, NOT_RUN
 from tests.clients.rows import ROWS, Result, run
 
 __all__ = ["markdown"]
+
+BEGIN, END = "<!-- clients -->", "<!-- end of clients -->"
 
 Found = Mapping[str, Mapping[str, Mapping[str, object]]]
 """By client and row, the fields of its ``Result``."""
@@ -44,6 +47,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="of the healthy row")
     parser.add_argument("--output", type=Path, help="JSON of all results; what it has is not run again")
     parser.add_argument("--only-print", action="store_true", help="the table of what --output has")
+    parser.add_argument("--insert", type=Path, help="a Markdown file that gets the table between its marks")
     return parser.parse_args()
 
 
@@ -63,13 +67,25 @@ def main() -> None:
             _say(name, row, result)
             if asked.output is not None:
                 _write(asked.output, found)
-    print(markdown(found))
+    table = markdown(found)
+    print(table)
+    if asked.insert is not None:
+        _insert(asked.insert, table)
 
 
 def _say(name: str, row: str, result: Result) -> None:
     print(f"{'ok  ' if result.ok else 'FAIL'} {name} {row}: {result.words} ({result.seconds} s)", flush=True)
     if result.details and not result.ok:
         print("     " + result.details.replace("\n", "\n     "), flush=True)
+
+
+def _insert(path: Path, table: str) -> None:
+    before, _, rest = path.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{path} has no {BEGIN} and {END}")
+    made = f"{date.today()}, Python {platform.python_version()}, torch {torch.__version__}:"
+    path.write_text(f"{before}{BEGIN}\n{made}\n\n{table}\n{END}{after}")
 
 
 def _write(path: Path, found: Found) -> None:
