@@ -81,6 +81,10 @@ class Ownership:
         """Whether a difference is by design whatever it looks like."""
         return self.is_before_training or (surface in self.differed and surface not in self.replicated)
 
+    def is_owned(self, surface: Surface) -> bool:
+        """Whether peers hold different ones, as far as is known."""
+        return surface in self.owned or self.is_local(surface)
+
     def learn(self, compared: Collection[Surface], owned: Mapping[Surface, str]) -> None:
         """What a comparison of these surfaces has shown."""
         if self.is_before_training:

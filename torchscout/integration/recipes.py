@@ -120,6 +120,7 @@ class _Job:
     def __init__(self, adapter: Adapter, mesh: Mesh | None, rank: int, budget: float | None = None) -> None:
         self._adapter, self._mesh, self._rank, self._budget = adapter, mesh, rank, budget
         self.ownership = Ownership()
+        self._updating: list[OptimizerRecipe] = []
         self._places: dict[tuple[str, ...], frozenset[int]] = {}
         self.device, self._optimizers = device_of_job(adapter), adapter.optimizers()
         self._compiled = CompiledCode(adapter.model, self.device)
@@ -159,6 +160,8 @@ class _Job:
 
         def state() -> dict[Surface, torch.Tensor]:
             found = {**owned, **slots_of(surfaces, self._optimizers)}
+            # A replica whose copy is wrong would hand it on to all, in whose eyes it is right then.
+            found |= {name: each for recipe in self._updating for name, each in recipe.gathered().items()}
             if learned := self.ownership.owned:
                 every = {**shared, **slots_of(others, self._optimizers)}
                 found |= {name: each for name, each in every.items() if name in learned}
@@ -169,18 +172,27 @@ class _Job:
             self._optimizers,
             kind,
             budget=self._budget,
-            is_learned=lambda: bool(owned or self.ownership.owned),
+            is_learned=lambda: bool(
+                owned or self.ownership.owned or any(each.gathered() for each in self._updating)
+            ),
         )
 
     def updates(self, kind: str, parameters: _Parameters, role: Role, *, owned: bool = False) -> Recipe:
         is_owned = owned or self.is_owned(role)
-        return OptimizerRecipe(
+        recipe = OptimizerRecipe(
             parameters, self._optimizers, self.device, owned=is_owned, kind=kind, role=role
         )
+        recipe.is_owned = self.ownership.is_owned
+        self._updating.append(recipe)
+        return recipe
 
     def modules(self, kind: str, parts: Sequence[Part]) -> Recipe:
         keepers = partial(self._keepers, role=Role.DENSE, reduces=kind == "layer")
-        return LayerRecipe(kind, _named(parts), self._surfaces, self.device, keepers, compiled=self._compiled)
+        recipe = LayerRecipe(
+            kind, _named(parts), self._surfaces, self.device, keepers, compiled=self._compiled
+        )
+        recipe.is_owned = self.ownership.is_owned
+        return recipe
 
     def experts(self, parts: Sequence[Part], shapes: Mapping[str, Sequence[Rows]]) -> Recipe:
         keepers = partial(self._keepers, role=Role.EXPERT, reduces=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,8 +27,11 @@ from torchscout.decision.timings import Timings
 from torchscout.evidence.replay.at_rest import AT_REST, AtRestRecipe
 from torchscout.evidence.replay.cadence import Cadence
 from torchscout.evidence.replay.census import CensusRecipe
+from torchscout.evidence.replay.experts import ExpertsRecipe
 from torchscout.evidence.replay.judgement import Context, judge
 from torchscout.evidence.replay.keepsakes import Keepsakes
+from torchscout.evidence.replay.layer import LayerRecipe
+from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
 from torchscout.evidence.replay.recipe import ABSENT, Comparison, Mode, Recipe, StandingRecipe
 from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
@@ -97,6 +101,7 @@ class Replaying:
         """``links`` to this rank's peers: see ``evidence.replay.replayer.PeersFor``."""
         self._guard, self._settle = guard, settle
         self._config, self._wanted = config, config
+        _keep_common(recipes, links)
         self._recipes, self._kinds = recipes, {each.kind for each in recipes}
         self._rotation = Rotation({each.kind: len(each.targets) for each in recipes}, config.intervals)
         self._replayer = Replayer(recipes, self._rotation, links)
@@ -373,6 +378,18 @@ class Replaying:
         if self._config.budget is not None and self._device.type == "cuda":
             torch.cuda.synchronize()
         return time.monotonic()
+
+
+def _keep_common(recipes: Sequence[Recipe], links: Callable[[Role, bool], PeerLinks]) -> None:
+    """Peers replay the same at the same time: what only some of them have is left out."""
+    for recipe in recipes:
+        if not isinstance(recipe, LayerRecipe | OptimizerRecipe) or isinstance(recipe, ExpertsRecipe):
+            continue  # shapes of experts come from a catalog that is the same everywhere
+        channel = links(recipe.role, recipe.is_gathered).metadata
+        names = [json.loads(each) for each in channel.gather(json.dumps(recipe.targets).encode())]
+        if any(each != names[0] for each in names):
+            common = set.intersection(*map(set, names))
+            recipe.keep([each for each in names[0] if each in common])
 
 
 def _changeable(config: ReplayConfig) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class AtRestRecipe:
         budget: float | None = None,
         is_learned: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``state`` is what to watch now; ``is_learned`` whether any peer has something to watch.
+        """``state`` is what to watch now; ``is_learned`` whether there is anything.
 
         ``budget`` is the share of a step's time that watching may take; None watches everything.
         """
@@ -261,16 +261,19 @@ class _AtRest:
         self._recipe = recipe
         self._changed: list[tuple[int, Surface]] = []
         """After which step what has changed."""
+        self._is_watched = True
+        """Whether any peer has something to watch."""
 
     def describe(self) -> Any:
         if not self._recipe.is_learned:
-            return []
+            return {"watches": False, "changed": []}
         windows = self._recipe.windows()
         self._changed = [(each.step, name) for each in windows for name in each.changed()]
-        return sorted({step for step, _ in self._changed})
+        return {"watches": True, "changed": sorted({step for step, _ in self._changed})}
 
     def prepare(self, descriptions: Sequence[Any], source: int) -> None:  # noqa: ARG002  nothing is sent
-        peers = Counter(step for steps in descriptions for step in steps)
+        self._is_watched = any(each["watches"] for each in descriptions)
+        peers = Counter(step for each in descriptions for step in each["changed"])
         often = Counter(name for _, name in self._changed)
         written = {name for step, name in self._changed if peers[step] > 1 or often[name] > 1}
         self._recipe.leave_out(written)
@@ -285,7 +288,7 @@ class _AtRest:
         return "", ()
 
     def comparisons(self) -> list[Comparison]:
-        return [Comparison(AT_REST, Mode.STATE, right=UNCHANGED)] if self._recipe.is_learned else []
+        return [Comparison(AT_REST, Mode.STATE, right=UNCHANGED)] if self._is_watched else []
 
     def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
         words = "\n".join(f"{step} {name}" for step, name in self._changed)

@@ -17,13 +17,16 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
 
 from torchscout.errors import ReplayError
 from torchscout.evidence.call import Call
 from torchscout.evidence.collectives import Handle, Pending, examine, listen
-from torchscout.evidence.hearing import in_backward, is_inert
+from torchscout.evidence.hearing import in_backward, is_inert, is_nested_step
 
-__all__ = ["Communication", "UnannouncedError", "announced", "guarded"]
+__all__ = ["Communication", "StepCommunication", "UnannouncedError", "announced", "guarded"]
 
 
 class UnannouncedError(ReplayError):
@@ -113,6 +116,53 @@ class Communication:
 
     def issued(self, call: Call, token: None, pending: Pending | None) -> None:
         """What is issued is known before."""
+
+
+class StepCommunication:
+    """Whether an optimizer's ``step`` issues collectives, found out in its first step and in those that are
+    to be replayed. Such an update is never repeated: ranks would not issue the same."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._communication = Communication()
+        self._is_wanted = True
+        """Whether to listen to the next step."""
+        self.has_heard = False
+        """Whether a step was listened to, or is right now."""
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        # The hooks stay: PyTorch does not permit that one be removed while an optimizer steps.
+        self._hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._begin()))
+        self._hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._end()))
+
+    def close(self) -> None:
+        self._communication.end()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def listen(self) -> None:
+        """Listen to the next step."""
+        self._is_wanted = True
+
+    @property
+    def communicates(self) -> bool:
+        return self._communication.found is not None
+
+    def refuse(self) -> None:
+        """Raise a ``ReplayError`` if it does."""
+        if (found := self._communication.found) is not None:
+            kind = type(self._optimizer).__name__
+            raise ReplayError(f"the step of {kind} issues {found}, which a replay must not repeat")
+
+    def _begin(self) -> None:
+        if self._is_wanted and not is_nested_step(self._optimizer):
+            self._is_wanted, self.has_heard = False, True
+            self._communication.begin()
+
+    def _end(self) -> None:
+        if not is_nested_step(self._optimizer):
+            self._communication.end()
 
 
 def _described(call: Call) -> str:

@@ -68,8 +68,17 @@ class LayerRecipe:
             compiled.expect(self._modules)
         self._determinism = [Determinism() for _ in self._modules]
         """What was learned of each module, for all later checks."""
+        self.is_owned: Callable[[Surface], bool] = lambda _: False
+        """Whether peers hold different ones of a parameter by design: then they compute different things."""
         self._refused: dict[nn.Module, str] = {}
         """Modules that issue collectives of their own, with the reason why they are not replayed."""
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Replay these modules only, in this order."""
+        places = [self._names.index(name) for name in names]
+        self.targets = self._names = tuple(names)
+        self._modules = tuple(self._modules[place] for place in places)
+        self._determinism = [self._determinism[place] for place in places]
 
     def kept_as(self, target: int) -> str:
         return self.targets[target]
@@ -92,6 +101,9 @@ class LayerRecipe:
         trained = {path: each for path, each in module.named_parameters() if each.requires_grad}
         if not all(each in self._surfaces for each in trained.values()):
             raise ReplayError("it has a parameter that was not there when replay was attached")
+        surfaces = (self._surfaces.get(each, "") for each in module.parameters())
+        if owned := [surface for surface in surfaces if self.is_owned(surface)]:
+            raise ReplayError(f"peers hold different ones of {owned[0]} by design")
         named = {f"{self._surfaces[each]}.grad": path for path, each in trained.items()}
         keepers = self._keepers(module)
         # Where parameters are gathered, an eager pass over a whole model would communicate.

@@ -8,7 +8,7 @@ optimizer are not compared here: a census of all state does that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from torchscout.evidence.replay.alignment import (
     refuse,
     room_for,
 )
-from torchscout.evidence.replay.guard import Communication
+from torchscout.evidence.replay.guard import StepCommunication
 from torchscout.evidence.replay.optimizer_clone import (
     FAILURES,
     Blueprint,
@@ -108,9 +108,18 @@ class OptimizerRecipe:
         self._is_owned = owned
         """Whether each rank is the only one to hold its part: then its own result is held against what its
         peers compute from the same values."""
+        self.is_owned: Callable[[Surface], bool] = lambda _: False  # by design, on each peer another one
         self._begun: Counter[int] = Counter()
         self._separability = Separability()
-        self._communication = {each: _Listening(each) for each in {one.optimizer for one in self._owned}}
+        self._communication = {
+            each: StepCommunication(each) for each in {one.optimizer for one in self._owned}
+        }
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Replay updates of these parameters only, in this order."""
+        owned = {each.name: each for each in self._owned}
+        self._owned = [owned[name] for name in names]
+        self.targets = tuple(names)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -118,12 +127,13 @@ class OptimizerRecipe:
 
     def recomputed(self, refused: Collection[str]) -> list[Optimizer]:
         """Those of which an update is, or will be, where ``refused`` has what is never replayed."""
-        heard = self._communication
-        return [
-            each.optimizer
-            for each in self._owned
-            if not heard[each.optimizer].communicates and f"{each.name}/{self.kind}" not in refused
-        ]
+        owners = (each.optimizer for each in self._owned if f"{each.name}/{self.kind}" not in refused)
+        return [each for each in owners if not self._communication[each].communicates]
+
+    def gathered(self) -> dict[Surface, torch.Tensor]:
+        """Parameters of optimizers that communicate: what one rank makes of its own, all may receive."""
+        moved = [each for each in self._owned if self._communication[each.optimizer].communicates]
+        return {each.name: each.parameter for each in moved}
 
     def start(self) -> None:
         for each in self._communication.values():
@@ -138,8 +148,12 @@ class OptimizerRecipe:
 
     def begin(self, target: int, *, is_source: bool) -> OptimizerReplay:
         """From now on, the owner's next step is captured; each time the target's next slice of it."""
+        if self.is_owned(self.targets[target]):
+            raise ReplayError("peers hold different ones of it by design")
         replay = OptimizerReplay(self._owned[target], self._device, is_source=is_source, owned=self._is_owned)
-        replay.watch(self._separability, self._begun[target], self._communication[replay.optimizer])
+        replay.watch(
+            self._separability, self._begun[target], self._communication[self._owned[target].optimizer]
+        )
         self._begun[target] += 1
         return replay
 
@@ -242,17 +256,13 @@ class OptimizerReplay:
         self._blueprint: Blueprint | None = None
         self._descriptions: dict[str, Any] = {}
         self._tensors: list[torch.Tensor] = []
-        self._communication: _Listening | None = None
+        self._communication: StepCommunication | None = None
         self._separability: Separability | None = None
         """To be asked whether the slice that was captured can be updated alone, if that is not known yet."""
         self._unreduced: torch.Tensor | None = None
         """This rank's summand of the gradient, where ranks have yet to add it up."""
 
-    @property
-    def optimizer(self) -> Optimizer:
-        return self._target.optimizer
-
-    def watch(self, separability: Separability, count: int, communication: _Listening) -> None:
+    def watch(self, separability: Separability, count: int, communication: StepCommunication) -> None:
         """Capture at each step of the optimizer, until ``describe``; the last one counts."""
         target, obstacle = self._target, None
         self._communication = communication
@@ -420,53 +430,6 @@ class OptimizerReplay:
         """Only of slots that were there before: what a first step creates is compared from the second on."""
         assert self._blueprint is not None
         return {name: Surface(f"optimizer/slot.{name}") for name in self._blueprint.slots}
-
-
-class _Listening:
-    """Whether an optimizer's ``step`` issues collectives, found out in its first step and in those that are
-    to be replayed. Such an update is never repeated: ranks would not issue the same."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._communication = Communication()
-        self._is_wanted = True
-        """Whether to listen to the next step."""
-        self.has_heard = False
-        """Whether a step was listened to, or is right now."""
-        self._hooks: list[Any] = []
-
-    def start(self) -> None:
-        # The hooks stay: PyTorch does not permit that one be removed while an optimizer steps.
-        self._hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._begin()))
-        self._hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._end()))
-
-    def close(self) -> None:
-        self._communication.end()
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def listen(self) -> None:
-        """Listen to the next step."""
-        self._is_wanted = True
-
-    @property
-    def communicates(self) -> bool:
-        return self._communication.found is not None
-
-    def refuse(self) -> None:
-        """Raise a ``ReplayError`` if it does."""
-        if (found := self._communication.found) is not None:
-            kind = type(self._optimizer).__name__
-            raise ReplayError(f"the step of {kind} issues {found}, which a replay must not repeat")
-
-    def _begin(self) -> None:
-        if self._is_wanted and not is_nested_step(self._optimizer):
-            self._is_wanted, self.has_heard = False, True
-            self._communication.begin()
-
-    def _end(self) -> None:
-        if not is_nested_step(self._optimizer):
-            self._communication.end()
 
 
 def _is_frozen(parameter: torch.Tensor) -> bool:
