@@ -62,7 +62,8 @@ def answering(rank: int, questions: Iterator[tuple[str, Trial]]) -> Iterator[Rep
 def run(row: str, name: str, steps: int = 60) -> Result:
     """One client in one row; ``steps`` is for the healthy one."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="scout-client-") as folder:
+    # An observer may outlive its rank for a moment, and still write there.
+    with tempfile.TemporaryDirectory(prefix="scout-client-", ignore_cleanup_errors=True) as folder:
         result = ROWS[row](name, Path(folder), steps)
     return replace(result, seconds=round(time.monotonic() - began, 1))
 
