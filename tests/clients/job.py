@@ -1,0 +1,328 @@
+"""One rank of a client: its own training loop, with torchscout attached to it or not, and what happens to it.
+
+A client is a function that trains as its author wrote it. It knows three things of this file: it calls
+``attach`` once, where a user would call ``enable_resiliency``, goes over ``steps``, and takes its rank from
+here. Whether torchscout is attached at all, and which fault comes when, is the ``Trial``'s to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
+from torchscout.decision.record import Incident
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.faults.when import since
+from torchscout.integration.attach import enable_resiliency
+from torchscout.integration.session import Session
+
+__all__ = ["Job", "Report", "Trial", "local_of"]
+
+SLEEP_SECONDS = 8.0
+"""How long a late rank sleeps: longer than ``floor_seconds`` of a trial with a late rank."""
+SLOW_SECONDS = 0.3
+"""What a slow rank needs more for each of its layers; on a CPU less than 0.1 s is not an incident."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a client is trained. Faults are a rank and a step; nothing happens where they are None."""
+
+    steps: int = 60
+    run_dir: Path | None = None
+    """None trains without torchscout."""
+    interval: int = 5
+    floor_seconds: float = 30.0
+    """No healthy step of these clients takes as long, whatever else the machine does."""
+    attach_after: int = 0
+    """Steps that are trained before torchscout is attached."""
+    close_after: int | None = None
+    """The step after which the session is closed, and training goes on."""
+    flip: tuple[int, int] | None = None
+    """A bit of a weight changes between the update before this step and the step."""
+    slow: tuple[int, int] | None = None
+    """Every layer takes longer from this step on."""
+    sleep: tuple[int, int] | None = None
+    """The rank sleeps before this step, and goes on."""
+    kill: tuple[int, int] | None = None
+    """The rank is killed before this step."""
+    end: int | None = None
+    """All ranks are killed before this step."""
+    checkpoints: Path | None = None
+    """Where checkpoints are kept; training goes on from the newest."""
+
+
+@dataclass
+class Report:
+    """What one rank has seen."""
+
+    bits: dict[int, str] = field(default_factory=dict)
+    """A digest of all that training leaves on this rank, after each step."""
+    incidents: list[Incident] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+    certified: int | None = None
+    certified_at: dict[int, int] = field(default_factory=dict)
+    """The certified step, after the steps that changed it."""
+    changed: int = 0
+    """Bits that a flip has changed."""
+    fired: int = 0
+    """How often a slow layer was seen to be slow."""
+    hooks_left: int = 0
+    """Hooks on models and optimizers after ``close`` that were not there before."""
+    resumed: int = 0
+    """The step of the checkpoint that training went on from."""
+    seconds: float = 0.0
+    """Of training."""
+
+
+class Position:
+    """How far a loop is. An optimizer may leave updates out, so that its steps are not those of the loop."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+class Job:
+    """What a client's loop calls."""
+
+    def __init__(self, rank: int, trial: Trial) -> None:
+        warnings.filterwarnings("ignore")
+        logging.getLogger("torchscout").setLevel(logging.CRITICAL)  # incidents are read, not printed
+        self.rank, self.world, self._trial = rank, dist.get_world_size(), trial
+        self.report = Report()
+        self.session: Session | None = None
+        self._model: Any = None
+        self._optimizer: Any = None
+        self._modules: Sequence[nn.Module] = ()
+        self._optimizers: Sequence[Any] = ()
+        self._states: Mapping[str, Any] = {}
+        self._settings: dict[str, Any] = {}
+        self._also: Callable[[], Iterable[Any]] = tuple
+        self._weight: Callable[[], torch.Tensor] | None = None
+        self._injector: Injector | None = None
+        self._hooks = 0
+        self._position = Position()
+        torch.manual_seed(0)
+
+    def attach(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        states: Mapping[str, Any] | None = None,
+        also: Callable[[], Iterable[Any]] = tuple,
+        weight: Callable[[], torch.Tensor] | None = None,
+        slow: tuple[Any, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Where a user calls ``enable_resiliency(model, optimizer, **settings)``.
+
+        ``states`` is what a user registers for checkpoints, ``also`` what else training leaves behind (it is
+        compared bit for bit), ``weight`` what a flip changes if not the first matrix that is trained.
+        ``slow`` is the model and the optimizer as an injector wants them, if not those that are attached.
+        """
+        self._model, self._optimizer, self._settings = model, optimizer, settings
+        self._modules = _listed(model)
+        self._optimizers = [each for each in _listed(optimizer) if isinstance(each, torch.optim.Optimizer)]
+        self._states, self._also, self._weight = states or {}, also, weight
+        torch.manual_seed(1000 + self.rank)  # dropout is each rank's own
+        bare, updates = slow if slow else (_bare(self._modules[0]), self._optimizers[-1])
+        self._injector = Injector(self._slowness(bare), self.rank, bare, updates)
+        self._hooks = self._count_hooks()
+        if self._trial.attach_after == 0:
+            self._attach()
+
+    def steps(self) -> Iterator[int]:
+        """The steps to train, counted from 1, or from the checkpoint on."""
+        for step in range(self.first_step, self._trial.steps + 1):
+            self.begin(step)
+            yield step
+            self.end(step)
+
+    @property
+    def first_step(self) -> int:
+        return self._position.step + 1
+
+    @property
+    def last_step(self) -> int:
+        return self._trial.steps
+
+    def begin(self, step: int) -> None:
+        """Between the update of the step before and this step."""
+        trial = self._trial
+        if self.session is None and trial.attach_after and step == trial.attach_after + 1:
+            self._attach()
+        if trial.flip == (self.rank, step):
+            self.report.changed = _flip(local_of(self._weight() if self._weight else self._first_matrix()))
+        if trial.sleep == (self.rank, step):
+            time.sleep(SLEEP_SECONDS)
+        if trial.end == step:
+            dist.barrier()
+        if trial.kill == (self.rank, step) or trial.end == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self, step: int) -> None:
+        """After the step's update."""
+        self._position.step = step
+        self.report.bits[step] = self._digest()
+        if self.session is None:
+            return
+        if (certified := self.session.certified) is not None and certified != self.report.certified:
+            self.report.certified = self.report.certified_at[step] = certified
+        if step == self._trial.close_after:
+            self._close()
+
+    def finish(self) -> Report:
+        """After the client's own end."""
+        if self.session is not None:
+            dist.barrier()  # an incident that any rank had to write is written
+            self._close()
+        assert self._injector is not None
+        self.report.fired = len(self._injector.fired)
+        return self.report
+
+    def _attach(self) -> None:
+        trial = self._trial
+        if trial.run_dir is None:
+            return
+        kept = None
+        if trial.checkpoints is not None:
+            os.environ["TORCHSCOUT_MEMORY"] = str(trial.checkpoints / "memory")
+            kept = CheckpointConfig(trial.checkpoints / "files", persist_every=1)
+        self.session = session = enable_resiliency(
+            self._model,
+            self._optimizer,
+            replay=ReplayConfig(interval=trial.interval),
+            observer=ObserverConfig(floor_seconds=trial.floor_seconds, address="127.0.0.1"),
+            checkpoint=kept,
+            run_dir=trial.run_dir,
+            **self._settings,
+        )
+        if kept is not None:
+            for name, state in {**self._states, "position": self._position}.items():
+                session.register_state(name, state)
+            self.report.resumed = session.resume().step
+        elif trial.attach_after:
+            session.go_on_from(trial.attach_after)
+
+    def _close(self) -> None:
+        session, self.session = self.session, None
+        assert session is not None
+        report = self.report
+        report.incidents, report.status = session.incidents, dict(session.status())
+        report.certified = session.certified
+        session.close()
+        report.failures = list(session.failures)
+        report.hooks_left = self._count_hooks() - self._hooks
+
+    def _slowness(self, model: nn.Module) -> Faults:
+        if self._trial.slow is None:
+            return Faults()
+        rank, step = self._trial.slow
+        faults = Faults()
+        for name in _layer_names(model):
+            faults = faults.delay(
+                rank=rank, at=f"{name}/forward", step=since(step), seconds=SLOW_SECONDS, calls=None
+            )
+        return faults
+
+    def _first_matrix(self) -> torch.Tensor:
+        each_one = (p for model in self._modules for p in model.parameters())
+        return next(p for p in each_one if p.requires_grad and p.ndim > 1 and local_of(p).numel())
+
+    def _digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for model in self._modules:
+            # Megatron's wrapper has a list of its own under this name.
+            for each in (*model.parameters(), *nn.Module.buffers(model)):
+                _add(digest, each)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                _add(digest, [group["lr"], *(optimizer.state.get(each, {}) for each in group["params"])])
+        _add(digest, [*self._also()])
+        _add(digest, torch.get_rng_state())
+        return digest.hexdigest()
+
+    def _count_hooks(self) -> int:
+        modules = [each for model in self._modules for each in model.modules()]
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        of_modules = sum(len(getattr(each, kind)) for each in modules for kind in kinds)
+        named = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        return of_modules + sum(len(getattr(each, kind, ())) for each in self._optimizers for kind in named)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _flip(tensor: torch.Tensor) -> int:
+    """Change a bit in the upper half of the mantissa of one element; how many bits are different then.
+
+    Through the memory itself, as a fault does: what PyTorch counts as a write is the program's own.
+    """
+    before = _bytes(tensor)
+    memory = tensor.detach().view(-1)  # fails where that would be a copy
+    index, width = int(memory.abs().argmax()), memory.element_size()
+    words = memory.view({2: torch.int16, 4: torch.int32}[width]).numpy()
+    words[index] ^= 1 << {2: 6, 4: 20}[width]
+    return sum((a ^ b).bit_count() for a, b in zip(before, _bytes(tensor), strict=True))
+
+
+def _layer_names(model: nn.Module) -> list[str]:
+    """The members of the first list of modules, or what the model consists of."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
+            return [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+    return [name for name, _ in model.named_children()]
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    for wrapper in ("_orig_mod", "module"):
+        while isinstance(inside := getattr(model, wrapper, None), nn.Module):
+            model = inside
+    return model
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = local_of(tensor).detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).cpu().numpy().tobytes() if flat.numel() else b""
+
+
+def _add(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        digest.update(repr((value.dtype, tuple(value.shape))).encode() + _bytes(value))
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):  # a state that was loaded may be in another order
+            digest.update(repr(key).encode())
+            _add(digest, value[key])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _add(digest, each)
+    else:
+        digest.update(repr(value).encode())

@@ -1,0 +1,60 @@
+"""Clients whose model is divided among ranks: FSDP2, HSDP, tensor parallelism without replicas."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.clients.job import Job
+from tests.clients.models import GPT, next_token_loss, text
+from torchscout.config import Parallelism
+
+__all__ = ["fsdp2", "hsdp", "tensor_parallel"]
+
+
+def fsdp2(job: Job) -> None:
+    """One copy of every shard."""
+    _sharded(job, (job.world,), ("dp_shard",))
+
+
+def hsdp(job: Job) -> None:
+    """Three replicas of two shards."""
+    _sharded(job, (job.world // 2, 2), ("dp_replicate", "dp_shard"))
+
+
+def _sharded(job: Job, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = GPT()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    job.attach(model, optimizer)
+    _train(job, model, optimizer, job.rank)
+
+
+def tensor_parallel(job: Job) -> None:
+    """All ranks hold one replica, and see the same data."""
+    mesh = init_device_mesh("cpu", (job.world,), mesh_dim_names=("tp",))
+    model = GPT(dropout=0.0)
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    job.attach(
+        model,
+        optimizer,
+        parallelism=Parallelism(tensor=job.world),
+        weight=lambda: model.blocks[0].up.weight,
+    )
+    _train(job, model, optimizer, 0)
+
+
+def _train(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, row: int) -> None:
+    for step in job.steps():
+        tokens, targets = text(step, row)
+        optimizer.zero_grad()
+        next_token_loss(model(tokens), targets).backward()
+        optimizer.step()
