@@ -39,6 +39,12 @@ def test_a_healthy_job_is_silent_and_certified(
         assert share == 1 or each.covered["watched"]
 
 
+def test_checkpoints_keep_what_each_rank_owns_and_what_all_share(three: LiveRanks, tmp_path: Path):
+    for each in three.ask(Owning(tmp_path, is_sliced=True, keeps=True), 60):
+        assert (each.incidents, each.failures) == ([], [])
+        assert each.verified == 20
+
+
 @pytest.mark.parametrize("what", ["weight", "exp_avg", "exp_avg_sq"])
 def test_a_flip_names_its_rank_though_state_is_sharded_by_hand(three: LiveRanks, what: str, tmp_path: Path):
     """A wrong weight is handed on to all ranks by the next update, which gathers it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.replayed_job import Block, Net, batch
-from torchscout.config import Parallelism, ReplayConfig
+from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
 from torchscout.decision.record import Incident
 from torchscout.faults.tensor_effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
@@ -59,6 +60,8 @@ class Owning:
     """Whether every rank keeps a bias of its own."""
     extra: tuple[int, ...] = ()
     """Ranks with one more layer, which is not trained."""
+    keeps: bool = False
+    """Whether the session keeps checkpoints."""
     flip: tuple[int, int, str] | None = None
     """A rank, the step after whose update one of its bits changes, and of what: ``weight`` or a slot."""
 
@@ -72,6 +75,7 @@ class Owned:
     certified: int | None
     not_checked: dict[str, str]
     covered: dict[str, object]
+    verified: int | None
     has_flipped: bool
 
 
@@ -82,6 +86,7 @@ def owning(rank: int, jobs: Iterator[Owning]) -> Iterator[Owned]:
 
 def _train(rank: int, job: Owning) -> Owned:
     torch.manual_seed(0)
+    os.environ["TORCHSCOUT_MEMORY"] = str(job.run_dir / "memory")
     net = Net()
     if rank in job.extra:
         net.stack.append(Block().requires_grad_(False))
@@ -96,6 +101,7 @@ def _train(rank: int, job: Owning) -> Owned:
         optimizer,
         replay=ReplayConfig(interval=5),
         observer=None,
+        checkpoint=CheckpointConfig(job.run_dir / "checkpoints") if job.keeps else None,
         parallelism=Parallelism(replica=dist.get_world_size()),
         run_dir=job.run_dir,
     )
@@ -123,6 +129,7 @@ def _train(rank: int, job: Owning) -> Owned:
         session.certified,
         replay["not_checked"],
         replay["covered"],
+        (session.status()["checkpoint"] or {}).get("verified"),
         has_flipped,
     )
     session.close()

@@ -8,7 +8,7 @@ a checkpoint is taken between an update and the next backward pass. Copying and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,17 @@ from torchscout.checkpoint.placing import CPU, layout_of, local_of
 from torchscout.checkpoint.restoring import restore
 from torchscout.checkpoint.walking import walk
 
-__all__ = ["OURS", "Note", "State", "Stateful", "collect", "expected_bytes", "is_copied", "note", "restore"]
+__all__ = [
+    "OURS",
+    "Note",
+    "State",
+    "Stateful",
+    "collect",
+    "expected_bytes",
+    "note",
+    "parameter_of",
+    "restore",
+]
 
 OURS = "torchscout/"
 """What SCOUT itself registers is named so; its tensors never change."""
@@ -30,13 +40,18 @@ _LIVE = ("parameters/", "masters/", "slots/", f"registered/{OURS}")
 _USUAL_SLOTS = 2
 
 
-def is_copied(name: str, besides: Collection[str]) -> bool:
-    """Whether replicas hold the same tensor under this name; of the parameters ``besides`` they do not."""
+def parameter_of(name: str) -> tuple[str, str] | None:
+    """The parameter that a tensor of this name is, or is kept for, and in the second case the slot's name.
+
+    None of a tensor that replicas hold no copies of.
+    """
     part, _, rest = name.partition("/")
-    if part not in ("parameters", "slots"):
-        return False
-    parameter = rest if part == "parameters" else "".join(rest.split("/")[2:3])
-    return parameter not in besides
+    if part == "parameters":
+        return rest, ""
+    if part != "slots":
+        return None
+    _, _, parameter, *slot = [*rest.split("/"), "", ""]
+    return parameter, "/".join(filter(None, slot))
 
 
 @dataclass(frozen=True, slots=True)

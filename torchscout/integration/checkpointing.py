@@ -33,9 +33,10 @@ from torchscout.checkpoint.outgoing import Outgoing
 from torchscout.checkpoint.replicate import Replicator
 from torchscout.checkpoint.shard_files import shard_files
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state import OURS, Stateful, collect, expected_bytes, is_copied, note, restore
+from torchscout.checkpoint.state import OURS, Stateful, collect, expected_bytes, note, parameter_of, restore
 from torchscout.config import CheckpointConfig
 from torchscout.decision.fold import signed
+from torchscout.decision.ownership import Ownership
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.integration.addresses import own_address
@@ -44,6 +45,7 @@ from torchscout.integration.coverage import Coverage
 from torchscout.integration.former import Former, Remains
 from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
 from torchscout.integration.resumption import Resumption, Sweeping
+from torchscout.integration.structure import surface_of
 from torchscout.integration.watching import Job
 from torchscout.mesh import AXES, Mesh
 
@@ -87,6 +89,7 @@ class Checkpointing:
         )
         self._coverage = Coverage()
         self._covered: Callable[[], str] = str
+        self._ownership = Ownership()
         self._gate = self._configured(CheckpointGate())
         self._former: Former | None = None
         """What an earlier run has left, until this one goes back to it."""
@@ -138,10 +141,16 @@ class Checkpointing:
         """Of what was captured last, as far as replicas should have the same; None if it is not there."""
         if self._awaited is None or not self._is_captured() or self._capture is None:
             return None
-        copied = {
-            name: each for name, each in self._capture.digests.items() if is_copied(name, self._unreplicated)
-        }
+        copied = {name: each for name, each in self._capture.digests.items() if self._is_copied(name)}
         return signed(xxhash.xxh3_64_intdigest(json.dumps(copied, sort_keys=True).encode()))
+
+    def _is_copied(self, name: str) -> bool:
+        """Whether replicas hold the same tensor under this name, as far as is known."""
+        if (found := parameter_of(name)) is None or found[0] in self._unreplicated:
+            return False
+        parameter, slot = found
+        surface = surface_of(parameter)
+        return not any(map(self._ownership.is_owned, (surface, f"{surface}.{slot}")))
 
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
         """What this rank says at the end of a check; see ``integration.replaying.Certifier``."""
@@ -158,6 +167,8 @@ class Checkpointing:
     ) -> None:
         """What checks go over, and how far they are; see ``integration.replaying.Certifier``."""
         self._coverage, self._covered = coverage, covered
+        ownership = progress.get("ownership")
+        self._ownership = ownership if isinstance(ownership, Ownership) else self._ownership
         self._registered |= {f"{OURS}{name}": each for name, each in progress.items()}
         self._gate = self._configured(self._gate)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from torchscout.decision.ownership import BY_DESIGN, Ownership
 from torchscout.decision.record import EvidenceRecord, Surface
@@ -32,7 +33,9 @@ def slots_of(
 ) -> dict[Surface, torch.Tensor]:
     """Every tensor that the optimizers keep for a parameter, such as ``layer.2.up/weight.exp_avg``."""
     found: dict[Surface, torch.Tensor] = {}
-    for optimizer in optimizers:
+    # It keeps its slots in another one.
+    inner = [each.optim for each in optimizers if isinstance(each, ZeroRedundancyOptimizer)]
+    for optimizer in (*optimizers, *inner):
         for parameter, slots in optimizer.state.items():
             if parameter in surfaces and isinstance(slots, dict):
                 found |= {
