@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from torchscout.decision.ownership import BY_DESIGN
 from torchscout.decision.repeatability import NONDETERMINISTIC, REFUSED
 from torchscout.decision.wording import listed
 from torchscout.evidence.replay.at_rest import AtRestRecipe
@@ -59,7 +58,8 @@ class Covered:
             parts.append(f"{_percent(self.watched)} are watched between updates")
         parts.append(f"{self.parts} modules are replayed in turn")
         parts.append(f"updates of {self.updates} of {self.optimizers} optimizers are recomputed")
-        return f"{listed(parts)}.{self._missing()}"
+        whole = listed(parts)
+        return f"{whole[0].upper()}{whole[1:]}.{self._missing()}"
 
     def _missing(self) -> str:
         if not self.missing:
@@ -99,7 +99,7 @@ def left_out(not_checked: Mapping[str, str]) -> dict[str, list[str]]:
     """Of the surfaces that were not checked, those that never will be, by the reason."""
     found: dict[str, list[str]] = {}
     for surface, reason in not_checked.items():
-        if reason.startswith((NONDETERMINISTIC, REFUSED, BY_DESIGN)):
+        if reason.startswith((NONDETERMINISTIC, REFUSED)):
             plain = reason.removeprefix(f"{REFUSED}: ")
             plain = plain.partition(": ")[2] if plain.startswith("rank ") else plain
             found.setdefault(plain, []).append(surface)
