@@ -188,13 +188,29 @@ def unasked_job(rank: int, how: str, run_dir: Path) -> dict:
     ("how", "ranks", "told"),
     [
         ("no replay", 2, "it was not asked for"),
-        ("no peers", 1, "no other rank does the same work"),
         ("no optimizer", 2, "there is no optimizer at whose update a step would end"),
     ],
 )
 def test_why_there_is_no_replay_is_said(tmp_path: Path, how: str, ranks: int, told: str):
     assert run_ranks(unasked_job, ranks, how, tmp_path, timeout=60) == [{"off": told}] * ranks
     assert not (tmp_path / "records").exists()
+
+
+def test_without_peers_state_is_watched_and_certified(tmp_path: Path):
+    (status,) = run_ranks(lonely_job, 1, tmp_path, timeout=60)
+    assert status["certified"] == 3
+    assert status["covered"]["watched"] == 1.0
+    assert status["lacking"].startswith("No two ranks of this job do the same work")
+
+
+def lonely_job(rank: int, run_dir: Path) -> dict:
+    job = Job(rank)
+    with enable_resiliency(
+        job.model, job.optimizer, replay=EVERY_STEP, observer=None, run_dir=run_dir
+    ) as session:
+        job.train(3)
+        assert session.failures == []
+        return session.status()["replay"]
 
 
 class TwoHeads(nn.Module):

@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["in_backward", "inert", "is_inert", "is_nested_step"]
+__all__ = ["in_backward", "inert", "is_inert", "is_nested_step", "is_stepping"]
 
 # Not per thread: the hooks of a backward pass run on autograd's threads.
 _blocks: list[None] = []
@@ -50,13 +50,20 @@ def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
 
     If a subclass calls the ``step`` of its base class, PyTorch calls the hooks for both.
     """
-    frame: FrameType | None = sys._getframe(1)
+    return _steps_under_way(optimizer, sys._getframe(1)) > 1
+
+
+def is_stepping(optimizer: torch.optim.Optimizer, thread: int) -> bool:
+    """Whether a thread, given by its identifier, is inside a step of this optimizer."""
+    return _steps_under_way(optimizer, sys._current_frames().get(thread)) > 0
+
+
+def _steps_under_way(optimizer: torch.optim.Optimizer, frame: FrameType | None) -> int:
     steps = 0
-    while frame is not None and steps < 2:
-        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
-            steps += 1
+    while frame is not None:
+        steps += frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer
         frame = frame.f_back
-    return steps > 1
+    return steps
 
 
 def in_backward() -> bool:

@@ -84,7 +84,7 @@ def covered_by(
         watched=_share(watched, parameters),
         parts=sum(len(each.targets) for each in recipes if isinstance(each, LayerRecipe)),
         updates=len({id(of) for each in updating for of in each.recomputed(refused)}),
-        optimizers=len({id(of) for each in updating for of in each.optimizers}),
+        optimizers=len({id(of) for each in updating for of in each.communication}),
         missing=missing,
     )
 

@@ -183,6 +183,8 @@ class _Job:
             parameters, self._optimizers, self.device, owned=is_owned, kind=kind, role=role
         )
         recipe.is_owned = self.ownership.is_owned
+        for each in recipe.communication.values():
+            each.expect(self._alike(role, "replica", "shard", "pipeline"))
         self._updating.append(recipe)
         return recipe
 

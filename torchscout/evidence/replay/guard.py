@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torchscout.errors import ReplayError
 from torchscout.evidence.call import Call
 from torchscout.evidence.collectives import Handle, Pending, examine, listen
-from torchscout.evidence.hearing import in_backward, is_inert, is_nested_step
+from torchscout.evidence.hearing import in_backward, is_inert, is_nested_step, is_stepping
 
 __all__ = ["Communication", "StepCommunication", "UnannouncedError", "announced", "guarded"]
 
@@ -125,21 +125,33 @@ class StepCommunication:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._communication = Communication()
+        self._thread = 0
+        """On which it steps."""
+        self._handle: Handle | None = None
         self._is_wanted = True
         """Whether to listen to the next step."""
-        self.has_heard = False
+        self._has_heard = False
         """Whether a step was listened to, or is right now."""
-        self._hooks: list[Any] = []
+        self._hook: Any = None
 
     def start(self) -> None:
-        # The hooks stay: PyTorch does not permit that one be removed while an optimizer steps.
-        self._hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._begin()))
-        self._hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._end()))
+        # No hook after the step: replay may end in one, and PyTorch does not permit that one be removed then.
+        self._hook = self._optimizer.register_step_pre_hook(lambda *_: self._begin())
 
     def close(self) -> None:
-        self._communication.end()
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._end()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def expect(self, ranks: Collection[int]) -> None:
+        """Collectives among some or all of these ranks are a DTensor's own, and a clone makes none."""
+        self._communication = Communication(ranks)
+
+    @property
+    def may_be_tried(self) -> bool:
+        """Whether it is known by now that it does not communicate, or nobody is to find out."""
+        return self._has_heard or self._hook is None
 
     def listen(self) -> None:
         """Listen to the next step."""
@@ -156,13 +168,27 @@ class StepCommunication:
             raise ReplayError(f"the step of {kind} issues {found}, which a replay must not repeat")
 
     def _begin(self) -> None:
-        if self._is_wanted and not is_nested_step(self._optimizer):
-            self._is_wanted, self.has_heard = False, True
-            self._communication.begin()
+        if is_nested_step(self._optimizer):
+            return
+        self._end()
+        if self._is_wanted:
+            self._is_wanted, self._has_heard = False, True
+            self._thread = threading.get_ident()
+            self._handle = listen(self)
 
     def _end(self) -> None:
-        if not is_nested_step(self._optimizer):
-            self._communication.end()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def before(self, call: Call) -> None:
+        if is_stepping(self._optimizer, self._thread):
+            self._communication.before(call)
+        else:
+            self._end()
+
+    def issued(self, call: Call, token: None, pending: Pending | None) -> None:
+        """What is issued is known before."""
 
 
 def _described(call: Call) -> str:

@@ -112,33 +112,29 @@ class OptimizerRecipe:
         self._begun: Counter[int] = Counter()
         self._separability = Separability()
         stepping = dict.fromkeys(each.optimizer for each in self._owned)
-        self._communication = {each: StepCommunication(each) for each in stepping}
+        self.communication = {each: StepCommunication(each) for each in stepping}
 
     def keep(self, names: Sequence[str]) -> None:
         """Replay updates of these parameters only, in this order."""
         self._owned = [each for name in names for each in self._owned if each.name == name]
         self.targets = tuple(names)
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return list(self._communication)
-
     def recomputed(self, refused: Collection[str]) -> list[Optimizer]:
         """Those of which an update is, or will be, where ``refused`` has what is never replayed."""
         owners = (each.optimizer for each in self._owned if f"{each.name}/{self.kind}" not in refused)
-        return [each for each in owners if not self._communication[each].communicates]
+        return [each for each in owners if not self.communication[each].communicates]
 
     def gathered(self) -> dict[Surface, torch.Tensor]:
         """Parameters of optimizers that communicate: what one rank makes of its own, all may receive."""
-        moved = [each for each in self._owned if self._communication[each.optimizer].communicates]
+        moved = [each for each in self._owned if self.communication[each.optimizer].communicates]
         return {each.name: each.parameter for each in moved}
 
     def start(self) -> None:
-        for each in self._communication.values():
+        for each in self.communication.values():
             each.start()
 
     def close(self) -> None:
-        for each in self._communication.values():
+        for each in self.communication.values():
             each.close()
 
     def kept_as(self, target: int) -> str:
@@ -150,7 +146,7 @@ class OptimizerRecipe:
             raise ReplayError("peers hold different ones of it by design")
         replay = OptimizerReplay(self._owned[target], self._device, is_source=is_source, owned=self._is_owned)
         replay.watch(
-            self._separability, self._begun[target], self._communication[self._owned[target].optimizer]
+            self._separability, self._begun[target], self.communication[self._owned[target].optimizer]
         )
         self._begun[target] += 1
         return replay
@@ -158,7 +154,7 @@ class OptimizerRecipe:
     def again(self, target: int, given: Given) -> OptimizerReplay:
         """The update of a slice as it is now; any gradient will do, as long as peers have the same."""
         owned = self._owned[target]
-        self._communication[owned.optimizer].refuse()
+        self.communication[owned.optimizer].refuse()
         replay = OptimizerReplay(
             owned, self._device, is_source=given.is_source, owned=self._is_owned, swept=True
         )
@@ -268,7 +264,7 @@ class OptimizerReplay:
             communication.refuse()
             communication.listen()
             # Nothing is tried on an optimizer that was never heard to step: it might communicate.
-            may_try = communication.has_heard
+            may_try = communication.may_be_tried
             if is_known := may_try and target.is_due():
                 obstacle = separability.obstacle(target.optimizer, target.parameter)
         except ReplayError as failure:
