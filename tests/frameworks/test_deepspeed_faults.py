@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.deepspeed_jobs import Plan, answering
-from tests.support.deepspeed_layouts import EXPERTS, SOME_SMALL, WITHIN_PAIRS, each_of, miscalculated, weight
+from tests.support.deepspeed_layouts import (
+    EXPERTS,
+    SOME_SMALL,
+    WITHIN_PAIRS,
+    each_of,
+    miscalculated,
+    scaled,
+    weight,
+)
 from tests.support.hangs import QUICK, STALL, incidents, wait_for_incident
 from tests.support.ranks import LiveRanks
 from torchscout.faults.fault import Faults
@@ -97,6 +105,18 @@ def test_what_one_rank_owns_is_watched_and_its_updates_recomputed(
     assert found[0].named == [("sdc", "rank", (2,), 3)], found[0].incidents
     surface = {"at_rest": "state/at_rest", "miscalculating": "optimizer/update"}[what]
     assert found[0].incidents[0].records[0].surface == surface
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=slow)])
+def test_what_one_rank_owns_is_watched_while_an_update_is_skipped(
+    four: LiveRanks, stage: int, tmp_path: Path
+):
+    plan = replace(scaled(stage, 19), steps=6, at_rest=2, decays=4, run_dir=tmp_path)
+    found = four.ask(plan, 120)
+    scales = found[0].scales
+    assert scales[4] < scales[3], "the fourth update is to be skipped"
+    assert found[0].named == [("sdc", "rank", (2,), 4)], found[0].incidents
+    assert found[0].status["replay"]["certified"] < 4
 
 
 def slow_layers(places: tuple[str, ...], rank: int) -> Faults:

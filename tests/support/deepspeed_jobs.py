@@ -57,7 +57,9 @@ class Plan:
     killed: int | None = None
     """The step in whose middle all ranks end."""
     at_rest: int | None = None
-    """A rank whose part of the optimizer's state changes by itself in the middle of the third step."""
+    """A rank whose part of the optimizer's state changes by itself in the middle of a step."""
+    decays: int = 3
+    """That step."""
     miscalculating: int | None = None
     """A rank whose optimizer gets one number of its part wrong in the third step, before others get it."""
     faults: Faults = field(default_factory=Faults)
@@ -199,7 +201,7 @@ def _suffer(plan: Plan, rank: int, step: int, engine: Any) -> None:
     if plan.killed == step:
         dist.barrier()
         kill()
-    if (plan.at_rest, step) == (rank, 3):
+    if (plan.at_rest, plan.decays) == (rank, step):
         decay(masters_of(engine)[0])
 
 

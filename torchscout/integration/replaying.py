@@ -164,6 +164,8 @@ class Replaying:
         """Right after the optimizer's update: check what is due, conclude, and look ahead."""
         begin = self._now()
         self._cadence.step_took(begin - self._since)
+        for each in self._at_rest:
+            each.update_ended()
         if self._replayer.is_due:
             self._settle()
             counts = self._coverage.recipes is None or self._rotation.is_due(EXPERTS, step)

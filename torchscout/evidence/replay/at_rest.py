@@ -141,13 +141,17 @@ class AtRestRecipe:
 
     def start(self) -> None:
         for optimizer in self._optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._update_begins()))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._close_window()))
 
     def close(self) -> None:
         self._open = None
         self._closed.clear()
         while self._hooks:
             self._hooks.pop().remove()
+
+    def update_ended(self) -> None:
+        """If it was skipped (a gradient was not finite), all must still be as it was after the one before."""
+        self._close_window()
 
     def rest(self, step: int) -> None:
         """The update of this step is over: what is owned must stay as it is until the next one begins."""
@@ -216,10 +220,11 @@ class AtRestRecipe:
             self._turn += 1
         return chosen
 
-    def _update_begins(self) -> None:
+    def _close_window(self) -> None:
+        """An update begins; the first one of a step is the first that writes."""
         window, self._open = self._open, None
         if window is None or is_inert():
-            return  # the first update of the step is the first that writes
+            return
         try:
             window.close()
         except (ValueError, RuntimeError) as error:  # training must not notice

@@ -1,0 +1,1 @@
+"""Parts of ``flips_at_rest.py``."""
