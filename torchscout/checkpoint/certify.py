@@ -34,8 +34,8 @@ def outcome_of(
     Each of them must have been compared, or be one that replay does not repeat at all, such as an update that
     communicates; state in general, the target without a name, must have been compared. ``records`` are those
     that are kept: what a nondeterministic kernel computed has no verdict, and neither has what a rank failed
-    to compute. A surface that nobody has (a parameter without a gradient) is no loss, nor is one that does
-    not repeat. Nothing of this is accepted for what is among ``require``; see ``ReplayConfig.require``.
+    to compute. A check may be accepted without a surface that no rank has (a parameter without a gradient)
+    or that does not repeat, unless it is among ``require``; see ``ReplayConfig.require``.
     """
     numbers = [each for each in records if each.manifestation is Manifestation.SDC]
     if any(each.scope is not None for each in numbers):

@@ -43,7 +43,7 @@ class Ledger:
     rank: int
     gate: CheckpointGate
     coverage: str | None = None
-    """What the checks that certified cover, and what they do not, in words; None where nobody said."""
+    """A sentence that says what the job's checks cover and what they leave out, if it was written."""
     doubt: str | None = None
     """Why this is the state before the last one; None if it is the last."""
 

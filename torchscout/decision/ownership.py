@@ -72,13 +72,13 @@ class Ownership:
     differed: set[Surface] = field(default_factory=set)
     """Parameters that were not equal before the first update."""
     is_before_training: bool = False
-    """Whether comparisons made now are those before the first update, which accuse nobody."""
+    """Whether the first update is still to come: differences found now are remembered, not reported."""
 
     def is_new(self, surface: Surface) -> bool:
         return surface not in self.replicated
 
     def is_local(self, surface: Surface) -> bool:
-        """Whether a difference is by design whatever it looks like."""
+        """Whether a difference is by design, however many ranks differ."""
         return self.is_before_training or (surface in self.differed and surface not in self.replicated)
 
     def is_owned(self, surface: Surface) -> bool:

@@ -1,23 +1,37 @@
-"""Which shapes of experts checks go over, and what that lacks (paper, sections 6.2 and 8)."""
+"""What the checks of a job cover, which shapes of experts included, and what they leave out (paper, sections
+6.2 and 8).
+
+Certification is not all or nothing: what replay does not repeat is left out, and has to be named.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from torchscout.decision.repeatability import NONDETERMINISTIC, REFUSED
+from torchscout.decision.wording import listed
 from torchscout.errors import CatalogError
 from torchscout.evidence.catalog import catalog_file
 from torchscout.evidence.catalog.catalog import Catalog
 from torchscout.evidence.catalog.facts import facts_of
 from torchscout.evidence.catalog.profile import Rows
+from torchscout.evidence.replay.at_rest import AtRestRecipe
+from torchscout.evidence.replay.census import CensusRecipe
+from torchscout.evidence.replay.layer import LayerRecipe
+from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
+from torchscout.evidence.replay.recipe import Recipe
 from torchscout.integration.modules import unwrapped
 from torchscout.integration.structure import Part
 
-__all__ = ["NO_CATALOG", "Coverage", "shapes_in"]
+__all__ = ["NO_CATALOG", "Coverage", "Covered", "covered_by", "left_out", "shapes_in"]
 
+_MOST = 3
+"""Names that are listed for one reason, and reasons that are listed."""
 NO_CATALOG = (
     "experts are replayed only with as many rows as training happens to route to them; scout discover "
     "makes a catalog of shapes, for ReplayConfig(catalog=...)"
@@ -55,3 +69,93 @@ def _require(catalog: Catalog, part: Part, position: int, device: torch.device) 
             catalog.require(facts)
     except CatalogError as error:
         raise CatalogError(f"{part.name}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """The shares are of the elements of this rank's parameters."""
+
+    compared: float
+    """Compared with the copies of replicas."""
+    watched: float
+    """Watched between updates, because this rank alone holds them."""
+    parts: int
+    """Layers, embeddings and output layers that are replayed in turn."""
+    updates: int
+    """Optimizers whose updates are recomputed."""
+    optimizers: int
+    missing: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """What is left out, by the reason."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "compared": self.compared,
+            "watched": self.watched,
+            "parts": self.parts,
+            "updates": self.updates,
+            "optimizers": self.optimizers,
+            "missing": {reason: list(names) for reason, names in self.missing.items()},
+            "sentence": self.sentence(),
+        }
+
+    def sentence(self) -> str:
+        parts = [f"{_percent(self.compared)} of the parameters are compared among replicas"]
+        if self.watched or not self.compared:
+            parts.append(f"{_percent(self.watched)} are watched between updates")
+        parts.append(f"{self.parts} modules are replayed in turn")
+        parts.append(f"updates of {self.updates} of {self.optimizers} optimizers are recomputed")
+        whole = listed(parts)
+        return f"{whole[0].upper()}{whole[1:]}.{self._missing()}"
+
+    def _missing(self) -> str:
+        if not self.missing:
+            return ""
+        reasons = [f"{_some(names)} ({reason})" for reason, names in [*self.missing.items()][:_MOST]]
+        more = len(self.missing) - len(reasons)
+        rest = f"; and more for {more} other reasons" if more > 0 else ""
+        return f" Not covered: {'; '.join(reasons)}{rest}."
+
+
+def covered_by(
+    recipes: Iterable[Recipe], parameters: Collection[torch.Tensor], not_checked: Mapping[str, str]
+) -> Covered:
+    """What these recipes cover of these parameters, where this was not checked, for the reasons given."""
+    recipes, missing = list(recipes), left_out(not_checked)
+    compared = [each for recipe in recipes if isinstance(recipe, CensusRecipe) for each in recipe.compared()]
+    watched = [t for recipe in recipes if isinstance(recipe, AtRestRecipe) for t in recipe.held().values()]
+    updating = [each for each in recipes if isinstance(each, OptimizerRecipe)]
+    refused = {name for names in missing.values() for name in names}
+    return Covered(
+        compared=_share(compared, parameters),
+        watched=_share(watched, parameters),
+        parts=sum(len(each.targets) for each in recipes if isinstance(each, LayerRecipe)),
+        updates=len({id(of) for each in updating for of in each.recomputed(refused)}),
+        optimizers=len({id(of) for each in updating for of in each.communication}),
+        missing=missing,
+    )
+
+
+def _share(some: Iterable[torch.Tensor], parameters: Collection[torch.Tensor]) -> float:
+    of = {id(each) for each in some}
+    total = sum(each.numel() for each in parameters)
+    return sum(each.numel() for each in parameters if id(each) in of) / total if total else 0.0
+
+
+def left_out(not_checked: Mapping[str, str]) -> dict[str, list[str]]:
+    """Of the surfaces that were not checked, those that never will be, by the reason."""
+    found: dict[str, list[str]] = {}
+    for surface, reason in not_checked.items():
+        if reason.startswith((NONDETERMINISTIC, REFUSED)):
+            plain = reason.removeprefix(f"{REFUSED}: ")
+            plain = plain.partition(": ")[2] if plain.startswith("rank ") else plain
+            found.setdefault(plain, []).append(surface)
+    return {reason: sorted(names) for reason, names in found.items()}
+
+
+def _percent(share: float) -> str:
+    return "all" if share == 1 else f"{100 * share:.3g}%"
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = list(names[:_MOST])
+    return listed([*shown, f"{len(names) - _MOST} more"] if len(names) > _MOST else shown)

@@ -53,7 +53,7 @@ def recipes_for(
     rank ``is_alone``, no other rank does the same work: then state is watched, and transfers are tested.
     """
     if is_alone:
-        return _recipes_alone(_Job(adapter, mesh, rank, config.watch_budget), config, everybody)
+        return _recipes_alone(adapter, config, _Job(adapter, mesh, rank, config.watch_budget), everybody)
     structure = adapter.structure(embedding=config.embedding, layers=config.layers, output=config.output)
     experts = adapter.experts(config.experts)
     is_spread = mesh is not None and are_experts_spread(mesh)
@@ -90,8 +90,10 @@ def recipes_for(
     return [recipe for recipe in recipes if recipe.kind in config.intervals]
 
 
-def _recipes_alone(job: _Job, config: ReplayConfig, everybody: Everybody | None) -> list[Recipe]:
-    recipes: list[Recipe] = [job.watched("census")]
+def _recipes_alone(
+    adapter: Adapter, config: ReplayConfig, job: _Job, everybody: Everybody | None
+) -> list[Recipe]:
+    recipes: list[Recipe] = [job.watched("census", {**adapter.parameters(), **adapter.owned()})]
     if everybody is not None:
         recipes.append(TransferRecipe(everybody, job.device))
     return [recipe for recipe in recipes if recipe.kind in config.intervals]
@@ -130,28 +132,23 @@ class _Job:
 
     def state(self, kind: str, parameters: _Parameters, role: Role) -> Recipe:
         """All that is held: compared with copies, or watched where there are none."""
-        surfaces: dict[torch.Tensor, Surface] = {each: surface for surface, each in parameters.items()}
-
-        def slots() -> dict[Surface, torch.Tensor]:
-            return slots_of(surfaces, self._optimizers)
-
         if self.is_owned(role):
-            return AtRestRecipe(
-                lambda: {**parameters, **slots()}, self._optimizers, kind, role, budget=self._budget
-            )
-        state = lambda: {"parameters": parameters, "optimizer": slots()}  # noqa: E731
+            return self.watched(kind, parameters, role)
+        surfaces = {each: surface for surface, each in parameters.items()}
+
+        def state() -> dict[str, Mapping[Surface, torch.Tensor]]:
+            return {"parameters": parameters, "optimizer": slots_of(surfaces, self._optimizers)}
+
         return CensusRecipe(state, kind, role, self.ownership)
 
-    def watched(self, kind: str) -> Recipe:
-        """All that this rank holds, watched between updates."""
-        parameters = {**self._adapter.parameters(), **self._adapter.owned()}
+    def watched(self, kind: str, parameters: _Parameters, role: Role = Role.DENSE) -> Recipe:
+        """These parameters and their slots, watched between updates."""
         surfaces = {each: surface for surface, each in parameters.items()}
-        return AtRestRecipe(
-            lambda: {**parameters, **slots_of(surfaces, self._optimizers)},
-            self._optimizers,
-            kind,
-            budget=self._budget,
-        )
+
+        def state() -> dict[Surface, torch.Tensor]:
+            return {**parameters, **slots_of(surfaces, self._optimizers)}
+
+        return AtRestRecipe(state, self._optimizers, kind, role, budget=self._budget)
 
     def at_rest(self, kind: str, owned: _Parameters, shared: _Parameters) -> Recipe:
         """What one rank alone holds: ``owned`` by its framework's word, or found out to be of the rest."""

@@ -37,8 +37,7 @@ from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
 from torchscout.evidence.replay.sweep import sweep
 from torchscout.integration.communicators import Communicators, PeerLinks
-from torchscout.integration.coverage import Coverage
-from torchscout.integration.covered import Covered, covered_by
+from torchscout.integration.coverage import Coverage, Covered, covered_by
 from torchscout.integration.resumption import Swept
 from torchscout.integration.trust import Trust
 from torchscout.mesh import Axis, Mesh, Role

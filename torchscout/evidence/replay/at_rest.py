@@ -1,14 +1,14 @@
 """State that one rank alone holds must not change between two updates (paper, section 6.1.1).
 
 Nobody has a second copy of an FSDP shard, so that its owner watches it: signed right after an update, and
-again right before the next one. That is the owner's own evidence and needs no vote. It is done at every step,
-since whatever changes unseen becomes the truth with the next update, and would be certified.
+again right before the next one. That is the owner's own evidence and needs no vote. It is done at every step:
+the next update builds on whatever the state is by then, so that a change nobody noticed would be certified.
 
 [Note: writes of the program] A write that PyTorch counts as one is legitimate; what was written was not
 watched over that step. Not all are counted: ``parameter.data.clamp_()`` is not, nor are multi-tensor
 operations on DTensors. A fault changes the state of one rank once. What changes on several ranks after the
-same step, or on one rank after several, is therefore written by the program: it accuses nobody, and is not
-watched from then on.
+same step, or on one rank after several, is therefore written by the program: no incident is reported, and
+the tensor is not watched from then on.
 
 Signatures on a device are read only at the end of a step with a check: nothing waits for them in between.
 With a budget, a part of the state is watched in each step, another one in the next.
@@ -185,6 +185,7 @@ class AtRestRecipe:
     def windows(self) -> list[_Window]:
         """Those since the last check; a ``ReplayError`` if nothing was watched in any of them."""
         if not self._closed:
+            self.share = 0.0
             raise ReplayError(self._problem or "the optimizer did not step")
         return list(self._closed)
 

@@ -111,7 +111,7 @@ class Capture:
             if begun.attention.is_ring:
                 self._in_block(module, begun)
             self._begun = begun
-        self._communication.begin()
+            self._communication.begin()
 
     def _in_block(self, module: nn.Module, begun: Invocation) -> None:
         """``context_parallel`` shards tensors in place, and may make them whole again before the replay."""

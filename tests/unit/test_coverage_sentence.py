@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchscout.integration.covered import Covered, left_out
+from torchscout.integration.coverage import Covered, left_out
 
 MUON = "the step of Muon issues all_gather among 4 ranks, which a replay must not repeat"
 
