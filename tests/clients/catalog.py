@@ -78,6 +78,13 @@ CLIENTS: dict[str, Client] = {
         needs=("transformers", "accelerate"),
     ),
     "accelerate": Client(frameworks.accelerate_loop, needs=("transformers", "accelerate")),
+    "lightning": Client(
+        frameworks.lightning_trainer,
+        patience=2,
+        not_resumed="goes on from the Trainer's own checkpoints",
+        needs=("lightning",),
+    ),
+    "lightning-fabric": Client(frameworks.fabric_loop, patience=2, needs=("lightning",)),
     "deepspeed-zero1": Client(partial(frameworks.deepspeed_zero, stage=1), patience=2, needs=("deepspeed",)),
     "deepspeed-zero3": Client(
         partial(frameworks.deepspeed_zero, stage=3), flip="reported", patience=2, needs=("deepspeed",)
@@ -90,9 +97,7 @@ CLIENTS: dict[str, Client] = {
 
 NOT_RUN = {
     "a ResNet with SyncBatchNorm": "PyTorch has it for GPUs only",
-    "Lightning": "no lightning here",
-    "Lightning Fabric": "no lightning here",
-    "timm's ViT": "no timm here; vit is written by hand",
-    "torchvision's ResNet": "no torchvision here; resnet is written by hand",
+    "timm's ViT": "it imports torchvision, of which only a CUDA build was at hand; vit is written by hand",
+    "torchvision's ResNet": "only a CUDA build was at hand; resnet is written by hand",
 }
 """Clients that were asked for and have no program here."""

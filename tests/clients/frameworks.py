@@ -1,7 +1,10 @@
-"""Clients that a framework trains: Hugging Face with and without its Trainer, DeepSpeed, Megatron-Core."""
+"""Clients that a framework trains: Hugging Face with and without its Trainer, Lightning and its Fabric,
+DeepSpeed, Megatron-Core.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from tests.clients.job import Job
-from tests.clients.models import LENGTH, text
+from tests.clients.models import GPT, LENGTH, next_token_loss, text
 
-__all__ = ["accelerate_loop", "deepspeed_zero", "huggingface_loop", "huggingface_trainer", "megatron"]
+__all__ = [
+    "accelerate_loop",
+    "deepspeed_zero",
+    "fabric_loop",
+    "huggingface_loop",
+    "huggingface_trainer",
+    "lightning_trainer",
+    "megatron",
+]
 
 
 def huggingface_loop(job: Job) -> None:
@@ -98,9 +109,9 @@ def huggingface_trainer(job: Job) -> None:
 
 def _llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
+    from transformers.utils import logging as printing
 
-    logging.set_verbosity_error()
+    printing.set_verbosity_error()
     config = LlamaConfig(
         vocab_size=48,
         hidden_size=24,
@@ -117,6 +128,77 @@ def _llama() -> Any:
 def _as_torchrun() -> None:
     """What it sets; no connection is made, since there is a process group already."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "1"}
+
+
+def lightning_trainer(job: Job) -> None:
+    """Automatic optimization: Lightning gives the optimizer a closure that runs forward and backward."""
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Language(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = GPT()
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            tokens = batch["input_ids"]
+            return next_token_loss(self.net(tokens[:, :-1]), tokens[:, 1:])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    class Steps(Callback):
+        def on_train_start(self, trainer: Any, _: Any) -> None:
+            job.attach(trainer.model, trainer.optimizers[0])
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            job.begin(trainer.global_step + 1)
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            job.end(trainer.global_step)
+
+    trainer = Trainer(
+        strategy=DDPStrategy(cluster_environment=_lightning_environment(job)),
+        accelerator="cpu",
+        devices=job.world,
+        max_steps=job.last_step,
+        gradient_clip_val=1.0,
+        callbacks=[Steps()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Language(), torch.utils.data.DataLoader(Rows(), batch_size=4))
+
+
+def fabric_loop(job: Job) -> None:
+    """Fabric's wrappers around a model, its optimizer and the backward pass."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+
+    strategy = DDPStrategy(cluster_environment=_lightning_environment(job))
+    fabric = Fabric(accelerator="cpu", devices=job.world, strategy=strategy)
+    fabric.launch()
+    net = GPT()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    job.attach(model, optimizer, slow=(net, optimizer))
+    for step in job.steps():
+        tokens, targets = text(step, job.rank)
+        optimizer.zero_grad()
+        fabric.backward(next_token_loss(model(tokens), targets))
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+
+
+def _lightning_environment(job: Job) -> Any:
+    """That of torchrun on one machine."""
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    _as_torchrun()
+    os.environ |= {"LOCAL_WORLD_SIZE": str(job.world), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "clients"}
+    return TorchElasticEnvironment()
 
 
 def deepspeed_zero(job: Job, stage: int) -> None:

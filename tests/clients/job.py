@@ -111,6 +111,10 @@ class Job:
         warnings.filterwarnings("ignore")
         logging.getLogger("torchscout").setLevel(logging.CRITICAL)  # incidents are read, not printed
         self.rank, self.world, self._trial = rank, dist.get_world_size(), trial
+        self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        torch.set_default_device(self.device)  # as a client may do
+        if self.device == "cuda":
+            _repeat_yourself()
         self.report = Report()
         self.session: Session | None = None
         self._model: Any = None
@@ -263,6 +267,8 @@ class Job:
                 _add(digest, [group["lr"], *(optimizer.state.get(each, {}) for each in group["params"])])
         _add(digest, [*self._also()])
         _add(digest, torch.get_rng_state())
+        if self.device == "cuda":
+            _add(digest, torch.cuda.get_rng_state())
         return digest.hexdigest()
 
     def _count_hooks(self) -> int:
@@ -271,6 +277,19 @@ class Job:
         of_modules = sum(len(getattr(each, kind)) for each in modules for kind in kinds)
         named = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         return of_modules + sum(len(getattr(each, kind, ())) for each in self._optimizers for kind in named)
+
+
+def _repeat_yourself() -> None:
+    """Kernels that give the same bits each time, so that two trainings can be compared at all."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    for enable in (
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ):
+        enable(False)  # their backward passes obey strict mode only
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,8 +304,9 @@ def _flip(tensor: torch.Tensor) -> int:
     before = _bytes(tensor)
     memory = tensor.detach().view(-1)  # fails where that would be a copy
     index, width = int(memory.abs().argmax()), memory.element_size()
-    words = memory.view({2: torch.int16, 4: torch.int32}[width]).numpy()
-    words[index] ^= 1 << {2: 6, 4: 20}[width]
+    words = memory.view({2: torch.int16, 4: torch.int32}[width])
+    with torch.autograd._unsafe_preserve_version_counter(words):
+        words[index] ^= 1 << {2: 6, 4: 20}[width]
     return sum((a ^ b).bit_count() for a, b in zip(before, _bytes(tensor), strict=True))
 
 

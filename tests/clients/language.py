@@ -38,18 +38,26 @@ def fp32(job: Job) -> None:
 
 
 def bf16(job: Job) -> None:
-    _nanogpt(job, DistributedDataParallel(GPT()), around=lambda: torch.autocast("cpu", torch.bfloat16))
+    _nanogpt(job, DistributedDataParallel(GPT()), around=lambda: torch.autocast(job.device, torch.bfloat16))
 
 
 def fp16(job: Job) -> None:
     _nanogpt(
-        job, DistributedDataParallel(GPT()), around=lambda: torch.autocast("cpu", torch.float16), scaled=True
+        job,
+        DistributedDataParallel(GPT()),
+        around=lambda: torch.autocast(job.device, torch.float16),
+        scaled=True,
     )
 
 
 def compiled(job: Job) -> None:
     """As nanoGPT does it: compiled first, then wrapped."""
-    _nanogpt(job, DistributedDataParallel(torch.compile(GPT(), backend="aot_eager")))
+    _nanogpt(
+        job,
+        DistributedDataParallel(
+            torch.compile(GPT(), backend="aot_eager" if job.device == "cpu" else "inductor")
+        ),
+    )
 
 
 def accumulation(job: Job) -> None:
@@ -99,7 +107,7 @@ def _nanogpt(
         lr=1e-3,
         betas=(0.9, 0.95),
     )
-    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    scaler = torch.amp.GradScaler(job.device, enabled=scaled)
     job.attach(model, optimizer, states={"scaler": scaler}, also=lambda: [scaler.state_dict()])
     for step in job.steps():
         for group in optimizer.param_groups:
@@ -131,7 +139,7 @@ class Recomputing(GPT):
         self.reentrant = reentrant
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(self.norm(x))

@@ -51,7 +51,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -87,13 +87,17 @@ class ResNet(nn.Module):
 
 def text(step: int, rank: int, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Four rows of tokens, and the next one of each."""
-    rows = torch.randint(0, VOCABULARY, (4, LENGTH + 1), generator=_seeded(step, rank, part))
+    source = _seeded(step, rank, part)
+    rows = torch.randint(0, VOCABULARY, (4, LENGTH + 1), generator=source, device="cpu")
+    rows = rows.to(torch.get_default_device())
     return rows[:, :-1], rows[:, 1:]
 
 
 def images(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     source = _seeded(step, rank, 7)
-    return torch.randn(8, 3, 8, 8, generator=source), torch.randint(0, 10, (8,), generator=source)
+    pixels = torch.randn(8, 3, 8, 8, generator=source, device="cpu")
+    classes = torch.randint(0, 10, (8,), generator=source, device="cpu")
+    return pixels.to(torch.get_default_device()), classes.to(torch.get_default_device())
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def hsdp(job: Job) -> None:
 
 
 def _sharded(job: Job, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(job.device, shape, mesh_dim_names=names)
     model = GPT()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -38,11 +38,12 @@ def _sharded(job: Job, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
 
 def tensor_parallel(job: Job) -> None:
     """All ranks hold one replica, and see the same data."""
-    mesh = init_device_mesh("cpu", (job.world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(job.device, (job.world,), mesh_dim_names=("tp",))
     model = GPT(dropout=0.0)
     for block in model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # Of plain tensors and DTensors: the multi-tensor form, the default on CUDA, takes either.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     job.attach(
         model,
         optimizer,

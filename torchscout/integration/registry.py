@@ -31,6 +31,7 @@ _FRAMEWORKS = {
     "deepspeed": "torchscout.integration.deepspeed",
     "megatron.core.optimizer": "torchscout.integration.megatron",
     "torchtitan.trainer": "torchscout.integration.torchtitan",
+    "lightning.fabric.wrappers": "torchscout.integration.fabric",
     "accelerate.optimizer": "torchscout.integration.accelerate",  # last: it wraps DeepSpeed's optimizers too
 }
 """What a job has imported that uses a framework, and which module then tells whether a model is its own."""

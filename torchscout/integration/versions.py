@@ -10,6 +10,7 @@ TESTED = {
     "deepspeed": "0.19.8",
     "transformers": "5.22.2",
     "accelerate": "1.15.0",
+    "lightning": "2.6.6",
 }
 """The release of each that the tests run with, by the name of its distribution."""
 

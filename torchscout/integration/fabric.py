@@ -1,0 +1,36 @@
+"""Lightning Fabric: plain PyTorch, once what ``fabric.setup`` returns is opened (paper, section 9).
+
+Its module calls DDP or FSDP2 inside under the precision that the user chose, and its optimizer steps the one
+that the user gave. ``lightning.pytorch.Trainer`` needs no adapter: a callback passes ``trainer.model`` and
+``trainer.optimizers``, which are PyTorch's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchscout.config import Parallelism
+from torchscout.integration.pytorch import PyTorchAdapter
+from torchscout.mesh import Mesh
+
+__all__ = ["adapter_of"]
+
+
+def adapter_of(
+    model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None
+) -> PyTorchAdapter | None:
+    """The adapter, if Fabric has wrapped this model or an optimizer of it."""
+    given = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = [each.optimizer if isinstance(each, _FabricOptimizer) else each for each in given]
+    inside = model._forward_module if isinstance(model, _FabricModule) else model
+    is_plain = inside is model and all(a is b for a, b in zip(optimizers, given, strict=True))
+    if is_plain or not isinstance(inside, torch.nn.Module):
+        return None
+    opened = [each for each in optimizers if each is not None]
+    if wrong := [type(each).__name__ for each in opened if not isinstance(each, torch.optim.Optimizer)]:
+        raise ValueError(f"optimizer must be one that Fabric or torch.optim made, got {', '.join(wrong)}")
+    return PyTorchAdapter(inside, opened, parallelism)
