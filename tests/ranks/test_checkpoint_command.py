@@ -459,4 +459,4 @@ def test_a_pruning_folder_cannot_be_taken_by_a_job(disk: Path):
 
 def test_the_commands_are_those_of_the_documentation():
     group = typer.main.get_command(app).commands["checkpoint"]  # type: ignore[attr-defined]
-    assert sorted(group.commands) == ["explain", "list", "prune", "verify"]
+    assert sorted(group.commands) == ["explain", "forget", "list", "prune", "verify"]

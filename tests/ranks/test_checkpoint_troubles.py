@@ -37,8 +37,8 @@ def alone(plan: Plan) -> list[dict[int, str]]:
     return [each.bits for each in run_ranks(train, 2, plain, timeout=60)]
 
 
-def with_a_small_disk(plan: Plan, kilobytes: int, folder: Path) -> list[Told]:
-    """The job's files lie in a file system of that size; what each rank tells."""
+def with_a_small_disk(plan: Plan, kilobytes: int, folder: Path, small: Path | None = None) -> list[Told]:
+    """The job's files, or what is ``small``, lie in a file system of that size; what each rank tells."""
     if not can_fill_disks():
         pytest.skip("this machine does not let tests mount a file system")
     assert plan.directory is not None
@@ -47,7 +47,7 @@ def with_a_small_disk(plan: Plan, kilobytes: int, folder: Path) -> list[Told]:
     (folder / "plan").write_bytes(pickle.dumps(plan))
     module = [sys.executable, "-m", "tests.support.spread_checkpoints", str(folder / "plan"), str(folder)]
     found = subprocess.run(
-        on_a_small_disk(plan.directory, kilobytes, [*module, "0", "1", "--here"]),
+        on_a_small_disk(small or plan.directory, kilobytes, [*module, "0", "1", "--here"]),
         capture_output=True,
         text=True,
         check=False,

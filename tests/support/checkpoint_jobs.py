@@ -37,7 +37,7 @@ from torchscout.checkpoint.generation import Role
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
-from torchscout.faults.storage import lose_folder
+from torchscout.faults.storage import block_ledger, fill_file_system, lose_folder
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.resumption import Resumption
 from torchscout.integration.session import Session
@@ -94,6 +94,10 @@ class Plan:
     """Ranks that never come out of this step's forward pass."""
     lost_folder: int | None = None
     """In this step something else takes the place of the checkpoints' folder."""
+    blocked_ledger: int | None = None
+    """From this step on a folder lies where each rank's ledger in memory is to be put."""
+    filled_memory: int | None = None
+    """In this step something else takes all that is free in the file system of the memory folder."""
     burden: Mapping[int, int] = field(default_factory=dict)
     """Ranks with that many bytes more to keep."""
     faults: Faults = field(default_factory=Faults)
@@ -380,6 +384,12 @@ def _suffer(plan: Plan, rank: int, step: int, model: nn.Module) -> None:
     if plan.lost_folder == step and rank == 0:
         assert plan.directory is not None
         lose_folder(plan.directory)
+    if plan.blocked_ledger == step:
+        assert plan.memory is not None
+        block_ledger(plan.memory, rank)
+    if plan.filled_memory == step and rank == 0:
+        assert plan.memory is not None
+        fill_file_system(plan.memory)
 
 
 def _wait(plan: Plan, rank: int, step: int, session: Session) -> None:

@@ -68,7 +68,7 @@ def owner(replicator: Replicator) -> Iterator[Peer]:
 @pytest.fixture
 def holder(replicator: Replicator) -> Iterator[Peer]:
     """Rank 0 as the holder of rank 1's copy, by hand."""
-    peer = Peer(lambda context: wire.listen(context, TOKEN, ("127.0.0.1", 0)))
+    peer = Peer(lambda context: wire.listen(context, TOKEN, "tcp://127.0.0.1:*"))
     port = int(peer.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
     replicator.connect([("127.0.0.1", port), replicator.address], "ab")
     yield peer
@@ -293,3 +293,22 @@ def test_an_address_that_is_taken_is_a_clear_error(replicator: Replicator, tmp_p
 def test_a_rank_beyond_the_addresses_is_a_mistake(replicator: Replicator):
     with pytest.raises(ValueError, match="1 addresses and 1 hosts, and this is rank 1"):
         replicator.connect([("127.0.0.1", 1)], ["a"])
+
+
+def test_a_refusal_among_other_messages_does_not_end_the_reading_of_them(
+    replicator: Replicator, holder: Peer, tmp_path: Path
+):
+    """It closes the connection while what came over it is read."""
+    replicator.send(seal(tmp_path / "b", 1, 4))
+    name, message, _ = heard_of(holder, "offer")
+    for _ in range(20):
+        holder.send(name, wire.encode("refused", transfer=message["transfer"], why="no room"))
+    heard_of(holder, "offer")  # it tries again
+    problems = replicator.problems()
+    assert any("it was refused: no room" in each for each in problems)
+    assert not any("copying among ranks" in each for each in problems)
+
+
+def test_a_generation_beyond_any_name_is_refused(owner: Peer):
+    owner.send(wire.encode("retire", generations=[[10**300, 0]], transfer="t"))
+    assert "a generation is a step and a lineage" in owner.hear("refused")["why"]

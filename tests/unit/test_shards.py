@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,3 +227,24 @@ def test_folders_that_others_remove_meanwhile_are_passed_over(sealed: Path, tmp_
         over.set()
         others.join()
     assert rounds > 100
+
+
+@pytest.mark.parametrize("bit", [26, 27])
+def test_a_flipped_bit_in_the_headers_length_allocates_nothing_like_it(tmp_path: Path, bit: int):
+    """The digest is compared before the header is believed to have that length."""
+    path = tmp_path / "sealed"
+    save(path, IDENTITY, Role.LATEST, {"weights": torch.zeros(200 << 20, dtype=torch.uint8)})
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(16 + bit // 8)
+        (byte,) = file.read(1)
+        file.seek(16 + bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedError, match="the header is damaged"):
+            inspect(path)
+        assert not verify(path).whole
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()

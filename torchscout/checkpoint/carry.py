@@ -30,11 +30,11 @@ def give(path: Path, to: int, group: dist.ProcessGroup) -> None:
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        _send(torch.tensor([0]), to, group)
+        _send(torch.tensor([0], device="cpu"), to, group)
         return
     try:
         size = os.fstat(file).st_size
-        _send(torch.tensor([size]), to, group)
+        _send(torch.tensor([size], device="cpu"), to, group)
         for offset in range(0, size, _CHUNK):
             piece = bytearray(min(_CHUNK, size - offset))
             _fill(piece, file, offset)
@@ -54,7 +54,7 @@ def _fill(piece: bytearray, file: int, offset: int) -> None:
 
 def received(memory: Path, identity: Identity, me: int, source: int, group: dist.ProcessGroup) -> Path:
     """Take a file; to the end, even if it cannot be kept, because it is sent to the end."""
-    announced = torch.zeros(1, dtype=torch.int64)
+    announced = torch.zeros(1, dtype=torch.int64, device="cpu")
     _receive(announced, source, group)
     size = int(announced.item())
     if not 0 < size < _LARGEST:
@@ -67,7 +67,7 @@ def received(memory: Path, identity: Identity, me: int, source: int, group: dist
         problem = error
     try:
         for offset in range(0, size, _CHUNK):
-            piece = torch.empty(min(_CHUNK, size - offset), dtype=torch.uint8)
+            piece = torch.empty(min(_CHUNK, size - offset), dtype=torch.uint8, device="cpu")
             _receive(piece, source, group)
             problem = problem or _appended(arriving, piece)
         if problem is not None:

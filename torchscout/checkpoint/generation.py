@@ -41,5 +41,5 @@ class Generation(NamedTuple):
 
 
 def is_number(value: Any, lowest: int = 0) -> bool:
-    """Whether this is a whole number, which JSON's true and false are not."""
-    return type(value) is int and value >= lowest
+    """Whether this is a whole number of 63 bits, which JSON's true and false are not."""
+    return type(value) is int and lowest <= value < 1 << 63

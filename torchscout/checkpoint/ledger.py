@@ -164,8 +164,9 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _bytes(path: Path) -> bytes:
-    """Not to be held up by a pipe of that name, nor filled up by a large file."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    """Not to be led elsewhere by a link of that name, held up by a pipe, or filled up by a large file."""
+    unfollowed = os.O_NONBLOCK | os.O_NOFOLLOW
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | unfollowed)) as file:
         return file.read(_MOST_BYTES + 1)
 
 

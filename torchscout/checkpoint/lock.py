@@ -18,6 +18,7 @@ from pathlib import Path
 from torchscout.checkpoint import lock_by_name
 from torchscout.checkpoint.owner import Owner, refusal
 from torchscout.errors import CheckpointError
+from torchscout.private_files import open_file
 
 __all__ = ["Lock", "claim", "owner_of"]
 
@@ -75,7 +76,7 @@ def claim(folder: Path | str, job: str, run: str | None = None) -> Lock:
     folder, owner = Path(folder), Owner.own(job, run or secrets.token_hex(16))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = open_file(folder / _NAME, os.O_RDWR | os.O_CREAT)
         try:
             holder = _settled(file, owner)
         except OSError as error:
@@ -136,11 +137,11 @@ def _left(file: int) -> None:
 
 def _opened(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return open_file(path, os.O_RDWR)
     except OSError as error:
         if error.errno not in _READ_ONLY:
             raise
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # good enough on a machine's own disk
+        return open_file(path, os.O_RDONLY)  # good enough on a machine's own disk
 
 
 def _locked(file: int, how: int) -> bool:

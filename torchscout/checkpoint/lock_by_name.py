@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torchscout.checkpoint.owner import Owner, refusal
 from torchscout.errors import CheckpointError
+from torchscout.private_files import open_file
 
 __all__ = ["owner_of", "take"]
 
@@ -72,9 +73,13 @@ def _created(path: Path, owner: Owner) -> bool:
 
 def _read(path: Path) -> Owner | None:
     try:
-        return Owner.from_bytes(path.read_bytes())
+        file = open_file(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
+    try:
+        return Owner.from_bytes(os.pread(file, 1 << 16, 0))
+    finally:
+        os.close(file)
 
 
 def _give_back(path: Path, owner: Owner) -> None:

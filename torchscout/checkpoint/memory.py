@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from torchscout.checkpoint.shard_files import files_under
 from torchscout.errors import CheckpointError
+from torchscout.private_files import make_private_folder
 
-__all__ = ["budget_within", "check_budget", "memory_folder", "memory_root"]
+__all__ = ["available_memory", "budget_within", "check_budget", "memory_folder", "memory_root"]
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -37,18 +38,34 @@ def memory_folder(job: str) -> Path:
     root = memory_root()
     if not os.environ.get(_VARIABLE) and not _SHARED_MEMORY.is_dir():
         raise CheckpointError(f"there is no {_SHARED_MEMORY} here; set {_VARIABLE} to a folder in memory")
-    for folder in (root, root / job):
-        try:
-            folder.mkdir(mode=0o700, parents=folder is root, exist_ok=True)
-            status = os.lstat(folder)
-        except OSError as error:
-            raise CheckpointError(f"cannot keep checkpoints in {folder}: {error.strerror}") from error
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise CheckpointError(f"{folder} must be a folder that belongs to this user alone (mode 0700)")
+    try:
+        make_private_folder(root, parents=True)
+        make_private_folder(root / job)
+    except OSError as error:
+        raise CheckpointError(f"cannot keep checkpoints in {error.filename}: {error.strerror}") from error
     return root / job
 
 
-def check_budget(bytes_per_snapshot: int, copies: int, budget: int | None, folder: Path) -> int:
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still take: of the machine, and of every control group it is in."""
+    meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines() if ":" in line)
+    limits = [1024 * int(meminfo["MemAvailable"].split()[0])]
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder = cgroups / ("memory" if controllers else "") / path.lstrip("/")
+        limits += [left for each in (folder, *folder.parents) if (left := _left_in(each)) is not None]
+    return max(0, min(limits))
+
+
+def check_budget(
+    bytes_per_snapshot: int,
+    copies: int,
+    budget: int | None,
+    folder: Path,
+    available: Callable[[], int] = available_memory,
+) -> int:
     """The bytes that checkpoints may take, or a ``CheckpointError`` if so many copies do not fit into them.
 
     ``copies`` counts all that this machine is to hold, of all its ranks. Without a budget it is half of what
@@ -59,8 +76,36 @@ def check_budget(bytes_per_snapshot: int, copies: int, budget: int | None, folde
         own = sum(map(_allocated, files_under(folder)))
     except OSError as error:
         raise CheckpointError(f"cannot tell how much memory {folder} has: {error.strerror}") from error
-    free = status.f_bavail * status.f_frsize + own
+    free = status.f_bavail * status.f_frsize
+    if _is_in_memory(folder):  # that file system may be larger than what the machine or the container has
+        free = min(free, available())
+    free += own
     return budget_within(free, bytes_per_snapshot, copies, budget, folder)
+
+
+def _left_in(group: Path) -> int | None:
+    """What a control group has left; memory that only caches files is as good as free."""
+    for limit, usage, cached in (
+        ("memory.max", "memory.current", "inactive_file "),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
+    ):
+        try:
+            most, used = (int((group / name).read_text()) for name in (limit, usage))
+            rows = (group / "memory.stat").read_text().splitlines()
+        except (OSError, ValueError):  # no such group here, or its limit is "max"
+            continue
+        return most - used + sum(int(row.removeprefix(cached)) for row in rows if row.startswith(cached))
+    return None
+
+
+def _is_in_memory(folder: Path) -> bool:
+    """Whether the folder's file system takes memory, and no disk."""
+    found, where = "", folder.resolve()
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, kind, *_ = line.split()
+        if where.is_relative_to(mounted := Path(point)) and len(str(mounted)) >= len(found.partition(" ")[0]):
+            found = f"{mounted} {kind}"
+    return found.endswith((" tmpfs", " ramfs"))
 
 
 def _allocated(path: Path) -> int:

@@ -54,9 +54,12 @@ class Owner:
         """None unless it is whole: it may be half written."""
         try:
             document: Any = json.loads(data)
-            return cls(**{field.name: document[field.name] for field in fields(cls)})
+            found = cls(**{field.name: document[field.name] for field in fields(cls)})
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
+        texts, numbers = (found.job, found.host, found.since, found.run), (found.pid, found.started or 0)
+        is_whole = all(isinstance(each, str) for each in texts) and all(type(each) is int for each in numbers)
+        return found if is_whole else None
 
 
 def refusal(folder: Path, holder: Owner | None, how_known: str = "") -> str:

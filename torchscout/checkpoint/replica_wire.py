@@ -14,6 +14,7 @@ waits: what cannot be sent now is not sent, and what is malformed is dropped.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ CHUNK = 4 << 20
 WINDOW = 4 * CHUNK
 """Bytes that may be on their way to a holder which has not taken them yet."""
 _SLACK = 1 << 16
+_HANDSHAKE_MS = 5000
 _RECONNECT_MS, _RECONNECT_MOST_MS = 100, 2000
 _FLUSH_MS = 200
 _PURPOSE = "replica"
@@ -60,15 +62,16 @@ def encode(kind: str, **fields: Any) -> bytes:
     return json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False).encode()
 
 
-def listen(context: zmq.Context[zmq.Socket[bytes]], token: str, address: Address) -> zmq.Socket[bytes]:
-    """A holder's end; port 0 takes a free one."""
+def listen(context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str) -> zmq.Socket[bytes]:
+    """A holder's end."""
     socket = _socket(context, zmq.ROUTER)
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = keys.derive(token, _PURPOSE, "holder")
     socket.router_mandatory = True  # to learn at once who is not connected
     socket.router_handover = True  # an owner that connects anew replaces its lost connection
-    host, port = address
-    socket.bind(f"tcp://{_bracketed(host)}:{port or '*'}")
+    if endpoint.startswith("ipc:"):
+        socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+    socket.bind(endpoint)
     return socket
 
 
@@ -88,8 +91,10 @@ def connect(
 
 
 def receive(socket: zmq.Socket[bytes], most: int = 64) -> Iterator[Heard]:
-    """What has arrived and makes sense, of ``most`` messages."""
+    """What has arrived and makes sense, of ``most`` messages; the caller may close the socket meanwhile."""
     for _ in range(most):
+        if socket.closed:
+            return
         try:
             frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -126,6 +131,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     socket = context.socket(kind)
     socket.ipv6 = True
     socket.linger = _FLUSH_MS
+    socket.handshake_ivl = _HANDSHAKE_MS
     socket.maxmsgsize = CHUNK + _SLACK  # whoever sends more is disconnected
     return socket
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from torchscout.checkpoint.replica_inbox import Inbox, remove
 from torchscout.checkpoint.replica_outbox import Outbox
 from torchscout.checkpoint.shard_format import Identity
 from torchscout.errors import CheckpointError
+from torchscout.listener_process import ListenerProcess
 
 __all__ = ["Replicator"]
 
@@ -50,13 +52,14 @@ class Replicator:
         self._rank, self._memory, self._token = rank, memory, token
         self._patience = patience_seconds
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        name = f"torchscout-{secrets.token_hex(16)}"
         try:
-            socket = wire.listen(self._context, token, listens)
-        except zmq.ZMQError as error:
+            socket = wire.listen(self._context, token, f"ipc://@{name}")
+            self._listener = ListenerProcess(listens, name)
+        except (OSError, zmq.ZMQError) as error:
             self._context.destroy(linger=0)
             raise CheckpointError(f"cannot listen at {listens[0]}:{listens[1]}: {error}") from error
-        port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self.address: wire.Address = (listens[0], port)
+        self.address: wire.Address = (listens[0], self._listener.port)
         """For the other ranks; a host that stands for every interface must be replaced by a real one."""
         self._inbox = Inbox(socket, rank, memory, patience_seconds)
         self._outbox: Outbox | None = None
@@ -147,6 +150,8 @@ class Replicator:
     def _turn(self) -> None:
         try:
             self._hear_words()
+            if (problem := self._listener.restart_if_ended()) is not None:
+                self._tell([problem])
             for box in (self._inbox, self._outbox):
                 if box is not None:
                     box.turn(time.monotonic())
@@ -200,4 +205,5 @@ class Replicator:
             self._outbox.close()
         self._inbox.close()
         self._context.destroy(linger=0)
+        self._listener.close()
         os.close(self._bell_out)

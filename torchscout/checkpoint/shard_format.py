@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "Header",
     "Identity",
     "Outline",
+    "check_header",
     "check_padding",
     "decode",
     "digest",
@@ -241,13 +242,27 @@ def probe(prefix: Buffer, size: int) -> int:
     return PREFIX_BYTES + int(length)
 
 
+def check_header(prefix: Buffer, pieces: Iterable[Buffer], size: int) -> None:
+    """Raise ``DamagedError`` unless these pieces, one after the other, are the header that was sealed.
+
+    For code that reads a shard in pieces: the header's length cannot be trusted before this check.
+    """
+    found = xxhash.xxh3_128(bytes(prefix[:_DIGESTED]))
+    length = 0
+    for piece in pieces:
+        found.update(piece)
+        length += len(piece)
+    is_whole = length == probe(prefix, size) - PREFIX_BYTES
+    if not is_whole or found.digest() != bytes(prefix[_DIGESTED:PREFIX_BYTES]):
+        raise DamagedError("the header is damaged: its digest does not match")
+
+
 def parse(start: Buffer, size: int) -> Header:
     """The header, from the first ``probe`` bytes of a shard of this size; ``DamagedError`` if damaged."""
     end = probe(start, size)
-    header = bytes(start[PREFIX_BYTES:end])
-    found = xxhash.xxh3_128_digest(bytes(start[:_DIGESTED]) + header)
-    if len(header) != end - PREFIX_BYTES or found != bytes(start[_DIGESTED:PREFIX_BYTES]):
-        raise DamagedError("the header is damaged: its digest does not match")
+    view = memoryview(start)
+    check_header(view, [view[PREFIX_BYTES:end]], size)
+    header = bytes(view[PREFIX_BYTES:end])
     try:
         return _header(_json(header), end, size)
     except DamagedError:

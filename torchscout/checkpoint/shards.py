@@ -28,6 +28,7 @@ from torchscout.checkpoint.shard_format import (
     Entry,
     Header,
     Identity,
+    check_header,
     check_padding,
     digest,
     encode,
@@ -272,8 +273,8 @@ def _space_left(path: Path, size: int) -> str:
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
     """The file and its size; whatever is wrong with it is said with its name."""
     try:
-        # Not to be held up by a pipe of that name.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # Not to be held up by a pipe of that name, nor led elsewhere by a link.
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode):
@@ -289,14 +290,21 @@ def _opened(path: Path) -> Iterator[tuple[int, int]]:
 
 def _header(file: int, size: int) -> Header:
     prefix = _read(file, 0, min(PREFIX_BYTES, size))
-    return parse(_read(file, 0, probe(prefix, size)), size)
+    end = probe(prefix, size)
+    check_header(prefix, _pieces(file, PREFIX_BYTES, end), size)
+    return parse(_read(file, 0, end), size)
 
 
 def _digest_of(file: int, entry: Entry) -> str:
     found = xxhash.xxh3_128()
-    for offset in range(entry.offset, entry.end, _CHUNK):
-        found.update(_read(file, offset, min(_CHUNK, entry.end - offset)))
+    for piece in _pieces(file, entry.offset, entry.end):
+        found.update(piece)
     return found.hexdigest()
+
+
+def _pieces(file: int, start: int, end: int) -> Iterator[bytearray]:
+    for offset in range(start, end, _CHUNK):
+        yield _read(file, offset, min(_CHUNK, end - offset))
 
 
 def _read(file: int, offset: int, length: int) -> bytearray:

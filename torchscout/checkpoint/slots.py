@@ -18,6 +18,7 @@ import mmap
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -110,10 +111,17 @@ class Slot:
 class Slots:
     """This rank's files, oldest first. Any thread may call."""
 
-    def __init__(self, folder: Path, rank: int, count: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        count: int,
+        protected: Callable[[], frozenset[Generation]] = frozenset,
+    ) -> None:
         self._folder, self._rank, self._count = folder, rank, count
         self._lock = threading.Lock()
         self._held: dict[Generation, int] = {}
+        self._protected = protected
         self._slots = [*self._left_unsealed(), *self._left_sealed()]
 
     def take(self) -> Slot:
@@ -124,12 +132,13 @@ class Slots:
             if len(self._slots) < self._count:
                 self._slots.append(Slot.create(self._folder, self._rank))
                 return self._slots[-1]
-            for slot in [each for each in self._slots if each.generation not in self._held]:
+            kept = self._protected().union(self._held)
+            for slot in [each for each in self._slots if each.generation not in kept]:
                 if self._unseal(slot):
                     return slot
                 self._slots.append(Slot.create(self._folder, self._rank))
                 return self._slots[-1]
-        raise CheckpointError(f"all {self._count} snapshots in memory are being read")
+        raise CheckpointError(f"all {self._count} snapshots in memory are needed or being read")
 
     def prepare(self, size: int) -> None:
         """Have a file of this size ready, if there are not all yet."""

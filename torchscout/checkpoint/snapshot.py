@@ -90,13 +90,17 @@ class Snapshots:
         copies: int = 3,
         limit: int | None = None,
         patience_seconds: float = 120.0,
+        protected: Callable[[], frozenset[Generation]] = frozenset,
     ) -> None:
-        """``copies`` files are filled in turn, so that all but one are whole; ``limit`` is one's size."""
+        """``copies`` files are filled in turn, so that all but one are whole; ``limit`` is one's size.
+
+        What is ``protected`` when a capture begins gives way to it only after ``retire``.
+        """
         if copies < 2:
             raise ValueError(f"copies must be at least 2, one whole and one being written, got {copies}")
         self._folder, self._rank = Path(folder), rank
         self._limit, self._patience = limit, patience_seconds
-        self._slots = Slots(self._folder, rank, copies)
+        self._slots = Slots(self._folder, rank, copies, protected)
         self._stage = Stage()
         self._header_room = 0
         self._last: Capture | None = None

@@ -65,7 +65,10 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def room_for(entries: Iterable[Entry]) -> dict[str, torch.Tensor]:
     """Uninitialized CPU tensors to read these into."""
-    return {entry.name: torch.empty(entry.shape, dtype=dtype_named(entry.dtype)) for entry in entries}
+    return {
+        entry.name: torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="cpu")
+        for entry in entries
+    }
 
 
 def name_of(dtype: torch.dtype) -> str:

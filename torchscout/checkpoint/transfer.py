@@ -115,7 +115,7 @@ class _Side:
 
     def _in_chunks(self, copies: Sequence[Copy]) -> None:
         """Through a small pinned buffer: slower, and nothing of it is left to do afterwards."""
-        chunk = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
+        chunk = torch.empty(_CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
         for source, memory, start in copies:
             dense = torch.empty_like(source, memory_format=torch.contiguous_format)
             fill(dense, source)
@@ -155,14 +155,14 @@ class Stage:
     """Memory for what must be copied at once; the same for every snapshot."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of these, valid until the next call; on devices, in training's own order."""
         on_host = {name: each for name, each in tensors.items() if each.device.type == "cpu"}
         needed = sum(_aligned(each.nbytes) for each in on_host.values())
         if needed > len(self._memory):
-            self._memory = torch.empty(needed, dtype=torch.uint8)
+            self._memory = torch.empty(needed, dtype=torch.uint8, device="cpu")
         staged: dict[str, torch.Tensor] = {}
         offset = 0
         for name, each in tensors.items():

@@ -141,7 +141,7 @@ class _Encoder:
 
     def _array(self, value: np.ndarray[Any, Any], path: tuple[str, ...]) -> Any:
         _refuse_array(value.dtype, path)
-        data = torch.empty(value.nbytes, dtype=torch.uint8)
+        data = torch.empty(value.nbytes, dtype=torch.uint8, device="cpu")
         bytes_of(data)[:] = value.tobytes()
         return {"array": [value.dtype.str, list(value.shape), self._keep(data, path)]}
 

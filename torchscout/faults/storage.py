@@ -6,6 +6,7 @@ where the file is, and that the job goes on from another copy or an older genera
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from abc import ABC, abstractmethod
@@ -20,8 +21,10 @@ __all__ = [
     "Delete",
     "FlipFileBit",
     "Lost",
+    "block_ledger",
     "can_fill_disks",
     "copies",
+    "fill_file_system",
     "lose_folder",
     "on_a_small_disk",
     "restore_folder",
@@ -111,6 +114,23 @@ def restore_folder(folder: Path) -> None:
     _aside(folder).rename(folder)
 
 
+def block_ledger(memory: Path, rank: int) -> None:
+    """From now on a rank's ledger under this folder cannot be replaced, whoever the user is."""
+    for path in [*memory.rglob(f"rank-{rank}.ledger")]:
+        before = path.with_name(f"{path.name}.previous")
+        before.unlink(missing_ok=True)
+        (before / "in the way").mkdir(parents=True)
+
+
+def fill_file_system(folder: Path) -> None:
+    """Take all that is free where this folder lies. For a small file system of its own only."""
+    if os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize > _SMALL:
+        raise ValueError(f"the file system of {folder} is not a small one")
+    with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
 def can_fill_disks() -> bool:
     """Whether this machine lets an ordinary user mount a file system of a certain size."""
     if shutil.which("unshare") is None:
@@ -124,6 +144,7 @@ def on_a_small_disk(folder: Path, kilobytes: int, command: Sequence[str]) -> lis
     return [*_UNSHARED, "sh", "-c", script, str(folder), *command]
 
 
+_SMALL = 64 << 20
 _UNSHARED = ["unshare", "--user", "--map-root-user", "--mount"]
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,10 +24,12 @@ import xxhash
 from torchscout.checkpoint import ledger, lock, placement, retention, shards
 from torchscout.checkpoint.certify import Ballot, events_of
 from torchscout.checkpoint.fetch import Fetched, Links, fetch
+from torchscout.checkpoint.forgetting import forget_old
 from torchscout.checkpoint.gate import CheckpointGate, after
 from torchscout.checkpoint.generation import Generation, Role
 from torchscout.checkpoint.happening import Checked, Effects, Event, Lost, Outcome, Recovered
-from torchscout.checkpoint.inventory import Member
+from torchscout.checkpoint.inventory import Member, Tier
+from torchscout.checkpoint.ledger_tiers import LedgerTiers
 from torchscout.checkpoint.memory import check_budget, memory_folder
 from torchscout.checkpoint.outgoing import Outgoing
 from torchscout.checkpoint.replicate import Replicator
@@ -39,7 +41,7 @@ from torchscout.decision.fold import signed
 from torchscout.decision.ownership import Ownership
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.evidence.replay.keepsakes import Keepsakes
-from torchscout.integration.addresses import own_address
+from torchscout.integration.addresses import listening_address
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.coverage import Coverage
 from torchscout.integration.former import Former, Remains
@@ -47,7 +49,6 @@ from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
 from torchscout.integration.resumption import Resumption, Sweeping
 from torchscout.integration.structure import surface_of
 from torchscout.integration.watching import Job
-from torchscout.mesh import AXES, Mesh
 
 __all__ = ["Checkpointing", "job_name"]
 
@@ -85,7 +86,7 @@ class Checkpointing:
         self._disk = Path(config.directory).absolute()
         self._name = job_name(self._disk)
         self._member = Member(
-            job=self._name, mesh=_described(job.mesh), world_size=len(job.mesh), rank=job.rank
+            job=self._name, mesh=job.mesh.summary(), world_size=len(job.mesh), rank=job.rank
         )
         self._coverage = Coverage()
         self._covered: Callable[[], str] = str
@@ -99,6 +100,9 @@ class Checkpointing:
         """Of that; None until it has begun."""
         self._due: Callable[[], None] | None = None
         """What is to be done when the next step begins."""
+        self._ledgers = LedgerTiers()
+        self._retired: set[Generation] = set()
+        """What the gate needs nowhere any more, as long as memory has it."""
         self._problems: deque[str] = deque(maxlen=20)
         self._reason = "nothing was captured yet"
         self._undo = ExitStack()
@@ -134,7 +138,7 @@ class Checkpointing:
         """Before every update."""
         if self._due is not None:
             self._due = None
-            self._problems.append("no step was seen to begin, so that nothing was captured")
+            self._add_problems(["no step was seen to begin, so that nothing was captured"])
         self._snapshots.fence()
 
     def signature(self) -> int | None:
@@ -174,14 +178,14 @@ class Checkpointing:
 
     def decide(self, step: int, counted: Sequence[int], *, counts: bool = True) -> None:
         """The same on every rank. Only a check that ``counts`` certifies, of those that are accepted."""
-        self._problems += self._outgoing.problems()
+        self._add_problems(self._outgoing.problems())
         if self._former is not None:
             raise CheckpointError(
                 f"{self._disk} has checkpoints of an earlier run, {self._former}; nothing is captured. "
                 "Call session.resume() before training, or give another directory"
             )
         if self._capture is not None and self._capture.problem is not None:
-            self._problems.append(self._capture.problem)
+            self._add_problems([self._capture.problem])
         for event in events_of(self._gate, step, Ballot.counted(counted)):
             if counts or not (isinstance(event, Checked) and event.outcome.accepted):
                 self._carry_out(event)
@@ -219,7 +223,7 @@ class Checkpointing:
     def _load(self, wanted: Sequence[Generation]) -> Fetched[shards.Restored]:
         links = Links(self._communicators.exchange, self._communicators.group)
         fetched = fetch(self._member, wanted, (self._memory, self._disk), links, shards.load)
-        self._problems += fetched.demoted
+        self._add_problems(fetched.demoted)
         problem: str | None = f"{fetched.generation} could not be put back"
         try:
             restore(self._model, self._optimizers, self._registered, fetched.value.tree, self._owned)
@@ -258,7 +262,7 @@ class Checkpointing:
         return replace(gate, recipes=recipes, persist_every=config.persist_every, keep=config.keep)
 
     def status(self) -> Mapping[str, Any]:
-        self._problems += self._outgoing.problems()
+        self._add_problems(self._outgoing.problems())
         return {
             "job": self._name,
             "memory": str(self._memory),
@@ -276,6 +280,10 @@ class Checkpointing:
             "problems": list(self._problems),
         }
 
+    def _add_problems(self, problems: Iterable[str]) -> None:
+        """What lasts is said once, so that it does not push out what else went wrong."""
+        self._problems += [each for each in problems if each not in self._problems]
+
     def _copied(self) -> int | None:
         """The newest step of which another machine's memory has this rank's state."""
         held = frozenset() if self._replicator is None else self._replicator.held()
@@ -292,6 +300,8 @@ class Checkpointing:
         for folder in (self._memory, self._disk):
             self._undo.callback(lock.claim(folder, self._name, job.token).release)
             shards.clean(folder)
+        if config.forget_after_days is not None:
+            forget_old(self._memory.parent, self._memory, config.forget_after_days)
         copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
         expected = expected_bytes(self._model, self._optimizers, self._owned)
         allowed = check_budget(expected, copies, config.memory_budget, self._memory)
@@ -303,15 +313,18 @@ class Checkpointing:
             copies=placement.SNAPSHOTS,
             limit=allowed // copies,
             patience_seconds=config.patience_seconds,
+            protected=lambda: self._ledgers.named(Tier.MEMORY) | self._gate.in_memory,
         )
         self._undo.callback(self._snapshots.close)
         self._replicator, self._address = None, None
         if config.replicate and len(set(job.hosts)) > 1:
-            self._replicator = Replicator(job.rank, self._memory, job.token, listens=("0.0.0.0", 0))
+            listens, address = listening_address(job.hosts, job.rank)
+            self._replicator = Replicator(job.rank, self._memory, job.token, listens=(listens, 0))
             self._undo.callback(self._replicator.close)
-            self._address = [own_address(job.hosts, job.rank), self._replicator.address[1]]
+            self._address = [address, self._replicator.address[1]]
         self._remains = Remains.found((self._memory, self._disk), self._member.rank, self._name)
-        self._problems += self._remains.problems
+        self._ledgers = LedgerTiers(*self._remains.ledgers)
+        self._add_problems(self._remains.problems)
 
     def _meet(self) -> None:
         """Tell each other where copies go, and what an earlier run has left."""
@@ -360,9 +373,10 @@ class Checkpointing:
         self._reason = effects.reason
         if effects.capture is not None:
             self._take(effects.capture, effects)
-        self._retire(effects.retire)
-        if self._replicator is not None:  # what is in files need not be in another machine's memory as well
-            self._replicator.retire(before.in_memory.union(effects.retire) - self._gate.in_memory)
+        self._retired |= {*effects.retire}
+        self._ledgers.give_up(Tier.DISK, effects.retire)
+        # What is in files need not be in another machine's memory as well.
+        self._ledgers.give_up(Tier.MEMORY, before.in_memory.union(effects.retire) - self._gate.in_memory)
 
     def _take(self, generation: Generation, effects: Effects) -> None:
         """Note now what a loader draws from; the rest of the step is still to come."""
@@ -377,27 +391,24 @@ class Checkpointing:
 
         self._due = due
 
-    def _retire(self, generations: Sequence[Generation]) -> None:
-        if not generations:
-            return
-        for generation in generations:
-            self._snapshots.retire(generation)
-        self._outgoing.later(lambda: retention.retire(self._disk, generations, self._member.rank))
-
     def _tidy(self) -> None:
         """Delete what a killed run was about to delete: earlier generations that the job no longer knows."""
         gate, rank, size = self._gate, self._member.rank, self._member.world_size
-        for folder in (self._memory, self._disk):
+        for tier, folder in ((Tier.MEMORY, self._memory), (Tier.DISK, self._disk)):
+            needed = gate.held | self._ledgers.named(tier)
             retention.remove(
                 each
                 for each in shard_files(folder)
                 if (each.holder, each.world_size) == (rank, size)
                 and each.generation.lineage < gate.lineage
-                and each.generation not in gate.held
+                and each.generation not in needed
             )
 
     def _write_down(self) -> None:
-        """In memory at once; files may take their time, and what they say is only older."""
+        """In memory at once; files may take their time. Neither depends on the other, and either may fail.
+
+        Shards are deleted afterwards: see [Note: which ledger protects which shards].
+        """
         gate, rank, size = self._gate, self._member.rank, self._member.world_size
         write = partial(
             ledger.write,
@@ -407,13 +418,31 @@ class Checkpointing:
             world_size=size,
             coverage=self._covered() or None,
         )
-        write(self._memory)
-        self._outgoing.later(lambda: write(self._disk))
+        try:
+            write(self._memory)
+            self._ledgers.written(Tier.MEMORY, gate)
+        except (CheckpointError, OSError) as error:
+            self._add_problems([str(error)])
+        self._leave_memory()
 
+        def write_to_disk() -> None:
+            write(self._disk)
+            self._ledgers.written(Tier.DISK, gate)
 
-def _described(mesh: Mesh) -> str:
-    """Which rank has which place; what was saved under another layout is not loaded."""
-    degrees = ", ".join(f"{axis} {mesh.degree(axis)}" for axis in AXES if mesh.degree(axis) > 1)
-    places = "\n".join(str(mesh.address_of(rank)) for rank in range(len(mesh)))
-    digest = hashlib.blake2b(places.encode(), digest_size=6).hexdigest()
-    return f"{degrees or 'one rank'} ({digest})"
+        self._outgoing.later(write_to_disk)
+        self._outgoing.later(self._leave_files)
+
+    def _leave_memory(self) -> None:
+        """Delete what no ledger counts on in memory."""
+        free = self._ledgers.deletable(Tier.MEMORY)
+        for generation in free & self._retired:
+            self._snapshots.retire(generation)
+        self._retired -= free
+        if self._replicator is not None and free:
+            self._replicator.retire(free)
+
+    def _leave_files(self) -> None:
+        """After a ledger was written to disk, or could not be."""
+        self._leave_memory()
+        if free := self._ledgers.deletable(Tier.DISK):
+            retention.retire(self._disk, free, self._member.rank)

@@ -9,6 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from torchscout.checkpoint import lock
+from torchscout.checkpoint.forgetting import forget as forget_job
+from torchscout.checkpoint.forgetting import kept_jobs
+from torchscout.checkpoint.memory import memory_root
 from torchscout.cli.checkpoint import explanation, listing, pruning
 from torchscout.cli.checkpoint.contents import Contents, contents_of
 from torchscout.cli.checkpoint.examination import Damage, examine
@@ -113,6 +116,42 @@ def prune(
             raise _refused(error) from error
     screen = pruning.screen(contents, report, broken, done=yes)
     as_document({**report, "dry_run": not yes}, screen, as_json=as_json, output=output)
+
+
+@app.command()
+def forget(
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Of which jobs.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Of all jobs that do not run.")] = False,
+    yes: Annotated[bool, typer.Option("--yes/--dry-run", help="Delete, or only say what would be.")] = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Give back what ended jobs keep in this machine's memory; files on disk stay.
+
+    Without a job, shows all of them. Refused for a job that runs.
+    """
+    kept = kept_jobs(memory_root())
+    wanted = {each.name for each in kept if each.holder is None} if everything else {*(jobs or ())}
+    if unknown := sorted(wanted - {each.name for each in kept}):
+        raise typer.BadParameter(f"{memory_root()} has nothing of {', '.join(unknown)}", param_hint="JOB")
+    rows: list[dict[str, Any]] = []
+    for each in kept:
+        chosen = each.name in wanted
+        try:
+            if chosen and yes:
+                forget_job(each)
+        except CheckpointError as error:
+            raise _refused(error) from error
+        rows.append({"job": each.name, "bytes": each.bytes, "in_use": each.holder, "forgotten": chosen})
+    done = "deleted" if yes else "would be deleted; add --yes"
+    lines = [
+        f"{row['job']}  {size_in_words(row['bytes'])}"
+        + (f"  in use by {row['in_use']}" if row["in_use"] else "")
+        + (f"  {done}" if row["forgotten"] else "")
+        for row in rows
+    ]
+    screen = stacked(lines or ["Nothing is kept in memory."])
+    as_document({"jobs": rows, "dry_run": not yes}, screen, as_json=as_json, output=output)
 
 
 def _contents(folders: list[Path], job: str | None, world_size: int | None) -> Contents:

@@ -1,0 +1,113 @@
+"""Memory that ended jobs keep: how much there is to take, and how it is given back."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from torchscout.checkpoint import lock
+from torchscout.checkpoint.forgetting import forget_old, kept_jobs
+from torchscout.checkpoint.memory import available_memory, check_budget, memory_folder
+from torchscout.cli.main import app
+from torchscout.errors import CheckpointError
+
+DAY = 86400
+GIB = 1 << 30
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHSCOUT_MEMORY", str(tmp_path / "memory"))
+    return tmp_path / "memory"
+
+
+def keep(job: str, days_ago: float = 0) -> Path:
+    folder = memory_folder(job)
+    shard = folder / "step-0000000001.lineage-0" / "rank-0-of-1.held-by-0.shard"
+    shard.parent.mkdir(mode=0o700)
+    shard.write_bytes(bytes(8192))
+    then = folder.stat().st_mtime - days_ago * DAY
+    os.utime(shard, (then, then))
+    return folder
+
+
+def test_only_what_nobody_has_used_for_long_is_forgotten(root: Path):
+    old, recent, used, own = keep("old", 8), keep("recent", 6), keep("used", 8), keep("own", 9)
+    holding = lock.claim(used, "used")
+    with lock.claim(own, "own"):
+        assert forget_old(root, own, 7.0) == ["old"]
+    holding.release()
+    assert not old.exists()
+    assert recent.exists()
+    assert used.exists()
+    assert own.exists()
+
+
+def test_the_command_shows_and_deletes_and_refuses_a_job_that_runs(root: Path):
+    keep("ended")
+    running = keep("running")
+    with lock.claim(running, "running"):
+        shown = json.loads(CliRunner().invoke(app, ["checkpoint", "forget", "--json"]).stdout)
+        assert [(each["job"], each["forgotten"]) for each in shown["jobs"]] == [
+            ("ended", False),
+            ("running", False),
+        ]
+        assert CliRunner().invoke(app, ["checkpoint", "forget", "running", "--yes"]).exit_code == 1
+        assert CliRunner().invoke(app, ["checkpoint", "forget", "nobody"]).exit_code == 2
+        assert "would be deleted" in CliRunner().invoke(app, ["checkpoint", "forget", "--all"]).output
+        assert len(kept_jobs(root)) == 2
+        assert CliRunner().invoke(app, ["checkpoint", "forget", "--all", "--yes"]).exit_code == 0
+        assert [each.name for each in kept_jobs(root)] == ["running"]
+
+
+def machine(
+    folder: Path, available: int, groups: dict[str, tuple[str, int, int]], own: str
+) -> tuple[Path, Path]:
+    """Files as the kernel shows them."""
+    proc, cgroups = folder / "proc", folder / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable:   {available // 1024} kB\n")
+    (proc / "self" / "cgroup").write_text(own)
+    for name, (most, used, cached) in groups.items():
+        (cgroups / name).mkdir(parents=True, exist_ok=True)
+        prefix, total = ("memory.max", "memory.current"), ""
+        if name.startswith("memory"):
+            prefix, total = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
+        (cgroups / name / prefix[0]).write_text(f"{most}\n")
+        (cgroups / name / prefix[1]).write_text(f"{used}\n")
+        (cgroups / name / "memory.stat").write_text(f"anon 1\n{total}inactive_file {cached}\n")
+    return proc, cgroups
+
+
+@pytest.mark.parametrize(
+    ("available", "groups", "own", "expected"),
+    [
+        (22 * GIB, {}, "0::/\n", 22 * GIB),
+        (22 * GIB, {"job": ("max", GIB, 0)}, "0::/job\n", 22 * GIB),
+        (22 * GIB, {"job": (str(8 * GIB), 5 * GIB, GIB)}, "0::/job\n", 4 * GIB),
+        (22 * GIB, {"a": (str(6 * GIB), 5 * GIB, 0), "a/b": ("max", GIB, 0)}, "0::/a/b\n", GIB),
+        (22 * GIB, {"memory/job": (str(4 * GIB), GIB, 0)}, "5:cpu:/job\n4:memory:/job\n", 3 * GIB),
+        (22 * GIB, {"job": (str(GIB), 2 * GIB, 0)}, "0::/job\n", 0),
+    ],
+)
+def test_memory_is_what_the_machine_and_every_group_has_left(
+    tmp_path: Path, available: int, groups: dict[str, tuple[str, int, int]], own: str, expected: int
+):
+    assert available_memory(*machine(tmp_path, available, groups, own)) == expected
+
+
+def test_this_machine_has_some():
+    assert 0 < available_memory() < 1 << 50
+
+
+def test_a_budget_in_memory_is_of_what_is_available_and_not_of_the_file_system():
+    """Half of 120 GiB were allowed where 22 GiB were available."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        assert check_budget(1, 1, None, Path(folder), available=lambda: 1 << 20) == 1 << 19
+        with pytest.raises(CheckpointError):
+            check_budget(1 << 20, 1, None, Path(folder), available=lambda: 1 << 20)

@@ -1,0 +1,143 @@
+"""Names that another user can predict: what lies there is not followed, not truncated and not trusted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_record import INCIDENT
+from tests.unit.test_stacks import SIGNAL
+from torchscout.checkpoint import ledger, lock, lock_by_name, shards
+from torchscout.checkpoint.gate_state import CheckpointGate
+from torchscout.checkpoint.owner import Owner
+from torchscout.decision.recorder import JsonlRecorder
+from torchscout.errors import CheckpointError
+from torchscout.evidence.observer import record_file, stacks
+from torchscout.integration import watching
+from torchscout.integration.roster import Entry, read_roster
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    path = tmp_path / "victim"
+    path.write_text("precious")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHSCOUT_RECORDS", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_the_stack_file_is_not_followed(tmp_path: Path, victim: Path):
+    registration = stacks.register(tmp_path, SIGNAL)
+    try:
+        registration.path.unlink()
+        registration.path.symlink_to(victim)
+        assert stacks.take(os.getpid(), registration.path, SIGNAL, 0.3) == ""
+        assert victim.read_text() == "precious"
+    finally:
+        registration.unregister()
+        signal.signal(SIGNAL, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o750])
+def test_a_records_folder_that_others_may_use_is_not_used(home: Path, mode: int):
+    home.mkdir()
+    home.chmod(mode)
+    made = watching.private_directory()
+    assert made.parent != home
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    made.rmdir()
+    assert not [*home.iterdir()]
+
+
+def test_a_records_folder_that_is_a_link_is_not_used(home: Path, tmp_path: Path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    home.symlink_to(tmp_path / "elsewhere")
+    watching.private_directory().rmdir()
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_records_folder_of_another_user_is_not_used(home: Path):
+    home.mkdir(mode=0o700)
+    os.chown(home, 12345, -1)
+    made = watching.private_directory()
+    made.rmdir()
+    assert made.parent != home
+
+
+def test_what_else_lies_in_the_records_folder_disturbs_nobody(home: Path):
+    """A stray file once made every further job go without hang localization."""
+    home.mkdir(mode=0o700)
+    (home / "stray").write_text("")
+    (home / "dangling").symlink_to(home / "nowhere")
+    (home / "closed").mkdir(mode=0o000)
+    made = watching.private_directory()
+    assert made.parent == home
+    assert (home / "stray").exists()
+    assert record_file.records_home() == home
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path: Path, victim: Path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "lock").symlink_to(victim)
+    with pytest.raises(CheckpointError, match="cannot lock"):
+        lock.claim(folder, "job")
+    with pytest.raises(CheckpointError, match="cannot tell who holds"):
+        lock.owner_of(folder)
+    assert victim.read_text() == "precious"
+
+
+def test_a_lock_by_name_that_is_a_link_is_refused(tmp_path: Path, victim: Path):
+    (tmp_path / "lock.owner").symlink_to(victim)
+    with pytest.raises((CheckpointError, OSError)):
+        lock_by_name.take(tmp_path, Owner.own("job", "run"))
+    assert victim.read_text() == "precious"
+
+
+def test_ledgers_and_shards_that_are_links_are_refused(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    ledger.write(tmp_path / "real", 0, CheckpointGate(), job="job", world_size=1)
+    (tmp_path / "rank-0.ledger").symlink_to(tmp_path / "real" / "rank-0.ledger")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        ledger.inspect(tmp_path, 0)
+    (tmp_path / "a.shard").symlink_to(tmp_path / "real" / "rank-0.ledger")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        shards.inspect(tmp_path / "a.shard")
+
+
+def test_records_do_not_follow_links_and_are_the_owners_alone(tmp_path: Path, victim: Path):
+    run = tmp_path / "run"
+    recorder = JsonlRecorder(run, 0)
+    recorder.record(INCIDENT)
+    assert stat.S_IMODE((run / "incidents.jsonl").stat().st_mode) == 0o600
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    (run / "incidents.jsonl").unlink()
+    (run / "incidents.jsonl").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"):
+        recorder.record(INCIDENT)
+    assert victim.read_text() == "precious"
+
+
+def test_a_run_folder_is_its_owners_alone_whoever_makes_it(tmp_path: Path):
+    Entry.own(0, tmp_path / "record").write(tmp_path / "a" / "run")
+    for folder in ("a", "a/run", "a/run/ranks"):
+        assert stat.S_IMODE((tmp_path / folder).stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "a/run/ranks/rank-0.json").stat().st_mode) == 0o600
+
+
+def test_an_entry_of_the_roster_does_not_follow_links(tmp_path: Path, victim: Path):
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "rank-0.json").symlink_to(victim)
+    Entry.own(0, tmp_path / "record").write(tmp_path)
+    assert victim.read_text() == "precious"
+    assert [each.rank for each in read_roster(tmp_path)] == [0]
