@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "KAPPA",
     "MATERIAL_RATIO",
     "RECIPES",
+    "RECORDS",
     "RESULTS",
     "BaselineConfig",
     "CheckpointConfig",
@@ -31,6 +35,32 @@ RECIPES = (
 """What replay can check: see ``ReplayConfig.recipes``."""
 RESULTS = ("forward", "backward", "optimizer")
 """Kinds of results that a replay computes: see ``ReplayConfig.require``."""
+RECORDS = ("summary", "all")
+"""What is written down of comparisons: see ``ReplayConfig.records``."""
+
+
+def _require_numbers(config: Any) -> None:
+    """Every field that is declared as a number is one; which range it has is for others to check."""
+    for field in fields(config):
+        kind, value = str(field.type), getattr(config, field.name)
+        if value is None and "None" in kind:
+            continue
+        if kind.startswith("int") and not _whole(value):
+            raise ValueError(f"{field.name} must be a whole number, got {value!r}")
+        if kind.startswith("float") and not _is_number(value):
+            raise ValueError(f"{field.name} must be a number, got {value!r}")
+
+
+def _whole(value: object, least: int | None = None) -> bool:
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    return is_whole and (least is None or value >= least)  # type: ignore[operator]
+
+
+def _is_number(value: object) -> bool:
+    """NaN is none: it is neither too small nor too large, and so passes every check of a range."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, Real) and not math.isnan(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +74,8 @@ class StragglerConfig:
     material_ms: float = 1.0
     """Nor is one below this many milliseconds."""
     host_material_ms: float = 100.0
-    """Nor one below this many, where the host's clock times the work: its scheduler may take as much from
-    anybody. Work on a CUDA device is timed by the device."""
+    """Nor one below this many, where the host's clock times the work: not all that its scheduler gives to
+    others can be left out. Work on a CUDA device is timed by the device."""
     confirmations: int = 2
     """Consecutive rounds a rank must be slow; noisy jobs need more, and get it by themselves."""
     chance: float = 1 / 4000
@@ -54,6 +84,7 @@ class StragglerConfig:
     """Rounds per surface over which a job's ordinary noise is estimated."""
 
     def __post_init__(self) -> None:
+        _require_numbers(self)
         if self.kappa <= 0:
             raise ValueError(f"kappa must be positive, got {self.kappa}")
         if self.material_ratio < 1:
@@ -94,6 +125,7 @@ class BaselineConfig:
     """Clean rounds kept per surface and shape."""
 
     def __post_init__(self) -> None:
+        _require_numbers(self)
         if self.kappa <= 0:
             raise ValueError(f"kappa must be positive, got {self.kappa}")
         if self.material_ratio < 1:
@@ -132,6 +164,9 @@ class Parallelism:
     """Expert partitions that are carved out of the replicas (of the shards, where there is one replica): so
     many neighbours share the experts of a mixture, and are replicas of everything else."""
 
+    def __post_init__(self) -> None:
+        _require_numbers(self)
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
@@ -144,8 +179,8 @@ class ReplayConfig:
     recipes: tuple[str, ...] | Mapping[str, int] = RECIPES
     """What to check; as a mapping, each with its own interval. ``embedding``, ``layer`` (one hidden layer
     after the other), ``output``, ``optimizer`` (one slice after the other), ``census`` (all state),
-    ``at_rest`` (what optimizers keep on one rank alone, where parameters have copies), ``transfers`` (scratch
-    data over every process group that training uses). In a
+    ``at_rest`` (what optimizers keep on one rank alone, where parameters have copies, and parameters that
+    updates overwrite), ``transfers`` (scratch data over every process group that training uses). In a
     mixture of experts also ``experts`` (one shape after the other), ``all_to_all`` (one plan of traffic after
     the other), ``expert_census`` and ``expert_optimizer``; elsewhere these are nothing."""
     budget: float | None = None
@@ -169,8 +204,8 @@ class ReplayConfig:
     ``session.status()["replay"]["held_up"]`` says which."""
     watch_budget: float | None = None
     """The share of a step's time that may go into watching state with one owner (FSDP shards, the parts of a
-    sharded optimizer) between updates, such as 0.002. None watches all of it at every step. With a budget a
-    part of it is watched in each step, another one in the next."""
+    sharded optimizer), and parameters that updates overwrite, between updates, such as 0.002. None watches
+    all of it at every step. With a budget a part of it is watched in each step, another one in the next."""
     watched: float = 1.0
     """The share of that state that must have been watched since the last check for a check to certify: what
     changes unwatched becomes the truth with the next update."""
@@ -180,22 +215,19 @@ class ReplayConfig:
     """When a rank or a process group that is slower than others in replay is worth an incident."""
     baseline: BaselineConfig = BaselineConfig()
     """When a slowdown that all of them share is."""
+    records: str = "summary"
+    """What of comparisons goes to ``records/rank-N.jsonl``. ``summary``: every disagreement, and everything
+    that was not checked, in full; of comparisons without a finding, counts. ``all``: every comparison with
+    every peer's evidence, to look at a short run closely."""
 
     def __post_init__(self) -> None:
-        if not self.recipes:
-            raise ValueError("recipes is empty, so that nothing would be checked; pass replay=None instead")
-        if unknown := [name for name in self.recipes if name not in RECIPES]:
-            raise ValueError(f"unknown recipes {unknown}; there are {', '.join(RECIPES)}")
-        if wrong := {name: each for name, each in self.intervals.items() if each < 1}:
-            raise ValueError(f"an interval is at least 1 step, got {wrong}")
-        if not self.variants or any(not 0 < abs(each) < float("inf") for each in self.variants):
-            raise ValueError(f"variants must be finite factors other than 0, got {self.variants}")
-        if len(set(self.variants)) < len(self.variants):
-            raise ValueError(f"variants must differ from each other, got {self.variants}")
+        _require_numbers(self)
+        self._require_recipes()
+        self._require_variants()
         self._require_shares()
         names: object = self.require
-        if isinstance(names, str):
-            raise ValueError(f"require is a tuple of names, got the string {names!r}")
+        if isinstance(names, str) or not isinstance(names, Collection):
+            raise ValueError(f"require is a tuple of names, got {names!r}")
         if unknown := [name for name in self.require if name not in RESULTS and "/" not in str(name)]:
             raise ValueError(
                 f"require names kinds of results ({', '.join(RESULTS)}) or surfaces such as "
@@ -203,6 +235,31 @@ class ReplayConfig:
             )
         if not 0 < self.patience_seconds < float("inf"):
             raise ValueError(f"patience_seconds must be positive and finite, got {self.patience_seconds}")
+        if self.records not in RECORDS:
+            raise ValueError(f"records is one of {', '.join(RECORDS)}, got {self.records!r}")
+        for name, kind in {"straggler": StragglerConfig, "baseline": BaselineConfig}.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} is a {kind.__name__}, got {getattr(self, name)!r}")
+
+    def _require_recipes(self) -> None:
+        recipes: object = self.recipes
+        if isinstance(recipes, str) or not isinstance(recipes, Collection):
+            raise ValueError(f"recipes is a tuple of names, or a mapping to intervals, got {recipes!r}")
+        if not self.recipes:
+            raise ValueError("recipes is empty, so that nothing would be checked; pass replay=None instead")
+        if unknown := [name for name in self.recipes if name not in RECIPES]:
+            raise ValueError(f"unknown recipes {unknown}; there are {', '.join(RECIPES)}")
+        if wrong := {name: each for name, each in self.intervals.items() if not _whole(each, 1)}:
+            raise ValueError(f"an interval is at least 1 step, got {wrong}")
+
+    def _require_variants(self) -> None:
+        variants: object = self.variants
+        if not isinstance(variants, Collection) or not all(map(_is_number, variants)):
+            raise ValueError(f"variants must be finite factors, as a tuple, got {variants!r}")
+        if not self.variants or any(not 0 < abs(each) < float("inf") for each in self.variants):
+            raise ValueError(f"variants must be finite factors other than 0, got {self.variants}")
+        if len(set(self.variants)) < len(self.variants):
+            raise ValueError(f"variants must differ from each other, got {self.variants}")
 
     def _require_shares(self) -> None:
         for name, share in {"budget": self.budget, "watch_budget": self.watch_budget}.items():
@@ -254,11 +311,15 @@ class ObserverConfig:
     grace_seconds: float = 30.0
     """How long an observer may outlive its trainer, if the verdict takes that long."""
     address: str = "*"
-    """Interface or address on which the hub listens; ``*`` is all of them."""
+    """Interface or address on which the hub listens. ``*`` is loopback where all ranks are on one machine,
+    and otherwise the address by which the other machines reach this one; ``0.0.0.0`` is all of them."""
     port: int = 0
     """The hub's port, the standby's is the next one; 0 takes any that is free."""
 
     def __post_init__(self) -> None:
+        _require_numbers(self)
+        if not isinstance(self.address, str):
+            raise ValueError(f"address is an interface or an address, got {self.address!r}")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_seconds") and not 0 < value < float("inf"):
@@ -299,6 +360,10 @@ class CheckpointConfig:
     patience_seconds: float = 120.0
     """How long a rank waits for others to agree on a checkpoint before that is given up; training goes on."""
 
+    forget_after_days: float | None = 7.0
+    """When a job starts, checkpoints that other jobs of the same user left in this machine's memory are
+    deleted if they were not used for this many days. None deletes nothing."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.directory, str | Path) or not str(self.directory).strip():
             raise ValueError(f"directory must name a folder, got {self.directory!r}")
@@ -314,9 +379,8 @@ class CheckpointConfig:
             raise ValueError(f"sweep is True or False, got {self.sweep!r}")
         if not _whole(self.keep, 0):
             raise ValueError(f"keep must not be negative, got {self.keep!r}")
+        _require_numbers(self)
+        if self.forget_after_days is not None and self.forget_after_days <= 0:
+            raise ValueError(f"forget_after_days must be positive, or None, got {self.forget_after_days}")
         if not 0 < self.patience_seconds < float("inf"):
             raise ValueError(f"patience_seconds must be positive and finite, got {self.patience_seconds}")
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

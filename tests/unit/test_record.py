@@ -13,6 +13,8 @@ from torchscout.decision import recorder
 from torchscout.decision.consensus import Status, Verdict, exact, statistical
 from torchscout.decision.record import (
     Action,
+    Agreement,
+    Agreements,
     EvidenceRecord,
     Incident,
     Manifestation,
@@ -64,10 +66,35 @@ INCIDENT = Incident(
     sentence="rank 5 on node-2 computes another gradient",
 )
 RESOLVED = Resolved(step=7, ranks=(5,), sentence=INCIDENT.sentence, stalled_seconds=12.5)
+AGREEMENTS = Agreements(
+    peers=(1, 3, 5, 7),
+    surfaces=(
+        Agreement(
+            surface="layer.3/output",
+            manifestation=Manifestation.SDC,
+            layer="layer.3",
+            mode="forward",
+            count=2,
+            first=20,
+            last=100,
+        ),
+        Agreement(
+            surface="time/module",
+            manifestation=Manifestation.STRAGGLER,
+            layer=None,
+            mode=None,
+            count=5,
+            first=20,
+            last=100,
+        ),
+    ),
+)
 
 
 @pytest.mark.parametrize(
-    "item", [EVIDENCE, TIMES, NOT_CHECKED, INCIDENT, RESOLVED], ids=lambda item: type(item).__name__
+    "item",
+    [EVIDENCE, TIMES, NOT_CHECKED, INCIDENT, RESOLVED, AGREEMENTS],
+    ids=lambda item: type(item).__name__,
 )
 def test_nothing_is_lost_through_json(item):
     assert from_json(json.loads(json.dumps(item.to_json(), allow_nan=False))) == item

@@ -1,8 +1,8 @@
 """What was compared and what was concluded, and how both look as JSON (paper, sections 5 and 9).
 
 Plain data: an ``EvidenceRecord`` is one comparison with its context, an ``Incident`` a conclusion
-together with the records that prove it, ``Resolved`` the news that a hang is over. Time stamps belong
-to the recorder, not to the record.
+together with the records that prove it, ``Resolved`` the news that a hang is over, ``Agreements`` how often
+peers agreed. Time stamps belong to the recorder, not to the record.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA",
     "Action",
+    "Agreement",
+    "Agreements",
     "EvidenceRecord",
     "Incident",
     "Manifestation",
@@ -209,12 +211,56 @@ class Resolved:
         }
 
 
-def from_json(line: Mapping[str, Any]) -> EvidenceRecord | Incident | Resolved:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How often one surface was compared without a finding."""
+
+    surface: Surface
+    manifestation: Manifestation
+    layer: str | None
+    mode: str | None
+    count: int
+    """Comparisons."""
+    first: int
+    """The step of the first of them."""
+    last: int
+
+    def to_json(self) -> dict[str, Any]:
+        named = {name: getattr(self, name) for name in _AGREEMENT}
+        return {**named, "manifestation": self.manifestation.value}
+
+
+_AGREEMENT = ("surface", "manifestation", "layer", "mode", "count", "first", "last")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreements:
+    """What the same peers compared without a finding since the last such line; replaces one record each."""
+
+    peers: tuple[int, ...]
+    surfaces: tuple[Agreement, ...]
+
+    @property
+    def step(self) -> int:
+        """The last at which any of it was compared."""
+        return max((each.last for each in self.surfaces), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": "agreements",
+            "step": self.step,
+            "peers": list(self.peers),
+            "surfaces": [each.to_json() for each in self.surfaces],
+        }
+
+
+def from_json(line: Mapping[str, Any]) -> EvidenceRecord | Incident | Resolved | Agreements:
     """Read back what ``to_json`` wrote; a ``ValueError`` says what is foreign about the line."""
-    readers: dict[str, Callable[[Mapping[str, Any]], EvidenceRecord | Incident | Resolved]] = {
+    readers: dict[str, Callable[[Mapping[str, Any]], EvidenceRecord | Incident | Resolved | Agreements]] = {
         "evidence": _record_from_json,
         "incident": _incident_from_json,
         "resolved": _resolved_from_json,
+        "agreements": _agreements_from_json,
     }
     kind = str(line.get("kind"))
     if kind not in readers:
@@ -263,6 +309,17 @@ def _resolved_from_json(line: Mapping[str, Any]) -> Resolved:
         sentence=line["sentence"],
         stalled_seconds=line["stalled_seconds"],
     )
+
+
+def _agreements_from_json(line: Mapping[str, Any]) -> Agreements:
+    return Agreements(
+        peers=tuple(line["peers"]), surfaces=tuple(_agreement_from_json(each) for each in line["surfaces"])
+    )
+
+
+def _agreement_from_json(line: Mapping[str, Any]) -> Agreement:
+    named = {name: line[name] for name in _AGREEMENT}
+    return Agreement(**{**named, "manifestation": Manifestation(named["manifestation"])})
 
 
 def _encode(value: Any) -> float | str:

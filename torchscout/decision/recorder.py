@@ -6,19 +6,24 @@ before (``Incident.reporter``), and errors are left to the caller, which must no
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
-from torchscout.decision.record import SCHEMA, EvidenceRecord, Incident, Resolved, from_json
+from torchscout.decision.record import SCHEMA, Agreements, EvidenceRecord, Incident, Resolved, from_json
+from torchscout.private_files import make_folders, open_file
 
 __all__ = [
     "CallbackRecorder",
+    "Follower",
     "JsonlRecorder",
     "LogRecorder",
     "Problem",
@@ -29,12 +34,17 @@ __all__ = [
     "stamped",
 ]
 
-Recordable = EvidenceRecord | Incident | Resolved
+Recordable = EvidenceRecord | Incident | Resolved | Agreements
+
+_MOST_WAITING = 256
+"""Lines that wait for a disk that is full; older ones are given up."""
+MOST_BYTES = 16 << 20
+"""Of a file of records. A full one is renamed, and replaces the one that was full before."""
 
 
 class Recorder(Protocol):
     def record(self, item: Recordable) -> None:
-        """Called once for every comparison, every incident and every end of one, in order."""
+        """Called once for every item, in order."""
         ...
 
     def close(self) -> None:
@@ -43,34 +53,93 @@ class Recorder(Protocol):
 
 
 class JsonlRecorder:
-    """The run directory: ``incidents.jsonl`` for the job, ``records/rank-N.jsonl`` for each rank."""
+    """The run directory: ``incidents.jsonl`` for the job, ``records/rank-N.jsonl`` for each rank.
 
-    def __init__(self, run_dir: Path | str, rank: int) -> None:
-        self._paths = {
-            "incident": Path(run_dir) / "incidents.jsonl",
-            "resolved": Path(run_dir) / "incidents.jsonl",
-            "evidence": Path(run_dir) / "records" / f"rank-{rank}.jsonl",
-        }
-        self._files: dict[str, int] = {}
+    What cannot be written, on a full disk say, raises ``OSError`` and is written with the next line; a folder
+    that was removed is made again. Records take two files of ``most_bytes`` at most; incidents are all kept.
+    """
+
+    def __init__(self, run_dir: Path | str, rank: int, *, most_bytes: int = MOST_BYTES) -> None:
+        incidents = _Lines(Path(run_dir) / "incidents.jsonl")
+        records = _Lines(Path(run_dir) / "records" / f"rank-{rank}.jsonl", most_bytes)
+        self._lines = {"incident": incidents, "resolved": incidents, "evidence": records}
+        self._lines["agreements"] = records
 
     def record(self, item: Recordable) -> None:
         line = {"schema": SCHEMA, "time": time.time(), "monotonic": time.monotonic(), **item.to_json()}
-        # One write to an append-only file: several ranks add incidents, and a reader sees whole lines.
-        os.write(self._file(line["kind"]), (json.dumps(line, allow_nan=False) + "\n").encode())
+        self._lines[line["kind"]].add((json.dumps(line, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
+        for lines in set(self._lines.values()):
+            lines.close()
 
-    def _file(self, kind: str) -> int:
-        if kind not in self._files:
-            path = self._paths[kind]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._files[kind] = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-            size = os.fstat(file).st_size
-            if size and os.pread(file, 1, size - 1) != b"\n":  # cut short by a crash
-                os.write(file, b"\n")  # or that line would swallow ours
-        return self._files[kind]
+
+class _Lines:
+    """A file of lines that several processes append to, or one process if its size is limited."""
+
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
+        self._path, self._most_bytes = path, most_bytes
+        self._file: int | None = None
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+
+    def add(self, line: bytes) -> None:
+        self._waiting.append(line)
+        self._write()
+
+    def close(self) -> None:
+        try:
+            if self._waiting:
+                self._write()
+        finally:
+            self._close()
+
+    def _write(self) -> None:
+        while self._waiting:
+            file = self._opened()
+            # One write to an append-only file: several ranks add incidents, and a reader sees whole lines.
+            # A line that a full disk or a crash has cut short must not swallow ours.
+            line = b"\n" * _is_cut(file) + self._waiting[0]
+            if os.write(file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            self._waiting.popleft()
+
+    def _opened(self) -> int:
+        """The file of that name, with room in it: somebody may have removed the one that is open."""
+        if self._file is not None and not self._is_there(self._file):
+            self._close()
+        file = self._open() if self._file is None else self._file
+        if self._most_bytes is not None and os.fstat(file).st_size >= self._most_bytes:
+            self._path.replace(_older(self._path))
+            self._close()
+            file = self._open()
+        return file
+
+    def _open(self) -> int:
+        make_folders(self._path.parent)
+        # Incidents have stacks in them, with paths and names that are nobody else's business.
+        self._file = open_file(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        return self._file
+
+    def _is_there(self, file: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file), self._path.lstat())
+        except OSError:
+            return False
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+
+def _older(path: Path) -> Path:
+    """The name of a file once it is full. It has another suffix: who looks for files finds each once."""
+    return path.with_name(f"{path.name}.1")
+
+
+def _is_cut(file: int) -> bool:
+    size = os.fstat(file).st_size
+    return bool(size) and os.pread(file, 1, size - 1) != b"\n"
 
 
 class LogRecorder:
@@ -84,6 +153,8 @@ class LogRecorder:
             self._logger.error("step %d: %s", item.step, item.sentence)
         elif isinstance(item, Resolved):
             self._logger.info("resolved after %.1f s: %s", item.stalled_seconds, item.sentence)
+        elif isinstance(item, Agreements):
+            self._logger.debug("step %d: %d surfaces agreed", item.step, len(item.surfaces))
         elif item.verdict is None:
             self._logger.info("step %d: %s not checked: %s", item.step, item.surface, item.reason)
         elif not item.verdict.agrees:
@@ -109,18 +180,20 @@ class CallbackRecorder:
 
 
 class Tee:
-    """Several recorders as one."""
+    """Several recorders as one. One that fails does not keep an item from the others."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self._recorders = tuple(recorders)
 
     def record(self, item: Recordable) -> None:
-        for recorder in self._recorders:
-            recorder.record(item)
+        with ExitStack() as all_of_them:  # it goes on after an exception, and raises it at the end
+            for recorder in reversed(self._recorders):
+                all_of_them.callback(recorder.record, item)
 
     def close(self) -> None:
-        for recorder in self._recorders:
-            recorder.close()
+        with ExitStack() as all_of_them:
+            for recorder in reversed(self._recorders):
+                all_of_them.callback(recorder.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +220,77 @@ class Problem:
 
 
 def read(path: Path | str) -> Iterator[Stamped | Problem]:
-    """Every line of a JSONL file in order; a truncated or foreign one becomes a ``Problem``."""
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield stamped(json.loads(line))
-            except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
-                yield Problem(Path(path), number, str(error))
+    """Every line of a JSONL file in order; a truncated or foreign one becomes a ``Problem``.
+
+    What was written before the file was last full comes first.
+    """
+    with ExitStack() as opened:
+        for each, file in _files(Path(path), opened):
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _parsed(each, number, line)
+
+
+def _files(path: Path, opened: ExitStack) -> list[tuple[Path, BinaryIO]]:
+    """The full file, if there is one, and the one that is written to; ``FileNotFoundError`` without both."""
+    found: list[tuple[Path, BinaryIO]] = []
+    # The newer one first: should it be renamed in between, it is found under both names and read once.
+    for each in (path, _older(path)):
+        with suppress(FileNotFoundError):
+            found.append((each, opened.enter_context(each.open("rb"))))
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if len(found) == 2 and os.path.sameopenfile(*(file.fileno() for _, file in found)):
+        found.pop()
+    return found[::-1]
+
+
+class Follower:
+    """The lines of a file that grows, each once, without reading again what was read before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None  # open, so that no other file can get its number
+        self._read, self._number = 0, 0
+        """Bytes and lines so far."""
+
+    def fresh(self) -> Iterator[Stamped | Problem]:
+        """What was added since the last call; a line that is not whole yet waits until it is."""
+        file = self._opened()
+        if file is None:
+            return
+        file.seek(self._read)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            self._read, self._number = self._read + len(line), self._number + 1
+            if line.strip():
+                yield _parsed(self._path, self._number, line)
+
+    def close(self) -> None:
+        """Again is no mistake."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _opened(self) -> BinaryIO | None:
+        """The file, from its beginning if it was removed and made again; None if nothing is new."""
+        try:
+            status = self._path.stat()
+            if self._file is None or not os.path.samestat(status, os.fstat(self._file.fileno())):
+                self.close()
+                self._file = self._path.open("rb")
+                self._read = self._number = 0
+        except FileNotFoundError:
+            return None
+        return self._file if status.st_size > self._read else None
+
+
+def _parsed(path: Path, number: int, line: bytes) -> Stamped | Problem:
+    try:
+        return stamped(json.loads(line))
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors too
+        return Problem(path, number, str(error))
 
 
 def stamped(line: Any) -> Stamped:
@@ -166,5 +301,5 @@ def stamped(line: Any) -> Stamped:
         raise ValueError(f"schema {line.get('schema')!r}, this version reads {SCHEMA}")
     try:
         return Stamped(from_json(line), float(line["time"]), float(line["monotonic"]))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not a whole {line.get('kind')} line: {error!r}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"not a whole {line.get('kind')!r:.40} line: {error!r:.200}") from error

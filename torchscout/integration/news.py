@@ -25,9 +25,11 @@ class News:
     def __init__(
         self, run_dir: Path, callback: Callable[[Incident], None], failed: Callable[[Exception], None]
     ) -> None:
-        self._path = run_dir / "incidents.jsonl"
+        self._log = recorder.Follower(run_dir / "incidents.jsonl")
         self._callback, self._failed = callback, failed
-        self._told = len(self._incidents())  # an earlier life of the job is no news
+        for _ in self._log.fresh():
+            continue  # an earlier life of the job is no news
+        self._looking = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchscout-news", daemon=True)
         self._thread.start()
@@ -37,21 +39,18 @@ class News:
         self._closing.set()
         self._thread.join(timeout=2 * _POLL_SECONDS)
 
+    def look(self) -> None:
+        """Tell what is new now."""
+        with self._looking:
+            try:
+                for line in self._log.fresh():
+                    if isinstance(line, Stamped) and isinstance(line.item, Incident):
+                        self._callback(line.item)
+            except Exception as error:  # noqa: BLE001  the user's function may raise anything
+                self._failed(error)
+
     def _run(self) -> None:
         while not self._closing.wait(_POLL_SECONDS):
-            self._tell()
-        self._tell()
-
-    def _tell(self) -> None:
-        try:
-            for incident in self._incidents()[self._told :]:
-                self._told += 1
-                self._callback(incident)
-        except Exception as error:  # noqa: BLE001  the user's function may raise anything
-            self._failed(error)
-
-    def _incidents(self) -> list[Incident]:
-        if not self._path.exists():
-            return []
-        items = [line.item for line in recorder.read(self._path) if isinstance(line, Stamped)]
-        return [item for item in items if isinstance(item, Incident)]
+            self.look()
+        self.look()
+        self._log.close()

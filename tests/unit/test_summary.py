@@ -1,0 +1,279 @@
+"""Comparisons without a finding are counted, everything else is written in full, and files stay bounded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_record import EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED
+from torchscout.config import StragglerConfig
+from torchscout.decision.consensus import exact, statistical
+from torchscout.decision.record import Agreements, EvidenceRecord, Manifestation
+from torchscout.decision.recorder import JsonlRecorder, Problem, Recordable, Stamped, read
+from torchscout.decision.summary import SummaryRecorder
+
+CONFIG = StragglerConfig(material_ratio=1.1, material_ms=1.0)
+RECORDS = Path("records") / "rank-0.jsonl"
+
+
+class Kept:
+    """A recorder that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.items: list[Recordable] = []
+        self.is_closed = False
+
+    def record(self, item: Recordable) -> None:
+        self.items.append(item)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def agreeing(
+    step: int, surface: str = "layer.3/output", peers: tuple[int, ...] = (0, 1, 2)
+) -> EvidenceRecord:
+    verdict = exact([5] * len(peers))
+    return EvidenceRecord(
+        step=step, surface=surface, manifestation=Manifestation.SDC, peers=peers, verdict=verdict
+    )
+
+
+def timed(*milliseconds: float) -> EvidenceRecord:
+    return EvidenceRecord(
+        step=1,
+        surface="time/module",
+        manifestation=Manifestation.STRAGGLER,
+        peers=tuple(range(len(milliseconds))),
+        verdict=statistical(milliseconds),
+    )
+
+
+def written(items: Sequence[Recordable]) -> list[Recordable]:
+    kept = Kept()
+    recorder = SummaryRecorder(kept, CONFIG)
+    for item in items:
+        recorder.record(item)
+    recorder.close()
+    assert kept.is_closed
+    return kept.items
+
+
+def counts(items: Sequence[Recordable]) -> list[list[tuple[str, int, int, int]]]:
+    """Of each line: what was compared, how often, from which step to which."""
+    assert all(isinstance(each, Agreements) for each in items)
+    return [[(e.surface, e.count, e.first, e.last) for e in each.surfaces] for each in items]
+
+
+@pytest.mark.parametrize(
+    "item", [EVIDENCE, NOT_CHECKED, INCIDENT, RESOLVED], ids=lambda each: type(each).__name__
+)
+def test_findings_are_passed_on_at_once(item: Recordable):
+    kept = Kept()
+    SummaryRecorder(kept, CONFIG).record(item)
+    assert kept.items == [item]
+
+
+def test_peers_that_disagree_without_a_majority_are_passed_on():
+    item = replace(agreeing(1, peers=(0, 1)), verdict=exact([1, 2]))
+    assert written([item]) == [item]
+
+
+def test_agreements_are_counted_until_the_end():
+    items = [agreeing(20), agreeing(20, "layer.4/output"), agreeing(40), agreeing(60)]
+    kept = Kept()
+    recorder = SummaryRecorder(kept, CONFIG)
+    for item in items[:2]:
+        recorder.record(item)
+    assert kept.items == []
+    for item in items[2:]:
+        recorder.record(item)
+    recorder.close()
+    # The first check has a line of its own, so that a job that has begun shows that it is checked.
+    assert counts(kept.items) == [
+        [("layer.3/output", 1, 20, 20), ("layer.4/output", 1, 20, 20)],
+        [("layer.3/output", 2, 40, 60)],
+    ]
+
+
+def test_lines_become_rarer_up_to_a_limit():
+    lines = counts(written([agreeing(step) for step in range(1, 1001)]))
+    checks = [count for ((_, count, _, _),) in lines]
+    assert checks[:7] == [1, 2, 4, 8, 16, 32, 64]
+    assert set(checks[7:-1]) == {100}
+    assert sum(checks) == 1000
+
+
+def test_counts_do_not_wait_for_ever():
+    now = 0.0
+    kept = Kept()
+    recorder = SummaryRecorder(kept, CONFIG, lambda: now)
+    for step in range(1, 400):
+        recorder.record(agreeing(step))
+    before = len(kept.items)
+    recorder.record(agreeing(401))
+    assert len(kept.items) == before
+    now = 601.0
+    recorder.record(agreeing(402))
+    assert len(kept.items) == before + 1
+
+
+def test_what_is_held_is_bounded():
+    kept = Kept()
+    recorder = SummaryRecorder(kept, CONFIG)
+    for step in range(1, 300):
+        for number in range(100):
+            recorder.record(agreeing(step, f"surface {step}.{number}"))
+    assert max(len(each) for each in counts(kept.items)) <= 1000
+
+
+def test_each_group_of_peers_has_a_line_of_its_own():
+    lines = written([agreeing(1, peers=(0, 1)), agreeing(1, peers=(0, 1, 2)), agreeing(2, peers=(0, 1))])
+    assert sorted(each.peers for each in lines) == [(0, 1), (0, 1), (0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("times", "is_counted"),
+    [
+        ((10.0, 10.0, 10.0, 10.0), True),
+        ((10.0, 10.01, 10.0, 10.5), True),  # an outlier, by less than anybody cares about
+        ((1.0, 1.001, 1.0, 1.9), True),  # nearly twice as long, but less than a millisecond
+        ((10.0, 10.01, 10.0, 15.0), False),
+        ((10.0, 10.01, 10.0, 2.0), True),  # faster is not slow
+        ((10.0, 15.0), False),
+        ((10.0, math.inf, math.inf), False),  # most were not timed
+    ],
+)
+def test_of_times_what_is_materially_slower_is_written(times: tuple[float, ...], is_counted: bool):
+    (line,) = written([timed(*times)])
+    assert isinstance(line, Agreements) is is_counted
+
+
+class FullDisk(Kept):
+    def record(self, item: Recordable) -> None:
+        super().record(item)
+        raise OSError("no space left")
+
+
+def test_a_line_that_cannot_be_written_keeps_no_other_back():
+    kept = FullDisk()
+    recorder = SummaryRecorder(kept, CONFIG)
+    recorder.record(agreeing(1, peers=(0, 1)))
+    recorder.record(agreeing(1, peers=(0, 1, 2)))
+    with pytest.raises(OSError, match="no space left"):
+        recorder.close()
+    assert len(kept.items) == 2
+    assert kept.is_closed
+
+
+def steps_in(path: Path) -> list[int]:
+    return [each.item.step for each in read(path) if isinstance(each, Stamped)]
+
+
+def test_files_are_bounded_and_the_newest_lines_stay_in_order(tmp_path: Path):
+    recorder, most = JsonlRecorder(tmp_path, 0, most_bytes=20_000), 0
+    for step in range(1, 501):
+        recorder.record(replace(EVIDENCE, step=step))
+        most = max(most, sum(path.stat().st_size for path in (tmp_path / "records").iterdir()))
+    recorder.close()
+    line = (tmp_path / RECORDS).read_bytes().index(b"\n")
+    assert 20_000 < most <= 2 * (20_000 + line + 1)
+    assert sorted(path.name for path in (tmp_path / "records").iterdir()) == [
+        "rank-0.jsonl",
+        "rank-0.jsonl.1",
+    ]
+    steps = steps_in(tmp_path / RECORDS)
+    assert steps == [*range(steps[0], 501)]
+    assert len(steps) > 20_000 // (line + 20)
+
+
+def test_incidents_are_all_kept(tmp_path: Path):
+    recorder = JsonlRecorder(tmp_path, 0, most_bytes=1000)
+    for _ in range(20):
+        recorder.record(INCIDENT)
+    recorder.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["incidents.jsonl"]
+    assert len([*read(tmp_path / "incidents.jsonl")]) == 20
+
+
+def test_a_new_process_goes_on_where_the_last_one_stopped(tmp_path: Path):
+    for step in range(1, 31):
+        recorder = JsonlRecorder(tmp_path, 0, most_bytes=5000)
+        recorder.record(replace(EVIDENCE, step=step))
+        recorder.close()
+    steps = steps_in(tmp_path / RECORDS)
+    assert steps == [*range(steps[0], 31)]
+    assert len(steps) >= 8
+
+
+def test_a_file_that_becomes_full_while_it_is_opened_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    recorder = JsonlRecorder(tmp_path, 0, most_bytes=3000)
+    for step in (1, 2):
+        recorder.record(replace(EVIDENCE, step=step))
+    opened = Path.open
+
+    def open_and_rotate(path: Path, *args: str) -> object:
+        file = opened(path, *args)
+        if path == tmp_path / RECORDS:
+            for step in range(3, 7):
+                recorder.record(replace(EVIDENCE, step=step))
+        return file
+
+    monkeypatch.setattr(Path, "open", open_and_rotate)
+    steps = steps_in(tmp_path / RECORDS)
+    assert (tmp_path / "records" / "rank-0.jsonl.1").exists()
+    assert steps == [*range(1, len(steps) + 1)]
+    assert len(steps) >= 2
+
+
+def test_a_full_file_alone_is_read(tmp_path: Path):
+    recorder = JsonlRecorder(tmp_path, 0)
+    recorder.record(EVIDENCE)
+    recorder.close()
+    (tmp_path / RECORDS).rename(tmp_path / "records" / "rank-0.jsonl.1")
+    assert steps_in(tmp_path / RECORDS) == [7]
+    with pytest.raises(FileNotFoundError):
+        steps_in(tmp_path / "records" / "rank-1.jsonl")
+
+
+def test_a_problem_names_the_file_that_has_it(tmp_path: Path):
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text("{}\n")
+    (tmp_path / "rank-0.jsonl.1").write_text("\n[]\n")
+    found = [(each.path.name, each.line) for each in read(path) if isinstance(each, Problem)]
+    assert found == [("rank-0.jsonl.1", 2), ("rank-0.jsonl", 1)]
+
+
+def test_a_line_of_counts_is_small(tmp_path: Path):
+    recorder, peers = JsonlRecorder(tmp_path, 0), tuple(range(128))
+    recorder.record(agreeing(1, peers=peers))
+    whole = (tmp_path / RECORDS).stat().st_size
+    recorder.close()
+    (tmp_path / RECORDS).unlink()
+    counted = SummaryRecorder(JsonlRecorder(tmp_path, 0), CONFIG)
+    for step in range(1, 1001):
+        for number in range(10):
+            counted.record(agreeing(step, f"layer.{number}/output", peers=peers))
+    counted.close()
+    size = (tmp_path / RECORDS).stat().st_size
+    assert size * 100 < whole * 10_000, (size, whole)
+    assert all(json.loads(line)["kind"] == "agreements" for line in (tmp_path / RECORDS).open())
+
+
+def test_a_full_disk_costs_no_count():
+    kept = FullDisk()
+    recorder = SummaryRecorder(kept, CONFIG)
+    for step in range(1, 301):
+        with suppress(OSError):
+            recorder.record(agreeing(step))
+    with suppress(OSError):
+        recorder.close()
+    assert sum(count for ((_, count, _, _),) in counts(kept.items)) == 300

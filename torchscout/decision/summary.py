@@ -1,0 +1,114 @@
+"""Comparisons without a finding as counts: a healthy job makes many, and each has every peer's evidence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from torchscout.config import StragglerConfig
+from torchscout.decision.persistence import Times
+from torchscout.decision.record import Agreement, Agreements, EvidenceRecord, Manifestation, Surface
+from torchscout.decision.recorder import Recordable, Recorder
+
+__all__ = ["SummaryRecorder", "has_finding"]
+
+_CHECKS = 100
+"""After so many checks counts are written; the first times sooner, so that a short job has some, too."""
+_SECONDS = 600.0
+"""Nor do they wait longer than this, if there is a check."""
+_MOST = 1000
+"""Nor are more of them held, but for those of one check."""
+
+_Counts = dict[tuple[tuple[int, ...], Surface, Manifestation, str | None, str | None], Agreement]
+"""By peers, surface, manifestation, layer and mode."""
+
+
+class SummaryRecorder:
+    """Passes findings on at once, and from time to time how often all else was compared.
+
+    A process that is killed loses what it has counted since.
+    """
+
+    def __init__(
+        self, recorder: Recorder, config: StragglerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``config`` says which differences of times are findings."""
+        self._recorder, self._config, self._clock = recorder, config, clock
+        self._counts: _Counts = {}
+        self._step: int | None = None
+        self._checks, self._enough = 0, 1
+        self._since = clock()
+
+    def record(self, item: Recordable) -> None:
+        if isinstance(item, EvidenceRecord) and not has_finding(item, self._config):
+            self._count(item)
+        else:
+            self._recorder.record(item)
+
+    def close(self) -> None:
+        try:
+            self._write(self._taken())
+        finally:
+            self._recorder.close()
+
+    def _count(self, item: EvidenceRecord) -> None:
+        complete: _Counts = {}
+        if item.step != self._step:
+            if self._is_time():
+                complete = self._taken()
+                self._enough = min(2 * self._enough, _CHECKS)
+            self._step = item.step
+            self._checks += 1
+        key = (item.peers, item.surface, item.manifestation, item.layer, item.mode)
+        known = self._counts.get(key)
+        self._counts[key] = _first(item) if known is None else _next(known, item)
+        self._write(complete)  # last: it may fail
+
+    def _is_time(self) -> bool:
+        """At the beginning of a check, so that lines have whole ones."""
+        is_late = self._clock() - self._since >= _SECONDS
+        return self._checks >= self._enough or is_late or len(self._counts) >= _MOST
+
+    def _taken(self) -> _Counts:
+        counts, self._counts = self._counts, {}
+        self._checks, self._since = 0, self._clock()
+        return counts
+
+    def _write(self, counts: _Counts) -> None:
+        by_peers: dict[tuple[int, ...], list[Agreement]] = {}
+        for (peers, *_), each in counts.items():
+            by_peers.setdefault(peers, []).append(each)
+        with ExitStack() as lines:  # one that cannot be written does not keep the others back
+            for peers, surfaces in by_peers.items():
+                lines.callback(self._recorder.record, Agreements(peers=peers, surfaces=tuple(surfaces)))
+
+
+def _first(item: EvidenceRecord) -> Agreement:
+    return Agreement(
+        surface=item.surface,
+        manifestation=item.manifestation,
+        layer=item.layer,
+        mode=item.mode,
+        count=1,
+        first=item.step,
+        last=item.step,
+    )
+
+
+def _next(known: Agreement, item: EvidenceRecord) -> Agreement:
+    return replace(known, count=known.count + 1, last=item.step)
+
+
+def has_finding(record: EvidenceRecord, config: StragglerConfig) -> bool:
+    """Whether peers disagreed, or nothing was compared.
+
+    Equal work never takes exactly as long: of times only what is materially slower counts.
+    """
+    if record.verdict is None:
+        return True
+    if record.verdict.agrees or record.manifestation is not Manifestation.STRAGGLER:
+        return not record.verdict.agrees
+    times = Times.of(record)
+    return times is None or bool(times.slower(config))
