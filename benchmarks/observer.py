@@ -32,7 +32,7 @@ from large_round import scale
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Line, Phase
 from torchscout.decision.recorder import Stamped, read
-from torchscout.evidence.observer.progress import ProgressWriter
+from torchscout.evidence.observer.progress_writer import ProgressWriter
 
 ROUNDS = 11
 """The first one warms up."""

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from torchscout.evidence.observer.device import DeviceProgress, device_of
-from torchscout.evidence.observer.progress import ProgressReader, ProgressWriter
+from torchscout.evidence.observer.progress_reader import ProgressReader
+from torchscout.evidence.observer.progress_writer import ProgressWriter
 from torchscout.evidence.observer.publisher import Publisher
 
 pytestmark = [

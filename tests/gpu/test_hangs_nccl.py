@@ -70,6 +70,19 @@ def test_a_rank_that_holds_up_the_others_for_a_while_is_named(case: str, tmp_pat
     assert resolved.ranks == (CULPRIT,)
 
 
+def test_a_late_rank_whose_peers_shut_down_is_named(tmp_path: Path):
+    """They wait in ``destroy_process_group()``."""
+    seen = ran(tmp_path, Hang("late_last", stop="destroy"))
+    assert [each.steps for each in seen] == [STEPS] * RANKS
+    incident = only_incident(tmp_path)
+    assert (incident.scope, incident.ranks) == (Scope.RANK, (CULPRIT,)), incident.sentence
+
+
+def test_a_healthy_job_that_shuts_down_is_silent(tmp_path: Path):
+    assert [each.steps for each in ran(tmp_path, Hang(stop="destroy"))] == [STEPS] * RANKS
+    assert incidents(tmp_path) == []
+
+
 def test_a_late_rank_whose_peers_are_inside_a_cuda_graph_is_named(tmp_path: Path):
     ran(tmp_path, Hang("late_forward", captured=True))
     incident = only_incident(tmp_path)

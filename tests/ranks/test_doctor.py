@@ -164,7 +164,9 @@ def test_two_machines_doctors_meet():
     command = [SCOUT, "doctor", "--listen", "--address", "127.0.0.1", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env=environment, **pipes) as listener:
+    # As under nohup, or in the background of a script.
+    ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
+    with subprocess.Popen(ignoring, text=True, env=environment, **pipes) as listener:
         try:
             assert select.select([listener.stderr], [], [], 60)[0], "it says at once where it listens"
             where = listener.stderr.readline().split()[-1]

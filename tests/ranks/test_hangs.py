@@ -351,7 +351,10 @@ def test_a_deadlock_by_order_inversion_is_told_as_one(tmp_path: Path):
     incident = only_incident(tmp_path, faults)
     assert incident.ranks == (0, 1, 2, 3)  # two against two: nobody is named
     assert incident.scope is Scope.PROCESS_GROUP
-    assert "wait for each other, entered in opposite order" in incident.sentence
+    assert (
+        "wait for each other, having entered operations in different orders or left one out"
+        in incident.sentence
+    )
 
 
 class StuckTransport:

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import pytest
 
+import torchscout
 from tests.support.small_job import QUICK, SmallJob, is_alive, small_job, until
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident, Resolved
 from torchscout.errors import ObserverError
+from torchscout.evidence.observer import launch as observers
 from torchscout.evidence.observer.assignment import Assignment, describe_mesh
 from torchscout.evidence.observer.keys import new_token
 from torchscout.evidence.observer.launch import Observer, launch
-from torchscout.evidence.observer.progress import ProgressWriter
+from torchscout.evidence.observer.progress_writer import ProgressWriter
 from torchscout.mesh import Mesh
 
 LONG = 600.0
@@ -331,3 +333,116 @@ def test_a_start_takes_only_so_long(assignment: Assignment):
     with pytest.raises(ObserverError, match="does not answer"):
         launch(assignment, timeout=0.0)
     assert time.monotonic() - began < 20, "it did not wait for the observer"
+
+
+def test_a_module_beside_ours_that_has_a_name_of_the_standard_library_is_not_imported(
+    assignment: Assignment, tmp_path: Path
+):
+    """As old backports leave them in site-packages."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / "torchscout").symlink_to(Path(torchscout.__file__).parent)
+    for name in ("enum", "json", "selectors", "dataclasses"):
+        (site / f"{name}.py").write_text("raise ImportError('this is no module of the standard library')")
+    observer = launch(assignment, home=site)
+    assert observer.status(timeout=20)["messages"] == 0
+    observer.close()
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(observer: Observer):
+    os.kill(observer.pid, signal.SIGSTOP)
+    with pytest.raises(ObserverError, match="does not answer"):
+        observer.status(timeout=0.1)
+    observer.change(start_seconds=42.0)
+    os.kill(observer.pid, signal.SIGCONT)
+    assert observer.status(timeout=20)["config"]["start_seconds"] == 42.0
+
+
+def test_a_trainer_that_leaves_without_a_word_is_named_and_not_whoever_it_takes_along(tmp_path: Path):
+    """``os._exit(0)`` on one rank; the others fail soon after, as they do when a connection is lost."""
+    with small_job(3, tmp_path, floor_seconds=60.0) as job:
+        job.order(1, do="exit", status=0, suddenly=True)
+        until(lambda: not is_alive(job.trainers[1].pid) or is_zombie(job.trainers[1].pid), "it has left")
+        time.sleep(0.5)
+        job.trainers[0].kill()
+        incident = incident_of(job)
+        assert incident.ranks == (1,), incident.sentence
+
+
+def test_trainers_that_all_leave_without_a_word_are_no_incident(tmp_path: Path):
+    with small_job(3, tmp_path, floor_seconds=60.0) as job:
+        for rank in range(3):
+            job.order(rank, do="exit", status=0, suddenly=True)
+        until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
+        assert job.lines() == []
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_how_an_interpreter_ends_is_told_by_its_status(tmp_path: Path, status: int):
+    with small_job(3, tmp_path, floor_seconds=60.0) as job:
+        job.order(1, do="exit", status=status)
+        if status:
+            assert incident_of(job).ranks == (1,)
+            return
+        until(lambda: is_zombie(job.trainers[1].pid), "it has ended")
+        time.sleep(1.0)
+        assert job.lines() == []
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return ") Z" in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+
+
+def test_an_observer_that_dies_is_started_again_where_it_was_and_not_for_ever(
+    assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(observers, "_RESTART_SECONDS", 0.05)
+    observer = launch(assignment)
+    port = observer.port
+    observer.configure([("127.0.0.1", port)])
+    observer.keep_alive()
+    try:
+        for times in (1, 2, 3):
+            os.kill(observer.pid, signal.SIGKILL)
+            until(lambda times=times: observer.restarts == times and observer.is_running, "it is back")
+            assert observer.status(timeout=20)["config"]["floor_seconds"] == QUICK.floor_seconds
+            assert observer.port == port
+            until(lambda: observer.status(timeout=20)["connected"] == [True], "it reaches its hub")
+        os.kill(observer.pid, signal.SIGKILL)
+        until(lambda: not observer.is_running, "it is gone")
+        time.sleep(1.0)
+        assert not observer.is_running
+        with pytest.raises(ObserverError, match="is gone"):
+            observer.status()
+    finally:
+        observer.close()
+
+
+def test_an_observer_that_is_let_go_is_not_started_again(
+    assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(observers, "_RESTART_SECONDS", 0.05)
+    observer = launch(assignment)
+    observer.configure([("127.0.0.1", observer.port)])
+    observer.keep_alive()
+    observer.close(timeout=20)
+    time.sleep(0.5)
+    assert (observer.is_running, observer.restarts) == (False, 0)
+
+
+def test_with_hub_and_standby_killed_both_come_back_and_a_hang_is_found(tmp_path: Path):
+    with small_job(3, tmp_path, floor_seconds=2.0) as job:
+        for rank in range(3):
+            job.order(rank, do="keep")
+        goes_on(job)
+        for rank in (0, 2):
+            os.kill(job.observers[rank], signal.SIGKILL)
+        until(
+            lambda: all(job.ask(rank, do="status")["connected"] == [True, True] for rank in range(3)),
+            "all reach both hubs again",
+        )
+        job.order(1, do="sleep", seconds=LONG)
+        assert incident_of(job).ranks == (1,)

@@ -78,6 +78,8 @@ def train(rank: int, run_dir: Path, hang: Hang) -> Seen:
                 job.step(batch)
         job.is_over.set()
         status = session.status()
+        if hang.stop == "destroy":
+            dist.destroy_process_group()
     return Seen(job.steps, status)
 
 
@@ -113,7 +115,7 @@ class _Job:
 
     def at(self, place: str) -> None:
         """Where a fault may happen, in the faulty step of the culprit."""
-        faulty = 1 if self.hang.fault == "late_first" else FAULTY_STEP
+        faulty = {"late_first": 1, "late_last": STEPS}.get(self.hang.fault, FAULTY_STEP)
         if self.rank == CULPRIT and self.steps == faulty - 1 and not self.fired:
             fault = FAULTS[place].get(self.hang.fault)
             if fault is not None:
@@ -288,6 +290,7 @@ FAULTS: dict[str, dict[str, Callable[[_Job], None]]] = {
     "forward": {
         "late_first": lambda _: time.sleep(20),
         "late_forward": _sleep,
+        "late_last": _sleep,
         "spin": _spin,
         "spin_aside": _spin_aside,
         "slow": _slow,
@@ -315,6 +318,7 @@ STOPS: dict[str, Callable[[torch.Tensor], Any]] = {
     "event": _by_event,
     "copy": lambda loss: loss.cpu(),
     "barrier": lambda _: dist.barrier(),
+    "destroy": lambda _: None,  # at the end of training
 }
 
 

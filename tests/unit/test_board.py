@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,10 +14,10 @@ import zmq
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.consensus import exact
-from torchscout.decision.progress import Line, Process, Standing
+from torchscout.decision.progress import Line, Phase, Process, Progress, Standing
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Resolved, Scope
 from torchscout.evidence.observer import keys
-from torchscout.evidence.observer.board import LIMIT, Client, Message, connect
+from torchscout.evidence.observer.board import LIMIT, MISTAKES, Client, Message, connect
 from torchscout.evidence.observer.docket import Finding
 from torchscout.evidence.observer.hub import Hub
 from torchscout.evidence.observer.post import Post
@@ -490,3 +491,128 @@ def test_during_a_round_and_while_an_incident_stands_there_is_no_survey(board: B
     board.clients[1].send(0, "survey")
     board.until(lambda: board.hub.tally.received > received)
     assert (board.hub.deadline, board.surveys, len(board.rounds)) == (None, [], 1)
+
+
+NESTED = b"[" * 900 + b"]" * 900
+HOSTILE = {
+    "nan": b'{"kind":"moved","seconds":NaN}',
+    "infinite": b'{"kind":"moved","seconds":1e999}',
+    "huge": b'{"kind":"moved","seconds":' + b"9" * 400 + b"}",
+    "seconds that are none": b'{"kind":"moved","seconds":{}}',
+    "nested": b'{"kind":"leave","post":' + NESTED + b"}",
+    "a round that is a list": b'{"kind":"stack","round":[],"stack":{},"waiting":[]}',
+    "members": json.dumps(
+        {
+            "kind": "leave",
+            "post": {
+                **post(0),
+                "lines": '{"key":"a","name":"a","pair":false,"members":[[0,1,100000000]]}\\n',
+            },
+        }
+    )
+    .replace("\\\\n", "\\n")
+    .encode(),
+    "lines": json.dumps({"kind": "leave", "post": {**post(0), "lines": "{}\n" * 5000}}).encode(),
+    "a progress of texts": json.dumps(
+        {"kind": "leave", "post": {**post(0), "standing": {"rank": 0, "process": [], "progress": 7}}}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_message_of_a_peer_ends_a_hub_or_takes_much_memory(board: Board, name: str):
+    board.join(0, 1, 2)
+    before = board.hub.tally.malformed
+    tracemalloc.start()
+    try:
+        board.clients[0].sockets[0].send(HOSTILE[name])
+        board.until(lambda: board.hub.tally.malformed > before)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    board.hold_round(0, 1, 2)  # it lives on
+
+
+def test_a_diagnosis_that_fails_over_what_was_posted_does_not_end_a_hub(board: Board):
+    board.join(0, 1, 2)
+    board.verdict = "not an incident"  # type: ignore[assignment]
+    board.clients[0].send(0, "announce", insistent=False)
+    board.post_all(0, 1, 2)
+    board.until(lambda: board.hub.tally.malformed)
+    board.verdict = None
+    board.hold_round(0, 1, 2)
+
+
+def test_observers_of_another_version_fail_at_the_handshake(board: Board, monkeypatch: pytest.MonkeyPatch):
+    board.join(0)
+    monkeypatch.setattr(keys, "_PURPOSE", "board 1")
+    other = connect(board.context, TOKEN, 1, ("127.0.0.1", board.hub.port))
+    assert not other.poll(500, zmq.POLLOUT)
+    other.close()
+    board.turn()
+    assert not board.reaches(1)
+
+
+def test_a_connection_that_never_says_who_it_is_is_closed(board: Board):
+    with socket.create_connection(("127.0.0.1", board.hub.port)) as stranger:
+        stranger.settimeout(0.2)
+        ended = []
+
+        def has_ended() -> bool:
+            try:
+                ended.extend([1] if not stranger.recv(4096) else [])
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+            return bool(ended)
+
+        board.until(has_ended)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [[0, 1, -(10**12)], [0, 1, 10**12 + 2]],
+        [[0, 1, 10**12]],
+        [[5, 1, 1]],
+        [[-1, 1, 1]],
+        [[0, 1, True]],
+        [["0", 1, 1]],
+    ],
+)
+def test_members_that_cannot_be_are_refused_before_they_are_counted_out(members: list[Any]):
+    """A sum of few members stood for 10**12 of them."""
+    text = json.dumps({"key": "w", "name": "w", "pair": False, "members": members}) + "\n"
+    with pytest.raises(ValueError, match="members"):
+        Post.from_json({**post(0), "lines": text}, {}, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("issued", None),
+        ("issued", {"w": "1"}),
+        ("recent", [None]),
+        ("step", True),
+        ("silent_seconds", "1"),
+        ("entered", {"w": None}),
+    ],
+)
+def test_progress_of_other_types_is_refused_and_the_round_is_diagnosed_without_it(name: str, value: Any):
+    """One such post made the diagnosis of all ranks fail."""
+    progress = Progress(0, 1, 2, Phase.FORWARD, {"w": 1}, (), True, 3.0)
+    whole = Post(Standing(0, Process.RUNNING, progress), (LINE,)).to_json()
+    assert Post.from_json(json.loads(json.dumps(whole)), {}, 3).standing.progress == progress
+    whole["standing"]["progress"][name] = value
+    with pytest.raises(MISTAKES):
+        Post.from_json(whole, {}, 3)
+
+
+@pytest.mark.parametrize(
+    "change", [{"ranks": "01"}, {"step": None}, {"job_ended": 1}, {"sentence": []}, {"ranks": [[0]]}]
+)
+def test_a_finding_of_other_types_is_refused(change: dict[str, Any]):
+    whole = Finding.of(incident(0, 1), {}).to_json()
+    with pytest.raises(ValueError, match="not a finding"):
+        Finding.from_json({**whole, **change})

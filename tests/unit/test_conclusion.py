@@ -107,6 +107,11 @@ def test_an_excused_rank_is_not_blamed(insistent: bool):
     assert conclude(round_of(post(2, 4, excused=True)), MESH, insistent=insistent) is None
 
 
+def test_an_excused_rank_is_blamed_before_the_library_ends_those_who_wait():
+    posts = round_of(post(2, 4, excused=True), post(0, is_pressed=True))
+    assert conclude(posts, MESH).ranks == (2,)
+
+
 def test_a_rank_beside_an_excused_one_is():
     assert conclude(round_of(post(1, 4), post(2, 4, excused=True)), MESH).ranks == (1, 2)
 

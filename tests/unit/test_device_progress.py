@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from torchscout.evidence.observer.device import DeviceProgress, device_of
-from torchscout.evidence.observer.progress import ProgressReader, ProgressWriter
+from torchscout.evidence.observer.progress_reader import ProgressReader
+from torchscout.evidence.observer.progress_writer import ProgressWriter
 
 without_cuda = pytest.mark.skipif(
     find_library("cuda") is not None, reason="for machines without a CUDA driver"

@@ -91,6 +91,55 @@ def test_a_rank_that_moves_after_others_have_ended_resolves_nothing():
     assert not docket.enter(replace(LATE, ranks=(0, 1), job_ended=True))
 
 
+def incident_of(*ranks: int) -> Incident:
+    record = EvidenceRecord(
+        step=3, surface="issued/world", manifestation=Manifestation.HANG, peers=(1, 2), verdict=exact([5, 4])
+    )
+    return Incident(
+        manifestation=Manifestation.HANG,
+        scope=Scope.RANK,
+        step=3,
+        ranks=ranks,
+        hosts=(),
+        records=(record,),
+        action=Action.RESTART,
+        sentence=f"ranks {ranks} are late",
+    )
+
+
+def posted(*gone: int, has_timed_out: bool = True) -> dict[int, Post]:
+    """Ranks 0 and 1 have waited for rank 2."""
+    processes = [Process.GONE if rank in gone else Process.RUNNING for rank in range(3)]
+    return {
+        rank: Post(Standing(rank, process, None), (), has_timed_out=has_timed_out and rank < 2)
+        for rank, process in enumerate(processes)
+    }
+
+
+def test_what_those_do_who_waited_too_long_is_a_consequence():
+    docket = Docket()
+    assert docket.report(incident_of(2), posted())
+    docket.moved(2, 7.0)
+    assert docket.traced(incident_of(0, 1), posted()) is None
+    traced = docket.traced(incident_of(0, 1), posted(0, 1))
+    assert traced.ranks == (2,)
+    assert traced.sentence.endswith("the trainers of ranks 0 and 1 ended after waiting for too long")
+    assert docket.report(traced, posted(0, 1))
+    assert not docket.report(docket.traced(incident_of(0), posted(0, 1)), posted(0, 1)), "once"
+
+
+def test_only_those_who_waited_too_long_for_somebody_that_was_named_are_excused():
+    docket = Docket()
+    late = incident_of(0, 1)
+    assert docket.traced(late, posted()) is late, "nobody was named before"
+    docket.report(incident_of(2), posted())
+    assert docket.traced(late, posted(has_timed_out=False)) is late
+    again = incident_of(2)
+    assert docket.traced(again, posted()) is again
+    both = incident_of(1, 2)
+    assert docket.traced(both, posted()) is both
+
+
 @pytest.mark.parametrize(("process", "job_ended"), [(Process.RUNNING, False), (Process.GONE, True)])
 def test_a_finding_is_the_incident_in_short(process: Process, job_ended: bool):
     record = EvidenceRecord(

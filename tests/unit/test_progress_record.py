@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import random
+import resource
 import signal
 import stat
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,13 +27,9 @@ from torchscout.decision.progress import Issued, Line, Phase, Process, Progress,
 from torchscout.errors import TornRecordError
 from torchscout.evidence.observer import layout
 from torchscout.evidence.observer.liveness import Identity
-from torchscout.evidence.observer.progress import (
-    NOWHERE,
-    ProgressReader,
-    ProgressWriter,
-    digest_after,
-    reclaim,
-)
+from torchscout.evidence.observer.progress_reader import ProgressReader
+from torchscout.evidence.observer.progress_writer import NOWHERE, ProgressWriter, digest_after
+from torchscout.evidence.observer.record_file import reclaim
 
 WORLD = Line("world", (0, 1, 2, 3), "default group")
 EXPERT = Line("expert", (0, 2), "expert group")
@@ -735,3 +732,32 @@ def test_only_records_of_the_dead_are_reclaimed(tmp_path: Path):
 
 def test_there_is_nothing_to_reclaim_where_nothing_was(tmp_path: Path):
     assert reclaim(tmp_path / "never made") == []
+
+
+def test_a_group_may_have_more_operations_than_32_bits_count():
+    memory = layout.Memory(mmap.mmap(-1, layout.SIZE))
+    number = 2**31 + 5
+    memory.put_operation(7, layout.pack_operation(7, 3, number, 2**31, 11, 12))
+    found = memory.operation(7)
+    assert found is not None
+    assert (found.line, found.number, found.phrase) == (3, number, 2**31)
+
+
+def test_without_a_descriptor_left_nobody_is_called_gone():
+    own = Identity.own()
+    own.process()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.open(os.devnull, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))  # every number below it is in use, or will be
+    taken = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open(os.devnull, os.O_RDONLY)
+        assert own.process() is Process.RUNNING
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in (spare, *taken):
+            os.close(each)

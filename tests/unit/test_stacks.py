@@ -183,3 +183,24 @@ def test_a_signal_in_use_is_refused(tmp_path: Path):
             stacks.register(tmp_path, SIGNAL)
     finally:
         signal.signal(SIGNAL, previous)
+
+
+def test_two_sessions_of_one_process_have_stacks_both(tmp_path: Path):
+    """There is one handler of a signal in a process; it serves both, until the last one takes it back."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, two = (stacks.register(tmp_path / name, SIGNAL) for name in ("one", "two"))
+    try:
+        for each in (one, two):
+            assert "test_two_sessions" in stacks.take(os.getpid(), each.path, SIGNAL, 2.0)
+        one.unregister()
+        assert [*(tmp_path / "one").iterdir()] == []
+        assert "test_two_sessions" in stacks.take(os.getpid(), two.path, SIGNAL, 2.0)
+        three = stacks.register(tmp_path / "one", SIGNAL)
+        two.unregister()
+        assert "test_two_sessions" in stacks.take(os.getpid(), three.path, SIGNAL, 2.0)
+        three.unregister()
+        three.unregister()
+        assert stacks.take(os.getpid(), two.path, SIGNAL, 0.2) == ""
+    finally:
+        signal.signal(SIGNAL, signal.SIG_DFL)

@@ -19,12 +19,12 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 from torchscout.decision.progress import Line, Phase
-from torchscout.evidence.observer.progress import ProgressWriter
+from torchscout.evidence.observer.progress_writer import ProgressWriter
 
 writer = ProgressWriter.create(Path(sys.argv[1]), 0)
-line = writer.declare(Line("world", (0, 1), "world"))
+line = writer.declare(Line("world", (0, 1), "world", timeout=float(sys.argv[4])))
 writer.issue(line, writer.phrase("all_reduce", 1))
-writer.device_entered(line, 0)
+writer.device_entered(line, sys.argv[3] == "waits")
 print(writer.path, flush=True)
 end = time.monotonic() + float(sys.argv[2])
 while (now := time.monotonic()) < end:
@@ -38,9 +38,9 @@ os.kill(os.getpid(), signal.SIGABRT)
 """
 
 
-def ended(folder: Path, seconds: float, how: str) -> Post:
+def ended(folder: Path, seconds: float, how: str, timeout: float = 600.0) -> Post:
     """What the observer says of a trainer once it has ended."""
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(seconds), how]
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(seconds), how, str(timeout)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         trainer = Trainer(Path(process.stdout.readline().strip()), None)
@@ -66,3 +66,13 @@ def test_a_trainer_that_ends_in_the_middle_of_its_work_waited_for_nobody(
     post = ended(tmp_path, seconds, how)
     assert post.gone_seconds is not None
     assert post.stalled is None
+
+
+@pytest.mark.parametrize(
+    ("timeout", "how", "is_over"), [(1.5, "waits", True), (600.0, "waits", False), (1.5, "moves", False)]
+)
+def test_a_wait_as_long_as_the_timeout_of_its_group_is_known_afterwards(
+    timeout: float, how: str, is_over: bool, tmp_path: Path
+):
+    post = ended(tmp_path, 2.5, how, timeout)
+    assert post.has_timed_out is is_over

@@ -148,3 +148,12 @@ def test_a_long_step_that_was_never_looked_at_is_a_usual_one():
     watch.round_held((7, 3), 100.0)
     later = [1.0] * 19 + [600.0]  # step 40, not step 7
     assert not watch.is_due(progress(6.0, step=41), later, paused=False, now=200.0)
+
+
+def test_who_is_about_to_be_ended_for_waiting_asks_at_once():
+    waiting, quick = progress(6.0, step=0), Watch(CONFIG)
+    assert not quick.is_due(waiting, [], paused=False, now=200.0)
+    assert quick.is_due(waiting, [], paused=False, now=200.1, is_pressed=True)
+    assert not quick.is_due(waiting, [], paused=True, now=200.2, is_pressed=True)
+    quick.round_held(waiting.coordinate, 200.3)
+    assert not quick.is_due(waiting, [], paused=False, now=200.4, is_pressed=True), "once for a while"

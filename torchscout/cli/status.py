@@ -15,7 +15,7 @@ from torchscout.decision.progress import Process, Progress
 from torchscout.decision.record import Incident, Resolved
 from torchscout.decision.recorder import Stamped
 from torchscout.errors import TornRecordError
-from torchscout.evidence.observer.progress import ProgressReader
+from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.integration.roster import Entry, read_roster
 
 __all__ = ["status"]
@@ -29,12 +29,16 @@ def status(
     output: Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")] = None,
 ) -> None:
     """Show where every rank of a job stands, and what was found wrong with it."""
-    entries = read_roster(run_dir)
+    try:
+        entries = read_roster(run_dir)
+        incidents = open_incidents(run_dir)
+    except (OSError, ValueError) as error:  # another user's run, or a damaged one
+        raise typer.BadParameter(str(error), param_hint="RUN_DIR") from error
     if not entries:
         raise typer.BadParameter(
             f"{run_dir} holds no job: there is no ranks/rank-0.json", param_hint="RUN_DIR"
         )
-    report = {"ranks": [standing(entry) for entry in entries], "incidents": open_incidents(run_dir)}
+    report = {"ranks": [standing(entry) for entry in entries], "incidents": incidents}
     as_document(report, screen(report), as_json=as_json, output=output)
 
 
@@ -50,6 +54,8 @@ def standing(entry: Entry) -> dict[str, Any]:
         return {**line, "state": "finished"}
     except TornRecordError:
         return {**line, "state": Process.RUNNING.value}
+    except (OSError, ValueError) as error:  # another user's, of another version, or damaged
+        return {**line, "state": f"unknown: {getattr(error, 'strerror', None) or error}"}
     last = progress.recent[-1] if progress.recent else None
     return {
         **line,

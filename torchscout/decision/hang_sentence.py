@@ -63,7 +63,8 @@ def deadlock(call: RollCall, cycles: Sequence[Mapping[int, Issued]]) -> str:
         inside.setdefault((issued.line, issued.number), []).append(rank)
     shown = listed(f"{named(ranks)} in {_operation(call, first[ranks[0]])}" for ranks in inside.values())
     likewise = f"; {len(cycles) - 1} more such cycles" if len(cycles) > 1 else ""
-    return f"{named(tuple(first))} wait for each other, entered in opposite order: {shown}{likewise}"
+    who = f"{named(tuple(first))} wait for each other"
+    return f"{who}, having entered operations in different orders or left one out: {shown}{likewise}"
 
 
 def stall(call: RollCall, held: Sequence[Issued], seconds: float) -> str:

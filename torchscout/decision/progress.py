@@ -58,6 +58,8 @@ class Line:
     """For a person: the group's description, or ``2 -> 3``."""
     pair: bool = False
     """Point-to-point: source and destination issue different operations that match."""
+    timeout: float | None = None
+    """Seconds after which the library ends those who wait in an operation, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,26 @@ class Progress:
     def coordinate(self) -> tuple[int, int]:
         return self.step, self.operation
 
+    @property
+    def inside(self) -> Issued | None:
+        """The operation that the rank seems to be in: what its device came to last and has not left, or, on
+        the host, what it published last."""
+        if self.entered and self.device_busy:
+            reached = (
+                each for each in reversed(self.recent) if each.number <= self.entered.get(each.line, 0)
+            )
+            return next(reached, None)
+        is_on_host = self.at_communication and self.recent and self.recent[-1].line not in self.entered
+        return self.recent[-1] if is_on_host else None
+
     @classmethod
     def from_json(cls, line: Mapping[str, Any], shared: Shared | None = None) -> Progress:
         """What is in ``shared`` already, and equal, is taken from there; the rest is added."""
         shared = {} if shared is None else shared
+        _require(line, _PROGRESS)
+        for counts in (line["issued"], line.get("entered", {})):
+            if not all(type(count) is int for count in counts.values()):
+                raise ValueError(f"operations are counted, got {counts!r:.80}")
         recent = tuple([_issued(each, shared) for each in line["recent"]])
         return cls(**{**line, "phase": Phase(line["phase"]), "recent": recent})
 
@@ -138,6 +156,7 @@ class Standing:
     @classmethod
     def from_json(cls, line: Mapping[str, Any], shared: Shared | None = None) -> Standing:
         """What is in ``shared`` already, and equal, is taken from there; the rest is added."""
+        _require(line, _STANDING)
         progress = line["progress"]
         return cls(
             rank=line["rank"],
@@ -149,7 +168,43 @@ class Standing:
         )
 
 
+_Types = Mapping[str, tuple[type, ...]]
+_INT, _TEXT, _BOOL, _NUMBER = (int,), (str,), (bool,), (int, float)
+_MAYBE = (type(None),)
+
+# What a peer sends has these types, or is refused: a diagnosis of many ranks must not fail over one of them.
+_STANDING: _Types = {"rank": _INT, "waiting": (*_BOOL, *_MAYBE), "stack": _TEXT}
+_PROGRESS: _Types = {
+    **dict.fromkeys(("rank", "step", "operation"), _INT),
+    "issued": (dict,),
+    "recent": (list, tuple),
+    "at_communication": _BOOL,
+    "silent_seconds": _NUMBER,
+}
+_LATER: _Types = {
+    "device_step": (*_INT, *_MAYBE),
+    "entered": (dict,),
+    "device_busy": (*_BOOL, *_MAYBE),
+    "captured": _INT,
+    "doing": _TEXT,
+}
+"""What may be missing."""
+_ISSUED: _Types = {
+    **dict.fromkeys(("line", "text"), _TEXT),
+    **dict.fromkeys(("number", "fingerprint", "digest"), _INT),
+}
+
+
+def _require(line: Mapping[str, Any], types: _Types) -> None:
+    """``ValueError`` where something has another type; not ``isinstance``, since true is no number."""
+    for name, value in line.items():
+        expected = types.get(name) or _LATER.get(name)
+        if expected is not None and type(value) not in expected:
+            raise ValueError(f"{name} is {value!r:.40}")
+
+
 def _issued(line: Mapping[str, Any], shared: Shared) -> Issued:
+    _require(line, _ISSUED)
     if line["sends"] is not None or line["receives"] is not None:
         return Issued(**{**line, **_splits(line)})
     key = _without_splits(line)
@@ -163,4 +218,7 @@ _without_splits = itemgetter("line", "number", "fingerprint", "digest", "text")
 
 
 def _splits(issued: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    return {name: None if issued[name] is None else tuple(issued[name]) for name in ("sends", "receives")}
+    splits = {name: None if issued[name] is None else tuple(issued[name]) for name in ("sends", "receives")}
+    if not all(type(size) is int for each in splits.values() for size in each or ()):
+        raise ValueError(f"splits are numbers of elements, got {splits!r:.80}")
+    return splits

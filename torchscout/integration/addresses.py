@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from torchscout.errors import ScoutError
 
-__all__ = ["EVERYWHERE", "own_address"]
+__all__ = ["EVERYWHERE", "listening_address", "own_address"]
 
 EVERYWHERE = {"*", "0.0.0.0", "::"}
 """What stands for every interface of a machine."""
@@ -32,6 +32,18 @@ def own_address(hosts: Sequence[str], rank: int, listens: str = "*") -> str:
         f"found no address of this machine that {other} could reach: let that name resolve here, or set "
         f"ObserverConfig.address, now {listens!r}, to the name of a network interface or to an address"
     )
+
+
+def listening_address(hosts: Sequence[str], rank: int, listens: str = "*") -> tuple[str, str]:
+    """On which address to listen, and by which other ranks reach it.
+
+    By default nobody else does: on loopback where all ranks are on one machine, and otherwise on the one
+    address by which the other machines reach this one.
+    """
+    if len(set(hosts)) == 1 and listens == "*":
+        return "127.0.0.1", "127.0.0.1"
+    address = own_address(hosts, rank, listens)
+    return (listens if listens in EVERYWHERE - {"*"} else address), address
 
 
 def _own_addresses(listens: str, other: str | None) -> Iterator[str]:

@@ -8,6 +8,8 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torchscout.private_files import make_folders, replace_text
+
 __all__ = ["Entry", "read_roster"]
 
 
@@ -27,18 +29,27 @@ class Entry:
 
     def write(self, run_dir: Path) -> None:
         path = run_dir / "ranks" / f"rank-{self.rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self)) + "\n")
+        make_folders(path.parent)
+        replace_text(path, json.dumps(asdict(self)) + "\n")
 
 
 def read_roster(run_dir: Path) -> list[Entry]:
     """Every rank's entry, by rank; a ``ValueError`` names a file that is none."""
-    paths = (run_dir / "ranks").glob("rank-*.json")
-    return sorted((_entry(path) for path in paths), key=lambda entry: entry.rank)
+    folder = run_dir / "ranks"
+    paths = folder.iterdir() if folder.is_dir() else ()  # unlike ``glob``, it says what may not be read
+    found = [_entry(path) for path in paths if path.match("rank-*.json")]
+    return sorted(found, key=lambda entry: entry.rank)
 
 
 def _entry(path: Path) -> Entry:
     try:
-        return Entry(**json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
+        entry = Entry(**json.loads(path.read_text()))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a rank's entry: {error}") from error
+    if not all(isinstance(each, int) for each in (entry.rank, entry.pid)):
+        raise ValueError(f"{path} is not a rank's entry: rank {entry.rank!r:.40}, pid {entry.pid!r:.40}")
+    if not all(isinstance(each, str) and "\0" not in each for each in (entry.host, entry.record)):
+        raise ValueError(f"{path} is not a rank's entry: it names {entry.record!r:.80}")
+    return entry

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -11,20 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from torchscout.config import ObserverConfig
-from torchscout.errors import ScoutError
+from torchscout.errors import ObserverError, ScoutError
 from torchscout.evidence.collectives import listen
 from torchscout.evidence.observer import stacks
 from torchscout.evidence.observer.assignment import Assignment, describe_mesh, hub_ranks
 from torchscout.evidence.observer.launch import Observer, launch
-from torchscout.evidence.observer.progress import ProgressWriter, reclaim
+from torchscout.evidence.observer.progress_writer import ProgressWriter
 from torchscout.evidence.observer.publisher import Publisher
-from torchscout.evidence.observer.record_file import records_home
-from torchscout.integration.addresses import EVERYWHERE, own_address
+from torchscout.evidence.observer.record_file import reclaim, records_home
+from torchscout.integration.addresses import listening_address
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.roster import Entry
 from torchscout.mesh import Mesh
+from torchscout.private_files import is_private, make_private_folder
 
-__all__ = ["Job", "Watching", "clear_away_the_dead", "watch"]
+__all__ = ["Job", "Watching", "clear_away_the_dead", "private_directory", "watch"]
+
+_log = logging.getLogger("torchscout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +60,21 @@ class Watching:
     _undo: ExitStack
 
     def status(self) -> Mapping[str, Any]:
-        return self.observer.status()
+        try:
+            status = self.observer.status()
+        except ObserverError as error:  # it is gone for good, or being started again
+            status = {"problem": str(error)}
+        return {**status, "restarts": self.observer.restarts}
 
     def close(self) -> None:
         """Take everything back, last first; the observer sees a trainer that leaves on purpose."""
         self.writer.finished()
+        self._undo.close()
+
+    def leave(self) -> None:
+        """The interpreter ends: the observer learns from the exit status whether that was on purpose."""
+        self.writer.exiting()
+        self.observer.leave()
         self._undo.close()
 
 
@@ -74,6 +90,7 @@ def watch(job: Job, config: ObserverConfig, communicators: Communicators) -> Wat
         writer, publisher, observer, address = alone
         addresses = communicators.exchange([address, observer.port])
         observer.configure([tuple(addresses[rank]) for rank in job.hubs])
+        observer.keep_alive()
         return Watching(writer, publisher, observer, undo.pop_all())  # the session's to close from now on
     raise AssertionError("nothing above is suppressed")
 
@@ -83,10 +100,11 @@ def _watch_alone(
 ) -> tuple[ProgressWriter, Publisher, Observer, str | None]:
     """What each rank does by itself, and may fail at; last, where others reach the hub it hosts, if any."""
     hub = job.hubs.index(job.rank) if job.rank in job.hubs else None
-    address = None if hub is None else own_address(job.hosts, job.rank, config.address)
-    if address is not None and config.address not in EVERYWHERE:
-        config = replace(config, address=address)
-    directory = _private_directory()
+    address = None
+    if hub is not None:
+        listens, address = listening_address(job.hosts, job.rank, config.address)
+        config = replace(config, address=listens)
+    directory = private_directory()
     undo.callback(shutil.rmtree, directory, ignore_errors=True)
     writer = ProgressWriter.create(directory, job.rank)
     undo.callback(writer.close)
@@ -113,10 +131,14 @@ def _watch_alone(
     return writer, publisher, observer, address
 
 
-def _private_directory() -> Path:
+def private_directory() -> Path:
     """A new directory for this process; those of the dead are cleared away."""
     home = records_home()
-    home.mkdir(mode=0o700, exist_ok=True)
+    try:
+        make_private_folder(home)
+    except OSError as error:  # another user, or anything else, may have taken the name
+        _log.warning("torchscout: %s cannot hold progress records: %s", home, error)
+        return Path(tempfile.mkdtemp(prefix=f"{home.name}-", dir=home.parent))
     clear_away_the_dead()
     return Path(tempfile.mkdtemp(dir=home))
 
@@ -124,6 +146,8 @@ def _private_directory() -> Path:
 def clear_away_the_dead() -> None:
     """Remove the records of this user's trainers that are gone and could not do so themselves."""
     home = records_home()
-    for directory in home.iterdir() if home.is_dir() else ():
+    if not os.path.lexists(home) or not is_private(os.lstat(home), stat.S_ISDIR):
+        return
+    for directory in home.iterdir():
         if reclaim(directory):
             shutil.rmtree(directory, ignore_errors=True)

@@ -117,6 +117,7 @@ def _address_of(told: str) -> tuple[str, int]:
 def _listen(asked: Asked) -> None:
     """Nothing is examined here: the doctors that ask say what they find."""
     from torchscout.cli.doctor.probes.network import address_for_others, serve  # with it comes ZeroMQ
+    from torchscout.cli.interruption import interruptible
 
     def ready(port: int) -> None:
         where = f"{address_for_others(asked.address)}:{port}"
@@ -125,9 +126,10 @@ def _listen(asked: Asked) -> None:
     until = None if asked.seconds is None else time.monotonic() + asked.seconds
     visits: list[dict[str, Any]] = []
     try:
-        for visit in serve(asked.address, asked.port, own_versions(), until, ready):
-            visits.append({"host": visit.host, "versions": dict(visit.versions)})
-            typer.echo(f"{visit.host} was here.", err=True)
+        with interruptible():  # also if the parent process ignored SIGINT, as nohup does
+            for visit in serve(asked.address, asked.port, own_versions(), until, ready):
+                visits.append({"host": visit.host, "versions": dict(visit.versions)})
+                typer.echo(f"{visit.host} was here.", err=True)
     except KeyboardInterrupt:
         pass
     except (ScoutError, OSError, ValueError) as error:

@@ -38,6 +38,8 @@ class Assignment:
     """Its place in ``hub_ranks``: 0 hosts the hub, 1 the standby; None hosts neither."""
     mesh: Mapping[str, Any] | None = None
     """As ``describe_mesh`` has it; only a host of a hub needs one."""
+    is_restarted: bool = False
+    """Whether it takes the place of an observer that has ended: others have yet to find its hub again."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

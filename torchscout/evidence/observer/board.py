@@ -8,6 +8,9 @@ sent now is not sent, and what is malformed is counted and dropped.
 from __future__ import annotations
 
 import json
+import math
+import os
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +18,35 @@ from typing import Any
 import zmq
 
 from torchscout.evidence.observer import keys
+from torchscout.listener import Limits, Listener
 
-__all__ = ["LIMIT", "Address", "Client", "Message", "Tally", "connect", "decode", "encode", "listen"]
+__all__ = [
+    "LIMIT",
+    "MISTAKES",
+    "Address",
+    "Client",
+    "Message",
+    "Tally",
+    "connect",
+    "decode",
+    "encode",
+    "listen",
+    "listen_limited",
+]
 
 LIMIT = 4 << 20
 """Bytes of a message; whoever sends more is disconnected."""
 _KEEPALIVE_SECONDS = 60
 _RECONNECT_MS, _RECONNECT_MOST_MS = 100, 5000
 _FLUSH_MS = 200
+_HANDSHAKE_MS = 5000
+_LIMITS = Limits(connections=64)
+"""Of a hub, to which all observers of a job connect at the same time."""
+
+MISTAKES = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+)
+"""How what a peer has sent fails, by a mistake of ours or of the peer's: it is dropped and counted."""
 
 Address = tuple[str, int]
 """Host and port."""
@@ -46,7 +70,7 @@ def decode(frame: bytes, tally: Tally) -> Message | None:
     """None, and counted, unless it is a JSON object that says its kind."""
     tally.received += 1
     try:
-        message = json.loads(frame)
+        message = json.loads(frame, parse_constant=_finite, parse_float=_finite, parse_int=_bounded)
     except (ValueError, RecursionError):
         message = None
     if isinstance(message, dict) and isinstance(message.get("kind"), str):
@@ -55,16 +79,51 @@ def decode(frame: bytes, tally: Tally) -> Message | None:
     return None
 
 
+def _finite(text: str) -> float:
+    """NaN and infinity are no numbers of ours, and cannot be written down or sent on."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number")
+    return number
+
+
+def _bounded(text: str) -> int:
+    if not -(1 << 63) <= (number := int(text)) < 1 << 64:
+        raise ValueError(f"{text:.40} has more than 64 bits")
+    return number
+
+
 def listen(context: zmq.Context[zmq.Socket[bytes]], token: str, address: str, port: int) -> zmq.Socket[bytes]:
     """A hub's socket; ``port`` 0 takes a free one."""
+    socket = _router(context, token)
+    host = f"[{address}]" if ":" in address else address
+    socket.bind(f"tcp://{host}:{port or '*'}")
+    return socket
+
+
+def listen_limited(
+    context: zmq.Context[zmq.Socket[bytes]], token: str, address: str, port: int
+) -> tuple[zmq.Socket[bytes], Listener]:
+    """The same for a job's hub, with limits on what a connection may do before it authenticates."""
+    socket = _router(context, token)
+    name = f"torchscout-{secrets.token_hex(16)}"
+    socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+    socket.bind(f"ipc://@{name}")
+    try:
+        listener = Listener((address, port), name, _LIMITS)
+    except OSError:
+        socket.close()
+        raise
+    listener.start()
+    return socket, listener
+
+
+def _router(context: zmq.Context[zmq.Socket[bytes]], token: str) -> zmq.Socket[bytes]:
     socket = _socket(context, zmq.ROUTER)
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = keys.hub_keys(token)
     socket.router_mandatory = True  # to learn at once who is not connected
     socket.router_handover = True  # a client that connects anew replaces its lost connection
     socket.backlog = 4096
-    host = f"[{address}]" if ":" in address else address
-    socket.bind(f"tcp://{host}:{port or '*'}")
     return socket
 
 
@@ -88,6 +147,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     socket.ipv6 = True
     socket.linger = _FLUSH_MS
     socket.maxmsgsize = LIMIT
+    socket.handshake_ivl = _HANDSHAKE_MS  # who does not say who it is has its descriptor for so long
     # By the kernel, so that a vanished machine is noticed and no message of ours is needed.
     socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, _KEEPALIVE_SECONDS
     return socket

@@ -55,9 +55,15 @@ def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident 
         return None
     if gone and not _explains(incident, lost or gone, moving=moving):
         incident = _departure(posts, lost or gone, mesh)
-    if incident is None or all(rank in posts and posts[rank].excused for rank in incident.ranks):
+    if incident is None or _is_excused(incident, posts):
         return None
     return replace(incident, records=(*incident.records, *_stacks(posts, incident)))
+
+
+def _is_excused(incident: Incident, posts: _Posts) -> bool:
+    """Whether all it names are within what they are allowed, and nobody is about to be ended meanwhile."""
+    is_allowed = all(rank in posts and posts[rank].excused for rank in incident.ranks)
+    return is_allowed and not any(post.is_pressed for post in posts.values())
 
 
 def _waited_for(posts: _Posts, mesh: Mesh) -> Incident | None:

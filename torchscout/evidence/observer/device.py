@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from torchscout.evidence.observer.flight_recorder import open_operations
-from torchscout.evidence.observer.progress import ProgressWriter
+from torchscout.evidence.observer.progress_writer import ProgressWriter
 
 __all__ = ["DeviceProgress", "Track", "device_of"]
 

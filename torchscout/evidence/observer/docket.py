@@ -7,11 +7,12 @@ failures: a job that hangs is in the end killed, rank by rank. Here it is decide
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident, Resolved
+from torchscout.decision.wording import named
 from torchscout.evidence.observer.post import Post
 
 __all__ = ["Docket", "Finding"]
@@ -46,7 +47,17 @@ class Finding:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Finding:
-        return cls(**{**document, "ranks": tuple(document["ranks"])})
+        """``ValueError`` or ``TypeError`` where it is none."""
+        finding = cls(**{**document, "ranks": tuple(document["ranks"])})
+        texts = (finding.scope, finding.surface, finding.sentence)
+        numbers = (finding.step, *finding.ranks)
+        if not (
+            all(type(each) is str for each in texts)
+            and all(type(each) is int for each in numbers)
+            and type(finding.job_ended) is bool
+        ):
+            raise ValueError(f"not a finding: {document!r:.80}")
+        return finding
 
     def says_the_same_as(self, other: Finding) -> bool:
         """Conclusions may differ in seconds and proof."""
@@ -60,11 +71,37 @@ class Docket:
     def __init__(self) -> None:
         self.finding: Finding | None = None
         self._is_own = True
+        self._reported: Incident | None = None
+        """The last one, whether it stands or not."""
         self._still: set[int] = set()
         self._stalled_seconds = 0.0
         self._job_ended = False
         """Once a trainer is gone there is nothing to resolve: a rank that moves again finds the others
         missing."""
+
+    def traced(self, incident: Incident, posts: Mapping[int, Post]) -> Incident | None:
+        """The incident, or the earlier one that it is a consequence of; None if that says nothing new.
+
+        Whoever has waited for longer than the timeout of a process group is ended by NCCL's watchdog, or by
+        an exception, some time later. Until then it may go on, stand still, or leave operations out.
+        """
+        earlier, named_now = self._reported, set(incident.ranks)
+        if earlier is None or named_now <= set(earlier.ranks):
+            return incident
+        if not all(rank in posts and posts[rank].has_timed_out for rank in named_now):
+            return incident
+        gone = [rank for rank, post in sorted(posts.items()) if post.standing.process is Process.GONE]
+        if not gone:
+            return None
+        ended = f"the trainer{'s' if len(gone) > 1 else ''} of {named(gone)} ended after waiting for too long"
+        return replace(earlier, sentence=f"{earlier.sentence}; {ended}")
+
+    def report(self, incident: Incident, posts: Mapping[int, Post]) -> bool:
+        """Whether it is news; from then on it stands."""
+        if not self.enter(Finding.of(incident, posts)):
+            return False
+        self._reported = incident
+        return True
 
     def enter(self, finding: Finding) -> bool:
         """Whether it is news; from then on it stands."""

@@ -64,13 +64,24 @@ def line_of(call: Call) -> Line | None:
     group = call.group
     members = group.members or ()
     if call.operation not in POINT_TO_POINT:
-        return Line(_key(call), members, _name(group))
+        return Line(_key(call), members, _name(group), timeout=_timeout(call))
     if call.peer is None or not members:
         return None
     places = (group.rank, call.peer) if call.operation == "send" else (call.peer, group.rank)
     source, destination = (members[place] for place in places)
     key = f"{_key(call)}/{source}>{destination}#{call.tag}"
-    return Line(key, (source, destination), f"{source} -> {destination}", pair=True)
+    return Line(key, (source, destination), f"{source} -> {destination}", pair=True, timeout=_timeout(call))
+
+
+def _timeout(call: Call) -> float | None:
+    """Seconds after which the library gives up; SCOUT's own groups do not end anybody."""
+    if call.group.is_scouts or call.device is None:
+        return None
+    try:
+        options = call.process_group._get_backend(call.device).options
+        return float(options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):  # a backend without options, or of another device
+        return None
 
 
 def _key(call: Call) -> str:

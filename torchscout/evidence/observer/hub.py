@@ -12,9 +12,10 @@ A round may also be a survey, which compares how long phases take. It is announc
 and asked for by ``sample``; no stacks are shown and no outcome is told, since the job goes on. A hang
 has precedence over it.
 
-Besides, ``leave`` is the last word of an observer, with its last post, ``moved`` says that a rank
-that was named goes on, and ``share`` carries the exchanges of ``BoardChannel``. Between rounds
-nothing is sent. Nobody is waited for longer than a round's deadline: absence is evidence.
+Besides, ``present`` asks nothing and is not answered: it shows who is connected. ``leave`` is the last
+word of an observer, with its last post, ``moved`` says that a rank that was named goes on, and ``share``
+carries the exchanges of ``BoardChannel``. Between rounds nothing is sent. Nobody is waited for longer than a
+round's deadline: absence is evidence.
 
 The standby is a hub like the other, which is only asked when that one does not answer.
 """
@@ -31,15 +32,29 @@ import zmq
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Shared
 from torchscout.decision.record import Incident, Resolved
-from torchscout.evidence.observer.board import LIMIT, Message, Tally, decode, encode, listen
+from torchscout.evidence.observer.board import (
+    LIMIT,
+    MISTAKES,
+    Message,
+    Tally,
+    decode,
+    encode,
+    listen_limited,
+)
 from torchscout.evidence.observer.docket import Docket, Finding
 from torchscout.evidence.observer.exchange import Exchanges
 from torchscout.evidence.observer.post import Post
 
 __all__ = ["Compare", "Conclude", "Hub", "Round"]
 
+_GATHERING_SECONDS = 10.0
+"""How long observers may take to find a hub that was started again."""
 _ON_THE_WAY_SECONDS = 0.2
 """For the stacks to be asked for and sent, besides the time to take them."""
+_MOST_SHARED = 1 << 16
+"""Of what the last posts have in common; beyond, it is begun anew, which costs memory and nothing else."""
+_LAST_WORDS_SECONDS = 0.5
+"""For what was sent last to pass the listener, once the socket is closed."""
 
 Conclude = Callable[[Mapping[int, Post], bool], Incident | None]
 """From the posts of a round, and whether its silence was looked at before, to an incident."""
@@ -99,8 +114,8 @@ class Hub:
         port: int = 0,
     ) -> None:
         self.tally = Tally()
-        self.socket = listen(context, token, config.address, port)
-        self.port = int(self.socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.socket, self._listener = listen_limited(context, token, config.address, port)
+        self.port = self._listener.port
         self._size = size
         self.config = config
         self._conclude = conclude
@@ -109,6 +124,10 @@ class Hub:
         self._round: Round | None = None
         self._rounds = 0
         self._next_survey = -math.inf
+        self.is_restarted = False
+        """Whether others have yet to find it again."""
+        self._since: float | None = None
+        """When it was first asked for something."""
         self._left: dict[int, tuple[Post, float]] = {}
         self._shared: Shared = {}  # what their last posts have in common
         self._docket = Docket()
@@ -126,11 +145,19 @@ class Hub:
 
     def tick(self, now: float) -> None:
         """Read what has arrived, and conclude a round that is over."""
+        self._since = now if self._since is None else self._since
         while self.socket.poll(0, zmq.POLLIN):
             identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             message = decode(b"".join(frames), self.tally)
             if message is not None:
                 self._take(identity, message, now)
+        try:
+            self._mind_round(now)
+        except MISTAKES:  # what was posted cannot be understood: the next round may be better
+            self.tally.malformed += 1
+            self._round = None
+
+    def _mind_round(self, now: float) -> None:
         if self._round is None or not self._round.is_over(now):
             return
         if self._round.is_survey:
@@ -147,6 +174,7 @@ class Hub:
 
     def close(self) -> None:
         self.socket.close()
+        self._listener.close(_LAST_WORDS_SECONDS)
 
     def _take(self, identity: bytes, message: Message, now: float) -> None:
         # What a peer sends is data: if it does not have the shape it should have, it is dropped.
@@ -155,7 +183,7 @@ class Hub:
             if not 0 <= rank < self._size:
                 raise ValueError(f"rank {rank} of {self._size}")
             self._act_on(rank, message, now)
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except MISTAKES:
             self.tally.malformed += 1
 
     def _act_on(self, rank: int, message: Message, now: float) -> None:
@@ -166,13 +194,13 @@ class Hub:
                 self._hold_survey(now)
             case "post":
                 shared = {} if self._round is None else self._round.shared
-                self._add(rank, _post_of(rank, message, shared), message["round"])
+                self._add(rank, _post_of(rank, message, shared, self._size), message["round"])
             case "stack":
                 self._add_stack(rank, message)
             case "elsewhere":
                 self._call_off(message["round"])
             case "leave":
-                self._say_goodbye(rank, _post_of(rank, message, self._shared), now)
+                self._say_goodbye(rank, _post_of(rank, message, self._shared, self._size), now)
             case "moved":
                 self._resolve(rank, float(message["seconds"]))
             case "share":
@@ -186,11 +214,20 @@ class Hub:
         if standing is not None and standing.job_ended:
             self._deliver(rank, self._outcome())
             return
+        if self._is_gathering(now):
+            return  # not answered, so that the standby is asked
         self._send(rank, "heard")
         if self._round is not None and not self._round.is_survey:
             self._round.insistent |= insistent
             return
         self._round = self._ask_everybody(now, insistent=insistent)
+
+    def _is_gathering(self, now: float) -> bool:
+        """Whether observers are still on their way here: who has not come yet is not absent."""
+        if not self.is_restarted or (self._since is not None and now - self._since > _GATHERING_SECONDS):
+            return False
+        ranks = (rank for rank in range(self._size) if rank not in self._left)
+        return not all(self._send(rank, "present") for rank in ranks)
 
     def _hold_survey(self, now: float) -> None:
         """Unless there is something worse to attend to; it is announced again.
@@ -239,6 +276,8 @@ class Hub:
             self._record(resolved)
 
     def _say_goodbye(self, rank: int, post: Post, now: float) -> None:
+        if len(self._shared) > _MOST_SHARED:
+            self._shared = {}
         self._left[rank] = post, now
         if self._round is not None:
             self._round.add(rank, post)
@@ -250,7 +289,9 @@ class Hub:
             rank: _aged(post, now - at) for rank, (post, at) in self._left.items()
         } | finished.posts
         incident = self._conclude(finished.posts, finished.insistent)
-        if incident is not None and self._docket.enter(Finding.of(incident, finished.posts)):
+        if incident is not None:
+            incident = self._docket.traced(incident, finished.posts)
+        if incident is not None and self._docket.report(incident, finished.posts):
             self._record(incident)
         outcome = self._outcome()
         for rank in range(self._size):
@@ -284,8 +325,8 @@ class Hub:
         return True
 
 
-def _post_of(rank: int, message: Message, shared: Shared) -> Post:
-    post = Post.from_json(message["post"], shared)
+def _post_of(rank: int, message: Message, shared: Shared, size: int) -> Post:
+    post = Post.from_json(message["post"], shared, size)
     if post.standing.rank != rank:
         raise ValueError(f"rank {rank} posts for rank {post.standing.rank}")
     return post

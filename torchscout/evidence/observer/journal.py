@@ -16,10 +16,13 @@ __all__ = ["Journal", "line_text", "phrase_text"]
 
 _PHRASE = 256
 """Characters kept of a phrase."""
+_MOST_MEMBERS = 1 << 20
+"""Of one line, where nobody says how many ranks there are."""
 
 
 def line_text(line: Line) -> bytes:
-    return _text({"key": line.key, "name": line.name, "pair": line.pair, "members": _runs(line.members)})
+    declared = {"key": line.key, "name": line.name, "pair": line.pair, "members": _runs(line.members)}
+    return _text(declared if line.timeout is None else {**declared, "timeout": line.timeout})
 
 
 def phrase_text(phrase: str) -> bytes:
@@ -29,7 +32,9 @@ def phrase_text(phrase: str) -> bytes:
 class Journal:
     """What has been declared, read as it grows."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int | None = None) -> None:
+        """With ``size``, of a job with so many ranks: a line with more members is a ``ValueError``."""
+        self._size = size
         self.lines: list[Line] = []
         self.phrases: list[str] = []
         self.length = 0
@@ -48,7 +53,7 @@ class Journal:
             if isinstance(declared, str):
                 self.phrases.append(declared)
             else:
-                self.lines.append(_line(declared))
+                self.lines.append(_line(declared, self._size))
             self.length += len(text)
 
 
@@ -56,11 +61,23 @@ def _text(declared: Any) -> bytes:
     return json.dumps(declared, separators=(",", ":")).encode() + b"\n"
 
 
-def _line(declared: dict[str, Any]) -> Line:
-    members = tuple(
-        first + stride * place for first, stride, count in declared["members"] for place in range(count)
-    )
-    return Line(declared["key"], members, declared["name"], declared["pair"])
+def _line(declared: dict[str, Any], size: int | None) -> Line:
+    # A few bytes can stand for as many members as there are numbers: count them first.
+    limit = _MOST_MEMBERS if size is None else size
+    runs = declared["members"]
+    if not all(type(number) is int for run in runs for number in run):
+        raise ValueError(f"members are (first, stride, count), got {runs!r:.80}")
+    if any(count < 0 for _, _, count in runs) or sum(count for _, _, count in runs) > limit:
+        raise ValueError(f"a line of more members than the {limit} ranks: {runs!r:.80}")
+    members = tuple(first + stride * place for first, stride, count in runs for place in range(count))
+    if size is not None and members and not 0 <= min(members) <= max(members) < size:
+        raise ValueError(f"members are ranks below {size}, got {min(members)} to {max(members)}")
+    key, name, pair, timeout = declared["key"], declared["name"], declared["pair"], declared.get("timeout")
+    if not (isinstance(key, str) and isinstance(name, str) and isinstance(pair, bool)):
+        raise ValueError(f"no line: {declared!r:.80}")
+    if timeout is not None and type(timeout) not in (int, float):
+        raise ValueError(f"a timeout is a number of seconds, got {timeout!r:.40}")
+    return Line(key, members, name, pair, timeout)
 
 
 def _runs(members: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -48,11 +48,13 @@ STEPS = len(PHASES)
 # Native sizes and alignment: the struct module then stores each number at once, not byte by byte.
 HEADER = struct.Struct("8s4q16s")  # magic, version, rank, pid, start, boot
 _HEAD = struct.Struct("6qdq")  # Head, check
-_OPERATION = struct.Struct("2q2i2Q2iq")  # order, Operation with the lengths of its splits, check
+_OPERATION = struct.Struct("4q2Q2iq")  # order, Operation with the lengths of its splits, check
 _NO_SPLITS = -1
 
 PAUSED, FINISHED, DEVICE_STEP, DEVICE_BUSY, DEVICE_ASKED, CAPTURED, JOURNAL_LENGTH, DROPPED, NOTED = range(9)
 """The words; from ``NOTED`` on, how many durations were noted of each phase and of steps."""
+EXITING = 2
+"""In the word ``FINISHED``: the interpreter was about to end."""
 UNKNOWN = -1
 """What a word holds where a device's progress is not known."""
 

@@ -5,13 +5,17 @@ Linux only: everything is read from ``/proc``. A process that is blocked in the 
 
 from __future__ import annotations
 
+import errno
 import os
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from torchscout.decision.progress import Process
 
 __all__ = ["Identity"]
+
+_NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
 
 
 class Identity(NamedTuple):
@@ -31,7 +35,12 @@ class Identity(NamedTuple):
 
     def process(self) -> Process:
         """What the operating system says of it now."""
-        stat = _stat(self.pid)
+        try:
+            stat = _stat(self.pid)
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR:
+                raise
+            return Process.RUNNING  # as far as is known; its pidfd tells of its end all the same
         if stat is None or stat.started != self.started or stat.state in "ZXx" or self.boot != _boot():
             return Process.GONE
         return Process.STOPPED if stat.state in "Tt" else Process.RUNNING
@@ -52,5 +61,6 @@ def _stat(pid: int) -> _Stat | None:
     return _Stat(state=fields[0], started=int(fields[19]))
 
 
+@cache
 def _boot() -> bytes:
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", ""))

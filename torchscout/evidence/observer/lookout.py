@@ -130,7 +130,13 @@ class Lookout:
         progress, reader = self.trainer.progress, self.trainer.reader
         if progress is None:
             return
-        due = self.watch.is_due(progress, reader.step_seconds(), paused=reader.paused, now=now)
+        due = self.watch.is_due(
+            progress,
+            reader.step_seconds(),
+            paused=reader.paused,
+            now=now,
+            is_pressed=self.trainer.is_pressed,
+        )
         if due and self._announcement is None:
             self._announce(now)
         elif self.watch.rounds == 0 and self._announcement is None:
@@ -212,11 +218,7 @@ class Lookout:
         self.surveying.held(self.trainer.phase_seconds(), now)
 
     def _take_outcome(self, hub: int, document: Mapping[str, Any] | None, now: float) -> None:
-        try:
-            finding = None if document is None else Finding.from_json(document)
-        except (LookupError, TypeError):
-            self._client.tally.malformed += 1
-            return
+        finding = None if document is None else Finding.from_json(document)
         self._announcement = None
         self._concluded_at = now
         self._on_outcome(hub, finding)

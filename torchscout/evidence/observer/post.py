@@ -8,6 +8,7 @@ from typing import Any
 
 from torchscout.decision.progress import Line, Phase, Process, Progress, Shared, Standing
 from torchscout.evidence.observer.journal import Journal, line_text
+from torchscout.evidence.observer.layout import LINES
 
 __all__ = ["Post"]
 
@@ -28,6 +29,11 @@ class Post:
     stalled: Progress | None = None
     """What it showed while it stood still for too long, if that was shortly before: a watchdog may have ended
     trainers for it."""
+    is_pressed: bool = False
+    """It has waited for most of the time that the library allows, which will soon end it."""
+    has_timed_out: bool = False
+    """It has waited for all of that time, now or a short time ago: what it does since, or that it ends, is a
+    consequence."""
     operations: Mapping[str, Any] | None = None
     """What the Flight Recorder of its trainer says is open; see ``flight_recorder``."""
     phase_seconds: Mapping[Phase, float] = field(default_factory=dict)
@@ -46,21 +52,32 @@ class Post:
             "excused": self.excused,
             "gone_seconds": self.gone_seconds,
             "stalled": None if self.stalled is None else asdict(self.stalled),
+            "is_pressed": self.is_pressed,
+            "has_timed_out": self.has_timed_out,
             "operations": self.operations,
             "phase_seconds": {phase.value: seconds for phase, seconds in self.phase_seconds.items()},
         }
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any], shared: Shared | None = None) -> Post:
-        """``shared`` by the posts of one round: what several say is kept once."""
+    def from_json(
+        cls, document: Mapping[str, Any], shared: Shared | None = None, size: int | None = None
+    ) -> Post:
+        """``shared`` by the posts of one round: what several say is kept once. ``size`` ranks there are."""
         shared = {} if shared is None else shared
+        if document["lines"].count("\n") > LINES:
+            raise ValueError(f"a rank communicates on {LINES} lines at most")
+        for name, types in _TYPES.items():
+            if type(document[name]) not in types:
+                raise ValueError(f"{name} is {document[name]!r:.40}")
         return cls(
             standing=Standing.from_json(document["standing"], shared),
-            lines=tuple([_line(text, shared) for text in document["lines"].splitlines()]),
+            lines=tuple([_line(text, shared, size) for text in document["lines"].splitlines()]),
             moving=document["moving"],
             excused=document["excused"],
             gone_seconds=document["gone_seconds"],
             stalled=None if document["stalled"] is None else Progress.from_json(document["stalled"], shared),
+            is_pressed=document["is_pressed"],
+            has_timed_out=document["has_timed_out"],
             operations=document["operations"],
             phase_seconds={
                 Phase(name): float(seconds) for name, seconds in document["phase_seconds"].items()
@@ -68,9 +85,16 @@ class Post:
         )
 
 
-def _line(text: str, shared: Shared) -> Line:
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("moving", "excused", "is_pressed", "has_timed_out"), (bool,)),
+    "gone_seconds": (int, float, type(None)),
+    "operations": (dict, type(None)),
+}
+
+
+def _line(text: str, shared: Shared, size: int | None) -> Line:
     if text not in shared:
-        journal = Journal()
+        journal = Journal(size)
         journal.extend(text.encode())
         (shared[text],) = journal.lines
     line: Line = shared[text]

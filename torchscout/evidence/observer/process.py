@@ -1,9 +1,9 @@
 """The observer's own process: ``python -m torchscout.evidence.observer.process`` (paper, section 7).
 
 Standard input carries JSON lines from the trainer: its ``Assignment``; ``{"hubs": [[host, port], ...]}``,
-once all ports are known; then, at any time, ``{"config": {...}}`` to change settings, ``{"status": true}``
-to be told on standard output how things stand, and ``{"close": true}`` to leave. The first line of
-output is ``{"ready": true, "port": ...}``, with the port of the hub that is hosted here, if any.
+once all ports are known; then, at any time, ``{"config": {...}}`` to change settings, ``{"status": N}`` to
+be told on standard output how things stand, with that number, and ``{"close": true}`` to leave. The first
+line of output is ``{"ready": true, "port": ...}``, with the port of the hub that is hosted here, if any.
 
 It runs in a session of its own, so that what is sent to the trainer's process group does not reach it,
 and it was not forked: a user's script needs no ``__main__`` guard. It imports no torch.
@@ -28,7 +28,7 @@ from torchscout.config import StragglerConfig
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.evidence.observer.assignment import Assignment, mesh_from
-from torchscout.evidence.observer.board import Address, Client
+from torchscout.evidence.observer.board import MISTAKES, Address, Client, Message
 from torchscout.evidence.observer.docket import Finding
 from torchscout.evidence.observer.hub import Hub
 from torchscout.evidence.observer.lookout import Lookout
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Observing", "main"]
 
 _INPUT, _OUTPUT = 0, 1
-_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""How a diagnosis fails by a mistake of ours, or of a peer."""
 _CONFERRING_SECONDS = 0.05
 """How often the clock is looked at while a hub's answer is awaited."""
 _GOODBYE_SECONDS = 2.0
@@ -96,8 +94,14 @@ class Observing:
             self._hub.tick(time.monotonic())
         if self._client is not None and self._lookout is not None:
             for hub, message in self._client.receive():
-                self._lookout.hear(hub, message, time.monotonic())
+                self._hear(self._client, self._lookout, hub, message)
             self._lookout.tick(time.monotonic())
+
+    def _hear(self, client: Client, lookout: Lookout, hub: int, message: Message) -> None:
+        try:
+            lookout.hear(hub, message, time.monotonic())
+        except MISTAKES:
+            client.tally.malformed += 1
 
     def _patience(self) -> float:
         conferring = self._lookout is not None and self._lookout.is_conferring
@@ -134,7 +138,7 @@ class Observing:
             if self._lookout is not None:
                 self._lookout.watch.config = self._lookout.surveying.config = self.config
         if "status" in line:
-            _say(self._status())
+            _say({**self._status(), "answer": line["status"]})
         if "close" in line:
             self._trainer.dismiss()
 
@@ -165,7 +169,7 @@ class Observing:
 
     def _host_hub(self, place: int) -> Hub:
         _allow_many_connections()
-        return Hub(
+        hub = Hub(
             self._context,
             size=self._assignment.size,
             token=self._assignment.token,
@@ -175,6 +179,8 @@ class Observing:
             record=self._write,
             port=self.config.port and self.config.port + place,
         )
+        hub.is_restarted = self._assignment.is_restarted
+        return hub
 
     def _conclude(self, posts: Mapping[int, Post], insistent: bool) -> Incident | None:
         # Not above: it brings numpy, and most jobs never hang.
@@ -183,7 +189,7 @@ class Observing:
         assert self._assignment.mesh is not None
         try:
             return conclude(posts, mesh_from(self._assignment.mesh), insistent=insistent)
-        except _MISTAKES as error:
+        except MISTAKES as error:
             self._own_up(posts, error, "progress", Manifestation.HANG)
             return None
 
@@ -197,7 +203,7 @@ class Observing:
                 config = StragglerConfig(material_ms=self.config.phase_ms)
                 self._phases = PhaseDiagnosis(mesh_from(self._assignment.mesh), config)
             return compare_phases(posts, self._phases)
-        except _MISTAKES as error:
+        except MISTAKES as error:
             self._own_up(posts, error, "time", Manifestation.STRAGGLER)
             return []
 
@@ -220,7 +226,7 @@ class Observing:
     def _write(self, item: EvidenceRecord | Incident | Resolved) -> None:
         try:
             self._recorder.record(item)
-        except OSError:  # a full disk must not end the watch
+        except (OSError, ValueError):  # neither a full disk nor what a peer has posted must end the watch
             traceback.print_exc()
 
     def _close(self) -> None:
@@ -230,7 +236,10 @@ class Observing:
             if end is not None:
                 end.close()
         self._context.term()  # the last words get a moment to leave
-        self._recorder.close()
+        try:
+            self._recorder.close()
+        except OSError:
+            traceback.print_exc()
 
 
 class Lines:

@@ -21,7 +21,7 @@ from torchscout.evidence.hearing import in_backward, is_inert
 from torchscout.evidence.observer import fingerprint
 from torchscout.evidence.observer.device import DeviceProgress, Track
 from torchscout.evidence.observer.fingerprint import Fingerprint
-from torchscout.evidence.observer.progress import NOWHERE, ProgressWriter
+from torchscout.evidence.observer.progress_writer import NOWHERE, ProgressWriter
 
 __all__ = ["Publisher", "WatchedInput"]
 

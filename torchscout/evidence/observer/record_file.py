@@ -10,19 +10,20 @@ import mmap
 import os
 import stat
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from torchscout.decision.progress import Process
 from torchscout.evidence.observer.layout import HEADER, SIZE
 from torchscout.evidence.observer.liveness import Identity
+from torchscout.private_files import is_private
 
-__all__ = ["Opened", "create", "is_private", "open_record", "operations_of", "reclaim", "records_home"]
+__all__ = ["Opened", "create", "open_record", "operations_of", "reclaim", "records_home"]
 
 _MAGIC = b"SCOUTrec"
-_VERSION = 2
+_VERSION = 3
 _PREFIX = "progress-"
+_VARIABLE = "TORCHSCOUT_RECORDS"
 
 
 class Opened(NamedTuple):
@@ -34,7 +35,12 @@ class Opened(NamedTuple):
 
 
 def records_home() -> Path:
-    """Where the records of this user's trainers are, or will be: in memory, where that looks like one."""
+    """Where the records of this user's trainers are, or will be: in memory, where that looks like one.
+
+    The environment variable ``TORCHSCOUT_RECORDS`` names another folder.
+    """
+    if named := os.environ.get(_VARIABLE):
+        return Path(named)
     root = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
     return root / f"torchscout-{os.getuid()}"
 
@@ -84,7 +90,7 @@ def reclaim(directory: Path) -> list[Path]:
     """Remove the records of dead processes; returns them. Whoever has one open can read on."""
     try:
         paths = sorted(directory.iterdir())
-    except FileNotFoundError:  # another rank has cleared it away meanwhile
+    except OSError:  # another rank has cleared it away meanwhile, or it is not a folder of ours
         return []
     abandoned = [path for path in paths if path.name.startswith(_PREFIX) and _is_abandoned(path)]
     for path in abandoned:
@@ -103,10 +109,6 @@ def _is_abandoned(path: Path) -> bool:
         return False
     finally:
         os.close(file)
-
-
-def is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def _header(file: int, path: Path) -> tuple[int, Identity]:

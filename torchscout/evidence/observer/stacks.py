@@ -12,38 +12,66 @@ import faulthandler
 import fcntl
 import os
 import re
+import secrets
 import signal
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from torchscout.private_files import open_private
 
 __all__ = ["Registration", "is_waiting", "register", "take", "trim"]
 
 _SETTLED_SECONDS = 0.03  # a dump has no end mark: it is whole once it stops growing
 _LOOK_SECONDS = 0.005
+_MOST_BYTES = 4 << 20
 
 
 class Registration:
     """A trainer's promise to write its stacks to ``path`` whenever ``number`` is sent to it."""
 
-    def __init__(self, path: Path, number: int, descriptor: int) -> None:
+    def __init__(self, path: Path, number: int) -> None:
         self.path = path
         self.number = number
-        self._descriptor: int | None = descriptor
+        self._registered = True
 
     def unregister(self) -> None:
         """Take it back; again is no mistake."""
-        if self._descriptor is None:
+        if not self._registered:
             return
-        faulthandler.unregister(self.number)
-        os.close(self._descriptor)
-        self._descriptor = None
+        self._registered = False
         self.path.unlink(missing_ok=True)
+        handler = _handlers[self.number]
+        handler.names.remove(self.path)
+        if not handler.names:
+            del _handlers[self.number]
+            faulthandler.unregister(self.number)
+            os.close(handler.descriptor)
+
+
+@dataclass(slots=True)
+class _Handler:
+    """What a signal does in this process: there can be one, however many sessions there are."""
+
+    descriptor: int
+    """Of the file that dumps are written to."""
+    names: list[Path]
+    """Of that file: each session has its own."""
+
+
+_handlers: dict[int, _Handler] = {}
+"""By the number of the signal."""
 
 
 def register(directory: Path, number: int) -> Registration:
     """Called by the trainer, in its main thread; ``directory`` is private to the user."""
+    if (handler := _handlers.get(number)) is not None:
+        path = directory / f"stack-{secrets.token_hex(8)}"
+        os.link(handler.names[0], path)
+        handler.names.append(path)
+        return Registration(path, number)
     if signal.getsignal(number) not in {signal.SIG_DFL, signal.SIG_IGN}:
         raise ValueError(f"signal {number} is in use here; set ObserverConfig.stack_signal to another one")
     # What `unregister` puts back. By default a late request would end the trainer.
@@ -52,7 +80,8 @@ def register(directory: Path, number: int) -> Registration:
     # Appending, so that the observer may cut the file between two dumps.
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
-    return Registration(Path(name), number, descriptor)
+    _handlers[number] = _Handler(descriptor, [Path(name)])
+    return Registration(Path(name), number)
 
 
 def take(pid: int, path: Path, number: int, timeout: float) -> str:
@@ -63,22 +92,28 @@ def take(pid: int, path: Path, number: int, timeout: float) -> str:
     try:
         if not _catches(pid, number):
             return ""
-        os.truncate(path, 0)
-        os.kill(pid, number)
-    except OSError:  # gone, or its file is
+        file = open_private(path, os.O_RDWR)
+    except OSError:  # gone, or its file is, or that is not a file of ours
         return ""
-    return _settled(path, timeout)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the observer of another session may be at it
+        os.ftruncate(file, 0)
+        os.kill(pid, number)
+        return _settled(file, timeout)
+    except BlockingIOError:
+        return _settled(file, timeout)
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
 
 
-def _settled(path: Path, timeout: float) -> str:
+def _settled(file: int, timeout: float) -> str:
     deadline = time.monotonic() + timeout
     text, since = b"", time.monotonic()
     while (now := time.monotonic()) < deadline:
         time.sleep(_LOOK_SECONDS)
-        try:
-            fresh = path.read_bytes()
-        except FileNotFoundError:
-            break
+        fresh = os.pread(file, _MOST_BYTES, 0)
         if fresh != text:
             text, since = fresh, now
         elif text and now - since > _SETTLED_SECONDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from torchscout.decision.progress import Line, Phase, Process, Progress, Standin
 from torchscout.errors import TornRecordError
 from torchscout.evidence.observer import stacks
 from torchscout.evidence.observer.post import Post
-from torchscout.evidence.observer.progress import ProgressReader
+from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.evidence.observer.survey import SAMPLES, typical_seconds
 from torchscout.evidence.observer.watch import allowance
 
@@ -27,6 +28,9 @@ _STALL_SECONDS = 1.0
 _WATCHDOG_SECONDS = 60.0
 """A watchdog that decides to end a trainer may take so long: that of NCCL writes dumps first. Meanwhile the
 one who was waited for may have come, and the job gone on for a while."""
+_PRESSED, _TIMED_OUT = 0.85, 0.95
+"""Of a timeout, how much a trainer has waited when the others are asked, and when it counts as over. It is
+looked at now and then only, and a watchdog acts at once."""
 _KILL_SECONDS = 10.0
 """The same for SIGKILL, which no watchdog of ours, NCCL's or Gloo's sends."""
 
@@ -35,7 +39,10 @@ class Ending(Enum):
     """How a trainer came to its end."""
 
     FINISHED = "finished"
-    """On purpose: it said so, or exited with status 0."""
+    """On purpose: it said so, or its interpreter ended and exited with status 0."""
+    LEFT = "left"
+    """With status 0, and without a word: ``os._exit(0)``. Many jobs end like that, on all ranks. A rank that
+    does so alone makes the others fail, and was the first to go."""
     ASKED = "asked"
     """Somebody sent it SIGTERM, SIGINT or SIGHUP: most often the whole job is being ended."""
     FAILED = "failed"
@@ -69,6 +76,9 @@ class Trainer:
         self._gone_since: float | None = None  # and had not finished
         self._was_killed = False
         self._stall: _Stall | None = None
+        self.is_pressed = False
+        """Whether it has waited for most of the time that the library allows an operation."""
+        self._timed_out_at = -math.inf
         self.pidfd = self._open_pidfd()
         """Readable once the process has ended; None where the kernel has no such thing."""
 
@@ -81,11 +91,12 @@ class Trainer:
         if self.ending is not None:
             return
         self._note_stall(now)
+        self._note_timeout(now)
         if self.reader.has_finished:
             self.ending = Ending.FINISHED
         elif self.reader.trainer() is Process.GONE:
             status = _exit_status(self.reader.pid)
-            self.ending = _ending_of(status)
+            self.ending = _ending_of(status, is_exiting=self.reader.is_exiting)
             self._was_killed = status is not None and status & 0x7F == signal.SIGKILL
             self._gone_since = None if self.ending is Ending.FINISHED else now
 
@@ -102,6 +113,7 @@ class Trainer:
                 self._lines(),
                 gone_seconds=None if self._gone_since is None else now - self._gone_since,
                 stalled=self._stalled(config, now if self._gone_since is None else self._gone_since),
+                has_timed_out=self._has_timed_out(now if self._gone_since is None else self._gone_since),
                 operations=self._operations(standing),
             )
         standing = Standing(self.rank, self.reader.trainer(), self._read())
@@ -112,6 +124,8 @@ class Trainer:
             moving=silent_seconds < config.floor_seconds / 2,
             excused=self._is_excused(config, silent_seconds),
             stalled=self._stalled(config, now),
+            is_pressed=self.is_pressed,
+            has_timed_out=self._has_timed_out(now),
             phase_seconds=typical_seconds(self.phase_seconds()),
         )
 
@@ -140,6 +154,21 @@ class Trainer:
         if self._stall is None or since - self._stall.since > _STALL_SECONDS:
             self._stall = _Stall(self._read() or self.progress, since)
         self._stall.until = now
+
+    def _note_timeout(self, now: float) -> None:
+        """How its wait compares with the timeout of the group that it waits in."""
+        self.is_pressed = False
+        silent = 0.0 if self.progress is None else self.progress.silent_seconds
+        timeouts = {line.key: line.timeout for line in self._lines() if line.timeout is not None}
+        if silent < _PRESSED * min(timeouts.values(), default=math.inf) or (read := self._read()) is None:
+            return
+        allowed = math.inf if read.inside is None else timeouts.get(read.inside.line, math.inf)
+        self.is_pressed = silent >= _PRESSED * allowed
+        if silent >= _TIMED_OUT * allowed:
+            self._timed_out_at = now
+
+    def _has_timed_out(self, now: float) -> bool:
+        return now - self._timed_out_at < _WATCHDOG_SECONDS
 
     def _stalled(self, config: ObserverConfig, now: float) -> Progress | None:
         """What it showed while it stood still for too long, a short time ago; None if it did not, or still
@@ -184,15 +213,15 @@ def _exit_status(pid: int) -> int | None:
     """Of a process for which nobody has waited yet; afterwards only its parent knows."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # it is gone, or there is no descriptor left to look with
         return None
     return int(fields[-1]) if fields[0] == "Z" else None
 
 
-def _ending_of(status: int | None) -> Ending:
+def _ending_of(status: int | None, *, is_exiting: bool) -> Ending:
     if status is None:
-        return Ending.FAILED
+        return Ending.FINISHED if is_exiting else Ending.FAILED
     if status == 0:
-        return Ending.FINISHED
+        return Ending.FINISHED if is_exiting else Ending.LEFT
     asked = status & 0x7F in _ASKED or status >> 8 in {128 + number for number in _ASKED}
     return Ending.ASKED if asked else Ending.FAILED

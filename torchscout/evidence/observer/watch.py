@@ -62,8 +62,20 @@ class Watch:
         """Rounds held during the present silence."""
         return self._rounds
 
-    def is_due(self, progress: Progress, step_seconds: Sequence[float], *, paused: bool, now: float) -> bool:
-        """Whether a round should be announced now."""
+    def is_due(
+        self,
+        progress: Progress,
+        step_seconds: Sequence[float],
+        *,
+        paused: bool,
+        now: float,
+        is_pressed: bool = False,
+    ) -> bool:
+        """Whether a round should be announced now.
+
+        ``is_pressed`` if the library will soon end the trainer for waiting: whoever is behind it must be
+        found before that, whatever its silence is allowed to be.
+        """
         late = max(self.config.floor_seconds, self.config.poll_seconds + _SUSPENDED_SECONDS)
         suspended = self._last_poll is not None and now - self._last_poll > late
         self._last_poll = now
@@ -72,7 +84,8 @@ class Watch:
         if progress.coordinate != self._held_at:
             self._rounds, self._held_at, self._next_round = 0, None, -math.inf
         usual = threshold(self.config, progress.phase, self._ordinary(progress.step, step_seconds))
-        return self.silent_seconds(progress, now) > usual and now >= self._next_round
+        is_silent = is_pressed or self.silent_seconds(progress, now) > usual
+        return is_silent and not paused and now >= self._next_round
 
     def silent_seconds(self, progress: Progress, now: float) -> float:
         """The trainer's silence as far as it was watched."""

@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import zmq
@@ -103,7 +103,8 @@ def serve(
             if message is None or message["kind"] != "hello":
                 continue
             told = {"time": time.time(), "host": socket.gethostname(), "versions": dict(versions)}
-            hub.send_multipart([identity, board.encode("here", **told)])
+            with suppress(zmq.ZMQError):  # it has left already
+                hub.send_multipart([identity, board.encode("here", **told)], zmq.NOBLOCK)
             if identity not in seen:
                 seen.add(identity)
                 yield Visit(str(message.get("host")), _versions(message))

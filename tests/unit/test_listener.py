@@ -1,0 +1,267 @@
+"""Connections that do not authenticate take little from a trainer or a hub, and keep nobody else out."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.support.replica_ranks import identity, seal
+from tests.support.small_job import until
+from tests.unit.test_board import CONFIG, TOKEN, Board
+from torchscout.checkpoint import replica_wire as wire
+from torchscout.checkpoint.replicate import Replicator
+from torchscout.checkpoint.shards import path_of
+from torchscout.errors import CheckpointError
+from torchscout.evidence.observer.board import connect, listen_limited
+from torchscout.keys import new_token
+from torchscout.listener import Limits, Listener
+
+STRANGERS = 500
+
+
+def descriptors(pid: int | str = "self") -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def come_and_wait(stack: ExitStack, address: tuple[str, int], count: int = STRANGERS) -> list[socket.socket]:
+    """Connections that say nothing."""
+    return [stack.enter_context(socket.create_connection(address)) for _ in range(count)]
+
+
+@pytest.fixture
+def replicator(tmp_path: Path) -> Iterator[Replicator]:
+    replicator = Replicator(1, tmp_path / "b", TOKEN, patience_seconds=20)
+    replicator.connect([("127.0.0.1", 9), replicator.address], "ab")
+    yield replicator
+    replicator.close()
+
+
+def test_a_trainer_has_no_listener_that_the_network_can_reach(replicator: Replicator):
+    own = set()
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing itself
+            own.add(str(each.readlink()))
+    inodes = {
+        f"socket:[{line.split()[9]}]"
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A"  # listens
+    }
+    assert inodes, "the port is open somewhere"
+    assert not own & inodes
+
+
+_VICTIM = """
+import os, resource, sys, time
+from pathlib import Path
+from torchscout.checkpoint.replicate import Replicator
+replicator = Replicator(1, Path(sys.argv[1]), sys.argv[2], patience_seconds=20)
+replicator.connect([("127.0.0.1", 9), replicator.address], "ab")
+limit = len(os.listdir("/proc/self/fd")) + 60
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+print(replicator.address[1], flush=True)
+import torch.utils.data
+loader = torch.utils.data.DataLoader(list(range(8)), num_workers=2)
+for line in sys.stdin:
+    with open(os.devnull), open(os.devnull):
+        print(sum(int(each) for each in loader), len(os.listdir("/proc/self/fd")), limit, flush=True)
+replicator.close()
+"""
+
+
+def test_idle_connections_leave_a_trainer_its_descriptors_and_its_time(tmp_path: Path):
+    """As it was seen: they exhausted the trainer's descriptors, its own files and DataLoaders failed."""
+    victim = subprocess.Popen(
+        [sys.executable, "-c", _VICTIM, str(tmp_path / "b"), TOKEN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert victim.stdin is not None
+    assert victim.stdout is not None
+
+    def works() -> None:
+        print(file=victim.stdin, flush=True)
+        loaded, opened, limit = map(int, victim.stdout.readline().split())
+        assert loaded == 28
+        assert opened < limit - 20
+
+    with victim, ExitStack() as stack:
+        stack.callback(victim.stdin.close)
+        address = "127.0.0.1", int(victim.stdout.readline())
+        works()
+        before, since = cpu_seconds(victim.pid), time.monotonic()
+        idle = come_and_wait(stack, address)
+        for _ in range(3):
+            works()
+        time.sleep(max(0.0, 3 - (time.monotonic() - since)))
+        assert cpu_seconds(victim.pid) - before < 0.5 * (time.monotonic() - since), "it waits"
+        send_a_copy(address, tmp_path)
+        assert len(idle) == STRANGERS
+        works()
+
+
+def send_a_copy(address: tuple[str, int], folder: Path) -> None:
+    """A peer with the token gets through, and its copy is kept."""
+    context: zmq.Context = zmq.Context()
+    peer = wire.connect(context, TOKEN, 0, address)
+    data = seal(folder / "made", 0, 1).read_bytes()
+    peer.sndtimeo = 30_000
+    named = {"identity": identity(0, 1).to_json(), "size": len(data)}
+    peer.send(wire.encode("offer", transfer="t", **named))
+    peer.send_multipart([wire.encode("chunk", transfer="t", offset=0), data])
+    kept = path_of(folder / "b", identity(0, 1), 1)
+    until(kept.exists, "the copy arrived")
+    assert kept.read_bytes() == data
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def guarded() -> Iterator[Listener]:
+    """A listener with a shorter time than ZeroMQ's own, in front of a holder of copies."""
+    context: zmq.Context = zmq.Context()
+    holder = wire.listen(context, TOKEN, "ipc://@torchscout-test-guarded-" + str(os.getpid()))
+    name = holder.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").removeprefix("ipc://@")
+    listener = Listener(("127.0.0.1", 0), name, Limits(seconds=1.0))
+    listener.start()
+    yield listener
+    listener.close()
+    holder.close(linger=0)
+    context.destroy(linger=0)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+
+def seconds_until_closed(port: int, said: bytes) -> float:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+        began = time.monotonic()
+        stranger.sendall(said)
+        with suppress(ConnectionError):
+            while stranger.recv(64):
+                pass
+        return time.monotonic() - began
+
+
+def test_who_does_not_authenticate_is_closed_in_time(guarded: Listener):
+    assert 0.9 < seconds_until_closed(guarded.port, GREETING) < 4
+
+
+def test_who_sends_more_than_a_handshake_is_closed_at_once(guarded: Listener):
+    """ZeroMQ would keep what comes of a message of 4 MiB until the time is over."""
+    message = b"\x06" + (4 << 20).to_bytes(8, "big") + bytes(8192)
+    assert seconds_until_closed(guarded.port, GREETING + message) < 0.9
+
+
+def test_a_listener_that_is_killed_is_started_again_where_it_was(replicator: Replicator, tmp_path: Path):
+    replicator._listener._process.kill()
+    until(lambda: replicator._listener.restarts, "it was noticed")
+    send_a_copy(replicator.address, tmp_path)
+    assert any("was started again" in each for each in replicator.problems())
+
+
+def test_a_listener_ends_with_its_trainer_even_if_children_live_on(tmp_path: Path):
+    script = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from torchscout.checkpoint.replicate import Replicator\n"
+        f"r = Replicator(1, Path({str(tmp_path)!r}), {TOKEN!r})\n"
+        "print(r._listener._process.pid, flush=True)\n"
+        "child = os.fork()\n"
+        "if child == 0: os.close(1); time.sleep(60); os._exit(0)\n"
+        "print(child, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    process = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
+    listener, child = map(int, process.stdout.split())
+    try:
+        until(lambda: not is_running(listener), "it ended")
+        assert is_running(child), "its standard input was still open"
+    finally:
+        os.kill(child, 9)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_same_holds_for_a_hub():
+    board = Board()
+    try:
+        with ExitStack() as stack:
+            board.join(0)
+            before = descriptors()
+            idle = come_and_wait(stack, ("127.0.0.1", board.hub.port))
+            until(lambda: len(board.hub._listener._unauthenticated) >= 64, "the listener is full")
+            assert descriptors() - before - STRANGERS <= 3 * 64 + 8
+            board.join(1, 2)
+            assert len(idle) == STRANGERS
+        board.hold_round(0, 1, 2)
+    finally:
+        for end in (*board.clients.values(), board.hub):
+            end.close()
+        board.context.destroy(linger=0)
+
+
+def test_an_accept_that_fails_is_tried_again_without_a_busy_loop():
+    context: zmq.Context = zmq.Context()
+    hub, listener = listen_limited(context, TOKEN, CONFIG.address, 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    stranger = socket.socket()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        before = time.process_time()
+        stranger.connect(("127.0.0.1", listener.port))
+        until(lambda: not listener._listens, "new connections are left waiting")
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.3
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        peer = connect(context, TOKEN, 0, ("127.0.0.1", listener.port))
+        assert peer.poll(10_000, zmq.POLLOUT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        stranger.close()
+        hub.close(linger=0)
+        listener.close()
+        context.destroy(linger=0)
+
+
+def test_another_token_does_not_count_as_authenticated():
+    context: zmq.Context = zmq.Context()
+    hub, listener = listen_limited(context, TOKEN, CONFIG.address, 0)
+    try:
+        known, unknown = (
+            connect(context, token, 0, ("127.0.0.1", listener.port)) for token in (TOKEN, new_token())
+        )
+        assert known.poll(10_000, zmq.POLLOUT)
+        assert not unknown.poll(500, zmq.POLLOUT)
+        until(
+            lambda: len(listener._connections) - len(listener._unauthenticated) == 1, "one has authenticated"
+        )
+    finally:
+        hub.close(linger=0)
+        listener.close()
+        context.destroy(linger=0)
+
+
+def test_a_door_that_cannot_listen_says_so(replicator: Replicator, tmp_path: Path):
+    with pytest.raises(OSError, match="use"):
+        Listener(replicator.address, "nobody", Limits())
+    with pytest.raises(CheckpointError, match="cannot listen at 127"):
+        Replicator(0, tmp_path, TOKEN, listens=replicator.address)

@@ -1,0 +1,304 @@
+"""A TCP listener in front of a ZeroMQ socket that limits what a connection may do before it authenticates.
+
+ZeroMQ accepts every connection, as many as there are descriptors, and lets each send frames of full size
+before it has authenticated. So a listener of ours accepts in its place, and relays bytes to and from the
+ZeroMQ socket, which other users of the machine cannot use. CURVE still runs end to end: nothing is decrypted
+here.
+
+Until a connection has authenticated
+
+- it is one of a few. If another comes, the oldest is closed, once it has had time for a handshake; until
+  then the new one waits in the kernel's queue, at no cost;
+- it may send no more than a handshake needs, and has a few seconds for it.
+
+One thread serves all connections. It runs in a process of its own where the ZeroMQ socket is a trainer's
+(see ``listener_process``), and in the process of the hub otherwise. Torch-free.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import select
+import selectors
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+__all__ = ["Limits", "Listener", "main"]
+
+Address = tuple[str, int]
+"""Host and port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """For connections that have not authenticated."""
+
+    connections: int = 8
+    """At a time."""
+    seconds: float = 5.0
+    """For the whole handshake."""
+    grace_seconds: float = 0.25
+    """What each has at least, even if others wait: a handshake takes a few milliseconds of it."""
+    received_bytes: int = 4096
+    """Greeting, HELLO and INITIATE; that has the metadata, some hundred bytes."""
+
+
+# [Note: when a connection has authenticated]
+#
+# A CURVE server sends a greeting (64 bytes) to everybody and WELCOME (2 + 168 bytes) to who knows its public
+# key, which is derived from the token. READY follows only once INITIATE was decrypted and verified. So who
+# has been sent more than greeting and WELCOME has authenticated: no key is needed to see that.
+_BEFORE_READY = 64 + 2 + 168
+_PIECE = 1 << 18
+_BACKLOG = 4096
+_PAUSE_SECONDS = 0.2
+"""After an accept that failed: what fails at once, fails often."""
+
+
+@dataclass(eq=False, slots=True)
+class _End:
+    """One of the two sockets of a connection, and what waits to be written to it."""
+
+    socket: socket.socket
+    pending: memoryview = field(default_factory=lambda: memoryview(b""))
+    events: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    outer: _End
+    inner: _End
+    since: float
+    # Bytes from the other side and to it, until it has authenticated.
+    received: int = 0
+    sent: int = 0
+
+
+class Listener:
+    """Accepts at one address and relays to one local socket, until ``close``."""
+
+    def __init__(self, address: Address, inner: str, limits: Limits = Limits()) -> None:  # noqa: B008
+        """``inner`` is the abstract name of the ZeroMQ socket; ``OSError`` if the address cannot be had."""
+        self._inner, self._limits = inner, limits
+        self._accepting = _bound(address)
+        self.port: int = self._accepting.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._accepting, selectors.EVENT_READ)
+        self._connections: set[_Connection] = set()
+        self._unauthenticated: dict[_Connection, None] = {}
+        """Those that have not authenticated, oldest first."""
+        self._listens = True
+        self._paused_until = 0.0
+        self._wake_out, self._wake = socket.socketpair()
+        self._selector.register(self._wake_out, selectors.EVENT_READ)
+        self._ends_at: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Serve from a thread."""
+        self._thread = threading.Thread(target=self.serve, name="torchscout-listener", daemon=True)
+        self._thread.start()
+
+    def serve(self) -> None:
+        try:
+            while not self._is_over():
+                self._turn()
+        finally:
+            for connection in list(self._connections):
+                self._end(connection)
+            for each in (self._accepting, self._wake_out):
+                each.close()
+            self._selector.close()
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Accept no more; connections have so long to be closed by the ZeroMQ socket. Again is no mistake."""
+        if self._ends_at is not None:
+            return
+        self._ends_at = time.monotonic() + seconds
+        self._wake.close()
+        if self._thread is not None:
+            self._thread.join(seconds + 5.0)
+
+    def _is_over(self) -> bool:
+        if self._ends_at is None:
+            return False
+        return not self._connections or time.monotonic() >= self._ends_at
+
+    def _turn(self) -> None:
+        for key, events in self._selector.select(self._patience()):
+            if key.fileobj is self._wake_out:
+                self._selector.unregister(self._wake_out)  # it would be readable ever after
+            elif key.fileobj is self._accepting and self._ends_at is None:
+                self._accept()
+            elif isinstance(key.data, _Connection) and key.data in self._connections:
+                try:
+                    self._relay(key.data, key.fileobj, events)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    self._end(key.data)
+        self._close_overdue(time.monotonic())
+
+    def _patience(self) -> float | None:
+        """Seconds until something is overdue, or until connections are accepted again; None waits forever."""
+        now, moments = time.monotonic(), []
+        if self._unauthenticated:
+            moments.append(next(iter(self._unauthenticated)).since + self._limits.seconds)
+        if not self._listens:
+            moments.append(self._paused_until)
+        if self._ends_at is not None:
+            moments.append(self._ends_at)
+        return max(0.0, min(moments) - now) if moments else None
+
+    def _close_overdue(self, now: float) -> None:
+        for connection in list(self._unauthenticated):
+            if now - connection.since < self._limits.seconds:
+                break
+            self._end(connection)
+        if not self._listens and now >= self._paused_until and self._ends_at is None:
+            self._listens = True
+            self._selector.register(self._accepting, selectors.EVENT_READ)
+
+    def _accept(self) -> None:
+        now = time.monotonic()
+        if len(self._unauthenticated) >= self._limits.connections:
+            oldest = next(iter(self._unauthenticated))
+            if (free := oldest.since + self._limits.grace_seconds) > now:
+                self._pause(free)
+                return
+            self._end(oldest)
+        try:
+            outer, _ = self._accepting.accept()
+        except (BlockingIOError, ConnectionError):  # it is gone already
+            return
+        except OSError:  # no descriptors, no memory: those who wait are asked again a moment later
+            self._pause(now + _PAUSE_SECONDS)
+            return
+        inner = None
+        try:
+            inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            inner.connect(f"\0{self._inner}")  # to a socket of this machine: at once, or not
+            self._begin(outer, inner, now)
+        except OSError:
+            outer.close()
+            if inner is not None:
+                inner.close()
+            self._pause(now + _PAUSE_SECONDS)
+
+    def _begin(self, outer: socket.socket, inner: socket.socket, now: float) -> None:
+        for each in (outer, inner):
+            each.setblocking(False)
+        outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # By the kernel, so that a vanished machine is noticed and no message is needed.
+        outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+        connection = _Connection(_End(outer), _End(inner), now)
+        self._connections.add(connection)
+        self._unauthenticated[connection] = None
+        self._watch(connection)
+
+    def _pause(self, until: float) -> None:
+        """Leave new connections in the kernel's queue for a while."""
+        self._listens, self._paused_until = False, until
+        self._selector.unregister(self._accepting)
+
+    def _relay(self, connection: _Connection, at: object, events: int) -> None:
+        outer, inner = connection.outer, connection.inner
+        here, there = (outer, inner) if at is outer.socket else (inner, outer)
+        if events & selectors.EVENT_WRITE:
+            here.pending = here.pending[here.socket.send(here.pending) :]
+        if events & selectors.EVENT_READ and not there.pending:
+            data = here.socket.recv(_PIECE)
+            if not data:
+                self._end(connection)
+                return
+            self._count(connection, here, len(data))
+            with suppress(BlockingIOError):
+                there.pending = memoryview(data)
+                there.pending = there.pending[there.socket.send(there.pending) :]
+        if connection in self._connections:
+            self._watch(connection)
+
+    def _count(self, connection: _Connection, here: _End, size: int) -> None:
+        if connection not in self._unauthenticated:
+            return
+        if here is connection.outer:
+            connection.received += size
+            if connection.received > self._limits.received_bytes:
+                raise OSError(errno.EMSGSIZE, "more than a handshake needs")
+            return
+        connection.sent += size
+        if connection.sent > _BEFORE_READY:
+            del self._unauthenticated[connection]
+
+    def _watch(self, connection: _Connection) -> None:
+        """Each end is read while the other one takes it, and written while something is left."""
+        outer, inner = connection.outer, connection.inner
+        for here, there in ((outer, inner), (inner, outer)):
+            events = (0 if there.pending else selectors.EVENT_READ) | (
+                selectors.EVENT_WRITE if here.pending else 0
+            )
+            if events == here.events:
+                continue
+            if not events:
+                self._selector.unregister(here.socket)
+            elif here.events:
+                self._selector.modify(here.socket, events, connection)
+            else:
+                self._selector.register(here.socket, events, connection)
+            here.events = events
+
+    def _end(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._unauthenticated.pop(connection, None)
+        for end in (connection.outer, connection.inner):
+            if end.events:
+                self._selector.unregister(end.socket)
+                end.events = 0
+            end.socket.close()
+
+
+def _bound(address: Address) -> socket.socket:
+    host, port = address
+    everywhere = host in {"*", "::"}
+    dual = everywhere and socket.has_dualstack_ipv6()
+    listener = socket.create_server(
+        ("" if everywhere else host, port),
+        family=socket.AF_INET6 if ":" in host or dual else socket.AF_INET,
+        backlog=_BACKLOG,
+        dualstack_ipv6=dual,
+    )
+    listener.setblocking(False)
+    return listener
+
+
+def main() -> None:
+    """Arguments: host, port, the abstract name, and the process to serve. Print the port, and relay until
+    that process ends or standard input does."""
+    host, port, inner, parent = sys.argv[-4:]
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    waiting = select.poll()
+    waiting.register(0, select.POLLIN)
+    with suppress(OSError):  # without it, a child that the trainer forked may keep standard input open
+        waiting.register(os.pidfd_open(int(parent)), select.POLLIN)
+    try:
+        listener = Listener((host, int(port)), inner)
+    except OSError as error:
+        print(json.dumps({"problem": error.strerror or str(error)}), flush=True)
+        return
+    print(json.dumps({"port": listener.port}), flush=True)
+    listener.start()
+    waiting.poll()
+    listener.close()
+
+
+if __name__ == "__main__":
+    main()

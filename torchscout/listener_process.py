@@ -1,0 +1,94 @@
+"""A listener in a process of its own: the trainer then has no listener that the network can reach."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import time
+from contextlib import suppress
+
+from torchscout.child_process import command
+from torchscout.listener import Address
+
+__all__ = ["ListenerProcess"]
+
+_START_SECONDS = 30.0
+_MOST_RESTARTS = 3
+
+
+class ListenerProcess:
+    """It ends with ``close``, and with this process, however that ends."""
+
+    def __init__(self, address: Address, inner: str) -> None:
+        """``inner`` is the abstract name of the socket to relay to; ``OSError`` if it cannot listen."""
+        self._host, self._inner = address[0], inner
+        self.restarts = 0
+        self.port = address[1]
+        self._process = self._start()
+
+    def restart_if_ended(self) -> str | None:
+        """Start it again if it has ended, a few times; what to say of that. Takes about 0.1 s then."""
+        if self._process.poll() is None or self.restarts >= _MOST_RESTARTS:
+            return None
+        self.restarts += 1
+        self._drop()
+        try:
+            self._process = self._start()
+        except OSError as error:
+            return (
+                f"the process that listens for copies of other ranks ended, and cannot start again: {error}"
+            )
+        return "the process that listens for copies of other ranks ended, and was started again"
+
+    def close(self) -> None:
+        self._drop()
+        try:
+            self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(1.0)
+
+    def _drop(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        arguments = (self._host, str(self.port), self._inner, str(os.getpid()))
+        process = subprocess.Popen(
+            command("torchscout.listener", *arguments),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            start_new_session=True,
+        )
+        try:
+            answer = _first_line(process)
+            if "problem" in answer:
+                raise OSError(answer["problem"])
+        except OSError:
+            process.kill()
+            process.wait()
+            raise
+        self.port = int(answer["port"])
+        return process
+
+
+def _first_line(process: subprocess.Popen[bytes]) -> dict[str, str]:
+    assert process.stdout is not None
+    line, deadline = b"", time.monotonic() + _START_SECONDS
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    while not line.endswith(b"\n"):
+        if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+            raise OSError(f"its process is not ready after {_START_SECONDS:g} s")
+        if not (piece := os.read(process.stdout.fileno(), 4096)):
+            raise OSError("its process ended at once")
+        line += piece
+    answer: dict[str, str] = json.loads(line)
+    return answer
