@@ -7,6 +7,7 @@ all ranks are peers is never assumed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from enum import Enum
@@ -209,6 +210,13 @@ class Mesh:
     def host_of(self, rank: int) -> str | None:
         """The machine of ``rank``, or None where the mesh was not told."""
         return None if self._hosts is None else self._hosts[self._known(rank)]
+
+    def summary(self) -> str:
+        """The degrees of its axes, and a digest of every rank's place: equal for equal meshes only."""
+        degrees = ", ".join(f"{axis} {self.degree(axis)}" for axis in AXES if self.degree(axis) > 1)
+        places = "\n".join(str(self.address_of(rank)) for rank in range(len(self)))
+        digest = hashlib.blake2b(places.encode(), digest_size=6).hexdigest()
+        return f"{degrees or 'one rank'} ({digest})"
 
     def hosts_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """The known machines of ``ranks``, each once, in the order they first appear."""

@@ -10,6 +10,7 @@ import pytest
 from tests.support.deepspeed_jobs import Plan, answering
 from tests.support.deepspeed_layouts import (
     EXPERTS,
+    FP32_SUMS,
     SOME_SMALL,
     WITHIN_PAIRS,
     each_of,
@@ -19,6 +20,7 @@ from tests.support.deepspeed_layouts import (
 )
 from tests.support.hangs import QUICK, STALL, incidents, wait_for_incident
 from tests.support.ranks import LiveRanks
+from torchscout.config import ReplayConfig
 from torchscout.faults.fault import Faults
 
 __all__ = ["answering"]
@@ -117,6 +119,44 @@ def test_what_one_rank_owns_is_watched_while_an_update_is_skipped(
     assert scales[4] < scales[3], "the fourth update is to be skipped"
     assert found[0].named == [("sdc", "rank", (2,), 4)], found[0].incidents
     assert found[0].status["replay"]["certified"] < 4
+
+
+COPIES = {
+    "zero-1 bf16": Plan(1, bf16=True),
+    "zero-3 bf16": Plan(3, bf16=True, zero=SOME_SMALL),
+}
+MORE_COPIES = {
+    "zero-0 bf16": Plan(0, bf16=True),
+    "zero-1 bf16 optimizer": Plan(1, bf16=True, settings=FP32_SUMS),
+    "zero-2": Plan(2),
+    "zero-3, all gathered": Plan(3),
+}
+
+
+@pytest.mark.parametrize("plan", each_of(COPIES) + each_of(MORE_COPIES, slow))
+def test_a_bit_that_the_next_update_overwrites_names_its_rank(four: LiveRanks, plan: Plan, tmp_path: Path):
+    found = four.ask(replace(plan, steps=4, overwritten=2, run_dir=tmp_path), 120)
+    assert found[0].named == [("sdc", "rank", (2,), 3)], found[0].incidents
+    assert found[0].incidents[0].records[0].surface == "state/at_rest"
+    assert all((each.status["replay"]["certified"] or 0) < 3 for each in found)
+
+
+@pytest.mark.parametrize("plan", each_of(COPIES) + each_of(MORE_COPIES, slow))
+def test_what_updates_overwrite_is_certified_where_it_rests(four: LiveRanks, plan: Plan, tmp_path: Path):
+    for each in four.ask(replace(plan, steps=4, replay=ReplayConfig(interval=2), run_dir=tmp_path), 120):
+        assert (each.failures, each.named) == ([], [])
+        replay = each.status["replay"]
+        assert (replay["certified"], replay["watched"]) == (4, 1.0)
+        assert replay["covered"]["missing"] == {}
+
+
+@slow
+def test_what_hpz_writes_in_the_forward_pass_is_named_as_not_covered(four: LiveRanks, tmp_path: Path):
+    plan = Plan(3, zero=WITHIN_PAIRS, steps=4, replay=ReplayConfig(interval=2), run_dir=tmp_path)
+    for each in four.ask(plan, 120):
+        assert (each.failures, each.named, each.status["replay"]["certified"]) == ([], [], 4)
+        (names,) = each.status["replay"]["covered"]["missing"].values()
+        assert "stack.0.up/weight.secondary" in names
 
 
 def slow_layers(places: tuple[str, ...], rank: int) -> Faults:

@@ -25,6 +25,7 @@ from tests.support.megatron_layouts import (
     each_of,
 )
 from tests.support.ranks import LiveRanks, run_ranks
+from torchscout.config import ReplayConfig
 from torchscout.faults.fault import Faults
 
 ALL = None
@@ -150,6 +151,67 @@ def test_a_wrong_bit_in_what_one_rank_alone_holds_names_that_rank(
     (incident,) = told[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
     assert {each.surface for each in incident.records} == {"state/at_rest"}
+
+
+COPIES = {"optimizer shards, bfloat16": (Trial(sharded=True, dtype="bfloat16"),)}
+MORE_COPIES = {
+    "bfloat16": (Trial(dtype="bfloat16"),),
+    "optimizer shards": (SHARDED,),
+}
+LATE = (
+    "not watched between updates: overlap_param_gather writes it in the forward pass, and it is watched "
+    "from then on"
+)
+
+
+@pytest.mark.parametrize("trial", each_of(COPIES) + each_of(MORE_COPIES, pytest.mark.slow))
+def test_a_bit_that_the_next_update_overwrites_names_its_rank(four: LiveRanks, trial: Trial, tmp_path: Path):
+    told = four.ask((replace(trial, steps=4, overwritten=(1, 3)), tmp_path), 120)
+    (incident,) = told[0].incidents
+    assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
+    assert {each.surface for each in incident.records} == {"state/at_rest"}
+    assert all((each.status["replay"]["certified"] or 0) < 3 for each in told)
+
+
+@pytest.mark.parametrize("trial", each_of(COPIES) + each_of(MORE_COPIES, pytest.mark.slow))
+def test_what_updates_overwrite_is_certified_where_it_rests(four: LiveRanks, trial: Trial, tmp_path: Path):
+    for told in four.ask((replace(trial, steps=4, replay=ReplayConfig(interval=2)), tmp_path), 120):
+        assert ([each.sentence for each in told.incidents], told.failures) == ([], [])
+        assert (told.status["replay"]["certified"], told.status["replay"]["watched"]) == (4, 1.0)
+        assert LATE not in told.status["replay"]["covered"]["missing"]
+
+
+OVERLAPPING = Trial(sharded=True, dtype="bfloat16", overlap=True, steps=6, replay=ReplayConfig(interval=3))
+
+
+def test_what_is_gathered_in_the_forward_pass_is_named_as_not_covered(four: LiveRanks, tmp_path: Path):
+    for told in four.ask((OVERLAPPING, tmp_path), 120):
+        assert ([each.sentence for each in told.incidents], told.failures) == ([], [])
+        assert (told.status["replay"]["certified"], told.status["replay"]["watched"]) == (6, 1.0)
+        covered = told.status["replay"]["covered"]
+        assert "decoder.layers.1.mlp.linear_fc1/weight" in covered["missing"][LATE]
+        assert LATE in covered["sentence"]
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_bit_that_flips_after_parameters_were_gathered_late_names_its_rank(
+    four: LiveRanks, which: int, tmp_path: Path
+):
+    flip = {"overwritten": (1, 5), "when": "before the second batch", "which": which}
+    told = four.ask((replace(OVERLAPPING, **flip), tmp_path), 120)
+    (incident,) = told[0].incidents
+    assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 6)
+    assert {each.surface for each in incident.records} == {"state/at_rest"}
+    assert all(each.status["replay"]["certified"] == 3 for each in told)
+
+
+def test_a_bit_that_a_rank_hands_to_all_others_names_it(four: LiveRanks, tmp_path: Path):
+    """What lies in the parts of others is gathered anew, and has no effect."""
+    told = four.ask((replace(OVERLAPPING, overwritten=(3, 5), which=None), tmp_path), 120)
+    (incident,) = told[0].incidents
+    assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (3,), 6)
+    assert {each.surface for each in incident.records} == {"state/at_rest"}
+    assert all(each.status["replay"]["certified"] == 3 for each in told)
 
 
 LAYERS = ("decoder.layers.0", "decoder.layers.1")

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support.gpu_models import Variant, batch, parallel
 from tests.support.ranks import run_ranks
-from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
+from torchscout.config import BaselineConfig, ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.integration.attach import enable_resiliency
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,11 @@ VARIANTS = {
 RANKS = {name: 4 if variant.wrapper == "hsdp" else 3 for name, variant in VARIANTS.items()}
 INTERVAL = 5
 # Ranks that share a device do not share it evenly: one of them may really be slower for a while.
-REPLAY = ReplayConfig(interval=INTERVAL, straggler=StragglerConfig(material_ms=1000.0))
+REPLAY = ReplayConfig(
+    interval=INTERVAL,
+    straggler=StragglerConfig(material_ms=1000.0),
+    baseline=BaselineConfig(material_ms=1000.0),
+)
 
 
 @dataclass(frozen=True)

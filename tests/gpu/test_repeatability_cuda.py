@@ -220,15 +220,17 @@ def test_a_rank_that_is_wrong_is_named_under_each(kind: str, tmp_path: Path):
     assert "(persistent)" in sentence
 
 
-def with_and_without(rank: int, kind: str, run_dir: Path) -> tuple[bytes, Found]:
-    torch.use_deterministic_algorithms(True)  # so that two runs can be compared at all
-    alone = train(rank, kind, None, Faults(), 8)
-    return alone.bits, train(rank, kind, run_dir, Faults(), 8)
+def with_and_without(rank: int, kind: str, run_dir: Path) -> tuple[bytes, bool, Found]:
+    # Strict, PyTorch refuses cuDNN's attention, whose backward does not repeat.
+    torch.use_deterministic_algorithms(kind != "cudnn")
+    alone, again = (train(rank, kind, None, Faults(), 8) for _ in range(2))
+    return alone.bits, alone.bits == again.bits, train(rank, kind, run_dir, Faults(), 8)
 
 
 @pytest.mark.parametrize("kind", [*ATTENTION, "index_add"])
 def test_training_that_repeats_is_bitwise_the_training_without_checks(kind: str, tmp_path: Path):
-    for alone, found in run_ranks(with_and_without, RANKS, kind, tmp_path, timeout=300):
-        assert found.bits == alone
+    for alone, repeats, found in run_ranks(with_and_without, RANKS, kind, tmp_path, timeout=300):
+        assert repeats or kind == "cudnn"
+        assert found.bits == alone or not repeats
         assert found.incidents == []
         assert found.certified == 8

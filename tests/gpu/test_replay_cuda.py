@@ -164,6 +164,5 @@ def with_and_without_checks(rank: int, run_dir: Path) -> tuple[list[int], list[i
 def test_device_memory_returns_to_where_it_was(tmp_path: Path):
     for bare, checked in run_ranks(with_and_without_checks, 2, tmp_path, timeout=240):
         grown = [after - before for before, after in zip(bare, checked, strict=True)]
-        # Signatures keep a few words of scratch per stream from the first check on, and nothing else.
-        assert max(grown) - min(grown) <= 4096, (bare, checked)
-        assert grown[0] == 0
+        # Signatures keep the addresses of the last 16 groups of tensors, and scratch for each stream.
+        assert max(grown) <= 16 << 10, (bare, checked)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.hangs import QUICK, Net
 from tests.support.ranks import run_ranks
 from torchscout import Mesh
-from torchscout.config import Parallelism
+from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.parallelism import mesh_from
 
@@ -118,6 +118,48 @@ def without_observer(rank: int, run_dir: Path) -> dict:
         with pytest.raises(ValueError, match="'read' or 'write', got 'delete'"):
             session.checkpoint_io("delete")
         return session.status()
+
+
+def close_last(rank: int, run_dir: Path) -> list[str]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    replicas, replay = Parallelism(replica=2), ReplayConfig(interval=1)
+    session = enable_resiliency(model, optimizer, parallelism=replicas, replay=replay, run_dir=run_dir)
+    for _ in range(2):
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    session.close()
+    return list(session.failures)
+
+
+def test_a_session_is_closed_after_torch_distributed_was_shut_down(tmp_path: Path):
+    assert run_ranks(close_last, 2, tmp_path) == [[], []]
+
+
+def elsewhere(rank: int, run_dir: Path) -> tuple[int | None, list[str]]:
+    """Tensors that name no device are made where they hold no numbers."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    torch.set_default_device("meta")
+    with enable_resiliency(
+        model,
+        optimizer,
+        parallelism=Parallelism(replica=2),
+        replay=ReplayConfig(interval=1),
+        checkpoint=CheckpointConfig(run_dir / "kept", persist_every=1),
+        run_dir=run_dir,
+    ) as session:
+        for _ in range(3):
+            model(torch.ones(2, 16, device="cpu")).sum().backward()
+            optimizer.step()
+        return session.certified, list(session.failures)
+
+
+def test_the_default_device_of_the_program_does_not_matter(tmp_path: Path):
+    assert run_ranks(elsewhere, 2, tmp_path) == [(3, []), (3, [])]
 
 
 def test_a_session_without_an_observer(tmp_path: Path):

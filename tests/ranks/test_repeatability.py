@@ -22,7 +22,7 @@ from torchscout.faults.injector import Injector
 from torchscout.integration.attach import enable_resiliency
 
 STEPS = 16
-EVERY_STEP = ReplayConfig(interval=1)
+EVERY_STEP = ReplayConfig(interval=1, records="all")
 SLOW = pytest.mark.slow
 
 

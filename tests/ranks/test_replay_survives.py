@@ -171,7 +171,7 @@ def test_without_a_run_directory_checks_and_training_go_on(tmp_path: Path):
 def dying_job(rank: int, run_dir: Path, observer: ObserverConfig | None) -> None:
     """Ends with the step in which rank 2 dies; who survives writes down where it stands."""
     job = Job(rank)
-    config = ReplayConfig(interval=1, patience_seconds=5.0)
+    config = ReplayConfig(interval=1, patience_seconds=2.5)
     session = job.attach(run_dir, config, observer=observer)
     faults = in_replayed_layer(2, Signal(signal.SIGKILL))
     with Injector(faults, rank, job.net, job.optimizer):

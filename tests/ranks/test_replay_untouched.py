@@ -18,7 +18,7 @@ from torchscout.evidence.collectives import listen
 from torchscout.integration.attach import enable_resiliency
 
 STEPS, RANKS = 12, 3
-EVERY_STEP = ReplayConfig(interval=1, variants=(1.0, 0.1))
+EVERY_STEP = ReplayConfig(interval=1, variants=(1.0, 0.1), records="all")
 SLOW = {
     "calls by name and returns trees",
     "checkpoints activations by wrappers",

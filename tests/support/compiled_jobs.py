@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.replay_jobs import Job, bytes_of, in_replay, records
-from tests.support.replayed_job import Net
+from tests.support.replayed_job import Net, device
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.faults.fault import Faults
@@ -128,7 +128,7 @@ class CompiledJob(Job):
         self.compilations = Compilations()
         torch.manual_seed(0)
         self.rank, self.step, self._lengths = rank, 0, way.lengths
-        self.net = way.net()
+        self.net = way.net().to(device())
         options = {"backend": backend or self.compilations, **way.options}
         self.model = way.compile(self.net, options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)

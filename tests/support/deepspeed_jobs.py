@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.sharded_moe import MOELayer
 
+from tests.support.all_records import all_records
 from tests.support.checkpoint_jobs import Loader, kill
 from tests.support.deepspeed_models import ACCUMULATED, KINDS, Work, quiet
 from tests.support.deepspeed_places import Places, ours, theirs, tidy_up
@@ -58,6 +59,8 @@ class Plan:
     """The step in whose middle all ranks end."""
     at_rest: int | None = None
     """A rank whose part of the optimizer's state changes by itself in the middle of a step."""
+    overwritten: int | None = None
+    """A rank with a parameter that changes by itself in the middle of a step, before the next update."""
     decays: int = 3
     """That step."""
     miscalculating: int | None = None
@@ -203,6 +206,8 @@ def _suffer(plan: Plan, rank: int, step: int, engine: Any) -> None:
         kill()
     if (plan.at_rest, plan.decays) == (rank, step):
         decay(masters_of(engine)[0])
+    if (plan.overwritten, plan.decays) == (rank, step):
+        decay(next(each for each in engine.module.parameters() if each.numel()))
 
 
 def attached(plan: Plan, engine: Any) -> Session | None:
@@ -214,7 +219,7 @@ def attached(plan: Plan, engine: Any) -> Session | None:
         kept = CheckpointConfig(plan.directory / "files")
     return enable_resiliency(
         engine,
-        replay=plan.replay,
+        replay=all_records(plan.replay),
         observer=plan.observer,
         checkpoint=kept,
         parallelism=plan.mesh,

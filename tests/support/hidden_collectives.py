@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ears import Ears
-from tests.support.replayed_job import Block, Net, batch
+from tests.support.replayed_job import Block, Net, batch, device
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Incident
 from torchscout.evidence.collectives import listen
@@ -188,7 +188,7 @@ def _train(rank: int, hiding: Hiding, steps: int, config: ReplayConfig | None, r
     net = Net()
     net.stack = nn.ModuleList(hiding.block() for _ in net.stack)
     hiding.change(net)
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net.to(device()))
     optimizer = hiding.optimizer(model.parameters(), lr=1e-3)
     session = None
     if config is not None:
@@ -201,7 +201,7 @@ def _train(rank: int, hiding: Hiding, steps: int, config: ReplayConfig | None, r
             torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
             optimizer.step()
     collectives = [each.operation for each in ears.heard if not each.group.is_scouts]
-    bits = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
+    bits = b"".join(each.detach().cpu().numpy().tobytes() for each in net.parameters())
     if session is None:
         return Seen([], [], {}, None, collectives, bits)
     dist.barrier()  # whichever rank reports an incident has written it

@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.support.all_records import all_records
 from tests.support.checkpoint_jobs import kill
 from tests.support.findings import Findings
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
@@ -158,7 +159,7 @@ def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.op
     trainer.seconds = 0.0 if dist.get_rank() else trial.writing
     callback = None
     if run_dir is not None:
-        settings = {"replay": trial.replay, "observer": trial.observer, "run_dir": run_dir}
+        settings = {"replay": all_records(trial.replay), "observer": trial.observer, "run_dir": run_dir}
         callback = ResiliencyCallback(trainer, **settings)
         trainer.add_callback(callback)
     last = _Last(trial.killed, optimizer, callback)
@@ -259,7 +260,7 @@ def attached(trial: Trial, run_dir: Path, model: Any, optimizer: Any) -> Session
     if trial.folder is not None:
         os.environ["TORCHSCOUT_MEMORY"] = str(trial.folder / "memory")
         kept = CheckpointConfig(trial.folder / "files")
-    settings = {"replay": trial.replay, "observer": trial.observer, "run_dir": run_dir}
+    settings = {"replay": all_records(trial.replay), "observer": trial.observer, "run_dir": run_dir}
     return enable_resiliency(model, optimizer, checkpoint=kept, **settings)
 
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.all_records import all_records
 from tests.support.findings import Findings
 from tests.support.megatron_models import Job, Trial, build, called, inner, leave, one_step
 from torchscout.config import CheckpointConfig
@@ -62,7 +64,11 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
                 seconds = time.perf_counter() - begin
                 resumed = session.resume() if trial.directory is not None else None
             for step in range(resumed.step + 1 if resumed else 1, trial.steps + 1):
-                one_step(job)
+                flip = partial(_flip, job, rank)
+                is_flipped = trial.overwritten == (rank, step)
+                if is_flipped and trial.when == "before forward":
+                    flip()
+                one_step(job, flip if is_flipped and trial.when == "before the second batch" else _nothing)
                 if trial.killed == step:
                     dist.barrier()
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -104,7 +110,7 @@ def attached(job: Job, run_dir: Path) -> Any:
     session = enable_resiliency(
         chunks,
         job.optimizer,
-        replay=trial.replay,
+        replay=all_records(trial.replay),
         observer=trial.observer,
         checkpoint=kept,
         parallelism=_mesh(job, machines) if trial.observer is None else None,
@@ -170,6 +176,24 @@ def _mesh(job: Job, machines: list[str]) -> Mesh:
     from torchscout.integration.registry import adapter_for
 
     return adapter_for(job.chunks, job.optimizer, None).mesh(machines)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _flip(job: Job, rank: int) -> None:
+    """As memory does it."""
+    chunk, which = job.chunks[0], job.trial.which
+    if which is None:
+        gathered = chunk.bucket_groups[0].buckets[0].param_data
+        parameter = gathered.chunk(dist.get_world_size())[rank]
+    else:
+        parameter = [*chunk.parameters()][which]
+    version = parameter._version
+    with torch.autograd._unsafe_preserve_version_counter(parameter):
+        assert FlipBit(9).corrupt(parameter.detach()) is not None
+    assert parameter._version == version
 
 
 def _spoil(optimizer: torch.optim.Optimizer) -> None:

@@ -6,7 +6,7 @@ On CPU ranks with the stand-ins of ``megatron_cpu``, on CUDA ranks without any.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,12 @@ class Trial:
     """Of the distributed optimizer: each shards its state for itself."""
     spoiled: tuple[int, int] | None = None
     """A rank whose optimizer has a wrong bit in a slot that it alone holds, after the check of this step."""
+    overwritten: tuple[int, int] | None = None
+    """A rank with a parameter of which a bit changes in this step."""
+    when: str = "before forward"
+    """Or ``before the second batch``."""
+    which: int | None = 0
+    """Of the rank's parameters; None: in what this rank gives to others when they are gathered."""
     killed: int | None = None
     """The step after which all ranks are killed."""
     log: Path | None = None
@@ -227,7 +233,7 @@ def inner(job: Job) -> list[torch.optim.Optimizer]:
     return [each.optimizer for each in chained]
 
 
-def one_step(job: Job) -> None:
+def one_step(job: Job, before_second: Callable[[], None] = lambda: None) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     trial = job.trial
@@ -235,7 +241,7 @@ def one_step(job: Job) -> None:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
     batches = [batch for _, batch in zip(range(trial.microbatches), job.loader, strict=False)]
-    loaders, several = [iter(batches) for _ in job.chunks], len(job.chunks) > 1
+    loaders, several = [_calling(batches, before_second) for _ in job.chunks], len(job.chunks) > 1
     get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=loaders if several else loaders[0],
@@ -247,6 +253,13 @@ def one_step(job: Job) -> None:
     )
     job.optimizer.step()
     job.schedule.step(1)
+
+
+def _calling(batches: list[Any], before_second: Callable[[], None]) -> Iterator[Any]:
+    for place, batch in enumerate(batches):
+        if place == 1:
+            before_second()
+        yield batch
 
 
 def _config(trial: Trial) -> Any:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.all_records import all_records
 from tests.support.findings import Findings
 from torchscout.cli.moe_job import group_of
 from torchscout.cli.moe_model import EXPERTS, MoeTransformer, batch, expert_names, share_gradients
@@ -120,7 +121,7 @@ def attached(
     return enable_resiliency(
         model,
         optimizer,
-        replay=trial.replay,
+        replay=all_records(trial.replay),
         observer=None,
         checkpoint=kept,
         parallelism=trial.mesh,

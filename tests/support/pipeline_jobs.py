@@ -31,7 +31,7 @@ __all__ = ["REPLAY", "Piped", "train"]
 MICROBATCHES = 4
 REPLAY = range(MICROBATCHES, MICROBATCHES + 200)
 """The passes of a place within a step that are not training's own, from the second step on."""
-EVERY_STEP = ReplayConfig(interval=1)
+EVERY_STEP = ReplayConfig(interval=1, records="all")
 
 
 @dataclass(frozen=True, slots=True)

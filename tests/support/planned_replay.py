@@ -34,6 +34,8 @@ class Planned:
         self.is_gathered, self.is_swept, self.vouches = False, True, True
         self.role, self.is_dynamic = Role.DENSE, False
         self.calls: list[tuple[str, Any]] = []
+        self.milliseconds: Callable[[], float] = lambda: 1.0
+        """What the present run takes."""
         self.received: list[int] = []
         """The source's values, as they were when they were needed."""
 
@@ -86,6 +88,7 @@ class PlannedReplay:
     def observe(self, variant: float, seen: Observation) -> None:
         seen.signatures[f"{self._target}/input"] = self._value.item()
         self._recipe.received.append(int(self._value.item()))
+        seen.times["time/module"] = self._recipe.milliseconds()
         wrong = self._recipe.say("observe", variant, variant)
         seen.signatures[f"{self._target}/output"] = int(self._value.item() * variant * 100) + (wrong or 0)
 

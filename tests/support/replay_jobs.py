@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from tests.support.all_records import all_records
 from tests.support.replayed_job import Net, batch
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
@@ -36,7 +37,7 @@ __all__ = [
     "steps_of",
 ]
 
-EVERY_STEP = ReplayConfig(interval=1)
+EVERY_STEP = ReplayConfig(interval=1, records="all")
 
 
 class Job:
@@ -56,7 +57,9 @@ class Job:
 
     def attach(self, run_dir: Path, replay: ReplayConfig | None = EVERY_STEP, **settings: Any) -> Session:
         settings = {"observer": None, **settings}
-        return enable_resiliency(self.model, self.optimizer, replay=replay, run_dir=run_dir, **settings)
+        return enable_resiliency(
+            self.model, self.optimizer, replay=all_records(replay), run_dir=run_dir, **settings
+        )
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
@@ -86,7 +89,12 @@ class GridJob:
 
     def attach(self, run_dir: Path, replay: ReplayConfig = EVERY_STEP) -> Session:
         return enable_resiliency(
-            self.net, self.optimizer, replay=replay, observer=None, parallelism=self.axes, run_dir=run_dir
+            self.net,
+            self.optimizer,
+            replay=all_records(replay),
+            observer=None,
+            parallelism=self.axes,
+            run_dir=run_dir,
         )
 
     def train(self, steps: int = 1) -> None:
@@ -132,7 +140,7 @@ def reasons(found: Iterable[EvidenceRecord], surface: str) -> set[str]:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> bytes:
-    return b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+    return b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in tensors)
 
 
 def hooks_of(net: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:

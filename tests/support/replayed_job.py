@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.all_records import all_records
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.recorder import Stamped, read
@@ -23,7 +24,17 @@ from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Firing, Injector
 from torchscout.integration.attach import enable_resiliency
 
-__all__ = ["LAYERS", "Found", "Net", "batch", "checked_training", "due_layer", "due_parameter", "mend"]
+__all__ = [
+    "LAYERS",
+    "Found",
+    "Net",
+    "batch",
+    "checked_training",
+    "device",
+    "due_layer",
+    "due_parameter",
+    "mend",
+]
 
 VOCABULARY, WIDTH, LAYERS = 24, 16, 2
 REPLAY = range(1, 1 + 2 * MAX_REPLAYS)
@@ -57,10 +68,15 @@ class Net(nn.Module):
         return self.head(self.final(x))
 
 
+def device() -> str:
+    """Where the ranks of this job train."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
 def batch(step: int, rank: int, *, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's own."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    tokens = torch.randint(VOCABULARY, (4, length + 1), generator=generator)
+    tokens = torch.randint(VOCABULARY, (4, length + 1), generator=generator).to(device())
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -105,7 +121,9 @@ def checked_training(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     healthy = dict(mended_after)
     with Injector(faults, rank, net, optimizer) as injector:
-        session = enable_resiliency(model, optimizer, replay=config, observer=None, run_dir=run_dir)
+        session = enable_resiliency(
+            model, optimizer, replay=all_records(config), observer=None, run_dir=run_dir
+        )
         for step in range(1, steps + 1):
             tokens, targets = batch(step, rank)
             optimizer.zero_grad()

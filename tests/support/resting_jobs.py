@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.replayed_job import Net, batch
+from tests.support.replayed_job import Net, batch, device
 from tests.support.sharded_jobs import SHARDINGS
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision.record import Incident
@@ -58,12 +58,12 @@ def resting(rank: int, jobs: Iterator[Resting]) -> Iterator[Rested]:
 
 def _train(rank: int, job: Resting) -> Rested:
     torch.manual_seed(0)
-    net, parallelism = Net(), None
+    net, parallelism = Net().to(device()), None
     if job.layout == "fsdp2":
-        SHARDINGS["plain"](net, init_device_mesh("cpu", (dist.get_world_size(),)))
+        SHARDINGS["plain"](net, init_device_mesh(device(), (dist.get_world_size(),)))
     else:
         parallelism = Parallelism(tensor=dist.get_world_size())
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("tp",))
         for block in net.stack:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)

@@ -24,7 +24,7 @@ from torchscout.faults.injector import Injector
 from torchscout.faults.tensor_effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
 
-EVERY_STEP = ReplayConfig(interval=1)
+EVERY_STEP = ReplayConfig(interval=1, records="all")
 HAS_RESET = hasattr(FSDPModule, "reset_iter_state")
 """Whether this PyTorch has the public call, which came with 2.13."""
 

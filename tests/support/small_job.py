@@ -26,11 +26,12 @@ from typing import Any
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Line, Phase
 from torchscout.decision.recorder import Stamped, read
+from torchscout.errors import ObserverError
 from torchscout.evidence.observer import stacks
 from torchscout.evidence.observer.assignment import Assignment, describe_mesh, hub_ranks
 from torchscout.evidence.observer.keys import new_token
 from torchscout.evidence.observer.launch import launch
-from torchscout.evidence.observer.progress import ProgressWriter
+from torchscout.evidence.observer.progress_writer import ProgressWriter
 
 QUICK = ObserverConfig(
     floor_seconds=0.6,
@@ -266,13 +267,26 @@ class _Trainer:
         return self.step("broadcast float32[8]")
 
     def _do_status(self) -> None:
-        self._say(dict(self._observer.status(timeout=10)))
+        try:
+            self._say(dict(self._observer.status(timeout=10)))
+        except ObserverError as error:
+            self._say({"problem": str(error), "connected": []})
+
+    def _do_keep(self) -> None:
+        self._observer.keep_alive()
 
     def _do_time(self) -> None:
         self._say({"time": time.time()})
 
     def _do_change(self, **settings: Any) -> None:
         self._observer.change(**settings)
+
+    def _do_exit(self, status: int, suddenly: bool = False) -> None:
+        """As a script ends that never closes its session."""
+        if suddenly:
+            os._exit(status)
+        self._writer.exiting()
+        sys.exit(status)
 
     def _do_finish(self) -> bool:
         self._writer.finished()

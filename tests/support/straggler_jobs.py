@@ -91,7 +91,7 @@ def train(rank: int, layout: Layout, faults: Faults, steps: int, run_dir: Path) 
         session = enable_resiliency(
             net,
             optimizer,
-            replay=ReplayConfig(interval=1),
+            replay=ReplayConfig(interval=1, records="all"),
             observer=None,
             parallelism=layout.mesh(),
             run_dir=run_dir,

@@ -23,6 +23,7 @@ if os.environ.get("TITAN_DEVICE", "cpu") == "cpu":
     from tests.support import titan_cpu as stand_ins
 else:
     from tests.support import titan_cuda as stand_ins
+from tests.support.all_records import all_records
 from tests.support.findings import Findings
 
 # isort: split
@@ -280,7 +281,7 @@ def _attach(trial: Trial, trainer: Trainer, folder: Path) -> Session:
     kept = None if trial.directory is None else CheckpointConfig(trial.directory / "files")
     session = enable_resiliency(
         trainer,
-        replay=trial.replay,
+        replay=all_records(trial.replay),
         observer=trial.observer,
         checkpoint=kept,
         run_dir=folder,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.all_records import all_records
 from tests.support.findings import Findings
 from tests.support.replayed_job import Net, batch
 from torchscout.config import ReplayConfig
@@ -67,7 +68,12 @@ def _train(rank: int, job: Job, run_dir: Path | None) -> Told:
     with Injector(job.faults, rank, net, optimizer) as injector:
         if run_dir is not None:
             session = enable_resiliency(
-                model, optimizer, replay=job.replay, observer=None, parallelism=job.mesh(), run_dir=run_dir
+                model,
+                optimizer,
+                replay=all_records(job.replay),
+                observer=None,
+                parallelism=job.mesh(),
+                run_dir=run_dir,
             )
         for step in range(1, job.steps + 1):
             tokens, targets = batch(step, 0 if job.silent else rank)

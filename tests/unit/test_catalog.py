@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -153,3 +154,15 @@ def test_a_fact_that_only_one_side_knows_is_drift():
         "a was '1' and is not recorded",
         "c was not recorded and is '3'",
     ]
+
+
+def test_a_catalog_that_says_more_than_it_can_is_refused_whatever_its_digest(tmp_path: Path):
+    """It would be read without what it says."""
+    whole = document(made())
+    for change in ({"extra": 1}, {"gaps": "ab"}):
+        body = {**whole["body"], **change}
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        text = json.dumps({**whole, "body": body, "digest": digest}, sort_keys=True, separators=(",", ":"))
+        (tmp_path / "catalog.json").write_text(text + "\n")
+        with pytest.raises(CatalogError, match="says more than"):
+            load(tmp_path / "catalog.json")

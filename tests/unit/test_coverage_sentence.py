@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchscout.integration.coverage import Covered, left_out
 
+BETWEEN = "Wrong numbers between two checks are found if they leave a trace in what is compared or watched."
 MUON = "the step of Muon issues all_gather among 4 ranks, which a replay must not repeat"
 
 
@@ -11,7 +12,7 @@ def test_a_job_of_which_everything_is_checked():
     covered = Covered(compared=1.0, watched=0.0, parts=6, updates=1, optimizers=1)
     assert covered.sentence() == (
         "All of the parameters are compared among replicas, 6 modules are replayed in turn and "
-        "updates of 1 of 1 optimizers are recomputed."
+        f"updates of 1 of 1 optimizers are recomputed. {BETWEEN}"
     )
 
 
@@ -23,7 +24,7 @@ def test_what_is_left_out_is_named_with_its_reason_once():
         "96% of the parameters are compared among replicas, 4% are watched between updates, 6 modules are "
         "replayed in turn and updates of 0 of 1 optimizers are recomputed. Not covered: "
         "blocks.0/weight/optimizer, blocks.1/weight/optimizer, blocks.2/weight/optimizer and 2 more "
-        f"({MUON})."
+        f"({MUON}). {BETWEEN}"
     )
     assert covered.to_json()["missing"] == missing
 

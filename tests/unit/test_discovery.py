@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,3 +72,35 @@ def test_a_damaged_line_is_named(tmp_path: Path):
     journal.write_text("\n".join(lines) + "\n")
     with pytest.raises(CatalogError, match=r"up\.jsonl:4 is damaged"):
         discover(TiledMatmul(), SHAPES, resume_from=journal)
+
+
+def test_a_changed_number_is_found_by_the_digest_of_its_line(tmp_path: Path):
+    journal = tmp_path / "up.jsonl"
+    discover(TiledMatmul(), SHAPES, resume_from=journal)
+    lines = journal.read_text().splitlines()
+    lines[3] = lines[3].replace('"rows":[2]', '"rows":[3]')
+    journal.write_text("\n".join(lines) + "\n")
+    with pytest.raises(CatalogError, match=r"up\.jsonl:4 is damaged.*digest does not match"):
+        discover(TiledMatmul(), SHAPES, resume_from=journal)
+
+
+def test_a_journal_without_digests_is_read_and_continued(tmp_path: Path):
+    journal, whole = tmp_path / "up.jsonl", discover(TiledMatmul(), SHAPES)
+    with pytest.raises(KeyboardInterrupt):
+        discover(TiledMatmul(), SHAPES, on_progress=interrupted_after(5), resume_from=journal)
+    old = [json.loads(line) for line in journal.read_text().splitlines()]
+    for line in old:
+        del line["digest"]
+    old[0]["schema"] = 1
+    journal.write_text("".join(json.dumps(line) + "\n" for line in old))
+    profiler = TiledMatmul()
+    assert discover(profiler, SHAPES, resume_from=journal) == whole
+    assert set(profiler.executed) == set(SHAPES[5:])
+    assert discover(TiledMatmul(), SHAPES, resume_from=journal) == whole
+
+
+def test_a_file_that_ends_in_the_middle_of_a_line_and_is_no_journal_is_left_alone(tmp_path: Path):
+    (tmp_path / "notes").write_text("first\nand a second without end")
+    with pytest.raises(CatalogError, match="is not a"):
+        discover(TiledMatmul(), SHAPES, resume_from=tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == "first\nand a second without end"

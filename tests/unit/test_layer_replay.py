@@ -197,3 +197,28 @@ def test_a_lazily_conjugated_gradient_travels():
 
     found = observations(Job(lambda: Calling(lambda self, x: x * self.weight), train=train).aligned())
     assert differing(found) == set()
+
+
+def vocabulary() -> nn.Module:
+    return nn.Linear(4, 200_000, bias=False)
+
+
+def read_many(module: nn.Module, rank: int) -> None:
+    sized(module(batch(rank).repeat(30, 1))).backward()
+
+
+def test_a_gradient_much_larger_than_the_inputs_is_not_sent_and_what_follows_is_compared():
+    job = Job(vocabulary, train=read_many)
+    replays = job.aligned()
+    assert job.replays[0].describe()["gradients"] == {}
+    found = observations(replays)
+    assert differing(found) == set()
+    assert ABSENT not in found[0].values()
+    comparisons = {each.surface: each for each in replays[0].comparisons()}
+    assert f"{NAME}/output" in comparisons[f"{NAME}.weight.grad"].premises
+
+
+def test_a_wrong_backward_shows_where_the_output_stands_in_for_its_gradient():
+    job = Job(vocabulary, train=read_many)
+    job.modules[1].register_full_backward_hook(lambda _, given, __: (given[0] * 1.0001,))
+    assert differing(observations(job.aligned())) == {f"{NAME}/grad_input"}

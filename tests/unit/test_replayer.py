@@ -365,6 +365,25 @@ def test_what_is_run_for_the_first_time_is_not_timed():
         assert (each.layer, each.shape) == ("b", (1,))
 
 
+def test_what_looks_slow_is_timed_again_and_the_shortest_time_counts():
+    """Rank 1 is slow in its first run of a check only, rank 2 in every one."""
+    ranks = job()
+    for rank in ranks:
+        recipe = rank.recipes[0]
+
+        def timed(recipe: Planned = recipe, rank: int = rank.rank) -> float:
+            is_first = recipe.said().count("observe") == 1
+            return 9.0 if rank == 2 or (rank == 1 and is_first) else 1.0
+
+        recipe.milliseconds = timed
+        rank.replayer.doubted = lambda _, measured: {each.layer for each in measured}
+    checked(ranks)
+    found = on_threads([rank.peers for rank in ranks], lambda peers: ranks[peers.rank].step(2))
+    assert [each.times["time/module"] for findings in found for each in findings.measured] == [1.0, 1.0, 9.0]
+    for rank in ranks:
+        assert rank.recipes[0].said().count("observe") == 1 + 1 + 4, "the first check is cold"
+
+
 def test_what_was_begun_can_be_abandoned():
     (rank,) = job(lambda *_: None, (0,))
     rank.replayer.begin(1)

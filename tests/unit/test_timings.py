@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from torchscout.config import BaselineConfig, StragglerConfig
+from torchscout.decision.consensus import Status
 from torchscout.decision.stragglers import Stragglers
 from torchscout.decision.timings import Lap, Measured, Timings, axis_of
 from torchscout.mesh import Mesh, MeshAddress
@@ -133,12 +134,17 @@ def test_the_size_of_what_is_told_does_not_grow_with_the_group():
     assert len(json.dumps(module(1.0, lap).to_json(mesh))) < 200
 
 
-def observed(mesh: Mesh, rounds: Sequence[Sequence[Measured]]) -> list[tuple[str, tuple[int, ...], int]]:
-    stragglers = Stragglers(mesh, 0, StragglerConfig(), BaselineConfig(warmup=3))
+ORDINARY = StragglerConfig()
+
+
+def observed(
+    mesh: Mesh, rounds: Sequence[Sequence[Measured]], config: StragglerConfig = ORDINARY
+) -> list[tuple[str, tuple[int, ...], int]]:
+    stragglers = Stragglers(mesh, 0, config, BaselineConfig(warmup=3))
     return [
         (incident.scope.value, incident.ranks, incident.step)
         for step, measured in enumerate(rounds, 1)
-        for incident in stragglers.observe(Timings(step, mesh, told(mesh, *measured))).incidents
+        for incident in stragglers.observe(Timings(step, mesh, told(mesh, *measured), config)).incidents
     ]
 
 
@@ -162,6 +168,47 @@ def test_a_slow_rank_is_not_taken_for_a_slow_group():
 def test_what_all_share_is_the_jobs_once_however_many_peer_groups_see_it():
     slow = [module(20.0, *each.laps) for each in QUIET]
     assert observed(GRID, [QUIET] * 6 + [slow] * 6) == [("job", (), 9)]
+
+
+def doubted(stragglers: Stragglers, step: int, measured: Sequence[Measured]) -> set[str | None]:
+    return stragglers.doubted(Timings(step, GRID, told(GRID, *measured)))
+
+
+def test_what_would_be_reported_is_doubted_first():
+    stragglers = Stragglers(GRID, 0, StragglerConfig(), BaselineConfig(warmup=3))
+    slow = list(QUIET)
+    slow[2] = module(251.0, *QUIET[2].laps)
+    (layer,) = {each.layer for each in QUIET}
+    for step in range(1, 4):
+        assert doubted(stragglers, step, QUIET) == set()
+        stragglers.observe(Timings(step, GRID, told(GRID, *QUIET)))
+    assert doubted(stragglers, 4, slow) == set(), "slow once, which is not reported"
+    assert stragglers.observe(Timings(4, GRID, told(GRID, *slow))).incidents == []
+    assert doubted(stragglers, 5, slow) == {layer}
+    (incident,) = stragglers.observe(Timings(5, GRID, told(GRID, *slow))).incidents
+    assert incident.ranks == (2,)
+    assert doubted(stragglers, 6, slow) == set(), "reported: there is nothing to find out"
+
+
+def test_a_rank_that_is_fast_when_it_is_timed_again_is_not_reported():
+    stragglers = Stragglers(GRID, 0, StragglerConfig(), BaselineConfig(warmup=3))
+    slow = list(QUIET)
+    slow[2] = module(251.0, *QUIET[2].laps)
+    for step, measured in enumerate([QUIET, QUIET, slow, slow, slow, slow], 1):
+        is_doubted = bool(doubted(stragglers, step, measured))
+        seen = stragglers.observe(Timings(step, GRID, told(GRID, *(QUIET if is_doubted else measured))))
+        assert seen.incidents == []
+        assert is_doubted == (step in (4, 6))
+
+
+def test_what_would_be_reported_of_all_peers_is_doubted_first():
+    stragglers = Stragglers(GRID, 0, StragglerConfig(), BaselineConfig(warmup=3))
+    slow = [module(20.0, *each.laps) for each in QUIET]
+    assert doubted(stragglers, 1, slow) == set(), "nothing is usual yet"
+    for step, measured in enumerate([QUIET] * 4 + [slow] * 2, 1):
+        assert doubted(stragglers, step, measured) == set()
+        stragglers.observe(Timings(step, GRID, told(GRID, *measured)))
+    assert doubted(stragglers, 7, slow) == {each.layer for each in QUIET}
 
 
 def test_healthy_rounds_say_nothing():
@@ -203,3 +250,19 @@ def test_who_computes_the_same_layer(degrees: dict[str, int], peers: tuple[int, 
 def test_tensor_partners_may_be_far_apart():
     addresses = [MeshAddress(replica=rank % 3, tensor=rank // 3) for rank in range(6)]
     assert axis_of(Mesh(addresses), (1, 4)) == "tensor"
+
+
+@pytest.mark.parametrize(("ratio", "found"), [(1.03, [("peer_group", (0, 1), 2)]), (1.1, [])])
+def test_a_pair_is_compared_by_the_ratio_that_was_asked_for(ratio: float, found: list[object]):
+    """Six percent and six milliseconds."""
+    rounds = [[module(100.0), module(106.0)]] * 6
+    assert observed(Mesh.grid(replica=2), rounds, StragglerConfig(material_ratio=ratio)) == found
+
+
+@pytest.mark.parametrize(("kappa", "status"), [(2.0, Status.ATTRIBUTED), (5.0, Status.AGREE)])
+def test_peers_are_compared_by_the_kappa_that_was_asked_for(kappa: float, status: Status):
+    mesh = Mesh.grid(replica=5)
+    said = told(mesh, *map(module, (100.0, 101.0, 102.0, 103.0, 107.0)))
+    (record,) = Timings(1, mesh, said, StragglerConfig(kappa=kappa)).computation()
+    assert record.verdict is not None
+    assert record.verdict.status is status

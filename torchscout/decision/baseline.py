@@ -32,12 +32,18 @@ class Baseline:
         self._config = config
         self._levels: dict[Hashable, _Level] = {}
 
+    def lagging(self, records: Sequence[EvidenceRecord]) -> set[str | None]:
+        """Layers in which these records would make the job be reported as slow. Nothing is taken in."""
+        return {
+            record.layer
+            for key, found in _by_work(records).items()
+            for record in found
+            if key in self._levels and self._levels[key].would_confirm(record)
+        }
+
     def observe(self, records: Sequence[EvidenceRecord]) -> list[Incident]:
         """Take in the records of one round."""
-        work: dict[Hashable, list[EvidenceRecord]] = defaultdict(list)
-        for record in records:
-            if record.manifestation is Manifestation.STRAGGLER:
-                work[record.peers, record.surface, record.shape, record.mode].append(record)
+        work = _by_work(records)
         levels = [(self._levels.setdefault(key, _Level(self._config)), found) for key, found in work.items()]
         slow = [slowdown for level, found in levels if (slowdown := level.observe(found))]
         return [_incident(slow, records[0].step)] if slow else []
@@ -66,6 +72,11 @@ class _Level:
         """
         self._slow: list[EvidenceRecord] = []
         self._reported = False
+
+    def would_confirm(self, record: EvidenceRecord) -> bool:
+        if (time := _shared_time(record)) is None or self._reported:
+            return False
+        return time - self._usual > self._margin() and len(self._slow) + 1 >= self._config.confirmations
 
     def observe(self, records: Sequence[EvidenceRecord]) -> _Slowdown | None:
         """Take in one round of this work; return the slowdown it confirms."""
@@ -106,6 +117,14 @@ class _Level:
         self._clean.append(time)
         if len(self._clean) >= self._config.warmup:
             self._usual = min(self._usual, statistics.median(self._clean))
+
+
+def _by_work(records: Sequence[EvidenceRecord]) -> dict[Hashable, list[EvidenceRecord]]:
+    work: dict[Hashable, list[EvidenceRecord]] = defaultdict(list)
+    for record in records:
+        if record.manifestation is Manifestation.STRAGGLER:
+            work[record.peers, record.surface, record.shape, record.mode].append(record)
+    return work
 
 
 def _shared_time(record: EvidenceRecord) -> float | None:

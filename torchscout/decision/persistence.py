@@ -97,6 +97,11 @@ class Times:
         )
         return cls(of_rank, reference, spread)
 
+    def slower(self, config: StragglerConfig) -> list[int]:
+        """Ranks that are materially slower than the reference."""
+        floor = max(config.material_ratio * self.reference, self.reference + config.material_ms)
+        return [rank for rank, time in self.of_rank.items() if time >= floor]
+
     def excess(self, rank: int) -> float:
         """How much slower than the reference, relative to it."""
         return self.of_rank[rank] / self.reference - 1
@@ -147,6 +152,20 @@ class Persistence:
         """Ranks that have been slow, but not often enough to exclude chance."""
         return {rank for rank, run in self._runs.items() if run.begun and not run.reported}
 
+    def would_confirm(self, record: EvidenceRecord) -> set[int]:
+        """Ranks whose slowness this record would confirm, or nearly so. Nothing is taken in."""
+        if (times := Times.of(record)) is None:
+            return set()
+        found = set()
+        for rank, (excess, _) in self._behind([(record, times)]).items():
+            run = self._runs.get(rank)
+            rounds = [excess, *(each for each, _ in run.rounds)] if run is not None else [excess]
+            limit = self._limit(rank, times.spread)
+            is_often = sum(each > limit for each in rounds) >= self._needed(rank, len(times.of_rank))
+            if is_often and not (run is not None and run.reported):
+                found.add(rank)
+        return found
+
     def observe(self, records: Sequence[EvidenceRecord]) -> list[SlowRun]:
         """Take in one warm round; return the runs it confirms.
 
@@ -171,10 +190,7 @@ class Persistence:
         """Every rank that is materially slower, with its largest excess."""
         behind: dict[int, tuple[float, EvidenceRecord]] = {}
         for record, times in timed:
-            floor = max(
-                self._config.material_ratio * times.reference, times.reference + self._config.material_ms
-            )
-            for rank in (rank for rank, time in times.of_rank.items() if time >= floor):
+            for rank in times.slower(self._config):
                 if rank not in behind or behind[rank][0] < times.excess(rank):
                     behind[rank] = times.excess(rank), record
         return behind
@@ -185,10 +201,14 @@ class Persistence:
         if run.reported:
             return []
         run.rounds.append((excess, record))
-        # A pair that never agreed has no scale: its rounds count by materiality alone.
-        scales = [spread.scale_for(rank) for spread in self._spreads]
-        limit = self._config.kappa * statistics.median(scales) if scales else 0.0
+        limit = self._limit(rank)
         return [record for excess, record in run.rounds if excess > limit]
+
+    def _limit(self, rank: int, *more: Spread) -> float:
+        """The excess above which a round is slow."""
+        # A pair that never agreed has no scale: its rounds count by materiality alone.
+        scales = [spread.scale_for(rank) for spread in (*self._spreads, *more)]
+        return self._config.kappa * statistics.median(scales) if scales else 0.0
 
     def _begins(self, rank: int) -> bool:
         run = self._runs[rank]

@@ -70,6 +70,16 @@ class ReplayDiagnosis:
         """
         return [*self._sdc(records, repeats, elsewhere), *self._stragglers(records)]
 
+    def lagging(self, records: Sequence[EvidenceRecord]) -> set[str | None]:
+        """Layers in which these records would make a rank be reported as slow. Nothing is taken in."""
+        fresh = _History(self._config)
+        return {
+            record.layer
+            for record in records
+            if record.surface in COMPUTATION
+            and self._histories.get((record.peers, record.surface), fresh).is_news(record)
+        }
+
     def _sdc(
         self,
         records: Sequence[EvidenceRecord],
@@ -183,6 +193,15 @@ class _History:
         self._config = config
         self._all = Persistence(config)
         self._each: dict[str | None, Persistence] = {}
+
+    @property
+    def _reported(self) -> set[int]:
+        return self._all.confirmed.union(*(each.confirmed for each in self._each.values()))
+
+    def is_news(self, record: EvidenceRecord) -> bool:
+        """Whether it would make a rank be reported that was not."""
+        of_layer = self._each.get(record.layer) or Persistence(self._config)
+        return not self._all.would_confirm(record) | of_layer.would_confirm(record) <= self._reported
 
     def observe(self, records: Sequence[EvidenceRecord]) -> list[SlowRun]:
         """The runs that a round confirms, one for a rank."""

@@ -34,6 +34,14 @@ class Stragglers:
         self._groups = CrossGroupDiagnosis(mesh, straggler)
         self._job = Baseline(baseline)
 
+    def doubted(self, timings: Timings) -> set[str | None]:
+        """Layers to time again before these times are observed: somebody would be reported as slow for them.
+
+        A rank that had to wait for a core, or for a device that it shares with others, is fast the next time.
+        """
+        computation = timings.computation()
+        return self._ranks.lagging(computation) | self._job.lagging(computation)
+
     def observe(self, timings: Timings) -> Slowness:
         computation = timings.computation()
         times, communication = timings.communication()

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torchscout.config import StragglerConfig
 from torchscout.decision import consensus
 from torchscout.decision.cross_group import GroupTime
 from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
@@ -69,9 +70,15 @@ def axis_of(mesh: Mesh, members: Sequence[int]) -> str:
 class Timings:
     """What every rank has told about one check."""
 
-    def __init__(self, step: int, mesh: Mesh, told: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    def __init__(
+        self,
+        step: int,
+        mesh: Mesh,
+        told: Sequence[Sequence[Mapping[str, Any]]],
+        config: StragglerConfig = StragglerConfig(),  # noqa: B008  it is frozen
+    ) -> None:
         """``told`` has for each rank the JSON form of what it measured."""
-        self.step, self._mesh = step, mesh
+        self.step, self._mesh, self._config = step, mesh, config
         self._told = told
 
     def computation(self) -> list[EvidenceRecord]:
@@ -131,7 +138,11 @@ class Timings:
                     surface=surface,
                     manifestation=Manifestation.STRAGGLER,
                     peers=having,
-                    verdict=consensus.statistical([values[each].milliseconds for each in having]),
+                    verdict=consensus.statistical(
+                        [values[each].milliseconds for each in having],
+                        kappa=self._config.kappa,
+                        ratio=self._config.material_ratio,
+                    ),
                     layer=value.layer or None,
                     shape=value.shape,
                 )

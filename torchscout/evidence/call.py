@@ -132,6 +132,16 @@ class Call:
         return self._outputs() or self._inputs()
 
     @property
+    def inputs(self) -> list[torch.Tensor]:
+        """What this rank gives: the very tensors, not to be kept; empty where it gives nothing."""
+        return self._inputs()
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """What this rank gets: the very tensors, not to be kept; empty where it gets nothing."""
+        return self._outputs()
+
+    @property
     def device(self) -> torch.device | None:
         """Where the operation runs, a barrier's too; None where no tensor says."""
         tensors = self._inputs() or self._outputs()

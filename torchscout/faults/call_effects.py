@@ -90,7 +90,7 @@ def _result(issue: Issue, work: Any) -> Any:
 
 def _other_operation(issue: Issue) -> dist.Work:
     given = next((leaf for leaf in tree_leaves(issue.arguments) if isinstance(leaf, torch.Tensor)), None)
-    own = torch.ones(1) if given is None else given.detach().clone()
+    own = torch.ones(1, device="cpu") if given is None else given.detach().clone()
     work: dist.Work | None
     if issue.operation == "all_gather":
         work = dist.all_reduce(own, group=issue.group, async_op=True)

@@ -43,7 +43,7 @@ class SickGemm(GroupedGemm):
 def fall_ill(tile: int, step: int) -> None:
     """From now on, on the device of every launch so far and on the host."""
     for device in {torch.device("cpu"), *_words}:
-        _on(device)[:2] = torch.tensor(Fault(tile, step), dtype=torch.int32)
+        _on(device)[:2] = torch.tensor(Fault(tile, step), dtype=torch.int32, device="cpu")
 
 
 def times_applied() -> int:
@@ -53,7 +53,7 @@ def times_applied() -> int:
 
 def _on(device: torch.device) -> torch.Tensor:
     if device not in _words:
-        none = torch.zeros(FAULT_WORDS, dtype=torch.int32)
-        none[:2] = torch.tensor(Fault(-1), dtype=torch.int32)
+        none = torch.zeros(FAULT_WORDS, dtype=torch.int32, device="cpu")
+        none[:2] = torch.tensor(Fault(-1), dtype=torch.int32, device="cpu")
         _words[device] = none.to(device)
     return _words[device]

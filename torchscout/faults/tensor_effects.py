@@ -120,7 +120,7 @@ class Overwrite(TensorEffect):
     def _noise(self, local: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         size = local.abs().max().item() or 1.0
-        return (size * torch.randn(local.shape, generator=generator)).to(local)
+        return (size * torch.randn(local.shape, generator=generator, device="cpu")).to(local)
 
 
 def _rewrite(

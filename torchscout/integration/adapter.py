@@ -9,6 +9,7 @@ import torch
 
 from torchscout.decision.record import Surface
 from torchscout.evidence.replay.sharded import Keepers
+from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.structure import Part, Structure
 from torchscout.mesh import Mesh, Role
 
@@ -73,6 +74,11 @@ class Adapter(Protocol):
     def owned(self, role: Role = Role.DENSE) -> Mapping[Surface, torch.Tensor]:
         """What optimizers update on this rank alone, though the model's parameters have copies: ZeRO's. Of
         experts, or of all else; peers use the same names, whatever each has under them."""
+        ...
+
+    def working_copies(self) -> WorkingCopies:
+        """Parameters that each update writes anew from what optimizers update in their place, as they are
+        now; asked after every update. ``integration.updates.overwritten`` finds most of them."""
         ...
 
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:

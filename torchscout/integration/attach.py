@@ -26,7 +26,7 @@ from torchscout.evidence.observer.device import device_of
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.coverage import NO_CATALOG, shapes_in
-from torchscout.integration.modules import is_called
+from torchscout.integration.modules import stages_of
 from torchscout.integration.news import News
 from torchscout.integration.recipes import (
     are_experts_spread,
@@ -91,7 +91,7 @@ def enable_resiliency(
         session.guarded(lambda: _replay(session, job, replay, adapter, communicators))
     if on_incident is not None:
         session.undo.callback(News(job.run_dir, on_incident, session.failed).close)
-    for each in _stages(adapter.model):
+    for each in stages_of(adapter.model):
         _attached.add(each)
         session.undo.callback(_attached.discard, each)
     return session
@@ -101,14 +101,9 @@ def _adapter(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parall
     if not dist.is_initialized():
         raise ValueError("call torch.distributed.init_process_group() before enable_resiliency()")
     adapter = adapter_for(model, optimizer, parallelism)
-    if any(each in _attached for each in _stages(adapter.model)):
+    if any(each in _attached for each in stages_of(adapter.model)):
         raise ValueError("torchscout is attached to this model already; close that session first")
     return adapter
-
-
-def _stages(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What a training loop calls: the model, or every pipeline stage in a list of them."""
-    return [model] if is_called(model) else [*model.children()]
 
 
 def _refuse_mistakes(
@@ -194,7 +189,7 @@ def _keep(
         raise
     for name, stateful in adapter.state().items():
         session.register_state(name, stateful)
-    for stage in _stages(model):
+    for stage in stages_of(model):
         # First in: FSDP's own hook gathers what is to be kept as shards.
         hook = stage.register_forward_pre_hook(_training_begins(session), prepend=True)
         session.undo.callback(hook.remove)

@@ -54,7 +54,7 @@ class Communicators:
 
     def highest(self, values: Sequence[int]) -> list[int]:
         """Each value's maximum over all ranks."""
-        column = torch.tensor(values, dtype=torch.int64)
+        column = torch.tensor(values, dtype=torch.int64, device="cpu")
         try:
             dist.all_reduce(column, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
@@ -83,7 +83,8 @@ class Communicators:
         return PeerLinks(self, peers, metadata, tensors, device)
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        if _is_alive(self._group):
+            dist.destroy_process_group(self._group)
         for key in [key for key in _groups if key[1] is None]:
             # Its communicators hold memory of the device. To end them in order would wait for a peer that is
             # gone. The group itself stays known to PyTorch, so that a later one is given another name.
@@ -144,7 +145,7 @@ def _group_of(ranks: tuple[int, ...], backend: str | None, timeout: datetime.tim
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:
-    """Not so once ``torch.distributed`` as a whole was shut down and begun anew."""
+    """Not so once ``torch.distributed`` as a whole was shut down, and perhaps begun anew."""
     try:
         return bool(dist.get_process_group_ranks(group))
     except KeyError:

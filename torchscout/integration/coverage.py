@@ -30,6 +30,7 @@ from torchscout.integration.structure import Part
 
 __all__ = ["NO_CATALOG", "Coverage", "Covered", "covered_by", "left_out", "shapes_in"]
 
+_BETWEEN = "Wrong numbers between two checks are found if they leave a trace in what is compared or watched."
 _MOST = 3
 """Names that are listed for one reason, and reasons that are listed."""
 NO_CATALOG = (
@@ -105,7 +106,7 @@ class Covered:
         parts.append(f"{self.parts} modules are replayed in turn")
         parts.append(f"updates of {self.updates} of {self.optimizers} optimizers are recomputed")
         whole = listed(parts)
-        return f"{whole[0].upper()}{whole[1:]}.{self._missing()}"
+        return f"{whole[0].upper()}{whole[1:]}.{self._missing()} {_BETWEEN}"
 
     def _missing(self) -> str:
         if not self.missing:
@@ -121,10 +122,13 @@ def covered_by(
 ) -> Covered:
     """What these recipes cover of these parameters, where this was not checked, for the reasons given."""
     recipes, missing = list(recipes), left_out(not_checked)
-    compared = [each for recipe in recipes if isinstance(recipe, CensusRecipe) for each in recipe.compared()]
-    watched = [t for recipe in recipes if isinstance(recipe, AtRestRecipe) for t in recipe.held().values()]
-    updating = [each for each in recipes if isinstance(each, OptimizerRecipe)]
+    at_rest = [each for each in recipes if isinstance(each, AtRestRecipe)]
     refused = {name for names in missing.values() for name in names}
+    for name, reason in sorted({k: v for each in at_rest for k, v in each.unwatched().items()}.items()):
+        missing.setdefault(f"not watched between updates: {reason}", []).append(name)
+    compared = [each for recipe in recipes if isinstance(recipe, CensusRecipe) for each in recipe.compared()]
+    watched = [tensor for recipe in at_rest for tensor in recipe.held().values()]
+    updating = [each for each in recipes if isinstance(each, OptimizerRecipe)]
     return Covered(
         compared=_share(compared, parameters),
         watched=_share(watched, parameters),

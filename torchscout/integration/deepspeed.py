@@ -27,10 +27,11 @@ from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
 from torchscout.evidence.replay.randomness import register_tracker
 from torchscout.evidence.replay.sharded import NOBODY, Keepers
+from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.parallelism import mesh_from
 from torchscout.integration.structure import Part, Structure, layers_of, plain_name, structure_of, surface_of
-from torchscout.integration.updates import Updates
+from torchscout.integration.updates import Updates, overwritten
 from torchscout.integration.versions import TESTED, unknown
 from torchscout.mesh import AXES, Mesh, Role
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DeepSpeedAdapter", "adapter_of", "lacking"]
 
+_LATE = "ZeRO 3 gathers it in the next pass"
+_SECONDARY = "hpZ writes it in the forward pass"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -91,6 +94,7 @@ class DeepSpeedAdapter:
         self._engine = engine
         self._parallelism = parallelism
         self._stage = int(engine.zero_optimization_stage())
+        self._copies: Mapping[Surface, torch.Tensor] | None = None
         self._updates = Updates(engine.optimizer, lambda: register_tracker("deepspeed", _Streams()))
 
     @property
@@ -181,6 +185,21 @@ class DeepSpeedAdapter:
         shards = {surface_of(name): each.ds_tensor for name, each in named}
         updated = enumerate(self._engine.optimizer.fp32_partitioned_groups_flat)
         return {**shards, **{f"optimizer.{place}/partition": each for place, each in updated}}
+
+    def working_copies(self) -> WorkingCopies:
+        """ZeRO 3 gathers small parameters at the end of an update, and keeps them until the next one."""
+        if self._stage < 3:
+            if self._copies is None:
+                self._copies = overwritten(self.model, self.optimizers())
+            return WorkingCopies(self._copies)
+        named: Any = self.model.named_parameters()
+        every = {surface_of(name): each for name, each in named if each.requires_grad}
+        kept = {f"{name}.gathered": each for name, each in every.items() if each.ds_persist}
+        unwatched = {name: _LATE for name, each in kept.items() if not _is_gathered(each)}
+        resting = {name: each for name, each in kept.items() if name not in unwatched}
+        if self._engine.zero_hpz_partition_size() > 1:
+            unwatched |= dict.fromkeys([f"{name}.secondary" for name in every], _SECONDARY)
+        return WorkingCopies(resting, unwatched)
 
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Around the outermost optimizer: inside it, only this rank's part is new when PyTorch's is done."""

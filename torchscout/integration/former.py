@@ -33,6 +33,8 @@ class Remains:
     """What is there and cannot be read."""
     shards: int
     """Files that have the name of a shard."""
+    ledgers: tuple[CheckpointGate | None, ...] = ()
+    """What each folder's ledger says; other ranks have no use for it."""
 
     @classmethod
     def found(cls, folders: Sequence[Path], rank: int, job: str) -> Remains:
@@ -40,7 +42,8 @@ class Remains:
         gates = [each for each in read if isinstance(each, CheckpointGate)]
         problems = [each for each in read if isinstance(each, str)]
         count = sum(len(shard_files(folder)) for folder in folders)
-        return cls(ledger.newest(gates) if gates else None, tuple(problems), count)
+        ledgers = tuple(each if isinstance(each, CheckpointGate) else None for each in read)
+        return cls(ledger.newest(gates) if gates else None, tuple(problems), count, ledgers)
 
     def to_json(self) -> dict[str, Any]:
         gate = None if self.gate is None else self.gate.to_json()

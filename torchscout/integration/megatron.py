@@ -32,6 +32,7 @@ from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
 from torchscout.evidence.replay.randomness import register_tracker
 from torchscout.evidence.replay.sharded import Keepers
+from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.megatron_fsdp import (
     Keeper,
     copies_of,
@@ -39,6 +40,7 @@ from torchscout.integration.megatron_fsdp import (
     scatter,
     show_shards,
 )
+from torchscout.integration.megatron_gather import LATE, gathered_among, gathers_late, own_parts, ungathered
 from torchscout.integration.megatron_surroundings import Losses, Streams, lent
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.modules import is_matrix, is_table
@@ -51,7 +53,7 @@ from torchscout.integration.structure import (
     structure_of,
     surface_of,
 )
-from torchscout.integration.updates import Updates
+from torchscout.integration.updates import Updates, overwritten
 from torchscout.integration.versions import unknown
 from torchscout.mesh import Mesh, MeshAddress, Role
 
@@ -103,6 +105,7 @@ class MegatronAdapter:
         self._chunks, self._optimizer, self._parallelism = tuple(chunks), optimizer, parallelism
         self._updates = Updates(optimizer, lambda: register_tracker("megatron", Streams()))
         self._places: Sequence[_Place] = ()
+        self._copies: Mapping[Surface, torch.Tensor] | None = None
         self._model = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
 
     @property
@@ -175,7 +178,12 @@ class MegatronAdapter:
 
     def keepers(self, module: torch.nn.Module) -> Keepers:
         chunks = [each for each in self._sharded() if any(part is module for part in each.modules())]
-        return Keepers(tuple(Keeper(each, module) for each in chunks), around=lambda: lent(module))
+        among = (gathered_among(each) for each in self._chunks if gathers_late(each))
+        return Keepers(
+            tuple(Keeper(each, module) for each in chunks),
+            around=lambda: lent(module),
+            kept_among=frozenset().union(*among),
+        )
 
     def unreplicated(self) -> Collection[Surface]:
         return ()
@@ -194,6 +202,19 @@ class MegatronAdapter:
             found |= {f"optimizer.{place}/shard.{number}": seen[number % len(seen)] for number in range(many)}
         return found if role is Role.EXPERT else found | copies_of(self._sharded())
 
+    def working_copies(self) -> WorkingCopies:
+        """What is gathered as late as in the forward pass rests from then on; what this rank gives to the
+        others for it, from the update on."""
+        if self._sharded():
+            return WorkingCopies()
+        if self._copies is None:
+            self._copies = overwritten(self._model, self.optimizers())
+        late = [each for each in self._chunks if gathers_late(each)]
+        missing = {id(each) for chunk in late for each in ungathered(chunk)}
+        unwatched = {name: LATE for name, each in self._copies.items() if id(each) in missing}
+        resting = {name: each for name, each in self._copies.items() if name not in unwatched}
+        return WorkingCopies({**resting, **own_parts(late)}, unwatched)
+
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Parameters are copied and gathered after the inner optimizers have stepped, so that the outermost
         ``step`` is the update; one that is skipped, for a gradient that is not finite, ends a step too."""
@@ -209,7 +230,7 @@ class MegatronAdapter:
         for chunk in self._chunks:
             if isinstance(chunk, FullyShardedDataParallel):
                 scatter(chunk)
-            elif chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+            elif gathers_late(chunk):
                 chunk.start_param_sync(force_sync=True)
 
     def state(self) -> Mapping[str, Stateful]:

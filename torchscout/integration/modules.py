@@ -51,6 +51,11 @@ def is_called(module: torch.nn.Module) -> bool:
     return type(unwrapped(module)).forward is not torch.nn.Module.forward
 
 
+def stages_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What a training loop calls: the model, or every pipeline stage in a list of them."""
+    return [model] if is_called(model) else [*model.children()]
+
+
 def is_plain(module: torch.nn.Module) -> bool:
     """Whether a weight, and perhaps a bias, is all it has: a matrix, a norm, a convolution."""
     inside = unwrapped(module)

@@ -17,10 +17,12 @@ from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
 from torchscout.evidence.hearing import is_nested_step
 from torchscout.evidence.replay.sharded import Keepers, keepers_of
+from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.modules import wrapped
 from torchscout.integration.parallelism import mesh_along, mesh_from
 from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
+from torchscout.integration.updates import overwritten
 from torchscout.mesh import Mesh, Role
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class PyTorchAdapter:
         inside = (model, *(each for _, each in wrapped(model)))
         parallel = (each for each in inside if isinstance(each, DistributedDataParallel | FSDPModule))
         self._wrapper = next(parallel, model)
+        self._copies = overwritten(model, optimizers)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -91,6 +94,9 @@ class PyTorchAdapter:
 
     def owned(self, role: Role = Role.DENSE) -> Mapping[Surface, torch.Tensor]:  # noqa: ARG002  none
         return {}
+
+    def working_copies(self) -> WorkingCopies:
+        return WorkingCopies(self._copies)
 
     def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         return around_steps(self._optimizers, before, after)

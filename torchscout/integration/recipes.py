@@ -21,12 +21,15 @@ from torchscout.evidence.replay.experts import ExpertsRecipe
 from torchscout.evidence.replay.layer import LayerRecipe
 from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
 from torchscout.evidence.replay.peers import Everybody
+from torchscout.evidence.replay.randomness import disturbed_by_cudnn
 from torchscout.evidence.replay.recipe import Recipe
 from torchscout.evidence.replay.reduction import route_of
 from torchscout.evidence.replay.sharded import Keepers
 from torchscout.evidence.replay.transfers import TransferRecipe
+from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.mixture import without_experts
+from torchscout.integration.modules import stages_of
 from torchscout.integration.structure import Part
 from torchscout.mesh import Axis, Mesh, Role
 
@@ -126,6 +129,7 @@ class _Job:
         self._places: dict[tuple[str, ...], frozenset[int]] = {}
         self.device, self._optimizers = device_of_job(adapter), adapter.optimizers()
         self._compiled = CompiledCode(adapter.model, self.device)
+        self._refusal = disturbed_by_cudnn(adapter.model)
         self._surfaces: dict[torch.Tensor, Surface] = {
             each: surface for surface, each in adapter.parameters().items()
         }
@@ -148,7 +152,17 @@ class _Job:
         def state() -> dict[Surface, torch.Tensor]:
             return {**parameters, **slots_of(surfaces, self._optimizers)}
 
-        return AtRestRecipe(state, self._optimizers, kind, role, budget=self._budget)
+        # A recipe for experts does not watch the rest of the model again.
+        copies = self._adapter.working_copies if role is Role.DENSE else WorkingCopies
+        return AtRestRecipe(
+            state,
+            self._optimizers,
+            kind,
+            role,
+            budget=self._budget,
+            copies=copies,
+            passes=stages_of(self._adapter.model),
+        )
 
     def at_rest(self, kind: str, owned: _Parameters, shared: _Parameters) -> Recipe:
         """What one rank alone holds: ``owned`` by its framework's word, or found out to be of the rest."""
@@ -170,8 +184,13 @@ class _Job:
             kind,
             budget=self._budget,
             is_learned=lambda: bool(
-                owned or self.ownership.owned or any(each.gathered() for each in self._updating)
+                owned
+                or self.ownership.owned
+                or any(each.gathered() for each in self._updating)
+                or self._adapter.working_copies().resting
             ),
+            copies=self._adapter.working_copies,
+            passes=stages_of(self._adapter.model),
         )
 
     def updates(self, kind: str, parameters: _Parameters, role: Role, *, owned: bool = False) -> Recipe:
@@ -182,6 +201,7 @@ class _Job:
         recipe.is_owned = self.ownership.is_owned
         for each in recipe.communication.values():
             each.expect(self._alike(role, "replica", "shard", "pipeline"))
+            each.refusal = self._refusal
         self._updating.append(recipe)
         return recipe
 
@@ -191,6 +211,8 @@ class _Job:
             kind, _named(parts), self._surfaces, self.device, keepers, compiled=self._compiled
         )
         recipe.is_owned = self.ownership.is_owned
+        if self._refusal is not None:
+            recipe.refuse(self._refusal)
         return recipe
 
     def experts(self, parts: Sequence[Part], shapes: Mapping[str, Sequence[Rows]]) -> Recipe:
@@ -208,7 +230,7 @@ class _Job:
         routed = frozenset(mesh.ranks_along("expert", rank, Role.EXPERT))
         together = self._alike(role, "replica", "shard", "pipeline") | routed
         # Shards may be spread over context parallelism too.
-        kept_among = self._alike(role, "pipeline") if found.modules else frozenset[int]()
+        kept_among = self._alike(role, "pipeline") if found.modules else found.kept_among
         return replace(
             found, copies=copies, is_mixed=is_mixed, route=route, together=together, kept_among=kept_among
         )

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -23,7 +24,8 @@ from torchscout.decision.recorder import LogRecorder, Recorder
 from torchscout.decision.repeatability import UNDECIDED, unmet
 from torchscout.decision.replay_diagnosis import ReplayDiagnosis
 from torchscout.decision.stragglers import Slowness, Stragglers
-from torchscout.decision.timings import Timings
+from torchscout.decision.summary import SummaryRecorder
+from torchscout.decision.timings import Measured, Timings
 from torchscout.evidence.replay.at_rest import AT_REST, AtRestRecipe
 from torchscout.evidence.replay.cadence import Cadence
 from torchscout.evidence.replay.census import CensusRecipe
@@ -111,7 +113,7 @@ class Replaying:
         self._standing = [each for each in recipes if isinstance(each, StandingRecipe)]
         for each in self._standing:
             each.start()
-        self._mesh, self._communicators, self._recorder = mesh, communicators, recorder
+        self._mesh, self._communicators = mesh, communicators
         self._links = links(Role.DENSE, False)
         copies = links(Role.EXPERT, False)
         self._copies = copies if {*copies.group.ranks} <= {*self._links.group.ranks} else None
@@ -126,8 +128,12 @@ class Replaying:
         if self._device.type != "cuda":
             slow, shared = slow.on_host(), shared.on_host()
         self._stragglers = Stragglers(mesh, self._rank, slow, shared)
+        self._recorder = recorder if config.records == "all" else SummaryRecorder(recorder, slow)
         self._cadence = Cadence()
         self._since = time.monotonic()
+        self._replayer.doubted = self._doubted
+        self._timings: Timings | None = None
+        """Of the check that is under way, unless something is timed again in it."""
         self._checked = 0
         """The step of the last check, after which something may have been captured."""
         self._revision, self._revisions = 0, 0
@@ -159,6 +165,11 @@ class Replaying:
         self._rotation.start_after(step)
         self.begin(step + 1)
 
+    def update_begins(self) -> None:
+        """Right before an update: nothing may have changed that it overwrites."""
+        for each in self._at_rest:
+            each.update_begins()
+
     def step_finished(self, step: int) -> None:
         """Right after the optimizer's update: check what is due, conclude, and look ahead."""
         begin = self._now()
@@ -170,9 +181,9 @@ class Replaying:
             counts = self._coverage.recipes is None or self._rotation.is_due(EXPERTS, step)
             findings = self._replayer.check(step)
             findings.records.extend(self._compare_kept(step))
-            told = self._communicators.exchange([each.to_json(self._mesh) for each in findings.measured])
+            timings = self._timings or self._shared(step, findings.measured)
             # What fails from here on is this rank's own affair: a full disk must not part it from the others.
-            outcome = self._guard(lambda: self._conclude(findings, Timings(step, self._mesh, told)))
+            outcome = self._guard(lambda: self._conclude(findings, timings))
             self._cadence.check_took(self._now() - begin)
             differs = any(each.scope is not None and each.surface == KEPT for each in findings.records)
             # What has changed right after the last check may have done so before it was captured.
@@ -299,6 +310,17 @@ class Replaying:
             if self._is_first:
                 _log.info("torchscout after the first cycle of checks: %s", self.covered().sentence())
 
+    def _shared(self, step: int, measured: Sequence[Measured]) -> Timings:
+        told = self._communicators.exchange([each.to_json(self._mesh) for each in measured])
+        return Timings(step, self._mesh, told, self._config.straggler)
+
+    def _doubted(self, step: int, measured: Sequence[Measured]) -> set[str | None]:
+        """What looks slow to the whole job, in a check that is under way; see ``Replayer.doubted``."""
+        timings = self._shared(step, measured)
+        doubted = self._stragglers.doubted(timings)
+        self._timings = None if doubted else timings
+        return doubted
+
     def _compare_kept(self, step: int) -> list[EvidenceRecord]:
         """What peers have captured since the last check must be the same: it may go wrong on its way."""
         peers = self._copies
@@ -323,8 +345,9 @@ class Replaying:
             self._recorder.record(incident)
 
     def _write(self, records: Sequence[EvidenceRecord]) -> None:
-        for record in records:
-            self._recorder.record(record)
+        with ExitStack() as all_of_them:  # one that cannot be written does not keep the others back
+            for record in reversed(records):
+                all_of_them.callback(self._recorder.record, record)
 
     def _remember(self, records: Sequence[EvidenceRecord]) -> None:
         self._held_up = unmet(records, self._config.require) | {

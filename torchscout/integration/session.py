@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -48,6 +49,7 @@ class Session:
         """Why there is no replay, where there is none."""
         self.undo = undo
         """What ``close`` takes back, last first."""
+        self._pid = os.getpid()
         atexit.register(self._at_exit)
 
     def __enter__(self) -> Session:
@@ -183,10 +185,14 @@ class Session:
         """Called by the optimizers' hooks: what the last check captured must be copied by now."""
         if self.checkpointing is not None:
             self.guarded(self.checkpointing.fence)
+        if self.replaying is not None:
+            self.guarded(self.replaying.update_begins)
 
     def close(self) -> None:
         """Detach: nothing of SCOUT stays on this rank. Again is no mistake; every rank must call it."""
         atexit.unregister(self._at_exit)
+        if os.getpid() != self._pid:
+            return  # a forked child: all of this is its parent's
         self.stop_replay("the session is closed")
         checkpointing, self.checkpointing = self.checkpointing, None
         if checkpointing is not None:
@@ -211,9 +217,10 @@ class Session:
             self.guarded(replaying.close)
 
     def _at_exit(self) -> None:
-        """A script that ends without ``close`` has finished, unless an exception ended it."""
-        if self.watching is not None and not hasattr(sys, "last_value"):
-            self.guarded(self.watching.close)
+        """A script that ends without ``close`` has finished, unless an exception or its status says not."""
+        is_own = os.getpid() == self._pid
+        if is_own and self.watching is not None and not hasattr(sys, "last_value"):
+            self.guarded(self.watching.leave)
 
     def _checkpoints(self) -> Checkpointing:
         if self.checkpointing is None:

@@ -1,17 +1,33 @@
-"""Tells of the updates of an optimizer that has no hooks for it, as those that frameworks wrap (section 9).
+"""When the optimizers that frameworks wrap update, and what is written besides (paper, section 9).
 
-PyTorch's own have hooks: see ``integration.pytorch.around_steps``.
+They have no hooks. PyTorch's own have: see ``integration.pytorch.around_steps``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["Updates"]
+import torch
+
+from torchscout.decision.record import Surface
+from torchscout.integration.structure import surface_of
+
+__all__ = ["Updates", "overwritten"]
 
 Undo = Callable[[], None]
+
+
+def overwritten(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[Surface, torch.Tensor]:
+    """The parameters that are trained, though optimizers update something else in their place."""
+    own = {surface_of(name): each for name, each in model.named_parameters()}
+    updated = {id(each) for of in optimizers for group in of.param_groups for each in group["params"]}
+    if updated <= {id(each) for each in own.values()}:
+        return {}
+    return {name: each for name, each in own.items() if each.requires_grad and id(each) not in updated}
 
 
 class Updates:

@@ -75,16 +75,25 @@ def load(path: Path | str) -> Catalog:
         raise CatalogError(f"{path} is not a catalog; scout discover makes one")
     if found.get("schema") != SCHEMA:
         raise CatalogError(f"{path} has schema {found.get('schema')!r:.20}, this version reads {SCHEMA}")
+    try:
+        return _catalog_in(found, data)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
+        raise CatalogError(f"{path} is not a catalog: {error!r:.300}") from error
+    except (ValueError, RecursionError) as error:
+        raise CatalogError(f"{path} is damaged: {error!s:.300}. Run scout discover again") from error
+
+
+def _catalog_in(found: dict[str, Any], data: bytes) -> Catalog:
     body = found.get("body")
     if (
         found.get("digest") != hashlib.sha256(_canonical(body)).hexdigest()
         or data != _canonical(found) + b"\n"
     ):
-        raise CatalogError(f"{path} is damaged: its digest does not match. Run scout discover again")
-    try:
-        return catalog_from_json(body)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CatalogError(f"{path} is not a catalog: {error!r}") from error
+        raise ValueError("its digest does not match")
+    catalog = catalog_from_json(body)
+    if catalog_to_json(catalog) != body:
+        raise ValueError("it says more than a catalog of this version")
+    return catalog
 
 
 def _canonical(value: Any) -> bytes:

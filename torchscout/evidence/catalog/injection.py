@@ -113,7 +113,11 @@ def _run(
     result = projection.result(which, rows).view(torch.int16)
     clean = result.clone()
     words = [[*fault, *(0,) * (FAULT_WORDS - len(fault))] for fault in faults]
-    witnesses = torch.tensor(words, dtype=torch.int32).reshape(len(faults), FAULT_WORDS).to(projection.device)
+    witnesses = (
+        torch.tensor(words, dtype=torch.int32, device="cpu")
+        .reshape(len(faults), FAULT_WORDS)
+        .to(projection.device)
+    )
     changed = torch.zeros(len(faults), dtype=torch.bool, device=projection.device)
     for place in range(len(faults)):
         projection.execute(which, placed, fault=witnesses[place])

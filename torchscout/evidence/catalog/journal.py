@@ -1,10 +1,12 @@
 """What a discovery has seen so far, line by line, so that an interrupted one goes on (paper, section 6.2).
 
-A line of facts, then one for each shape. What was seen under other facts says nothing here: it is refused.
+A line of facts, then one for each shape, each with its own digest. What was seen under other facts says
+nothing here: it is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -20,14 +22,19 @@ from torchscout.evidence.catalog.profile import Rows
 __all__ = ["Journal"]
 
 _KIND = "torchscout discovery"
-_SCHEMA = 1
+_SCHEMA = 2
+_WITHOUT_DIGESTS = 1
+"""The schema whose lines have no digests; such files are still read, and continued with lines that have."""
+_DAMAGE = (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
+"""What reading a line raises that this version did not write."""
 
 
 class Journal:
     """A file that grows by one line for each shape."""
 
     def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
-        """Begin the file, or go on with it; a ``CatalogError`` where it was written under other facts."""
+        """Begin the file, or go on with it; a ``CatalogError`` where it was written under other facts, or is
+        damaged."""
         self.path = path
         self.seen: dict[Rows, Observed] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,29 +52,56 @@ class Journal:
         *lines, rest = whole.split(b"\n")
         if not lines:
             raise CatalogError(f"{self.path} is not a discovery's journal")
-        if rest:  # cut short in the middle of a line, whose shape is executed again
-            os.truncate(self.path, len(whole) - len(rest))
-        self._require(lines[0], facts)
+        schema = self._require(lines[0], facts)
         for number, line in enumerate(lines[1:], start=2):
             try:
-                seen = observed_from_json(json.loads(line))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise CatalogError(f"{self.path}:{number} is damaged: {error!r}") from error
+                seen = observed_from_json(_opened(line, may_lack_digest=schema == _WITHOUT_DIGESTS))
+            except _DAMAGE as error:
+                raise CatalogError(f"{self.path}:{number} is damaged: {error!r:.300}") from error
             self.seen[seen.rows] = seen
+        if rest:  # cut short in the middle of a line, whose shape is executed again
+            os.truncate(self.path, len(whole) - len(rest))
 
-    def _require(self, line: bytes, facts: Mapping[str, str]) -> None:
+    def _require(self, line: bytes, facts: Mapping[str, str]) -> int:
+        """The schema of the file; a ``CatalogError`` where it cannot be continued."""
         try:
-            head = json.loads(line)
-            is_ours = head["kind"] == _KIND and head["schema"] == _SCHEMA
-            drifted = drift(head["facts"], facts)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CatalogError(f"{self.path} is not a discovery's journal: {error!r}") from error
-        if not is_ours:
+            head = _opened(line, may_lack_digest=True)
+            kind, schema = head["kind"], head["schema"]
+            drifted = drift(dict(head["facts"]), facts)
+        except _DAMAGE as error:
+            raise CatalogError(f"{self.path} is not a discovery's journal: {error!r:.300}") from error
+        lowest = _SCHEMA if "digest" in head else _WITHOUT_DIGESTS
+        if kind != _KIND or schema != lowest:
             raise CatalogError(f"{self.path} is not a journal of this version")
         if drifted:
             told = drift_in_words(drifted)
             raise CatalogError(f"{self.path} belongs to another discovery: {told}. Begin a new one")
+        return lowest
 
     def _write(self, document: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(document, separators=(",", ":")) + "\n")
+        with self.path.open("ab") as file:
+            file.write(_sealed(document) + b"\n")
+
+
+def _sealed(document: Mapping[str, Any]) -> bytes:
+    digest = hashlib.sha256(_canonical(document)).hexdigest()
+    return _canonical({**document, "digest": digest})
+
+
+def _opened(line: bytes, *, may_lack_digest: bool) -> dict[str, Any]:
+    """``ValueError`` if it is not byte for byte what was written."""
+    document = json.loads(line)
+    if not isinstance(document, dict):
+        raise ValueError("not an object")
+    if "digest" not in document:
+        if may_lack_digest:
+            return document
+        raise ValueError("it has no digest")
+    body = {name: value for name, value in document.items() if name != "digest"}
+    if _sealed(body) != line:
+        raise ValueError("its digest does not match")
+    return document
+
+
+def _canonical(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()

@@ -100,7 +100,7 @@ class AllToAllReplay:
         self._plan, self._heard, self._device = plan, heard, device
         self._sent: list[int] = []
         self._received: list[int] = []
-        self._given = self._got = torch.empty(0)
+        self._given = self._got = torch.empty(0, device="cpu")
         self._group: dist.ProcessGroup | None = None
 
     def describe(self) -> Any:
@@ -149,12 +149,12 @@ class AllToAllReplay:
 
     def release(self) -> None:
         self._heard.rest()
-        self._given = self._got = torch.empty(0)
+        self._given = self._got = torch.empty(0, device="cpu")
         self._group = None
 
 
 def _scratch(place: int, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Bytes that tell places and offsets apart, the same in every replica."""
     size = elements * dtype.itemsize
-    pattern = (torch.arange(size, dtype=torch.int64) * 197 + 89 * place + 1) & 0xFF
+    pattern = (torch.arange(size, dtype=torch.int64, device="cpu") * 197 + 89 * place + 1) & 0xFF
     return pattern.to(torch.uint8).view(dtype).to(device)

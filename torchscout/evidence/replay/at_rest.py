@@ -10,6 +10,8 @@ operations on DTensors. A fault changes the state of one rank once. What changes
 same step, or on one rank after several, is therefore written by the program: no incident is reported, and
 the tensor is not watched from then on.
 
+Parameters that the next update overwrites are watched in the same way: see ``working_copies``.
+
 Signatures on a device are read only at the end of a step with a check: nothing waits for them in between.
 With a budget, a part of the state is watched in each step, another one in the next.
 """
@@ -19,7 +21,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,12 +28,14 @@ import xxhash
 
 from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
-from torchscout.decision.signature import PendingSignatures, read_signatures
+from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ReplayError, told
 from torchscout.evidence.hearing import is_inert
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.optimizer_slice import local_of
 from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
+from torchscout.evidence.replay.rest_window import Pace, Window, size_of
+from torchscout.evidence.replay.working_copies import CopyWatch, WorkingCopies
 from torchscout.mesh import Role
 
 __all__ = ["AT_REST", "UNCHANGED", "AtRestRecipe"]
@@ -40,59 +43,14 @@ __all__ = ["AT_REST", "UNCHANGED", "AtRestRecipe"]
 UNCHANGED = signed(xxhash.xxh3_64_intdigest(b"torchscout: what this rank holds has not changed"))
 """In place of a signature: the same bytes before the update as after the one before."""
 AT_REST = "state/at_rest"
-_BYTES_PER_SECOND = 1e12
-"""How fast an accelerator signs, at least; its time is not measured, so that nothing waits for it."""
+_UNREADABLE = (ReplayError, ValueError, RuntimeError)
 _State = Callable[[], Mapping[Surface, torch.Tensor]]
-
-
-@dataclass
-class _Window:
-    """The time from one update to the next."""
-
-    step: int
-    """The step whose update came before."""
-    tensors: dict[Surface, torch.Tensor]
-    """What is watched; let go of when the window closes."""
-    wholes: dict[Surface, torch.Tensor]
-    """The DTensors that these are parts of, or the same again: writes to them are counted apart."""
-    before: PendingSignatures
-    held: int
-    """Bytes of all that is to be watched, in this window or another."""
-    sizes: Mapping[Surface, int] = field(default_factory=dict)
-    """In bytes, of all that was looked at."""
-    after: PendingSignatures | None = None
-    written: frozenset[Surface] = frozenset()
-    """What PyTorch knows to have been written to."""
-
-    def __post_init__(self) -> None:
-        self._versions = self._counted()
-
-    def close(self) -> None:
-        """The next update begins."""
-        self.after = PendingSignatures(self.tensors.values())
-        counted = zip(self.tensors, self._versions, self._counted(), strict=True)
-        self.written = frozenset(name for name, before, now in counted if before != now)
-        self.sizes = {name: _size(each) for name, each in self.tensors.items()}
-        self.tensors, self.wholes = {}, {}
-
-    @property
-    def watched(self) -> int:
-        """Bytes of what was watched, once the window is closed."""
-        return sum(size for name, size in self.sizes.items() if name not in self.written)
-
-    def changed(self) -> list[Surface]:
-        """Once it is closed."""
-        assert self.after is not None, "only closed windows are looked at"
-        before, after = read_signatures([self.before, self.after])
-        found = zip(self.sizes, before, after, strict=True)
-        return [name for name, old, new in found if old != new and name not in self.written]
-
-    def _counted(self) -> list[tuple[int, int]]:
-        return [(each._version, self.wholes[name]._version) for name, each in self.tensors.items()]
+_Held = dict[Surface, tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, and what this rank has of each: a DTensor's local part, or the same again."""
 
 
 class AtRestRecipe:
-    """All owned state, in the time between updates, since the last check."""
+    """All owned state, and working copies, in the time between updates, since the last check."""
 
     targets = ("",)
     varies = False
@@ -110,8 +68,11 @@ class AtRestRecipe:
         *,
         budget: float | None = None,
         is_learned: Callable[[], bool] = lambda: True,
+        copies: Callable[[], WorkingCopies] = WorkingCopies,
+        passes: Sequence[torch.nn.Module] = (),
     ) -> None:
-        """``state`` is what to watch now; ``is_learned`` whether there is anything.
+        """``state`` is what this rank alone holds now; ``is_learned`` whether there is anything. ``copies``
+        are what the next update overwrites; ``passes`` the modules that a forward pass calls.
 
         ``budget`` is the share of a step's time that watching may take; None watches everything.
         """
@@ -119,55 +80,74 @@ class AtRestRecipe:
         self._is_learned = is_learned
         self.kind, self.role = kind, role
         self._hooks: list[Any] = []
-        self._open: _Window | None = None
-        self._closed: list[_Window] = []
+        self._copies, self._passes = CopyWatch(copies), passes
+        self._step: int | None = None
+        """The one whose update was the last; None while one is in progress."""
+        self._seen: set[Surface] = set()
+        """Working copies that were there to be watched since."""
+        self._open: list[Window] = []
+        """One of owned state, and one of working copies if there are any."""
+        self._closed: list[Window] = []
         """Those since the last check."""
         self._problem: str | None = None
         """What kept this rank from watching since the last check."""
         self._missed = 0
-        """Windows since the last check in which nothing could be watched."""
-        self._pace = _Pace()
+        """Windows of owned state since the last check in which nothing could be watched."""
+        self._pace = Pace()
         self._turn = 0
         self._restless: set[Surface] = set()
         """What the program writes to; see [Note: writes of the program]."""
         self.share = 1.0
-        """Of the owned bytes, over the steps up to the last check, those that were watched."""
+        """Of the bytes to be watched, over the steps up to the last check, those that were watched."""
         self.changed: list[tuple[int, Surface]] = []
         """After which step what has changed, as far as the last check found."""
 
     def held(self) -> Mapping[Surface, torch.Tensor]:
         """What is watched, or would be if the budget allowed it."""
-        return self._state()
+        return {**self._copies.resting(), **self._state()}
+
+    def unwatched(self) -> Mapping[Surface, str]:
+        """Working copies that are not watched, with the reasons."""
+        return self._copies.unwatched()
 
     def start(self) -> None:
         for optimizer in self._optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._close_window()))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._close_windows()))
+        for module in self._passes if self._copies.are_late else ():
+            self._hooks.append(module.register_forward_hook(lambda *_: self._pass_ended()))
 
     def close(self) -> None:
-        self._open = None
+        self._open.clear()
         self._closed.clear()
+        self._copies.close()
         while self._hooks:
             self._hooks.pop().remove()
 
+    def update_begins(self) -> None:
+        """The outermost one, in which a framework may let go of working copies before optimizers step."""
+        self._close_windows(copies_only=True)
+
     def update_ended(self) -> None:
         """If it was skipped (a gradient was not finite), all must still be as it was after the one before."""
-        self._close_window()
+        self._close_windows()
 
     def rest(self, step: int) -> None:
-        """The update of this step is over: what is owned must stay as it is until the next one begins."""
+        """The update of this step is over: what is watched must stay as it is until the next one begins."""
         self._pace.step_ended()
-        begin, self._open = time.perf_counter(), None
-        try:
-            wholes = self._state()
-            every = {name: local_of(tensor, tensor) for name, tensor in wholes.items()}
-            tensors = self._due({name: each for name, each in every.items() if name not in self._restless})
-            before = PendingSignatures(tensors.values())
-        except (ReplayError, ValueError, RuntimeError) as error:
-            self._problem, self._missed = told(error), self._missed + 1
-            return
-        held = sum(map(_size, every.values()))
-        self._open = _Window(step, tensors, {name: wholes[name] for name in tensors}, before, held)
-        self._pace.signed(sum(map(_size, tensors.values())), time.perf_counter() - begin)
+        begin, self._open, self._step = time.perf_counter(), [], step
+        owned = self._read(self._state, are_copies=False)
+        copies = self._read(self._copies.resting, are_copies=True) or {}
+        copies = {name: each for name, each in copies.items() if name not in (owned or {})}
+        every = {name: local for name, (_, local) in {**copies, **(owned or {})}.items()}
+        due = self._due({name: each for name, each in every.items() if name not in self._restless})
+        if owned is not None:
+            self._open_window(step, owned, due, are_copies=False)
+        if copies:
+            self._open_window(step, copies, due, are_copies=True)
+        opened = {name: each for window in self._open for name, each in window.tensors.items()}
+        self._copies.begin(opened if copies else {})
+        self._seen = {*copies}
+        self._pace.signed(sum(map(size_of, due.values())), time.perf_counter() - begin)
 
     def kept_as(self, target: int) -> str:
         return self.targets[target]
@@ -182,82 +162,111 @@ class AtRestRecipe:
     def is_learned(self) -> bool:
         return self._is_learned()
 
-    def windows(self) -> list[_Window]:
-        """Those since the last check; a ``ReplayError`` if nothing was watched in any of them."""
-        if not self._closed:
+    def changes(self) -> list[tuple[int, Surface]]:
+        """After which step what has changed since the last check, except for what a collective may have
+        written to; a ``ReplayError`` if nothing was watched."""
+        if all(each.are_copies for each in self._closed):
             self.share = 0.0
             raise ReplayError(self._problem or "the optimizer did not step")
-        return list(self._closed)
-
-    def leave_out(self, names: Collection[Surface]) -> None:
-        """The program writes to these."""
+        found = []
         for window in self._closed:
-            window.written |= frozenset(names)
-        self._restless.update(names)
+            changed = window.changed()
+            received = window.received.intersection(changed)
+            self._copies.excuse(window, window.written | received)
+            found += [(window.step, name) for name in changed if name not in received]
+        return found
+
+    def leave_out(self, changes: Collection[tuple[int, Surface]]) -> None:
+        """The program has made these."""
+        names = {name for _, name in changes}
+        for window in self._closed:
+            if window.are_copies:
+                self._copies.excuse(window, {name for step, name in changes if step == window.step})
+            else:
+                window.written |= names
+                self._restless.update(names & window.sizes.keys())
 
     def conclude(self, changed: Sequence[tuple[int, Surface]]) -> None:
         """A check has looked at all windows so far."""
-        held = sum(each.held for each in self._closed)
+        demanded = sum(each.demanded for each in self._closed)
         watched = sum(each.watched for each in self._closed)
-        reached = len(self._closed) / (len(self._closed) + self._missed) if self._closed else 0.0
-        self.share = reached * (watched / held if held else 1.0)
+        closed = sum(not each.are_copies for each in self._closed)
+        reached = closed / (closed + self._missed) if closed else 0.0
+        self.share = reached * (watched / demanded if demanded else 1.0)
         self.changed = list(changed)
 
     def forget(self) -> None:
         """The check is over."""
         self._closed.clear()
+        self._copies.checked()
         self._problem, self._missed = None, 0
 
     def _due(self, every: dict[Surface, torch.Tensor]) -> dict[Surface, torch.Tensor]:
         """As much as the budget allows, beginning where the step before has ended."""
-        total = sum(map(_size, every.values()))
+        total = sum(map(size_of, every.values()))
         allowed = self._pace.bytes_within(self._budget)
         if allowed is None or allowed >= total:
             return every
         names, chosen, taken = list(every), dict[Surface, torch.Tensor](), 0
         while not chosen or (taken < allowed and len(chosen) < len(names)):
             name = names[self._turn % len(names)]
-            chosen[name], taken = every[name], taken + _size(every[name])
+            chosen[name], taken = every[name], taken + size_of(every[name])
             self._turn += 1
         return chosen
 
-    def _close_window(self) -> None:
-        """An update begins; the first one of a step is the first that writes."""
-        window, self._open = self._open, None
-        if window is None or is_inert():
-            return
+    def _read(self, state: _State, *, are_copies: bool) -> _Held | None:
         try:
-            window.close()
-        except (ValueError, RuntimeError) as error:  # training must not notice
-            self._problem, self._missed = told(error), self._missed + 1
-            return
-        self._closed.append(window)
-
-
-class _Pace:
-    """What signing and steps take, as far as the host can tell."""
-
-    def __init__(self) -> None:
-        self._seconds_per_byte: float | None = None
-        self._step_seconds: float | None = None
-        self._ended: float | None = None
-
-    def step_ended(self) -> None:
-        now = time.perf_counter()
-        if self._ended is not None:
-            self._step_seconds = _mixed(self._step_seconds, now - self._ended)
-        self._ended = now
-
-    def signed(self, size: int, seconds: float) -> None:
-        if size:
-            pace = seconds / size + 1 / _BYTES_PER_SECOND
-            self._seconds_per_byte = _mixed(self._seconds_per_byte, pace)
-
-    def bytes_within(self, budget: float | None) -> int | None:
-        """How much may be signed twice in a step; None if that is not limited, or not known yet."""
-        if budget is None or self._seconds_per_byte is None or self._step_seconds is None:
+            return {name: (whole, local_of(whole, whole)) for name, whole in state().items()}
+        except _UNREADABLE as error:
+            self._failed((), error, are_copies=are_copies)
             return None
-        return int(budget * self._step_seconds / self._seconds_per_byte / 2)
+
+    def _open_window(self, step: int, every: _Held, due: Collection[Surface], *, are_copies: bool) -> None:
+        wholes = {name: whole for name, (whole, _) in every.items() if name in due}
+        tensors = {name: every[name][1] for name in wholes}
+        held = sum(size_of(local) for _, local in every.values())
+        try:
+            before = PendingSignatures(tensors.values())
+            self._open.append(Window(step, tensors, wholes, before, held, are_copies))
+        except _UNREADABLE as error:
+            self._failed(tensors, error, are_copies=are_copies)
+
+    def _pass_ended(self) -> None:
+        """A forward pass may have gathered working copies; from now on they rest, too."""
+        if self._step is None or is_inert():
+            return
+        found = self._read(self._copies.resting, are_copies=True) or {}
+        late = {name: each for name, each in found.items() if name not in self._seen}
+        if not late:
+            return
+        self._seen.update(late)
+        begun = len(self._open)
+        due = self._due({name: local for name, (_, local) in late.items()})
+        self._open_window(self._step, late, due, are_copies=True)
+        for window in self._open[begun:]:
+            self._copies.begin_late(window.tensors)
+
+    def _close_windows(self, *, copies_only: bool = False) -> None:
+        """An update begins; the first one of a step is the first that writes."""
+        if is_inert():
+            return
+        self._step = None
+        closing = [each for each in self._open if each.are_copies or not copies_only]
+        self._open = [each for each in self._open if copies_only and not each.are_copies]
+        for window in closing:
+            names = list(window.tensors)
+            try:
+                window.close(self._copies.received)
+                self._closed.append(window)
+            except _UNREADABLE as error:
+                self._failed(names, error, are_copies=window.are_copies)
+
+    def _failed(self, names: Collection[Surface], error: Exception, *, are_copies: bool) -> None:
+        """Training must not notice."""
+        if are_copies:
+            self._copies.not_read(names, told(error))
+        else:
+            self._problem, self._missed = told(error), self._missed + 1
 
 
 class _AtRest:
@@ -273,8 +282,7 @@ class _AtRest:
     def describe(self) -> Any:
         if not self._recipe.is_learned:
             return {"watches": False, "changed": []}
-        windows = self._recipe.windows()
-        self._changed = [(each.step, name) for each in windows for name in each.changed()]
+        self._changed = self._recipe.changes()
         return {"watches": True, "changed": sorted({step for step, _ in self._changed})}
 
     def prepare(self, descriptions: Sequence[Any], source: int) -> None:  # noqa: ARG002  nothing is sent
@@ -282,7 +290,7 @@ class _AtRest:
         peers = Counter(step for each in descriptions for step in each["changed"])
         often = Counter(name for _, name in self._changed)
         written = {name for step, name in self._changed if peers[step] > 1 or often[name] > 1}
-        self._recipe.leave_out(written)
+        self._recipe.leave_out([(step, name) for step, name in self._changed if name in written])
         self._changed = [(step, name) for step, name in self._changed if name not in written]
         self._recipe.conclude(self._changed)
 
@@ -307,11 +315,3 @@ class _AtRest:
     def release(self) -> None:
         self._changed = []
         self._recipe.forget()
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _mixed(before: float | None, now: float) -> float:
-    return now if before is None else 0.8 * before + 0.2 * now

@@ -41,6 +41,12 @@ _WITHOUT_GRADIENTS = (
 )
 
 
+_LARGE_BYTES, _LARGE_RATIO = 64 << 20, 4
+"""A gradient that is larger than this, and so many times as large as the inputs, is not sent to the peers.
+That of a vocabulary is: to send it takes longer than to compute with it. Any gradient will do, as long as all
+peers use the same one."""
+
+
 class Capture:
     """Armed from its making until ``disarm``."""
 
@@ -152,6 +158,9 @@ class Capture:
                 begun.problem = f"{found} came back to its output"
                 return
             self._whole = begun
+            if _is_too_large(gradient, begun):
+                begun.replaced = tuple(sorted({*begun.replaced, place}))
+                return
             # Kept, not copied: it need not be what training used, only the same on all peers. Autograd
             # adds to a gradient in place only if nobody else holds it.
             begun.gradients[place] = gradient.detach()
@@ -168,3 +177,10 @@ class Capture:
                 self._problem = _WITHOUT_GRADIENTS
             return False
         return True
+
+
+def _is_too_large(gradient: torch.Tensor, begun: Invocation) -> bool:
+    """Only of plain tensors: a DTensor's gradient may be placed otherwise than the output."""
+    inputs = sum(leaf.nbytes for leaf in begun.leaves if isinstance(leaf, torch.Tensor))
+    is_large = gradient.nbytes > max(_LARGE_BYTES, _LARGE_RATIO * inputs)
+    return is_large and Layout.of(gradient) is None

@@ -14,19 +14,30 @@ not refused here; ``Communication`` recognizes it while training itself runs the
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from torchscout.errors import ReplayError
+from torchscout.errors import ChannelError, ReplayError, told
 from torchscout.evidence.call import Call
 from torchscout.evidence.collectives import Handle, Pending, examine, listen
-from torchscout.evidence.hearing import in_backward, is_inert, is_nested_step, is_stepping
+from torchscout.evidence.hearing import in_backward, inert, is_inert, is_nested_step, is_stepping
 
-__all__ = ["Communication", "StepCommunication", "UnannouncedError", "announced", "guarded"]
+__all__ = [
+    "Communication",
+    "Refusal",
+    "StepCommunication",
+    "UnannouncedError",
+    "announced",
+    "attempt",
+    "guarded",
+]
+
+
+_Value = TypeVar("_Value")
 
 
 class UnannouncedError(ReplayError):
@@ -73,6 +84,25 @@ def guarded() -> Iterator[None]:
             yield
     finally:
         _running.remove(replay)
+
+
+class Refusal(str):
+    """Why something is not replayed at all; any other string says what has failed."""
+
+    __slots__ = ()
+
+
+def attempt(work: Callable[[], _Value]) -> tuple[_Value | None, str | None]:
+    """The result, or in words why there is none."""
+    try:
+        with inert(), guarded():
+            return work(), None
+    except ChannelError:
+        raise  # the exchange itself is broken: there is nobody left to be in step with
+    except ReplayError as error:
+        return None, Refusal(told(error))
+    except Exception as error:  # noqa: BLE001  see [Note: no rank is stranded] in ``replayer``; the user's modules run in here
+        return None, told(error)
 
 
 @contextmanager
@@ -133,6 +163,8 @@ class StepCommunication:
         self._has_heard = False
         """Whether a step was listened to, or is right now."""
         self._hook: Any = None
+        self.refusal: str | None = None
+        """Why its update is not to be repeated for another reason, if so."""
 
     def start(self) -> None:
         # No hook after the step: replay may end in one, and PyTorch does not permit that one be removed then.
@@ -162,7 +194,9 @@ class StepCommunication:
         return self._communication.found is not None
 
     def refuse(self) -> None:
-        """Raise a ``ReplayError`` if it does."""
+        """Raise a ``ReplayError`` if its update is not to be repeated."""
+        if self.refusal is not None:
+            raise ReplayError(self.refusal)
         if (found := self._communication.found) is not None:
             kind = type(self._optimizer).__name__
             raise ReplayError(f"the step of {kind} issues {found}, which a replay must not repeat")

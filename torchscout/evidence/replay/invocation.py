@@ -47,6 +47,8 @@ class Invocation:
     """Of the DTensors among the output's tensors, by place: this rank's own."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """What backward brought to the output, by place among the output's tensors."""
+    replaced: tuple[int, ...] = ()
+    """Places at which the output itself stands in for its gradient, which was too large to send."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """The module's, as they were before the forward pass, where they are others after it; mostly none."""
     problem: str | None = None
@@ -75,9 +77,10 @@ class Invocation:
             list(call["requires_grad"]),
             spec,
             call["autocast"],
-            Randomness({name: torch.empty(0, dtype=torch.uint8) for name in call["random"]}),
+            Randomness({name: torch.empty(0, dtype=torch.uint8, device="cpu") for name in call["random"]}),
             attention,
             {place: each for place, each in layouts.items() if each is not None},
+            replaced=tuple(call.get("replaced", ())),
         )
 
     def arguments(self, tensors: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -95,6 +98,7 @@ class Invocation:
             "attention": self.attention.describe(),
             "random": {name: described(state) for name, state in self.randomness.states.items()},
             "gradients": {str(place): described(each) for place, each in self.gradients.items()},
+            "replaced": list(self.replaced),
         }
 
     def like(self, source: Mapping[str, Any], device: torch.device) -> Invocation:
@@ -119,6 +123,7 @@ class Invocation:
                 int(place): room_for(told, device, self.outputs.get(int(place)))
                 for place, told in source["gradients"].items()
             },
+            replaced=tuple(source.get("replaced", ())),
         )
 
     def hiding(self) -> str | None:

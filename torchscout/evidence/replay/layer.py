@@ -73,6 +73,10 @@ class LayerRecipe:
         self._refused: dict[nn.Module, str] = {}
         """Modules that issue collectives of their own, with the reason why they are not replayed."""
 
+    def refuse(self, reason: str) -> None:
+        """Replay none of these modules."""
+        self._refused |= dict.fromkeys(self._modules, reason)
+
     def keep(self, names: Sequence[str]) -> None:
         """Replay these modules only, in this order."""
         places = [self._names.index(name) for name in names]
@@ -217,17 +221,18 @@ class LayerReplay:
         assert self._call is not None, "prepared first"
         given, weights = f"{self._name}/input", f"{self._name}/parameters"
         nothing = "no gradient reached it"
-        if not self._call.gradients:
+        if not (self._call.gradients or self._call.replaced):
             nothing = "no gradient reached the output of the module"
         shards = [f"{self._name}/shards"] if self._compares_shards else []
         tie = _TIE if self._keepers.is_mixed else None
-        gradients = [*self._inputs(), *self._parameters]
+        gradients, output = [*self._inputs(), *self._parameters], f"{self._name}/output"
+        premises = (given, weights, output) if self._call.replaced else (given, weights)
         return [
             Comparison(given, Mode.INPUT),
             *(Comparison(each, Mode.STATE) for each in shards),
             Comparison(weights, Mode.STATE, tuple(shards), absent="it has no parameters", tie=tie),
-            Comparison(f"{self._name}/output", Mode.FORWARD, (given, weights), absent="it returns no tensor"),
-            *(Comparison(each, Mode.BACKWARD, (given, weights), absent=nothing) for each in gradients),
+            Comparison(output, Mode.FORWARD, (given, weights), absent="it returns no tensor"),
+            *(Comparison(each, Mode.BACKWARD, premises, absent=nothing) for each in gradients),
             *self._reductions(tuple(gradients)),
         ]
 
@@ -378,6 +383,7 @@ class LayerReplay:
         inputs = [x for x in given if x.requires_grad]
         wanted = [*inputs, *self._weights()]
         pairs = [(outputs[place], each) for place, each in self._call.gradients.items()]
+        pairs += [(outputs[place], outputs[place].detach()) for place in self._call.replaced]
         gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
             roots, arriving = zip(*pairs, strict=True)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-__all__ = ["Randomness", "Tracker", "lend", "register_tracker", "unmoved"]
+__all__ = ["Randomness", "Tracker", "disturbed_by_cudnn", "lend", "register_tracker", "unmoved"]
 
 
 class Tracker(Protocol):
@@ -68,7 +68,9 @@ class Randomness:
         """Let everything on this rank draw from here."""
         torch.set_rng_state(self.states["cpu"])
         if device.type in self.states and device.type != "cpu":
-            torch.get_device_module(device).set_rng_state(self.states[device.type], device)
+            module, wanted = torch.get_device_module(device), self.states[device.type].cpu()
+            if not torch.equal(module.get_rng_state(device).cpu(), wanted):  # see ``disturbed_by_cudnn``
+                module.set_rng_state(wanted, device)
         for name, tracker in _trackers.items():
             own = {key.partition("/")[2]: state for key, state in self.states.items() if _belongs(key, name)}
             tracker.set_states(own)
@@ -92,6 +94,19 @@ def unmoved(device: torch.device) -> Iterator[None]:
         torch_states.apply(device)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def disturbed_by_cudnn(model: torch.nn.Module) -> str | None:
+    """Why nothing of this model may be computed again, if its dropout would be another one afterwards.
+
+    For recurrent layers with dropout cuDNN keeps a random state of its own. PyTorch makes a new one, with
+    numbers from the device's stream, after anybody has set the state of that stream, even to what it was.
+    """
+    for name, each in model.named_modules():
+        is_drawing = isinstance(each, torch.nn.RNNBase) and each.dropout and each.num_layers > 1
+        if is_drawing and any(weight.is_cuda for weight in each.parameters()):
+            return f"{name or 'the model'} has dropout whose random state in cuDNN a replay would reset"
+    return None
 
 
 def lend(stream: Any, seed: int) -> Callable[[], object] | None:

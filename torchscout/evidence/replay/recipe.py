@@ -161,7 +161,7 @@ class Laps:
 
 
 def measured(target: str, shape: tuple[int, ...], seen: Sequence[Observation]) -> Measured:
-    """What a replay took; of its variants, which are equal work, the shortest time."""
+    """What a replay took; of its variants and repetitions, which are equal work, the shortest time."""
     surfaces = dict.fromkeys(surface for each in seen for surface in each.times)
     times = {
         surface: min(each.times[surface] for each in seen if surface in each.times) for surface in surfaces

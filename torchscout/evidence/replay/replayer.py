@@ -13,12 +13,17 @@ data-parallel jobs do not, all meet before each of them.
 each round: layers may be sharded, and ranks of other peer groups compute together with this one. A round is
 repeated without strict determinism where an operator refused it on any rank, and after a disagreement there
 are further rounds until ``decision.repeatability`` has decided on every rank, or may not ask for more.
+
+[Note: timed again] Before anybody is reported as slow, what was slow is run several times more, with pauses,
+and the shortest time counts. A slow rank is slow each time. One that had to wait for a core, or for a device
+that it shares, is not.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -28,11 +33,10 @@ import torch
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.repeatability import REFUSED, Repeated, SurfaceHistory, Trial
 from torchscout.decision.timings import Measured
-from torchscout.errors import ChannelError, ReplayError, told
-from torchscout.evidence.hearing import in_backward, inert
+from torchscout.evidence.hearing import in_backward
 from torchscout.evidence.replay.alignment import receive_together
 from torchscout.evidence.replay.comparison import Run, gather, judged
-from torchscout.evidence.replay.guard import guarded
+from torchscout.evidence.replay.guard import Refusal, attempt
 from torchscout.evidence.replay.judgement import (
     Context,
     broken_depth,
@@ -46,6 +50,7 @@ from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.evidence.replay.peers import Peers
 from torchscout.evidence.replay.recipe import (
     LearningReplay,
+    Observation,
     Recipe,
     Replay,
     finish_signatures,
@@ -54,8 +59,10 @@ from torchscout.evidence.replay.recipe import (
 from torchscout.evidence.replay.rotation import Due, Rotation
 from torchscout.mesh import Axis, PeerGroup, Role
 
-__all__ = ["Begun", "Findings", "PeersFor", "Replayer", "attempt"]
+__all__ = ["Begun", "Findings", "PeersFor", "Replayer"]
 
+_TIMES, _PAUSE_SECONDS = 4, 0.01
+"""How often, and how far apart, what looks slow is run again."""
 _HEIGHT = 8
 """More than the comparisons that build upon each other."""
 _Value = TypeVar("_Value")
@@ -114,6 +121,11 @@ class Replayer:
         self.variants: tuple[float, ...] = (1.0,)
         self.keepsakes = Keepsakes()
         self.history = SurfaceHistory()
+        self.doubted: Callable[[int, Sequence[Measured]], Collection[str | None]] = lambda *_: ()
+        """Given a step and what this rank measured in it: targets for which a rank would be reported as slow.
+
+        Every rank calls this in every check, and all get the same answer. See [Note: timed again].
+        """
         self.still_here: Callable[[], None] = lambda: None
         """Called in each further round of a disagreement: those may take longer than a step."""
 
@@ -131,7 +143,7 @@ class Replayer:
                 self._begun.append(Begun(due, "", recipe, peers, source, None, None))
                 continue
             replay, problem = attempt(_bound(recipe.begin, due.target, is_source=peers.position == source))
-            name, is_refused = recipe.targets[due.target], isinstance(problem, _Refusal)
+            name, is_refused = recipe.targets[due.target], isinstance(problem, Refusal)
             self._begun.append(Begun(due, name, recipe, peers, source, replay, problem, is_refused))
 
     def check(self, step: int) -> Findings:
@@ -149,12 +161,12 @@ class Replayer:
         """One replay that no rotation has asked for, on every rank of the job."""
         assert not self._begun, "no step is under way"
         self._begun = [begun]
-        self._carry_out(step, findings)
+        self._carry_out(step, findings, is_timed=False)
 
     def peers_for(self, recipe: Recipe) -> Peers:
         return self._peers_for(recipe.role, recipe.is_gathered)
 
-    def _carry_out(self, step: int, findings: Findings) -> None:
+    def _carry_out(self, step: int, findings: Findings, *, is_timed: bool = True) -> None:
         try:
             self._describe()
             self._vote()
@@ -173,6 +185,8 @@ class Replayer:
                     surface = "/".join(filter(None, (begun.target, begun.due.kind)))
                     reason = f"{REFUSED}: {begun.problem}" if begun.is_refused else str(begun.problem)
                     findings.records.append(not_checked(context, surface, reason))
+            if is_timed:
+                findings.measured.extend(self._measure(step, ready, runs))
         finally:
             self.abandon()
 
@@ -325,12 +339,35 @@ class Replayer:
 
     def _conclude(self, begun: Begun, run: Run, findings: Findings) -> None:
         findings.records.extend(run.records)
-        name, shape = run.replay.work
-        key = (begun.due.kind, name, () if begun.recipe.is_dynamic else shape)
-        if key in self._warm:
-            findings.measured.append(measured(begun.target, shape, [*run.seen.values()]))
-        self._warm.add(key)
         self._keep(begun, run.replay)
+
+    def _measure(self, step: int, ready: Sequence[int], runs: Mapping[int, Run]) -> list[Measured]:
+        """What replays took. See [Note: timed again]."""
+        seen = {place: [*run.seen.values()] for place, run in runs.items() if self._is_warm(place, run)}
+        found = {place: self._measured(place, runs[place], each) for place, each in seen.items()}
+        if not (doubted := self.doubted(step, [*found.values()])):
+            return [*found.values()]
+        wanted = [place in found and (found[place].layer or None) in doubted for place in ready]
+        places = [place for place, yes in zip(ready, self._job.highest(wanted), strict=True) if yes]
+        for _ in range(_TIMES):
+            time.sleep(_PAUSE_SECONDS)
+            now = {place: runs[place].again() for place in places if place in runs}
+            self._observe(places, now)
+            for place, run in now.items():
+                seen.get(place, []).extend(run.seen.values())
+            self.still_here()
+        return [self._measured(place, runs[place], each) for place, each in seen.items()]
+
+    def _is_warm(self, place: int, run: Run) -> bool:
+        """Whether this work was run before. The first time, kernels are compiled and memory is allocated."""
+        begun, (name, shape) = self._begun[place], run.replay.work
+        key = (begun.due.kind, name, () if begun.recipe.is_dynamic else shape)
+        is_warm = key in self._warm
+        self._warm.add(key)
+        return is_warm
+
+    def _measured(self, place: int, run: Run, seen: Sequence[Observation]) -> Measured:
+        return measured(self._begun[place].target, run.replay.work[1], seen)
 
     def _keep(self, begun: Begun, replay: Replay) -> None:
         """Whoever's call was replayed keeps it for a sweep, in place of what another peer had kept."""
@@ -382,7 +419,7 @@ def _description(begun: Begun, inside: str | None) -> dict[str, Any]:
     document = None
     if begun.replay is not None and begun.problem is None:
         document, begun.problem = attempt(_bound(_spelled, begun.replay))
-        begun.is_refused = isinstance(begun.problem, _Refusal)
+        begun.is_refused = isinstance(begun.problem, Refusal)
     begun.problem = begun.problem or inside
     return {"problem": begun.problem, "document": document}
 
@@ -393,22 +430,3 @@ def _spelled(replay: Replay) -> str:
 
 def _bound(function: Callable[..., _Value], *args: Any, **kwargs: Any) -> Callable[[], _Value]:
     return lambda: function(*args, **kwargs)
-
-
-class _Refusal(str):
-    """Why something is not replayed at all; any other string says what has failed."""
-
-    __slots__ = ()
-
-
-def attempt(work: Callable[[], _Value]) -> tuple[_Value | None, str | None]:
-    """The result, or in words why there is none."""
-    try:
-        with inert(), guarded():
-            return work(), None
-    except ChannelError:
-        raise  # the exchange itself is broken: there is nobody left to be in step with
-    except ReplayError as error:
-        return None, _Refusal(told(error))
-    except Exception as error:  # noqa: BLE001  see [Note: no rank is stranded]; the user's modules run in here
-        return None, told(error)

@@ -94,6 +94,6 @@ def _repeated(tensor: torch.Tensor, available: int, wanted: int) -> torch.Tensor
     """The first ``available`` rows over and over, until there are ``wanted``; random ones if none is."""
     if not available:
         generator = torch.Generator().manual_seed(wanted)  # the same on all peers
-        drawn = torch.randn(wanted, *tensor.shape[1:], generator=generator)
+        drawn = torch.randn(wanted, *tensor.shape[1:], generator=generator, device="cpu")
         return drawn.to(device=tensor.device, dtype=tensor.dtype)
     return tensor[torch.arange(wanted, device=tensor.device) % available]

@@ -98,7 +98,7 @@ def _scratch(optimizer: Optimizer, parameter: torch.Tensor) -> tuple[Parts, torc
     device = local_of(parameter, parameter).device
 
     def random(dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
 
     def slot(value: Any) -> Any:
         shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape

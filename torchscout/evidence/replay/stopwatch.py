@@ -6,6 +6,13 @@ slow. The wait is bounded, because a program may rely on issuing a second collec
 done. Sends and receives are never waited for, since a ring of them would not get any further; what a pass
 computes cannot be told apart from them, and is not timed.
 
+[Note: waiting for a core] Where the host's clock times the work, a machine with more to do than it has cores
+delays now this rank and now that one, by far more than a slow layer would. A rank is not slow by itself for
+that: the time in which its thread could run and the scheduler gave the cores to others is left out. What the
+thread computes, and what it sleeps or waits for, is counted. The waits of other threads that PyTorch computes
+with (``torch.set_num_threads``) are not known, and none are where the system does not report them.
+Collectives are timed with all waits: others do the transfer meanwhile.
+
 Not seen: what ``evidence.collectives`` does not see. Whose fault a time is, is not decided here.
 """
 
@@ -15,7 +22,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -28,6 +36,9 @@ from torchscout.evidence.replay.recipe import Observation
 __all__ = ["lapped", "timed"]
 
 _PATIENCE_SECONDS = 5.0
+_READS = 8
+"""How often a clock is read again because the thread had to wait for a core meanwhile."""
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _Mark = TypeVar("_Mark")
 
 
@@ -48,11 +59,12 @@ def timed(
 
     def read() -> None:
         clock.settle()
-        laps = [(call, clock.milliseconds(*marks)) for call, marks in ear.laps]
-        for call, milliseconds in laps:
+        for call, marks in ear.laps:
+            milliseconds = clock.milliseconds(*marks)
             seen.lap(communication.format(call.operation), call.members, call.elements, milliseconds)
         if work is not None and ear.is_separable:
-            seen.times[work] = clock.milliseconds(begin, end) - sum(lap for _, lap in laps)
+            laps = sum(clock.own_milliseconds(*marks) for _, marks in ear.laps)
+            seen.times[work] = max(0.0, clock.own_milliseconds(begin, end) - laps)
 
     seen.unread.append(read)
 
@@ -140,20 +152,47 @@ class _Clock(Protocol[_Mark]):
 
     def milliseconds(self, begin: _Mark, end: _Mark) -> float: ...
 
+    def own_milliseconds(self, begin: _Mark, end: _Mark) -> float:
+        """Without what this rank spent waiting for a core: see [Note: waiting for a core]."""
+        ...
+
 
 def _clock_of(device: torch.device) -> _Clock[Any]:
     return _DeviceClock(device) if device.type == "cuda" else _HostClock()
 
 
+class _HostMark(NamedTuple):
+    at: float
+    waited: float
+    """Seconds for a core, by then."""
+
+
 class _HostClock:
-    def mark(self) -> float:
-        return time.perf_counter()
+    def mark(self) -> _HostMark:
+        waited = _waited_for_a_core()
+        for _ in range(_READS):
+            now, before = time.perf_counter(), waited
+            waited = _waited_for_a_core()
+            if waited == before:  # it did not wait between the two readings, so that they fit each other
+                break
+        return _HostMark(now, waited)
 
     def settle(self) -> None:
         """The host knows its marks at once."""
 
-    def milliseconds(self, begin: float, end: float) -> float:
-        return 1e3 * (end - begin)
+    def milliseconds(self, begin: _HostMark, end: _HostMark) -> float:
+        return 1e3 * (end.at - begin.at)
+
+    def own_milliseconds(self, begin: _HostMark, end: _HostMark) -> float:
+        return 1e3 * (end.at - begin.at - (end.waited - begin.waited))
+
+
+def _waited_for_a_core() -> float:
+    """Seconds in which this thread could have run and had no core, since it began; 0 if that is not known."""
+    try:
+        return int(_SCHEDSTAT.read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 class _DeviceClock:
@@ -172,3 +211,5 @@ class _DeviceClock:
 
     def milliseconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(begin.elapsed_time(end))
+
+    own_milliseconds = milliseconds

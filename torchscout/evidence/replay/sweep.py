@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchscout.evidence.replay.guard import attempt
 from torchscout.evidence.replay.peers import Peers
 from torchscout.evidence.replay.recipe import Given, Recipe
-from torchscout.evidence.replay.replayer import Begun, Findings, Replayer, attempt
+from torchscout.evidence.replay.replayer import Begun, Findings, Replayer
 from torchscout.evidence.replay.rotation import Due
 
 __all__ = ["sweep"]

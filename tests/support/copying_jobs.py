@@ -1,0 +1,121 @@
+"""Replicas in bfloat16 whose optimizer updates float32 masters, and writes the parameters from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.replayed_job import Net, batch
+from torchscout.config import Parallelism, ReplayConfig
+from torchscout.decision.record import Incident
+from torchscout.faults.tensor_effects import FlipBit
+from torchscout.integration.attach import enable_resiliency
+
+__all__ = ["Copied", "Copying", "MasterAdamW", "copying"]
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """Mixed precision by hand."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
+        self._parameters = list(parameters)
+        masters = [nn.Parameter(each.detach().float()) for each in self._parameters]
+        super().__init__(masters, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        (group,) = self.param_groups
+        pairs = list(zip(self._parameters, group["params"], strict=True))
+        for parameter, master in pairs:
+            master.grad = parameter.grad.float() if parameter.grad is not None else None
+        super().step()
+        for parameter, master in pairs:
+            parameter.data.copy_(master)
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """One job of 20 steps."""
+
+    run_dir: Path
+    flip: tuple[int, int] | None = None
+    """A rank, and the step before whose forward pass one bit of its working copies changes."""
+    receives: str = ""
+    """When rank 1 receives other weights from rank 0, before a forward pass: ``once`` or ``always``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What one rank has seen."""
+
+    incidents: list[Incident]
+    failures: list[str]
+    certified: int | None
+    watched: float | None
+    covered: dict[str, object]
+    has_flipped: bool
+
+
+def copying(rank: int, jobs: Iterator[Copying]) -> Iterator[Copied]:
+    for job in jobs:
+        yield _train(rank, job)
+
+
+def _train(rank: int, job: Copying) -> Copied:
+    torch.manual_seed(0)
+    net = Net().bfloat16()
+    optimizer = MasterAdamW([*net.parameters()], lr=1e-3)
+    session = enable_resiliency(
+        net,
+        optimizer,
+        replay=ReplayConfig(interval=5),
+        observer=None,
+        parallelism=Parallelism(replica=dist.get_world_size()),
+        run_dir=job.run_dir,
+    )
+    has_flipped, weight = False, net.stack[1].up.weight
+    for step in range(1, 21):
+        if job.flip == (rank, step):
+            has_flipped = _flip(weight.detach())
+        if job.receives == "always" or (job.receives == "once" and step == 7):
+            _receive(rank, weight.data)
+        tokens, targets = batch(step, rank)
+        optimizer.zero_grad()
+        net.zero_grad()
+        nn.functional.cross_entropy(net(tokens).flatten(0, 1).float(), targets.flatten()).backward()
+        for each in net.parameters():
+            dist.all_reduce(each.grad)
+        optimizer.step()
+    dist.barrier()  # the rank that reports an incident has written it
+    replay = session.status()["replay"]
+    found = Copied(
+        session.incidents,
+        list(session.failures),
+        session.certified,
+        replay["watched"],
+        replay["covered"],
+        has_flipped,
+    )
+    session.close()
+    return found
+
+
+def _receive(rank: int, weight: torch.Tensor) -> None:
+    """Only rank 1 computes with them, until the next update overwrites them."""
+    if rank == 0:
+        dist.send(2 * weight, 1)
+    elif rank == 1:
+        dist.recv(weight, 0)
+
+
+def _flip(weight: torch.Tensor) -> bool:
+    """As memory does it: PyTorch does not count it as a write."""
+    before = weight.clone()
+    with torch.autograd._unsafe_preserve_version_counter(weight):
+        FlipBit(9).corrupt(weight)
+    return not torch.equal(before, weight)
