@@ -6,7 +6,7 @@ READY := .venv/ready
 # On a GPU machine PyTorch is that machine's own, with CUDA; requirements-dev.txt pins the CPU build.
 GPU_PYTHON ?= python3
 
-.PHONY: help demo test test-slow test-gpu test-gpu-slow check format clean
+.PHONY: help demo test test-slow test-gpu test-gpu-slow check audit fuzz soak format clean
 
 help:  ## what there is to run
 	@awk -F':.*## *' '/^[a-z-]+:.*##/ {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,11 +26,21 @@ test-gpu:  ## tests on a CUDA device, with GPU_PYTHON; NCCL tests need 4 devices
 test-gpu-slow:  ## the long ones of them: healthy jobs over 2,000 steps
 	$(GPU_PYTHON) -m pytest -m "gpu and slow" -rs tests/gpu
 
+fuzz: $(READY)  ## every format that is read, with 100,000 mutants of valid inputs each
+	SCOUT_FUZZ=100000 $(BIN)/python -m pytest -n 2 --dist worksteal tests/fuzz
+
+soak: $(READY)  ## 20,000 healthy steps with all parts on: nothing may be reported, and nothing may grow
+	SCOUT_SOAK=20000 $(BIN)/python -m pytest -m slow -s tests/ranks/test_soak.py -k healthy
+
 check: $(READY)  ## format, lint, types, spelling; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+
+audit:  ## known vulnerabilities of what is installed, where pip-audit is there and reaches its database
+	@if command -v pip-audit > /dev/null; then pip-audit --requirement requirements-dev.txt; \
+	else echo "pip-audit is not installed: nothing was audited"; fi
 
 format: $(READY)  ## put the code into shape
 	$(BIN)/ruff format .

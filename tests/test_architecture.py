@@ -131,6 +131,26 @@ def test_only_time_stamps_and_names_read_the_wall_clock():
     assert readers == {"decision/recorder.py", "cli/doctor/probes/network.py"}
 
 
+CONSTRUCTORS = {"arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "normal", "ones"}
+CONSTRUCTORS |= {"rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
+
+
+def without_device(tree: ast.AST) -> Iterator[int]:
+    """The lines of tensors that are made wherever ``torch.set_default_device`` says."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in CONSTRUCTORS:
+            is_torchs = ast.unparse(node.func).startswith("torch.")
+            if is_torchs and not any(each.arg == "device" for each in node.keywords):
+                yield node.lineno
+
+
+def test_the_library_says_where_it_makes_tensors():
+    library = [module for module in LIBRARY if not module.startswith("cli/")]
+    found = {module: lines for module in library if (lines := [*without_device(tree_of(module))])}
+    assert found == {}
+    assert [*without_device(ast.parse("torch.zeros(3)\ntorch.ones(3, device=x)"))] == [1]
+
+
 def test_production_never_imports_faults():
     for module in LIBRARY:
         if not module.startswith(("faults/", "cli/")):

@@ -18,6 +18,7 @@ from torchscout.config import ReplayConfig
 from torchscout.decision import c3, signature
 from torchscout.decision.channel import ProcessGroupChannel
 from torchscout.decision.recorder import JsonlRecorder
+from torchscout.decision.summary import SummaryRecorder
 from torchscout.evidence.replay import alignment, census, optimizer_step, replayer, transfers
 from torchscout.evidence.replay.capture import Capture
 from torchscout.evidence.replay.layer import LayerReplay
@@ -104,6 +105,7 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
     patches.around(Observation, "read", lambda *_: part("read clocks"))
     patches.around_function(alignment, "captured", lambda *_: part("copy"))
     patches.around(Replaying, "_conclude", lambda *_: part("diagnose"))
+    patches.around(SummaryRecorder, "record", lambda *_: part("write records"))
     patches.around(JsonlRecorder, "record", lambda *_: part("write records"))
     patches.around(Replaying, "_agree", lambda *_, **__: part("certify"))
     patches.around(c3, "compare", lambda *_, **__: exchange("gather signatures"))

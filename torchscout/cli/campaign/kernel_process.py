@@ -21,6 +21,8 @@ from torchscout.cli.campaign.routed_bench import run_job
 from torchscout.cli.campaign.routed_job import Job
 from torchscout.cli.campaign.starting import retried
 from torchscout.cli.local_ranks import preload, run_ranks
+from torchscout.cli.moe_model import experts_at
+from torchscout.evidence.catalog.catalog_file import load
 from torchscout.evidence.catalog.grouped_gemm_kernel import INTERPRETED
 
 __all__ = ["main"]
@@ -45,9 +47,11 @@ def _localized(cell: Cell, place: Path) -> Result:
     shapes = KERNEL_SHAPES if INTERPRETED else SHAPES
     place.parent.mkdir(parents=True, exist_ok=True)
     retried(lambda: run_ranks(profile, 1, cell.place.experts, shapes, catalog, device, timeout=_SECONDS))
-    turns = Turns(shapes, LAYERS)
+    # Where the device runs several of the shapes alike, one of them stands for all.
+    chosen = load(catalog).representatives(experts_at(0), 0)
+    turns = Turns(tuple(rows[0] for rows in chosen), LAYERS)
     job = Job(
-        turns.second(shapes[0]) + _BEYOND - 1,
+        min(fault.steps[0] for fault in cell.faults) + _BEYOND - 1,
         catalog,
         LAYERS,
         is_kernel=True,

@@ -99,7 +99,8 @@ def _unfired(cell: Cell, told: Sequence[Told]) -> list[str]:
 
 def in_its_turn(cell: Cell, told: Sequence[Told], incidents: Sequence[Incident], turns: Turns) -> Grade:
     """Whether there was a whole clean cycle before the fault, which was found at the shape that was due."""
-    wanted = _CYCLES if not cell.faults else 1
+    first = min((fault.steps[0] for fault in cell.faults), default=None)
+    wanted = _CYCLES if first is None else (first - 1) // len(turns)
     if {each.cycles for each in told} != {wanted}:
         cycles = sorted({each.cycles for each in told})
         return Grade(Flaw.BROKEN, f"ranks went through {cycles} clean cycles of the catalog, not {wanted}")

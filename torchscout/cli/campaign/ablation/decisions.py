@@ -61,8 +61,8 @@ def _materially_slow(record: EvidenceRecord, config: StragglerConfig) -> list[in
     times = Times.of(record)
     if times is None:
         return []
-    floor = max(config.material_ratio * times.reference, times.reference + config.material_ms)
-    return [rank for rank in record.ranks if times.of_rank.get(rank, 0.0) >= floor]
+    slower = times.slower(config)
+    return [rank for rank in record.ranks if rank in slower]
 
 
 class RawStepTimes:

@@ -25,7 +25,8 @@ from torchscout.decision.hang_diagnosis import diagnose
 from torchscout.decision.progress import Line, Process, Standing
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.evidence.collectives import listen
-from torchscout.evidence.observer.progress import ProgressReader, ProgressWriter
+from torchscout.evidence.observer.progress_reader import ProgressReader
+from torchscout.evidence.observer.progress_writer import ProgressWriter
 from torchscout.evidence.observer.publisher import Publisher
 from torchscout.evidence.observer.watch import Watch
 from torchscout.faults.fault import Faults

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchscout.decision.progress import Standing
 from torchscout.errors import TornRecordError
-from torchscout.evidence.observer.progress import ProgressReader
+from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.integration.roster import read_roster
 
 __all__ = ["standings"]

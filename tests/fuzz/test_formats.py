@@ -1,0 +1,162 @@
+"""Every format that is read, with inputs that nobody would write: a documented error or a result.
+
+``make fuzz`` tries ``SCOUT_FUZZ`` mutants of each; ``make test`` about a hundred. What fails says its seed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
+from tests.unit.test_board import post
+from tests.unit.test_gate import train
+from tests.unit.test_record import AGREEMENTS, EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED, TIMES
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate_state import CheckpointGate
+from torchscout.checkpoint.generation import Generation, Role
+from torchscout.checkpoint.owner import Owner, refusal
+from torchscout.checkpoint.shard_format import Blob, Identity, decode, encode
+from torchscout.cli.status import standing
+from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
+from torchscout.decision.progress import Line, Phase
+from torchscout.decision.recorder import JsonlRecorder, read
+from torchscout.errors import CheckpointError, TornRecordError
+from torchscout.evidence.observer import board
+from torchscout.evidence.observer.post import Post
+from torchscout.evidence.observer.progress_reader import ProgressReader
+from torchscout.evidence.observer.progress_writer import ProgressWriter
+from torchscout.integration.roster import Entry, read_roster
+
+
+def test_lock_owners():
+    document = asdict(Owner.own("job", "run"))
+
+    def attempt(chance: random.Random) -> None:
+        owner = Owner.from_bytes(text_mutant(chance, document))
+        if owner is not None:
+            refusal(Path("folder"), owner)
+            assert owner.is_gone in (True, False)
+
+    tried(attempt, ())
+
+
+def test_records(tmp_path: Path):
+    recorder = JsonlRecorder(tmp_path, 0)
+    for item in (EVIDENCE, TIMES, NOT_CHECKED, INCIDENT, RESOLVED, AGREEMENTS):
+        recorder.record(item)
+    lines = [
+        json.loads(line)
+        for path in (tmp_path / "incidents.jsonl", tmp_path / "records" / "rank-0.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    path = tmp_path / "mutants.jsonl"
+
+    def attempt(chance: random.Random) -> None:
+        path.write_bytes(text_mutant(chance, chance.choice(lines)) + b"\n")
+        for line in read(path):
+            assert str(line)
+
+    tried(attempt, ())
+
+
+def test_rosters(tmp_path: Path):
+    (tmp_path / "ranks").mkdir()
+    document = asdict(Entry.own(0, tmp_path / "record"))
+
+    def attempt(chance: random.Random) -> None:
+        (tmp_path / "ranks" / "rank-0.json").write_bytes(text_mutant(chance, document))
+        for entry in read_roster(tmp_path):
+            assert standing(entry)["state"]
+
+    tried(attempt, (ValueError,))
+
+
+def test_messages():
+    kinds = [
+        {"kind": "announce", "insistent": False},
+        {"kind": "post", "round": 1, "post": post(0)},
+        {"kind": "stack", "round": 1, "stack": "", "waiting": None},
+        {"kind": "moved", "seconds": 1.5},
+    ]
+
+    def attempt(chance: random.Random) -> None:
+        message = board.decode(text_mutant(chance, chance.choice(kinds)), board.Tally())
+        if message is not None and message["kind"] == "post":
+            board.encode("post", post=Post.from_json(message["post"], {}, 8).to_json())
+
+    tried(attempt, board.MISTAKES)
+
+
+def test_progress_records(tmp_path: Path):
+    writer = ProgressWriter.create(tmp_path / "records", 0)
+    line = writer.declare(Line("world", (0, 1), "world"))
+    phrase = writer.phrase("all_reduce float32[8] sum", 7)
+    for _ in range(5):
+        writer.advance(Phase.FORWARD)
+        writer.issue(line, phrase, [1, 2], [3, 4])
+        writer.next_step()
+    whole = writer.path.read_bytes()
+    used = len(whole.rstrip(b"\0")) + 64
+    path = tmp_path / "records" / "mutant"
+    path.touch(mode=0o600)
+
+    def attempt(chance: random.Random) -> None:
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 4, 32))):
+            at = chance.randrange(used)
+            data[at : at + 8] = chance.choice((b"\xff" * 8, bytes(8), chance.randbytes(8)))
+        path.write_bytes(data)
+        reader = ProgressReader(path)
+        reader.read()
+        reader.lines()
+        reader.step_seconds()
+
+    try:
+        tried(attempt, (ValueError, TornRecordError))
+    finally:
+        writer.close()
+
+
+def test_ledgers(tmp_path: Path):
+    gate = train(CheckpointGate(recipes=2), "hhhhh")
+    document = {"schema": 1, "job": "job", "world_size": 4, "rank": 1, "gate": gate.to_json()}
+    path = ledger.path_of(tmp_path, 1)
+
+    def attempt(chance: random.Random) -> None:
+        body = text_mutant(chance, document)
+        sealed = ledger._sealed(body)  # the digest is right: damage that no digest finds
+        path.write_bytes(sealed if chance.random() < 0.8 else bytes_mutant(chance, sealed))
+        ledger.inspect(tmp_path, 1)
+
+    tried(attempt, (CheckpointError,))
+
+
+def test_shards():
+    identity = Identity(job="job", mesh="m", world_size=2, rank=1, generation=Generation(3))
+    blobs = [Blob("a", "float32", (2, 3), bytes(24)), Blob("b", "uint8", (5,), bytes(5))]
+    whole = b"".join(map(bytes, encode(identity, Role.LATEST, {"x": 1}, blobs)))
+
+    def attempt(chance: random.Random) -> None:
+        mutant = bytes_mutant(chance, whole)
+        decode(mutant)
+        assert mutant == whole, "damage was not found"
+
+    tried(attempt, (CheckpointError,))
+
+
+@pytest.mark.parametrize("config", [StragglerConfig, ObserverConfig, ReplayConfig])
+def test_settings(config: type):
+    plain = {name: value for name, value in asdict(config()).items() if not isinstance(value, dict)}
+
+    def attempt(chance: random.Random) -> None:
+        mutant: Any = document_mutant(chance, plain)
+        if isinstance(mutant, dict) and mutant.keys() <= plain.keys():
+            config(**mutant)
+
+    tried(attempt, (ValueError,))

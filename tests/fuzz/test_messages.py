@@ -1,0 +1,395 @@
+"""What ranks send to each other, changed on its way: hubs, observers and holders of copies drop it and go on.
+
+Over real sockets, with the real diagnosis behind them. The sender has the job's token: a mistake of ours,
+or another version.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
+from tests.support.replica_ranks import identity, seal
+from tests.unit.test_board import incident, post
+from torchscout.checkpoint import replica_wire as wire
+from torchscout.checkpoint.replica_inbox import Inbox
+from torchscout.checkpoint.replica_outbox import Outbox
+from torchscout.checkpoint.shards import path_of
+from torchscout.config import ObserverConfig
+from torchscout.decision.progress import Line, Phase
+from torchscout.decision.recorder import read
+from torchscout.evidence.observer import board, keys
+from torchscout.evidence.observer.assignment import Assignment, describe_mesh
+from torchscout.evidence.observer.docket import Finding
+from torchscout.evidence.observer.hub import Hub
+from torchscout.evidence.observer.post import Post
+from torchscout.evidence.observer.process import Observing
+from torchscout.evidence.observer.progress_writer import ProgressWriter
+from torchscout.evidence.observer.trainer import Trainer
+from torchscout.mesh import Mesh
+
+TOKEN = keys.new_token()
+CONFIG = ObserverConfig(address="127.0.0.1")
+RANKS = 3
+
+
+@pytest.fixture
+def writers(tmp_path: Path) -> Iterator[list[ProgressWriter]]:
+    """Trainers in the middle of a step; the last one is an operation behind."""
+    made = [ProgressWriter.create(tmp_path / "records", rank) for rank in range(RANKS)]
+    for rank, writer in enumerate(made):
+        world = writer.declare(Line("world", tuple(range(RANKS)), "world", timeout=600.0))
+        pair = writer.declare(Line("0 -> 1", (0, 1), "0 -> 1", pair=True))
+        phrase = writer.phrase("all_to_all float32[8]", 7)
+        for _ in range(3):
+            writer.advance(Phase.FORWARD)
+            if rank < 2:
+                writer.issue(pair, phrase)
+            writer.issue(world, phrase, [1, 1, 1], [1, 1, 1])
+            writer.next_step()
+        writer.advance(Phase.FORWARD)
+        if rank < RANKS - 1:
+            writer.issue(world, phrase, [1, 1, 1], [1, 1, 1])
+    yield made
+    for writer in made:
+        writer.close()
+
+
+def assigned(writer: ProgressWriter, folder: Path, **changes: Any) -> Assignment:
+    return Assignment(
+        rank=0,
+        size=RANKS,
+        record=str(writer.path),
+        run_dir=str(folder / "run"),
+        token=TOKEN,
+        config=CONFIG,
+        **changes,
+    )
+
+
+def posted(writer: ProgressWriter) -> dict[str, Any]:
+    """What the observer of this trainer would say, had it been silent for long."""
+    trainer = Trainer(writer.path, None)
+    trainer.look(time.monotonic())
+    post = replace(trainer.post(CONFIG, 1e6, time.monotonic()), excused=False, moving=False)
+    return json.loads(json.dumps(post.to_json()))
+
+
+class _Job:
+    """A hub as an observer hosts it, and clients of three ranks; the clock is ours."""
+
+    def __init__(self, writers: list[ProgressWriter], folder: Path) -> None:
+        mesh = describe_mesh(Mesh.grid(replica=RANKS))
+        self.observing = Observing(assigned(writers[0], folder, hub=0, mesh=mesh))
+        assert self.observing._hub is not None
+        self.hub: Hub = self.observing._hub
+        self.context: zmq.Context = zmq.Context()
+        self.clients = [
+            board.Client(self.context, rank, TOKEN, [("127.0.0.1", self.hub.port)]) for rank in range(RANKS)
+        ]
+        self.now = 0.0
+        for client in self.clients:
+            assert client.sockets[0].poll(10_000, zmq.POLLOUT)
+        self.posts = [posted(writer) for writer in writers]
+
+    def send(self, rank: int, message: bytes) -> None:
+        self.clients[rank].sockets[0].send(message, zmq.NOBLOCK)
+        assert self.hub.socket.poll(10_000)
+        self.tick()
+
+    def tick(self) -> None:
+        self.hub.tick(self.now)
+        for client in self.clients:
+            for _ in client.receive():
+                pass
+
+    def forget(self) -> None:
+        """A hub that nobody has left and that has said nothing, as at the beginning of a job."""
+        self.hub._left.clear()
+        self.hub._docket.__init__()
+
+    def pass_time(self) -> None:
+        """Until any round is over, with its posts and its stacks."""
+        for _ in range(2):
+            self.now += 100.0
+            self.tick()
+
+    def holds_a_round(self) -> bool:
+        """Whether three ranks that post properly still get the right answer."""
+        self.pass_time()
+        self.forget()
+        self.send(0, board.encode("announce", insistent=True))
+        for rank in range(RANKS):
+            self.send(rank, board.encode("post", round=self.hub._rounds, post=self.posts[rank]))
+        self.pass_time()
+        finding = self.hub._docket.finding
+        return finding is not None and finding.ranks == (RANKS - 1,)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.observing._close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def job(writers: list[ProgressWriter], tmp_path: Path) -> Iterator[_Job]:
+    job = _Job(writers, tmp_path)
+    yield job
+    job.close()
+
+
+def messages_to_a_hub(posts: list[dict[str, Any]], rank: int, number: int) -> list[dict[str, Any]]:
+    gone = post(rank, gone_seconds=3.0)
+    return [
+        {"kind": "announce", "insistent": True},
+        {"kind": "survey"},
+        {"kind": "post", "round": number, "post": posts[rank]},
+        {"kind": "post", "round": number, "post": gone},
+        {"kind": "stack", "round": number, "stack": "File x, line 1", "waiting": True},
+        {"kind": "leave", "post": posts[rank]},
+        {"kind": "moved", "seconds": 1.5},
+        {"kind": "elsewhere", "round": number},
+        {"kind": "share", "channel": "c", "number": 1, "payload": "x", "peers": [0, 1, 2]},
+    ]
+
+
+def lines_mutant(chance: random.Random, post: dict[str, Any]) -> str:
+    """The groups of a post, which are JSON texts of their own."""
+    lines = [json.loads(line) for line in post["lines"].splitlines()]
+    place = chance.randrange(len(lines))
+    if chance.random() < 0.8:
+        lines[place] = document_mutant(chance, lines[place])
+    else:  # few members by their sum, and too many to keep
+        lines[place] = {**lines[place], "members": [[0, 1, -(10**12)], [0, 1, 10**12 + 2]]}
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def test_a_hub_survives_every_message(job: _Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert job.holds_a_round()
+
+    def attempt(chance: random.Random) -> None:
+        if chance.random() < 0.1:
+            job.forget()
+        if chance.random() < 0.3:
+            job.now += chance.choice((0.1, 3.0, 30.0))
+        if chance.random() < 0.3:
+            job.send(0, board.encode("announce", insistent=True))
+        for _ in range(chance.randrange(4)):  # some answer properly
+            rank = chance.randrange(RANKS)
+            job.send(rank, board.encode("post", round=job.hub._rounds, post=job.posts[rank]))
+        rank = chance.randrange(RANKS)
+        message = chance.choice(messages_to_a_hub(job.posts, rank, job.hub._rounds))
+        if "post" in message and chance.random() < 0.3:
+            message = {**message, "post": {**message["post"], "lines": lines_mutant(chance, message["post"])}}
+        job.send(rank, text_mutant(chance, message))
+        if chance.random() < 0.02:
+            assert job.holds_a_round()
+
+    tried(attempt, ())
+    assert job.holds_a_round()
+    assert job.hub.tally.malformed
+    assert not (tmp_path / "run" / "records").exists(), "a post kept a round from being diagnosed"
+    for line in read(tmp_path / "run" / "incidents.jsonl"):
+        assert all(rank in range(RANKS) for rank in getattr(line, "ranks", ()))
+
+
+def test_an_observer_survives_every_message(
+    writers: list[ProgressWriter], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    context: zmq.Context = zmq.Context()
+    hub = board.listen(context, TOKEN, "127.0.0.1", 0)
+    port = int(hub.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+    observing = Observing(assigned(writers[0], tmp_path))
+    observing._obey({"hubs": [["127.0.0.1", port]]})
+    client, lookout = observing._client, observing._lookout
+    assert client is not None
+    assert lookout is not None
+    assert client.sockets[0].poll(10_000, zmq.POLLOUT)
+    standing = Finding.of(incident(0, 1), {0: Post.from_json(post(0))})
+    messages = [
+        {"kind": "heard"},
+        {"kind": "ask", "round": 3},
+        {"kind": "sample", "round": 3},
+        {"kind": "show", "round": 3},
+        {"kind": "outcome", "finding": json.loads(json.dumps(standing.to_json()))},
+        {"kind": "outcome", "finding": None},
+    ]
+
+    def told(message: bytes) -> None:
+        hub.send_multipart([b"0", message])
+        assert client.sockets[0].poll(10_000)
+        observing._act()
+        while hub.poll(0):
+            assert json.loads(hub.recv_multipart()[1])["kind"]
+
+    def attempt(chance: random.Random) -> None:
+        told(text_mutant(chance, chance.choice(messages)))
+        if chance.random() < 0.05:
+            json.dumps(observing._status())
+
+    tried(attempt, ())
+    assert client.tally.malformed
+    before = lookout.rounds
+    told(board.encode("ask", round=9))
+    assert lookout.rounds == before + 1
+    hub.close()
+    observing._close()
+    context.destroy(linger=0)
+
+
+class _Copying:
+    """A holder of copies, and the rank that sends them; by hand, and the clock is ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context: zmq.Context = zmq.Context()
+        listening = wire.listen(self.context, TOKEN, "tcp://127.0.0.1:*")
+        port = int(listening.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.memory = folder / "held"
+        self.inbox = Inbox(listening, 1, self.memory, 0.5)
+        self.inbox.wards = frozenset({0})
+        self.sender = wire.connect(self.context, TOKEN, 0, ("127.0.0.1", port))
+        assert self.sender.poll(10_000, zmq.POLLOUT)
+        self.data = seal(folder / "made", 0, 1, size=3000).read_bytes()
+        self.kept = path_of(self.memory, identity(0, 1), 1)
+        self.now = 0.0
+
+    def send(self, *frames: bytes) -> list[dict[str, Any]]:
+        self.sender.send_multipart(frames)
+        assert self.inbox.socket.poll(10_000)
+        self.inbox.turn(self.now)
+        self.inbox.problems.clear()
+        return [heard.message for heard in wire.receive(self.sender)]
+
+    def messages(self, transfer: str, start: int) -> list[tuple[dict[str, Any], bytes]]:
+        piece = self.data[start : start + 1500]
+        named = {"identity": identity(0, 1).to_json(), "size": len(self.data)}
+        return [
+            ({"kind": "hello"}, b""),
+            ({"kind": "offer", "transfer": transfer, **named}, b""),
+            ({"kind": "chunk", "transfer": transfer, "offset": start}, piece),
+            ({"kind": "retire", "generations": [[1, 0], [2, 0]]}, b""),
+        ]
+
+    def close(self) -> None:
+        self.inbox.close()
+        self.sender.close()
+        self.context.destroy(linger=0)
+
+
+def test_a_holder_of_copies_keeps_only_what_is_whole(tmp_path: Path):
+    copying = _Copying(tmp_path)
+
+    def attempt(chance: random.Random) -> None:
+        copying.now += chance.choice((0.0, 0.0, 0.1, 2.0))
+        chunks = range(0, len(copying.data), 1500)
+        plan = [copying.messages("t", 0)[1], *(copying.messages("t", start)[2] for start in chunks)]
+        if chance.random() < 0.5:
+            plan.append(copying.messages("t", 0)[chance.choice((0, 3))])
+        damaged = chance.randrange(len(plan))
+        for number, (message, piece) in enumerate(plan):
+            frame, data = json.dumps(message).encode(), piece
+            if number == damaged and chance.random() < 0.7:
+                frame = text_mutant(chance, message)
+            elif number == damaged:
+                data = bytes_mutant(chance, piece)
+            copying.send(*([frame, data] if data or chance.random() < 0.1 else [frame]))
+        if copying.kept.exists():
+            assert copying.kept.read_bytes() == copying.data, "a damaged copy was kept"
+            copying.kept.unlink()
+        left = [path for path in tmp_path.rglob("*.shard") if "made" not in path.parts]
+        assert not left, "something else was kept"
+
+    tried(attempt, ())
+    copying.now += 10.0
+    for message, piece in [copying.messages("good", 0)[1]]:
+        copying.send(json.dumps(message).encode(), *([piece] if piece else []))
+    answers = [
+        copying.send(*map(_frame, copying.messages("good", start)[2]))
+        for start in range(0, len(copying.data), 1500)
+    ]
+    assert any(each["kind"] == "sealed" for each in answers[-1]) or copying.kept.exists()
+    copying.close()
+
+
+def _frame(part: Any) -> bytes:
+    return part if isinstance(part, bytes) else json.dumps(part).encode()
+
+
+class _Sending:
+    """A rank that copies a shard, and its holder by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context: zmq.Context = zmq.Context()
+        self.holder = wire.listen(self.context, TOKEN, "tcp://127.0.0.1:*")
+        port = int(self.holder.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.path = seal(folder / "own", 0, 1, size=3000)
+        self.size = self.path.stat().st_size
+        self.now = 0.0
+        self.outbox = Outbox(
+            lambda: wire.connect(self.context, TOKEN, 0, ("127.0.0.1", port)), "rank 1", patience=1e9
+        )
+        self.outbox.put(self.path)
+        self.transfer = self.offered()
+
+    def offered(self) -> str:
+        """The transfer that is offered next."""
+        self.now += 1000.0
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            self.outbox.turn(self.now)
+            self.holder.poll(5)
+            for each in wire.receive(self.holder):
+                if each.message["kind"] == "offer":
+                    return str(each.message["transfer"])
+        raise AssertionError("nothing was offered")
+
+    def say(self, frame: bytes) -> None:
+        self.holder.send_multipart([b"0", frame])
+        assert self.outbox.socket.poll(10_000)
+        self.outbox.turn(self.now)
+        self.outbox.problems.clear()
+
+    def go_on(self) -> None:
+        """Have a transfer under way, if the last one was ended."""
+        copy = self.outbox._copy
+        if copy is not None and copy.transfer == self.transfer:
+            return
+        if copy is None and self.outbox._waiting is None:
+            self.outbox.put(self.path)
+        self.transfer = self.offered()
+
+    def close(self) -> None:
+        self.outbox.close()
+        self.holder.close()
+        self.context.destroy(linger=0)
+
+
+def test_a_sender_of_copies_believes_only_what_can_be(tmp_path: Path):
+    sending = _Sending(tmp_path)
+
+    def attempt(chance: random.Random) -> None:
+        messages = [
+            {"kind": "holding", "generations": [[1, 0]]},
+            {"kind": "credit", "transfer": sending.transfer, "upto": sending.size // 2},
+            {"kind": "retired", "generations": [[1, 0]]},
+            {"kind": "sealed", "transfer": sending.transfer},
+            {"kind": "refused", "transfer": sending.transfer, "why": "no room"},
+        ]
+        # The last two end a transfer, and a new one takes a connection: they are rarer for that.
+        (message,) = chance.choices(messages, weights=(9, 9, 9, 1, 1))
+        sending.say(text_mutant(chance, message))
+        assert not sending.outbox.held, "a copy counts that was never sent"
+        sending.go_on()
+
+    tried(attempt, ())
+    sending.close()
