@@ -134,7 +134,7 @@ def test_a_folder_has_one_job_and_a_dead_one_gives_it_back(tmp_path: Path):
 def test_what_a_job_that_hangs_has_captured_is_recovered_after_it_is_killed(tmp_path: Path):
     """One rank never comes to the sum; the other one's main thread waits in it for ever."""
     plan = replace(planned(tmp_path), hangs={1: 6})
-    with doomed(plan, Doom((0, 1), 2.0)), pytest.raises(RankError) as raised:
+    with doomed(plan, Doom((0, 1), 1.0, when=plan.run_dir / "hangs")), pytest.raises(RankError) as raised:
         run_ranks(train, 2, plan, timeout=60)
     assert str(raised.value).count("exit code -9") == 2
     assert [max(reached(plan, rank)) for rank in (0, 1)] == [5, 5], "it hung"

@@ -380,6 +380,7 @@ def _write_pid(plan: Plan, rank: int) -> None:
 
 def _suffer(plan: Plan, rank: int, step: int, model: nn.Module) -> None:
     if plan.hangs.get(rank) == step:
+        (plan.run_dir / "hangs").touch()
         model.register_forward_hook(lambda *_: time.sleep(3600))
     if plan.lost_folder == step and rank == 0:
         assert plan.directory is not None

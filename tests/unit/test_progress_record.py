@@ -222,7 +222,8 @@ def test_another_process_sees_what_is_published_later(writer: ProgressWriter):
 
 
 def test_the_observers_end_needs_neither_torch_nor_numpy():
-    code = "import sys, torchscout.evidence.observer.progress_reader; print({'torch', 'numpy'} & set(sys.modules))"
+    module = "torchscout.evidence.observer.progress_reader"
+    code = f"import sys, {module}; print({{'torch', 'numpy'}} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
