@@ -30,8 +30,9 @@ TORCH_IN_DECISION = {"channel.py", "fold.py", "fold_kernel.py", "signature.py"}
 
 # Where a broad except is the boundary itself: whatever ends a rank's body is that rank's answer,
 # what a listener raises in the middle of a collective must not reach training, neither may what the
-# session suffers, and a user's callback may raise anything.
+# session suffers, and a user's callback or function may raise anything.
 BROAD_EXCEPT = {
+    "cli/discover/kernels.py": 1,
     "cli/local_ranks.py": 2,
     "evidence/collectives.py": 1,
     "evidence/replay/capture.py": 1,
@@ -41,7 +42,8 @@ BROAD_EXCEPT = {
 }
 
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-LIBRARY = [module for module in MODULES if module != "__init__.py"]  # that one re-exports lazily
+LIBRARY = [module for module in MODULES if module not in ("__init__.py", "__main__.py")]
+# The one re-exports lazily, the other is the command.
 
 
 @cache

@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
-import typer
+from typing import Annotated, Any
 
+import typer
+from typer.core import TyperGroup
+
+import torchscout
 from torchscout.cli.campaign.command import app as campaign
 from torchscout.cli.checkpoint.command import app as checkpoint
 from torchscout.cli.demo.command import demo
 from torchscout.cli.discover.command import discover
 from torchscout.cli.doctor.command import doctor
 from torchscout.cli.explain.command import explain
+from torchscout.cli.options import checked
 from torchscout.cli.status import status
 
 __all__ = ["app"]
 
+
+class _Group(TyperGroup):
+    """Lists its commands with their whole first paragraph; typer's own list cuts it to one line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        helps = {name: self.commands[name].help or "" for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, " ".join(text.split("\n\n")[0].split())) for name, text in helps.items()]
+            )
+
+
 app = typer.Typer(
-    help="Names the sick rank, machine or process group of a distributed training job.",
+    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command()(discover)
-app.command()(doctor)
-app.command()(explain)
-app.command()(status)
-app.add_typer(campaign, name="campaign")
-app.add_typer(checkpoint, name="checkpoint")
+for command in (demo, discover, doctor, explain, status):
+    app.command()(checked(command))
+for group, name in ((campaign, "campaign"), (checkpoint, "checkpoint")):
+    for each in group.registered_commands:
+        assert each.callback is not None
+        each.callback = checked(each.callback)
+    app.add_typer(group, name=name, cls=_Group)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"torchscout {torchscout.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def scout(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Names the sick rank, machine or process group of a distributed training job."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from torchscout.cli.document import as_document
-from torchscout.cli.options import taking
+from torchscout.cli.columns import wrapped
+from torchscout.cli.document import as_document, written
+from torchscout.cli.options import repeated, taking
+from torchscout.cli.paths import made_folder
 
 if TYPE_CHECKING:
     from torchscout.cli.campaign.campaigns import Campaign
@@ -100,29 +103,49 @@ def ablation(asked: Asked) -> None:
 
 @app.command()
 def table(
-    reports: Annotated[list[Path], typer.Argument(help="What --output has written.", exists=True)],
+    reports: Annotated[list[Path], typer.Argument(metavar="REPORTS", help="What --output has written.")],
 ) -> None:
     """Print the table of a campaign's JSON document as Markdown."""
     from torchscout.cli.campaign.markdown import markdown
 
-    print("\n\n".join(markdown(json.loads(path.read_text())) for path in reports))
+    def table_of(path: Path) -> str:
+        try:
+            return markdown(json.loads(path.read_text()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            told = f"{path} is not what --output of a campaign writes: {type(error).__name__}: {error}"
+            raise typer.BadParameter(told, param_hint="REPORTS") from error
+
+    print("\n\n".join([table_of(path) for path in reports]))
 
 
 def _run_and_answer(campaign: Campaign, asked: Asked, hardware: Hardware) -> None:
     wanted, skipped = _wanted(campaign, asked, hardware)
     report, screen = run_campaign(
-        campaign, wanted, asked.seed, asked.jobs, asked.resume, hardware=hardware, skipped=skipped
+        campaign,
+        wanted,
+        asked.seed,
+        asked.jobs,
+        asked.resume,
+        hardware=hardware,
+        skipped=skipped,
+        options=repeated(replace(asked, resume=None)),
     )
     answer(report, screen, as_json=asked.as_json, output=asked.output, html=asked.html)
 
 
 def _wanted(campaign: Campaign, asked: Asked, hardware: Hardware) -> tuple[list[Cell], list[Skipped]]:
-    """Those of the campaign that are to run, and those of them that cannot run on this hardware."""
+    """Those of the campaign that are to run, and those of them that cannot run on this machine."""
     from torchscout.cli.campaign.fitting import fitted
+    from torchscout.cli.campaign.machine import has_triton
     from torchscout.cli.campaign.selection import chosen, sampled
 
     cells = _or_refused("--cells", lambda: chosen(campaign.cells(asked.seed), campaign.rows, asked.cells))
-    return fitted(sampled(cells, asked.seed, campaign.sample) if asked.quick else cells, hardware)
+    cells = sampled(cells, asked.seed, campaign.sample) if asked.quick else cells
+    wanted, skipped = fitted(cells, hardware, with_triton=has_triton())
+    if not wanted:
+        reasons = "; ".join(dict.fromkeys(each.reason for each in skipped))
+        raise typer.BadParameter(f"none of these cells can run here: {reasons}", param_hint="--cells")
+    return wanted, skipped
 
 
 def run_campaign(
@@ -134,8 +157,13 @@ def run_campaign(
     *,
     hardware: Hardware | None = None,
     skipped: Sequence[Skipped] = (),
+    options: str = "",
 ) -> tuple[dict[str, Any], str]:
-    """Every cell that has no result yet; what a signal interrupts leaves nothing behind but its results."""
+    """Every cell that has no result yet; what a signal interrupts leaves nothing behind but its results.
+
+    ``options`` are those of the command line, for whoever wants to go on after an interruption.
+    """
+    from torchscout.cli.campaign.fitting import counted_by_reason
     from torchscout.cli.campaign.layout import Hardware
     from torchscout.cli.campaign.machine import caption, described
     from torchscout.cli.campaign.store import Store
@@ -147,20 +175,19 @@ def run_campaign(
     try:
         _run_all(campaign, cells, store, seed, jobs)
     except KeyboardInterrupt:
-        again = f"scout campaign {campaign.name} --seed {seed}{_options(hardware)} --resume {store.folder}"
-        print(f"Interrupted; nothing is left running. Go on with: {again}", file=sys.stderr)
+        kept = sum(cell.identity in store.results for cell in cells)
+        print(
+            f"Interrupted; nothing is left running. {kept} of {len(cells)} results are kept in {store.path}.",
+            file=sys.stderr,
+        )
+        again = ["scout", "campaign", campaign.name, *shlex.split(options), "--resume", str(store.folder)]
+        print(f"Go on with: {shlex.join(again)}", file=sys.stderr)
         raise typer.Exit(130) from None
     summaries, results = store.summaries(campaign.rows, cells)
     report, screen = campaign.told(seed, summaries, results, str(store.folder))
     report |= {**described(hardware), "skipped": [each.to_json() for each in skipped]}
-    lines = [caption(report), screen, *(f"skipped {each.cell}: {each.reason}" for each in skipped)]
+    lines = [wrapped(caption(report), indent=2), screen, *map(wrapped, counted_by_reason(skipped))]
     return report, "\n".join(lines)
-
-
-def _options(hardware: Hardware) -> str:
-    """What to give again, so that the same cells run on the same hardware."""
-    on = "" if hardware.device == "cpu" else f" --device {hardware.device} --backend {hardware.backend}"
-    return on if hardware.max_ranks is None else f"{on} --max-ranks {hardware.max_ranks}"
 
 
 def _run_all(campaign: Campaign, cells: Sequence[Cell], store: Store, seed: int, jobs: int) -> None:
@@ -190,13 +217,15 @@ def answer(
     from torchscout.cli.campaign.page import page
 
     if html is not None:
-        html.write_text(page(report))
+        written(html, page(report))
     as_document(report, screen, as_json=as_json, output=output)
     raise typer.Exit(0 if report["passed"] else 1)
 
 
 def _folder(resumed: Path | None) -> Path:
-    return (resumed or Path(tempfile.mkdtemp(prefix="scout-campaign-"))).absolute()
+    if resumed is not None:
+        return made_folder(resumed, "--resume")
+    return Path(tempfile.mkdtemp(prefix="scout-campaign-")).absolute()
 
 
 def _or_refused(option: str, action: Callable[[], _Value]) -> _Value:

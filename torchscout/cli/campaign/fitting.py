@@ -6,10 +6,11 @@ must be reported follows from the smaller mesh. On CUDA a slow layer is a slow k
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torchscout.cli.campaign.cell import Cell
+from torchscout.cli.campaign.cell import Cell, Processes
 from torchscout.cli.campaign.layout import LAYOUTS, Hardware
 from torchscout.decision.record import Manifestation
 from torchscout.faults.device_effects import DeviceSpin
@@ -18,7 +19,7 @@ from torchscout.faults.place import Kind
 from torchscout.faults.process_effects import Sleep
 from torchscout.faults.truth import Truth
 
-__all__ = ["Skipped", "fitted"]
+__all__ = ["Skipped", "counted_by_reason", "fitted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +35,28 @@ class Skipped:
         return {"cell": self.cell, "row": self.row, "reason": self.reason}
 
 
-def fitted(cells: Iterable[Cell], hardware: Hardware) -> tuple[list[Cell], list[Skipped]]:
+def counted_by_reason(skipped: Iterable[Skipped]) -> list[str]:
+    """A line for each row and reason: a row may have hundreds of cells."""
+    counts = Counter((each.row, each.reason) for each in skipped)
+    return [f"skipped    {count} of {row}: {reason}" for (row, reason), count in counts.items()]
+
+
+def fitted(
+    cells: Iterable[Cell], hardware: Hardware, *, with_triton: bool = True
+) -> tuple[list[Cell], list[Skipped]]:
     """Those that can run, and those that cannot."""
     fit: list[Cell] = []
     skipped: list[Skipped] = []
     for cell in cells:
         layout = hardware.fit(cell.layout)
+        name = f"{cell.row}/{cell.layout}/{cell.name}"
         if layout is None:
             reason = (
                 f"{LAYOUTS[cell.layout].title} needs more than {hardware.max_ranks} ranks, also if reduced"
             )
-            skipped.append(Skipped(cell.identity.rpartition("@")[0], cell.row, reason))
+            skipped.append(Skipped(name, cell.row, reason))
+        elif cell.processes is Processes.KERNEL and not with_triton:
+            skipped.append(Skipped(name, cell.row, "the expert kernel needs Triton: pip install triton"))
         else:
             share = layout.ranks / LAYOUTS[cell.layout].ranks
             faults = Faults(tuple(_moved(fault, share, hardware.device) for fault in cell.faults))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchscout.cli.campaign.layout import Hardware
 
-__all__ = ["caption", "described", "hardware_for"]
+__all__ = ["caption", "described", "hardware_for", "has_triton"]
 
 _BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}
 """Of each device, the default first."""
@@ -38,12 +38,17 @@ def hardware_for(device: str, backend: str | None, max_ranks: int | None) -> Har
     return Hardware(device, backend, max_ranks or _RANKS_OF_DEVICE * torch.cuda.device_count())
 
 
+def has_triton() -> bool:
+    """Whether Triton is installed; it is not imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def described(hardware: Hardware) -> dict[str, Any]:
     """What a report says of the hardware, and the versions that matter."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if hardware.device == "cuda":
         versions["cuda"] = str(torch.version.cuda)
-        if importlib.util.find_spec("triton"):
+        if has_triton():
             versions["triton"] = importlib.metadata.version("triton")
     if hardware.backend == "nccl":
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

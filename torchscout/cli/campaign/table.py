@@ -13,8 +13,9 @@ from rich.table import Table
 from torchscout.cli.campaign.result import Result
 from torchscout.cli.campaign.summary import RowSummary
 from torchscout.cli.campaign.tally import percentile
+from torchscout.cli.columns import WIDEST, columns, wrapped
 
-__all__ = ["Screen", "screen_of"]
+__all__ = ["Screen", "printed", "screen_of"]
 
 HEADS = (
     "fault",
@@ -27,6 +28,10 @@ HEADS = (
     "to incident, median",
     "p95",
 )
+_NARROW = 130
+"""Columns of a terminal below which a table has no borders."""
+_NOT_IF_NARROW = ("95% interval", "p95")
+_GAP = 2
 
 
 class Screen:
@@ -59,17 +64,43 @@ class Screen:
         if not result.grade.passed:
             self._console.print(line, markup=False, highlight=False)
         self._progress.update(self._task, completed=self._done, description=_name(result))
-        self._live.update(Group(_table(summaries()), self._progress))
+        table = tabulated(HEADS, [*map(figures, summaries())], self._console.width)
+        self._live.update(Group(table, self._progress))
 
 
 def screen_of(summaries: Sequence[RowSummary], results: Iterable[Result], folder: str) -> str:
     """The final table, and what failed."""
-    text = io.StringIO()
-    Console(width=150, file=text).print(_table(summaries))
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    lines += [f"reduced    {each.row.title}: {what}" for each in summaries for what in each.reduced]
-    lines += [_line(each) for each in results if not each.grade.passed]
-    return "\n".join([*lines, f"results    {folder}/results.jsonl"])
+    notes = [f"reduced    {each.row.title}: {what}" for each in summaries for what in each.reduced]
+    notes += [_line(each) for each in results if not each.grade.passed]
+    notes.append(f"results    {folder}/results.jsonl")
+    return "\n".join([printed(HEADS, [*map(figures, summaries)]), *map(wrapped, notes)])
+
+
+def printed(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, as wide as the terminal."""
+    text, width = io.StringIO(), columns() or WIDEST
+    Console(width=width, file=text).print(tabulated(heads, rows, width))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def tabulated(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
+    """No word is broken. A narrow table has no borders, and not all columns of documents and pages."""
+    if width >= _NARROW:
+        table = Table()
+        for place, head in enumerate(heads):
+            table.add_column(head, justify="left" if place == 0 else "right", no_wrap=place == 0)
+    else:
+        kept = [place for place, head in enumerate(heads) if head not in _NOT_IF_NARROW]
+        heads, rows = [heads[place] for place in kept], [[row[place] for place in kept] for row in rows]
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+        widths = [max(map(len, [*head.split(), *cells])) for head, *cells in zip(heads, *rows, strict=True)]
+        room = width - sum(widths[1:]) - _GAP * (len(widths) - 1)
+        table.add_column(heads[0], max_width=room)
+        for head, needed in zip(heads[1:], widths[1:], strict=True):
+            table.add_column(head, justify="right", width=needed)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def figures(summary: RowSummary) -> list[str]:
@@ -89,15 +120,6 @@ def figures(summary: RowSummary) -> list[str]:
         _seconds(percentile(summary.seconds, 0.5)),
         _seconds(percentile(summary.seconds, 0.95)),
     ]
-
-
-def _table(summaries: Sequence[RowSummary]) -> Table:
-    table = Table()
-    for place, head in enumerate(HEADS):
-        table.add_column(head, justify="left" if place == 0 else "right", no_wrap=place == 0)
-    for summary in summaries:
-        table.add_row(*figures(summary))
-    return table
 
 
 def _seconds(value: float | None) -> str:

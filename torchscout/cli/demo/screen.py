@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from torchscout.cli.columns import wrapped
 from torchscout.cli.demo.lives import Life, Played
 from torchscout.decision.record import Incident
 from torchscout.recovery.retrieval import Sweep
@@ -50,7 +51,7 @@ def screen(played: Played, run_dir: Path) -> str:
     state = "The job ended with bitwise the state of one that was never disturbed."
     if not played.recovered:
         state = "The job did NOT end with the state of one that was never disturbed."
-    return "\n".join([*lines, "", outcome, state])
+    return "\n".join(map(wrapped, [*lines, "", outcome, state]))
 
 
 def _injected(fired: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -12,9 +12,10 @@ from torchscout.mesh import Mesh, Role
 if TYPE_CHECKING:
     from torchscout.faults.fault import Faults
 
-__all__ = ["STEPS", "Kind", "Memory", "Stage", "plan"]
+__all__ = ["MOST_RANKS", "STEPS", "Kind", "Memory", "Stage", "plan"]
 
 STEPS = 12
+MOST_RANKS = 64
 LAYERS = 4
 _HEADS = 4
 _EXPERTS, _EXPERT_LAYERS = 4, 2
@@ -46,6 +47,8 @@ class Stage:
     """More than one: a mixture of experts. What is no expert, all ranks have copies of."""
 
     def __post_init__(self) -> None:
+        if self.ranks > MOST_RANKS:
+            raise ValueError(f"at most {MOST_RANKS} ranks run here, got {self.ranks}")
         if self.replica < 3:
             raise ValueError(f"of {self.replica} replicas no majority can name one; take 3 or more")
         if self.tensor not in (1, 2, 4):
@@ -85,7 +88,7 @@ class Stage:
         if self.has_experts:
             shared = f"{self.replica} replicas, whose experts {self.expert} ranks share"
             return f"{self.ranks} CPU ranks train a small mixture of experts: {shared}."
-        split = f" x {self.tensor} tensor shards" if self.tensor > 1 else ""
+        split = f" x {self.tensor} tensor-parallel ranks" if self.tensor > 1 else ""
         return f"{self.ranks} CPU ranks train a small Transformer: {self.replica} replicas{split}."
 
     def mesh(self) -> Mesh:
@@ -97,8 +100,8 @@ class Stage:
         if self.has_experts:
             replica, share = divmod(rank, self.expert)
             return f"replica {replica}, experts {share}"
-        replica, shard = divmod(rank, self.tensor)
-        return f"replica {replica}" + (f", shard {shard}" if self.tensor > 1 else "")
+        replica, tensor = divmod(rank, self.tensor)
+        return f"replica {replica}" + (f", tensor {tensor}" if self.tensor > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,5 +156,7 @@ def _degrees(mesh: str) -> dict[str, int]:
         if axis not in _AXES or not degree.isdigit():
             told = "replica=N or replica=N,tensor=M or, of a mixture of experts, replica=N,expert=M"
             raise ValueError(f"a mesh is {told} here, got {mesh!r}")
+        if axis in degrees:
+            raise ValueError(f"{axis} is given twice in {mesh!r}")
         degrees[axis] = int(degree)
     return degrees

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -18,7 +19,15 @@ from torchscout.cli.demo.stage import Stage
 __all__ = ["Lines", "Picture", "View", "view_for"]
 
 _TOLD = 14
-"""Lines below the picture."""
+"""Sentences that are kept for below the table."""
+_FRAME = 5
+"""Lines of the table besides its rows: title, heads and borders."""
+_FEWEST = 4
+"""Rows of the table, however low the terminal is."""
+_SENTENCES = 6
+"""Lines below the table that are kept free for what is said."""
+_INDENT = " " * 11
+"""As wide as the word that a line begins with."""
 
 
 class View(Protocol):
@@ -72,12 +81,14 @@ class Lines:
 
 
 class Picture:
-    """The ranks as a table, and below it what was said last."""
+    """The ranks as a table, and below it what was said last: as much of both as the terminal is high."""
 
     def __init__(self, stage: Stage, console: Console) -> None:
-        self._stage = stage
+        self._stage, self._console = stage, console
         self._step, self._loss = 0, ""
         self._marks: dict[int, str] = {}
+        self._earlier: dict[int, str] = {}
+        """What was known of ranks whose processes have been replaced."""
         self._said: deque[str] = deque(maxlen=_TOLD)
         self._live = Live(self._drawn(), console=console, refresh_per_second=8)
 
@@ -101,6 +112,7 @@ class Picture:
         self._draw()
 
     def clear(self) -> None:
+        self._earlier |= self._marks
         self._marks.clear()
         self._draw()
 
@@ -111,8 +123,34 @@ class Picture:
         table = Table(title=f"step {self._step}   loss {self._loss}", title_justify="left")
         for heading in ("rank", "place", "what is known"):
             table.add_column(heading)
-        for rank in range(self._stage.ranks):
-            mark = self._marks.get(rank)
-            known = Text("healthy", style="green") if mark is None else Text(mark, style="bold red")
-            table.add_row(str(rank), self._stage.place_of(rank), known)
-        return Group(table, *(Text(line) for line in self._said))
+        shown = self._shown(max(_FEWEST, self._console.height - _FRAME - _SENTENCES))
+        for rank in shown:
+            table.add_row(str(rank), self._stage.place_of(rank), self._known(rank))
+        if left := self._stage.ranks - len(shown):
+            table.add_row("...", f"{left} more", Text("healthy", style="green"))
+        height = _FRAME + len(shown) + bool(left)
+        return Group(table, *self._sentences(max(1, self._console.height - height - 1)))
+
+    def _shown(self, most: int) -> list[int]:
+        """The ranks of the table, in order; where not all fit, those of which something is known first."""
+        ranks = range(self._stage.ranks)
+        if len(ranks) <= most:
+            return [*ranks]
+        order = sorted(ranks, key=lambda rank: (rank not in self._marks, rank not in self._earlier, rank))
+        return sorted(order[: most - 1])
+
+    def _known(self, rank: int) -> Text:
+        if rank in self._marks:
+            return Text(self._marks[rank], style="bold red")
+        if rank in self._earlier:
+            return Text(f"was {self._earlier[rank]}", style="yellow")
+        return Text("healthy", style="green")
+
+    def _sentences(self, most: int) -> list[Text]:
+        """The last of what was said that has room in so many lines; wrapped between words."""
+        lines = [
+            line
+            for said in self._said
+            for line in textwrap.wrap(said, self._console.width, subsequent_indent=_INDENT) or [""]
+        ]
+        return [Text(line) for line in lines[-most:]]

@@ -6,14 +6,15 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from torchscout.cli.discover.plan import KERNELS, REGIMES, Plan, layers_in, rows_in
-from torchscout.cli.options import taking
+from torchscout.cli.options import repeated, taking
+from torchscout.cli.paths import made_folder
 from torchscout.errors import CatalogError
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ class Asked:
 def discover(asked: Asked) -> None:
     """Execute every admitted expert shape and find the few that stand for all of them."""
     plan = _plan(asked)
-    if asked.output is not None and not asked.output.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {asked.output.parent}", param_hint="--output")
     from torchscout.cli.discover.kernels import kernels_of
 
-    kernels = _or_refused("--device" if plan.module is None else "--module", lambda: kernels_of(plan))
-    folder = (asked.resume or Path(tempfile.mkdtemp(prefix="scout-discover-"))).absolute()
+    kernels = _or_refused("--kernel" if plan.module is None else "--module", lambda: kernels_of(plan))
+    if asked.resume is None:
+        folder = Path(tempfile.mkdtemp(prefix="scout-discover-")).absolute()
+    else:
+        folder = made_folder(asked.resume, "--resume")
     _run(asked, plan, kernels, folder)
     if asked.resume is None:
         shutil.rmtree(folder)
@@ -98,13 +100,17 @@ def _run(asked: Asked, plan: Plan, kernels: Sequence[Kernel], folder: Path) -> N
         if asked.output is not None:
             save(catalog, asked.output)
     except KeyboardInterrupt:
-        told = "Interrupted. Go on with the same options and"
-        print(f"{told} --resume {folder}", file=sys.stderr)
+        print(f"Interrupted. Every shape that was executed is kept in {folder}.", file=sys.stderr)
+        print(f"Go on with: {_again(asked, folder)}", file=sys.stderr)
         raise typer.Exit(130) from None
     except CatalogError as error:
         print(f"Error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     print(text_of(catalog) if asked.as_json else screen_of(catalog))
+
+
+def _again(asked: Asked, folder: Path) -> str:
+    return f"scout discover {repeated(replace(asked, resume=folder))}"
 
 
 def _plan(asked: Asked) -> Plan:
@@ -128,7 +134,7 @@ def _plan(asked: Asked) -> Plan:
         kernel=asked.kernel if asked.module is None else "torch",
         module=asked.module,
         regime=asked.regime,
-        device=asked.device or _device(),
+        device=_or_refused("--device", lambda: _device(asked.device)),
         programs=asked.programs,
         routings=_routings(asked),
     )
@@ -148,10 +154,20 @@ def _routings(asked: Asked) -> Routings | None:
     return Routings(asked.experts, asked.tokens, asked.at_most)
 
 
-def _device() -> str:
+def _device(given: str | None) -> str:
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if given is None:
+        return "cuda" if devices else "cpu"
+    kind, _, number = given.partition(":")
+    if kind not in {"cpu", "cuda"} or (number and not number.isdigit()):
+        raise ValueError(f"cpu, cuda or cuda:0, got {given!r}")
+    if kind == "cuda" and not devices:
+        raise ValueError(f"{given} needs a CUDA device, and PyTorch finds none")
+    if kind == "cuda" and int(number or 0) >= devices:
+        raise ValueError(f"PyTorch finds CUDA devices 0 to {devices - 1}, got {given!r}")
+    return kind if kind == "cpu" else given
 
 
 def _or_refused(option: str, action: Callable[[], _Value]) -> _Value:

@@ -30,6 +30,14 @@ class Kernel:
 
 def kernels_of(plan: Plan) -> list[Kernel]:
     """A ``ValueError`` where this machine cannot run them."""
+    try:
+        return _kernels(plan)
+    except (MemoryError, RuntimeError) as error:  # what torch says to sizes for which there is no memory
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(f"the experts cannot be made on {plan.device}: {first}") from error
+
+
+def _kernels(plan: Plan) -> list[Kernel]:
     if plan.kernel == "torch":
         return [_plain_expert(plan)]
     try:
@@ -80,16 +88,17 @@ def _made(told: str) -> nn.Module:
     from torch import nn
 
     path, colon, name = told.partition(":")
+    if not colon:
+        raise ValueError(f"package.module:function, got {told!r}")
     sys.path.insert(0, str(Path.cwd()))  # as when Python runs a script from here
     try:
-        function = getattr(importlib.import_module(path), name) if colon else None
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{told!r} cannot be had: {error}") from error
+        module = getattr(importlib.import_module(path), name)()
+    except Exception as error:  # a user's module and function may raise anything
+        raise ValueError(f"{told!r} cannot be had: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
-    if not callable(function):
-        raise ValueError(f"package.module:function, got {told!r}")
-    module = function()
     if not isinstance(module, nn.Module):
         raise ValueError(f"{told!r} gives a {type(module).__name__}, and not a torch.nn.Module")
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"{told!r} gives a module without parameters; experts have some")
     return module

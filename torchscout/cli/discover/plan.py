@@ -14,6 +14,7 @@ __all__ = ["KERNELS", "REGIMES", "Plan", "layers_in", "rows_in"]
 
 KERNELS = ("triton", "torch")
 REGIMES = ("pressure", "waves")
+_MOST_ROWS, _MOST_LAYERS = 1_000_000, 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ def rows_in(told: str) -> tuple[int, ...]:
         begin, end = int(first), int(last or first)
         if end < begin:
             raise ValueError(f"a range goes from fewer rows to more, got {part!r}")
+        if end - begin >= _MOST_ROWS:
+            raise ValueError(f"at most {_MOST_ROWS} row counts are executed, got {part!r}")
         found.update(range(begin, end + 1))
     return tuple(sorted(found))
 
@@ -66,8 +69,8 @@ def rows_in(told: str) -> tuple[int, ...]:
 def layers_in(told: str) -> tuple[str, ...]:
     """A number of layers, or their names with commas between them."""
     if told.isdigit():
-        if not int(told):
-            raise ValueError("at least one layer, got 0")
+        if not 0 < int(told) <= _MOST_LAYERS:
+            raise ValueError(f"1 to {_MOST_LAYERS} layers, got {told}")
         return tuple(f"layer.{number}" for number in range(int(told)))
     names = tuple(name.strip() for name in told.split(","))
     if not all(names) or len(set(names)) < len(names):

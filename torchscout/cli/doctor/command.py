@@ -68,6 +68,7 @@ def doctor(asked: Asked) -> None:
 
     The exit status is 1 if anything fails.
     """
+    _refuse_contradictions(asked)
     if asked.listen:
         _listen(asked)
         return
@@ -87,6 +88,21 @@ def doctor(asked: Asked) -> None:
     raise typer.Exit(0 if report["fit"] else 1)
 
 
+def _refuse_contradictions(asked: Asked) -> None:
+    if asked.listen and asked.connect is not None:
+        raise typer.BadParameter(
+            "--listen only answers; give --connect on the other machine", param_hint="--connect"
+        )
+    if asked.seconds is not None and (not asked.listen or math.isnan(asked.seconds)):
+        raise typer.BadParameter(
+            f"a number of seconds, together with --listen, got {asked.seconds}", param_hint="--seconds"
+        )
+    if asked.run_dir is not None and not (asked.run_dir / "records").is_dir():
+        raise typer.BadParameter(
+            f"{asked.run_dir} is not a job's run directory: it has no folder records", param_hint="--run-dir"
+        )
+
+
 def _plan(asked: Asked, *, devices: int) -> Plan:
     from torchscout.cli.doctor.plan import BYTES_PER_PARAMETER, Plan, laid_out, mesh_of
 
@@ -94,16 +110,21 @@ def _plan(asked: Asked, *, devices: int) -> Plan:
         raise typer.BadParameter("give --state-bytes or --parameters, not both", param_hint="--parameters")
     if asked.mesh is None and asked.experts > 1:
         raise typer.BadParameter("experts are carved out of a mesh: give --mesh too", param_hint="--experts")
-    if asked.parameters is not None and not math.isfinite(asked.parameters):
-        raise typer.BadParameter(f"a number of parameters, got {asked.parameters}", param_hint="--parameters")
     state_bytes = asked.state_bytes
     if asked.parameters is not None:
-        state_bytes = int(asked.parameters * BYTES_PER_PARAMETER)
+        if not math.isfinite(size := asked.parameters * BYTES_PER_PARAMETER):
+            raise typer.BadParameter(
+                f"a number of parameters, got {asked.parameters}", param_hint="--parameters"
+            )
+        state_bytes = int(size)
+    given = {"--mesh": asked.mesh, "--ranks": asked.ranks, "--machines": asked.machines}
+    hint = "--mesh" if asked.experts == 1 else "--mesh, --experts"
     try:
         mesh = None if asked.mesh is None else mesh_of(asked.mesh, asked.experts)
+        hint = ", ".join(option for option, value in given.items() if value is not None)
         ranks, machines = laid_out(None if mesh is None else len(mesh), asked.ranks, asked.machines, devices)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--mesh") from error
+        raise typer.BadParameter(str(error), param_hint=hint) from error
     return Plan(ranks, machines, state_bytes, mesh, asked.experts > 1)
 
 
@@ -133,6 +154,6 @@ def _listen(asked: Asked) -> None:
     except KeyboardInterrupt:
         pass
     except (ScoutError, OSError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="--address") from error
+        raise typer.BadParameter(str(error), param_hint="--address, --port") from error
     report = {"host": socket.gethostname(), "visits": visits}
     as_document(report, f"{counted(len(visits), 'visit')}.", as_json=asked.as_json, output=asked.output)

@@ -91,6 +91,7 @@ def findings_of(facts: Facts, plan: Plan) -> list[Finding]:
         storage.private([facts.records, facts.memory]),
         storage.directory(facts.directory, plan),
         repeats.surfaces(facts.not_repeating),
+        *layout.fits(plan),
         *layout.peers(plan.mesh, has_experts=plan.has_experts),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ __all__ = ["BYTES_PER_PARAMETER", "Plan", "laid_out", "mesh_of"]
 
 BYTES_PER_PARAMETER = 12
 """A weight of float32, and two slots of Adam's."""
+_MOST_RANKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ def mesh_of(told: str, experts: int = 1) -> Mesh:
         if not degree.isdigit():
             raise ValueError(f"the degree of {axis} must be a number, got {degree!r}")
         degrees[axis] = int(degree)
+    if (world := math.prod(degrees.values())) > _MOST_RANKS:
+        raise ValueError(f"at most {_MOST_RANKS} ranks can be looked at, got {world}")
     mesh = Mesh.grid(**degrees)
     return mesh if experts == 1 else mesh.carve_experts(experts, out_of=mesh.peer_axis())
 
@@ -59,4 +63,7 @@ def laid_out(world: int | None, ranks: int | None, machines: int | None, devices
     needed = -(-world // here)
     if machines is not None and machines != needed:
         raise ValueError(f"the mesh has {world} ranks: {needed} machines with {here} each, not {machines}")
+    if (ranks or machines) and here * needed != world:
+        told = f"{ranks} on each machine" if ranks else f"{machines} machines"
+        raise ValueError(f"the mesh has {world} ranks, which cannot be divided into {told}")
     return here, needed

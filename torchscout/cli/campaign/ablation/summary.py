@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from torchscout.cli.campaign.ablation.outcome import Outcome
 from torchscout.cli.campaign.ablation.pieces import EVERYTHING, PIECES, Piece
 from torchscout.cli.campaign.result import Result
+from torchscout.cli.campaign.table import printed
 from torchscout.cli.campaign.tally import interval
+from torchscout.cli.columns import wrapped
 
 __all__ = ["HEADS", "ablations", "figures", "screen_of"]
 
@@ -66,14 +64,7 @@ def figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def screen_of(report: Mapping[str, Any], folder: str) -> str:
-    table = Table()
-    for place, head in enumerate(HEADS):
-        table.add_column(head, justify="left" if place == 0 else "right", no_wrap=place == 0)
-    for row in report["ablations"]:
-        table.add_row(*figures(row))
-    text = io.StringIO()
-    Console(width=140, file=text).print(table)
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    lines += [f"{row['title']}: {row['instead']}" for row in report["ablations"]]
+    lines = [wrapped(f"{row['title']}: {row['instead']}", indent=2) for row in report["ablations"]]
     lines += [f"FAILED  {each['cell']}: {each['reason']}" for each in report["failed"]]
-    return "\n".join([*lines, f"results    {folder}/results.jsonl"])
+    lines.append(f"results    {folder}/results.jsonl")
+    return "\n".join([printed(HEADS, [*map(figures, report["ablations"])]), *map(wrapped, lines)])

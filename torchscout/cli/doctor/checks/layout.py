@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
+from torchscout.cli.doctor.plan import Plan
 from torchscout.mesh import Mesh, PeerGroup, Role
 
-__all__ = ["peers"]
+__all__ = ["fits", "peers"]
+
+
+def fits(plan: Plan) -> list[Finding]:
+    """Nothing to say where the mesh fills its machines."""
+    room = plan.ranks * plan.machines
+    if plan.mesh is None or room == len(plan.mesh):
+        return []
+    return [
+        warn(
+            "machines",
+            f"the mesh has {len(plan.mesh)} ranks, and {plan.machines} machines with a rank for each of "
+            f"{plan.ranks} CUDA devices have {room}",
+            "change the mesh, or give --ranks, the number of ranks on each machine",
+        )
+    ]
 
 
 def peers(mesh: Mesh | None, *, has_experts: bool) -> list[Finding]:
