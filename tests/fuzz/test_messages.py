@@ -207,10 +207,9 @@ def test_an_observer_survives_every_message(
     writers: list[ProgressWriter], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     context: zmq.Context = zmq.Context()
-    hub = board.listen(context, TOKEN, "127.0.0.1", 0)
-    port = int(hub.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+    hub, listener = board.listen_limited(context, TOKEN, "127.0.0.1", 0)
     observing = Observing(assigned(writers[0], tmp_path))
-    observing._obey({"hubs": [["127.0.0.1", port]]})
+    observing._obey({"hubs": [["127.0.0.1", listener.port]]})
     client, lookout = observing._client, observing._lookout
     assert client is not None
     assert lookout is not None

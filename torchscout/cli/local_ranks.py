@@ -325,10 +325,15 @@ def _join(rank: int, folder: Path, work: _Work) -> None:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel end this rank, even a blocked one, once the caller of ``run_ranks`` is gone."""
+    """Let the kernel end this rank, even a blocked one, once the caller of ``run_ranks`` is gone.
+
+    A caller that is gone already sends no signal, so that this is looked up once the kernel is asked.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     if sys.platform == "linux":
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if wait([parent.sentinel], 0):
+        os._exit(1)

@@ -62,7 +62,7 @@ def verify(
 ) -> None:
     """Look at every bit of every shard.
 
-    The exit status is 1 if anything is damaged.
+    The exit status is 1 if anything is damaged, or if there is no shard.
     """
     contents = _contents(folders, job, world_size)
     damaged = examine(contents.copies)
@@ -185,7 +185,7 @@ def _refused(error: Exception) -> typer.Exit:
 def _verified(contents: Contents, damaged: list[Damage], ledgers: list[str]) -> dict[str, Any]:
     return {
         "job": contents.job,
-        "whole": not damaged and not ledgers,
+        "whole": bool(contents.copies) and not damaged and not ledgers,
         "files": len(contents.copies),
         "bytes": sum(copy.file.size for copy in contents.copies),
         "damaged": [
@@ -211,5 +211,7 @@ def _verification(contents: Contents, report: dict[str, Any]) -> str:
     looked = f"{counted(report['files'], 'shard')}, {size_in_words(report['bytes'])}: "
     shards, ledgers = len(report["damaged"]), len(report["ledgers"])
     found = f"{shards} damaged" if shards else "every bit is as it was sealed"
+    if not report["files"]:
+        found = "there is nothing that could be verified"
     found += f"; {counted(ledgers, 'ledger')} damaged." if ledgers else "."
     return stacked([*lines, *([""] if lines[-1] else []), looked + found])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from torchscout.cli.checkpoint.wording import size_in_words
 from torchscout.cli.discover.plan import KERNELS, REGIMES, Plan, layers_in, rows_in
 from torchscout.cli.options import repeated, taking
 from torchscout.cli.paths import made_folder
@@ -123,6 +125,9 @@ def _plan(asked: Asked) -> Plan:
     for option, value, known in (("--kernel", asked.kernel, KERNELS), ("--regime", asked.regime, REGIMES)):
         if value not in known:
             raise typer.BadParameter(f"one of {', '.join(known)}, got {value!r}", param_hint=option)
+    device = _or_refused("--device", lambda: _device(asked.device))
+    if asked.module is None:
+        _or_refused("--hidden, --intermediate", lambda: _require_memory(asked, device))
     return Plan(
         rows=rows,
         domain=asked.rows,
@@ -134,7 +139,7 @@ def _plan(asked: Asked) -> Plan:
         kernel=asked.kernel if asked.module is None else "torch",
         module=asked.module,
         regime=asked.regime,
-        device=_or_refused("--device", lambda: _device(asked.device)),
+        device=device,
         programs=asked.programs,
         routings=_routings(asked),
     )
@@ -168,6 +173,20 @@ def _device(given: str | None) -> str:
     if kind == "cuda" and int(number or 0) >= devices:
         raise ValueError(f"PyTorch finds CUDA devices 0 to {devices - 1}, got {given!r}")
     return kind if kind == "cpu" else given
+
+
+def _require_memory(asked: Asked, device: str) -> None:
+    """``ValueError`` if the weights alone are larger than the memory; torch would fill it, and be killed."""
+    import torch
+
+    if device == "cpu":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        memory = torch.cuda.get_device_properties(device).total_memory
+    weights = 2 * asked.hidden * asked.intermediate * asked.experts * torch.bfloat16.itemsize
+    if weights > memory:
+        told = f"{size_in_words(weights)} of weights, and {device} has {size_in_words(memory)} of memory"
+        raise ValueError(f"{asked.experts} experts of {asked.hidden} x {asked.intermediate} have {told}")
 
 
 def _or_refused(option: str, action: Callable[[], _Value]) -> _Value:

@@ -97,6 +97,8 @@ def _refuse_contradictions(asked: Asked) -> None:
         raise typer.BadParameter(
             f"a number of seconds, together with --listen, got {asked.seconds}", param_hint="--seconds"
         )
+    if asked.checkpoint is not None and asked.checkpoint.exists() and not asked.checkpoint.is_dir():
+        raise typer.BadParameter(f"{asked.checkpoint} is not a folder", param_hint="--checkpoint")
     if asked.run_dir is not None and not (asked.run_dir / "records").is_dir():
         raise typer.BadParameter(
             f"{asked.run_dir} is not a job's run directory: it has no folder records", param_hint="--run-dir"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,7 @@ def findings_of(facts: Facts, plan: Plan) -> list[Finding]:
     return [
         installation.python(facts.installed),
         installation.torch(facts.installed, facts.torch),
+        installation.restarts(facts.torch, os.environ),
         devices.backends(facts.torch),
         devices.cuda(facts.torch),
         devices.triton(facts.torch),

@@ -30,7 +30,6 @@ __all__ = [
     "connect",
     "decode",
     "encode",
-    "listen",
     "listen_limited",
 ]
 
@@ -92,18 +91,11 @@ def _bounded(text: str) -> int:
     return number
 
 
-def listen(context: zmq.Context[zmq.Socket[bytes]], token: str, address: str, port: int) -> zmq.Socket[bytes]:
-    """A hub's socket; ``port`` 0 takes a free one."""
-    socket = _router(context, token)
-    host = f"[{address}]" if ":" in address else address
-    socket.bind(f"tcp://{host}:{port or '*'}")
-    return socket
-
-
 def listen_limited(
     context: zmq.Context[zmq.Socket[bytes]], token: str, address: str, port: int
 ) -> tuple[zmq.Socket[bytes], Listener]:
-    """The same for a job's hub, with limits on what a connection may do before it authenticates."""
+    """A hub's socket, and the listener in front of it, which limits what a connection may do before it
+    authenticates; ``port`` 0 takes a free one."""
     socket = _router(context, token)
     name = f"torchscout-{secrets.token_hex(16)}"
     socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())

@@ -64,7 +64,7 @@ def figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def screen_of(report: Mapping[str, Any], folder: str) -> str:
-    lines = [wrapped(f"{row['title']}: {row['instead']}", indent=2) for row in report["ablations"]]
-    lines += [f"FAILED  {each['cell']}: {each['reason']}" for each in report["failed"]]
-    lines.append(f"results    {folder}/results.jsonl")
-    return "\n".join([printed(HEADS, [*map(figures, report["ablations"])]), *map(wrapped, lines)])
+    lines = [printed(HEADS, [*map(figures, report["ablations"])])]
+    lines += [wrapped(f"{row['title']}: {row['instead']}", indent=2) for row in report["ablations"]]
+    lines += [wrapped(f"FAILED  {each['cell']}: {each['reason']}") for each in report["failed"]]
+    return "\n".join([*lines, wrapped(f"results    {folder}/results.jsonl")])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from torchscout.cli.doctor.facts import Installed, TorchFacts
 from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
 from torchscout.decision.wording import listed
 from torchscout.integration.versions import unknown
 
-__all__ = ["curve", "frameworks", "python", "torch"]
+__all__ = ["curve", "frameworks", "python", "restarts", "torch"]
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 13)
 _FSDP_TORCH = (2, 13)
+_SHARED_STORE_TORCH = (2, 13)
+"""Where torchrun was seen to hand ranks that it starts again a store that is gone."""
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def python(installed: Installed) -> Finding:
@@ -38,6 +42,20 @@ def torch(installed: Installed, facts: TorchFacts) -> Finding:
     if version < _FSDP_TORCH:
         return ok("torch", f"{facts.version}; FSDP layers are replayed with {_dotted(_FSDP_TORCH)} and later")
     return ok("torch", facts.version)
+
+
+def restarts(facts: TorchFacts, environment: Mapping[str, str]) -> Finding:
+    """Whether ranks that torchrun starts again find each other."""
+    if facts.version is None or _numbers(facts.version) != _SHARED_STORE_TORCH:
+        return skipped("restarts", f"only torch {_dotted(_SHARED_STORE_TORCH)} needs a setting for them")
+    if environment.get(_OWN_STORE) == "1":
+        return ok("restarts", f"{_OWN_STORE}=1: ranks that torchrun starts again find each other")
+    return warn(
+        "restarts",
+        f"over Gloo with torch {facts.version}, ranks that torchrun starts again mostly fail "
+        'with "Connection refused", or hang, with and without torchscout',
+        f"start torchrun with {_OWN_STORE}=1",
+    )
 
 
 def curve(installed: Installed) -> Finding:

@@ -1,7 +1,8 @@
 """Whether observers would reach a board: a message over the real thing, here or between machines (section 7).
 
 A doctor that listens answers anybody who asks, and tells its host's name, its versions and its clock.
-So its key is no secret; a job's board has one of its own.
+So its key is no secret; a job's board has one of its own. It listens as a job's hub does, with limits on
+what a connection may do before it authenticates.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import zmq
@@ -60,13 +61,15 @@ def reach_own_board(listens: str, port: int) -> Reached:
     token = keys.new_token()
     with _context() as context:
         try:
-            hub = board.listen(context, token, listens if listens in EVERYWHERE else address, port)
-        except zmq.ZMQError as error:
+            hub, listener = board.listen_limited(
+                context, token, listens if listens in EVERYWHERE else address, port
+            )
+        except OSError as error:
             return Reached(address, port or None, None, f"cannot listen there: {error.strerror}", is_local)
-        bound = _port_of(hub)
-        seconds = _there_and_back(context, hub, token, (address, bound))
+        with closing(listener):
+            seconds = _there_and_back(context, hub, token, (address, listener.port))
         problem = None if seconds is not None else f"no message came through in {_PATIENCE_SECONDS:.0f} s"
-        return Reached(address, bound, seconds, problem, is_local)
+        return Reached(address, listener.port, seconds, problem, is_local)
 
 
 def _there_and_back(
@@ -90,24 +93,29 @@ def serve(
     with _context() as context:
         address = listens if listens in EVERYWHERE else address_for_others(listens)
         try:
-            hub = board.listen(context, _ANYBODY, address, port)
-        except zmq.ZMQError as error:
+            hub, listener = board.listen_limited(context, _ANYBODY, address, port)
+        except OSError as error:
             raise ScoutError(f"cannot listen on {address}: {error.strerror}") from error
-        ready(_port_of(hub))
-        seen: set[bytes] = set()
-        while until is None or time.monotonic() < until:
-            if not hub.poll(int(1000 * _LOOK_SECONDS), zmq.POLLIN):
-                continue
-            identity, *frames = hub.recv_multipart()
-            message = board.decode(b"".join(frames), Tally())
-            if message is None or message["kind"] != "hello":
-                continue
-            told = {"time": time.time(), "host": socket.gethostname(), "versions": dict(versions)}
-            with suppress(zmq.ZMQError):  # it has left already
-                hub.send_multipart([identity, board.encode("here", **told)], zmq.NOBLOCK)
-            if identity not in seen:
-                seen.add(identity)
-                yield Visit(str(message.get("host")), _versions(message))
+        with closing(listener):
+            ready(listener.port)
+            yield from _visits(hub, versions, until)
+
+
+def _visits(hub: zmq.Socket[bytes], versions: Versions, until: float | None) -> Iterator[Visit]:
+    seen: set[bytes] = set()
+    while until is None or time.monotonic() < until:
+        if not hub.poll(int(1000 * _LOOK_SECONDS), zmq.POLLIN):
+            continue
+        identity, *frames = hub.recv_multipart()
+        message = board.decode(b"".join(frames), Tally())
+        if message is None or message["kind"] != "hello":
+            continue
+        told = {"time": time.time(), "host": socket.gethostname(), "versions": dict(versions)}
+        with suppress(zmq.ZMQError):  # it has left already
+            hub.send_multipart([identity, board.encode("here", **told)], zmq.NOBLOCK)
+        if identity not in seen:
+            seen.add(identity)
+            yield Visit(str(message.get("host")), _versions(message))
 
 
 def meet(address: Address, versions: Versions) -> Met:
@@ -149,10 +157,6 @@ def _asked(client: zmq.Socket[bytes], versions: Versions) -> tuple[float, float,
     if message is None or not isinstance(message.get("time"), float):
         return None
     return seconds, message["time"] - (here + seconds / 2), message
-
-
-def _port_of(hub: zmq.Socket[bytes]) -> int:
-    return int(hub.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 
 def _versions(message: Message) -> Versions:
