@@ -62,7 +62,9 @@ def test_a_campaign_that_is_interrupted_leaves_nothing_and_goes_on_where_it_stop
     first.send_signal(signal.SIGTERM)
     _, errors = first.communicate(timeout=30)
     assert first.returncode == 130, errors
-    assert f"scout campaign paper --seed 0 --resume {folder}" in errors
+    again = f"scout campaign paper --cells 'hang*/ddp-4/*-0' --jobs 2 --resume {folder}"
+    assert f"Go on with: {again}\n" in errors
+    assert f" of 5 results are kept in {folder}/results.jsonl." in errors
     assert processes_of(folder) == []
     assert not any(record.exists() for record in records)
     assert not (folder / "memory").exists()

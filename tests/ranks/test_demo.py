@@ -138,7 +138,7 @@ def test_on_a_terminal_the_ranks_are_a_live_table(tmp_path: Path):
     os.close(master)
     assert running.returncode == 0, screen
     assert b"what is known" in shown
-    assert b"replica 2, shard 1" in shown
+    assert b"replica 2, tensor 1" in shown
     assert b"sdc: layer.2.attention.query/weight" in shown
     assert "Exactly what was injected was named." in screen
     assert "bitwise the state of one that was never disturbed" in screen

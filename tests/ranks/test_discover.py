@@ -51,7 +51,9 @@ def test_an_interrupted_discovery_goes_on_and_makes_the_same_catalog(tmp_path: P
     out, err = first.communicate(timeout=60)
     assert first.returncode == 130
     assert not out
-    assert f"--resume {folder}" in err
+    again = "scout discover --rows 0:4 --hidden 16 --intermediate 16 --layers 2 --positions 3 --device cpu"
+    assert f"Go on with: {again} --programs 2 --resume {folder}\n" in err
+    assert f"is kept in {folder}." in err
     before = journal.read_text().splitlines()
     assert len(before) < 6
 
@@ -103,7 +105,10 @@ def test_every_routing_to_two_experts_is_covered(tmp_path: Path):
         (("--tokens", "8"), "--heterogeneous and --tokens go together"),
         (("--output", "/no/such/folder/catalog.json"), "there is no folder /no/such/folder"),
         (("--module", "nothing"), "package.module:function, got 'nothing'"),
-        (("--module", "no.such:thing"), "'no.such:thing' cannot be had: No module named 'no'"),
+        (
+            ("--module", "no.such:thing"),
+            "'no.such:thing' cannot be had: ModuleNotFoundError: No module named 'no'",
+        ),
     ],
 )
 def test_mistakes_show_before_anything_starts(

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,9 @@ def test_this_machine_is_examined_without_torch_in_the_doctors_own_process(tmp_p
     assert json.loads(done.stdout) == json.loads((tmp_path / "report.json").read_text())
     found = grades(done.stdout)
     assert list(found) == [
-        "Python", "torch", "backends", "CUDA", "Triton", "attention", "frameworks", "pyzmq", "board",
-        "other machine", "stacks", "clock", "open files", "file size", "shared memory", "permissions",
-        "checkpoint folder", "surfaces", "peers",
+        "Python", "torch", "restarts", "backends", "CUDA", "Triton", "attention", "frameworks", "pyzmq",
+        "board", "other machine", "stacks", "clock", "open files", "file size",
+        "shared memory", "permissions", "checkpoint folder", "surfaces", "peers",
     ]  # fmt: skip
     assert json.loads(done.stdout)["fit"]
     assert "fail" not in found.values()
@@ -274,6 +275,24 @@ def test_a_mistake_is_refused_with_what_was_given(arguments: list[str], told: st
     done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["doctor", *arguments])
     assert done.exit_code == 2
     assert told in done.stderr
+
+
+def test_who_does_not_authenticate_takes_few_descriptors_of_a_doctor_that_listens():
+    command = [SCOUT, "doctor", "--listen", "--address", "127.0.0.1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    strangers = 400
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as doctor,
+        ExitStack() as stack,
+    ):
+        stack.callback(doctor.kill)
+        assert doctor.stderr is not None
+        address = "127.0.0.1", int(doctor.stderr.readline().rpartition(":")[2])
+        before = len(list(Path(f"/proc/{doctor.pid}/fd").iterdir()))
+        for _ in range(strangers):
+            stack.enter_context(socket.create_connection(address))
+        assert meet(address, {}).problem is None, "whoever asks is still answered"
+        assert len(list(Path(f"/proc/{doctor.pid}/fd").iterdir())) - before < strangers / 2
 
 
 def test_it_is_documented():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import LiveRanks, RankError, run_ranks
+from torchscout.cli.local_ranks import _die_with_parent
+
+ROOT = Path(__file__).parents[2]
 
 
 def summed(rank: int, offset: int) -> tuple[int, torch.Tensor]:
@@ -187,3 +192,38 @@ def test_a_live_rank_that_fails_is_told_of_with_its_traceback(tmp_path: Path):
         with pytest.raises(RankError, match="never -5") as caught:
             ranks.ask(-5)
     assert "in summed" in str(caught.value).split("rank 1:")[0], "where the other one waits"
+
+
+def asking_late(started: Path, survived: Path) -> None:
+    """A rank that asks to end with its parent only once that is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    started.write_text(str(os.getpid()))
+    wait([parent.sentinel])
+    _die_with_parent()
+    survived.touch()
+
+
+_KILLED_AT_START = """
+import multiprocessing, os, signal, sys, time
+from pathlib import Path
+from tests.ranks.test_harness import asking_late
+started, survived = map(Path, sys.argv[1:])
+multiprocessing.get_context("forkserver").Process(target=asking_late, args=(started, survived)).start()
+while not started.exists() or not started.read_text():
+    time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_whose_parent_was_killed_before_it_asked_ends_too(tmp_path: Path):
+    started, survived = tmp_path / "started", tmp_path / "survived"
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED_AT_START, started, survived], cwd=ROOT, check=False, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL
+    rank, deadline = Path(f"/proc/{started.read_text()}"), time.monotonic() + 60
+    while rank.exists() and b") Z " not in (rank / "stat").read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert time.monotonic() < deadline, "it is gone"
+    assert not survived.exists()

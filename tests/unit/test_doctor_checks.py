@@ -215,6 +215,28 @@ def test_ranks_and_machines_follow_from_mesh_and_devices():
     assert laid_out(32, None, 2, 8) == (16, 2)
     with pytest.raises(ValueError, match="the mesh has 32 ranks: 4 machines with 8 each, not 3"):
         laid_out(32, 8, 3, 0)
+    with pytest.raises(
+        ValueError, match="the mesh has 4 ranks, which cannot be divided into 3 on each machine"
+    ):
+        laid_out(4, 3, None, 0)
+    with pytest.raises(ValueError, match="the mesh has 8 ranks, which cannot be divided into 3 machines"):
+        laid_out(8, None, 3, 0)
+
+
+def test_a_mesh_that_does_not_fill_the_machines_devices_is_questioned():
+    (finding,) = layout.fits(Plan(*laid_out(12, None, None, 8), mesh=mesh_of("replica=12")))
+    holds(finding, "warn", "the mesh has 12 ranks", "2 machines", "8 CUDA devices have 16", "--ranks")
+    assert layout.fits(Plan(*laid_out(16, None, None, 8), mesh=mesh_of("replica=16"))) == []
+    assert layout.fits(Plan(8, 2)) == []
+
+
+def test_restarts_of_torchrun_need_a_setting_with_one_torch():
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    holds(installation.restarts(TORCH, {}), "warn", "Connection refused", "without torchscout", f"{name}=1")
+    holds(installation.restarts(TORCH, {name: "0"}), "warn")
+    holds(installation.restarts(TORCH, {name: "1"}), "ok", f"{name}=1")
+    holds(installation.restarts(TorchFacts(version="2.12.1"), {}), "skipped", "2.13")
+    holds(installation.restarts(TorchFacts(problem="gone"), {}), "skipped")
 
 
 def test_attention_backends_repeat_or_are_said_not_to():
