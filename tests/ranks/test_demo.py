@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.ranks.test_campaign import processes_of
 from torchscout.cli.main import app
 from torchscout.decision import recorder
 from torchscout.decision.record import Incident
@@ -117,6 +119,19 @@ def test_each_on_ranks_and_meshes_of_ones_choice(arguments: list[str], expected:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert [each[:3] for each in named(report)] == expected
+
+
+@pytest.mark.slow
+def test_an_interrupted_demo_says_where_its_evidence_is_and_leaves_nothing_running(tmp_path: Path):
+    command = [SCOUT, "demo", "--ranks", "3", "--run-dir", tmp_path]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    assert any(line.startswith("step  1") for line in running.stderr)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, out) == (130, "")
+    assert err.endswith(f"Interrupted; nothing is left running. The evidence so far is in {tmp_path}.\n")
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.slow

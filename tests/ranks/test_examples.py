@@ -69,3 +69,29 @@ def test_every_example_is_short_and_is_run_here():
     for name in RANKS:
         assert scripts[name].count("\n") < 60
         assert f"examples/{name}.py" in told
+
+
+_STARTED_AGAIN = """
+import os, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(3)
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"again, {total.item():.0f} ranks", flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+@SLOW
+def test_ranks_that_torchrun_starts_again_find_each_other_with_the_documented_setting(tmp_path: Path):
+    """Without it they fail, or hang, in almost all runs on PyTorch 2.13."""
+    script, setting = tmp_path / "script.py", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    script.write_text(_STARTED_AGAIN)
+    assert f"export {setting}=1" in (EXAMPLES / "README.md").read_text()
+    printed = torchrun(3, ["--max-restarts", "1", script], tmp_path, **{setting: "1"})
+    assert printed.count("again, 3 ranks") == 3
