@@ -2,5 +2,7 @@
 
 from torchscout.cli.main import app
 
+__all__ = ["app"]
+
 if __name__ == "__main__":
     app(prog_name="python -m torchscout")

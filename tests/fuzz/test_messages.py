@@ -242,6 +242,7 @@ def test_an_observer_survives_every_message(
     told(board.encode("ask", round=9))
     assert lookout.rounds == before + 1
     hub.close()
+    listener.close()
     observing._close()
     context.destroy(linger=0)
 
