@@ -49,6 +49,7 @@ from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
 from torchscout.integration.resumption import Resumption, Sweeping
 from torchscout.integration.structure import surface_of
 from torchscout.integration.watching import Job
+from torchscout.log import log
 
 __all__ = ["Checkpointing", "job_name"]
 
@@ -282,7 +283,9 @@ class Checkpointing:
 
     def _add_problems(self, problems: Iterable[str]) -> None:
         """What lasts is said once, so that it does not push out what else went wrong."""
-        self._problems += [each for each in problems if each not in self._problems]
+        for each in [each for each in problems if each not in self._problems]:
+            self._problems.append(each)
+            log.warning("rank %d: checkpoints: %s", self._job.rank, each)
 
     def _copied(self) -> int | None:
         """The newest step of which another machine's memory has this rank's state."""
