@@ -7,9 +7,10 @@ itself, as with every logger: ``logging.getLogger("torchscout").setLevel(logging
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
-__all__ = ["PREFIX", "log", "show_by_default"]
+__all__ = ["PREFIX", "kind_of", "log", "show_by_default"]
 
 PREFIX = "torchscout:"
 log = logging.getLogger("torchscout")
@@ -44,6 +45,11 @@ def show_by_default() -> None:
         log.addHandler(_WithoutSetup())
         if log.level == logging.NOTSET:
             log.setLevel(logging.INFO)
+
+
+def kind_of(message: str) -> str:
+    """The same for messages that differ in numbers only, such as the step: one of them is enough."""
+    return re.sub(r"\d+", "", message)
 
 
 log.addFilter(_OneLine())

@@ -76,6 +76,7 @@ def test_a_late_rank_on_another_machine_than_the_hub_is_named(
     assert resolved.ranks == (2,)
 
 
+@pytest.mark.slow
 def test_where_machines_share_no_run_directory_code_on_each_rank_is_told_once(tmp_path: Path):
     run_dir, told = tmp_path / "run", tmp_path / "told"
     run_dir.mkdir()

@@ -205,8 +205,9 @@ def _announce(
     else:
         lacking, covered = replaying.lacking, replaying.covered().sentence()
         level = logging.WARNING if lacking == _ALONE else logging.INFO
-        often = f"checks every {min(replay.intervals.values())} steps: {covered}"
-        log.log(level, "%s", f"{often} {lacking}." if lacking else often)
+        interval = min(replay.intervals.values())
+        often = "step" if interval == 1 else f"{interval} steps"
+        log.log(level, "checks every %s: %s%s", often, covered, f" {lacking}." if lacking else "")
     if checkpoint is None:
         log.info("no checkpoints are kept: checkpoint=None")
     else:

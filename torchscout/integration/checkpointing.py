@@ -49,7 +49,7 @@ from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
 from torchscout.integration.resumption import Resumption, Sweeping
 from torchscout.integration.structure import surface_of
 from torchscout.integration.watching import Job
-from torchscout.log import log
+from torchscout.log import kind_of, log
 
 __all__ = ["Checkpointing", "job_name"]
 
@@ -284,8 +284,9 @@ class Checkpointing:
     def _add_problems(self, problems: Iterable[str]) -> None:
         """What lasts is said once, so that it does not push out what else went wrong."""
         for each in [each for each in problems if each not in self._problems]:
+            if kind_of(each) not in map(kind_of, self._problems):  # or a full disk would fill the log, too
+                log.warning("rank %d: checkpoints: %s", self._job.rank, each)
             self._problems.append(each)
-            log.warning("rank %d: checkpoints: %s", self._job.rank, each)
 
     def _copied(self) -> int | None:
         """The newest step of which another machine's memory has this rank's state."""

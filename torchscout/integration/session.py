@@ -238,7 +238,7 @@ class Session:
         self.failures.append(told)
         if not is_shared or self.rank == 0:
             log.error(
-                "rank %d: something in torchscout failed at step %d; training is not affected",
+                "rank %d: torchscout itself failed at step %d, and training is not affected",
                 self.rank,
                 self.step,
                 exc_info=error,
