@@ -48,8 +48,10 @@ def trainer(run_dir: Path, kind: str = "observer") -> Iterator[subprocess.Popen[
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        yield process
-        process.kill()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def ended(run_dir: Path, how: How, rank: int = 0, size: int = 1, why: str = "") -> None:
