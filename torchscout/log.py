@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
 
-__all__ = ["PREFIX", "kind_of", "log", "show_by_default"]
+__all__ = ["PREFIX", "Problems", "log", "show_by_default"]
 
 PREFIX = "torchscout:"
 log = logging.getLogger("torchscout")
@@ -47,9 +49,30 @@ def show_by_default() -> None:
             log.setLevel(logging.INFO)
 
 
-def kind_of(message: str) -> str:
-    """The same for messages that differ in numbers only, such as the step: one of them is enough."""
-    return re.sub(r"\d+", "", message)
+class Problems:
+    """The last problems of one part of torchscout, each once.
+
+    They are logged, unless one of those before differs in numbers only: a disk that is full at every step
+    must not fill the log.
+    """
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+        self._last: deque[str] = deque(maxlen=20)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._last)
+
+    def add(self, problems: Iterable[str]) -> None:
+        for each in problems:
+            if each not in self._last:
+                if _kind(each) not in map(_kind, self._last):
+                    log.warning("%s: %s", self._part, each)
+                self._last.append(each)
+
+
+def _kind(problem: str) -> str:
+    return re.sub(r"\d+", "", problem)
 
 
 log.addFilter(_OneLine())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -57,6 +58,7 @@ def with_a_small_disk(plan: Plan, kilobytes: int, folder: Path, small: Path | No
     )
     told = [each for each in outcomes(folder, 2) if isinstance(each, Told)]
     assert len(told) == 2, (found.stderr, outcomes(folder, 2))
+    assert re.search(r"torchscout: rank [01]: checkpoints: .*No space left", found.stderr), found.stderr
     return told
 
 

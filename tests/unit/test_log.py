@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from torchscout.log import log
+from torchscout.log import Problems, log
 
 
 def test_every_message_is_one_line_with_the_prefix(caplog: pytest.LogCaptureFixture):
@@ -31,6 +31,18 @@ def test_an_exception_is_part_of_the_line_and_its_traceback_is_for_debugging(
             log.error("writing failed", exc_info=error)
         assert "Traceback" in caplog.text
     assert caplog.messages == ["torchscout: writing failed: OSError: no space", "torchscout: writing failed"]
+
+
+def test_a_problem_that_lasts_is_kept_for_each_step_and_logged_once(caplog: pytest.LogCaptureFixture):
+    problems = Problems("rank 3: checkpoints")
+    for step in (1, 1, 2):
+        problems.add([f"step {step} was not captured: No space left on device"])
+    problems.add(["the copy has not come"])
+    assert len(list(problems)) == 3
+    assert caplog.messages == [
+        "torchscout: rank 3: checkpoints: step 1 was not captured: No space left on device",
+        "torchscout: rank 3: checkpoints: the copy has not come",
+    ]
 
 
 PROGRAM = """
