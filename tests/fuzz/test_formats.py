@@ -28,6 +28,7 @@ from torchscout.decision.progress import Line, Phase
 from torchscout.decision.recorder import JsonlRecorder, read
 from torchscout.errors import CheckpointError, TornRecordError
 from torchscout.evidence.observer import board
+from torchscout.evidence.observer.ends import End, read_ends
 from torchscout.evidence.observer.post import Post
 from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.evidence.observer.progress_writer import ProgressWriter
@@ -75,6 +76,19 @@ def test_rosters(tmp_path: Path):
             assert standing(entry)["state"]
 
     tried(attempt, (ValueError,))
+
+
+def test_ends(tmp_path: Path):
+    (tmp_path / "ends").mkdir()
+    entry = Entry.own(0, tmp_path / "record")
+    document = asdict(End(0, "failed", 3, entry.record, "ValueError: no"))
+
+    def attempt(chance: random.Random) -> None:
+        (tmp_path / "ends" / "rank-0.json").write_bytes(text_mutant(chance, document))
+        for end in read_ends(tmp_path).values():
+            assert standing(entry, end)["state"]
+
+    tried(attempt, ())
 
 
 def test_messages():

@@ -23,6 +23,7 @@ from tests.support.hangs import QUICK, Net
 from tests.support.ranks import run_ranks
 from torchscout import Mesh
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
+from torchscout.evidence.observer.ends import read_ends
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.parallelism import mesh_from
 
@@ -247,7 +248,8 @@ def test_scout_status_tells_where_every_rank_stands(tmp_path: Path):
     assert report["incidents"] == []
     scout = Path(sys.executable).with_name("scout")
     after = subprocess.run([scout, "status", tmp_path], capture_output=True, text=True, check=True)
-    assert after.stdout.count("finished") == 2
+    assert "finished, step 3; no open incidents" in after.stdout
+    assert after.stdout.count("  finished  3") == 2
     nothing = subprocess.run(
         [scout, "status", tmp_path / "none"], capture_output=True, text=True, check=False
     )
@@ -277,21 +279,31 @@ if sys.argv[2] == "hard":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "named"), [("return", []), ("raise", [[1]])])
-def test_a_script_under_torchrun_needs_no_guard_and_no_close(tmp_path: Path, how: str, named: list):
+@pytest.mark.parametrize(
+    ("how", "named", "ends"), [("return", [], {"finished"}), ("raise", [[1]], {"failed", "interrupted"})]
+)
+def test_a_script_under_torchrun_needs_no_guard_and_no_close(
+    tmp_path: Path, how: str, named: list, ends: set[str]
+):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     root = str(Path(__file__).parents[2])
-    subprocess.run(
+    done = subprocess.run(
         [*command, script, run_dir, how], env={**os.environ, "PYTHONPATH": root}, check=False, timeout=120,
-        capture_output=True,
+        capture_output=True, text=True,
     )  # fmt: skip
     time.sleep(4)
     path = run_dir / "incidents.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     assert [line["ranks"] for line in lines if line["kind"] == "incident"] == named
+    found = read_ends(run_dir)
+    assert {end.how for end in found.values()} <= ends
+    assert "torchscout: attached to 2 ranks" in done.stderr
+    if how == "raise":
+        assert (found[1].how, found[1].why) == ("failed", "RuntimeError: the user's own mistake")
+        assert "torchscout: rank 1: failed after step 2 by RuntimeError" in done.stderr
 
 
 def signal_in_use(rank: int, run_dir: Path) -> list[str]:

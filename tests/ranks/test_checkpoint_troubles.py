@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
 from torchscout.checkpoint import ledger, shards
+from torchscout.cli.status import incidents_of
 from torchscout.faults.fault import Faults
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk, restore_folder
 
@@ -55,6 +58,7 @@ def with_a_small_disk(plan: Plan, kilobytes: int, folder: Path, small: Path | No
     )
     told = [each for each in outcomes(folder, 2) if isinstance(each, Told)]
     assert len(told) == 2, (found.stderr, outcomes(folder, 2))
+    assert re.search(r"torchscout: rank [01]: checkpoints: .*No space left", found.stderr), found.stderr
     return told
 
 
@@ -156,6 +160,7 @@ def test_after_corruption_nothing_is_certified_and_a_restart_is_as_if_it_had_not
         assert each.status["latest"] == each.status["verified"] == 4
         assert max(each.status["durable"], default=0) <= 4
         assert "corruption was found at step 5" in each.status["reason"]
+    assert {each["state"] for each in sdc_of(plan.run_dir)} == {"open"}
     assert plan.memory is not None
     found = {shards.inspect(path).identity.generation.step for path in tmp_path.rglob("*.shard")}
     assert max(found) == 4, "nothing newer was captured"
@@ -172,3 +177,10 @@ def test_after_corruption_nothing_is_certified_and_a_restart_is_as_if_it_had_not
         assert each.bits == {step: theirs[step] for step in range(5, 10)}
         assert each.status["verified"] == 9
     assert broken[1].bits[9] != healthy[1][9], "it did harm"
+    assert {(each["state"], each["recovered"]) for each in sdc_of(plan.run_dir)} == {("recovered", 4)}
+    assert sdc_of(tmp_path / "again") == []
+
+
+def sdc_of(run_dir: Path) -> list[dict[str, Any]]:
+    """As `scout status` shows them."""
+    return [each for each in incidents_of(run_dir) if each["manifestation"] == "sdc"]

@@ -68,7 +68,7 @@ def test_a_healthy_job_is_silent_and_a_late_rank_is_named_until_it_moves(tmp_pat
         until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
         assert [trainer.wait() for trainer in job.trainers] == [0, 0, 0]
         assert len(job.lines()) == 2
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["incidents.jsonl", "observers"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["ends", "incidents.jsonl", "observers"]
         assert list((tmp_path / "observers").iterdir()) == []
 
 

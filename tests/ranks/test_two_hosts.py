@@ -24,11 +24,16 @@ UNNAMED = {name: ["127.0.0.1 localhost"] for name in NAMED}
 """As in many containers: a machine's name means nothing, not even to itself."""
 
 
+UNSHARED = 'test "$(hostname)" = one || mount -t tmpfs tmpfs "$0"; exec "$@"'
+"""A command of the second machine has a run directory of its own, under the same name."""
+
+
 def start(
-    hosts: list[Machine], run_dir: Path, stalls: str = "nobody", **variables: str
+    hosts: list[Machine], run_dir: Path, stalls: str = "nobody", *, shared: bool = True, **variables: str
 ) -> list[subprocess.Popen[bytes]]:
     """Ranks 0 and 1 on the first machine, 2 and 3 on the second."""
     command = [sys.executable, "-m", "tests.support.spread_job", str(run_dir), stalls]
+    command = command if shared else ["sh", "-e", "-c", UNSHARED, str(run_dir), *command]
     common = {
         "MASTER_ADDR": hosts[0].address,
         "MASTER_PORT": "29511",
@@ -69,6 +74,19 @@ def test_a_late_rank_on_another_machine_than_the_hub_is_named(
     assert "3 ranks wait for it" in incident.sentence
     (resolved,) = resolutions(tmp_path)
     assert resolved.ranks == (2,)
+
+
+@pytest.mark.slow
+def test_where_machines_share_no_run_directory_code_on_each_rank_is_told_once(tmp_path: Path):
+    run_dir, told = tmp_path / "run", tmp_path / "told"
+    run_dir.mkdir()
+    told.mkdir()
+    with machines(tmp_path, UNNAMED) as hosts:
+        started = start(hosts, run_dir, stalls="0", shared=False, TOLD=str(told))
+        assert [each.wait(60) for each in started] == [0, 0], (run_dir / "output-two").read_text()
+    assert [each.ranks for each in incidents(run_dir)] == [(0,)], "the hub's machine has it in its files"
+    assert not list((run_dir / "ranks").glob("rank-[23].json")), "the other machine has files of its own"
+    assert [(told / f"told-{rank}").read_text() for rank in range(4)] == ["hang (0,)\n"] * 4
 
 
 @pytest.mark.slow

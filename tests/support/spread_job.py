@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.hangs import FAULTY_STEP, QUICK, STEPS, Net, give_up_soon, wait_for_incident
+from torchscout.decision.record import Incident
 from torchscout.integration.attach import enable_resiliency
 
 
@@ -29,7 +30,10 @@ def train(rank: int, run_dir: Path, stalls: str) -> None:
     model = DistributedDataParallel(Net(), process_group=give_up_soon(5.0))
     optimizer = torch.optim.AdamW(model.parameters())
     config = replace(QUICK, grace_seconds=3.0, address=os.environ.get("HUB_ADDRESS", "*"))
-    session = enable_resiliency(model, optimizer, observer=config, run_dir=run_dir)
+    told = Path(os.environ.get("TOLD", run_dir)) / f"told-{rank}"
+    session = enable_resiliency(
+        model, optimizer, observer=config, run_dir=run_dir, on_incident=lambda each: tell(each, told)
+    )
     for step in itertools.count(1) if stalls == "nobody" else range(1, STEPS + 1):
         time.sleep(0.02)
         if step == FAULTY_STEP:
@@ -40,6 +44,12 @@ def train(rank: int, run_dir: Path, stalls: str) -> None:
         model(torch.randn(4, 16)).sum().backward()
         optimizer.step()
     session.close()
+
+
+def tell(incident: Incident, path: Path) -> None:
+    """One line for each incident that this rank's code is told of."""
+    with path.open("a") as file:
+        file.write(f"{incident.manifestation.value} {incident.ranks}\n")
 
 
 def main(run_dir: Path, stalls: str, *ranks: str) -> int:

@@ -1,78 +1,106 @@
-"""A user's function is told of every new incident, and looking for them costs next to nothing."""
+"""Every incident is logged by one rank and given to the user's function once, whoever has found it."""
 
 from __future__ import annotations
 
-import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.support.small_job import until
-from tests.unit.test_record import INCIDENT, RESOLVED
-from torchscout.decision.record import Incident
-from torchscout.decision.recorder import JsonlRecorder
+from tests.unit.test_record import INCIDENT, NOT_CHECKED, RESOLVED
+from torchscout.decision.record import EvidenceRecord, Incident, Resolved
+from torchscout.decision.recorder import line_of
 from torchscout.integration.news import News
 
+NAMES_RANK_0 = replace(INCIDENT, ranks=(0,))
 
-def test_what_was_on_record_before_is_no_news_and_the_rest_is_told_once(tmp_path: Path):
-    recorder, told = JsonlRecorder(tmp_path, 0), []
-    recorder.record(INCIDENT)
-    news = News(tmp_path, told.append, raise_it)
-    recorder.record(RESOLVED)
-    recorder.record(INCIDENT)
-    until(lambda: told, "it is told")
-    recorder.record(INCIDENT)
+
+def found(path: Path, *items: Incident | Resolved | EvidenceRecord) -> None:
+    """What an observer does."""
+    with path.open("ab") as file:
+        file.writelines(map(line_of, items))
+
+
+def raise_it(error: Exception) -> None:
+    raise error
+
+
+def test_what_checks_and_observers_find_is_told_once(tmp_path: Path):
+    told: list[Incident] = []
+    news = News(1, told.append, raise_it, tmp_path / "news")
+    news.add([INCIDENT])
+    found(tmp_path / "news", RESOLVED, NAMES_RANK_0)
+    until(lambda: len(told) == 2, "both are told")
+    found(tmp_path / "news", INCIDENT)
     news.close()
-    assert told == [INCIDENT, INCIDENT]
+    assert told == [INCIDENT, NAMES_RANK_0, INCIDENT]
+    assert news.incidents == told
 
 
 def test_a_line_that_is_being_written_is_told_when_it_is_whole(tmp_path: Path):
     told: list[Incident] = []
-    news = News(tmp_path, told.append, raise_it)
-    JsonlRecorder(tmp_path, 0).record(INCIDENT)
-    whole = (tmp_path / "incidents.jsonl").read_bytes()
-    until(lambda: told, "the first is told")
-    with (tmp_path / "incidents.jsonl").open("ab") as file:
+    news = News(0, told.append, raise_it, tmp_path / "news")
+    whole = line_of(INCIDENT)
+    with (tmp_path / "news").open("ab") as file:
         file.write(whole[:40])
         file.flush()
         time.sleep(1.1)
+        assert told == []
         file.write(whole[40:])
     news.close()
-    assert len(told) == 2
+    assert told == [INCIDENT]
 
 
-def test_a_run_folder_that_is_made_again_is_followed(tmp_path: Path):
-    told: list[Incident] = []
-    news = News(tmp_path / "run", told.append, raise_it)
-    recorder = JsonlRecorder(tmp_path / "run", 0)
-    recorder.record(INCIDENT)
-    until(lambda: told, "the first is told")
-    shutil.rmtree(tmp_path / "run")
-    recorder.record(INCIDENT)
-    until(lambda: len(told) == 2, "the second is told")
+@pytest.mark.parametrize("rank", range(8))
+def test_one_rank_logs_an_incident(rank: int, caplog: pytest.LogCaptureFixture):
+    """The first one, unless it is named itself: it may be unable to run."""
+    news = News(rank, None, raise_it)
+    news.add([INCIDENT])
+    assert INCIDENT.ranks != (0,)
+    assert len(caplog.messages) == (rank == 0)
+    news.add([NAMES_RANK_0])
     news.close()
+    assert len(caplog.messages) == (rank == 0) + (rank == NAMES_RANK_0.reporter)
+
+
+def test_what_one_observer_alone_knows_its_own_rank_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    news = News(3, None, raise_it, tmp_path / "news")
+    found(tmp_path / "news", NOT_CHECKED)
+    news.close()
+    assert caplog.messages == [
+        f"torchscout: step {NOT_CHECKED.step}: {NOT_CHECKED.surface}: {NOT_CHECKED.reason}"
+    ]
+
+
+def test_a_function_that_raises_is_called_with_the_next_incident_all_the_same():
+    told, failures = [], []
+
+    def clumsy(incident: Incident) -> None:
+        told.append(incident)
+        raise KeyError("dropped")
+
+    news = News(0, clumsy, failures.append)
+    news.add([INCIDENT, NAMES_RANK_0])
+    news.close()
+    assert told == [INCIDENT, NAMES_RANK_0]
+    assert [type(each) for each in failures] == [KeyError, KeyError]
 
 
 def test_a_long_file_is_read_once(tmp_path: Path):
-    """The bytes that this thread reads, as the kernel counts them, do not grow with what is on record."""
-    recorder = JsonlRecorder(tmp_path, 0)
-    for _ in range(300):
-        recorder.record(INCIDENT)
-    size = (tmp_path / "incidents.jsonl").stat().st_size
-    told: list[Incident] = []
-    news = News(tmp_path, told.append, raise_it)
+    """The bytes that this process reads, as the kernel counts them, do not grow with what is on record."""
+    found(tmp_path / "news", *[INCIDENT] * 300)
+    news = News(1, None, raise_it, tmp_path / "news")
+    news.look()
     before = bytes_read()
     for _ in range(20):
         news.look()
-    assert bytes_read() - before < size
-    recorder.record(INCIDENT)
+    assert bytes_read() - before < (tmp_path / "news").stat().st_size
     news.close()
-    assert told == [INCIDENT]
+    assert len(news.incidents) == 300
 
 
 def bytes_read() -> int:
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["rchar"])
-
-
-def raise_it(error: Exception) -> None:
-    raise error

@@ -179,7 +179,7 @@ def test_truncated_and_foreign_lines_are_named_and_skipped(tmp_path: Path):
 
 def test_log_and_callback(caplog: pytest.LogCaptureFixture):
     seen: list[Incident] = []
-    both = Tee([LogRecorder(logging.getLogger("torchscout.test")), CallbackRecorder(seen.append)])
+    both = Tee([LogRecorder(), CallbackRecorder(seen.append)])
     agreeing = EvidenceRecord(
         step=1, surface="quiet", manifestation=Manifestation.SDC, peers=(0, 1), verdict=exact([1, 1])
     )
@@ -189,10 +189,10 @@ def test_log_and_callback(caplog: pytest.LogCaptureFixture):
     both.close()
     assert seen == [INCIDENT]
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", "step 7: layer.3/grad_input attributed: ranks [5] differ"),
-        ("INFO", "step 9: layer.1/output not checked: reentrant checkpointing"),
-        ("ERROR", "step 7: rank 5 on node-2 computes another gradient"),
-        ("INFO", "resolved after 12.5 s: rank 5 on node-2 computes another gradient"),
+        ("WARNING", "torchscout: step 7: layer.3/grad_input attributed: ranks [5] differ"),
+        ("INFO", "torchscout: step 9: layer.1/output not checked: reentrant checkpointing"),
+        ("ERROR", "torchscout: incident (sdc) at step 7: rank 5 on node-2 computes another gradient"),
+        ("INFO", "torchscout: resolved after 12.5 s: rank 5 on node-2 computes another gradient"),
     ]
 
 

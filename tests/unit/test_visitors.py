@@ -30,7 +30,7 @@ def test_the_status_of_a_record_that_is_not_this_users_alone(tmp_path: Path):
     writer.path.chmod(0o644)
     done = CliRunner().invoke(app, ["status", str(tmp_path), "--json"])
     writer.close()
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 1, done.output
     report = json.loads(done.stdout)
     assert report["ranks"][0]["state"].startswith("unknown: ")
     assert report["incidents"][0]["sentence"] == INCIDENT.sentence

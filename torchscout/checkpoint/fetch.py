@@ -89,7 +89,8 @@ def fetch(
         plan = agree(desk.listings(wanted), wanted)
         if plan.generation is None:
             raise UnavailableError(". ".join([plan.reason, *demoted]))
-        _log.log(logging.ERROR if plan.passed else logging.INFO, "torchscout: %s", plan.reason)
+        if plan.passed:
+            _log.error("torchscout: %s", plan.reason)
         desk.attempt(plan)
         damaged = desk.settle(plan)
         if not damaged:

@@ -149,6 +149,8 @@ class Outgoing:
         if not task.capture.wait(self._patience):
             raise CheckpointError(f"{generation} was not captured: {task.capture.problem or 'it takes long'}")
         with self._snapshots.held(generation) as path:
+            if path is None and not task.is_due:
+                return  # a newer one has replaced it, and is copied instead
             if path is None:
                 raise CheckpointError(f"{generation} is not in memory any more")
             if self._replicator is not None and self._replicator.holder is not None:

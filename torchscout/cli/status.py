@@ -1,9 +1,11 @@
-"""`scout status`: where every rank of a job stands, read from the records of those on this machine."""
+"""`scout status`: how a job is, from its run directory and the records of the ranks on this machine."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,46 +14,145 @@ import typer
 from torchscout.cli.document import as_document
 from torchscout.decision import recorder
 from torchscout.decision.progress import Process, Progress
-from torchscout.decision.record import Incident, Resolved
+from torchscout.decision.record import Incident, Manifestation, Resolved
 from torchscout.decision.recorder import Stamped
+from torchscout.decision.wording import named
 from torchscout.errors import TornRecordError
+from torchscout.evidence.observer.ends import End, read_ends
 from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.integration.roster import Entry, read_roster
 
 __all__ = ["status"]
 
+HEALTHY, SICK, UNKNOWN = 0, 1, 2
+"""Exit statuses."""
+_WATCH_SECONDS = 2.0
+_CLEAR = "\033[2J\033[H"
+_WORST_FIRST = ("killed", "failed", "interrupted", "running", "elsewhere", "finished")
+"""A job's state is the first of these that any of its ranks is in."""
+_RUNNING = {"running", "stopped", "paused"}
+
 
 def status(
-    run_dir: Annotated[Path, typer.Argument(help="The job's run directory, scout-run-...")],
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The job's run directory, scout-run-...; by default the newest one in this folder."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again until the job ends.")
+    ] = False,
 ) -> None:
-    """Show where every rank of a job stands, and what was found wrong with it."""
+    """Show how a job is: running, finished, interrupted, failed or killed, and what was found wrong with it.
+
+    The exit status is 0 if it is healthy, 1 if incidents are open or a rank failed or was killed, and 2 if
+    that cannot be told.
+    """
+    if watch and (as_json or output is not None):
+        raise typer.BadParameter("--watch shows a screen; leave out --json and --output")
+    folder = newest_run(Path.cwd()) if run_dir is None else run_dir
+    report = examined(folder)
+    while watch and report["state"] == "running":
+        print(_CLEAR * sys.stdout.isatty() + screen(report), flush=True)
+        time.sleep(_WATCH_SECONDS)
+        report = examined(folder)
+    as_document(
+        report, _CLEAR * (watch and sys.stdout.isatty()) + screen(report), as_json=as_json, output=output
+    )
+    raise typer.Exit(report["exit_status"])
+
+
+def newest_run(folder: Path) -> Path:
+    """The run directory in this folder whose job was attached last."""
+    found = [each for each in folder.iterdir() if (each / "ranks").is_dir()]
+    if not found:
+        raise typer.BadParameter(
+            f"{folder} has no run directory; name one, or go to where the job was started",
+            param_hint="RUN_DIR",
+        )
+    return max(found, key=lambda each: (each / "ranks").stat().st_mtime)
+
+
+def examined(run_dir: Path) -> dict[str, Any]:
+    """All that the run directory shows."""
     try:
-        entries = read_roster(run_dir)
-        incidents = open_incidents(run_dir)
+        entries, ends = read_roster(run_dir), read_ends(run_dir)
+        incidents = incidents_of(run_dir)
     except (OSError, ValueError) as error:  # another user's run, or a damaged one
         raise typer.BadParameter(str(error), param_hint="RUN_DIR") from error
     if not entries:
         raise typer.BadParameter(
             f"{run_dir} holds no job: there is no ranks/rank-0.json", param_hint="RUN_DIR"
         )
-    report = {"ranks": [standing(entry) for entry in entries], "incidents": incidents}
-    as_document(report, screen(report), as_json=as_json, output=output)
+    ranks = [standing(entry, ends.get(entry.rank)) for entry in entries]
+    missing = sorted({*range(max(entry.size for entry in entries))} - {entry.rank for entry in entries})
+    state = overall([rank["state"] for rank in ranks])
+    return {
+        "run_dir": str(run_dir),
+        "state": state,
+        "exit_status": judged(state, ranks, incidents, missing),
+        "sentence": sentence(state, ranks, incidents, missing),
+        "ranks": ranks,
+        "incidents": incidents,
+    }
 
 
-def standing(entry: Entry) -> dict[str, Any]:
+def overall(states: Sequence[str]) -> str:
+    """The job's state, from those of its ranks."""
+    plain = {"running" if each in _RUNNING else each for each in states}
+    return next((each for each in _WORST_FIRST if each in plain), "unknown")
+
+
+def judged(
+    state: str,
+    ranks: Sequence[Mapping[str, Any]],
+    incidents: Sequence[Mapping[str, Any]],
+    missing: Sequence[int],
+) -> int:
+    """The exit status."""
+    if state in {"killed", "failed"} or any(each["state"] == "open" for each in incidents):
+        return SICK
+    is_unknown = state == "unknown" or any(rank["state"].startswith("unknown") for rank in ranks)
+    return UNKNOWN if is_unknown or missing else HEALTHY
+
+
+def sentence(
+    state: str,
+    ranks: Sequence[Mapping[str, Any]],
+    incidents: Sequence[Mapping[str, Any]],
+    missing: Sequence[int],
+) -> str:
+    """The first line of the screen."""
+    known = [rank["step"] for rank in ranks if rank.get("step") is not None]
+    parts = [f"{state}, step {min(known)}" if known else state]
+    if state in {"killed", "failed"}:
+        parts[0] += f": {named([rank['rank'] for rank in ranks if rank['state'] == state])}"
+    still_open = [each for each in incidents if each["state"] == "open"]
+    if any(each["manifestation"] == Manifestation.SDC.value for each in still_open):
+        parts.append("its state is corrupt and was not recovered")
+    parts.append(f"{len(still_open)} open incidents" if still_open else "no open incidents")
+    if missing:
+        parts.append(f"nothing is known here of {named(missing)}: the run directory is not shared")
+    return "; ".join(parts)
+
+
+def standing(entry: Entry, end: End | None = None) -> dict[str, Any]:
     """One rank, as far as it can be seen from here."""
     line: dict[str, Any] = {"rank": entry.rank, "host": entry.host, "pid": entry.pid}
+    if end is not None and end.record == entry.record:
+        return {**line, "state": end.how, "step": end.step, "inside": " ".join(end.why.split()) or None}
     if entry.host != socket.gethostname():
-        return {**line, "state": f"on {entry.host}: ask there"}
+        return {**line, "state": "elsewhere", "inside": f"ask on {entry.host}"}
     try:
         reader = ProgressReader(Path(entry.record))
         progress = reader.read()
     except FileNotFoundError:
-        return {**line, "state": "finished"}
+        return {**line, "state": without_record(entry)}
     except TornRecordError:
         return {**line, "state": Process.RUNNING.value}
     except (OSError, ValueError) as error:  # another user's, of another version, or damaged
@@ -59,7 +160,7 @@ def standing(entry: Entry) -> dict[str, Any]:
     last = progress.recent[-1] if progress.recent else None
     return {
         **line,
-        "state": "paused" if reader.paused else reader.trainer().value,
+        "state": state_of(reader),
         "step": progress.step,
         "operation": progress.operation,
         "phase": progress.phase.value,
@@ -67,6 +168,21 @@ def standing(entry: Entry) -> dict[str, Any]:
         "inside": f"{last.text}, number {last.number}" if last and progress.at_communication else None,
         "device": device_of(progress),
     }
+
+
+def state_of(reader: ProgressReader) -> str:
+    """Of a rank without an end marker: a trainer that is gone has not lived to have one written."""
+    if (process := reader.trainer()) is Process.GONE:
+        return "finished" if reader.has_finished else "killed"
+    return "paused" if reader.paused else process.value
+
+
+def without_record(entry: Entry) -> str:
+    """Of a rank that has neither an end marker nor a progress record."""
+    if entry.process() is Process.GONE:
+        return "killed"
+    # A session without an observer has no record; any other one removes it when it is closed.
+    return Process.RUNNING.value if entry.has_no_observer else "finished"
 
 
 def device_of(progress: Progress) -> str | None:
@@ -77,17 +193,26 @@ def device_of(progress: Progress) -> str | None:
     return {True: "busy", False: "idle", None: None}[progress.device_busy]
 
 
-def open_incidents(run_dir: Path) -> list[dict[str, Any]]:
-    """Incidents, each with whether it has been resolved."""
+def incidents_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Incidents: ``open``, ``resolved``, or ``recovered`` by going back to an earlier state."""
     path = run_dir / "incidents.jsonl"
     lines = recorder.read(path) if path.exists() else iter(())
     items = [line.item for line in lines if isinstance(line, Stamped)]
-    resolved = {item.sentence for item in items if isinstance(item, Resolved)}
-    return [
-        {"step": item.step, "sentence": item.sentence, "resolved": item.sentence in resolved}
-        for item in items
-        if isinstance(item, Incident)
-    ]
+    ended = {item.sentence: item.recovered for item in items if isinstance(item, Resolved)}
+    return [_incident(item, ended) for item in items if isinstance(item, Incident)]
+
+
+def _incident(item: Incident, ended: Mapping[str, int | None]) -> dict[str, Any]:
+    recovered = ended.get(item.sentence)
+    state = "open" if item.sentence not in ended else "resolved" if recovered is None else "recovered"
+    return {
+        "step": item.step,
+        "manifestation": item.manifestation.value,
+        "sentence": item.sentence,
+        "state": state,
+        "resolved": state != "open",
+        "recovered": recovered,
+    }
 
 
 COLUMNS = {"silent_seconds": "silent s"}
@@ -99,9 +224,11 @@ def screen(report: dict[str, Any]) -> str:
         columns.append("device")
     heads = [COLUMNS.get(column, column) for column in columns]
     rows = [[shown(rank.get(column)) for column in columns] for rank in report["ranks"]]
-    lines = aligned([heads, *rows])
+    lines = [f"{report['run_dir']}: {report['sentence']}", "", *aligned([heads, *rows])]
     for incident in report["incidents"]:
-        state = "resolved" if incident["resolved"] else "OPEN"
+        state = "OPEN" if incident["state"] == "open" else incident["state"]
+        if incident["recovered"] is not None:
+            state += f" by going back to step {incident['recovered']}"
         lines.append(f"\n{state}, step {incident['step']}: {incident['sentence']}")
     return "\n".join(lines)
 

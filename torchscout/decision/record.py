@@ -190,7 +190,7 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The ranks that an incident named move again."""
+    """The ranks that an incident named move again, or the job went back to a state from before it."""
 
     step: int
     """Of the incident."""
@@ -199,7 +199,9 @@ class Resolved:
     sentence: str
     """The incident's own, by which it is known."""
     stalled_seconds: float
-    """The longest silence among those ranks, up to when they moved."""
+    """The longest silence among those ranks, up to when they moved; 0 after corruption."""
+    recovered: int | None = None
+    """The step that the job went back to; None where the ranks just moved."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -208,6 +210,7 @@ class Resolved:
             "ranks": list(self.ranks),
             "sentence": self.sentence,
             "stalled_seconds": self.stalled_seconds,
+            "recovered": self.recovered,
         }
 
 
@@ -308,6 +311,7 @@ def _resolved_from_json(line: Mapping[str, Any]) -> Resolved:
         ranks=tuple(line["ranks"]),
         sentence=line["sentence"],
         stalled_seconds=line["stalled_seconds"],
+        recovered=line.get("recovered"),
     )
 
 

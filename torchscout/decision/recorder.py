@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from torchscout.decision.record import SCHEMA, Agreements, EvidenceRecord, Incident, Resolved, from_json
+from torchscout.log import log
 from torchscout.private_files import make_folders, open_file
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Recorder",
     "Stamped",
     "Tee",
+    "line_of",
     "read",
     "stamped",
 ]
@@ -52,6 +53,16 @@ class Recorder(Protocol):
         ...
 
 
+def line_of(item: Recordable) -> bytes:
+    """The item as one JSON line, with the time; ``ValueError`` for a number that JSON does not have."""
+    return _line(item.to_json())
+
+
+def _line(document: dict[str, Any]) -> bytes:
+    line = {"schema": SCHEMA, "time": time.time(), "monotonic": time.monotonic(), **document}
+    return (json.dumps(line, allow_nan=False) + "\n").encode()
+
+
 class JsonlRecorder:
     """The run directory: ``incidents.jsonl`` for the job, ``records/rank-N.jsonl`` for each rank.
 
@@ -66,8 +77,8 @@ class JsonlRecorder:
         self._lines["agreements"] = records
 
     def record(self, item: Recordable) -> None:
-        line = {"schema": SCHEMA, "time": time.time(), "monotonic": time.monotonic(), **item.to_json()}
-        self._lines[line["kind"]].add((json.dumps(line, allow_nan=False) + "\n").encode())
+        document = item.to_json()
+        self._lines[document["kind"]].add(_line(document))
 
     def close(self) -> None:
         for lines in set(self._lines.values()):
@@ -145,21 +156,20 @@ def _is_cut(file: int) -> bool:
 class LogRecorder:
     """Incidents as errors, disagreement as warnings, what was not checked as information."""
 
-    def __init__(self, logger: logging.Logger | None = None) -> None:
-        self._logger = logger or logging.getLogger("torchscout")
-
     def record(self, item: Recordable) -> None:
         if isinstance(item, Incident):
-            self._logger.error("step %d: %s", item.step, item.sentence)
+            log.error("incident (%s) at step %d: %s", item.manifestation.value, item.step, item.sentence)
+        elif isinstance(item, Resolved) and item.recovered is not None:
+            log.info("recovered from, by going back to step %d: %s", item.recovered, item.sentence)
         elif isinstance(item, Resolved):
-            self._logger.info("resolved after %.1f s: %s", item.stalled_seconds, item.sentence)
+            log.info("resolved after %.1f s: %s", item.stalled_seconds, item.sentence)
         elif isinstance(item, Agreements):
-            self._logger.debug("step %d: %d surfaces agreed", item.step, len(item.surfaces))
+            log.debug("step %d: %d surfaces agreed", item.step, len(item.surfaces))
         elif item.verdict is None:
-            self._logger.info("step %d: %s not checked: %s", item.step, item.surface, item.reason)
+            log.info("step %d: %s not checked: %s", item.step, item.surface, item.reason)
         elif not item.verdict.agrees:
             named = f"ranks {list(item.ranks)} differ" if item.ranks else f"ranks {list(item.peers)} disagree"
-            self._logger.warning("step %d: %s %s: %s", item.step, item.surface, item.status, named)
+            log.warning("step %d: %s %s: %s", item.step, item.surface, item.status, named)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -19,7 +19,6 @@ knows that no other thread communicates may call ``uninstall``.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from torch._C import DispatchKey
 
 from torchscout.evidence.call import Call, Operator, operators
+from torchscout.log import log
 
 __all__ = ["Handle", "Listener", "Pending", "examine", "listen", "uninstall"]
 
@@ -84,7 +84,7 @@ class Listener(Protocol):
 
 
 def _log(error: Exception) -> None:
-    logging.getLogger(__name__).error("a listener to collectives failed and was removed", exc_info=error)
+    log.error("a listener to collectives failed and was removed", exc_info=error)
 
 
 def listen(

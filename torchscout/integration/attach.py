@@ -23,27 +23,31 @@ from torchscout.decision.recorder import JsonlRecorder
 from torchscout.errors import CatalogError, ScoutError
 from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.observer.device import device_of
+from torchscout.evidence.observer.record_file import news_of
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.coverage import NO_CATALOG, shapes_in
 from torchscout.integration.modules import stages_of
 from torchscout.integration.news import News
+from torchscout.integration.off import Off, is_off
 from torchscout.integration.recipes import (
     are_experts_spread,
     device_of_job,
     expert_parameters,
     recipes_for,
 )
+from torchscout.integration.recovered import add_run
 from torchscout.integration.registry import adapter_for
 from torchscout.integration.replaying import Replaying
+from torchscout.integration.roster import Entry
 from torchscout.integration.session import Session
 from torchscout.integration.structure import surface_of
 from torchscout.integration.watching import Job, watch
+from torchscout.log import log, show_by_default
 from torchscout.mesh import Mesh, Role
 
 __all__ = ["enable_resiliency"]
 
-_log = logging.getLogger("torchscout")
 _ALONE = (
     "No two ranks of this job do the same work, so that wrong results of layers and updates cannot be found; "
     "state that changes between updates is found, and so are transfers that arrive damaged"
@@ -72,25 +76,31 @@ def enable_resiliency(
     ``parallelism`` says which ranks do the same
     work, where the model does not show it by itself. Incidents are written to ``run_dir``, by default
     a new folder ``scout-run-...`` where rank 0 was started, and given to ``on_incident``, which is called
-    from a thread of its own. The training loop stays as it is.
+    once for each on every rank, from a thread of its own. The training loop stays as it is.
+
+    With the environment variable ``TORCHSCOUT=off`` nothing is attached, and the session does nothing.
     """
+    show_by_default()
+    if is_off():
+        return Off()
     adapter = _adapter(model, optimizer, parallelism)
     _refuse_mistakes(adapter, replay, checkpoint)
     with ExitStack() as undo:
         communicators = Communicators() if replay is None else Communicators(replay.patience_seconds)
         undo.callback(communicators.close)
         job = _agree(adapter, communicators, run_dir)
-        session = Session(job.run_dir, undo.pop_all())
+        session = Session(job.run_dir, undo.pop_all(), job.rank)
     if checkpoint is not None:
         _keep(session, job, checkpoint, adapter, _differing(adapter, replay, job.mesh), communicators)
     if observer is not None:
         _watch(session, job, observer, adapter, communicators)
+    _enter(session, job, on_incident)
     if adapter.optimizers():
         session.undo.callback(adapter.at_updates(session.before_update, session.step_finished))
     if replay is not None:
         session.guarded(lambda: _replay(session, job, replay, adapter, communicators))
-    if on_incident is not None:
-        session.undo.callback(News(job.run_dir, on_incident, session.failed).close)
+    if job.rank == 0:
+        _announce(session, job, observer, replay, checkpoint)
     for each in stages_of(adapter.model):
         _attached.add(each)
         session.undo.callback(_attached.discard, each)
@@ -146,7 +156,7 @@ def _watch(
     try:
         watching = watch(job, config, communicators)
     except ScoutError as error:
-        session.failed(error)
+        session.failed(error, is_shared=True)
         return
     session.watching = watching
     layers = adapter.layers()
@@ -155,6 +165,53 @@ def _watch(
         watching.publisher.watch_updates(adapter.at_updates, device_of(layers))
     elif layers:
         watching.publisher.watch_steps(layers[0], session.step_finished)
+
+
+def _enter(session: Session, job: Job, on_incident: Callable[[Incident], None] | None) -> None:
+    """Let the session be seen in the run directory, and hear of incidents."""
+    record = None if session.watching is None else session.watching.writer.path
+    session.news = News(
+        job.rank, on_incident, session.failed, path=None if record is None else news_of(record)
+    )
+    session.undo.callback(session.news.close)
+    entry = Entry.own(job.rank, record, len(job.mesh))
+    session.entry = entry
+    session.guarded(lambda: entry.write(job.run_dir))
+
+
+def _announce(
+    session: Session,
+    job: Job,
+    observer: ObserverConfig | None,
+    replay: ReplayConfig | None,
+    checkpoint: CheckpointConfig | None,
+) -> None:
+    """Say once where the run directory is, what is watched and replayed, and what is not."""
+    ranks, hosts = len(job.mesh), len(set(job.hosts))
+    size = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} machine{'s' * (hosts > 1)}"
+    log.info("attached to %s; run directory: %s", size, job.run_dir)
+    if session.watching is None or observer is None:
+        why = "observer=None" if observer is None else session.failures[-1]
+        log.warning("hangs are not watched: %s", why)
+    else:
+        limits = observer.floor_seconds, observer.multiple
+        log.info(
+            "hangs are watched: silence counts after %g s, or %g times a step if that is longer", *limits
+        )
+    replaying = session.replaying
+    if replaying is None or replay is None:
+        why = "replay=None" if replay is None else session.not_replaying
+        log.warning("wrong numbers and slow ranks are not looked for: %s", why)
+    else:
+        lacking, covered = replaying.lacking, replaying.covered().sentence()
+        level = logging.WARNING if lacking == _ALONE else logging.INFO
+        interval = min(replay.intervals.values())
+        often = "step" if interval == 1 else f"{interval} steps"
+        log.log(level, "checks every %s: %s%s", often, covered, f" {lacking}." if lacking else "")
+    if checkpoint is None:
+        log.info("no checkpoints are kept: checkpoint=None")
+    else:
+        log.info("certified state is kept in memory and, from time to time, in %s", checkpoint.directory)
 
 
 def _keep(
@@ -187,6 +244,8 @@ def _keep(
     except ScoutError:
         session.close()
         raise
+    if job.rank == 0:
+        session.guarded(lambda: add_run(Path(config.directory).absolute(), job.run_dir))
     for name, stateful in adapter.state().items():
         session.register_state(name, stateful)
     for stage in stages_of(model):
@@ -218,9 +277,7 @@ def _replay(
     """Put replay into the session: on every rank, or where one has no part in it, on none."""
     peers = job.mesh.peers_of(job.rank, Role.DENSE)
     obstacle = adapter.obstacle
-    if obstacle is not None:
-        logging.getLogger(__name__).warning("there is no replay: %s", obstacle)
-    elif not adapter.optimizers():
+    if obstacle is None and not adapter.optimizers():
         obstacle = "there is no optimizer at whose update a step would end"
     session.not_replaying = obstacle or "it could not be attached"
     if (agreed := communicators.first_problems([obstacle])[0]) is not None:
@@ -250,19 +307,11 @@ def _replay(
         replaying.serve(session.checkpointing)
     if (watching := session.watching) is not None:
         replaying.tell(lambda: watching.writer.advance(Phase.IDLE))
+    if session.news is not None:
+        replaying.report_to(session.news.add)
     replaying.look_before_training()
-    if job.rank == 0:
-        _log.log(
-            logging.WARNING if is_alone else logging.INFO, "torchscout: %s", _announced(replaying, lacking)
-        )
     replaying.begin(1)
     session.replaying = replaying
-
-
-def _announced(replaying: Replaying, lacking: str | None) -> str:
-    """What checks will cover."""
-    sentence = replaying.covered().sentence()
-    return f"{sentence} {lacking}." if lacking else sentence
 
 
 def _shapes(
@@ -281,7 +330,6 @@ def _shapes(
     except CatalogError as error:
         problem = str(error)
     if (agreed := communicators.first_problems([problem])[0]) is not None:
-        logging.getLogger(__name__).warning("experts are not covered: %s", agreed)
         return None, f"the catalog of expert shapes was refused: {agreed}"
     return shapes, None
 

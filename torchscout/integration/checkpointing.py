@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -49,6 +48,7 @@ from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
 from torchscout.integration.resumption import Resumption, Sweeping
 from torchscout.integration.structure import surface_of
 from torchscout.integration.watching import Job
+from torchscout.log import Problems
 
 __all__ = ["Checkpointing", "job_name"]
 
@@ -103,7 +103,7 @@ class Checkpointing:
         self._ledgers = LedgerTiers()
         self._retired: set[Generation] = set()
         """What the gate needs nowhere any more, as long as memory has it."""
-        self._problems: deque[str] = deque(maxlen=20)
+        self._problems = Problems(f"rank {job.rank}: checkpoints")
         self._reason = "nothing was captured yet"
         self._undo = ExitStack()
         with ExitStack() as undo:
@@ -282,7 +282,7 @@ class Checkpointing:
 
     def _add_problems(self, problems: Iterable[str]) -> None:
         """What lasts is said once, so that it does not push out what else went wrong."""
-        self._problems += [each for each in problems if each not in self._problems]
+        self._problems.add(problems)
 
     def _copied(self) -> int | None:
         """The newest step of which another machine's memory has this rank's state."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,8 +18,8 @@ from torchscout.config import ReplayConfig
 from torchscout.decision import c3
 from torchscout.decision.ongoing import Ongoing
 from torchscout.decision.ownership import Ownership
-from torchscout.decision.record import EvidenceRecord, Incident
-from torchscout.decision.recorder import LogRecorder, Recorder
+from torchscout.decision.record import EvidenceRecord, Incident, from_json
+from torchscout.decision.recorder import Recorder
 from torchscout.decision.repeatability import UNDECIDED, unmet
 from torchscout.decision.replay_diagnosis import ReplayDiagnosis
 from torchscout.decision.stragglers import Slowness, Stragglers
@@ -42,12 +41,11 @@ from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.coverage import Coverage, Covered, covered_by
 from torchscout.integration.resumption import Swept
 from torchscout.integration.trust import Trust
+from torchscout.log import log
 from torchscout.mesh import Axis, Mesh, Role
 from torchscout.recovery.retrieval import Sweep
 
 __all__ = ["Replaying"]
-
-_log = logging.getLogger("torchscout")
 
 CENSUS = ("census", "expert_census")
 """The recipes that compare what peers hold."""
@@ -141,6 +139,9 @@ class Replaying:
         self.trust = Trust()
         self._last: dict[str, dict[str, Any]] = {}
         self._unchecked: dict[str, str] = {}
+        self._found: list[Incident] = []
+        """What this rank has to tell the others, of the check that is under way."""
+        self._on_incidents: Callable[[list[Incident]], None] = _ignore
         self._held_up: dict[str, str] = {}
         """What kept the last check from certifying though nobody was found wrong, with the reasons."""
 
@@ -205,9 +206,18 @@ class Replaying:
         self._coverage = Coverage(most if has_catalog and most else None, lacking)
         self.trust.go_by(self._coverage.recipes)
 
+    @property
+    def lacking(self) -> str | None:
+        """What checks cannot go over, and why; see ``cover``."""
+        return self._coverage.lacking
+
     def tell(self, still_here: Callable[[], None]) -> None:
         """Have this called in a check that takes longer because numbers differ: it is no hang."""
         self._replayer.still_here = still_here
+
+    def report_to(self, on_incidents: Callable[[list[Incident]], None]) -> None:
+        """Have this called, on every rank, with what a check has found on any of them."""
+        self._on_incidents = on_incidents
 
     def serve(self, certifier: Certifier) -> None:
         """Let checkpoints depend on what is found, and keep what a sweep replays."""
@@ -226,7 +236,10 @@ class Replaying:
         findings = sweep(self._replayer, recipes, self._links, step)
         outcome = self._guard(lambda: self._conclude(findings, None)) or Outcome.NOT_CHECKED
         differing = [each.mode for each in findings.records if each.scope is not None and not each.layer]
-        severity, is_state = self._communicators.highest([SEVERITY.index(outcome), Mode.STATE in differing])
+        severity, is_state, found = self._communicators.highest(
+            [SEVERITY.index(outcome), Mode.STATE in differing, len(self._found)]
+        )
+        self._spread(found)
         compared = {each.layer for each in findings.records if each.verdict is not None}
         left = (each for each in findings.records if each.layer not in compared)
         unswept = next((f"{each.surface}: {each.reason}" for each in left), None)
@@ -308,7 +321,7 @@ class Replaying:
         if not self._has_reported and all(cycles):
             self._has_reported = True
             if self._is_first:
-                _log.info("torchscout after the first cycle of checks: %s", self.covered().sentence())
+                log.info("after the first cycle of checks: %s", self.covered().sentence())
 
     def _shared(self, step: int, measured: Sequence[Measured]) -> Timings:
         told = self._communicators.exchange([each.to_json(self._mesh) for each in measured])
@@ -339,10 +352,18 @@ class Replaying:
         return judge(context, [Comparison(KEPT, Mode.STATE)], {KEPT: gathered})
 
     def _report(self, incidents: Sequence[Incident]) -> None:
-        """Peers conclude alike; one of them writes it down."""
-        for incident in [each for each in incidents if each.reporter == self._rank]:
-            LogRecorder().record(incident)
+        """Peers conclude alike; one of them writes it down, and tells all other ranks."""
+        self._found = [each for each in incidents if each.reporter == self._rank]
+        for incident in self._found:
             self._recorder.record(incident)
+
+    def _spread(self, found: int) -> None:
+        """Tell all ranks of what was found, if any of them has ``found`` something."""
+        own, self._found = self._found, []
+        if found:
+            told = self._communicators.exchange([each.to_json() for each in own])
+            incidents = [from_json(each) for of_rank in told for each in of_rank]
+            self._on_incidents([each for each in incidents if isinstance(each, Incident)])
 
     def _write(self, records: Sequence[EvidenceRecord]) -> None:
         with ExitStack() as all_of_them:  # one that cannot be written does not keep the others back
@@ -372,9 +393,10 @@ class Replaying:
         revision = self._revision if self._is_first else 0
         votes = [] if self._certifier is None else self._certifier.votes(outcome, differs=differs)
         severity = SEVERITY.index(outcome)
-        stretch, revision, severity, doubted, *counted = self._communicators.highest(
-            [stretch, revision, severity, int(differs), *votes]
+        stretch, revision, severity, doubted, found, *counted = self._communicators.highest(
+            [stretch, revision, severity, int(differs), len(self._found), *votes]
         )
+        self._spread(found)
         worst = SEVERITY[severity]
         if not worst.accepted:
             self._rotation.take_back(EXPERTS, step)
@@ -414,6 +436,10 @@ def _keep_common(recipes: Sequence[Recipe], links: Callable[[Role, bool], PeerLi
         if any(each != names[0] for each in names):
             common = set.intersection(*map(set, names))
             recipe.keep([each for each in names[0] if each in common])
+
+
+def _ignore(_: list[Incident]) -> None:
+    """Nobody has asked."""
 
 
 def _changeable(config: ReplayConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -18,9 +19,15 @@ from torchscout.decision import recorder
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
+from torchscout.evidence.observer.ends import End
+from torchscout.integration.ending import closing_line, how_ended
 from torchscout.integration.inputs import Announced
+from torchscout.integration.news import News
+from torchscout.integration.recovered import mark_recovered
 from torchscout.integration.replaying import Replaying
+from torchscout.integration.roster import Entry
 from torchscout.integration.watching import Watching
+from torchscout.log import log
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -30,26 +37,32 @@ if TYPE_CHECKING:
 __all__ = ["Session"]
 
 _Batch = TypeVar("_Batch")
-_log = logging.getLogger("torchscout")
+_VERDICT_SECONDS = 2.0
+"""How long rank 0 waits for the observers when an exception ends it, so that its log says why."""
 
 
 class Session:
     """What SCOUT does for one job on one rank, until ``close`` or the end of the ``with`` block."""
 
-    def __init__(self, run_dir: Path, undo: ExitStack) -> None:
+    def __init__(self, run_dir: Path, undo: ExitStack, rank: int = 0) -> None:
         self.step = 0
         """Training steps finished since SCOUT was attached."""
-        self.run_dir = run_dir
+        self.run_dir, self.rank = run_dir, rank
         self.failures: list[str] = []
         """What went wrong within SCOUT itself, and is therefore not checked."""
         self.watching: Watching | None = None
         self.replaying: Replaying | None = None
         self.checkpointing: Checkpointing | None = None
+        self.news: News | None = None
+        self.entry: Entry | None = None
+        """This rank's, in the run directory."""
         self.not_replaying = "it was not asked for"
         """Why there is no replay, where there is none."""
         self.undo = undo
         """What ``close`` takes back, last first."""
         self._pid = os.getpid()
+        self._has_ended = False
+        self._handled = sys.exc_info()[1]  # the program may be in an ``except`` block all along
         atexit.register(self._at_exit)
 
     def __enter__(self) -> Session:
@@ -60,10 +73,12 @@ class Session:
 
     @property
     def incidents(self) -> list[Incident]:
-        """Those written to the run directory so far, by whichever rank."""
+        """Those in the run directory so far, by whichever rank; where it has none, because it cannot be
+        written to or is another machine's, those of this session."""
         path = self.run_dir / "incidents.jsonl"
         lines = recorder.read(path) if path.exists() else iter(())
-        return [line.item for line in lines if isinstance(line, Stamped) and isinstance(line.item, Incident)]
+        found = [line.item for line in lines if isinstance(line, Stamped) and isinstance(line.item, Incident)]
+        return found or ([] if self.news is None else list(self.news.incidents))
 
     def status(self) -> dict[str, Any]:
         """Where this rank stands and what watches over it."""
@@ -133,7 +148,14 @@ class Session:
         sweep = None if self.replaying is None else self.replaying.sweep
         resumed = self._checkpoints().resume(sweep, start_over=start_over)
         self._begin_after(resumed.step)
+        self.guarded(lambda: self._note_resumption(resumed))
         return resumed
+
+    def _note_resumption(self, resumed: Resumption) -> None:
+        """Say where the job goes on from, and that corruption which earlier runs found is gone."""
+        if self.rank == 0:
+            log.info("resume: step %d: %s", resumed.step, resumed.reason)
+            mark_recovered(Path(self._checkpoints().status()["directory"]), resumed.step)
 
     def go_on_from(self, step: int) -> None:
         """The job has loaded a checkpoint of its own: count on from the step that it holds.
@@ -193,22 +215,34 @@ class Session:
         atexit.unregister(self._at_exit)
         if os.getpid() != self._pid:
             return  # a forked child: all of this is its parent's
+        error = sys.exc_info()[1]
+        ending = partial(self._end, self.certified, None if error is self._handled else error)
         self.stop_replay("the session is closed")
         checkpointing, self.checkpointing = self.checkpointing, None
         if checkpointing is not None:
             self.guarded(checkpointing.close)
+        self.guarded(ending)
         watching, self.watching = self.watching, None
         if watching is not None:
             self.guarded(watching.close)
         self.guarded(self.undo.close)
 
-    def failed(self, error: Exception) -> None:
-        """Something of SCOUT's own did not work: say so, and let training go on."""
+    def failed(self, error: Exception, *, is_shared: bool = False) -> None:
+        """Something of SCOUT's own did not work: say so, and let training go on.
+
+        What ``is_shared`` by all ranks is logged by rank 0.
+        """
         told = f"{type(error).__name__}: {error}"
         if told in self.failures[-4:]:  # a disk that stays full would fill the memory too
             return
         self.failures.append(told)
-        _log.error("torchscout failed at step %d; training is not affected", self.step, exc_info=error)
+        if not is_shared or self.rank == 0:
+            log.error(
+                "rank %d: torchscout itself failed at step %d, and training is not affected",
+                self.rank,
+                self.step,
+                exc_info=error,
+            )
 
     def stop_replay(self, why: str) -> None:
         replaying, self.replaying = self.replaying, None
@@ -218,9 +252,38 @@ class Session:
 
     def _at_exit(self) -> None:
         """A script that ends without ``close`` has finished, unless an exception or its status says not."""
-        is_own = os.getpid() == self._pid
-        if is_own and self.watching is not None and not hasattr(sys, "last_value"):
+        if os.getpid() != self._pid:
+            return
+        error = getattr(sys, "last_value", None)
+        if error is not None and self.news is not None and self.rank == 0:
+            self.news.wait(_VERDICT_SECONDS)
+        self.guarded(lambda: self._end(self.certified, error, is_exiting=True))
+        if self.watching is not None and error is None:
             self.guarded(self.watching.leave)
+
+    def _end(self, certified: int | None, error: BaseException | None, *, is_exiting: bool = False) -> None:
+        """Say how the session ended, in the log and in the run directory.
+
+        With which status the program exits is not known yet if it ``is_exiting`` without an exception. Its
+        observer will see that, and write down how it ended.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        how, incidents = how_ended(error), []
+        is_open = is_exiting and error is None
+        if self.news is not None:
+            self.news.close()
+            incidents = self.news.incidents
+        if self.rank == 0 or how == "failed":
+            level = logging.INFO if how == "finished" and not incidents else logging.WARNING
+            word = "ended" if is_open else how
+            log.log(
+                level, "rank %d: %s", self.rank, closing_line(word, self.step, incidents, certified, error)
+            )
+        if (entry := self.entry) is not None and not (is_open and self.watching is not None):
+            why = "" if error is None else f"{type(error).__name__}: {error}"
+            End(entry.rank, how, self.step, entry.record, why).write(self.run_dir)
 
     def _checkpoints(self) -> Checkpointing:
         if self.checkpointing is None:

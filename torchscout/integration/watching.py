@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import stat
@@ -24,13 +23,11 @@ from torchscout.evidence.observer.publisher import Publisher
 from torchscout.evidence.observer.record_file import reclaim, records_home
 from torchscout.integration.addresses import listening_address
 from torchscout.integration.communicators import Communicators
-from torchscout.integration.roster import Entry
+from torchscout.log import log
 from torchscout.mesh import Mesh
 from torchscout.private_files import is_private, make_private_folder
 
 __all__ = ["Job", "Watching", "clear_away_the_dead", "private_directory", "watch"]
-
-_log = logging.getLogger("torchscout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +124,6 @@ def _watch_alone(
     publisher = Publisher(writer)
     undo.callback(publisher.remove)
     undo.callback(listen(publisher).remove)
-    Entry.own(job.rank, writer.path).write(job.run_dir)
     return writer, publisher, observer, address
 
 
@@ -137,7 +133,7 @@ def private_directory() -> Path:
     try:
         make_private_folder(home)
     except OSError as error:  # another user, or anything else, may have taken the name
-        _log.warning("torchscout: %s cannot hold progress records: %s", home, error)
+        log.warning("%s cannot hold progress records: %s", home, error)
         return Path(tempfile.mkdtemp(prefix=f"{home.name}-", dir=home.parent))
     clear_away_the_dead()
     return Path(tempfile.mkdtemp(dir=home))

@@ -12,7 +12,6 @@ Not seen: operations inside a CUDA graph that is replayed, since no operator is 
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,10 +20,10 @@ import torch
 
 from torchscout.evidence.observer.flight_recorder import open_operations
 from torchscout.evidence.observer.progress_writer import ProgressWriter
+from torchscout.log import log
 
 __all__ = ["DeviceProgress", "Track", "device_of"]
 
-_log = logging.getLogger("torchscout")
 
 _POLL_SECONDS = 0.05
 _QUIET_SECONDS = 0.5
@@ -198,7 +197,7 @@ class DeviceProgress:
 
     def _give_up(self, error: Exception) -> None:
         self._stop.set()
-        _log.warning("the device's progress is unknown from now on: %s", error)
+        log.warning("the device's progress is unknown from now on: %s", error)
 
 
 class _Driver:

@@ -8,17 +8,16 @@ the interpreter's lock meanwhile.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
 from torchscout.decision.flight_recorder import Dump, Entry, State, read_dump
+from torchscout.log import log
 
 __all__ = ["open_operations"]
 
-_log = logging.getLogger("torchscout")
 
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """Of NCCL, and of everything else; which there are depends on how PyTorch was built."""
@@ -45,7 +44,7 @@ def _dump(recorder: Callable[..., bytes | str] | None) -> Dump | None:
     try:
         return read_dump(0, json.loads(recorder(includeCollectives=True, onlyActive=True)))
     except (RuntimeError, TypeError, ValueError) as error:
-        _log.warning("the Flight Recorder cannot be read: %s", error)
+        log.warning("the Flight Recorder cannot be read: %s", error)
         return None
 
 

@@ -6,7 +6,8 @@
     everybody    post      ->  hub          or, ``elsewhere``: another hub asked me already
     hub          show      ->  the still    now that all have been read: show your trainer's stacks
     the still    stack     ->  hub
-    hub          outcome   ->  everybody    once it is written down
+    hub          news      ->  everybody    an incident, or that one is resolved, once it is written down
+    hub          outcome   ->  everybody    which incident stands now
 
 A round may also be a survey, which compares how long phases take. It is announced by ``survey``
 and asked for by ``sample``; no stacks are shown and no outcome is told, since the job goes on. A hang
@@ -273,7 +274,7 @@ class Hub:
     def _resolve(self, rank: int, seconds: float) -> None:
         resolved = self._docket.moved(rank, seconds)
         if resolved is not None:
-            self._record(resolved)
+            self._report(resolved)
 
     def _say_goodbye(self, rank: int, post: Post, now: float) -> None:
         if len(self._shared) > _MOST_SHARED:
@@ -292,7 +293,7 @@ class Hub:
         if incident is not None:
             incident = self._docket.traced(incident, finished.posts)
         if incident is not None and self._docket.report(incident, finished.posts):
-            self._record(incident)
+            self._report(incident)
         outcome = self._outcome()
         for rank in range(self._size):
             if rank not in self._left:
@@ -301,7 +302,14 @@ class Hub:
     def _finish_survey(self, finished: Round) -> None:
         self._round = None
         for incident in self._compare(finished.posts):
-            self._record(incident)
+            self._report(incident)
+
+    def _report(self, item: Incident | Resolved) -> None:
+        """Write it down, and send it to every observer: its trainer may not see this run directory."""
+        self._record(item)
+        message = encode("news", item=item.to_json())
+        for rank in range(self._size):
+            self._deliver(rank, message)
 
     def _outcome(self) -> bytes:
         """What stands, whether of this round or of an earlier one."""

@@ -46,8 +46,7 @@ def launch(assignment: Assignment, *, timeout: float = 30.0, home: Path = HOME) 
 
 
 def _started(assignment: Assignment, home: Path) -> subprocess.Popen[bytes]:
-    make_folders(assignment.log.parent)
-    with os.fdopen(open_file(assignment.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as log:
+    with _log_of(assignment) as log:
         return subprocess.Popen(
             command(_MODULE, home=home),
             stdin=subprocess.PIPE,
@@ -57,6 +56,15 @@ def _started(assignment: Assignment, home: Path) -> subprocess.Popen[bytes]:
             cwd="/",
             start_new_session=True,
         )
+
+
+def _log_of(assignment: Assignment) -> IO[bytes]:
+    """Where it writes its own errors; nowhere, if the run directory cannot be written to."""
+    try:
+        make_folders(assignment.log.parent)
+        return os.fdopen(open_file(assignment.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+    except OSError:
+        return Path(os.devnull).open("ab")
 
 
 class Observer:

@@ -25,19 +25,22 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved
-from torchscout.decision.recorder import JsonlRecorder
+from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
+from torchscout.decision.recorder import JsonlRecorder, line_of
 from torchscout.evidence.observer.assignment import Assignment, mesh_from
 from torchscout.evidence.observer.board import MISTAKES, Address, Client, Message
 from torchscout.evidence.observer.docket import Finding
+from torchscout.evidence.observer.ends import End
 from torchscout.evidence.observer.hub import Hub
 from torchscout.evidence.observer.lookout import Lookout
 from torchscout.evidence.observer.post import Post
+from torchscout.evidence.observer.record_file import news_of
 from torchscout.evidence.observer.trainer import Ending, Trainer
 from torchscout.evidence.observer.watch import threshold
 
 if TYPE_CHECKING:
     from torchscout.decision.phase_diagnosis import PhaseDiagnosis
+    from torchscout.decision.recorder import Recordable
 
 __all__ = ["Observing", "main"]
 
@@ -63,6 +66,8 @@ class Observing:
         self._client: Client | None = None
         self._lookout: Lookout | None = None
         self._done_since: float | None = None
+        self._cannot_write = ""
+        """The last problem with the run directory."""
         self._poller = zmq.Poller()
 
     @property
@@ -99,7 +104,10 @@ class Observing:
 
     def _hear(self, client: Client, lookout: Lookout, hub: int, message: Message) -> None:
         try:
-            lookout.hear(hub, message, time.monotonic())
+            if message["kind"] == "news":
+                self._tell_trainer(from_json(message["item"]))
+            else:
+                lookout.hear(hub, message, time.monotonic())
         except MISTAKES:
             client.tally.malformed += 1
 
@@ -115,6 +123,7 @@ class Observing:
         now = time.monotonic()
         if self._trainer.ending is not None and self._done_since is None:
             self._done_since = now
+            self._write_end(self._trainer.ending)
         if self._done_since is None:
             return False
         if now - self._done_since > self.config.grace_seconds:
@@ -145,7 +154,7 @@ class Observing:
     def _join(self, hubs: list[Address]) -> None:
         assert self._client is None, "the hubs are told once"
         self._client = Client(self._context, self._assignment.rank, self._assignment.token, hubs)
-        self._lookout = Lookout(self._trainer, self._client, self.config, self._write, self._hear_outcome)
+        self._lookout = Lookout(self._trainer, self._client, self.config, self._say_alone, self._hear_outcome)
         for socket in self._client.sockets:
             self._poller.register(socket, zmq.POLLIN)
 
@@ -211,9 +220,9 @@ class Observing:
         self, posts: Mapping[int, Post], error: Exception, surface: str, manifestation: Manifestation
     ) -> None:
         """The standby would make the same mistake, so the hub lives on and says so."""
-        traceback.print_exception(error)
+        _log_error(error)
         steps = (post.standing.progress.step for post in posts.values() if post.standing.progress)
-        self._write(
+        self._say_alone(
             EvidenceRecord(
                 step=max(steps, default=0),
                 surface=surface,
@@ -226,8 +235,47 @@ class Observing:
     def _write(self, item: EvidenceRecord | Incident | Resolved) -> None:
         try:
             self._recorder.record(item)
-        except (OSError, ValueError):  # neither a full disk nor what a peer has posted must end the watch
-            traceback.print_exc()
+        except (OSError, ValueError) as error:
+            # Neither a full disk nor what a peer has posted must end the watch.
+            _log_error(error)
+            self._tell_of_failure(error)
+
+    def _say_alone(self, record: EvidenceRecord) -> None:
+        """Something that no other observer knows of."""
+        self._write(record)
+        self._tell_trainer(record)
+
+    def _tell_of_failure(self, error: OSError | ValueError) -> None:
+        """Once: a disk stays full."""
+        if str(error) == self._cannot_write:
+            return
+        self._cannot_write = str(error)
+        self._tell_trainer(
+            EvidenceRecord(
+                step=0 if self._trainer.progress is None else self._trainer.progress.step,
+                surface="run directory",
+                manifestation=Manifestation.HANG,
+                peers=(self._assignment.rank,),
+                reason=f"what observers find cannot be written there: {error}",
+            )
+        )
+
+    def _tell_trainer(self, item: Recordable) -> None:
+        """By a file in memory, which is there without a run directory; see ``integration.news``."""
+        path = news_of(Path(self._assignment.record))
+        with suppress(OSError), path.open("ab") as file:  # the trainer may have left and removed the folder
+            file.write(line_of(item))
+
+    def _write_end(self, ending: Ending) -> None:
+        """Unless the trainer has done so itself."""
+        run_dir, rank = Path(self._assignment.run_dir), self._assignment.rank
+        step = 0 if self._trainer.progress is None else self._trainer.progress.step
+        end = End(rank, self._trainer.how(ending), step, self._assignment.record)
+        try:
+            if not end.is_written(run_dir):
+                end.write(run_dir)
+        except OSError as error:
+            _log_error(error)
 
     def _close(self) -> None:
         if self._lookout is not None:
@@ -238,8 +286,8 @@ class Observing:
         self._context.term()  # the last words get a moment to leave
         try:
             self._recorder.close()
-        except OSError:
-            traceback.print_exc()
+        except OSError as error:
+            _log_error(error)
 
 
 class Lines:
@@ -279,6 +327,11 @@ def _say(line: Mapping[str, Any]) -> None:
         os.write(_OUTPUT, json.dumps(line).encode() + b"\n")
 
 
+def _log_error(error: Exception) -> None:
+    with suppress(OSError):  # the disk that is full may be the one with the log
+        traceback.print_exception(error)
+
+
 def _allow_many_connections() -> None:
     """A hub has a connection to each observer of the job."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -291,8 +344,9 @@ def main() -> None:
     observing = Observing(assignment)
     _say({"ready": True, "port": observing.port})
     observing.run(lines)
-    if not assignment.log.stat().st_size:
-        assignment.log.unlink()
+    with suppress(OSError):  # without a run directory there is no log
+        if not assignment.log.stat().st_size:
+            assignment.log.unlink()
 
 
 if __name__ == "__main__":

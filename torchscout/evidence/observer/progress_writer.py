@@ -246,6 +246,7 @@ class ProgressWriter:
             if self._owns_file:
                 self.path.unlink(missing_ok=True)
                 record_file.operations_of(self.path).unlink(missing_ok=True)
+                record_file.news_of(self.path).unlink(missing_ok=True)
             self._detach()
 
     def forget_after_fork(self) -> None:

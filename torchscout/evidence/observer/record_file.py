@@ -18,7 +18,7 @@ from torchscout.evidence.observer.layout import HEADER, SIZE
 from torchscout.evidence.observer.liveness import Identity
 from torchscout.private_files import is_private
 
-__all__ = ["Opened", "create", "open_record", "operations_of", "reclaim", "records_home"]
+__all__ = ["Opened", "create", "news_of", "open_record", "operations_of", "reclaim", "records_home"]
 
 _MAGIC = b"SCOUTrec"
 _VERSION = 3
@@ -69,6 +69,11 @@ def create(directory: Path, rank: int) -> tuple[Path, mmap.mmap]:
 def operations_of(path: Path) -> Path:
     """The file beside a record that holds what the Flight Recorder said, if anything."""
     return path.with_name(f"operations-{path.name}")
+
+
+def news_of(path: Path) -> Path:
+    """The file beside a record in which the observer tells its trainer what the observers have found."""
+    return path.with_name(f"news-{path.name}")
 
 
 def open_record(path: Path) -> Opened:

@@ -15,6 +15,7 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Line, Phase, Process, Progress, Standing
 from torchscout.errors import TornRecordError
 from torchscout.evidence.observer import stacks
+from torchscout.evidence.observer.ends import How
 from torchscout.evidence.observer.post import Post
 from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.evidence.observer.survey import SAMPLES, typical_seconds
@@ -74,7 +75,7 @@ class Trainer:
         """None as long as it has not ended."""
         self._stack = stack
         self._gone_since: float | None = None  # and had not finished
-        self._was_killed = False
+        self._status: int | None = None  # with which its process exited, where that is known
         self._stall: _Stall | None = None
         self.is_pressed = False
         """Whether it has waited for most of the time that the library allows an operation."""
@@ -95,10 +96,19 @@ class Trainer:
         if self.reader.has_finished:
             self.ending = Ending.FINISHED
         elif self.reader.trainer() is Process.GONE:
-            status = _exit_status(self.reader.pid)
-            self.ending = _ending_of(status, is_exiting=self.reader.is_exiting)
-            self._was_killed = status is not None and status & 0x7F == signal.SIGKILL
+            self._status = _exit_status(self.reader.pid)
+            self.ending = _ending_of(self._status, is_exiting=self.reader.is_exiting)
             self._gone_since = None if self.ending is Ending.FINISHED else now
+
+    @property
+    def _was_killed(self) -> bool:
+        return self._status is not None and self._status & 0x7F == signal.SIGKILL
+
+    def how(self, ending: Ending) -> How:
+        """The same in the words that a run directory has for it."""
+        if ending is Ending.FAILED:
+            return "failed" if self._status is not None and not self._status & 0x7F else "killed"
+        return "interrupted" if ending is Ending.ASKED else "finished"
 
     def dismiss(self) -> None:
         """It wants to be watched no longer, which is as good as finished."""

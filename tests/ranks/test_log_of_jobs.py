@@ -1,0 +1,152 @@
+"""What a job says in its log: where it is looked at, what is found, how it ended, and little else."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.hangs import QUICK, STALL, Net
+from tests.support.ranks import run_ranks
+from tests.support.replay_jobs import Job
+from torchscout.config import CheckpointConfig, ReplayConfig
+from torchscout.faults.fault import Faults
+from torchscout.faults.injector import Injector
+from torchscout.integration.attach import enable_resiliency
+
+STEPS, MOST_LINES = 1000, 10
+
+
+def keep_log(folder: Path, rank: int) -> None:
+    """What this rank writes to standard error goes to a file from now on."""
+    folder.mkdir(exist_ok=True)
+    with (folder / f"log-{rank}").open("a") as log:
+        os.dup2(log.fileno(), 2)
+
+
+def lines_of(folder: Path, rank: int) -> list[str]:
+    """Those of torchscout."""
+    lines = (folder / f"log-{rank}").read_text().splitlines()
+    assert not any("Traceback" in line for line in lines), lines
+    return [line for line in lines if "torchscout" in line]
+
+
+def healthy_job(rank: int, folder: Path) -> None:
+    keep_log(folder, rank)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    checkpoint = CheckpointConfig(folder / "checkpoints")
+    with enable_resiliency(model, optimizer, checkpoint=checkpoint, run_dir=folder / "run") as session:
+        session.resume()
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.ones(1, 16)).sum().backward()
+            optimizer.step()
+        dist.barrier()
+        assert session.failures == []
+
+
+def test_the_log_of_a_healthy_job_is_short_and_says_what_there_is_to_know(tmp_path: Path):
+    run_ranks(healthy_job, 2, tmp_path, timeout=120)
+    lines, others = lines_of(tmp_path, 0), lines_of(tmp_path, 1)
+    assert others == []
+    assert len(lines) <= MOST_LINES, lines
+    assert all(line.startswith("torchscout: ") for line in lines), lines
+    expected = [
+        rf"attached to 2 ranks on 1 machine; run directory: {tmp_path / 'run'}",
+        "hangs are watched: ",
+        "checks every 20 steps: All of the parameters are compared among replicas",
+        f"certified state is kept in memory and, from time to time, in {tmp_path / 'checkpoints'}",
+        "resume: step 0: There is no checkpoint to go back to",
+        "after the first cycle of checks: ",
+        rf"rank 0: finished after step {STEPS}; no incidents; certified up to step {STEPS}",
+    ]
+    for line, pattern in zip(lines, expected, strict=True):
+        assert re.match(f"torchscout: {pattern}", line), line
+
+
+def unwatched_job(rank: int, folder: Path) -> None:
+    keep_log(folder, rank)
+    model = DistributedDataParallel(Net())
+    with enable_resiliency(model, observer=None, run_dir=folder / "run"):
+        dist.barrier()
+
+
+def test_what_is_not_covered_is_said_at_attach(tmp_path: Path):
+    run_ranks(unwatched_job, 2, tmp_path, timeout=60)
+    _, *lines, _ = lines_of(tmp_path, 0)
+    reason = "there is no optimizer at whose update a step would end"
+    assert lines == [
+        "torchscout: hangs are not watched: observer=None",
+        f"torchscout: wrong numbers and slow ranks are not looked for: {reason}",
+        "torchscout: no checkpoints are kept: checkpoint=None",
+    ]
+    assert lines_of(tmp_path, 1) == []
+
+
+def faulty_job(rank: int, folder: Path) -> tuple[list[tuple[str, tuple[int, ...]]], int, int]:
+    """Rank 2 holds a wrong weight, and later rank 1 is late."""
+    keep_log(folder, rank)
+    told: list[tuple[str, tuple[int, ...]]] = []
+    job = Job(rank)
+    faults = Faults().set_value(rank=2, at="stack.0.up/weight", step=3, value=3.0)
+    with (
+        Injector(faults, rank, job.net, job.optimizer) as injector,
+        job.attach(
+            folder / "run",
+            ReplayConfig(interval=1),
+            observer=QUICK,
+            on_incident=lambda each: told.append((each.manifestation.value, each.ranks)),
+        ) as session,
+    ):
+        for step in range(1, 9):
+            time.sleep(STALL if step == 6 and rank == 1 else 0.02)
+            job.train()
+        dist.barrier()
+        heard = len(session.incidents)
+    return told, heard, len(injector.fired)
+
+
+def test_incidents_are_logged_and_told_on_every_rank_without_a_run_directory(tmp_path: Path):
+    (tmp_path / "run").write_text("a file is in the way")
+    results = run_ranks(faulty_job, 3, tmp_path, timeout=90)
+    assert [fired for *_, fired in results] == [0, 0, 1]
+    assert [told for told, *_ in results] == [[("sdc", (2,)), ("hang", (1,))]] * 3
+    assert [heard for _, heard, _ in results] == [2, 2, 2]
+    logs = [lines_of(tmp_path, rank) for rank in range(3)]
+    incidents = [[line for line in lines if "incident (" in line] for lines in logs]
+    assert [len(each) for each in incidents] == [2, 0, 0], incidents
+    assert incidents[0][0].startswith("torchscout: incident (sdc) at step 3: Rank 2 ")
+    assert incidents[0][1].startswith("torchscout: incident (hang) at step ")
+    assert any("resolved after" in line for line in logs[0])
+    assert any("run directory: what observers find cannot be written there" in line for line in logs[0])
+    assert logs[0][-1].startswith("torchscout: rank 0: ")
+    assert "finished after step 8; incidents: 1 hang and 1 sdc" in "\n".join(logs[0])
+    for lines in logs:
+        assert any("[Errno 17] File exists" in line for line in lines), "each rank says that it cannot write"
+        assert all(line.startswith("torchscout: ") for line in lines), lines
+
+
+def late_job(rank: int, folder: Path) -> None:
+    keep_log(folder, rank)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with enable_resiliency(model, optimizer, replay=None, observer=QUICK, run_dir=folder / "run"):
+        for step in range(1, 9):
+            time.sleep(STALL if step == 5 and rank == 0 else 0.02)
+            optimizer.zero_grad()
+            model(torch.ones(1, 16)).sum().backward()
+            optimizer.step()
+
+
+def test_a_hang_of_the_first_rank_is_logged_by_another(tmp_path: Path):
+    run_ranks(late_job, 2, tmp_path, timeout=60)
+    assert not any("incident (" in line for line in lines_of(tmp_path, 0))
+    (line,) = [line for line in lines_of(tmp_path, 1) if "incident (" in line]
+    assert "incident (hang)" in line

@@ -1,0 +1,74 @@
+"""The log: one prefix, one line for each message, and seen without any set-up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from torchscout.log import Problems, log
+
+
+def test_every_message_is_one_line_with_the_prefix(caplog: pytest.LogCaptureFixture):
+    log.warning("%d ranks failed\nrank 1: %s", 2, "100% full")
+    log.warning("torchscout: it has one")
+    assert caplog.messages == [
+        "torchscout: 2 ranks failed rank 1: 100% full",
+        "torchscout: it has one",
+    ]
+
+
+def test_an_exception_is_part_of_the_line_and_its_traceback_is_for_debugging(
+    caplog: pytest.LogCaptureFixture,
+):
+    try:
+        raise OSError("no\nspace")
+    except OSError as error:
+        log.error("writing failed", exc_info=error)
+        assert "Traceback" not in caplog.text
+        with caplog.at_level("DEBUG", "torchscout"):
+            log.error("writing failed", exc_info=error)
+        assert "Traceback" in caplog.text
+    assert caplog.messages == ["torchscout: writing failed: OSError: no space", "torchscout: writing failed"]
+
+
+def test_a_problem_that_lasts_is_kept_for_each_step_and_logged_once(caplog: pytest.LogCaptureFixture):
+    problems = Problems("rank 3: checkpoints")
+    for step in (1, 1, 2):
+        problems.add([f"step {step} was not captured: No space left on device"])
+    problems.add(["the copy has not come"])
+    assert len(list(problems)) == 3
+    assert caplog.messages == [
+        "torchscout: rank 3: checkpoints: step 1 was not captured: No space left on device",
+        "torchscout: rank 3: checkpoints: the copy has not come",
+    ]
+
+
+PROGRAM = """
+import logging, sys
+from torchscout.log import log, show_by_default
+{before}
+show_by_default()
+show_by_default()
+{after}
+log.info("attached")
+log.debug("details")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        ("", "", "torchscout: attached\n"),
+        ("logging.basicConfig(level='INFO', format='mine %(message)s')", "", "mine torchscout: attached\n"),
+        ("", "logging.basicConfig(level='INFO', format='mine %(message)s')", "mine torchscout: attached\n"),
+        ("logging.basicConfig()", "", ""),
+        ("log.setLevel('ERROR')", "", ""),
+        ("log.addHandler(logging.NullHandler())", "", ""),
+    ],
+)
+def test_a_program_without_logging_sees_messages_and_any_other_decides(before: str, after: str, shown: str):
+    program = PROGRAM.format(before=before, after=after)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == shown

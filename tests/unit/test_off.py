@@ -1,0 +1,101 @@
+"""``TORCHSCOUT=off``: nothing is attached, and a script that uses its session runs as it is."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchscout
+from torchscout.integration.off import Off
+from torchscout.integration.session import Session
+
+ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "watch_input": (([1, 2],), {}),
+    "checkpoint_io": (("read",), {}),
+    "register_state": (("schedule", object()), {}),
+    "go_on_from": ((7,), {}),
+    "change_observer": ((), {"floor_seconds": 10}),
+    "change_replay": ((), {"interval": 5}),
+    "failed": ((ValueError("something"),), {}),
+    "stop_replay": (("why",), {}),
+    "guarded": ((int,), {}),
+}
+"""Of the public methods that take any."""
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    monkeypatch.setenv("TORCHSCOUT", "off")
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    found = torchscout.enable_resiliency(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        checkpoint=torchscout.CheckpointConfig(tmp_path / "checkpoints"),
+        on_incident=lambda _: None,
+    )
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    return found
+
+
+PUBLIC = [
+    name
+    for name, each in inspect.getmembers(Session)
+    if not name.startswith("_") and (inspect.isfunction(each) or isinstance(each, property))
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_method_works_and_does_nothing(session: Session, name: str, tmp_path: Path):
+    threads = threading.active_count()
+    for _ in range(2):
+        found = getattr(session, name)
+        positional, named = ARGUMENTS.get(name, ((), {}))
+        value = found(*positional, **named) if callable(found) else found
+        if hasattr(value, "__enter__"):
+            with value:
+                pass
+    assert session.step == 0
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+    assert threading.active_count() == threads
+
+
+def test_a_script_goes_on_as_without_torchscout(session: Session, caplog: pytest.LogCaptureFixture):
+    assert isinstance(session, Off)
+    batches = [1, 2, 3]
+    with session:
+        assert session.watch_input(batches) is batches
+        assert session.resume().step == 0
+        with session.pause_observer(), session.evaluation():
+            pass
+        assert session.incidents == []
+        assert session.certified is None
+        assert "TORCHSCOUT" in session.status()["replay"]["off"]
+    assert session.failures == []
+
+
+def test_it_says_so_once(session: Session, caplog: pytest.LogCaptureFixture):
+    caplog.clear()
+    torchscout.enable_resiliency(None)
+    assert caplog.messages == ["torchscout: off: the environment variable TORCHSCOUT switches torchscout off"]
+
+
+@pytest.mark.parametrize("said", ["0", "Off", "false", "no"])
+def test_the_words_for_off(monkeypatch: pytest.MonkeyPatch, said: str):
+    monkeypatch.setenv("TORCHSCOUT", said)
+    assert isinstance(torchscout.enable_resiliency(None), Off)
+
+
+def test_another_word_is_a_mistake_and_on_is_as_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHSCOUT", "of")
+    with pytest.raises(ValueError, match="TORCHSCOUT is on or off, got 'of'"):
+        torchscout.enable_resiliency(None)
+    monkeypatch.setenv("TORCHSCOUT", "on")
+    with pytest.raises(ValueError, match="init_process_group"):
+        torchscout.enable_resiliency(torch.nn.Linear(2, 2))

@@ -1,0 +1,140 @@
+"""How a session says that it has ended: a line in the log, and a marker for `scout status`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_record import INCIDENT
+from torchscout.evidence.observer.ends import End, read_ends
+from torchscout.integration.news import News
+from torchscout.integration.roster import Entry
+from torchscout.integration.session import Session
+
+
+def session_of(run_dir: Path, rank: int = 0) -> Session:
+    session = Session(run_dir, ExitStack(), rank)
+    session.entry = Entry.own(rank, None, 1)
+    session.news = News(rank, None, session.failed)
+    session.step = 3
+    return session
+
+
+def test_a_session_that_is_closed_has_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "torchscout")
+    session = session_of(tmp_path)
+    session.close()
+    session.close()
+    assert session.entry is not None
+    assert read_ends(tmp_path) == {0: End(0, "finished", 3, session.entry.record)}
+    assert caplog.messages == ["torchscout: rank 0: finished after step 3; no incidents"]
+
+
+def test_incidents_are_counted_in_the_last_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    session = session_of(tmp_path)
+    assert session.news is not None
+    session.news.add([INCIDENT])
+    session.close()
+    assert caplog.messages[-1] == "torchscout: rank 0: finished after step 3; incidents: 1 sdc"
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (RuntimeError("two\nlines"), "failed"),
+        (KeyboardInterrupt(), "interrupted"),
+        (SystemExit(143), "interrupted"),
+        (SystemExit(1), "failed"),
+        (SystemExit(0), "finished"),
+    ],
+)
+@pytest.mark.parametrize("manner", ["with", "finally"])
+def test_what_ends_the_block_is_on_record(tmp_path: Path, error: BaseException, how: str, manner: str):
+    session = session_of(tmp_path)
+    with pytest.raises(type(error)):  # noqa: PT012  the block is what is tested
+        if manner == "with":
+            with session:
+                raise error
+        try:
+            raise error
+        finally:
+            session.close()
+    assert read_ends(tmp_path)[0].how == how
+
+
+def test_a_failure_is_logged_by_the_rank_that_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with pytest.raises(RuntimeError), session_of(tmp_path, rank=2):
+        raise RuntimeError("two\nlines")
+    assert caplog.messages == [
+        "torchscout: rank 2: failed after step 3 by RuntimeError: two lines; no incidents"
+    ]
+
+
+def test_an_exception_that_was_handled_all_along_is_not_what_ends_the_session(tmp_path: Path):
+    try:
+        raise ImportError("an optional package")
+    except ImportError:
+        session_of(tmp_path).close()
+    assert read_ends(tmp_path)[0].how == "finished"
+
+
+def test_a_marker_that_cannot_be_written_is_a_failure_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "ends").write_text("a file is in the way")
+    session = session_of(tmp_path)
+    session.close()
+    assert len(session.failures) == 1
+    told = "torchscout: rank 0: torchscout itself failed at step 3, and training is not affected: "
+    assert caplog.messages[-1].startswith(told)
+
+
+def test_a_program_that_ends_by_an_exception_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """What the interpreter does at its end; see below for whole programs."""
+    session = session_of(tmp_path)
+    assert session.news is not None
+    session.news.add([INCIDENT])  # or rank 0 would wait for one
+    monkeypatch.setattr(sys, "last_value", RuntimeError("the user's own mistake"), raising=False)
+    session._at_exit()
+    assert (read_ends(tmp_path)[0].how, read_ends(tmp_path)[0].why) == (
+        "failed",
+        "RuntimeError: the user's own mistake",
+    )
+    assert "failed after step 3 by RuntimeError: the user's own mistake; incidents: 1 sdc" in caplog.text
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.unit.test_session_end import session_of
+from torchscout.log import show_by_default
+show_by_default()
+session = session_of(Path(sys.argv[1]))
+if sys.argv[2] == "raise":
+    raise RuntimeError("the user's own mistake")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("manner", "how", "line"),
+    [
+        ("return", "finished", "rank 0: ended after step 3; no incidents"),
+        (
+            "raise",
+            "failed",
+            "rank 0: failed after step 3 by RuntimeError: the user's own mistake; no incidents",
+        ),
+    ],
+)
+def test_a_script_that_never_closes_its_session(tmp_path: Path, manner: str, how: str, line: str):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), manner]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert read_ends(tmp_path)[0].how == how, done.stderr
+    assert done.stderr.splitlines()[-1] == f"torchscout: {line}"
