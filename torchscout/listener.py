@@ -82,10 +82,13 @@ class _Connection:
 
 
 class Listener:
-    """Accepts at one address and relays to one local socket, until ``close``."""
+    """Accepts at one address and relays to one local socket, from ``start`` until ``close``."""
 
     def __init__(self, address: Address, inner: str, limits: Limits = Limits()) -> None:  # noqa: B008
-        """``inner`` is the abstract name of the ZeroMQ socket; ``OSError`` if the address cannot be had."""
+        """Reserve the address: until ``start``, connections to it are refused.
+
+        ``inner`` is the abstract name of the ZeroMQ socket; ``OSError`` if the address cannot be had.
+        """
         self._inner, self._limits = inner, limits
         self._accepting = _bound(address)
         self.port: int = self._accepting.getsockname()[1]
@@ -102,7 +105,8 @@ class Listener:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Serve from a thread."""
+        """Accept connections, and serve them from a thread."""
+        self._accepting.listen(_BACKLOG)
         self._thread = threading.Thread(target=self.serve, name="torchscout-listener", daemon=True)
         self._thread.start()
 
@@ -123,7 +127,9 @@ class Listener:
             return
         self._ends_at = time.monotonic() + seconds
         self._wake.close()
-        if self._thread is not None:
+        if self._thread is None:
+            self.serve()  # only closes what was opened
+        else:
             self._thread.join(seconds + 5.0)
 
     def _is_over(self) -> bool:
@@ -269,13 +275,16 @@ def _bound(address: Address) -> socket.socket:
     host, port = address
     everywhere = host in {"*", "::"}
     dual = everywhere and socket.has_dualstack_ipv6()
-    listener = socket.create_server(
-        ("" if everywhere else host, port),
-        family=socket.AF_INET6 if ":" in host or dual else socket.AF_INET,
-        backlog=_BACKLOG,
-        dualstack_ipv6=dual,
-    )
-    listener.setblocking(False)
+    listener = socket.socket(socket.AF_INET6 if ":" in host or dual else socket.AF_INET)
+    try:
+        listener.setblocking(False)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if dual:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("" if everywhere else host, port))
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 
@@ -294,8 +303,8 @@ def main() -> None:
     except OSError as error:
         print(json.dumps({"problem": error.strerror or str(error)}), flush=True)
         return
-    print(json.dumps({"port": listener.port}), flush=True)
     listener.start()
+    print(json.dumps({"port": listener.port}), flush=True)
     waiting.poll()
     listener.close()
 

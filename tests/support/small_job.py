@@ -272,6 +272,9 @@ class _Trainer:
         except ObserverError as error:
             self._say({"problem": str(error), "connected": []})
 
+    def _do_observer(self) -> None:
+        self._say({"pid": self._observer.pid, "restarts": self._observer.restarts})
+
     def _do_keep(self) -> None:
         self._observer.keep_alive()
 

@@ -222,6 +222,7 @@ def test_the_same_holds_for_a_hub():
 def test_an_accept_that_fails_is_tried_again_without_a_busy_loop():
     context: zmq.Context = zmq.Context()
     hub, listener = listen_limited(context, TOKEN, CONFIG.address, 0)
+    listener.start()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     stranger = socket.socket()
     try:
@@ -245,6 +246,7 @@ def test_an_accept_that_fails_is_tried_again_without_a_busy_loop():
 def test_another_token_does_not_count_as_authenticated():
     context: zmq.Context = zmq.Context()
     hub, listener = listen_limited(context, TOKEN, CONFIG.address, 0)
+    listener.start()
     try:
         known, unknown = (
             connect(context, token, 0, ("127.0.0.1", listener.port)) for token in (TOKEN, new_token())

@@ -66,7 +66,8 @@ class Observer:
         self.restarts = 0
         """How often it had to be started again."""
         self.port: int | None = None
-        """Where the hub listens that this observer hosts; None where it hosts none."""
+        """Where the hub listens that this observer hosts, or will listen once it is elected; None if it hosts
+        none."""
         self._assignment, self._home = assignment, home
         self._config = assignment.config
         self._hubs: Sequence[tuple[str, int]] | None = None
@@ -102,7 +103,7 @@ class Observer:
         self.port = ready["port"]
 
     def configure(self, hubs: Sequence[tuple[str, int]], *, timeout: float = 1.0) -> None:
-        """Tell it where the hub and its standby listen, in the order of ``hub_ranks``. Once."""
+        """Tell it where hubs listen, or will once they are elected, in the order of ``hub_ranks``. Once."""
         with self._lock:
             self._write({"hubs": [list(address) for address in hubs]}, time.monotonic() + timeout)
             self._hubs = hubs
