@@ -106,6 +106,7 @@ def test_what_the_lost_hub_has_reported_is_not_reported_again_by_the_elected_one
     with small_job(5, tmp_path, election_seconds=1.0) as job:
         job.order(3, do="sleep", seconds=LONG)
         until(job.lines, "the hub reports it")
+        time.sleep(0.5)  # and tells the observers
         lose(job, 0, 4)
         log = tmp_path / "observers/rank-1.log"
         until(lambda: log.exists() and "opens its hub" in log.read_text(), "another hub is elected")

@@ -157,11 +157,11 @@ class SmallJob:
                     chunk = end.recv(65536)
                     if not chunk:
                         alive.discard(rank)
-                    elif chunk == b".":
+                    if chunk == b"." or chunk.endswith(b"\n."):  # an answer, and the next exchange already
                         here.add(rank)
                         self.steps[rank] += 1
-                    else:
-                        self._replies[rank] += chunk
+                        chunk = chunk[:-1]
+                    self._replies[rank] += chunk
                 if len(here) == self.size:
                     for rank in sorted(here):
                         order, self._orders[rank] = self._orders[rank], {}
