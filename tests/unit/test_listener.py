@@ -116,6 +116,66 @@ def test_idle_connections_leave_a_trainer_its_descriptors_and_its_time(tmp_path:
         works()
 
 
+_EXHAUSTED = """
+import os, resource, sys, time
+from pathlib import Path
+import zmq
+from torchscout.checkpoint.replicate import Replicator
+from torchscout.evidence.observer.board import listen_limited
+folder, token, what, free = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])
+if what == "trainer":
+    replicator = Replicator(1, folder, token, patience_seconds=20)
+    replicator.connect([("127.0.0.1", 9), replicator.address], "ab")
+    port = replicator.address[1]
+else:
+    hub, listener = listen_limited(zmq.Context(), token, "127.0.0.1", 0)
+    listener.start()
+    port = listener.port
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+opened = []
+try:
+    while True:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+except OSError as error:
+    print(error.strerror, port, flush=True)
+for _ in range(free):
+    os.close(opened.pop())
+sys.stdin.readline()
+for each in opened:
+    os.close(each)
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+print("it lives", flush=True)
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("what", "free"), [("trainer", 0), ("hub", 0), ("hub", 1), ("hub", 2)])
+def test_a_connection_does_not_end_a_process_that_has_no_descriptors_left(
+    tmp_path: Path, what: str, free: int
+):
+    """As it was seen: ZeroMQ ended the trainer."""
+    victim = subprocess.Popen(
+        [sys.executable, "-c", _EXHAUSTED, str(tmp_path / "b"), TOKEN, what, str(free)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert victim.stdin is not None
+    assert victim.stdout is not None
+    with victim, ExitStack() as stack:
+        stack.callback(victim.stdin.close)
+        said, _, port = victim.stdout.readline().rpartition(" ")
+        assert said == "Too many open files"
+        come_and_wait(stack, ("127.0.0.1", int(port)), 3)
+        time.sleep(1.0)
+        print(file=victim.stdin, flush=True)
+        assert victim.stdout.readline() == "it lives\n"
+        if what == "trainer":
+            send_a_copy(("127.0.0.1", int(port)), tmp_path)
+
+
 def send_a_copy(address: tuple[str, int], folder: Path) -> None:
     """A peer with the token gets through, and its copy is kept."""
     context: zmq.Context = zmq.Context()
