@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -446,3 +448,32 @@ def test_with_hub_and_standby_killed_both_come_back_and_a_hang_is_found(tmp_path
         )
         job.order(1, do="sleep", seconds=LONG)
         assert incident_of(job).ranks == (1,)
+
+
+def test_an_observer_that_cannot_be_started_again_for_want_of_descriptors_is_gone(
+    assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(observers, "_RESTART_SECONDS", 0.05)
+    observer = launch(assignment)
+    observer.configure([("127.0.0.1", observer.port)])
+    observer.keep_alive()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        os.kill(observer.pid, signal.SIGKILL)
+        until(lambda: observer.restarts == 3, "it was tried")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with pytest.raises(ObserverError, match="is gone"):
+        observer.status()
+    with pytest.raises(ObserverError, match="is gone"):
+        observer.change(floor_seconds=5.0)
+    observer.close()
+
+
+def test_an_observer_ends_well_without_its_run_folder(assignment: Assignment):
+    observer = launch(assignment)
+    observer.configure([("127.0.0.1", observer.port)])
+    shutil.rmtree(assignment.run_dir)
+    observer.close(timeout=20)
+    assert observer._process.returncode == 0

@@ -191,7 +191,10 @@ class Observer:
                     raise self._error("takes no message")
                 # A pipe that is writable takes this much at once: a stopped observer stops nobody.
                 rest = rest[os.write(self._input.fileno(), rest[: select.PIPE_BUF]) :]
-        except OSError as error:
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # the latter if a pipe is closed: it could not be started again
             raise self._error("is gone") from error
 
     def _read(self, deadline: float) -> dict[str, Any]:

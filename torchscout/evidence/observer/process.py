@@ -330,8 +330,9 @@ def main() -> None:
     observing = Observing(assignment)
     _say({"ready": True, "port": observing.port})
     observing.run(lines)
-    if not assignment.log.stat().st_size:
-        assignment.log.unlink()
+    with suppress(OSError):  # somebody may have removed the run folder
+        if not assignment.log.stat().st_size:
+            assignment.log.unlink()
 
 
 if __name__ == "__main__":
