@@ -21,6 +21,8 @@ from tests.support.ranks import run_ranks
 from tests.support.small_job import is_alive, until
 from tests.support.wall_clock import WallClock
 from tests.support.wall_clock import why_impossible as why_no_clock
+from torchscout.decision.record import Incident
+from torchscout.decision.recorder import Stamped, read
 
 SECONDS = float(os.environ.get("SCOUT_CHAOS", "60"))
 SEED = int(os.environ.get("SCOUT_CHAOS_SEED", time.time_ns() % 1_000_000))
@@ -49,6 +51,7 @@ def lived(chaos: Chaos) -> list[Life]:
             shown = max(shown, verified_by_all(chaos.life))
             lives.append(chaos.life)
             chaos.begin(len(lives))
+            print(*reported(chaos.life.run_dir), sep="\n")
             resumed = {chaos.life.seen(rank)[0]["resumed"] for rank in range(RANKS)}
             assert len(resumed) == 1, f"ranks resumed at different steps: {resumed}"
             assert min(resumed) >= shown, f"step {shown} was verified, but the job resumed at {resumed}"
@@ -60,6 +63,17 @@ def lived(chaos: Chaos) -> list[Life]:
     return [*lives, chaos.life]
 
 
+def reported(run_dir: Path) -> list[str]:
+    """The sentences of the incidents that are on record now."""
+    path = run_dir / "incidents.jsonl"
+    lines = [each.item for each in read(path) if isinstance(each, Stamped)] if path.exists() else []
+    return [
+        f"{each.manifestation.value} of {each.ranks}: {each.sentence}"
+        for each in lines
+        if isinstance(each, Incident)
+    ]
+
+
 def verified_by_all(life: Life) -> int:
     """The step that every rank's ``status`` has shown as verified."""
     shown = [
@@ -69,11 +83,9 @@ def verified_by_all(life: Life) -> int:
     return min(max(each, default=0) for each in shown)
 
 
-def bits_by_rank(lives: list[Life]) -> list[set[tuple[int, str]]]:
-    return [
-        {(line["step"], line["bits"]) for life in lives for line in life.seen(rank) if "bits" in line}
-        for rank in range(RANKS)
-    ]
+def bits_of(life: Life, rank: int) -> dict[int, str]:
+    """The state after each step, and first of what it began with."""
+    return {line["step"]: line["bits"] for line in life.seen(rank) if "bits" in line}
 
 
 def processes(host: Machine) -> list[int]:
@@ -119,11 +131,13 @@ def test_training_goes_on_bitwise_as_if_nothing_had_happened(disturbed: tuple[Ch
     print(dict(chaos.happened), "in", len(lives), "lives")
     assert set(DISTURBANCES) <= set(chaos.happened)
     assert len(lives) == chaos.happened["kill_trainer"] + 1, "nothing else ended the job"
-    found = bits_by_rank(lives)
-    last = max(step for each in found for step, _ in each)
-    expected = run_ranks(alone, RANKS, last, timeout=300)
-    for rank, each in enumerate(found):
-        assert [step for step, bits in sorted(each) if bits != expected[rank][step]] == []
+    found = [[bits_of(life, rank) for life in lives] for rank in range(RANKS)]
+    spans = [(min(bits), max(max(each[number]) for each in found)) for number, bits in enumerate(found[0])]
+    expected = run_ranks(alone, RANKS, spans, timeout=300)
+    for rank, of_lives in enumerate(found):
+        for number, bits in enumerate(of_lives):
+            wrong = [step for step in bits if bits[step] != expected[rank][number][step]]
+            assert wrong == [], f"life {number} of rank {rank} has another state after these steps"
 
 
 def test_no_corruption_is_reported_and_checks_go_on(disturbed: tuple[Chaos, list[Life]]):

@@ -10,15 +10,20 @@ Ranks write what they see, a JSON object a line, to ``life-N/rank-R``; they obey
 from __future__ import annotations
 
 import atexit
+import copy
 import errno
+import gc
 import hashlib
 import json
 import multiprocessing
 import os
+import re
 import resource
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +44,8 @@ INTERVAL = 4
 _LOOK = 4
 """Steps from one look at ``status`` to the next."""
 _AFTER_FAILURE_SECONDS = 3.0
+_PERF = "/tmp/perf-N.map"
+"""A file that training opens without SCOUT as well."""
 _EXHAUSTED_STEPS = 2 * INTERVAL + 2
 """For so many steps no file can be opened: at least two checks are among them."""
 OBSERVER = ObserverConfig(floor_seconds=8.0, grace_seconds=6.0, election_seconds=4.0)
@@ -151,6 +158,7 @@ def train(rank: int, life: Life) -> None:
     """Until the last step, with everything that SCOUT can do."""
     diary = Diary(life.folder / f"rank-{rank}")
     model, optimizer, loader, accumulate = _work(rank)
+    dist.all_reduce(torch.zeros(1))  # connections are made when they are used first
     before = _held()
     session = enable_resiliency(
         model,
@@ -189,15 +197,32 @@ def train(rank: int, life: Life) -> None:
     dist.barrier()
 
 
-def alone(rank: int, steps: int) -> list[str]:
-    """The state after each step, and first before any, of the same job without SCOUT and undisturbed."""
-    model, optimizer, loader, accumulate = _work(rank)
-    found = [_bits(model, optimizer)]
-    for _, batches in zip(range(steps), loader, strict=False):
-        optimizer.zero_grad()
-        accumulate(batches, 1.0)
-        optimizer.step()
-        found.append(_bits(model, optimizer))
+def alone(rank: int, lives: Sequence[tuple[int, int]]) -> list[dict[int, str]]:
+    """The state after each step of the same lives without SCOUT and undisturbed, each with its first and last
+    step: it begins where an earlier one was at that step.
+
+    A start shows in the bits: DDP sums gradients in another order until it has seen a backward pass.
+    """
+    kept: dict[int, Any] = {}
+    found = []
+    for first, last in lives:
+        model, optimizer, loader, accumulate = _work(rank)
+        if first:
+            parameters, slots, position, random = kept[first]
+            model.load_state_dict(parameters)
+            optimizer.load_state_dict(slots)
+            loader.position = position
+            torch.set_rng_state(random)
+        bits = {first: _bits(model, optimizer)}
+        for step, batches in zip(range(first + 1, last + 1), loader, strict=False):
+            optimizer.zero_grad()
+            accumulate(batches, 1.0)
+            optimizer.step()
+            bits[step] = _bits(model, optimizer)
+            if step in {each for each, _ in lives}:
+                state = model.state_dict(), optimizer.state_dict(), loader.position, torch.get_rng_state()
+                kept[step] = copy.deepcopy(state)
+        found.append(bits)
     return found
 
 
@@ -239,21 +264,23 @@ def _bits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return digest.hexdigest()
 
 
-def _held() -> dict[str, int]:
-    return {
-        "threads": sum(each.name.startswith("torchscout") for each in threading.enumerate()),
-        "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
-    }
+def _held() -> Counter[str]:
+    """Threads, and descriptors by what they are of."""
+    held = Counter(each.name for each in threading.enumerate())
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing itself
+            held[re.sub(r"\d+", "N", str(path.readlink()))] += 1
+    return held
 
 
-def _left(before: dict[str, int]) -> dict[str, int]:
-    """What is held beyond that, once threads had time to end."""
+def _left(before: Counter[str]) -> dict[str, int]:
+    """What is held beyond that, once threads had time to end and objects in cycles were collected."""
     deadline = time.monotonic() + 10
-    while True:
-        more = {what: now - before[what] for what, now in _held().items() if now > before[what]}
-        if not more or time.monotonic() > deadline:
-            return more
+    before[_PERF] += 1
+    while (more := _held() - before) and time.monotonic() < deadline:
+        gc.collect()
         time.sleep(0.1)
+    return dict(more)
 
 
 def _run(rank: int, life: Life) -> None:

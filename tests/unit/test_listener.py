@@ -327,3 +327,31 @@ def test_a_door_that_cannot_listen_says_so(replicator: Replicator, tmp_path: Pat
         Listener(replicator.address, "nobody", Limits())
     with pytest.raises(CheckpointError, match="cannot listen at 127"):
         Replicator(0, tmp_path, TOKEN, listens=replicator.address)
+
+
+_COPYING = """
+import os, sys, threading, time
+from pathlib import Path
+from torchscout.checkpoint.replicate import Replicator
+path, folder, token = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+before = len(os.listdir("/proc/self/fd"))
+one, other = (Replicator(rank, folder / str(rank), token) for rank in (0, 1))
+for each in (one, other):
+    each.connect([one.address, other.address], "ab")
+copied = []
+one.send(path, copied.append)
+deadline = time.monotonic() + 30
+while not copied and time.monotonic() < deadline:
+    time.sleep(0.02)
+one.close()
+other.close()
+print(copied, len(os.listdir("/proc/self/fd")) - before, len(threading.enumerate()))
+"""
+
+
+def test_copying_leaves_neither_threads_nor_descriptors_in_a_trainer(tmp_path: Path):
+    """As it was seen: ZeroMQ's zero-copy sending keeps a thread and a context of its own."""
+    path = seal(tmp_path / "0", 0, 1, size=200_000)
+    command = [sys.executable, "-c", _COPYING, str(path), str(tmp_path), TOKEN]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert said == "[True] 0 1\n"
