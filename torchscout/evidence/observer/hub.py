@@ -257,8 +257,9 @@ class Hub:
     def _is_gathering(self, now: float) -> bool:
         """Whether observers are still on their way here: who has not come yet is not absent.
 
-        An elected hub waits for a majority, however long that takes. There is only one majority, so that no
-        two of them report the same; and absence from a hub that most have not found is no evidence.
+        An elected hub waits for a majority, however long that takes: most have then lost the hubs before it,
+        and answer those no more, so that nothing is reported twice. And absence from a hub that most have not
+        found is no evidence.
         """
         seconds = self.config.election_seconds if self.is_elected else _GATHERING_SECONDS
         is_late = self._since is not None and now - self._since > seconds
