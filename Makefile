@@ -6,7 +6,7 @@ READY := .venv/ready
 # On a GPU machine PyTorch is that machine's own, with CUDA; requirements-dev.txt pins the CPU build.
 GPU_PYTHON ?= python3
 
-.PHONY: help demo test test-slow test-gpu test-gpu-slow check audit fuzz soak format clean
+.PHONY: help demo test test-slow test-gpu test-gpu-slow check audit fuzz soak chaos format clean
 
 help:  ## what there is to run
 	@awk -F':.*## *' '/^[a-z-]+:.*##/ {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ fuzz: $(READY)  ## every format that is read, with 100,000 mutants of valid inpu
 
 soak: $(READY)  ## 20,000 healthy steps with all parts on: nothing may be reported, and nothing may grow
 	SCOUT_SOAK=20000 $(BIN)/python -m pytest -m slow -s tests/ranks/test_soak.py -k healthy
+
+chaos: $(READY)  ## Ten minutes of random disturbances: training goes on, and nothing is lost or left behind
+	SCOUT_CHAOS=600 $(BIN)/python -m pytest -m slow -s tests/ranks/test_chaos.py
 
 check: $(READY)  ## format, lint, types, spelling; changes nothing
 	$(BIN)/ruff format --check .

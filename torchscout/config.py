@@ -304,6 +304,8 @@ class ObserverConfig:
     """How long a round waits for all observers to post; who has not posted by then is absent."""
     failover_seconds: float = 0.5
     """The standby is asked when the hub has not answered for this long."""
+    election_seconds: float = 15.0
+    """Another rank's observer becomes the hub when hub and standby could not be reached for this long."""
     stack_seconds: float = 0.4
     """How long a trainer may take to write its stacks; a round takes that much longer at most."""
     stack_signal: int = 46
@@ -314,7 +316,8 @@ class ObserverConfig:
     """Interface or address on which the hub listens. ``*`` is loopback where all ranks are on one machine,
     and otherwise the address by which the other machines reach this one; ``0.0.0.0`` is all of them."""
     port: int = 0
-    """The hub's port, the standby's is the next one; 0 takes any that is free."""
+    """The hub's port; the standby's is the next one, and six more follow for hubs that may be elected in
+    their place. 0 takes any that are free."""
 
     def __post_init__(self) -> None:
         _require_numbers(self)
@@ -332,8 +335,8 @@ class ObserverConfig:
             raise ValueError(f"phase_ms must not be negative and must be finite, got {self.phase_ms}")
         if not 35 <= self.stack_signal <= 64:
             raise ValueError(f"stack_signal must be a real-time signal, 35 to 64, got {self.stack_signal}")
-        if not 0 <= self.port < 65535:
-            raise ValueError(f"port must lie between 0 and 65534, got {self.port}")
+        if not 0 <= self.port <= 65528:
+            raise ValueError(f"port must lie between 0 and 65528, got {self.port}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ Until a connection has authenticated
 - it may send no more than a handshake needs, and has a few seconds for it.
 
 One thread serves all connections. It runs in a process of its own where the ZeroMQ socket is a trainer's
-(see ``listener_process``), and in the process of the hub otherwise. Torch-free.
+(see ``listener_process``), and in the process of the hub otherwise. A trainer accepts nothing, but connects
+to a name that it is told: ZeroMQ 4.3.5 ends the process if no file descriptor is left when it accepts at a
+local socket, and only tries again later if none is left when it connects. Torch-free.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ import errno
 import json
 import os
 import resource
+import secrets
 import select
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -75,17 +80,28 @@ class _End:
 class _Connection:
     outer: _End
     inner: _End
+    """A socket that listens for the trainer, until ``is_met``."""
     since: float
+    is_met: bool = True
     # Bytes from the other side and to it, until it has authenticated.
     received: int = 0
     sent: int = 0
 
 
 class Listener:
-    """Accepts at one address and relays to one local socket, until ``close``."""
+    """Accepts at one address and relays to one local socket, from ``start`` until ``close``."""
 
-    def __init__(self, address: Address, inner: str, limits: Limits = Limits()) -> None:  # noqa: B008
-        """``inner`` is the abstract name of the ZeroMQ socket; ``OSError`` if the address cannot be had."""
+    def __init__(
+        self,
+        address: Address,
+        inner: str | Callable[[str], object],
+        limits: Limits = Limits(),  # noqa: B008
+    ) -> None:
+        """Reserve the address: until ``start``, connections to it are refused.
+
+        ``inner`` is the abstract name of the ZeroMQ socket, or a function that has another process of this
+        user connect to the abstract name that it is given. ``OSError`` if the address cannot be had.
+        """
         self._inner, self._limits = inner, limits
         self._accepting = _bound(address)
         self.port: int = self._accepting.getsockname()[1]
@@ -102,9 +118,14 @@ class Listener:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Serve from a thread."""
+        """Accept connections, and serve them from a thread."""
+        self.listen()
         self._thread = threading.Thread(target=self.serve, name="torchscout-listener", daemon=True)
         self._thread.start()
+
+    def listen(self) -> None:
+        """Let connections wait until they are served."""
+        self._accepting.listen(_BACKLOG)
 
     def serve(self) -> None:
         try:
@@ -123,7 +144,9 @@ class Listener:
             return
         self._ends_at = time.monotonic() + seconds
         self._wake.close()
-        if self._thread is not None:
+        if self._thread is None:
+            self.serve()  # only closes what was opened
+        else:
             self._thread.join(seconds + 5.0)
 
     def _is_over(self) -> bool:
@@ -139,7 +162,10 @@ class Listener:
                 self._accept()
             elif isinstance(key.data, _Connection) and key.data in self._connections:
                 try:
-                    self._relay(key.data, key.fileobj, events)
+                    if key.data.is_met:
+                        self._relay(key.data, key.fileobj, events)
+                    else:
+                        self._meet(key.data)
                 except BlockingIOError:
                     continue
                 except OSError:
@@ -184,24 +210,49 @@ class Listener:
         inner = None
         try:
             inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            inner.connect(f"\0{self._inner}")  # to a socket of this machine: at once, or not
-            self._begin(outer, inner, now)
+            if isinstance(self._inner, str):
+                os.close(os.dup(inner.fileno()))  # ZeroMQ needs one to accept with, see above
+                inner.connect(f"\0{self._inner}")  # to a socket of this machine: at once, or not
+            else:
+                name = f"torchscout-{secrets.token_hex(16)}"
+                inner.bind(f"\0{name}")
+                inner.listen(1)
+                self._inner(name)
+            self._begin(_Connection(_End(outer), _End(inner), now, is_met=isinstance(self._inner, str)))
         except OSError:
             outer.close()
             if inner is not None:
                 inner.close()
             self._pause(now + _PAUSE_SECONDS)
 
-    def _begin(self, outer: socket.socket, inner: socket.socket, now: float) -> None:
+    def _begin(self, connection: _Connection) -> None:
+        outer, inner = connection.outer.socket, connection.inner.socket
         for each in (outer, inner):
             each.setblocking(False)
         outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # By the kernel, so that a vanished machine is noticed and no message is needed.
         outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-        connection = _Connection(_End(outer), _End(inner), now)
         self._connections.add(connection)
         self._unauthenticated[connection] = None
+        if connection.is_met:
+            self._watch(connection)
+        else:
+            connection.inner.events = selectors.EVENT_READ
+            self._selector.register(inner, selectors.EVENT_READ, connection)
+
+    def _meet(self, connection: _Connection) -> None:
+        """Whoever was told the name has connected, or somebody else, who is not let in."""
+        waiting = connection.inner
+        inner, _ = waiting.socket.accept()
+        _, user, _ = struct.unpack("3i", inner.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.geteuid():
+            inner.close()
+            return
+        self._selector.unregister(waiting.socket)
+        waiting.socket.close()
+        inner.setblocking(False)
+        connection.inner, connection.is_met = _End(inner), True
         self._watch(connection)
 
     def _pause(self, until: float) -> None:
@@ -269,20 +320,23 @@ def _bound(address: Address) -> socket.socket:
     host, port = address
     everywhere = host in {"*", "::"}
     dual = everywhere and socket.has_dualstack_ipv6()
-    listener = socket.create_server(
-        ("" if everywhere else host, port),
-        family=socket.AF_INET6 if ":" in host or dual else socket.AF_INET,
-        backlog=_BACKLOG,
-        dualstack_ipv6=dual,
-    )
-    listener.setblocking(False)
+    listener = socket.socket(socket.AF_INET6 if ":" in host or dual else socket.AF_INET)
+    try:
+        listener.setblocking(False)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if dual:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("" if everywhere else host, port))
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 
 def main() -> None:
-    """Arguments: host, port, the abstract name, and the process to serve. Print the port, and relay until
-    that process ends or standard input does."""
-    host, port, inner, parent = sys.argv[-4:]
+    """Arguments: host, port, and the process to serve. Print the port, then for each connection the name that
+    this process is to connect to, one JSON object a line, until that process ends or standard input does."""
+    host, port, parent = sys.argv[-3:]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     waiting = select.poll()
@@ -290,14 +344,20 @@ def main() -> None:
     with suppress(OSError):  # without it, a child that the trainer forked may keep standard input open
         waiting.register(os.pidfd_open(int(parent)), select.POLLIN)
     try:
-        listener = Listener((host, int(port)), inner)
+        listener = Listener((host, int(port)), lambda name: _say(name=name))
     except OSError as error:
-        print(json.dumps({"problem": error.strerror or str(error)}), flush=True)
+        _say(problem=error.strerror or str(error))
         return
-    print(json.dumps({"port": listener.port}), flush=True)
+    listener.listen()
+    _say(port=listener.port)
+    os.set_blocking(1, False)  # a trainer that is stopped reads nothing: who comes is sent away
     listener.start()
     waiting.poll()
     listener.close()
+
+
+def _say(**line: object) -> None:
+    os.write(1, json.dumps(line).encode() + b"\n")
 
 
 if __name__ == "__main__":

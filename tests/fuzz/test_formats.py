@@ -93,7 +93,7 @@ def test_ends(tmp_path: Path):
 
 def test_messages():
     kinds = [
-        {"kind": "announce", "insistent": False},
+        {"kind": "announce", "insistent": False, "finding": None},
         {"kind": "post", "round": 1, "post": post(0)},
         {"kind": "stack", "round": 1, "stack": "", "waiting": None},
         {"kind": "moved", "seconds": 1.5},

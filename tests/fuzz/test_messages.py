@@ -152,6 +152,7 @@ def messages_to_a_hub(posts: list[dict[str, Any]], rank: int, number: int) -> li
     gone = post(rank, gone_seconds=3.0)
     return [
         {"kind": "announce", "insistent": True},
+        {"kind": "announce", "insistent": True, "finding": Finding.of(incident(1), {}).to_json()},
         {"kind": "survey"},
         {"kind": "post", "round": number, "post": posts[rank]},
         {"kind": "post", "round": number, "post": gone},

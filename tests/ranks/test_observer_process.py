@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,14 +110,14 @@ def test_without_the_hub_training_goes_on_and_the_standby_concludes(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_any_hub_each_observer_says_so_and_training_goes_on(tmp_path: Path, how: signal.Signals):
-    with small_job(3, tmp_path) as job:
+    with small_job(3, tmp_path, election_seconds=0.5) as job:
         for rank in (0, 2):
             os.kill(job.observers[rank], how)
         goes_on(job)
-        job.order(0, do="sleep", seconds=3.0)
+        job.order(0, do="sleep", seconds=5.0)
         record = until(lambda: job.records(1), "rank 1's observer writes down what it knows")[0]
         assert record.status == "not_checked"
-        assert "neither the hub nor its standby answers" in record.reason
+        assert "no hub answers, and no other can be elected" in record.reason
         goes_on(job)
         assert job.lines() == []
 
@@ -446,3 +448,32 @@ def test_with_hub_and_standby_killed_both_come_back_and_a_hang_is_found(tmp_path
         )
         job.order(1, do="sleep", seconds=LONG)
         assert incident_of(job).ranks == (1,)
+
+
+def test_an_observer_that_cannot_be_started_again_for_want_of_descriptors_is_gone(
+    assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(observers, "_RESTART_SECONDS", 0.05)
+    observer = launch(assignment)
+    observer.configure([("127.0.0.1", observer.port)])
+    observer.keep_alive()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        os.kill(observer.pid, signal.SIGKILL)
+        until(lambda: observer.restarts == 3, "it was tried")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with pytest.raises(ObserverError, match="is gone"):
+        observer.status()
+    with pytest.raises(ObserverError, match="is gone"):
+        observer.change(floor_seconds=5.0)
+    observer.close()
+
+
+def test_an_observer_ends_well_without_its_run_folder(assignment: Assignment):
+    observer = launch(assignment)
+    observer.configure([("127.0.0.1", observer.port)])
+    shutil.rmtree(assignment.run_dir)
+    observer.close(timeout=20)
+    assert observer._process.returncode == 0

@@ -157,11 +157,11 @@ class SmallJob:
                     chunk = end.recv(65536)
                     if not chunk:
                         alive.discard(rank)
-                    elif chunk == b".":
+                    if chunk == b"." or chunk.endswith(b"\n."):  # an answer, and the next exchange already
                         here.add(rank)
                         self.steps[rank] += 1
-                    else:
-                        self._replies[rank] += chunk
+                        chunk = chunk[:-1]
+                    self._replies[rank] += chunk
                 if len(here) == self.size:
                     for rank in sorted(here):
                         order, self._orders[rank] = self._orders[rank], {}
@@ -271,6 +271,9 @@ class _Trainer:
             self._say(dict(self._observer.status(timeout=10)))
         except ObserverError as error:
             self._say({"problem": str(error), "connected": []})
+
+    def _do_observer(self) -> None:
+        self._say({"pid": self._observer.pid, "restarts": self._observer.restarts})
 
     def _do_keep(self) -> None:
         self._observer.keep_alive()

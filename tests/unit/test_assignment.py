@@ -17,12 +17,15 @@ PLAIN = Assignment(rank=1, size=2, record="/r", run_dir="/runs", token="t" * 16,
     ("hosts", "ranks"),
     [
         (["a"], (0,)),
-        (["a", "a", "a"], (0, 2)),
+        (["a", "a", "a"], (0, 2, 1)),
         ([None, None], (0, 1)),
-        (["a", "a", "b", "b", "a"], (0, 3)),  # not on the machine of the hub
+        (["a", "a", "b", "b", "a"], (0, 3, 1, 2, 4)),  # the standby is not on the machine of the hub
+        ([*"aaabbbccc"], (0, 8, 1, 3, 6, 2, 4, 7)),  # then one of each machine, and no more than eight
     ],
 )
-def test_the_standby_does_not_share_the_hubs_fate(hosts: list[str | None], ranks: tuple[int, ...]):
+def test_the_hub_its_standby_and_those_elected_after_them_are_spread_over_machines(
+    hosts: list[str | None], ranks: tuple[int, ...]
+):
     assert hub_ranks(hosts) == ranks
 
 

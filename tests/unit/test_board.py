@@ -56,7 +56,7 @@ def post(
 class Board:
     """A hub and the clients that reached it."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: int = 0) -> None:
         self.context: zmq.Context = zmq.Context()
         self.rounds: list[tuple[dict[int, Post], bool]] = []
         self.surveys: list[dict[int, Post]] = []
@@ -73,6 +73,7 @@ class Board:
             conclude=self._conclude,
             compare=self._compare,
             record=self.written.append,
+            place=place,
         )
 
     def _conclude(self, posts: dict[int, Post], insistent: bool) -> Incident | None:

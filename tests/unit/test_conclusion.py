@@ -38,6 +38,14 @@ def gone(rank: int, seconds: float) -> Post:
     return replace(alive, standing=replace(alive.standing, process=Process.GONE))
 
 
+def test_of_those_that_ended_together_the_killed_one_is_named():
+    """As it was seen: whoever loses a connection to it fails within milliseconds."""
+    posts = {rank: gone(rank, 1.0 + rank / 1000) for rank in range(3)} | {3: post(3, moving=True)}
+    assert conclude(posts, MESH).ranks == (0, 1, 2)
+    posts[1] = replace(posts[1], was_killed=True)
+    assert conclude(posts, MESH).ranks == (1,)
+
+
 def timed_out(rank: int, issued: int = 5, seconds: float = 0.5) -> Post:
     """Its trainer waited for 5.5 seconds before something ended it."""
     alive = post(rank, issued, stack="", gone_seconds=seconds)

@@ -116,6 +116,66 @@ def test_idle_connections_leave_a_trainer_its_descriptors_and_its_time(tmp_path:
         works()
 
 
+_EXHAUSTED = """
+import os, resource, sys, time
+from pathlib import Path
+import zmq
+from torchscout.checkpoint.replicate import Replicator
+from torchscout.evidence.observer.board import listen_limited
+folder, token, what, free = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])
+if what == "trainer":
+    replicator = Replicator(1, folder, token, patience_seconds=20)
+    replicator.connect([("127.0.0.1", 9), replicator.address], "ab")
+    port = replicator.address[1]
+else:
+    hub, listener = listen_limited(zmq.Context(), token, "127.0.0.1", 0)
+    listener.start()
+    port = listener.port
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+opened = []
+try:
+    while True:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+except OSError as error:
+    print(error.strerror, port, flush=True)
+for _ in range(free):
+    os.close(opened.pop())
+sys.stdin.readline()
+for each in opened:
+    os.close(each)
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+print("it lives", flush=True)
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("what", "free"), [("trainer", 0), ("hub", 0), ("hub", 1), ("hub", 2)])
+def test_a_connection_does_not_end_a_process_that_has_no_descriptors_left(
+    tmp_path: Path, what: str, free: int
+):
+    """As it was seen: ZeroMQ ended the trainer."""
+    victim = subprocess.Popen(
+        [sys.executable, "-c", _EXHAUSTED, str(tmp_path / "b"), TOKEN, what, str(free)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert victim.stdin is not None
+    assert victim.stdout is not None
+    with victim, ExitStack() as stack:
+        stack.callback(victim.stdin.close)
+        said, _, port = victim.stdout.readline().rpartition(" ")
+        assert said == "Too many open files"
+        come_and_wait(stack, ("127.0.0.1", int(port)), 3)
+        time.sleep(1.0)
+        print(file=victim.stdin, flush=True)
+        assert victim.stdout.readline() == "it lives\n"
+        if what == "trainer":
+            send_a_copy(("127.0.0.1", int(port)), tmp_path)
+
+
 def send_a_copy(address: tuple[str, int], folder: Path) -> None:
     """A peer with the token gets through, and its copy is kept."""
     context: zmq.Context = zmq.Context()
@@ -222,6 +282,7 @@ def test_the_same_holds_for_a_hub():
 def test_an_accept_that_fails_is_tried_again_without_a_busy_loop():
     context: zmq.Context = zmq.Context()
     hub, listener = listen_limited(context, TOKEN, CONFIG.address, 0)
+    listener.start()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     stranger = socket.socket()
     try:
@@ -245,6 +306,7 @@ def test_an_accept_that_fails_is_tried_again_without_a_busy_loop():
 def test_another_token_does_not_count_as_authenticated():
     context: zmq.Context = zmq.Context()
     hub, listener = listen_limited(context, TOKEN, CONFIG.address, 0)
+    listener.start()
     try:
         known, unknown = (
             connect(context, token, 0, ("127.0.0.1", listener.port)) for token in (TOKEN, new_token())
@@ -265,3 +327,31 @@ def test_a_door_that_cannot_listen_says_so(replicator: Replicator, tmp_path: Pat
         Listener(replicator.address, "nobody", Limits())
     with pytest.raises(CheckpointError, match="cannot listen at 127"):
         Replicator(0, tmp_path, TOKEN, listens=replicator.address)
+
+
+_COPYING = """
+import os, sys, threading, time
+from pathlib import Path
+from torchscout.checkpoint.replicate import Replicator
+path, folder, token = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+before = len(os.listdir("/proc/self/fd"))
+one, other = (Replicator(rank, folder / str(rank), token) for rank in (0, 1))
+for each in (one, other):
+    each.connect([one.address, other.address], "ab")
+copied = []
+one.send(path, copied.append)
+deadline = time.monotonic() + 30
+while not copied and time.monotonic() < deadline:
+    time.sleep(0.02)
+one.close()
+other.close()
+print(copied, len(os.listdir("/proc/self/fd")) - before, len(threading.enumerate()))
+"""
+
+
+def test_copying_leaves_neither_threads_nor_descriptors_in_a_trainer(tmp_path: Path):
+    """As it was seen: ZeroMQ's zero-copy sending keeps a thread and a context of its own."""
+    path = seal(tmp_path / "0", 0, 1, size=200_000)
+    command = [sys.executable, "-c", _COPYING, str(path), str(tmp_path), TOKEN]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert said == "[True] 0 1\n"

@@ -54,6 +54,7 @@ def ended(folder: Path, seconds: float, how: str, timeout: float = 600.0) -> Pos
 def test_what_a_trainer_waited_for_is_kept_when_a_watchdog_has_ended_it(tmp_path: Path):
     post = ended(tmp_path, 2.0, "stands still")
     assert post.gone_seconds is not None
+    assert not post.was_killed
     assert post.standing.progress.entered == {"world": 1}
     assert post.stalled is not None
     assert post.stalled.entered == {"world": 0}

@@ -127,7 +127,7 @@ def test_settings_can_change_while_it_watches():
         ({"evaluation_seconds": float("inf")}, "evaluation_seconds must be positive and finite, got inf"),
         ({"multiple": 0.5}, "multiple must be at least 1, got 0.5"),
         ({"stack_signal": 10}, "stack_signal must be a real-time signal, 35 to 64, got 10"),
-        ({"port": 65535}, "port must lie between 0 and 65534, got 65535"),
+        ({"port": 65529}, "port must lie between 0 and 65528, got 65529"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, float], message: str):

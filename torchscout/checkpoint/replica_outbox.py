@@ -272,7 +272,7 @@ class Outbox:
 
     def _send(self, *frames: bytes) -> bool:
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

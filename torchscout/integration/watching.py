@@ -43,7 +43,7 @@ class Job:
 
     @property
     def hubs(self) -> tuple[int, ...]:
-        """The ranks whose observers host the hub and its standby."""
+        """The ranks whose observers host the hub, its standby, and those that are elected in their place."""
         return hub_ranks(self.hosts)
 
 
@@ -54,13 +54,18 @@ class Watching:
     writer: ProgressWriter
     publisher: Publisher
     observer: Observer
+    hubs: Sequence[int]
+    """As those of ``Job``."""
     _undo: ExitStack
 
     def status(self) -> Mapping[str, Any]:
+        """As ``Observer.status``; ``hub`` is the rank whose observer would be asked, None if none can be."""
         try:
-            status = self.observer.status()
+            status = dict(self.observer.status())
         except ObserverError as error:  # it is gone for good, or being started again
-            status = {"problem": str(error)}
+            status = {"problem": str(error), "hub": None}
+        if status["hub"] is not None:
+            status["hub"] = self.hubs[status["hub"]]
         return {**status, "restarts": self.observer.restarts}
 
     def close(self) -> None:
@@ -88,7 +93,9 @@ def watch(job: Job, config: ObserverConfig, communicators: Communicators) -> Wat
         addresses = communicators.exchange([address, observer.port])
         observer.configure([tuple(addresses[rank]) for rank in job.hubs])
         observer.keep_alive()
-        return Watching(writer, publisher, observer, undo.pop_all())  # the session's to close from now on
+        return Watching(
+            writer, publisher, observer, job.hubs, undo.pop_all()
+        )  # the session's to close from now on
     raise AssertionError("nothing above is suppressed")
 
 

@@ -50,7 +50,7 @@ class Asked:
         Path | None, typer.Option(help="A job's run directory: which of its surfaces do not repeat.")
     ] = None
     address: Annotated[str, typer.Option(help="As ObserverConfig.address: an interface or address.")] = "*"
-    port: Annotated[int, typer.Option(min=0, max=65534, help="As ObserverConfig.port; 0 is any.")] = 0
+    port: Annotated[int, typer.Option(min=0, max=65528, help="As ObserverConfig.port; 0 is any.")] = 0
     listen: Annotated[bool, typer.Option("--listen", help="Only answer other machines' doctors.")] = False
     seconds: Annotated[
         float | None, typer.Option(min=0, help="How long to listen; by default until interrupted.")

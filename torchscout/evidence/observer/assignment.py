@@ -1,10 +1,11 @@
-"""What a trainer tells its observer, and which ranks host the hubs (DESIGN.md, section 3).
+"""What a trainer tells its observer, and which ranks may host a hub (DESIGN.md, section 3).
 
 It travels over the observer's standard input: the job's token must not show in a list of processes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from torchscout.mesh import Mesh
 
 __all__ = ["Assignment", "describe_mesh", "hub_ranks", "mesh_from"]
+
+
+_MOST_HUBS = 8
+"""Ranks that may host one. With all of these lost, a hang is not localized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +40,10 @@ class Assignment:
     stack: str | None = None
     """The file its trainer writes its stacks to; None where it registered no signal."""
     hub: int | None = None
-    """Its place in ``hub_ranks``: 0 hosts the hub, 1 the standby; None hosts neither."""
+    """Its place in ``hub_ranks``: 0 hosts the hub, 1 the standby, later ones a hub once they are elected;
+    None hosts none."""
     mesh: Mapping[str, Any] | None = None
-    """As ``describe_mesh`` has it; only a host of a hub needs one."""
+    """As ``describe_mesh`` has it; only who may host a hub needs one."""
     is_restarted: bool = False
     """Whether it takes the place of an observer that has ended: others have yet to find its hub again."""
 
@@ -63,15 +69,21 @@ class Assignment:
 
 
 def hub_ranks(hosts: Sequence[str | None]) -> tuple[int, ...]:
-    """Who hosts the hub and its standby: the first rank, and one that does not share its fate.
+    """Who hosts the hub, who its standby, and who is elected in their place, in this order.
 
-    The last rank of another machine, or where there is none the last rank; in a job of one
-    rank there is no standby.
+    The first rank, and one that does not share its fate: the last rank of another machine, or where there is
+    none the last rank. Then the first rank of each machine, the second one of each, and so on.
     """
-    if len(hosts) < 2:
-        return (0,)
     last = len(hosts) - 1
-    return 0, max((rank for rank, host in enumerate(hosts) if host != hosts[0]), default=last)
+    standby = max((rank for rank, host in enumerate(hosts) if host != hosts[0]), default=last)
+    seen: Counter[str | None] = Counter()
+    others = []
+    for rank, host in enumerate(hosts):
+        if rank not in {0, standby}:
+            others.append((seen[host], rank))
+            seen[host] += 1
+    candidates = (0, standby, *(rank for _, rank in sorted(others)))
+    return tuple(dict.fromkeys(candidates))[:_MOST_HUBS]
 
 
 def describe_mesh(mesh: Mesh) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Messages among observers, and an observer's connections to the hub and its standby (paper, section 7).
+"""Messages among observers, and an observer's connections to hubs (paper, section 7).
 
 A board instead of the paper's Gloo group: a collective waits for exactly the observer that is gone.
 Messages are JSON objects of bounded size, never pickles. Nothing here waits: what cannot be
@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import zmq
@@ -21,6 +22,7 @@ from torchscout.evidence.observer import keys
 from torchscout.listener import Limits, Listener
 
 __all__ = [
+    "HUBS_AT_FIRST",
     "LIMIT",
     "MISTAKES",
     "Address",
@@ -33,6 +35,8 @@ __all__ = [
     "listen_limited",
 ]
 
+HUBS_AT_FIRST = 2
+"""The hub and its standby. Those that follow in the order of ``hub_ranks`` listen once they are elected."""
 LIMIT = 4 << 20
 """Bytes of a message; whoever sends more is disconnected."""
 _KEEPALIVE_SECONDS = 60
@@ -95,7 +99,10 @@ def listen_limited(
     context: zmq.Context[zmq.Socket[bytes]], token: str, address: str, port: int
 ) -> tuple[zmq.Socket[bytes], Listener]:
     """A hub's socket, and the listener in front of it, which limits what a connection may do before it
-    authenticates; ``port`` 0 takes a free one."""
+    authenticates; ``port`` 0 takes a free one.
+
+    The port is reserved; connections are accepted once the listener is started.
+    """
     socket = _router(context, token)
     name = f"torchscout-{secrets.token_hex(16)}"
     socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
@@ -105,7 +112,6 @@ def listen_limited(
     except OSError:
         socket.close()
         raise
-    listener.start()
     return socket, listener
 
 
@@ -146,7 +152,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
 
 
 class Client:
-    """One observer's idle connections, to the hub and to its standby."""
+    """One observer's idle connections, to the hub and to its standby, and to those elected since."""
 
     def __init__(
         self,
@@ -157,8 +163,18 @@ class Client:
         tally: Tally | None = None,
     ) -> None:
         self.tally = Tally() if tally is None else tally
-        self.sockets = [connect(context, token, rank, address) for address in hubs]
+        self._connect = partial(connect, context, token, rank)
+        self.sockets = [self._connect(address) for address in hubs[:HUBS_AT_FIRST]]
+        self._candidates = list(hubs[HUBS_AT_FIRST:])
+        """Where hubs will listen that may be elected yet, in their order."""
         self._set_aside: list[tuple[int, Message]] = []
+
+    def connect_next(self) -> bool:
+        """Connect to the next candidate's hub as well; False where there is none left."""
+        if self._candidates:
+            self.sockets.append(self._connect(self._candidates.pop(0)))
+            return True
+        return False
 
     def is_connected(self, hub: int) -> bool:
         return bool(self.sockets[hub].poll(0, zmq.POLLOUT))

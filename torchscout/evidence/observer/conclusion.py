@@ -117,7 +117,9 @@ def _is_about_protocol(incident: Incident) -> bool:
 def _first_gone(posts: _Posts) -> tuple[int, ...]:
     since = {rank: post.gone_seconds for rank, post in posts.items() if post.gone_seconds is not None}
     longest = max(since.values(), default=0.0)
-    return tuple(sorted(rank for rank, seconds in since.items() if seconds >= longest - _TOGETHER_SECONDS))
+    first = sorted(rank for rank, seconds in since.items() if seconds >= longest - _TOGETHER_SECONDS)
+    # Whoever loses its connection to a killed trainer may fail within that time.
+    return tuple([rank for rank in first if posts[rank].was_killed] or first)
 
 
 def _lost(posts: _Posts, mesh: Mesh) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ word of an observer, with its last post, ``moved`` says that a rank that was nam
 carries the exchanges of ``BoardChannel``. Between rounds nothing is sent. Nobody is waited for longer than a
 round's deadline: absence is evidence.
 
-The standby is a hub like the other, which is only asked when that one does not answer.
+The standby is a hub like the other, which is only asked when that one does not answer. Further hubs are
+elected when neither does, see ``Election``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Shared
 from torchscout.decision.record import Incident, Resolved
 from torchscout.evidence.observer.board import (
+    HUBS_AT_FIRST,
     LIMIT,
     MISTAKES,
     Message,
@@ -54,6 +56,10 @@ _ON_THE_WAY_SECONDS = 0.2
 """For the stacks to be asked for and sent, besides the time to take them."""
 _MOST_SHARED = 1 << 16
 """Of what the last posts have in common; beyond, it is begun anew, which costs memory and nothing else."""
+_TOO_FEW = (
+    "the observer of this rank was elected as hub, but only {} of {} observers have found it; it localizes "
+    "hangs once more than half of them have"
+)
 _LAST_WORDS_SECONDS = 0.5
 """For what was sent last to pass the listener, once the socket is closed."""
 
@@ -112,11 +118,18 @@ class Hub:
         conclude: Conclude,
         compare: Compare,
         record: Callable[[Incident | Resolved], None],
-        port: int = 0,
+        place: int = 0,
     ) -> None:
+        """``place`` is that in ``hub_ranks``: from the third on it is opened once it is elected."""
         self.tally = Tally()
+        port = config.port and config.port + place
         self.socket, self._listener = listen_limited(context, token, config.address, port)
         self.port = self._listener.port
+        self.is_elected = place >= HUBS_AT_FIRST
+        self.is_open = False
+        """Whether it accepts connections."""
+        self.problem: str | None = None
+        """Why it holds no rounds, if it does not."""
         self._size = size
         self.config = config
         self._conclude = conclude
@@ -127,12 +140,15 @@ class Hub:
         self._next_survey = -math.inf
         self.is_restarted = False
         """Whether others have yet to find it again."""
+        self._has_majority = False
         self._since: float | None = None
         """When it was first asked for something."""
         self._left: dict[int, tuple[Post, float]] = {}
         self._shared: Shared = {}  # what their last posts have in common
         self._docket = Docket()
         self._exchanges = Exchanges()
+        if not self.is_elected:
+            self.open()
 
     @property
     def deadline(self) -> float | None:
@@ -143,6 +159,15 @@ class Hub:
     def left(self) -> frozenset[int]:
         """Ranks whose observers have said goodbye."""
         return frozenset(self._left)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether others rely on it: not if it was elected, and a majority has not come."""
+        return self.is_open and (not self.is_elected or self._has_majority)
+
+    def open(self) -> None:
+        self._listener.start()
+        self.is_open = True
 
     def tick(self, now: float) -> None:
         """Read what has arrived, and conclude a round that is over."""
@@ -190,6 +215,7 @@ class Hub:
     def _act_on(self, rank: int, message: Message, now: float) -> None:
         match message["kind"]:
             case "announce":
+                self._learn(message.get("finding"))
                 self._hold_round(rank, now, insistent=bool(message["insistent"]))
             case "survey":
                 self._hold_survey(now)
@@ -223,12 +249,29 @@ class Hub:
             return
         self._round = self._ask_everybody(now, insistent=insistent)
 
+    def _learn(self, document: Mapping[str, Any] | None) -> None:
+        """What another hub has found of the present silence, where this one knows nothing: it was started
+        since, and must not report it again."""
+        if document is not None and self._docket.finding is None:
+            self._docket.adopt(Finding.from_json(document))
+
     def _is_gathering(self, now: float) -> bool:
-        """Whether observers are still on their way here: who has not come yet is not absent."""
-        if not self.is_restarted or (self._since is not None and now - self._since > _GATHERING_SECONDS):
+        """Whether observers are still on their way here: who has not come yet is not absent.
+
+        An elected hub waits for a majority, however long that takes: most have then lost the hubs before it,
+        and answer those no more, so that nothing is reported twice. And absence from a hub that most have not
+        found is no evidence.
+        """
+        seconds = self.config.election_seconds if self.is_elected else _GATHERING_SECONDS
+        is_late = self._since is not None and now - self._since > seconds
+        if not self.is_elected and (is_late or not self.is_restarted):
             return False
-        ranks = (rank for rank in range(self._size) if rank not in self._left)
-        return not all(self._send(rank, "present") for rank in ranks)
+        came = sum(rank in self._left or self._send(rank, "present") for rank in range(self._size))
+        if not self.is_elected:
+            return came < self._size
+        self._has_majority = 2 * came > self._size
+        self.problem = None if self._has_majority else _TOO_FEW.format(came, self._size)
+        return not self._has_majority or (came < self._size and not is_late)
 
     def _hold_survey(self, now: float) -> None:
         """Unless there is something worse to attend to; it is announced again.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchscout.keys import KeyPair, derive, new_token
 
-_PURPOSE = "board 2"
+_PURPOSE = "board 3"
 """With the version of its messages, to be counted up when they change: observers of another version then fail
 at the handshake, and cannot send what the hub would misunderstand."""
 

@@ -74,7 +74,8 @@ class Observer:
         self.restarts = 0
         """How often it had to be started again."""
         self.port: int | None = None
-        """Where the hub listens that this observer hosts; None where it hosts none."""
+        """Where the hub listens that this observer hosts, or will listen once it is elected; None if it hosts
+        none."""
         self._assignment, self._home = assignment, home
         self._config = assignment.config
         self._hubs: Sequence[tuple[str, int]] | None = None
@@ -110,7 +111,7 @@ class Observer:
         self.port = ready["port"]
 
     def configure(self, hubs: Sequence[tuple[str, int]], *, timeout: float = 1.0) -> None:
-        """Tell it where the hub and its standby listen, in the order of ``hub_ranks``. Once."""
+        """Tell it where hubs listen, or will once they are elected, in the order of ``hub_ranks``. Once."""
         with self._lock:
             self._write({"hubs": [list(address) for address in hubs]}, time.monotonic() + timeout)
             self._hubs = hubs
@@ -198,7 +199,10 @@ class Observer:
                     raise self._error("takes no message")
                 # A pipe that is writable takes this much at once: a stopped observer stops nobody.
                 rest = rest[os.write(self._input.fileno(), rest[: select.PIPE_BUF]) :]
-        except OSError as error:
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # the latter if a pipe is closed: it could not be started again
             raise self._error("is gone") from error
 
     def _read(self, deadline: float) -> dict[str, Any]:

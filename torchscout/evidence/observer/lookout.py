@@ -5,15 +5,16 @@ It is told the time and what has arrived; sockets, pipes and the end of the proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.evidence.observer import stacks
-from torchscout.evidence.observer.board import Client, Message
+from torchscout.evidence.observer.board import HUBS_AT_FIRST, Client, Message
 from torchscout.evidence.observer.docket import Finding
+from torchscout.evidence.observer.election import Election
 from torchscout.evidence.observer.survey import Surveying
 from torchscout.evidence.observer.trainer import Ending, Trainer
 from torchscout.evidence.observer.watch import Watch
@@ -54,12 +55,14 @@ class Lookout:
         config: ObserverConfig,
         record: Callable[[EvidenceRecord], None],
         on_outcome: Callable[[int, Finding | None], None],
+        on_election: Callable[[int], None],
     ) -> None:
         self.trainer = trainer
         self.watch = Watch(config)
         self.surveying = Surveying(config)
         self.rounds = 0
         """Rounds taken part in."""
+        self.election = Election(client, on_election)
         self._client = client
         self._record = record
         self._on_outcome = on_outcome
@@ -68,6 +71,8 @@ class Lookout:
         """Who was asked for the rounds of the present silence."""
         self._surveying_hub = 0
         """Who is asked for the next survey: the one that held the last, or else the other one."""
+        self._finding: Finding | None = None
+        """The last outcome of a round."""
         self._posted: _Place | None = None
         self._named: _Place | None = None
         """Where it stood when it became part of an incident that stands."""
@@ -75,8 +80,8 @@ class Lookout:
         self._concluded_at: float | None = None
         self._goodbye: dict[str, Any] | None = None
         """The last post, once it was made."""
-        self._unaware = set(range(len(client.sockets)))
-        """Hubs that have not been told of it."""
+        self._aware: set[int] = set()
+        """Hubs that have been told of it."""
 
     @property
     def is_conferring(self) -> bool:
@@ -90,6 +95,7 @@ class Lookout:
         elif self.trainer.ending is Ending.FAILED and not self._has_announced_end:
             self._has_announced_end, self._concluded_at = True, None
             self._announce(now)
+        self.election.tick(now, self.watch.config.election_seconds)
         self._mind_hub(now)
         self._mind_incident(now)
 
@@ -118,13 +124,16 @@ class Lookout:
     def leave(self, now: float) -> bool:
         """The last word; what this rank has issued still counts when others wait.
 
-        Whether both hubs have it. Again is no mistake: a connection may only be coming up.
+        Whether all hubs have it. Again is no mistake: a connection may only be coming up.
         """
         if self._goodbye is None:
             self._mind_incident(now)
             self._goodbye = self.trainer.post(self.watch.config, 0.0, now).to_json()
-        self._unaware -= {hub for hub in self._unaware if self._client.send(hub, "leave", post=self._goodbye)}
-        return not self._unaware
+        hubs = set(range(len(self._client.sockets)))
+        self._aware |= {
+            hub for hub in hubs - self._aware if self._client.send(hub, "leave", post=self._goodbye)
+        }
+        return self._aware == hubs
 
     def _mind_silence(self, now: float) -> None:
         progress, reader = self.trainer.progress, self.trainer.reader
@@ -137,6 +146,8 @@ class Lookout:
             now=now,
             is_pressed=self.trainer.is_pressed,
         )
+        if not due and self._announcement is not None and self._announcement.hub is None:
+            self._announcement = None  # it moves again, and no hub has heard of it
         if due and self._announcement is None:
             self._announce(now)
         elif self.watch.rounds == 0 and self._announcement is None:
@@ -153,17 +164,25 @@ class Lookout:
 
     def _announce(self, now: float) -> None:
         self._announcement = _Announcement(None, now + self.watch.config.failover_seconds)
-        self._call(0, now)
+        self._call(self.election.order(), now)
 
-    def _call(self, first: int, now: float) -> None:
-        """Ask the next hub for a round. Where none is reachable, say so locally, unless it was only now."""
+    def _call(self, hubs: Sequence[int], now: float) -> None:
+        """Ask the next hub for a round. Where none answers, wait for the one that is elected then; where no
+        candidate is left, say so locally."""
         assert self._announcement is not None
-        for hub in range(first, len(self._client.sockets)):
-            if self._client.send(hub, "announce", insistent=self.watch.rounds > 0):
-                self._announcement = _Announcement(hub, now + self.watch.config.failover_seconds)
-                self._hub_in_charge = hub
+        config, is_looked_at = self.watch.config, self.watch.rounds > 0
+        finding = self._finding.to_json() if is_looked_at and self._finding is not None else None
+        for hub in hubs:
+            if self._client.send(hub, "announce", insistent=is_looked_at, finding=finding):
+                self._announcement = _Announcement(hub, now + config.failover_seconds)
+                if hub < HUBS_AT_FIRST:  # an elected one is in charge once it has answered
+                    self._hub_in_charge = hub
                 return
-        if first > 0 or now >= self._announcement.until:
+        if self._announcement.hub is None and now < self._announcement.until:
+            return  # a connection may be coming up
+        if self.election.hold(now, config.election_seconds):
+            self._announcement = _Announcement(None, now + config.failover_seconds)
+        else:
             self._announcement = None
             self._give_up(now)
 
@@ -171,10 +190,12 @@ class Lookout:
         announcement = self._announcement
         if announcement is None:
             return
+        hubs = self.election.order()
         if announcement.hub is None:
-            self._call(0, now)
+            self._call(hubs, now)
         elif now >= announcement.until or not self._client.is_connected(announcement.hub):
-            self._call(announcement.hub + 1, now)
+            passed = hubs.index(announcement.hub) + 1 if announcement.hub in hubs else 0
+            self._call(hubs[passed:], now)
 
     def _mind_incident(self, now: float) -> None:
         """Tell whoever named this rank that it goes on."""
@@ -187,12 +208,13 @@ class Lookout:
             self._named = None
 
     def _grant_time(self, hub: int, now: float) -> None:
+        self.election.answered(hub)
         if self._announcement is not None and self._announcement.hub == hub:
             patience = self.watch.config.round_deadline_seconds + _CONCLUDING_SECONDS
             self._announcement.until = now + patience
 
     def _answer(self, hub: int, number: object, now: float) -> None:
-        if self._hub_in_charge is not None and self._hub_in_charge > hub:
+        if max(self._hub_in_charge or 0, self.election.in_office) > hub:
             # It did not answer and was passed over. Now it is back, with what it was told long ago.
             self._client.send(hub, "elsewhere", round=number)
             return
@@ -220,7 +242,7 @@ class Lookout:
     def _take_outcome(self, hub: int, document: Mapping[str, Any] | None, now: float) -> None:
         finding = None if document is None else Finding.from_json(document)
         self._announcement = None
-        self._concluded_at = now
+        self._concluded_at, self._finding = now, finding
         self._on_outcome(hub, finding)
         if finding is not None and self.trainer.rank in finding.ranks and self._named is None:
             self._named = self._posted
@@ -238,7 +260,7 @@ class Lookout:
                 surface="progress",
                 manifestation=Manifestation.HANG,
                 peers=(rank,),
-                reason=f"the trainer of rank {rank} {state}; neither the hub nor its standby answers",
+                reason=f"the trainer of rank {rank} {state}; no hub answers, and no other can be elected",
                 progress=None if progress is None else {"step": progress.step, "phase": progress.phase.value},
                 stall_seconds=silent,
             )

@@ -26,6 +26,8 @@ class Post:
     """It is paused, or within the allowance for what it is doing: its silence means nothing yet."""
     gone_seconds: float | None = None
     """Since its trainer was seen to have ended before it finished."""
+    was_killed: bool = False
+    """Its trainer was ended by SIGKILL, which nothing in it sends when it loses a peer."""
     stalled: Progress | None = None
     """What it showed while it stood still for too long, if that was shortly before: a watchdog may have ended
     trainers for it."""
@@ -51,6 +53,7 @@ class Post:
             "moving": self.moving,
             "excused": self.excused,
             "gone_seconds": self.gone_seconds,
+            "was_killed": self.was_killed,
             "stalled": None if self.stalled is None else asdict(self.stalled),
             "is_pressed": self.is_pressed,
             "has_timed_out": self.has_timed_out,
@@ -75,6 +78,7 @@ class Post:
             moving=document["moving"],
             excused=document["excused"],
             gone_seconds=document["gone_seconds"],
+            was_killed=document["was_killed"],
             stalled=None if document["stalled"] is None else Progress.from_json(document["stalled"], shared),
             is_pressed=document["is_pressed"],
             has_timed_out=document["has_timed_out"],
@@ -86,7 +90,7 @@ class Post:
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("moving", "excused", "is_pressed", "has_timed_out"), (bool,)),
+    **dict.fromkeys(("moving", "excused", "was_killed", "is_pressed", "has_timed_out"), (bool,)),
     "gone_seconds": (int, float, type(None)),
     "operations": (dict, type(None)),
 }

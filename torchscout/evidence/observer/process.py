@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import os
 import resource
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,7 @@ from torchscout.config import StragglerConfig
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
 from torchscout.decision.recorder import JsonlRecorder, line_of
 from torchscout.evidence.observer.assignment import Assignment, mesh_from
-from torchscout.evidence.observer.board import MISTAKES, Address, Client, Message
+from torchscout.evidence.observer.board import HUBS_AT_FIRST, MISTAKES, Address, Client, Message
 from torchscout.evidence.observer.docket import Finding
 from torchscout.evidence.observer.ends import End
 from torchscout.evidence.observer.hub import Hub
@@ -95,7 +97,7 @@ class Observing:
 
     def _act(self) -> None:
         self._trainer.look(time.monotonic())
-        if self._hub is not None:
+        if self._hub is not None and self._hub.is_open:
             self._hub.tick(time.monotonic())
         if self._client is not None and self._lookout is not None:
             for hub, message in self._client.receive():
@@ -128,14 +130,15 @@ class Observing:
             return False
         if now - self._done_since > self.config.grace_seconds:
             return True
+        is_needed = self._hub is not None and self._hub.is_needed
         if self._lookout is None:  # nobody was told of a hub here, unless its trainer died over it
-            return self._hub is None or self._trainer.ending is Ending.FINISHED
+            return not is_needed or self._trainer.ending is Ending.FINISHED
         if not self._lookout.is_done(now):
             return False
         if not self._lookout.leave(now) and now - self._done_since < _GOODBYE_SECONDS:
             return False
         others = set(range(self._assignment.size)) - {self._assignment.rank}
-        return self._hub is None or others <= self._hub.left
+        return self._hub is None or not is_needed or others <= self._hub.left
 
     def _obey(self, line: Mapping[str, Any]) -> None:
         if "hubs" in line:
@@ -154,12 +157,27 @@ class Observing:
     def _join(self, hubs: list[Address]) -> None:
         assert self._client is None, "the hubs are told once"
         self._client = Client(self._context, self._assignment.rank, self._assignment.token, hubs)
-        self._lookout = Lookout(self._trainer, self._client, self.config, self._say_alone, self._hear_outcome)
+        self._lookout = Lookout(
+            self._trainer, self._client, self.config, self._say_alone, self._hear_outcome, self._look_for
+        )
         for socket in self._client.sockets:
             self._poller.register(socket, zmq.POLLIN)
 
+    def _look_for(self, place: int) -> None:
+        """The next hub is looked for, which is perhaps to be opened here."""
+        assert self._client is not None
+        self._poller.register(self._client.sockets[place], zmq.POLLIN)
+        if self._hub is None or place != self._assignment.hub:
+            print(f"no hub answers; looking for that of candidate {place}", file=sys.stderr)
+            return
+        print(f"no hub answers; this observer is candidate {place} and opens its hub", file=sys.stderr)
+        try:
+            self._hub.open()
+        except OSError:  # the next candidate is looked for
+            traceback.print_exc()
+
     def _hear_outcome(self, hub: int, finding: Finding | None) -> None:
-        if self._hub is not None and hub != self._assignment.hub:
+        if self._hub is not None and self._hub.is_open and hub != self._assignment.hub:
             self._hub.adopt(finding)
 
     def _status(self) -> dict[str, Any]:
@@ -173,23 +191,44 @@ class Observing:
             "messages": sum(tally.sent + tally.received for tally in tallies),
             "malformed": sum(tally.malformed for tally in tallies),
             "connected": [] if self._client is None else self._client.connected(),
+            "hub": self._hub_in_use(),
+            **self._problem(),
             "config": asdict(self.config),
         }
 
+    def _hub_in_use(self) -> int | None:
+        """The place in ``hub_ranks`` of the hub that would be asked now; None if none can be reached."""
+        if self._client is None or self._lookout is None:
+            return None
+        return next(filter(self._client.is_connected, self._lookout.election.order()), None)
+
+    def _problem(self) -> dict[str, str]:
+        if self._hub is not None and self._hub.problem is not None:
+            return {"problem": self._hub.problem}
+        if self._lookout is not None and self._lookout.election.is_exhausted:
+            return {"problem": "no hub answered when one was last asked, and no candidate for one is left"}
+        return {}
+
     def _host_hub(self, place: int) -> Hub:
         _allow_many_connections()
-        hub = Hub(
+        hub = partial(
+            Hub,
             self._context,
             size=self._assignment.size,
             token=self._assignment.token,
-            config=self.config,
             conclude=self._conclude,
             compare=self._compare,
             record=self._write,
-            port=self.config.port and self.config.port + place,
+            place=place,
         )
-        hub.is_restarted = self._assignment.is_restarted
-        return hub
+        try:
+            hosted = hub(config=self.config)
+        except OSError:
+            if place < HUBS_AT_FIRST:
+                raise
+            hosted = hub(config=replace(self.config, port=0))  # nobody must be kept from training over it
+        hosted.is_restarted = self._assignment.is_restarted
+        return hosted
 
     def _conclude(self, posts: Mapping[int, Post], insistent: bool) -> Incident | None:
         # Not above: it brings numpy, and most jobs never hang.

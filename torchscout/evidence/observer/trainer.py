@@ -122,6 +122,7 @@ class Trainer:
                 standing,
                 self._lines(),
                 gone_seconds=None if self._gone_since is None else now - self._gone_since,
+                was_killed=self._was_killed,
                 stalled=self._stalled(config, now if self._gone_since is None else self._gone_since),
                 has_timed_out=self._has_timed_out(now if self._gone_since is None else self._gone_since),
                 operations=self._operations(standing),

@@ -1,0 +1,157 @@
+"""Hub and standby are lost for good: another observer becomes the hub. Real observers, small trainers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.small_job import SmallJob, is_alive, small_job, until
+from torchscout.decision.record import Incident
+
+LONG = 600.0
+ELECTED = 2
+"""The place of the first candidate, which is rank 1 in a job on one machine."""
+
+
+def lose(job: SmallJob, *ranks: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """Observers that nobody starts again."""
+    for rank in ranks:
+        os.kill(job.observers[rank], how)
+    if how is signal.SIGKILL:
+        until(lambda: not any(is_alive(job.observers[rank]) for rank in ranks), "they are gone")
+
+
+def use_up_restarts(job: SmallJob, rank: int) -> None:
+    job.order(rank, do="keep")
+    for restarts in range(4):
+        os.kill(restarted(job, rank, restarts), signal.SIGKILL)
+
+
+def restarted(job: SmallJob, rank: int, times: int) -> int:
+    """The process of an observer that was started again so often."""
+
+    def process() -> int | None:
+        state = job.ask(rank, do="observer")
+        return state["pid"] if state["restarts"] == times and is_alive(state["pid"]) else None
+
+    return until(process, f"it was started {times} times again")
+
+
+def elected(job: SmallJob, *ranks: int) -> None:
+    until(
+        lambda: all(job.ask(rank, do="status")["hub"] == ELECTED for rank in ranks),
+        "all reach the elected hub",
+    )
+
+
+def goes_on(job: SmallJob) -> None:
+    before = min(job.steps)
+    until(lambda: min(job.steps) > before + 20, "training goes on")
+
+
+def one_incident(job: SmallJob) -> Incident:
+    incident = until(job.lines, "an incident is written")[0]
+    time.sleep(3.0)  # what lasts is looked at again, more than once
+    assert len(job.lines()) == 1
+    return incident
+
+
+@pytest.mark.parametrize("restarts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_with_hub_and_standby_lost_for_good_a_rank_that_hangs_is_named(tmp_path: Path, restarts: bool):
+    with small_job(5, tmp_path, election_seconds=5.0 if restarts else 1.0) as job:
+        if restarts:
+            for rank in (0, 4):
+                use_up_restarts(job, rank)
+        else:
+            lose(job, 0, 4)
+        elected(job, 1, 2, 3)
+        job.order(3, do="sleep", seconds=LONG)
+        incident = one_incident(job)
+        assert incident.ranks == (3,)
+        assert "ranks 0 and 4 did not answer" in incident.sentence
+        assert (
+            "this observer is candidate 2 and opens its hub"
+            in (tmp_path / "observers/rank-1.log").read_text()
+        )
+
+
+def test_with_hub_and_standby_lost_a_job_that_goes_on_is_silent(tmp_path: Path):
+    with small_job(5, tmp_path, election_seconds=1.0) as job:
+        lose(job, 0, 4)
+        elected(job, 1, 2, 3)
+        goes_on(job)
+        statuses = [job.ask(rank, do="status") for rank in (1, 2, 3)]
+        assert [status["messages"] for status in statuses] == [0, 0, 0]
+        assert not any("problem" in status for status in statuses)
+        assert job.lines() == []
+
+
+def test_what_less_than_a_majority_of_observers_sees_is_not_decided(tmp_path: Path):
+    with small_job(4, tmp_path, election_seconds=0.5) as job:
+        lose(job, 0, 1, 3)
+        job.order(1, do="sleep", seconds=5.0)
+        record = until(lambda: job.records(2), "the last observer writes down what it knows")[0]
+        assert record.status == "not_checked"
+        assert "no hub answers, and no other can be elected" in record.reason
+        goes_on(job)
+        assert "only 1 of 4 observers have found it" in job.ask(2, do="status")["problem"]
+        assert job.lines() == []
+
+
+def test_what_the_lost_hub_has_reported_is_not_reported_again_by_the_elected_one(tmp_path: Path):
+    with small_job(5, tmp_path, election_seconds=1.0) as job:
+        job.order(3, do="sleep", seconds=LONG)
+        until(job.lines, "the hub reports it")
+        time.sleep(0.5)  # and tells the observers
+        lose(job, 0, 4)
+        log = tmp_path / "observers/rank-1.log"
+        until(lambda: log.exists() and "opens its hub" in log.read_text(), "another hub is elected")
+        assert one_incident(job).ranks == (3,)
+
+
+@pytest.mark.slow
+def test_stopped_hubs_are_replaced_and_say_nothing_when_they_go_on(tmp_path: Path):
+    with small_job(5, tmp_path, election_seconds=2.0) as job:
+        lose(job, 0, 4, how=signal.SIGSTOP)
+        job.order(3, do="sleep", seconds=LONG)
+        assert until(job.lines, "an incident is written")[0].ranks == (3,)
+        for rank in (0, 4):
+            os.kill(job.observers[rank], signal.SIGCONT)
+        assert one_incident(job).ranks == (3,)
+
+
+@pytest.mark.slow
+def test_with_the_elected_hub_lost_as_well_the_next_one_is_elected(tmp_path: Path):
+    with small_job(7, tmp_path, election_seconds=1.0) as job:
+        lose(job, 0, 6)
+        elected(job, 1, 2, 3, 4, 5)
+        lose(job, 1)
+        until(
+            lambda: all(job.ask(rank, do="status")["hub"] == ELECTED + 1 for rank in (2, 3, 4, 5)),
+            "all reach the next one",
+        )
+        job.order(4, do="sleep", seconds=LONG)
+        assert one_incident(job).ranks == (4,)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_ends_while_there_is_no_hub_is_named(tmp_path: Path):
+    with small_job(5, tmp_path, election_seconds=2.0) as job:
+        lose(job, 0, 4)
+        job.trainers[3].kill()
+        assert one_incident(job).ranks == (3,)
+
+
+@pytest.mark.slow
+def test_observers_of_a_job_with_an_elected_hub_leave_with_their_trainers(tmp_path: Path):
+    with small_job(5, tmp_path, election_seconds=1.0, grace_seconds=8.0) as job:
+        lose(job, 0, 4)
+        elected(job, 1, 2, 3)
+        for rank in range(5):
+            job.order(rank, do="finish")
+        until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
+        assert job.lines() == []
