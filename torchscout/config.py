@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
@@ -36,6 +37,8 @@ RECIPES = (
 RESULTS = ("forward", "backward", "optimizer")
 """Kinds of results that a replay computes: see ``ReplayConfig.require``."""
 RECORDS = ("summary", "all")
+JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,127}")
+"""What a job that keeps checkpoints may be called."""
 """What is written down of comparisons: see ``ReplayConfig.records``."""
 
 
@@ -336,6 +339,11 @@ class ObserverConfig:
             raise ValueError(f"port must lie between 0 and 65534, got {self.port}")
 
 
+def _require_job(job: object) -> None:
+    if job is not None and not (isinstance(job, str) and JOB_NAME.fullmatch(job)):
+        raise ValueError(f"job is a name of letters, digits and ._+=@-, at most 128, or None, got {job!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """What is kept of training's state, where, and how often it reaches files."""
@@ -360,6 +368,9 @@ class CheckpointConfig:
     patience_seconds: float = 120.0
     """How long a rank waits for others to agree on a checkpoint before that is given up; training goes on."""
 
+    job: str | None = None
+    """The job's name, in this machine's memory and in every file. None: the one that the directory has; a new
+    directory is given one. Two jobs must not have the same."""
     forget_after_days: float | None = 7.0
     """When a job starts, checkpoints that other jobs of the same user left in this machine's memory are
     deleted if they were not used for this many days. None deletes nothing."""
@@ -379,6 +390,7 @@ class CheckpointConfig:
             raise ValueError(f"sweep is True or False, got {self.sweep!r}")
         if not _whole(self.keep, 0):
             raise ValueError(f"keep must not be negative, got {self.keep!r}")
+        _require_job(self.job)
         _require_numbers(self)
         if self.forget_after_days is not None and self.forget_after_days <= 0:
             raise ValueError(f"forget_after_days must be positive, or None, got {self.forget_after_days}")

@@ -7,11 +7,11 @@ because its tracker removes them. It does not outlive the machine: that is what 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from torchscout.checkpoint.shard_files import files_under
+from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 from torchscout.private_files import make_private_folder
 
@@ -19,7 +19,6 @@ __all__ = ["available_memory", "budget_within", "check_budget", "memory_folder",
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
 _SHARED_MEMORY = Path("/dev/shm")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,127}")
 
 
 def memory_root() -> Path:
@@ -33,7 +32,7 @@ def memory_folder(job: str) -> Path:
 
     The environment variable ``TORCHSCOUT_MEMORY`` names another root than one in ``/dev/shm``.
     """
-    if not _NAME.fullmatch(job):
+    if not JOB_NAME.fullmatch(job):
         raise ValueError(f"a job's name is of letters, digits and ._+=@-, at most 128, got {job!r}")
     root = memory_root()
     if not os.environ.get(_VARIABLE) and not _SHARED_MEMORY.is_dir():

@@ -219,6 +219,8 @@ class Session:
     def _at_exit(self) -> None:
         """A script that ends without ``close`` has finished, unless an exception or its status says not."""
         is_own = os.getpid() == self._pid
+        if is_own and self.checkpointing is not None:
+            self.guarded(self.checkpointing.finish)
         if is_own and self.watching is not None and not hasattr(sys, "last_value"):
             self.guarded(self.watching.leave)
 
