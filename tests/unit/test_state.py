@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.support.states import Job, all_bits, interrupted, seed, through_bytes
-from torchscout.checkpoint.state import collect, expected_bytes, restore
+from torchscout.checkpoint.state import collect, expected_bytes, refuse_what_cannot_be_kept, restore
 from torchscout.errors import CheckpointError
 
 
@@ -400,6 +400,23 @@ def test_what_cannot_be_kept_is_named_with_its_place():
     loader.position = {"file": object()}
     with pytest.raises(CheckpointError, match="registered/loader/file is a builtins"):
         ours.collect()
+
+
+class Queue:
+    def __init__(self, *items: Any) -> None:
+        self.items = deque(items)
+
+    def state_dict(self) -> Any:
+        return {"items": self.items}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.items = state["items"]
+
+
+def test_state_that_cannot_be_kept_is_refused_when_it_is_registered():
+    refuse_what_cannot_be_kept("queue", Queue(1, torch.ones(2).expand(3, 2)))
+    with pytest.raises(ValueError, match=r"'queue' cannot be kept: queue/items/1 is a builtins\.object"):
+        refuse_what_cannot_be_kept("queue", Queue(1, object()))
 
 
 VIEWS = {

@@ -32,7 +32,6 @@ from torchscout.checkpoint.ledger_keeping import LedgerKeeper
 from torchscout.checkpoint.ledger_tiers import LedgerTiers
 from torchscout.checkpoint.memory import check_budget, memory_folder
 from torchscout.checkpoint.outgoing import Outgoing
-from torchscout.checkpoint.replicate import Replicator
 from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state import (
     OURS,
@@ -49,8 +48,8 @@ from torchscout.decision.fold import signed
 from torchscout.decision.ownership import Ownership
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.evidence.replay.keepsakes import Keepsakes
-from torchscout.integration.addresses import listening_address
 from torchscout.integration.communicators import Communicators
+from torchscout.integration.copying import Copying
 from torchscout.integration.coverage import Coverage
 from torchscout.integration.former import Former, Remains
 from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
@@ -218,7 +217,7 @@ class Checkpointing:
             if start_over:
                 self._start_over(gate)
                 return Resumption(0, None, None, f"{reason} The job begins again, as was asked for.")
-            raise UnavailableError(f"{reason} {_WAYS_OUT.format(folder=self._disk)}") from error
+            raise UnavailableError(f"{reason} {_WAYS_OUT.format(folder=self._disk)}") from None
         except UnfitError as error:
             self._gate = gate
             for each in dict.fromkeys(error.lost):
@@ -254,8 +253,8 @@ class Checkpointing:
         self._write_down()
         gate = self._gate
         self._outgoing.later(lambda: self._keeper.tidy(gate))
-        if self._replicator is not None:  # whoever held the copy may be new, and have none
-            self._replicator.send(fetched.path)
+        if self._copying.replicator is not None:  # whoever held the copy may be new, and have none
+            self._copying.replicator.send(fetched.path)
         swept = loaded.swept
         return Resumption(
             fetched.step,
@@ -284,7 +283,7 @@ class Checkpointing:
             "capturing": None if self._gate.pending is None else self._gate.pending.step,
             "durable": [each.step for each in self._gate.durable],
             "poisoned": self._gate.poisoned,
-            "copied": self._copied(),
+            "copied": self._copying.newest,
             "held_seconds": None if self._capture is None else self._capture.held_seconds,
             "reason": self._reason,
             "lacking": self._coverage.lacking,
@@ -294,11 +293,6 @@ class Checkpointing:
     def _add_problems(self, problems: Iterable[str]) -> None:
         """What lasts is said once, so that it does not push out what else went wrong."""
         self._problems += [each for each in problems if each not in self._problems]
-
-    def _copied(self) -> int | None:
-        """The newest step of which another machine's memory has this rank's state."""
-        held = frozenset() if self._replicator is None else self._replicator.held()
-        return max((each.step for each in held), default=None)
 
     def close(self) -> None:
         """Write the newest sealed state to files, give back the memory that it took, and end."""
@@ -358,54 +352,31 @@ class Checkpointing:
             protected=lambda: self._ledgers.named(Tier.MEMORY) | self._gate.in_memory,
         )
         self._undo.callback(self._snapshots.close)
-        self._replicator, self._address = None, None
-        if config.replicate and len(set(job.hosts)) > 1:
-            self._listen()
+        self._copying = Copying(job, self._memory, wanted=config.replicate)
+        self._undo.callback(self._copying.close)
         self._remains = Remains.found((self._memory, self._disk), self._member)
         self._ledgers = LedgerTiers(*self._remains.ledgers)
         self._add_problems(self._remains.problems)
 
-    def _listen(self) -> None:
-        """For copies of other ranks' state. A job whose machines do not find each other goes without."""
-        job = self._job
-        try:
-            listens, address = listening_address(job.hosts, job.rank, job.address)
-            self._replicator = Replicator(job.rank, self._memory, job.token, listens=(listens, 0))
-        except (ScoutError, OSError) as error:
-            self._go_without_copies(str(error))
-            return
-        self._undo.callback(self._replicator.close)
-        self._address = [address, self._replicator.address[1]]
-
-    def _go_without_copies(self, why: str) -> None:
-        self._replicator = None
-        told = f"no copies are kept in other machines' memory: {why}"
-        _log.warning("torchscout: %s", told)
-        self._add_problems([told])
-
     def _meet(self) -> None:
         """Tell each other where copies go, and what an earlier run has left."""
-        job = self._job
-        told = self._communicators.exchange({"address": self._address, "remains": self._remains.to_json()})
-        deaf = [rank for rank, each in enumerate(told) if each["address"] is None]
-        wards: Sequence[int] = ()
-        if self._replicator is not None and deaf:
-            self._go_without_copies(f"rank {deaf[0]} cannot be reached")
-        if self._replicator is not None:
-            self._replicator.connect([tuple(each["address"]) for each in told], job.hosts)
-            wards = placement.wards(job.hosts, job.rank)
+        here = {"address": self._copying.address, "remains": self._remains.to_json()}
+        told = self._communicators.exchange(here)
+        wards = self._copying.connect([each["address"] for each in told])
+        replicator = self._copying.replicator
+        self._add_problems(filter(None, [self._copying.problem]))
         self._outgoing = Outgoing(
             self._member,
             self._memory,
             self._disk,
             self._snapshots,
-            self._replicator,
+            replicator,
             wards,
             self._config.patience_seconds,
         )
         self._undo.callback(self._outgoing.close)
         self._keeper = LedgerKeeper(
-            self._member, self._memory, self._disk, self._ledgers, self._snapshots, self._replicator
+            self._member, self._memory, self._disk, self._ledgers, self._snapshots, replicator
         )
         self._former = Former.of([Remains.from_json(each["remains"]) for each in told])
         if self._former is not None and self._former.is_nothing:
@@ -476,5 +447,8 @@ class Checkpointing:
 
     def _free_memory(self) -> None:
         """When nothing is under way any more: what is in files need not be in memory, too."""
-        if self._is_flushed:
-            self._keeper.free(self._gate)
+        try:
+            if self._is_flushed:
+                self._keeper.free(self._gate)
+        except (CheckpointError, OSError) as error:
+            _log.warning("torchscout: checkpoints stay in %s: %s", self._memory, error)
