@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +17,30 @@ from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint import ledger
 
 RANKS = 2
+ROOT = Path(__file__).parents[2]
+ALONE = """
+import logging, sys, torch
+import torch.distributed as dist
+import torchscout
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+session = torchscout.enable_resiliency(
+    model,
+    optimizer,
+    replay=torchscout.ReplayConfig(interval=2),
+    observer=None,
+    checkpoint=torchscout.CheckpointConfig("checkpoints", persist_every=100),
+)
+print("resumed", session.resume().step)
+for step in range(session.step, 5):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print("latest", session.status()["checkpoint"]["latest"])
+"""
+"""One rank, which nobody can be compared with; it ends without ``close``."""
 
 
 def planned(tmp_path: Path, steps: int = 6) -> Plan:
@@ -119,3 +146,25 @@ def test_a_crash_between_the_first_check_and_its_capture_begins_anew(tmp_path: P
     for told in went_on(plan, 0, None, more=4):
         assert told.status["latest"] == 2, "and what it keeps can be gone back to"
     went_on(plan, 4, "its own disk")
+
+
+def test_a_script_that_ends_without_close_is_on_disk_though_it_has_one_rank(tmp_path: Path):
+    def printed() -> str:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHSCOUT_MEMORY": str(tmp_path / "memory")}
+        done = subprocess.run(
+            [sys.executable, "-c", ALONE],
+            check=False,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    first = printed()
+    assert "resumed 0\nlatest 2\n" in first
+    assert f"torchscout: the checkpoint of step 4 is in {tmp_path / 'checkpoints'}" in first
+    shutil.rmtree(tmp_path / "memory")
+    assert "resumed 4\n" in printed()

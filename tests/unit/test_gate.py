@@ -43,6 +43,8 @@ def told(gate: CheckpointGate, *events: Event) -> tuple[CheckpointGate, list[Eff
 def train(gate: CheckpointGate, outcomes: str, *, write: bool = True) -> CheckpointGate:
     """One check a step; what is captured is sealed, and what is to be persisted written, before the next."""
     for outcome in outcomes:
+        if gate.pending is not None:
+            gate, _ = after(gate, Sealed(gate.pending))
         gate, effects = after(gate, Checked(gate.step + 1, OUTCOMES[outcome]))
         if effects.capture:
             gate, _ = after(gate, Sealed(effects.capture))

@@ -1,4 +1,4 @@
-"""Copies of a rank's state in another machine's memory, if there is one that can be reached (paper, section 8)."""
+"""Copies of a rank's state in another machine's memory, if one can be reached (paper, section 8)."""
 
 from __future__ import annotations
 
