@@ -421,7 +421,7 @@ def _wait_for_copies(session: Session) -> None:
 
     def is_copied() -> bool:
         status = session.status()["checkpoint"]
-        return status["copied"] == status["latest"]
+        return status["copied"] == (status["capturing"] or status["latest"])
 
     until(is_copied, "the latest checkpoint is copied")
     dist.barrier()

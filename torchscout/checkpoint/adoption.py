@@ -45,7 +45,7 @@ def _shard_written(path: Path, job: str) -> str | None:
         if shards.inspect(path).identity.job == job:
             return None
         with path.open("rb") as file:
-            header, tensors = decode(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            header, tensors = decode(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
         blobs = [Blob(each.name, each.dtype, each.shape, tensors[each.name]) for each in header.entries]
         identity = replace(header.identity, job=job)
         shards.replace(path, encode(identity, header.role, header.document, blobs))

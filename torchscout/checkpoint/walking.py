@@ -27,8 +27,8 @@ def walk(value: Any, path: str, exchange: Exchange, beside: Any = None) -> Any:
         )
         return walked
     if type(value) is deque:
-        others = list(beside) if isinstance(beside, deque) else None
-        return deque(walk(list(value), path, exchange, others), value.maxlen)
+        own = list(beside) if isinstance(beside, deque) else None
+        return deque(walk(list(value), path, exchange, own), value.maxlen)
     is_named = isinstance(value, tuple) and hasattr(value, "_fields")
     if type(value) in (list, tuple) or is_named:
         same = isinstance(beside, list | tuple) and len(beside) == len(value)
