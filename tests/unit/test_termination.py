@@ -69,6 +69,21 @@ def test_a_job_with_a_handler_of_its_own_is_left_alone(tmp_path: Path):
     assert not (tmp_path / "done").exists()
 
 
+def test_a_job_that_takes_the_wakeup_descriptor_later_can_still_be_ended(tmp_path: Path):
+    taken = """
+undo = before_termination(act)
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+signal.set_wakeup_fd(writer)
+(here / "ready").touch()
+time.sleep(600)
+"""
+    process = started(tmp_path, taken)
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
+    assert (tmp_path / "done").exists()
+
+
 @pytest.mark.parametrize("whose", ["child", "parent"])
 def test_a_forked_childs_sigterm_is_its_own(tmp_path: Path, whose: str):
     forked = """

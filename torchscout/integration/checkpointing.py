@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import xxhash
 
-from torchscout.checkpoint import job_file, lock, placement, shards
+from torchscout.checkpoint import job_file, lock, placement, shards, state
 from torchscout.checkpoint.certify import Ballot, events_of
 from torchscout.checkpoint.fetch import Fetched, Links, fetch
 from torchscout.checkpoint.forgetting import forget_old
@@ -33,16 +33,7 @@ from torchscout.checkpoint.ledger_tiers import LedgerTiers
 from torchscout.checkpoint.memory import check_budget, memory_folder
 from torchscout.checkpoint.outgoing import Outgoing
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state import (
-    OURS,
-    Stateful,
-    collect,
-    expected_bytes,
-    note,
-    parameter_of,
-    refuse_what_cannot_be_kept,
-    restore,
-)
+from torchscout.checkpoint.state import OURS, Stateful
 from torchscout.config import CheckpointConfig
 from torchscout.decision.fold import signed
 from torchscout.decision.ownership import Ownership
@@ -134,7 +125,7 @@ class Checkpointing:
             raise ValueError(f"names that begin with {OURS!r} are not for others, got {name!r}")
         if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
             raise ValueError(f"{name!r} must have state_dict() and load_state_dict(), got {type(stateful)}")
-        refuse_what_cannot_be_kept(name, stateful)
+        state.refuse_what_cannot_be_kept(name, stateful)
         self._registered[name] = stateful
 
     def step_begins(self) -> None:
@@ -159,7 +150,7 @@ class Checkpointing:
 
     def _is_copied(self, name: str) -> bool:
         """Whether replicas hold the same tensor under this name, as far as is known."""
-        if (found := parameter_of(name)) is None or found[0] in self._unreplicated:
+        if (found := state.parameter_of(name)) is None or found[0] in self._unreplicated:
             return False
         parameter, slot = found
         surface = surface_of(parameter)
@@ -234,7 +225,7 @@ class Checkpointing:
         self._add_problems(fetched.demoted)
         problem: str | None = f"{fetched.generation} could not be put back"
         try:
-            restore(self._model, self._optimizers, self._registered, fetched.value.tree, self._owned)
+            state.restore(self._model, self._optimizers, self._registered, fetched.value.tree, self._owned)
             problem = None
         except ScoutError as error:
             problem = str(error)
@@ -339,7 +330,7 @@ class Checkpointing:
         if config.forget_after_days is not None:
             forget_old(self._memory.parent, self._memory, config.forget_after_days)
         copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
-        expected = expected_bytes(self._model, self._optimizers, self._owned)
+        expected = state.expected_bytes(self._model, self._optimizers, self._owned)
         allowed = check_budget(expected, copies, config.memory_budget, self._memory)
         # Of what its state will not need, though it should turn out twice as large.
         self.keepsakes.limit = max(0, allowed // copies - 2 * expected) if config.sweep else 0
@@ -431,12 +422,12 @@ class Checkpointing:
     def _take(self, generation: Generation, effects: Effects) -> None:
         """Note now what a loader draws from; the rest of the step is still to come."""
         self._awaited, self._capture, self._due = generation, None, None  # whatever becomes of it below
-        noted = note(self._model, self._optimizers, self._registered, self._owned)
+        noted = state.note(self._model, self._optimizers, self._registered, self._owned)
         role = Role.VERIFIED if self._gate.recipes is None else Role.LATEST
 
         def due() -> None:
-            state = collect(self._model, self._optimizers, self._registered, noted, self._owned)
-            self._capture = self._snapshots.capture(self._member.at(generation), role, state)
+            found = state.collect(self._model, self._optimizers, self._registered, noted, self._owned)
+            self._capture = self._snapshots.capture(self._member.at(generation), role, found)
             self._outgoing.take(self._capture, is_due=effects.persist == generation)
 
         self._due = due

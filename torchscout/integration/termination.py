@@ -37,6 +37,7 @@ def before_termination(action: Callable[[], object]) -> Callable[[], None]:
         os.close(writer)
         return _nothing
     waiting = _Waiting(action, reader, writer)
+    _waiting.append(waiting)
     signal.signal(signal.SIGTERM, _noticed)
     threading.Thread(target=waiting.run, name="torchscout-sigterm", daemon=True).start()
     return waiting.undo
@@ -59,13 +60,21 @@ class _Waiting:
         """Again is no mistake."""
         self._action = _nothing
         # Elsewhere handlers cannot be changed; then SIGTERM still ends the process, by this thread.
-        if threading.current_thread() is threading.main_thread() and self._writer >= 0:
+        if threading.current_thread() is threading.main_thread() and self in _waiting:
+            _waiting.remove(self)
             if signal.getsignal(signal.SIGTERM) is _noticed:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if (current := signal.set_wakeup_fd(-1)) not in (-1, self._writer):
                 signal.set_wakeup_fd(current)
             os.close(self._writer)
-            self._writer = -1
+
+    def make_sure(self) -> None:
+        """In the main thread: a job may have set another wakeup descriptor since, as asyncio does."""
+        current = signal.set_wakeup_fd(-1)
+        if current != -1:
+            signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+        if current != self._writer:
+            os.write(self._writer, bytes([signal.SIGTERM]))
 
     def _act(self) -> None:
         acting = threading.Thread(target=self._action, name="torchscout-last-files", daemon=True)
@@ -76,8 +85,14 @@ class _Waiting:
                 return
 
 
+_waiting: list[_Waiting] = []
+"""At most one."""
+
+
 def _noticed(*_: object) -> None:
     """The handler itself: training goes on until the files are written."""
+    for each in _waiting:
+        each.make_sure()
 
 
 def _nothing() -> None:
@@ -94,7 +109,8 @@ def _end_process() -> None:
 
 def _leave_to_parent() -> None:
     """In a forked child, such as a loader's worker: its SIGTERM is not its parent's."""
-    if signal.getsignal(signal.SIGTERM) is _noticed:
+    if _waiting and signal.getsignal(signal.SIGTERM) is _noticed:
+        _waiting.clear()
         with suppress(ValueError):
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
