@@ -355,7 +355,8 @@ class CheckpointConfig:
     replicate: bool = True
     """Keep a copy of every rank's state in another machine's memory, if there is another machine."""
     persist_every: int = 10
-    """Certified checkpoints in memory from one that is written to files to the next.
+    """Certified checkpoints in memory from one that is written to files to the next. The first one is written
+    at once, and the newest one when the job ends.
     A mixture of experts writes at the end of every cycle through its recipe catalog instead."""
     recipes: int | None = None
     """Accepted checks in a row that go over everything once; a checkpoint is verified after two such cycles.
@@ -366,8 +367,8 @@ class CheckpointConfig:
     keep: int = 1
     """Older verified checkpoints kept in files, should the newest turn out damaged."""
     patience_seconds: float = 120.0
-    """How long a rank waits for others to agree on a checkpoint before that is given up; training goes on."""
-
+    """How long a rank waits for others to agree on a checkpoint before that is given up; training goes on.
+    When the job ends, how long it waits for files to be written."""
     job: str | None = None
     """The job's name, in this machine's memory and in every file. None: the one that the directory has; a new
     directory is given one. Two jobs must not have the same."""
