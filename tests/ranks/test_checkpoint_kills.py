@@ -110,8 +110,8 @@ def starts_again(plan: Plan, alone: dict[int, list[dict[int, str]]], doom: Doom)
     with doomed(life, doom):
         try:
             run_ranks(train, RANKS, life, timeout=60)
-        except RankError as error:
-            assert str(error).count("exit code -9") == len(doom.ranks), f"{doom}: {error}"  # noqa: PT017
+        except RankError as error:  # or all ranks had ended before
+            assert "exit code -9" in str(error), f"{doom}: {error}"  # noqa: PT017
     assert len(reached(life, 0)) > 0
     expected = newest_complete(folders(plan), RANKS)
     again = replace(plan, run_dir=plan.run_dir / "again")
