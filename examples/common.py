@@ -101,7 +101,8 @@ def say(line: str) -> None:
 def what_was_seen(session: torchscout.Session) -> str:
     """A few lines out of ``session.status()`` and ``session.incidents``."""
     status = session.status()
-    replay, kept = status["replay"], status["checkpoint"]["verified"]
+    replay, checkpoint = status["replay"], status["checkpoint"]
+    kept = checkpoint["capturing"] or checkpoint["verified"]
     lines = [f"checks     {replay['checks']}" if "checks" in replay else f"unchecked  {replay['off']}"]
     lines += [f"unchecked  {what}: {why}" for what, why in replay.get("not_checked", {}).items()]
     lines += ["kept       nothing yet" if kept is None else f"kept       step {kept}, certified by replay"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
@@ -36,6 +37,8 @@ RECIPES = (
 RESULTS = ("forward", "backward", "optimizer")
 """Kinds of results that a replay computes: see ``ReplayConfig.require``."""
 RECORDS = ("summary", "all")
+JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,127}")
+"""What a job that keeps checkpoints may be called."""
 """What is written down of comparisons: see ``ReplayConfig.records``."""
 
 
@@ -339,6 +342,11 @@ class ObserverConfig:
             raise ValueError(f"port must lie between 0 and 65528, got {self.port}")
 
 
+def _require_job(job: object) -> None:
+    if job is not None and not (isinstance(job, str) and JOB_NAME.fullmatch(job)):
+        raise ValueError(f"job is a name of letters, digits and ._+=@-, at most 128, or None, got {job!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """What is kept of training's state, where, and how often it reaches files."""
@@ -350,7 +358,8 @@ class CheckpointConfig:
     replicate: bool = True
     """Keep a copy of every rank's state in another machine's memory, if there is another machine."""
     persist_every: int = 10
-    """Certified checkpoints in memory from one that is written to files to the next.
+    """Certified checkpoints in memory from one that is written to files to the next. The first one is written
+    at once, and the newest one when the job ends.
     A mixture of experts writes at the end of every cycle through its recipe catalog instead."""
     recipes: int | None = None
     """Accepted checks in a row that go over everything once; a checkpoint is verified after two such cycles.
@@ -361,8 +370,11 @@ class CheckpointConfig:
     keep: int = 1
     """Older verified checkpoints kept in files, should the newest turn out damaged."""
     patience_seconds: float = 120.0
-    """How long a rank waits for others to agree on a checkpoint before that is given up; training goes on."""
-
+    """How long a rank waits for others to agree on a checkpoint before that is given up; training goes on.
+    When the job ends, how long it waits for files to be written."""
+    job: str | None = None
+    """The job's name, in this machine's memory and in every file. None: the one that the directory has; a new
+    directory is given one. Two jobs must not have the same."""
     forget_after_days: float | None = 7.0
     """When a job starts, checkpoints that other jobs of the same user left in this machine's memory are
     deleted if they were not used for this many days. None deletes nothing."""
@@ -382,6 +394,7 @@ class CheckpointConfig:
             raise ValueError(f"sweep is True or False, got {self.sweep!r}")
         if not _whole(self.keep, 0):
             raise ValueError(f"keep must not be negative, got {self.keep!r}")
+        _require_job(self.job)
         _require_numbers(self)
         if self.forget_after_days is not None and self.forget_after_days <= 0:
             raise ValueError(f"forget_after_days must be positive, or None, got {self.forget_after_days}")

@@ -1,7 +1,7 @@
 """Checkpoints that were damaged, deleted or left by another job: never loaded, nor passed over silently.
 
-One job has trained eight steps with a check at every step: step 8, the latest, is in memory and in files, and
-so are older ones. Each test spoils something of that, and starts the job again.
+One job was killed after nine steps with a check at every step: step 9, the latest, is in memory and in files,
+step 8 in memory, step 7 in files. Each test spoils something of that, and starts the job again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import Role
 from torchscout.faults.storage import Cut, Damage, Delete, FlipFileBit, copies, spoil
 
-STEPS, MORE = 8, 10
+STEPS, MORE = 9, 11
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,17 @@ class Left:
         assert len(refusals) == ranks, said
         return said
 
+    def started_over(self, said: str) -> None:
+        """The way out that every refusal names."""
+        assert said.count("session.resume(start_over=True)") >= 2
+        assert "give CheckpointConfig another directory" in said
+        for mine, theirs in zip(self.again(start_over=True), self.alone, strict=True):
+            assert mine.resumed is not None
+            assert (mine.resumed.step, mine.resumed.role) == (0, None)
+            assert "The job begins again, as was asked for" in mine.resumed.reason
+            assert mine.bits == theirs.bits
+            assert (mine.failures, mine.status["latest"]) == ([], MORE - 1)
+
     def went_on(self, step: int, sources: tuple[str, ...]) -> list[str]:
         """The job goes on from this step, with every rank's state from there; what was said meanwhile."""
         told = self.again()
@@ -81,8 +92,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Left:
         run_dir=root / "run",
         patience_seconds=10.0,
     )
-    told = run_ranks(train, 2, plan, timeout=60)
-    assert [each.status["verified"] for each in told] == [STEPS, STEPS]
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(train, 2, replace(plan, steps=STEPS + 1, killed={0: STEPS + 1, 1: STEPS + 1}), timeout=60)
     shutil.copytree(root / "there", root / "whole")
     return Left(plan, run_ranks(train, 2, replace(plan, directory=None, steps=MORE), timeout=60))
 
@@ -94,8 +105,8 @@ def left(kept: Left) -> Left:
     shutil.rmtree(there)
     shutil.copytree(there.with_name("whole"), there)
     for rank in (0, 1):
-        assert [len(kept.copies(rank, step)) for step in (8, 7)] == [2, 1], "what the tests count on"
-        assert copies([kept.disk], rank, 6)
+        assert [len(kept.copies(rank, step)) for step in (9, 8)] == [2, 1], "what the tests count on"
+        assert copies([kept.disk], rank, 7)
     return kept
 
 
@@ -124,15 +135,15 @@ def test_all_ranks_take_the_generation_before_if_one_of_them_has_lost_the_newest
 
 
 def test_further_back_it_goes_from_verified_to_verified(left: Left):
-    """Step 8 is damaged on one rank and step 7 on the other: 6 is the newest that both have."""
-    spoil([*left.copies(0, 8), *left.copies(1, 7)], MIDDLE)
-    for path in [*copies([left.memory], 0, 6), *copies([left.memory], 1, 6)]:
+    """Step 9 is damaged on one rank and step 8 on the other: 7 is the newest that both have."""
+    spoil([*left.copies(0, 9), *left.copies(1, 8)], MIDDLE)
+    for path in [*copies([left.memory], 0, 7), *copies([left.memory], 1, 7)]:
         path.unlink()
-    left.went_on(6, ("disk", "disk"))
+    left.went_on(7, ("disk", "disk"))
 
 
 def test_what_one_rank_has_not_certified_is_not_loaded_though_it_is_whole(left: Left):
-    """Rank 0 was killed before it had written down that step 8 is certified."""
+    """Rank 0 was killed before it had written down that step 9 is certified."""
     for folder in (left.memory, left.disk):
         (folder / "rank-0.ledger").unlink()
         assert (folder / "rank-0.ledger.previous").exists()
@@ -145,6 +156,7 @@ def test_damaged_everywhere_is_said_on_every_rank_and_nothing_is_loaded(left: Le
     said = left.refused()
     assert "No checkpoint is left that may be loaded" in said
     assert "the state of rank 1 is nowhere" in said
+    left.started_over(said)
 
 
 @pytest.mark.parametrize("spoiled", ["memory", "disk"])
@@ -165,7 +177,7 @@ def test_a_rank_that_knows_only_of_an_earlier_lineage_has_no_say(left: Left):
     then = {path: path.read_bytes() for path in left.disk.parent.rglob("rank-1.ledger*")}
     left.went_on(STEPS, ("memory", "memory"))
     for path, old in then.items():
-        path.unlink()
+        path.unlink(missing_ok=True)
         path.write_bytes(old)
     plan = replace(left.plan, steps=MORE + 1, run_dir=left.plan.run_dir.with_name("back"))
     told = run_ranks(train, 2, plan, timeout=60)
@@ -175,7 +187,9 @@ def test_a_rank_that_knows_only_of_an_earlier_lineage_has_no_say(left: Left):
 @pytest.mark.parametrize("how", ["a bit of a tensor", "it is deleted"])
 def test_without_any_ledger_that_can_be_read_there_is_no_silent_beginning(left: Left, how: str):
     spoil([*left.memory.glob("*.ledger*"), *left.disk.glob("*.ledger*")], SPOIL[how])
-    assert "no rank can read which of its checkpoints may be trusted" in left.refused()
+    said = left.refused()
+    assert "no rank can read which of its checkpoints may be trusted" in said
+    left.started_over(said)
 
 
 def test_another_world_size_is_told(left: Left):
@@ -185,6 +199,7 @@ def test_another_world_size_is_told(left: Left):
 
 def test_another_mesh_is_told(left: Left):
     said = left.refused(kind="fsdp")
+    assert "session.resume(start_over=True)" in said
     assert "it is of mesh 'replica 2" in said
     assert "this job is of 'shard 2" in said
 

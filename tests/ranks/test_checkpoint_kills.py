@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Doom, Plan, doomed, train
+from tests.support.checkpoint_jobs import Doom, Plan, doomed, reached, train
 from tests.support.checkpoint_remains import History, newest_complete
 from tests.support.ranks import RankError, run_ranks
 
@@ -82,3 +84,69 @@ def test_a_generation_is_given_up_only_when_the_next_is_sealed_on_every_rank(tmp
     again = replace(plan, steps=9, run_dir=tmp_path / "again")
     told = run_ranks(train, RANKS, again, timeout=60)
     assert [each.resumed and each.resumed.step for each in told] == [expected, expected]
+
+
+SHORT, LONG = 6, 30
+
+
+def instants(count: int, seed: int) -> Iterator[tuple[int, Doom]]:
+    """How many steps the job has, and when it is killed: in its first steps, its last ones, or as it ends."""
+    chance = random.Random(seed)
+    for number in range(count):
+        steps, first, seconds = {
+            0: (LONG, chance.randrange(LONG), chance.uniform(0, 0.05)),
+            1: (SHORT, SHORT - chance.randrange(1, 6), chance.uniform(0, 0.05)),
+            2: (SHORT, SHORT, chance.uniform(0, 0.5)),
+            3: (LONG, 0, chance.uniform(0, 0.1)),
+        }[number % 4]
+        yield steps, Doom(WHO[number % len(WHO)], seconds, step=first)
+
+
+def starts_again(plan: Plan, alone: dict[int, list[dict[int, str]]], doom: Doom) -> int:
+    """A killed job goes on from its newest sealed generation, or from its beginning, and ends as if it had
+    not been killed; the step that it went on from."""
+    assert plan.directory is not None
+    life = replace(plan, run_dir=plan.run_dir / "first")
+    with doomed(life, doom):
+        try:
+            run_ranks(train, RANKS, life, timeout=60)
+        except RankError as error:  # or all ranks had ended before
+            assert "exit code -9" in str(error), f"{doom}: {error}"  # noqa: PT017
+    assert len(reached(life, 0)) > 0
+    expected = newest_complete(folders(plan), RANKS)
+    again = replace(plan, run_dir=plan.run_dir / "again")
+    told = run_ranks(train, RANKS, again, timeout=60)
+    for rank, each in enumerate(told):
+        assert next(iter(reached(again, rank))) == expected, f"{doom}: {each.resumed}"
+        assert each.bits == {
+            step: bits for step, bits in alone[plan.steps][rank].items() if step > expected
+        }, f"{doom}: not bitwise"
+        assert each.failures == [], f"{doom}"
+    return expected
+
+
+def killed_and_started_again(tmp_path: Path, count: int, seed: int) -> list[int]:
+    alone = {
+        steps: [each.bits for each in run_ranks(train, RANKS, Plan("ddp", steps, interval=1), timeout=60)]
+        for steps in (SHORT, LONG)
+    }
+    came = []
+    for number, (steps, doom) in enumerate(instants(count, seed)):
+        folder = tmp_path / f"job-{number}"
+        plan = replace(planned(folder), steps=steps, run_dir=folder / "run", persist_every=4)
+        came.append(starts_again(plan, alone, doom))
+        shutil.rmtree(folder)
+    return came
+
+
+def test_a_job_that_is_killed_in_its_first_or_last_steps_or_as_it_ends_can_start_again(tmp_path: Path):
+    killed_and_started_again(tmp_path, 4, seed=3)
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_never_leave_a_job_that_cannot_start(tmp_path: Path):
+    seed = int(os.environ.get("TORCHSCOUT_TEST_SEED", random.SystemRandom().randrange(1 << 32)))
+    print(f"TORCHSCOUT_TEST_SEED={seed}")
+    came = killed_and_started_again(tmp_path, 200, seed)
+    assert 0 in came, "some began anew"
+    assert max(came) > SHORT

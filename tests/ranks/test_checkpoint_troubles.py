@@ -79,7 +79,7 @@ def test_a_full_disk_moves_no_pointer_on_any_rank_and_training_goes_on(tmp_path:
     assert [each.bits for each in told] == alone(plan)
     for each in told:
         assert each.status["durable"] == []
-        assert each.status["latest"] == each.status["verified"] == 12
+        assert each.status["latest"] == each.status["verified"] == 11
         assert each.failures == []
     problems = [[one for one in each.status["problems"] if "No space left" in one] for each in told]
     assert any(problems), "and it is said"
@@ -175,7 +175,7 @@ def test_after_corruption_nothing_is_certified_and_a_restart_is_as_if_it_had_not
         assert each.resumed.step == 4
         assert "corruption was found at step 5" in each.resumed.reason
         assert each.bits == {step: theirs[step] for step in range(5, 10)}
-        assert each.status["verified"] == 9
+        assert each.status["verified"] == 8, "9 is still being sealed"
     assert broken[1].bits[9] != healthy[1][9], "it did harm"
     assert {(each["state"], each["recovered"]) for each in sdc_of(plan.run_dir)} == {("recovered", 4)}
     assert sdc_of(tmp_path / "again") == []

@@ -72,23 +72,8 @@ def test_training_that_keeps_checkpoints_is_bitwise_training_that_does_not(tmp_p
     told = on_ranks(plan)
     assert [each.bits for each in told] == [each.bits for each in alone]
     for each in told:
-        assert each.status["latest"] == each.status["verified"] == 12
+        assert each.status["latest"] == each.status["verified"] == 11, "12 is still being sealed"
         assert each.status["durable"], "files were written meanwhile"
-        assert each.failures == each.status["problems"] == []
-
-
-def test_a_job_that_ended_before_its_first_checkpoint_begins_again_if_that_is_asked_for(tmp_path: Path):
-    plan = replace(planned(tmp_path, "ddp", steps=2), interval=1)
-    both = dict.fromkeys(range(2), 1)
-    with pytest.raises(RankError):
-        on_ranks(replace(plan, killed=both, after_update=True))  # checked, and not captured yet
-    with pytest.raises(RankError, match="No checkpoint is left"):
-        on_ranks(plan)
-    for each in on_ranks(replace(plan, start_over=True)):
-        assert each.resumed is not None
-        assert (each.resumed.step, each.resumed.role) == (0, None)
-        assert "The job begins again, as was asked for" in each.resumed.reason
-        assert list(each.bits) == [1, 2]
         assert each.failures == each.status["problems"] == []
 
 
@@ -96,7 +81,7 @@ def test_a_cycle_can_be_had_or_given_up_when_a_job_goes_on(tmp_path: Path):
     plan = replace(planned(tmp_path, "ddp", steps=6), interval=1, recipes=2)
     on_ranks(plan)
     dense = on_ranks(replace(plan, recipes=None, steps=8))
-    assert [each.status["verified"] for each in dense] == [8, 8]
+    assert [(each.status["verified"], each.status["capturing"]) for each in dense] == [(7, 8), (7, 8)]
     for each in on_ranks(replace(plan, recipes=3, steps=9)):
         assert each.resumed is not None
-        assert (each.resumed.step, each.status["verified"], each.status["latest"]) == (8, 8, 9)
+        assert (each.resumed.step, each.status["verified"], each.status["latest"]) == (8, 8, 8)

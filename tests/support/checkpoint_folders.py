@@ -1,7 +1,8 @@
 """Checkpoint folders as a job leaves them: four ranks, a catalog of two recipes, seven accepted checks.
 
-Latest is step 7, candidate 6, verified 4, and 2 an older verified one. The disk has what is durable, the
-memory what was captured last, there with every rank's copy at its neighbour's.
+Candidate is step 6, verified 4, and 2 an older verified one. Step 7 was being captured when the job was
+killed, and is the latest if it is there. The disk has what is durable, the memory what was captured last,
+there with every rank's copy at its neighbour's.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from pathlib import Path
 
 from tests.unit.test_gate import train
 from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate import CheckpointGate
+from torchscout.checkpoint.gate import CheckpointGate, after
 from torchscout.checkpoint.generation import Generation, Role
+from torchscout.checkpoint.happening import Checked, Outcome
 from torchscout.checkpoint.shard_format import Blob, Identity, encode
 from torchscout.checkpoint.shards import path_of, write
 
 JOB, RANKS = "llm-41f0", 4
-GATE = train(CheckpointGate(recipes=2), "hhhhhhh")
+GATE, _ = after(train(CheckpointGate(recipes=2), "hhhhhh"), Checked(7, Outcome.HEALTHY))
 DURABLE = [Generation(2), Generation(4), Generation(6)]
 
 
@@ -51,7 +53,7 @@ def make_disk(folder: Path) -> Path:
 
 
 def make_memory(folder: Path) -> Path:
-    for generation in GATE.captured:
+    for generation in (Generation(6), Generation(7)):
         for rank in range(RANKS):
             put_shard(folder, generation, rank)
             put_shard(folder, generation, rank, (rank + 1) % RANKS)

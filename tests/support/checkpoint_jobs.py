@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import signal
 import threading
 import time
@@ -61,6 +62,9 @@ class Doom:
     """How long after that has begun."""
     when: Path | None = None
     """Not before there is this file."""
+    step: int | None = None
+    """Not before the first rank has done this one."""
+    signal: signal.Signals = signal.SIGKILL
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,10 @@ class Plan:
     """From this step on a folder lies where each rank's ledger in memory is to be put."""
     filled_memory: int | None = None
     """In this step something else takes all that is free in the file system of the memory folder."""
+    largest_file: int | None = None
+    """No rank may write a larger one."""
+    job: str | None = None
+    """Its name; None leaves that to the folder."""
     burden: Mapping[int, int] = field(default_factory=dict)
     """Ranks with that many bytes more to keep."""
     faults: Faults = field(default_factory=Faults)
@@ -262,6 +270,8 @@ def train(rank: int, plan: Plan) -> Told:
     warnings.filterwarnings("ignore", message=".*(view tensor|full backward hook|complete support).*")
     if plan.memory is not None:
         os.environ["TORCHSCOUT_MEMORY"] = str(plan.memory)
+    if plan.largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (plan.largest_file, plan.largest_file))
     torch.manual_seed(0)
     work = KINDS[plan.kind](rank)
     trained = [each for each in work.model.parameters() if each.requires_grad]
@@ -341,6 +351,9 @@ def _kill(plan: Plan, doom: Doom) -> None:
     )
     if doom.when is not None:
         until(doom.when.exists, "it is time", 60)
+    if doom.step is not None:
+        first = doom.step
+        until(lambda: max(reached(plan, 0), default=0) >= first, f"step {first} is done", 60)
     time.sleep(doom.seconds)
     ledgers = [*plan.memory.glob("*/rank-*.ledger")]
     before = [path.stat().st_mtime_ns for path in ledgers]
@@ -354,7 +367,7 @@ def _kill(plan: Plan, doom: Doom) -> None:
     time.sleep(doom.delay)
     for pid in pids:
         with suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(int(pid), doom.signal)
 
 
 def reached(plan: Plan, rank: int) -> dict[int, str]:
@@ -409,7 +422,7 @@ def _wait_for_copies(session: Session) -> None:
 
     def is_copied() -> bool:
         status = session.status()["checkpoint"]
-        return status["copied"] == status["latest"]
+        return status["copied"] == (status["capturing"] or status["latest"])
 
     until(is_copied, "the latest checkpoint is copied")
     dist.barrier()
@@ -430,6 +443,7 @@ def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Sessi
         recipes=plan.recipes,
         sweep=plan.sweep,
         patience_seconds=plan.patience_seconds,
+        **({} if plan.job is None else {"job": plan.job}),
     )
     return enable_resiliency(
         work.model,

@@ -25,7 +25,8 @@ def newest_complete(folders: Sequence[Path], ranks: int) -> int:
     if not known:
         return 0
     last = max(gate.lineage for gate in known)
-    certified = set.intersection(*(set(gate.trusted) for gate in known if gate.lineage == last))
+    # What was being captured when a rank was killed is certified, too; whether it is whole the files show.
+    certified = set.intersection(*({*gate.trusted, gate.pending} for gate in known if gate.lineage == last))
     complete = [
         each for each, there in whole(folders).items() if there == set(range(ranks)) and each in certified
     ]

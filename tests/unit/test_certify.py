@@ -9,7 +9,7 @@ import pytest
 from torchscout.checkpoint.certify import Ballot, events_of, outcome_of
 from torchscout.checkpoint.gate import CheckpointGate, after
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.happening import Checked, Lost, Outcome, WriteFailed, Written
+from torchscout.checkpoint.happening import Checked, Lost, Outcome, Sealed, WriteFailed, Written
 from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.repeatability import NONDETERMINISTIC, UNDECIDED
@@ -129,14 +129,15 @@ def written_at(step: int) -> CheckpointGate:
 def test_files_count_when_every_rank_has_sealed_them():
     gate = written_at(5)
     late = replace(FINE, writing=True)
-    assert events_of(gate, 6, counted(FINE, late)) == [Checked(6, Outcome.HEALTHY)]
-    assert events_of(gate, 6, counted(FINE, FINE)) == [Written(Generation(5)), Checked(6, Outcome.HEALTHY)]
+    sealed, checked = Sealed(Generation(5)), Checked(6, Outcome.HEALTHY)
+    assert events_of(gate, 6, counted(FINE, late)) == [sealed, checked]
+    assert events_of(gate, 6, counted(FINE, FINE)) == [sealed, Written(Generation(5)), checked]
 
 
 def test_one_rank_that_cannot_write_is_enough_to_go_without():
     failed = replace(FINE, unwritten=True)
     events = events_of(written_at(5), 6, counted(FINE, failed, replace(FINE, writing=True)))
-    assert events == [WriteFailed(Generation(5)), Checked(6, Outcome.HEALTHY)]
+    assert events == [Sealed(Generation(5)), WriteFailed(Generation(5)), Checked(6, Outcome.HEALTHY)]
 
 
 def test_a_capture_that_failed_on_one_rank_is_lost_to_all():

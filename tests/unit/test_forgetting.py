@@ -111,3 +111,18 @@ def test_a_budget_in_memory_is_of_what_is_available_and_not_of_the_file_system()
         assert check_budget(1, 1, None, Path(folder), available=lambda: 1 << 20) == 1 << 19
         with pytest.raises(CheckpointError):
             check_budget(1 << 20, 1, None, Path(folder), available=lambda: 1 << 20)
+
+
+def test_what_another_running_job_may_still_take_is_not_free():
+    def allowed(folder: Path) -> int:
+        return check_budget(1, 1, None, folder, available=lambda: 1 << 20)
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        mine, other = Path(memory, "mine"), Path(memory, "other")
+        mine.mkdir()
+        with lock.claim(other, "other"):
+            assert check_budget(1, 1, 1 << 18, other, available=lambda: 1 << 20) == 1 << 18
+            (other / "taken").write_bytes(bytes(1 << 17))  # of a quarter of what is free, the half
+            taken = (other / "taken").stat().st_blocks * 512
+            assert abs(allowed(mine) - ((1 << 20) - (1 << 18) + taken) // 2) < 1 << 14
+        assert abs(allowed(mine) - (1 << 19)) < 1 << 14, "a job that has ended takes no more"

@@ -17,6 +17,7 @@ from torchscout.checkpoint.happening import (
     Lost,
     Outcome,
     Recovered,
+    Sealed,
     WriteFailed,
     Written,
 )
@@ -40,9 +41,13 @@ def told(gate: CheckpointGate, *events: Event) -> tuple[CheckpointGate, list[Eff
 
 
 def train(gate: CheckpointGate, outcomes: str, *, write: bool = True) -> CheckpointGate:
-    """One check a step; what is to be persisted is written before the next one."""
+    """One check a step; what is captured is sealed, and what is to be persisted written, before the next."""
     for outcome in outcomes:
+        if gate.pending is not None:
+            gate, _ = after(gate, Sealed(gate.pending))
         gate, effects = after(gate, Checked(gate.step + 1, OUTCOMES[outcome]))
+        if effects.capture:
+            gate, _ = after(gate, Sealed(effects.capture))
         if write and effects.persist:
             gate, _ = after(gate, Written(effects.persist))
     return gate
@@ -61,19 +66,40 @@ def test_the_papers_two_recipes():
     gate, (found,) = told(gate, Checked(5, Outcome.SDC))
     assert steps(gate) == (None, None, 2)
     assert found.retrieve is Manifestation.SDC
-    assert found.retire == (Generation(3), Generation(4))
+    assert found.retire == (Generation(4),)
     gate, _ = told(gate, Recovered(Generation(2)))
     assert steps(gate) == (2, None, 2)
 
 
 def test_a_dense_model_is_certified_by_every_accepted_check():
-    gate, (first, second) = told(
-        CheckpointGate(), Checked(10, Outcome.HEALTHY), Checked(20, Outcome.STRAGGLER)
+    gate, (checked, sealed) = told(
+        train(CheckpointGate(), "h"), Checked(20, Outcome.STRAGGLER), Sealed(Generation(20))
     )
-    assert (first.capture, first.promote) == (Generation(10), Generation(10))
-    assert (second.capture, second.promote) == (Generation(20), Generation(20))
+    assert (checked.capture, checked.promote) == (Generation(20), None)
+    assert sealed.promote == Generation(20)
     assert steps(gate) == (20, None, 20)
     assert steps(train(gate, "x")) == (20, None, 20)
+
+
+@pytest.mark.parametrize("recipes", [None, 1])
+def test_pointers_do_not_move_to_what_is_not_sealed_on_every_rank(recipes: int | None):
+    gate = train(CheckpointGate(recipes=recipes), "h")
+    before = steps(gate)
+    for step in (20, 40):  # every capture fails
+        gate, _ = told(gate, Checked(step, Outcome.HEALTHY))
+        assert (gate.latest, gate.pending) == (Generation(1), Generation(step))
+        gate, _ = told(gate, Lost(Generation(step)))
+    assert (gate.latest, gate.pending) == (Generation(1), None)
+    assert steps(gate) == before or recipes is not None
+    assert Generation(40) not in gate.held
+
+
+def test_whether_a_capture_is_sealed_is_known_before_the_next_check():
+    gate, _ = told(CheckpointGate(), Checked(1, Outcome.HEALTHY))
+    with pytest.raises(ValueError, match="whether step 1 is sealed must be known"):
+        after(gate, Checked(2, Outcome.HEALTHY))
+    with pytest.raises(ValueError, match="step 2 is not being captured; pending is step 1"):
+        after(gate, Sealed(Generation(2)))
 
 
 def test_a_catalog_of_one_waits_for_a_second_check():
@@ -94,6 +120,7 @@ def test_promotion_takes_two_cycles_and_then_comes_with_every_cycle(recipes: int
     gate, promoted = CheckpointGate(recipes=recipes), []
     for step in range(1, 5 * recipes + 1):
         gate, effects = after(gate, Checked(step, Outcome.HEALTHY))
+        gate, _ = after(gate, Sealed(Generation(step)))
         if effects.persist:
             gate, _ = after(gate, Written(effects.persist))
         if effects.promote:
@@ -127,7 +154,7 @@ def test_a_hang_enters_retrieval_and_costs_no_evidence():
 def test_corruption_is_latched_until_a_recovery():
     gate = train(CheckpointGate(recipes=1), "hhhx")
     poisoned, effects = told(gate, *(Checked(step, Outcome.HEALTHY) for step in range(5, 9)))
-    assert steps(poisoned) == steps(gate) == (2, None, 2)
+    assert steps(poisoned) == steps(gate) == (None, None, 2)
     assert all((each.capture, each.persist, each.promote) == (None, None, None) for each in effects)
     assert all("found at step 4" in each.reason for each in effects)
     recovered, _ = told(poisoned, Recovered(Generation(2)))
@@ -148,7 +175,7 @@ def test_a_recovery_starts_a_new_pair_of_cycles():
 
 def test_what_may_be_loaded():
     gate = train(CheckpointGate(recipes=1), "hhhh")
-    with pytest.raises(ValueError, match="step 9 may not be loaded; there is step 2, step 3, step 3, step 4"):
+    with pytest.raises(ValueError, match="step 9 may not be loaded; there is step 2, step 3, step 4"):
         after(gate, Recovered(Generation(9)))
     with pytest.raises(ValueError, match="step 3 of lineage 1 may not"):
         after(gate, Recovered(Generation(3, 1)))
@@ -184,6 +211,8 @@ def test_a_failed_write_of_certified_state_leaves_it_certified_in_memory():
     gate, _ = told(train(CheckpointGate(), "h", write=False), WriteFailed(Generation(1)))
     assert (steps(gate), gate.durable) == ((1, None, 1), ())
     assert train(gate, "h").durable == (Generation(2),)
+    rare, _ = told(train(CheckpointGate(persist_every=3), "h", write=False), WriteFailed(Generation(1)))
+    assert train(rare, "h").durable == (), "a disk that stays full is not tried at every check"
 
 
 def test_files_whose_generation_was_voided_meanwhile_are_deleted():
@@ -192,23 +221,40 @@ def test_files_whose_generation_was_voided_meanwhile_are_deleted():
     assert effects.retire == (Generation(1),)
 
 
-def test_every_third_certified_generation_is_written():
-    gate, written = CheckpointGate(persist_every=3), []
-    for step in range(1, 10):
+def written_of(gate: CheckpointGate, checks: int) -> list[int]:
+    written = []
+    for step in range(gate.step + 1, gate.step + checks + 1):
         gate, effects = after(gate, Checked(step, Outcome.HEALTHY))
+        gate, _ = after(gate, Sealed(Generation(step, gate.lineage)))
         if effects.persist:
             written.append(step)
             gate, _ = after(gate, Written(effects.persist))
-    assert written == [3, 6, 9]
+    return written
+
+
+def test_the_first_certified_generation_is_written_and_then_every_third():
+    assert written_of(CheckpointGate(persist_every=3), 9) == [1, 4, 7]
+
+
+def test_after_a_recovery_from_memory_the_next_one_is_written():
+    gate = CheckpointGate(persist_every=5)
+    lost, _ = told(gate, Checked(1, Outcome.HEALTHY), Lost(Generation(1)))
+    assert written_of(lost, 3) == [2], "the first that is not lost"
+    failed, _ = told(train(gate, "h", write=False), WriteFailed(Generation(1)))
+    from_memory, _ = told(failed, Recovered(Generation(1)))
+    assert written_of(from_memory, 3) == [2]
+    from_files, _ = told(failed, Recovered(Generation(1), in_files=True))
+    assert from_files.durable == (Generation(1),)
+    assert written_of(from_files, 6) == [6]
 
 
 def test_the_newest_files_stay_while_newer_state_is_only_in_memory():
-    gate = train(CheckpointGate(persist_every=3, keep=0), "hhhhh")
-    assert gate.trusted == (Generation(3), Generation(4), Generation(5))
+    gate = train(CheckpointGate(persist_every=3, keep=0), "hhh")
+    assert gate.trusted == (Generation(1), Generation(3))
     gate = train(gate, "h", write=False)
-    assert Generation(3) in gate.held, "the files of step 6 are not sealed yet"
-    gate, (effects,) = told(gate, Written(Generation(6)))
-    assert effects.retire == (Generation(3),)
+    assert Generation(1) in gate.held, "the files of step 4 are not sealed yet"
+    gate, (effects,) = told(gate, Written(Generation(4)))
+    assert effects.retire == (Generation(1),)
 
 
 def test_as_many_older_ones_are_kept_as_asked_for():
@@ -229,6 +275,8 @@ def test_checks_come_in_the_order_of_training(event: Event):
 
 def test_a_state_survives_json():
     gate = train(train(CheckpointGate(recipes=2, keep=3), "hhhhh"), "h", write=False)
+    gate, _ = told(gate, Checked(7, Outcome.HEALTHY))
+    assert gate.pending
     assert CheckpointGate.from_json(json.loads(json.dumps(gate.to_json()))) == gate
 
 
@@ -253,6 +301,12 @@ def test_a_state_survives_json():
         ({"writing": [2, 0]}, "not durable yet"),
         ({"step": 3}, "newer than the last check"),
         ({"recipes": None}, "no candidate"),
+        ({"pending": [4, 0]}, "newer than all that is sealed"),
+        ({"pending": [5, 0]}, "newer than the last check"),
+        (
+            {"pending": [5, 0], "step": 5, "poisoned": 5, "captured": [], "candidate": None, "durable": []},
+            "nothing is pending after corruption",
+        ),
     ],
 )
 def test_a_state_that_cannot_exist_is_refused(change: dict[str, Any], message: str):
@@ -267,21 +321,16 @@ def test_what_is_no_state_is_refused(document: object):
         CheckpointGate.from_json(document)
 
 
-def test_only_the_first_capture_of_a_lineage_is_unproven():
-    gate = CheckpointGate(persist_every=9)
-    assert gate.is_unproven
-    gate, _ = told(gate, Checked(1, Outcome.HEALTHY))
-    assert gate.is_unproven  # no later check has seen that it was sealed
-    second, _ = told(gate, Checked(2, Outcome.HEALTHY))
-    assert not second.is_unproven
-    recovered, _ = told(gate, Recovered(gate.latest))
-    assert not recovered.is_unproven  # it was loaded
-    written, _ = told(CheckpointGate(), Checked(1, Outcome.HEALTHY), Written(Generation(1, 0)))
-    assert not written.is_unproven
+def test_a_state_of_an_earlier_version_is_read():
+    document = train(CheckpointGate(), "hh").to_json()
+    del document["pending"]
+    document["captured"] = [[1, 0], [2, 0]]
+    read = CheckpointGate.from_json(document)
+    assert (read.pending, read.latest) == (None, Generation(2))
 
 
-def test_memory_holds_two_captures_and_what_still_goes_to_files():
-    gate, _ = told(CheckpointGate(keep=5), *(Checked(step, Outcome.HEALTHY) for step in range(1, 5)))
+def test_memory_holds_the_latest_and_what_is_being_captured_and_what_still_goes_to_files():
+    gate, _ = told(train(CheckpointGate(keep=5), "hhh", write=False), Checked(4, Outcome.HEALTHY))
     assert [each.step for each in sorted(gate.in_memory)] == [1, 3, 4]
     gate, _ = told(gate, Written(Generation(1, 0)))
     assert [each.step for each in sorted(gate.in_memory)] == [3, 4]

@@ -22,6 +22,7 @@ from torchscout.checkpoint.happening import (
     Lost,
     Outcome,
     Recovered,
+    Sealed,
     WriteFailed,
     Written,
 )
@@ -45,6 +46,8 @@ class Seen:
     poisoned: bool = False
     """Corruption was found after it."""
     sealed: bool = False
+    """In memory, on every rank."""
+    written: bool = False
     promoted: bool = False
 
 
@@ -68,8 +71,10 @@ class Witness:
         if isinstance(event, Recovered):
             row, corrupt = 0, False
             seen = {generation: replace(each, doubted=True, since=0) for generation, each in seen.items()}
-        if isinstance(event, Written) and event.generation in seen:
+        if isinstance(event, Sealed):
             seen[event.generation] = replace(seen[event.generation], sealed=True)
+        if isinstance(event, Written) and event.generation in seen:
+            seen[event.generation] = replace(seen[event.generation], written=True)
         if effects.capture:
             assert effects.capture not in seen, "no name is used twice"
             seen[effects.capture] = Seen(full=row >= self.cycle)
@@ -87,16 +92,34 @@ class Witness:
 
 
 def events_for(gate: CheckpointGate) -> Iterator[Event]:
-    yield from (Checked(gate.step + 1, outcome) for outcome in Outcome if outcome is not Outcome.STRAGGLER)
+    if gate.pending:
+        yield Sealed(gate.pending)
+        yield Lost(gate.pending)
+    else:
+        outcomes = (each for each in Outcome if each is not Outcome.STRAGGLER)
+        yield from (Checked(gate.step + 1, outcome) for outcome in outcomes)
     yield Hung(gate.step)
-    if gate.writing:
+    if gate.writing and gate.writing != gate.pending:
         yield Written(gate.writing)
         yield WriteFailed(gate.writing)
     yield from (Lost(each) for each in {gate.latest, gate.candidate, gate.verified} if each)
     loadable = gate.trusted if gate.poisoned else {*gate.trusted, *gate.captured}
-    yield from map(Recovered, loadable)
+    yield from (Recovered(each, in_files) for each in loadable for in_files in (False, True))
     if not gate.trusted:
         yield Recovered(None)
+
+
+def captures_and_seals(
+    old: CheckpointGate, event: Event, new: CheckpointGate, effects: Effects, witness: Witness
+) -> None:
+    for pointer in (new.latest, new.candidate, new.verified):
+        assert pointer is None or witness.seen[pointer].sealed, "pointers move for what is sealed everywhere"
+    if isinstance(event, Checked) and event.outcome.accepted and not new.poisoned:
+        assert new.pending == effects.capture == Generation(event.step, new.lineage)
+        if not old.durable and new.recipes is None and not old.unwritten and not old.writing:
+            assert effects.persist == effects.capture, "the first certified one goes to files"
+    if isinstance(event, Sealed) and new.recipes is None:
+        assert new.verified == new.latest == event.generation == effects.promote
 
 
 def hold(
@@ -108,6 +131,7 @@ def hold(
     witness: Witness,
 ) -> None:
     """The promises."""
+    captures_and_seals(old, event, new, effects, witness)
     promoted = effects.promote
     if before.corrupt or witness.corrupt:
         assert (effects.capture, effects.persist, promoted) == (None, None, None), "trust is latched"
@@ -119,7 +143,7 @@ def hold(
             assert evidence.full, "a cycle up to its capture"
             assert evidence.since >= new.recipes, "and a cycle after it"
             assert not evidence.doubted, "with nothing rejected between"
-            assert evidence.sealed
+            assert evidence.written
     assert {each for each in new.trusted if not witness.seen[each].promoted} == set()
     if new.verified != old.verified:
         backwards = new.verified is None or (
@@ -136,8 +160,6 @@ def hold(
         assert new.candidate is None
     if not isinstance(event, GOING_BACK):
         assert old.verified is None or new.verified is not None, "what is verified survives corruption"
-    if isinstance(event, Checked) and new.recipes is None and event.outcome.accepted and not new.poisoned:
-        assert new.verified == new.latest == effects.capture == promoted
 
 
 def renumbered(gate: CheckpointGate, witness: Witness) -> object:
@@ -152,7 +174,7 @@ def renumbered(gate: CheckpointGate, witness: Witness) -> object:
     return (
         gate.accepted,
         *(tuple(map(short, getattr(gate, name))) for name in ("captured", "trusted", "durable")),
-        *(short(getattr(gate, name)) for name in ("candidate", "writing")),
+        *(short(getattr(gate, name)) for name in ("candidate", "writing", "pending")),
         min(gate.unwritten, gate.persist_every),
         gate.poisoned is None,
         steps[gate.step],

@@ -16,8 +16,8 @@ from tests.unit.test_gate import steps, train
 from tests.unit.test_gate_model import events_for
 from torchscout.checkpoint.gate import CheckpointGate, after
 from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.happening import Checked, Lost, Outcome, Recovered
-from torchscout.checkpoint.ledger import newest, reconcile
+from torchscout.checkpoint.happening import Checked, Lost, Outcome, Recovered, Sealed
+from torchscout.checkpoint.ledger import newest, reconcile, settled
 from torchscout.recovery.retrieval import Failure, Sweep, confirm, retrieve
 
 
@@ -26,6 +26,7 @@ def history(chance: random.Random, recipes: int | None, length: int) -> list[Che
     gates = [CheckpointGate(recipes=recipes, persist_every=chance.choice([1, 2]), keep=chance.choice([0, 2]))]
     for _ in range(length):
         healthy = Checked(gates[-1].step + 1, Outcome.HEALTHY)
+        healthy = healthy if gates[-1].pending is None else Sealed(gates[-1].pending)
         event = healthy if chance.random() < 0.5 else chance.choice([*events_for(gates[-1])])
         gates.append(after(gates[-1], event)[0])
     return gates
@@ -58,14 +59,17 @@ def trust(gate: CheckpointGate, generation: Generation) -> int:
 
 
 def known(ranks: Sequence[CheckpointGate | None]) -> list[CheckpointGate]:
-    return [gate for gate in ranks if gate is not None]
+    """Those with a ledger. What one of them knows to be sealed on every rank is so for the others, too."""
+    gates = [gate for gate in ranks if gate is not None]
+    sealed = {each for gate in gates for each in (*gate.captured, *gate.trusted, gate.candidate)}
+    return [settled(gate, lambda _: True) if gate.pending in sealed else gate for gate in gates]
 
 
 def test_no_generation_is_trusted_more_than_by_the_rank_that_trusts_it_least():
     kept = 0
     for ranks in CASES:
         agreed = reconcile(ranks)
-        for generation in agreed.held:
+        for generation in agreed.held - {agreed.pending}:
             least = min(trust(gate, generation) for gate in known(ranks))
             assert 0 < trust(agreed, generation) <= least
             kept += least
@@ -145,8 +149,8 @@ def test_ranks_without_a_ledger_know_nothing():
 
 def test_a_promotion_in_the_middle_stays_a_candidate():
     before = train(CheckpointGate(recipes=2), "hhh")
-    done = train(before, "h")
-    assert steps(done) == (4, 4, 2)
+    done, _ = after(before, Checked(4, Outcome.HEALTHY))
+    assert (steps(done), done.pending) == ((3, None, 2), Generation(4))
     agreed = reconcile([done, before])
     assert agreed.verified is None
     assert agreed.candidate == Generation(2)
@@ -155,7 +159,30 @@ def test_a_promotion_in_the_middle_stays_a_candidate():
 
 def test_a_certification_in_the_middle_is_none():
     before = train(CheckpointGate(), "hhh")
-    assert steps(reconcile([before, train(before, "h")])) == (3, None, 3)
+    ahead, _ = after(before, Checked(4, Outcome.HEALTHY))
+    agreed = reconcile([before, ahead])
+    assert (steps(agreed), agreed.pending) == ((3, None, 3), None)
+
+
+def test_what_one_rank_knows_to_be_sealed_is_sealed_on_all():
+    behind, _ = after(train(CheckpointGate(), "hhh"), Checked(4, Outcome.HEALTHY))
+    ahead, _ = after(after(behind, Sealed(Generation(4)))[0], Checked(5, Outcome.HEALTHY))
+    agreed = reconcile([ahead, behind])
+    assert (steps(agreed), agreed.pending) == ((4, None, 4), None)
+
+
+@pytest.mark.parametrize(("is_there", "expected"), [(True, (4, None, 4)), (False, (3, None, 3))])
+def test_what_was_being_captured_counts_if_every_ranks_shard_is_there(is_there: bool, expected: object):
+    gate, _ = after(train(CheckpointGate(), "hhh"), Checked(4, Outcome.HEALTHY))
+    found = settled(reconcile([gate, gate]), lambda _: is_there)
+    assert (steps(found), found.pending) == (expected, None)
+    assert Generation(3) in found.trusted
+    assert Generation(3) in found.captured, "it may have to take the place of a damaged one"
+
+
+def test_a_job_that_ended_before_its_first_capture_was_sealed_has_nothing():
+    gate, _ = after(CheckpointGate(), Checked(1, Outcome.HEALTHY))
+    assert settled(reconcile([gate, gate]), lambda _: False).held == frozenset()
 
 
 def test_corruption_in_the_middle_is_corruption():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.support.states import Job, all_bits, interrupted, seed, through_bytes
-from torchscout.checkpoint.state import collect, expected_bytes, restore
+from torchscout.checkpoint.state import collect, expected_bytes, refuse_what_cannot_be_kept, restore
 from torchscout.errors import CheckpointError
 
 
@@ -399,6 +400,49 @@ def test_what_cannot_be_kept_is_named_with_its_place():
     loader.position = {"file": object()}
     with pytest.raises(CheckpointError, match="registered/loader/file is a builtins"):
         ours.collect()
+
+
+class Queue:
+    def __init__(self, *items: Any) -> None:
+        self.items = deque(items)
+
+    def state_dict(self) -> Any:
+        return {"items": self.items}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.items = state["items"]
+
+
+def test_state_that_cannot_be_kept_is_refused_when_it_is_registered():
+    refuse_what_cannot_be_kept("queue", Queue(1, torch.ones(2).expand(3, 2)))
+    with pytest.raises(ValueError, match=r"'queue' cannot be kept: queue/items/1 is a builtins\.object"):
+        refuse_what_cannot_be_kept("queue", Queue(1, object()))
+
+
+VIEWS = {
+    "expanded": torch.arange(3.0).expand(2, 3),
+    "expanded number": torch.tensor(5.0).expand(4),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "every other": torch.arange(8.0)[::2],
+    "sliding": torch.arange(5.0).unfold(0, 3, 1),
+    "expanded transposed": torch.arange(6.0).view(2, 1, 3).expand(2, 4, 3).permute(2, 1, 0),
+    "empty expanded": torch.empty(0, 1).expand(0, 3),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_expanded_and_strided_tensors_come_back(name: str):
+    kept, loader = VIEWS[name], Loader()
+    loader.position = {"queue": deque([kept], 2), "several": defaultdict(list, a=[kept])}
+    state = through_bytes(collect(Net(), [], {"loader": loader}))
+    found = Loader()
+    restore(Net(), [], {"loader": found}, state)
+    again = found.position["queue"][0]
+    assert torch.equal(again, kept)
+    assert again is not kept
+    assert again.stride() == kept.stride() or name in ("sliding", "empty expanded")
+    assert (found.position["queue"].maxlen, found.position["several"].default_factory) == (2, list)
+    assert torch.equal(found.position["several"]["a"][0], kept)
 
 
 def test_something_else_is_not_taken_for_a_state():

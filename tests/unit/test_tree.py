@@ -7,8 +7,9 @@ import json
 import math
 import random
 import struct
-from collections import Counter, OrderedDict, defaultdict, namedtuple
-from enum import IntEnum
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from enum import Enum, Flag, IntEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,16 @@ class Position(NamedTuple):
 
 class Color(IntEnum):
     RED = 1
+
+
+class Mode(Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Outer:
+    class Kind(Enum):
+        PAIR = (1, 2)
 
 
 def round_trip(tree: Any, named: tuple[type, ...] = ()) -> Any:
@@ -67,12 +78,21 @@ def bits(value: float) -> bytes:
         torch.Size([2, 0, 3]),
         random.Random(1).getstate(),
         np.random.PCG64(5).state,
+        deque([1, (2, "b")], maxlen=4),
+        deque(),
+        defaultdict(int, {"b": 1, "a": 2}),
+        defaultdict(None, {1: defaultdict(list)}),
+        Path("/data/../shard 7"),
+        Color.RED,
+        {Color.RED: Outer.Kind.PAIR, Mode.WRITE: [Mode.READ]},
     ],
     ids=lambda tree: repr(tree)[:30],
 )
 def test_what_state_is_made_of_comes_back(tree: Any):
     found = round_trip(tree)
     assert (found, type(found)) == (tree, type(tree))
+    for name in ("maxlen", "default_factory"):
+        assert getattr(found, name, None) == getattr(tree, name, None)
     if isinstance(tree, dict):
         assert list(map(type, found)) == list(map(type, tree))
         assert list(found) == list(tree), "in order"
@@ -166,9 +186,16 @@ def test_what_optimizers_schedulers_and_generators_call_their_state_comes_back()
     [
         ({"a": [1, object()]}, "a/1 is a builtins.object, which a checkpoint does not keep"),
         ({"fn": functools.partial(print)}, "fn is a functools.partial"),
-        ({"d": defaultdict(list)}, "d is a collections.defaultdict"),
-        ({"c": Color.RED}, r"c is a tests.unit.test_tree.Color"),
-        ({Color.RED: 1}, r"key <Color.RED: 1> is a tests.unit.test_tree.Color"),
+        (
+            {"d": defaultdict(lambda: 3)},
+            "d is a defaultdict of <function .*keep a dict, or a defaultdict of bool",
+        ),
+        (
+            {"c": [Enum("Local", "ONE").ONE]},
+            r"c/0 is <Local.ONE: 1> of tests.unit.test_tree.Local, which could not",
+        ),
+        ({"f": Mode.READ | Mode.WRITE}, r"f is <Mode.READ.WRITE: 3> of tests.unit.test_tree.Mode"),
+        ({"q": deque([1, {"b": object()}])}, "q/1/b is a builtins.object"),
         ({"o": np.array([object()])}, "o is an array of object"),
         ({"s": np.zeros(2, [("a", "f4")])}, "s is an array of"),
         ({"m": torch.empty(2, device="meta")}, "m: a meta tensor has no bytes"),
@@ -246,6 +273,16 @@ def test_the_deepest_allowed_tree_comes_back():
         {"named": ["x.A", [["_a", 1]]]},
         {"named": ["x.A", {}]},
         functools.reduce(lambda inner, _: [inner], range(200), 1),
+        {"deque": [1]},
+        {"deque": ["2", []]},
+        {"deque": [-1, []]},
+        {"default": ["eval", []]},
+        {"default": [["int"], []]},
+        {"path": 3},
+        {"enum": ["os.path", "join"]},
+        {"enum": ["tests.unit.test_tree.Color", "name"]},
+        {"enum": ["tests.unit.test_tree.Color", ["RED"]]},
+        {"enum": ["not.imported.Color", "RED"]},
     ],
     ids=lambda document: json.dumps(document)[:40],
 )

@@ -6,7 +6,6 @@ gives what to whom is agreed before: both ends must be called, and every wait en
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
@@ -17,10 +16,10 @@ from torchscout.checkpoint.arriving import Arriving
 from torchscout.checkpoint.shard_format import Identity
 from torchscout.checkpoint.tensors import bytes_of
 from torchscout.errors import ChannelError, CheckpointError, DamagedError
+from torchscout.log import log
 
 __all__ = ["give", "received"]
 
-_log = logging.getLogger("torchscout")
 _CHUNK = 4 << 20
 _LARGEST = 1 << 50
 
@@ -49,7 +48,7 @@ def _fill(piece: bytearray, file: int, offset: int) -> None:
         while view and (count := os.preadv(file, [view], offset)):
             view, offset = view[count:], offset + count
     except OSError as error:
-        _log.error("torchscout: reading a shard failed: %s", error)
+        log.error("reading a shard failed: %s", error)
 
 
 def received(memory: Path, identity: Identity, me: int, source: int, group: dist.ProcessGroup) -> Path:

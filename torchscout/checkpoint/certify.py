@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torchscout.checkpoint.gate import CheckpointGate
-from torchscout.checkpoint.happening import Checked, Event, Lost, Outcome, WriteFailed, Written
+from torchscout.checkpoint.happening import Checked, Event, Lost, Outcome, Sealed, WriteFailed, Written
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import REFUSED, UNDECIDED, unmet
 from torchscout.decision.replay_diagnosis import FAILED
@@ -98,11 +98,11 @@ class Ballot:
 def events_of(gate: CheckpointGate, step: int, counted: Ballot) -> list[Event]:
     """What has happened since the last check, in order, and the check itself."""
     events: list[Event] = []
+    if gate.pending is not None:
+        events.append(Lost(gate.pending) if counted.lost else Sealed(gate.pending))
     if gate.writing is not None:
         if counted.unwritten:
             events.append(WriteFailed(gate.writing))
         elif not counted.writing:
             events.append(Written(gate.writing))
-    if counted.lost and gate.latest is not None:
-        events.append(Lost(gate.latest))
     return [*events, Checked(step, counted.outcome)]

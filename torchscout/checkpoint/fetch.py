@@ -7,7 +7,6 @@ end with the same generation, or all with the same error.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,10 @@ from torchscout.checkpoint.generations import Copy, Listing, Plan, agree
 from torchscout.checkpoint.inventory import Found, Inventory, Member, Tier, inventory
 from torchscout.checkpoint.shard_format import Identity
 from torchscout.errors import CheckpointError, DamagedError, UnavailableError
+from torchscout.log import log
 
 __all__ = ["Fetched", "Links", "fetch", "whole"]
 
-_log = logging.getLogger("torchscout")
 _TOLD = 20
 """Unreadable files that a rank tells the others about."""
 
@@ -90,7 +89,7 @@ def fetch(
         if plan.generation is None:
             raise UnavailableError(". ".join([plan.reason, *demoted]))
         if plan.passed:
-            _log.error("torchscout: %s", plan.reason)
+            log.error("%s", plan.reason)
         desk.attempt(plan)
         damaged = desk.settle(plan)
         if not damaged:
@@ -116,7 +115,7 @@ class _Desk(Generic[T]):
         gathered = self._links.exchange(problems)
         told = [f"rank {rank}, {each}" for rank, said in enumerate(gathered) for each in said]
         for each in told:
-            _log.error("torchscout: a checkpoint's shard is damaged: %s", each)
+            log.error("a checkpoint's shard is damaged: %s", each)
         return told
 
     def listings(self, wanted: Sequence[Generation]) -> list[Listing]:
@@ -164,7 +163,7 @@ class _Desk(Generic[T]):
                 sentence = (
                     f"rank {rank}'s state at {plan.generation} in {source.told(rank)} is damaged: {why}"
                 )
-                _log.error("torchscout: %s", sentence)
+                log.error("%s", sentence)
                 damaged.append(sentence)
                 bad = Copy(rank, plan.generation, source.tier, source.holder)
                 self._demote(bad, sentence, unread=source.reader != self._member.rank)

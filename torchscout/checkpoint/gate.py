@@ -22,6 +22,7 @@ from torchscout.checkpoint.happening import (
     Lost,
     Outcome,
     Recovered,
+    Sealed,
     WriteFailed,
     Written,
 )
@@ -44,19 +45,22 @@ __all__ = ["CheckpointGate", "after"]
 # recovered    What was loaded is the latest, and a new lineage begins. What is newer than it belongs to an
 #              abandoned lineage and goes. So does the candidate, and the count starts again at 0: rotations
 #              start anew with new workers, and on a replaced machine no replay exposes what the old one did.
+# sealed       What was captured after the last accepted check gets its role.
 # write failed A candidate without files is none; the cycle under way goes on. Certified state is in memory.
 # lost         It is forgotten, in whichever role; the next older verified one, if any, takes its place.
 #
 # [Note: dense is not a catalog of one]
 #
 # A dense model's shapes never change, so that an accepted check certifies what is captured right after it:
-# verified is latest, at once, and there is no candidate. A catalog with K = 1 still waits for a second cycle:
-# what was captured at check n is promoted at check n + 1, and gone if that one finds corruption.
+# verified is latest once it is sealed, and there is no candidate. A catalog with K = 1 still waits for a
+# second cycle: what was captured at check n is promoted at check n + 1; it is gone if that finds corruption.
 #
-# [Note: two in memory]
+# [Note: pointers move when every rank has sealed]
 #
-# Captures alternate between two buffers, so that the one before the latest is whole until the next capture
-# begins. A job that dies while capturing finds it there; hence it is retired only with the next capture.
+# A capture is copied and sealed while training goes on, and may fail on any rank: it is pending, and no
+# pointer names it. With the next check all ranks tell whether they have sealed it, and it becomes the latest,
+# or is given up. The latest before it stays whole until then. A job that dies in between looks for the
+# pending one when it starts again: if every rank's shard is there, it was sealed (``ledger.settled``).
 
 _Next = tuple[CheckpointGate, Effects]
 
@@ -72,6 +76,8 @@ def after(gate: CheckpointGate, event: Event) -> tuple[CheckpointGate, Effects]:
 def _checked(gate: CheckpointGate, event: Checked) -> _Next:
     if event.step <= gate.step:
         raise ValueError(f"a check at step {event.step} cannot follow step {gate.step}")
+    if gate.pending is not None:
+        raise ValueError(f"whether {gate.pending} is sealed must be known before the next check")
     gate = replace(gate, step=event.step)
     if gate.poisoned is not None:
         reason = f"corruption was found at step {gate.poisoned} and no recovery is recorded since"
@@ -82,18 +88,33 @@ def _checked(gate: CheckpointGate, event: Checked) -> _Next:
 
 
 def _accepted(gate: CheckpointGate, fresh: Generation) -> _Next:
-    gate = replace(gate, captured=(*gate.captured, fresh)[-2:])  # [Note: two in memory]
+    gate = replace(gate, pending=fresh)  # [Note: pointers move when every rank has sealed]
     return _certified(gate, fresh) if gate.recipes is None else _counted(gate, fresh, gate.recipes)
 
 
 def _certified(gate: CheckpointGate, fresh: Generation) -> _Next:
     """Dense: [Note: dense is not a catalog of one]."""
-    gate = replace(gate, trusted=(*gate.trusted, fresh), unwritten=gate.unwritten + 1)
+    is_first = not gate.durable and not gate.unwritten  # nothing is in files, and no write has failed
+    gate = replace(gate, unwritten=gate.unwritten + 1)
     reason = f"the check at step {fresh.step} certifies what is captured after it"
-    if gate.unwritten < gate.persist_every or gate.writing is not None:
-        return gate, Effects(reason=reason, capture=fresh, promote=fresh)
+    is_due = is_first or gate.unwritten >= gate.persist_every
+    if not is_due or gate.writing is not None:
+        return gate, Effects(reason=reason, capture=fresh)
     gate = replace(gate, unwritten=0, writing=fresh)
-    return gate, Effects(reason=reason, capture=fresh, promote=fresh, persist=fresh)
+    return gate, Effects(reason=reason, capture=fresh, persist=fresh)
+
+
+def _sealed(gate: CheckpointGate, event: Sealed) -> _Next:
+    fresh = event.generation
+    if fresh != gate.pending:
+        raise ValueError(f"{fresh} is not being captured; pending is {gate.pending}")
+    reason, is_dense, captured = f"{fresh} is sealed on every rank", gate.recipes is None, (fresh,)
+    if is_dense:
+        gate = replace(gate, pending=None, captured=captured, trusted=(*gate.trusted, fresh))
+        return gate, Effects(reason=f"{reason}, and verified", promote=fresh)
+    # What a catalog writes was captured at the end of a cycle.
+    candidate = fresh if gate.writing == fresh else gate.candidate
+    return replace(gate, pending=None, captured=captured, candidate=candidate), Effects(reason=reason)
 
 
 def _counted(gate: CheckpointGate, fresh: Generation, recipes: int) -> _Next:
@@ -109,10 +130,10 @@ def _counted(gate: CheckpointGate, fresh: Generation, recipes: int) -> _Next:
         return gate, Effects(reason=reason, capture=fresh)
     ripe = gate.candidate
     trusted = gate.trusted if ripe is None else (*gate.trusted, ripe)
-    reason = f"a cycle of {recipes} accepted recipes makes {fresh} the candidate"
+    reason = f"a cycle of {recipes} accepted recipes makes {fresh} the next candidate"
     if ripe is not None:
         reason += f" and {ripe} verified"
-    gate = replace(gate, trusted=trusted, candidate=fresh, writing=fresh)
+    gate = replace(gate, trusted=trusted, candidate=None, writing=fresh)
     return gate, Effects(reason=reason, capture=fresh, promote=ripe, persist=fresh)
 
 
@@ -134,7 +155,7 @@ def _corrupted(gate: CheckpointGate) -> _Next:
 
 
 def _without_candidate(gate: CheckpointGate) -> CheckpointGate:
-    writing = gate.writing if gate.writing in gate.trusted else None
+    writing = gate.writing if gate.writing in (*gate.trusted, gate.pending) else None
     return replace(gate, candidate=None, writing=writing, durable=_still(gate, gate.trusted))
 
 
@@ -158,7 +179,8 @@ def _write_failed(gate: CheckpointGate, event: WriteFailed) -> _Next:
     if event.generation == gate.candidate:
         gate = _without_candidate(gate)
         reason += "; it is the candidate no longer"
-    return replace(gate, writing=None), Effects(reason=reason)
+    # At least one: a disk that stays full is not tried again at every check.
+    return replace(gate, writing=None, unwritten=max(gate.unwritten, 1)), Effects(reason=reason)
 
 
 def _lost(gate: CheckpointGate, event: Lost) -> _Next:
@@ -171,6 +193,7 @@ def _lost(gate: CheckpointGate, event: Lost) -> _Next:
         trusted=tuple(each for each in gate.trusted if each != gone),
         durable=tuple(each for each in gate.durable if each != gone),
         writing=None if gate.writing == gone else gate.writing,
+        pending=None if gate.pending == gone else gate.pending,
     )
     return gate, Effects(reason=f"{gone} cannot be had any more", retire=(gone,))
 
@@ -191,8 +214,11 @@ def _recovered(gate: CheckpointGate, event: Recovered) -> _Next:
         captured=() if loaded is None else (loaded,),
         candidate=None,
         trusted=trusted,
-        durable=_still(gate, trusted),
+        durable=tuple(
+            each for each in trusted if each in gate.durable or (each == loaded and event.in_files)
+        ),
         writing=None,
+        pending=None,
         unwritten=0,
         poisoned=None,
         lineage=gate.lineage + 1,
@@ -210,6 +236,7 @@ _REFUSALS: dict[Outcome, Callable[[CheckpointGate], _Next]] = {
 _TRANSITIONS: dict[type, Callable[[CheckpointGate, Any], _Next]] = {
     Checked: _checked,
     Hung: _hung,
+    Sealed: _sealed,
     Written: _written,
     WriteFailed: _write_failed,
     Lost: _lost,

@@ -26,8 +26,12 @@ class CheckpointGate:
 
     accepted: int = 0
     """q, the accepted checks of the cycle under way."""
+    pending: Generation | None = None
+    """What the last accepted check lets all ranks capture. It has no role until it is known to be sealed on
+    every rank: see [Note: pointers move when every rank has sealed]."""
     captured: tuple[Generation, ...] = ()
-    """What lies in memory, at most two, oldest first; after a recovery, what was loaded."""
+    """The newest generation that is sealed in every rank's memory; after a recovery, what was loaded. When a
+    job starts again it may be two, oldest first: see ``ledger.settled``."""
     candidate: Generation | None = None
     """Captured at the end of an accepted cycle; the next accepted cycle promotes it."""
     trusted: tuple[Generation, ...] = ()
@@ -59,22 +63,14 @@ class CheckpointGate:
     @property
     def held(self) -> frozenset[Generation]:
         """Every generation that must not be deleted."""
-        pending = {each for each in (self.candidate, self.writing) if each is not None}
-        return frozenset(pending).union(self.captured, self.trusted)
+        single = {each for each in (self.candidate, self.writing, self.pending) if each is not None}
+        return frozenset(single).union(self.captured, self.trusted)
 
     @property
     def in_memory(self) -> frozenset[Generation]:
         """Every generation that memory must hold: what is in files need not be there any more."""
-        return frozenset(self.captured).union([] if self.writing is None else [self.writing])
-
-    @property
-    def is_unproven(self) -> bool:
-        """Whether there is no more than this lineage's first capture, which no check has seen sealed yet."""
-        return (
-            not self.durable
-            and all(each.lineage == self.lineage for each in self.held)
-            and len(self.held) < 2
-        )
+        single = {each for each in (self.writing, self.pending) if each is not None}
+        return frozenset(single).union(self.captured)
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
@@ -87,6 +83,7 @@ class CheckpointGate:
         """Read back what ``to_json`` wrote; a ``ValueError`` says what is wrong with anything else."""
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise ValueError(f"not the state of a checkpoint gate of schema {SCHEMA}: {document!r:.80}")
+        document = {"pending": None, **document}  # earlier versions had none
         known = {"schema", *_NUMBERS, *_SEVERAL, *_SINGLE}
         if wrong := known.symmetric_difference(document):
             raise ValueError(f"a checkpoint gate's state lacks, or does not know, {sorted(map(str, wrong))}")
@@ -103,7 +100,7 @@ class CheckpointGate:
 
 _NUMBERS = ("recipes", "persist_every", "keep", "accepted", "unwritten", "poisoned", "lineage", "step")
 _SEVERAL = ("captured", "trusted", "durable")
-_SINGLE = ("candidate", "writing")
+_SINGLE = ("candidate", "writing", "pending")
 
 
 def _refuse_nonsense(gate: CheckpointGate) -> None:
@@ -121,11 +118,15 @@ def _refuse_nonsense(gate: CheckpointGate) -> None:
         steps = [each.step for each in getattr(gate, name)]
         if steps != sorted(set(steps)):
             raise ValueError(f"{name} must be of ascending steps, got {steps}")
-    lasting = {*gate.trusted, gate.candidate}
+    lasting, sealed = {*gate.trusted, gate.candidate}, {*gate.trusted, *gate.captured, gate.candidate}
     allowed: dict[str, bool] = {
         "a dense model has no candidate": gate.recipes is not None or gate.candidate is None,
         "only what is trusted, or the candidate, is durable": lasting.issuperset(gate.durable),
-        "only what is trusted, or the candidate, is written": gate.writing is None or gate.writing in lasting,
+        "only what is trusted, pending, or the candidate, is written": gate.writing is None
+        or gate.writing in {*lasting, gate.pending},
+        "what is pending is newer than all that is sealed": gate.pending is None
+        or all(each is None or each.step < gate.pending.step for each in sealed),
+        "nothing is pending after corruption": gate.pending is None or gate.poisoned is None,
         "what is being written is not durable yet": gate.writing not in gate.durable,
         "the candidate is newer than what is verified": gate.candidate is None
         or all(each.step < gate.candidate.step for each in gate.trusted),

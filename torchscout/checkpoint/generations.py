@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torchscout.checkpoint.generation import Generation, is_number
 from torchscout.checkpoint.inventory import Found, Inventory, Member, Tier
-from torchscout.errors import CheckpointError
+from torchscout.errors import UnavailableError
 
 __all__ = ["Copy", "Listing", "Plan", "Source", "agree"]
 
@@ -90,6 +90,9 @@ class Plan:
     passed: tuple[tuple[Generation, str], ...]
     """Newer ones that would have been taken, and why they cannot be had, in words."""
 
+    in_files: bool = False
+    """Whether every rank's state is on a disk as well, or only there."""
+
     @property
     def reason(self) -> str:
         """The choice in words."""
@@ -102,7 +105,7 @@ class Plan:
 def agree(listings: Sequence[Listing], wanted: Sequence[Generation]) -> Plan:
     """The first of the ``wanted`` of which every rank can have its state, given all ranks' listings.
 
-    A ``CheckpointError`` says so if none can be had and what is there is of another job, mesh or world size.
+    ``UnavailableError`` if none can be had and what is there is of another job, mesh or world size.
     """
     if not wanted:
         raise ValueError("no generation is wanted, so there is nothing to agree on")
@@ -112,13 +115,16 @@ def agree(listings: Sequence[Listing], wanted: Sequence[Generation]) -> Plan:
         sources = [_best(copies.get((rank, generation), ()), rank) for rank in range(len(listings))]
         missing = [rank for rank, source in enumerate(sources) if source is None]
         if not missing:
-            return Plan(generation, tuple(each for each in sources if each is not None), tuple(passed))
+            found = (copies[rank, generation] for rank in range(len(listings)))
+            in_files = all(any(each.tier is Tier.DISK for each in held) for held in found)
+            chosen = tuple(each for each in sources if each is not None)
+            return Plan(generation, chosen, tuple(passed), in_files)
         passed.append((generation, _gone(missing, len(listings))))
     plan = Plan(None, (), tuple(passed))
     if strangers := [
         f"rank {rank} finds {each}" for rank, told in enumerate(listings) for each in told.strangers
     ]:
-        raise CheckpointError(
+        raise UnavailableError(
             f"{plan.reason}. What is there is not of this job: {'; '.join(strangers[:_TOLD])}"
         )
     return plan

@@ -16,6 +16,7 @@ __all__ = [
     "Lost",
     "Outcome",
     "Recovered",
+    "Sealed",
     "WriteFailed",
     "Written",
 ]
@@ -55,6 +56,13 @@ class Hung:
 
 
 @dataclass(frozen=True, slots=True)
+class Sealed:
+    """Every rank has sealed its capture of this generation in memory."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
     """Every rank has sealed its files of this generation."""
 
@@ -81,9 +89,11 @@ class Recovered:
 
     generation: Generation | None
     """None if the job starts from its beginning, which is allowed only when nothing verified is left."""
+    in_files: bool = False
+    """Whether every rank has a file of it as well."""
 
 
-Event = Checked | Hung | Written | WriteFailed | Lost | Recovered
+Event = Checked | Hung | Sealed | Written | WriteFailed | Lost | Recovered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,19 @@ from torchscout.checkpoint.generation import Generation, is_number
 from torchscout.checkpoint.shard_format import digest
 from torchscout.errors import CheckpointError, DamagedError
 
-__all__ = ["SCHEMA", "Ledger", "inspect", "newest", "path_of", "ranks_in", "read", "reconcile", "write"]
+__all__ = [
+    "SCHEMA",
+    "Ledger",
+    "inspect",
+    "newest",
+    "path_of",
+    "ranks_in",
+    "read",
+    "reconcile",
+    "remove",
+    "settled",
+    "write",
+]
 
 SCHEMA = 1
 """Version of the file; other versions are refused."""
@@ -85,6 +97,12 @@ def write(
     shards.replace(path, [_sealed(json.dumps(body, separators=(",", ":")).encode())])
 
 
+def remove(folder: Path | str, rank: int) -> None:
+    """Delete what this rank has written down here."""
+    for path in (_previous(path_of(folder, rank)), path_of(folder, rank)):
+        path.unlink(missing_ok=True)
+
+
 def read(folder: Path | str, rank: int, *, job: str | None = None) -> CheckpointGate | None:
     """The last state that can be read, or None if there never was one; see ``inspect``."""
     found = inspect(folder, rank)
@@ -118,7 +136,7 @@ def reconcile(gates: Sequence[CheckpointGate | None]) -> CheckpointGate:
     No generation is trusted more than by the rank that trusts it least. A rank that has no ledger, being new,
     has no say. For a job that is not running: nothing is being written any more.
     """
-    known = [gate for gate in gates if gate is not None]
+    known = _agreed_on_pending([gate for gate in gates if gate is not None])
     if not known:
         return CheckpointGate()
     poisoned = max((gate.poisoned for gate in known if gate.poisoned is not None), default=None)
@@ -137,6 +155,7 @@ def reconcile(gates: Sequence[CheckpointGate | None]) -> CheckpointGate:
         persist_every=min(gate.persist_every for gate in known),
         keep=max(gate.keep for gate in known),
         accepted=min(gate.accepted for gate in known) if len(catalogs) == 1 and poisoned is None else 0,
+        pending=known[0].pending,
         captured=captured,
         candidate=candidates[0] if candidates else None,
         trusted=trusted,
@@ -146,6 +165,27 @@ def reconcile(gates: Sequence[CheckpointGate | None]) -> CheckpointGate:
         lineage=max(gate.lineage for gate in known),
         step=max(gate.step for gate in known),
     )
+
+
+def settled(gate: CheckpointGate, is_there: Callable[[Generation], bool]) -> CheckpointGate:
+    """The state of a job that is not running, once it is known whether every rank's share is there of what
+    was being captured when it ended."""
+    if (pending := gate.pending) is None:
+        return gate
+    gate = replace(gate, pending=None, writing=None if gate.writing == pending else gate.writing)
+    if not is_there(pending):
+        return gate
+    # The one before it stays: unlike in a running job, it may have to take the place of a damaged one.
+    trusted = (*gate.trusted, pending) if gate.recipes is None else gate.trusted
+    return replace(gate, captured=(*gate.captured, pending)[-2:], trusted=trusted)
+
+
+def _agreed_on_pending(gates: Sequence[CheckpointGate]) -> list[CheckpointGate]:
+    """All with the same pending generation, or none: what one rank knows to be sealed is sealed on all, and
+    what one rank does not know of was never captured by it."""
+    sealed = {each for gate in gates for each in (*gate.captured, *gate.trusted, gate.candidate)}
+    common = len({gate.pending for gate in gates}) == 1
+    return [gate if common else settled(gate, sealed.__contains__) for gate in gates]
 
 
 _Pick = Callable[[CheckpointGate], tuple[Generation, ...]]

@@ -2,7 +2,7 @@
 
 Either tier can fail at any moment, for a while or for good. What a job finds after that depends on the
 ledgers that were written last, so shards follow those ledgers and not the gate's newest state. Pure, but for
-the lock; ``integration.checkpointing`` writes and deletes.
+the lock; ``ledger_keeping`` writes and deletes.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class LedgerTiers:
         """This tier's ledger is sealed, with this state."""
         with self._lock:
             self._written[tier] = gate
+
+    def last(self, tier: Tier) -> CheckpointGate | None:
+        """The state in this tier's last ledger."""
+        with self._lock:
+            return self._written[tier]
 
     def give_up(self, tier: Tier, generations: Iterable[Generation]) -> None:
         """The gate does not need these in this tier any more."""

@@ -7,11 +7,13 @@ because its tracker removes them. It does not outlive the machine: that is what 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from torchscout.checkpoint import lock, shards
 from torchscout.checkpoint.shard_files import files_under
+from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 from torchscout.private_files import make_private_folder
 
@@ -19,7 +21,8 @@ __all__ = ["available_memory", "budget_within", "check_budget", "memory_folder",
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
 _SHARED_MEMORY = Path("/dev/shm")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,127}")
+_PROMISED = "budget"
+"""The file with the number of bytes that a job may take."""
 
 
 def memory_root() -> Path:
@@ -33,7 +36,7 @@ def memory_folder(job: str) -> Path:
 
     The environment variable ``TORCHSCOUT_MEMORY`` names another root than one in ``/dev/shm``.
     """
-    if not _NAME.fullmatch(job):
+    if not JOB_NAME.fullmatch(job):
         raise ValueError(f"a job's name is of letters, digits and ._+=@-, at most 128, got {job!r}")
     root = memory_root()
     if not os.environ.get(_VARIABLE) and not _SHARED_MEMORY.is_dir():
@@ -69,7 +72,8 @@ def check_budget(
     """The bytes that checkpoints may take, or a ``CheckpointError`` if so many copies do not fit into them.
 
     ``copies`` counts all that this machine is to hold, of all its ranks. Without a budget it is half of what
-    is free; what this job's earlier checkpoints take counts as free, as they give way.
+    is free; what this job's earlier checkpoints take counts as free, as they give way, and what other jobs
+    that run may still take does not.
     """
     try:
         status = os.statvfs(folder)
@@ -79,8 +83,27 @@ def check_budget(
     free = status.f_bavail * status.f_frsize
     if _is_in_memory(folder):  # that file system may be larger than what the machine or the container has
         free = min(free, available())
-    free += own
-    return budget_within(free, bytes_per_snapshot, copies, budget, folder)
+    free = max(0, free + own - _promised_to_others(folder))
+    allowed = budget_within(free, bytes_per_snapshot, copies, budget, folder)
+    with suppress(CheckpointError):  # a full file system is for the first capture to meet
+        shards.replace(folder / _PROMISED, [f"{allowed}\n".encode()])
+    return allowed
+
+
+def _promised_to_others(folder: Path) -> int:
+    """What the running jobs of the other folders may still take, besides what they have taken."""
+    beside = [each for each in folder.parent.iterdir() if each != folder and each.is_dir()]
+    return sum(_promised(each) for each in beside)
+
+
+def _promised(folder: Path) -> int:
+    try:
+        if lock.owner_of(folder) is None:
+            return 0
+        allowed = int((folder / _PROMISED).read_bytes())
+        return max(0, allowed - sum(map(_allocated, files_under(folder))))
+    except (OSError, ValueError, CheckpointError):  # it ends at this moment, or is not ours to read
+        return 0
 
 
 def _left_in(group: Path) -> int | None:

@@ -91,6 +91,37 @@ class Outgoing:
         """Do this after what was begun before it; files are slow. A failure is a problem."""
         self._tasks.put(lambda: self._attempt(work))
 
+    def flush(self, generations: Sequence[Generation], seconds: float) -> str | None:
+        """Write these to files, in this order, with the copies of other ranks' state that are here.
+
+        Returns why one could not be, also if it is not done in time. Any thread may call.
+        """
+        is_over = threading.Event()
+        problems: list[str] = []
+
+        def write_all() -> None:
+            problems.extend(filter(None, (self._attempt(partial(self._put, each)) for each in generations)))
+            is_over.set()
+
+        self._tasks.put(write_all)
+        if not is_over.wait(seconds):
+            return f"not within {seconds:g} s"
+        return problems[0] if problems else None
+
+    def _put(self, generation: Generation) -> None:
+        me = self._member.rank
+        own = shards.path_of(self._disk, self._member.at(generation), me)
+        with self._snapshots.held(generation) as path:
+            if path is not None and not own.exists():
+                _copy(path, own)
+        if not own.exists():
+            raise CheckpointError(f"{generation} is not in memory")
+        for ward in self._wards:
+            identity = self._member.at(generation, ward)
+            held, target = (shards.path_of(each, identity, me) for each in (self._memory, self._disk))
+            if held.exists() and not target.exists():
+                _copy(held, target)
+
     def is_written(self, generation: Generation) -> bool:
         """Whether its files are sealed; ``CheckpointError`` if they could not be."""
         if generation not in self._written:

@@ -7,7 +7,7 @@ and nothing is laid out anew: another layout is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,9 +88,7 @@ def rebuilt(local: torch.Tensor, layout: Any, parameter: torch.Tensor | None) ->
     layout = layout or {}
     home = CPU if parameter is None else parameter.device
     device = torch.device(layout["device"]) if "device" in layout else home
-    strides = layout.get("strides") or torch.empty(local.shape, device="meta").stride()
-    made = torch.empty_strided(local.shape, strides, dtype=local.dtype, device=device)
-    fill(made, local)
+    made = _strided(local, layout.get("strides"), device)
     whole = layout.get("whole")
     if whole is None:
         return made
@@ -109,6 +107,28 @@ def rebuilt(local: torch.Tensor, layout: Any, parameter: torch.Tensor | None) ->
         shape=torch.Size(whole["shape"]),
         stride=tuple(whole["stride"]),
     )
+
+
+def _strided(local: torch.Tensor, strides: Sequence[int] | None, device: torch.device) -> torch.Tensor:
+    """The same numbers with these strides. Where those would put several numbers into one place, as in a
+    window that slides, they lie densely; an expanded dimension is expanded again."""
+    expanded = strides is not None and 0 in strides and local.numel() > 0
+    kept = local[tuple(slice(0, 1 if step == 0 else None) for step in strides or ())] if expanded else local
+    if strides is None or _overlaps(kept.shape, strides):
+        strides = torch.empty(kept.shape, device="meta").stride()
+    made = torch.empty_strided(kept.shape, strides, dtype=local.dtype, device=device)
+    fill(made, kept)
+    return made.expand(local.shape) if expanded else made
+
+
+def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two indices may mean the same place: sorted by step, each must step over all before it."""
+    reach = 0
+    for step, size in sorted((step, size) for size, step in zip(shape, strides, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
 
 
 def _same_whole(tensor: DTensor, parameter: torch.Tensor | None) -> bool:

@@ -7,7 +7,6 @@ or wrong is a sentence in ``problems``. Which generations there are, and which m
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -26,10 +25,10 @@ from torchscout.checkpoint.replica_outbox import Outbox
 from torchscout.checkpoint.shard_format import Identity
 from torchscout.errors import CheckpointError
 from torchscout.listener_process import ListenerProcess
+from torchscout.log import log
 
 __all__ = ["Replicator"]
 
-_log = logging.getLogger("torchscout")
 _KEPT_PROBLEMS = 100
 _BUSY_SECONDS, _IDLE_SECONDS = 0.02, 0.5
 
@@ -197,7 +196,7 @@ class Replicator:
             if problem not in self._told and len(self._told) < _KEPT_PROBLEMS:
                 self._told.add(problem)
                 self._problems.append(problem)
-                _log.error("torchscout: %s", problem)
+                log.error("%s", problem)
 
     def _end(self) -> None:
         if not self._closing:

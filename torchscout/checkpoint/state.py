@@ -21,6 +21,7 @@ from torchscout.checkpoint.holdings import Holdings, Stateful, title_of
 from torchscout.checkpoint.placing import CPU, layout_of, local_of
 from torchscout.checkpoint.restoring import restore
 from torchscout.checkpoint.walking import walk
+from torchscout.errors import CheckpointError
 
 __all__ = [
     "OURS",
@@ -31,6 +32,7 @@ __all__ = [
     "expected_bytes",
     "note",
     "parameter_of",
+    "refuse_what_cannot_be_kept",
     "restore",
 ]
 
@@ -98,11 +100,28 @@ def note(
     owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Note:
     held = Holdings(model, optimizers, registered, owned)
-    loaders = {name: each for name, each in registered.items() if hasattr(each, "__iter__")}
+    loaders = {name: each for name, each in registered.items() if _is_loader(each)}
     return Note(
         random_state.now(held.tensors),
         {name: copy.deepcopy(each.state_dict()) for name, each in loaders.items()},
     )
+
+
+def _is_loader(stateful: Stateful) -> bool:
+    return hasattr(stateful, "__iter__")
+
+
+def refuse_what_cannot_be_kept(name: str, stateful: Stateful) -> None:
+    """Try to encode its state now; a ``ValueError`` names the place in it that a checkpoint cannot keep.
+
+    Loaders are not asked: some of them begin to iterate when they are.
+    """
+    if _is_loader(stateful):
+        return
+    try:
+        tree.encode({name: _Taken().tree(stateful.state_dict(), name)})
+    except CheckpointError as error:
+        raise ValueError(f"the state registered as {name!r} cannot be kept: {error}") from error
 
 
 def collect(

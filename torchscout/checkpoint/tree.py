@@ -10,8 +10,11 @@ import base64
 import math
 import re
 import struct
-from collections import Counter, OrderedDict, namedtuple
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +35,10 @@ _DEPTH = 100
 _EXACT = 1 << 53
 _ARRAY = re.compile(r"[<>|][biufcmMSU]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
 _DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,5})?")
+_FACTORIES: dict[str, type] = {
+    each.__name__: each for each in (bool, bytes, dict, float, int, list, set, str, tuple)
+}
+"""What a ``defaultdict`` may make its values with; anything else would be code that a file names."""
 
 
 class Encoded(NamedTuple):
@@ -78,6 +85,9 @@ class _Encoder:
             dict: lambda value, path: {"dict": self._pairs(value, path)},
             OrderedDict: lambda value, path: {"ordered": self._pairs(value, path)},
             Counter: lambda value, path: {"counter": self._pairs(value, path)},
+            deque: lambda value, path: {"deque": [value.maxlen, self._items(value, path)]},
+            defaultdict: self._default,
+            type(Path()): lambda value, _: {"path": str(value)},
             np.ndarray: self._array,
         }
 
@@ -90,6 +100,8 @@ class _Encoder:
             kind = self._tensor
         elif isinstance(value, np.generic):
             kind = self._scalar
+        elif isinstance(value, Enum):
+            kind = self._member
         elif isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple):
             kind = self._named
         else:
@@ -113,6 +125,25 @@ class _Encoder:
     def _key(self, key: Any, path: tuple[str, ...]) -> Any:
         # Text is nearly all keys there are, and a state has thousands.
         return key if type(key) is str else self.encode(key, (*path, f"key {key!r:.40}"))
+
+    def _default(self, value: defaultdict[Any, Any], path: tuple[str, ...]) -> Any:
+        factory = value.default_factory
+        name = None if factory is None else getattr(factory, "__name__", "")
+        if name is not None and _FACTORIES.get(name) is not factory:
+            raise CheckpointError(
+                f"{_place(path)} is a defaultdict of {factory!r:.80}, which a checkpoint does not keep; keep "
+                f"a dict, or a defaultdict of {', '.join(_FACTORIES)}"
+            )
+        return {"default": [name, self._pairs(value, path)]}
+
+    def _member(self, value: Enum, path: tuple[str, ...]) -> Any:
+        title = _title(type(value))
+        if _enum_named(title) is not type(value) or value.name not in type(value).__members__:
+            raise CheckpointError(
+                f"{_place(path)} is {value!r:.80} of {title}, which could not be found by its name again; "
+                "define the enumeration in a module, or keep the member's value"
+            )
+        return {"enum": [title, value.name]}
 
     def _named(self, value: Any, path: tuple[str, ...]) -> Any:
         fields = zip(value._fields, value, strict=True)
@@ -168,6 +199,10 @@ class _Decoder:
             "dict": self._dict,
             "ordered": lambda value, depth: OrderedDict(self._dict(value, depth)),
             "counter": lambda value, depth: Counter(self._dict(value, depth)),
+            "deque": self._deque,
+            "default": self._default,
+            "path": lambda value, _: Path(_typed(value, str)),
+            "enum": lambda value, _: _member(value),
             "array": lambda value, _: self._array(value),
             "scalar": lambda value, _: _scalar(value),
             "named": self._named_tuple,
@@ -194,6 +229,16 @@ class _Decoder:
         if len(found) < len(decoded):
             raise ValueError("a dict has a key twice")
         return found
+
+    def _deque(self, value: Any, depth: int) -> deque[Any]:
+        most, items = _pair(value)
+        return deque(self._many(items, depth), None if most is None else _typed(most, int))
+
+    def _default(self, value: Any, depth: int) -> defaultdict[Any, Any]:
+        name, pairs = _pair(value)
+        if name is not None and name not in _FACTORIES:
+            raise ValueError(f"unknown factory {name!r:.40}")
+        return defaultdict(None if name is None else _FACTORIES[name], self._dict(pairs, depth))
 
     def _named_tuple(self, value: Any, depth: int) -> Any:
         title, fields = _pair(value)
@@ -224,6 +269,26 @@ def _scalar(value: Any) -> Any:
     if len(_bytes(data)) != dtype.itemsize:
         raise ValueError(f"not a {text}: {data!r:.80}")
     return np.ndarray((), dtype, _bytes(data))[()] if dtype.itemsize else dtype.type()
+
+
+def _member(value: Any) -> Enum:
+    title, name = _pair(value)
+    kind = _enum_named(_typed(title, str))
+    if kind is None or _typed(name, str) not in kind.__members__:
+        raise ValueError(f"this process has no enumeration {title!r:.80} with a member {name!r:.40}")
+    return kind.__members__[name]
+
+
+def _enum_named(title: str) -> type[Enum] | None:
+    """Of an enumeration that this process has defined already; nothing is imported or called."""
+    parts = title.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:count]))
+        for name in parts[count:]:
+            found = vars(found).get(name) if hasattr(found, "__dict__") else None
+        if isinstance(found, type) and issubclass(found, Enum):
+            return found
+    return None
 
 
 def _number(value: float) -> Any:

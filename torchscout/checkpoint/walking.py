@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,16 @@ def walk(value: Any, path: str, exchange: Exchange, beside: Any = None) -> Any:
     """The same tree with other tensors; ``beside`` is another tree, of whatever shape, looked at in step."""
     if isinstance(value, torch.Tensor):
         return exchange(value, beside, path)
-    if type(value) in (dict, OrderedDict):
+    if type(value) in (dict, OrderedDict, defaultdict):
         others = beside if isinstance(beside, dict) else {}
-        return type(value)(
+        walked = copy.copy(value)  # with its order, and its factory
+        walked.update(
             (key, walk(each, f"{path}/{key!r}", exchange, others.get(key))) for key, each in value.items()
         )
+        return walked
+    if type(value) is deque:
+        own = list(beside) if isinstance(beside, deque) else None
+        return deque(walk(list(value), path, exchange, own), value.maxlen)
     is_named = isinstance(value, tuple) and hasattr(value, "_fields")
     if type(value) in (list, tuple) or is_named:
         same = isinstance(beside, list | tuple) and len(beside) == len(value)

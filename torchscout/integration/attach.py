@@ -88,7 +88,7 @@ def enable_resiliency(
     with ExitStack() as undo:
         communicators = Communicators() if replay is None else Communicators(replay.patience_seconds)
         undo.callback(communicators.close)
-        job = _agree(adapter, communicators, run_dir)
+        job = _agree(adapter, communicators, run_dir, "*" if observer is None else observer.address)
         session = Session(job.run_dir, undo.pop_all(), job.rank)
     if checkpoint is not None:
         _keep(session, job, checkpoint, adapter, _differing(adapter, replay, job.mesh), communicators)
@@ -129,7 +129,7 @@ def _refuse_mistakes(
         recipes_for(adapter, replay)
 
 
-def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str | None) -> Job:
+def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str | None, address: str) -> Job:
     """What must be the same everywhere is rank 0's to say; who runs where, each rank's own."""
     default = f"scout-run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     facts = communicators.exchange(
@@ -146,6 +146,7 @@ def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str |
         hosts=hosts,
         token=facts[0]["token"],
         run_dir=Path(facts[0]["run_dir"]),
+        address=address,
     )
 
 

@@ -6,13 +6,11 @@ generations. What fails on the way is a sentence in ``status``; it moves no poin
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 import xxhash
 
-from torchscout.checkpoint import ledger, lock, placement, retention, shards
+from torchscout.checkpoint import job_file, lock, placement, shards, state
 from torchscout.checkpoint.certify import Ballot, events_of
 from torchscout.checkpoint.fetch import Fetched, Links, fetch
 from torchscout.checkpoint.forgetting import forget_old
@@ -28,35 +26,35 @@ from torchscout.checkpoint.gate import CheckpointGate, after
 from torchscout.checkpoint.generation import Generation, Role
 from torchscout.checkpoint.happening import Checked, Effects, Event, Lost, Outcome, Recovered
 from torchscout.checkpoint.inventory import Member, Tier
+from torchscout.checkpoint.ledger_keeping import LedgerKeeper
 from torchscout.checkpoint.ledger_tiers import LedgerTiers
 from torchscout.checkpoint.memory import check_budget, memory_folder
 from torchscout.checkpoint.outgoing import Outgoing
-from torchscout.checkpoint.replicate import Replicator
-from torchscout.checkpoint.shard_files import shard_files
 from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state import OURS, Stateful, collect, expected_bytes, note, parameter_of, restore
+from torchscout.checkpoint.state import OURS, Stateful
 from torchscout.config import CheckpointConfig
 from torchscout.decision.fold import signed
 from torchscout.decision.ownership import Ownership
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.evidence.replay.keepsakes import Keepsakes
-from torchscout.integration.addresses import listening_address
 from torchscout.integration.communicators import Communicators
+from torchscout.integration.copying import Copying
 from torchscout.integration.coverage import Coverage
 from torchscout.integration.former import Former, Remains
 from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
 from torchscout.integration.resumption import Resumption, Sweeping
 from torchscout.integration.structure import surface_of
+from torchscout.integration.termination import before_termination
 from torchscout.integration.watching import Job
-from torchscout.log import Problems
+from torchscout.log import Problems, log
 
-__all__ = ["Checkpointing", "job_name"]
+__all__ = ["Checkpointing"]
 
-
-def job_name(directory: Path) -> str:
-    """The same for every run with this folder, and for no other."""
-    digest = hashlib.blake2b(str(directory).encode(), digest_size=6).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', directory.name)[:64] or 'job'}-{digest}".lstrip("-.")
+_WAYS_OUT = (
+    "To begin again without these checkpoints, call session.resume(start_over=True); to keep them, give "
+    "CheckpointConfig another directory. `scout checkpoint explain {folder}` shows what is there, and "
+    "`scout checkpoint adopt` lets a job take over another one's."
+)
 
 
 class Checkpointing:
@@ -84,9 +82,8 @@ class Checkpointing:
         """What a sweep will replay, as far as there is room for it."""
         self._registered: dict[str, Stateful] = {f"{OURS}keepsakes": self.keepsakes}
         self._disk = Path(config.directory).absolute()
-        self._name = job_name(self._disk)
         self._member = Member(
-            job=self._name, mesh=job.mesh.summary(), world_size=len(job.mesh), rank=job.rank
+            job=self._agreed_name(), mesh=job.mesh.summary(), world_size=len(job.mesh), rank=job.rank
         )
         self._coverage = Coverage()
         self._covered: Callable[[], str] = str
@@ -101,10 +98,10 @@ class Checkpointing:
         self._due: Callable[[], None] | None = None
         """What is to be done when the next step begins."""
         self._ledgers = LedgerTiers()
-        self._retired: set[Generation] = set()
-        """What the gate needs nowhere any more, as long as memory has it."""
         self._problems = Problems(f"rank {job.rank}: checkpoints")
         self._reason = "nothing was captured yet"
+        self._is_flushed = False
+        """Whether all that should be in files when a job ends is there."""
         self._undo = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._undo.close)
@@ -126,6 +123,7 @@ class Checkpointing:
             raise ValueError(f"names that begin with {OURS!r} are not for others, got {name!r}")
         if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
             raise ValueError(f"{name!r} must have state_dict() and load_state_dict(), got {type(stateful)}")
+        state.refuse_what_cannot_be_kept(name, stateful)
         self._registered[name] = stateful
 
     def step_begins(self) -> None:
@@ -150,7 +148,7 @@ class Checkpointing:
 
     def _is_copied(self, name: str) -> bool:
         """Whether replicas hold the same tensor under this name, as far as is known."""
-        if (found := parameter_of(name)) is None or found[0] in self._unreplicated:
+        if (found := state.parameter_of(name)) is None or found[0] in self._unreplicated:
             return False
         parameter, slot = found
         surface = surface_of(parameter)
@@ -194,28 +192,27 @@ class Checkpointing:
     def resume(self, sweep: Sweeping | None = None, *, start_over: bool = False) -> Resumption:
         """Go back to what algorithm 3 chooses; a ``CheckpointError`` on every rank if that cannot be had.
 
-        With ``start_over`` a job of which nothing was ever verified begins again.
+        With ``start_over`` a job begins again if nothing that it may load can be had.
         """
         if self._former is None:
             return Resumption(0, None, None, "There is no checkpoint to go back to.")
-        decision, wanted = self._former.chosen()
         gate = self._former.gate
-        assert gate is not None, "chosen() raises otherwise"
-        if not wanted and start_over:
-            return self._started_over(gate, decision.reason)
-        if not wanted:
-            raise CheckpointError(f"{decision.reason} To begin again, call session.resume(start_over=True).")
-        decision = replace(decision, is_swept=decision.is_swept and self._config.sweep)
         try:
+            decision, wanted = self._former.chosen()
+            decision = replace(decision, is_swept=decision.is_swept and self._config.sweep)
             loaded = load_what_is_fit(gate, decision, wanted, self._load, sweep)
         except UnavailableError as error:
-            if start_over and gate.is_unproven:
-                return self._started_over(gate, f"{error}.")
-            raise
+            reason = f"{str(error).rstrip('.')}."
+            if start_over:
+                self._start_over(gate)
+                return Resumption(0, None, None, f"{reason} The job begins again, as was asked for.")
+            raise UnavailableError(f"{reason} {_WAYS_OUT.format(folder=self._disk)}") from None
         except UnfitError as error:
             self._gate = gate
             for each in dict.fromkeys(error.lost):
                 self._carry_out(Lost(each))
+            # Not as if nothing had ever been sealed: whoever begins again shall say so.
+            self._gate = replace(self._gate, poisoned=self._gate.step)
             self._write_down()
             raise
         return self._resumed(gate, loaded)
@@ -226,7 +223,7 @@ class Checkpointing:
         self._add_problems(fetched.demoted)
         problem: str | None = f"{fetched.generation} could not be put back"
         try:
-            restore(self._model, self._optimizers, self._registered, fetched.value.tree, self._owned)
+            state.restore(self._model, self._optimizers, self._registered, fetched.value.tree, self._owned)
             problem = None
         except ScoutError as error:
             problem = str(error)
@@ -240,12 +237,13 @@ class Checkpointing:
         self._gate, self._former = gate, None
         for passed in loaded.lost:
             self._carry_out(Lost(passed))
-        self._carry_out(Recovered(fetched.generation))
+        self._carry_out(Recovered(fetched.generation, fetched.plan.in_files))
         self._gate = self._configured(self._gate)
         self._write_down()
-        self._outgoing.later(self._tidy)
-        if self._replicator is not None:  # whoever held the copy may be new, and have none
-            self._replicator.send(fetched.path)
+        gate = self._gate
+        self._outgoing.later(lambda: self._keeper.tidy(gate))
+        if self._copying.replicator is not None:  # whoever held the copy may be new, and have none
+            self._copying.replicator.send(fetched.path)
         swept = loaded.swept
         return Resumption(
             fetched.step,
@@ -264,16 +262,17 @@ class Checkpointing:
     def status(self) -> Mapping[str, Any]:
         self._add_problems(self._outgoing.problems())
         return {
-            "job": self._name,
+            "job": self._member.job,
             "memory": str(self._memory),
             "directory": str(self._disk),
             **{
                 role.value: None if (each := getattr(self._gate, role.value)) is None else each.step
                 for role in Role
             },
+            "capturing": None if self._gate.pending is None else self._gate.pending.step,
             "durable": [each.step for each in self._gate.durable],
             "poisoned": self._gate.poisoned,
-            "copied": self._copied(),
+            "copied": self._copying.newest,
             "held_seconds": None if self._capture is None else self._capture.held_seconds,
             "reason": self._reason,
             "lacking": self._coverage.lacking,
@@ -284,26 +283,52 @@ class Checkpointing:
         """What lasts is said once, so that it does not push out what else went wrong."""
         self._problems.add(problems)
 
-    def _copied(self) -> int | None:
-        """The newest step of which another machine's memory has this rank's state."""
-        held = frozenset() if self._replicator is None else self._replicator.held()
-        return max((each.step for each in held), default=None)
-
     def close(self) -> None:
+        """Write the newest sealed state to files, give back the memory that it took, and end."""
         with self._undo:
-            self.step_begins()
+            self.finish()
+
+    def finish(self) -> None:
+        """The job ends on this rank: capture what is due, and write it to files."""
+        self.step_begins()
+        self._is_flushed = self.flush()
+
+    def flush(self) -> bool:
+        """Write the newest sealed state to files, unless it is there, and wait for that within bounds.
+
+        Without the other ranks, which may be anywhere: what all of them know to be sealed comes first, then
+        what was captured last. Returns whether all is there. Any thread may call.
+        """
+        gate, deadline = self._gate, time.monotonic() + self._config.patience_seconds
+        is_captured = self._capture is not None and self._capture.wait(self._config.patience_seconds)
+        wanted = [*gate.captured, *([gate.pending] if is_captured and gate.pending is not None else [])]
+        wanted = [each for each in wanted if each not in gate.durable]
+        if not wanted:
+            return True
+        problem = self._outgoing.flush(wanted, max(0.0, deadline - time.monotonic()))
+        if problem is not None:
+            log.error(
+                "rank %d could not write %s to %s: %s; what is sealed stays in %s",
+                *(self._member.rank, wanted[-1], self._disk, problem, self._memory),
+            )
+        elif self._member.rank == 0:
+            log.info("the checkpoint of %s is in %s", wanted[-1], self._disk)
+        return problem is None
 
     def _open(self) -> None:
         """What may fail on this rank alone."""
         job, config = self._job, self._config
-        self._memory = memory_folder(self._name)
+        self._memory = memory_folder(self._member.job)
         for folder in (self._memory, self._disk):
-            self._undo.callback(lock.claim(folder, self._name, job.token).release)
+            self._undo.callback(lock.claim(folder, self._member.job, job.token).release)
             shards.clean(folder)
+        if job_file.name_in(self._disk) is None:
+            job_file.write(self._disk, self._member.job)
+        self._undo.callback(self._free_memory)
         if config.forget_after_days is not None:
             forget_old(self._memory.parent, self._memory, config.forget_after_days)
         copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
-        expected = expected_bytes(self._model, self._optimizers, self._owned)
+        expected = state.expected_bytes(self._model, self._optimizers, self._owned)
         allowed = check_budget(expected, copies, config.memory_budget, self._memory)
         # Of what its state will not need, though it should turn out twice as large.
         self.keepsakes.limit = max(0, allowed // copies - 2 * expected) if config.sweep else 0
@@ -316,35 +341,53 @@ class Checkpointing:
             protected=lambda: self._ledgers.named(Tier.MEMORY) | self._gate.in_memory,
         )
         self._undo.callback(self._snapshots.close)
-        self._replicator, self._address = None, None
-        if config.replicate and len(set(job.hosts)) > 1:
-            listens, address = listening_address(job.hosts, job.rank)
-            self._replicator = Replicator(job.rank, self._memory, job.token, listens=(listens, 0))
-            self._undo.callback(self._replicator.close)
-            self._address = [address, self._replicator.address[1]]
-        self._remains = Remains.found((self._memory, self._disk), self._member.rank, self._name)
+        self._copying = Copying(job, self._memory, wanted=config.replicate)
+        self._undo.callback(self._copying.close)
+        self._remains = Remains.found((self._memory, self._disk), self._member)
         self._ledgers = LedgerTiers(*self._remains.ledgers)
         self._add_problems(self._remains.problems)
 
     def _meet(self) -> None:
         """Tell each other where copies go, and what an earlier run has left."""
-        job = self._job
-        told = self._communicators.exchange({"address": self._address, "remains": self._remains.to_json()})
-        wards: Sequence[int] = ()
-        if self._replicator is not None:
-            self._replicator.connect([tuple(each["address"]) for each in told], job.hosts)
-            wards = placement.wards(job.hosts, job.rank)
+        here = {"address": self._copying.address, "remains": self._remains.to_json()}
+        told = self._communicators.exchange(here)
+        wards = self._copying.connect([each["address"] for each in told])
+        replicator = self._copying.replicator
+        self._add_problems(filter(None, [self._copying.problem]))
         self._outgoing = Outgoing(
             self._member,
             self._memory,
             self._disk,
             self._snapshots,
-            self._replicator,
+            replicator,
             wards,
             self._config.patience_seconds,
         )
         self._undo.callback(self._outgoing.close)
+        self._keeper = LedgerKeeper(
+            self._member, self._memory, self._disk, self._ledgers, self._snapshots, replicator
+        )
         self._former = Former.of([Remains.from_json(each["remains"]) for each in told])
+        if self._former is not None and self._former.is_nothing:
+            log.info("an earlier run ended before its first checkpoint was complete")
+            self._start_over(self._former.gate)
+        self._undo.callback(before_termination(self.flush))
+
+    def _agreed_name(self) -> str:
+        """The job's: see ``checkpoint.job_file``."""
+        found, name, problem = None, None, None
+        try:
+            found = job_file.name_in(self._disk)
+        except CheckpointError as error:
+            problem = str(error)
+        names = self._communicators.exchange(found)
+        try:
+            name = job_file.agreed_name(self._config.job, self._disk, names)
+        except CheckpointError as error:
+            problem = problem or str(error)
+        self._together(problem)
+        said: str = self._communicators.said_by_first(name)
+        return said
 
     def _together(self, problem: str | None) -> None:
         """Fail on every rank if this failed on any."""
@@ -358,14 +401,13 @@ class Checkpointing:
             return True
         return self._capture is not None and self._capture.wait(self._config.patience_seconds)
 
-    def _started_over(self, gate: CheckpointGate, reason: str) -> Resumption:
+    def _start_over(self, gate: CheckpointGate) -> None:
         self._gate, self._former = gate, None
         for each in gate.trusted:
             self._carry_out(Lost(each))
         self._carry_out(Recovered(None))
         self._gate = self._configured(self._gate)
         self._write_down()
-        return Resumption(0, None, None, f"{reason} The job begins again, as was asked for.")
 
     def _carry_out(self, event: Event) -> None:
         before = self._gate
@@ -373,76 +415,29 @@ class Checkpointing:
         self._reason = effects.reason
         if effects.capture is not None:
             self._take(effects.capture, effects)
-        self._retired |= {*effects.retire}
-        self._ledgers.give_up(Tier.DISK, effects.retire)
-        # What is in files need not be in another machine's memory as well.
-        self._ledgers.give_up(Tier.MEMORY, before.in_memory.union(effects.retire) - self._gate.in_memory)
+        self._keeper.give_up(before, self._gate, effects)
 
     def _take(self, generation: Generation, effects: Effects) -> None:
         """Note now what a loader draws from; the rest of the step is still to come."""
         self._awaited, self._capture, self._due = generation, None, None  # whatever becomes of it below
-        noted = note(self._model, self._optimizers, self._registered, self._owned)
-        role = Role.VERIFIED if effects.promote == generation else Role.LATEST
+        noted = state.note(self._model, self._optimizers, self._registered, self._owned)
+        role = Role.VERIFIED if self._gate.recipes is None else Role.LATEST
 
         def due() -> None:
-            state = collect(self._model, self._optimizers, self._registered, noted, self._owned)
-            self._capture = self._snapshots.capture(self._member.at(generation), role, state)
+            found = state.collect(self._model, self._optimizers, self._registered, noted, self._owned)
+            self._capture = self._snapshots.capture(self._member.at(generation), role, found)
             self._outgoing.take(self._capture, is_due=effects.persist == generation)
 
         self._due = due
 
-    def _tidy(self) -> None:
-        """Delete what a killed run was about to delete: earlier generations that the job no longer knows."""
-        gate, rank, size = self._gate, self._member.rank, self._member.world_size
-        for tier, folder in ((Tier.MEMORY, self._memory), (Tier.DISK, self._disk)):
-            needed = gate.held | self._ledgers.named(tier)
-            retention.remove(
-                each
-                for each in shard_files(folder)
-                if (each.holder, each.world_size) == (rank, size)
-                and each.generation.lineage < gate.lineage
-                and each.generation not in needed
-            )
-
     def _write_down(self) -> None:
-        """In memory at once; files may take their time. Neither depends on the other, and either may fail.
+        problem = self._keeper.write(self._gate, self._covered() or None, self._outgoing.later)
+        self._add_problems(filter(None, [problem]))
 
-        Shards are deleted afterwards: see [Note: which ledger protects which shards].
-        """
-        gate, rank, size = self._gate, self._member.rank, self._member.world_size
-        write = partial(
-            ledger.write,
-            rank=rank,
-            gate=gate,
-            job=self._name,
-            world_size=size,
-            coverage=self._covered() or None,
-        )
+    def _free_memory(self) -> None:
+        """When nothing is under way any more: what is in files need not be in memory, too."""
         try:
-            write(self._memory)
-            self._ledgers.written(Tier.MEMORY, gate)
+            if self._is_flushed:
+                self._keeper.free(self._gate)
         except (CheckpointError, OSError) as error:
-            self._add_problems([str(error)])
-        self._leave_memory()
-
-        def write_to_disk() -> None:
-            write(self._disk)
-            self._ledgers.written(Tier.DISK, gate)
-
-        self._outgoing.later(write_to_disk)
-        self._outgoing.later(self._leave_files)
-
-    def _leave_memory(self) -> None:
-        """Delete what no ledger counts on in memory."""
-        free = self._ledgers.deletable(Tier.MEMORY)
-        for generation in free & self._retired:
-            self._snapshots.retire(generation)
-        self._retired -= free
-        if self._replicator is not None and free:
-            self._replicator.retire(free)
-
-    def _leave_files(self) -> None:
-        """After a ledger was written to disk, or could not be."""
-        self._leave_memory()
-        if free := self._ledgers.deletable(Tier.DISK):
-            retention.retire(self._disk, free, self._member.rank)
+            log.warning("checkpoints stay in %s: %s", self._memory, error)

@@ -140,8 +140,8 @@ class Session:
     def resume(self, *, start_over: bool = False) -> Resumption:
         """Go back to the checkpoint of an earlier run that can be trusted, if there is one.
 
-        Call it on every rank, after ``register_state`` and before training. ``CheckpointError`` on every rank
-        if there is one and it cannot be had: what to do then is for a person to say, ``start_over`` perhaps.
+        Call it on every rank, after ``register_state`` and before training. ``UnavailableError`` on all ranks
+        if there is one and it cannot be had; with ``start_over`` the job begins again then.
         """
         if self.step:
             raise ValueError(f"call resume() before training; {self.step} steps are done")
@@ -257,6 +257,8 @@ class Session:
         error = getattr(sys, "last_value", None)
         if error is not None and self.news is not None and self.rank == 0:
             self.news.wait(_VERDICT_SECONDS)
+        if self.checkpointing is not None:
+            self.guarded(self.checkpointing.finish)
         self.guarded(lambda: self._end(self.certified, error, is_exiting=True))
         if self.watching is not None and error is None:
             self.guarded(self.watching.leave)

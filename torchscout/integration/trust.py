@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchscout.checkpoint.gate import CheckpointGate, after
-from torchscout.checkpoint.happening import Checked, Lost, Outcome, Written
+from torchscout.checkpoint.happening import Checked, Lost, Outcome, Sealed, Written
 
 __all__ = ["Trust"]
 
@@ -36,4 +36,6 @@ class Trust:
             return
         if self._gate.writing is not None:  # files are the job's own affair
             self._gate, _ = after(self._gate, Written(self._gate.writing))
-        self._gate, _ = after(self._gate, Checked(step, outcome))
+        self._gate, effects = after(self._gate, Checked(step, outcome))
+        if effects.capture is not None:  # and so is memory
+            self._gate, _ = after(self._gate, Sealed(effects.capture))

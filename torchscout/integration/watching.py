@@ -40,6 +40,8 @@ class Job:
     token: str
     """A secret of this run, the same on all ranks."""
     run_dir: Path
+    address: str = "*"
+    """See ``ObserverConfig.address``."""
 
     @property
     def hubs(self) -> tuple[int, ...]:

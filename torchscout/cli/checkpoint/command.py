@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from torchscout.checkpoint import lock
+from torchscout.checkpoint.adoption import adopt as adopt_folder
 from torchscout.checkpoint.forgetting import forget as forget_job
 from torchscout.checkpoint.forgetting import kept_jobs
 from torchscout.checkpoint.memory import memory_root
@@ -17,6 +19,7 @@ from torchscout.cli.checkpoint.contents import Contents, contents_of
 from torchscout.cli.checkpoint.examination import Damage, examine
 from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked
 from torchscout.cli.document import as_document
+from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 
 __all__ = ["app"]
@@ -116,6 +119,30 @@ def prune(
             raise _refused(error) from error
     screen = pruning.screen(contents, report, broken, done=yes)
     as_document({**report, "dry_run": not yes}, screen, as_json=as_json, output=output)
+
+
+@app.command()
+def adopt(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint folder on disk.")],
+    job: Annotated[str, typer.Option("--as", metavar="JOB", help="The name of the job that takes it over.")],
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Let a job take over the checkpoints that another one has written.
+
+    Every file in the folder is written again with the job's name. Refused while a live job uses the folder.
+    """
+    if not JOB_NAME.fullmatch(job):
+        raise typer.BadParameter(f"a name is of letters, digits and ._+=@-, got {job!r}", param_hint="--as")
+    try:
+        adopted = adopt_folder(folder.absolute(), job)
+    except (CheckpointError, OSError) as error:
+        raise _refused(error) from error
+    done = (
+        f"{counted(adopted.shards, 'shard')} and {counted(adopted.ledgers, 'ledger')} are of job {job} now."
+    )
+    screen = stacked([done, *(f"DAMAGED {each}" for each in adopted.damaged)])
+    as_document({"job": job, **asdict(adopted)}, screen, as_json=as_json, output=output)
 
 
 @app.command()

@@ -90,7 +90,10 @@ class Contents:
         gates: dict[int, list[CheckpointGate]] = {}
         for each in self.ledgers:
             gates.setdefault(each.rank, []).append(each.gate)
-        return ledger.reconcile([ledger.newest(own) for own in gates.values()]) if gates else None
+        if not gates:
+            return None
+        gate = ledger.reconcile([ledger.newest(own) for own in gates.values()])
+        return ledger.settled(gate, lambda pending: not self.missing(pending))
 
     def label(self, folder: Folder) -> str:
         """The folder's tier, and a number where another one is of the same."""

@@ -1,0 +1,66 @@
+"""Which job a checkpoint folder belongs to, wherever it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchscout.checkpoint import job_file, ledger
+from torchscout.checkpoint.gate import CheckpointGate
+from torchscout.config import JOB_NAME, CheckpointConfig
+from torchscout.errors import CheckpointError
+
+
+def test_the_name_goes_with_the_folder(tmp_path: Path):
+    here = tmp_path / "here"
+    assert job_file.name_in(here) is None
+    job_file.write(here, "run7")
+    (tmp_path / "link").symlink_to(here)
+    assert {job_file.name_in(each) for each in (here, tmp_path / "link", here / ".." / "here")} == {"run7"}
+    here.rename(tmp_path / "there")
+    assert job_file.name_in(tmp_path / "there") == "run7"
+
+
+def test_in_a_folder_of_an_earlier_version_the_ledgers_say_it(tmp_path: Path):
+    (tmp_path / "rank-0.ledger").write_bytes(b"damaged")
+    assert job_file.name_in(tmp_path) is None
+    ledger.write(tmp_path, 1, CheckpointGate(), job="old-1f", world_size=2)
+    assert job_file.name_in(tmp_path) == "old-1f"
+
+
+def test_a_file_that_holds_no_name_is_refused(tmp_path: Path):
+    (tmp_path / "job").write_text("../../etc")
+    with pytest.raises(CheckpointError, match="does not hold the name of a job, but "):
+        job_file.name_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "agreed"),
+    [
+        (None, [None, "a", "a"], "a"),
+        ("a", [None, None], "a"),
+        ("a", ["a", None], "a"),
+    ],
+)
+def test_all_ranks_agree_on_one_name(wanted: str | None, found: list[str | None], agreed: str):
+    assert job_file.agreed_name(wanted, Path("x"), found) == agreed
+
+
+def test_a_new_folder_gets_a_name_that_no_other_has():
+    names = [job_file.agreed_name(None, Path("/data/my run"), [None]) for _ in range(2)]
+    assert names[0] != names[1]
+    assert all(JOB_NAME.fullmatch(each) and each.startswith("my_run-") for each in names)
+
+
+def test_another_jobs_folder_is_refused_with_a_way_out():
+    with pytest.raises(CheckpointError, match=r"belongs to job 'a', not to 'b'.*adopt x --as b.*directory"):
+        job_file.agreed_name("b", Path("x"), ["a", None])
+    with pytest.raises(CheckpointError, match=r"different jobs in x: 'a', 'b'.*adopt"):
+        job_file.agreed_name(None, Path("x"), ["a", "b"])
+
+
+@pytest.mark.parametrize("job", ["", "a b", "../x", "x" * 129, 7])
+def test_a_name_that_cannot_be_a_folders_is_refused(job: object):
+    with pytest.raises(ValueError, match="job is a name of letters"):
+        CheckpointConfig("here", job=job)  # type: ignore[arg-type]

@@ -1,0 +1,64 @@
+"""Copies of a rank's state in another machine's memory, if one can be reached (paper, section 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchscout.checkpoint import placement
+from torchscout.checkpoint.replicate import Replicator
+from torchscout.errors import ScoutError
+from torchscout.integration.addresses import listening_address
+from torchscout.integration.watching import Job
+from torchscout.log import log
+
+__all__ = ["Copying"]
+
+
+class Copying:
+    """This rank's part in it. A job whose machines do not find each other goes without copies."""
+
+    def __init__(self, job: Job, memory: Path, *, wanted: bool) -> None:
+        self._job = job
+        self.replicator: Replicator | None = None
+        self.address: list[Any] | None = None
+        """Where other machines' ranks send their state; None if there is no such place."""
+        self.problem: str | None = None
+        """Why there are no copies though they are wanted."""
+        self._is_wanted = wanted and len(set(job.hosts)) > 1
+        if not self._is_wanted:
+            return
+        try:
+            listens, address = listening_address(job.hosts, job.rank, job.address)
+            self.replicator = Replicator(job.rank, memory, job.token, listens=(listens, 0))
+        except (ScoutError, OSError) as error:
+            self._go_without(str(error))
+        else:
+            self.address = [address, self.replicator.address[1]]
+
+    def connect(self, addresses: Sequence[Any]) -> Sequence[int]:
+        """Given every rank's address; returns the ranks whose copies this one keeps."""
+        deaf = [rank for rank, each in enumerate(addresses) if each is None]
+        if self.replicator is not None and deaf:
+            self.close()
+            self._go_without(f"rank {deaf[0]} has no address at which it could be reached")
+        if self.replicator is None:
+            return ()
+        self.replicator.connect([tuple(each) for each in addresses], self._job.hosts)
+        return placement.wards(self._job.hosts, self._job.rank)
+
+    @property
+    def newest(self) -> int | None:
+        """The newest step of which another machine's memory has this rank's state."""
+        held = frozenset() if self.replicator is None else self.replicator.held()
+        return max((each.step for each in held), default=None)
+
+    def close(self) -> None:
+        if self.replicator is not None:
+            self.replicator.close()
+
+    def _go_without(self, why: str) -> None:
+        self.replicator = None
+        self.problem = f"no copies are kept in other machines' memory: {why}"
+        log.warning("%s", self.problem)

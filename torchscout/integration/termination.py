@@ -1,0 +1,119 @@
+"""What a rank does when it gets SIGTERM, before that ends it (paper, section 9).
+
+A Python signal handler runs when the main thread comes back to Python, which a rank that is blocked in a
+collective never does. So a thread waits for the signal's number at a pipe, to which the interpreter writes it
+as soon as the signal arrives (``signal.set_wakeup_fd``). A job that handles SIGTERM itself is left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+__all__ = ["before_termination"]
+
+_POLL_SECONDS = 0.05
+
+
+def before_termination(action: Callable[[], object]) -> Callable[[], None]:
+    """Call ``action`` in a thread when SIGTERM arrives, then end the process as SIGTERM does; a second
+    SIGTERM ends it at once. Returns how to undo that.
+
+    Does nothing outside of the main thread, or where the job has a handler or a wakeup descriptor of its own.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return _nothing
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writer, False)
+    if (others := signal.set_wakeup_fd(writer, warn_on_full_buffer=False)) != -1:
+        signal.set_wakeup_fd(others)
+        os.close(reader)
+        os.close(writer)
+        return _nothing
+    waiting = _Waiting(action, reader, writer)
+    _waiting.append(waiting)
+    signal.signal(signal.SIGTERM, _noticed)
+    threading.Thread(target=waiting.run, name="torchscout-sigterm", daemon=True).start()
+    return waiting.undo
+
+
+class _Waiting:
+    """The thread that waits for SIGTERM."""
+
+    def __init__(self, action: Callable[[], object], reader: int, writer: int) -> None:
+        self._action, self._reader, self._writer = action, reader, writer
+
+    def run(self) -> None:
+        while number := os.read(self._reader, 1):
+            if number[0] == signal.SIGTERM:
+                self._act()
+                _end_process()
+        os.close(self._reader)
+
+    def undo(self) -> None:
+        """Again is no mistake."""
+        self._action = _nothing
+        # Elsewhere handlers cannot be changed; then SIGTERM still ends the process, by this thread.
+        if threading.current_thread() is threading.main_thread() and self in _waiting:
+            _waiting.remove(self)
+            if signal.getsignal(signal.SIGTERM) is _noticed:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if (current := signal.set_wakeup_fd(-1)) not in (-1, self._writer):
+                signal.set_wakeup_fd(current)
+            os.close(self._writer)
+
+    def make_sure(self) -> None:
+        """In the main thread: a job may have set another wakeup descriptor since, as asyncio does."""
+        current = signal.set_wakeup_fd(-1)
+        if current != -1:
+            signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+        if current != self._writer:
+            os.write(self._writer, bytes([signal.SIGTERM]))
+
+    def _act(self) -> None:
+        acting = threading.Thread(target=self._action, name="torchscout-last-files", daemon=True)
+        acting.start()
+        while acting.is_alive():
+            again, _, _ = select.select([self._reader], [], [], _POLL_SECONDS)
+            if again and os.read(self._reader, 1) == bytes([signal.SIGTERM]):
+                return
+
+
+_waiting: list[_Waiting] = []
+"""At most one."""
+
+
+def _noticed(*_: object) -> None:
+    """The handler itself: training goes on until the files are written."""
+    for each in _waiting:
+        each.make_sure()
+
+
+def _nothing() -> None:
+    """There is nothing to do, or nothing to undo."""
+
+
+def _end_process() -> None:
+    """As SIGTERM would have without us. Only the main thread may call ``signal.signal``; it is blocked."""
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    set_handler(signal.SIGTERM, None)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _leave_to_parent() -> None:
+    """In a forked child, such as a loader's worker: its SIGTERM is not its parent's."""
+    if _waiting and signal.getsignal(signal.SIGTERM) is _noticed:
+        _waiting.clear()
+        with suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
