@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.chaos import DISTURBANCES, MEMORY, Chaos, launched, steps_of
-from tests.support.chaos_job import Life, alone
+from tests.support.chaos_job import INTERVAL, Life, alone
 from tests.support.machines import Machine, machines, why_impossible
 from tests.support.ranks import run_ranks
 from tests.support.small_job import is_alive, until
@@ -149,6 +149,8 @@ def test_no_corruption_is_reported_and_checks_go_on(disturbed: tuple[Chaos, list
     for rank in range(RANKS):
         statuses = [line["status"] for line in lives[-1].seen(rank) if "status" in line]
         print(rank, statuses[-1])
+        for what in ("certified", "verified"):
+            assert statuses[-1][what] >= statuses[-1]["step"] - 2 * INTERVAL, f"{what} lags behind"
         assert [name for status in statuses for name, _ in status["incidents"] if name == "sdc"] == []
 
 
