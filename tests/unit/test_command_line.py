@@ -123,6 +123,11 @@ WRONG: dict[str, dict[str, tuple[str, str]]] = {
     "checkpoint verify": CHECKPOINT,
     "checkpoint explain": CHECKPOINT,
     "checkpoint prune": {**CHECKPOINT, "--keep": ("{checkpoints} --keep -1", "--keep")},
+    "checkpoint adopt": {
+        "DIR": ("{gone} --as job", "{gone}"),
+        "--as": ("{folder} --as a/b", "a name is of letters, digits and ._+=@-, got 'a/b'"),
+        "--output": ("{folder} --as job " + OUTPUT[0], OUTPUT[1]),
+    },
     "checkpoint forget": {"[JOB]...": ("nothing", "has nothing of nothing"), "--output": OUTPUT},
 }
 """By command and parameter: a command line that has it wrong, and what must be said of it."""

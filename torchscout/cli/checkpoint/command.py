@@ -123,7 +123,10 @@ def prune(
 
 @app.command()
 def adopt(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint folder on disk.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A checkpoint folder on disk.", exists=True, file_okay=False),
+    ],
     job: Annotated[str, typer.Option("--as", metavar="JOB", help="The name of the job that takes it over.")],
     as_json: AsJson = False,
     output: Output = None,
