@@ -11,10 +11,11 @@ Until a connection has authenticated
   then the new one waits in the kernel's queue, at no cost;
 - it may send no more than a handshake needs, and has a few seconds for it.
 
+ZeroMQ 4.3.5 ends its process if no file descriptor is left to accept with. So connections are closed while
+the process that owns the ZeroMQ socket has few descriptors left; whoever needs one comes again.
+
 One thread serves all connections. It runs in a process of its own where the ZeroMQ socket is a trainer's
-(see ``listener_process``), and in the process of the hub otherwise. A trainer accepts nothing, but connects
-to a name that it is told: ZeroMQ 4.3.5 ends the process if no file descriptor is left when it accepts at a
-local socket, and only tries again later if none is left when it connects. Torch-free.
+(see ``listener_process``), and in the process of the hub otherwise. Torch-free.
 """
 
 from __future__ import annotations
@@ -23,17 +24,15 @@ import errno
 import json
 import os
 import resource
-import secrets
 import select
 import selectors
 import socket
-import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 __all__ = ["Limits", "Listener", "main"]
 
@@ -63,6 +62,8 @@ class Limits:
 _BEFORE_READY = 64 + 2 + 168
 _PIECE = 1 << 18
 _BACKLOG = 4096
+_SPARE_DESCRIPTORS = 8
+"""What the owner of the ZeroMQ socket must have left: it may open files of its own meanwhile."""
 _PAUSE_SECONDS = 0.2
 """After an accept that failed: what fails at once, fails often."""
 
@@ -80,9 +81,7 @@ class _End:
 class _Connection:
     outer: _End
     inner: _End
-    """A socket that listens for the trainer, until ``is_met``."""
     since: float
-    is_met: bool = True
     # Bytes from the other side and to it, until it has authenticated.
     received: int = 0
     sent: int = 0
@@ -94,15 +93,17 @@ class Listener:
     def __init__(
         self,
         address: Address,
-        inner: str | Callable[[str], object],
+        inner: str,
         limits: Limits = Limits(),  # noqa: B008
+        *,
+        owner: int | None = None,
     ) -> None:
         """Reserve the address: until ``start``, connections to it are refused.
 
-        ``inner`` is the abstract name of the ZeroMQ socket, or a function that has another process of this
-        user connect to the abstract name that it is given. ``OSError`` if the address cannot be had.
+        ``inner`` is the abstract name of the ZeroMQ socket, and ``owner`` the process that has it, by default
+        this one; ``OSError`` if the address cannot be had.
         """
-        self._inner, self._limits = inner, limits
+        self._inner, self._limits, self._owner = inner, limits, os.getpid() if owner is None else owner
         self._accepting = _bound(address)
         self.port: int = self._accepting.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -119,13 +120,9 @@ class Listener:
 
     def start(self) -> None:
         """Accept connections, and serve them from a thread."""
-        self.listen()
+        self._accepting.listen(_BACKLOG)
         self._thread = threading.Thread(target=self.serve, name="torchscout-listener", daemon=True)
         self._thread.start()
-
-    def listen(self) -> None:
-        """Let connections wait until they are served."""
-        self._accepting.listen(_BACKLOG)
 
     def serve(self) -> None:
         try:
@@ -162,10 +159,7 @@ class Listener:
                 self._accept()
             elif isinstance(key.data, _Connection) and key.data in self._connections:
                 try:
-                    if key.data.is_met:
-                        self._relay(key.data, key.fileobj, events)
-                    else:
-                        self._meet(key.data)
+                    self._relay(key.data, key.fileobj, events)
                 except BlockingIOError:
                     continue
                 except OSError:
@@ -209,50 +203,27 @@ class Listener:
             return
         inner = None
         try:
+            if not _has_descriptors(self._owner):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            if isinstance(self._inner, str):
-                os.close(os.dup(inner.fileno()))  # ZeroMQ needs one to accept with, see above
-                inner.connect(f"\0{self._inner}")  # to a socket of this machine: at once, or not
-            else:
-                name = f"torchscout-{secrets.token_hex(16)}"
-                inner.bind(f"\0{name}")
-                inner.listen(1)
-                self._inner(name)
-            self._begin(_Connection(_End(outer), _End(inner), now, is_met=isinstance(self._inner, str)))
+            inner.connect(f"\0{self._inner}")  # to a socket of this machine: at once, or not
+            self._begin(outer, inner, now)
         except OSError:
             outer.close()
             if inner is not None:
                 inner.close()
             self._pause(now + _PAUSE_SECONDS)
 
-    def _begin(self, connection: _Connection) -> None:
-        outer, inner = connection.outer.socket, connection.inner.socket
+    def _begin(self, outer: socket.socket, inner: socket.socket, now: float) -> None:
         for each in (outer, inner):
             each.setblocking(False)
         outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # By the kernel, so that a vanished machine is noticed and no message is needed.
         outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+        connection = _Connection(_End(outer), _End(inner), now)
         self._connections.add(connection)
         self._unauthenticated[connection] = None
-        if connection.is_met:
-            self._watch(connection)
-        else:
-            connection.inner.events = selectors.EVENT_READ
-            self._selector.register(inner, selectors.EVENT_READ, connection)
-
-    def _meet(self, connection: _Connection) -> None:
-        """Whoever was told the name has connected, or somebody else, who is not let in."""
-        waiting = connection.inner
-        inner, _ = waiting.socket.accept()
-        _, user, _ = struct.unpack("3i", inner.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user != os.geteuid():
-            inner.close()
-            return
-        self._selector.unregister(waiting.socket)
-        waiting.socket.close()
-        inner.setblocking(False)
-        connection.inner, connection.is_met = _End(inner), True
         self._watch(connection)
 
     def _pause(self, until: float) -> None:
@@ -333,10 +304,20 @@ def _bound(address: Address) -> socket.socket:
     return listener
 
 
+def _has_descriptors(pid: int) -> bool:
+    """Whether a process can still accept connections."""
+    try:
+        used = len([*Path(f"/proc/{pid}/fd").iterdir()])
+        limit, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    except OSError as error:  # nothing is left in this process, or the other one does not let us look
+        return error.errno not in (errno.EMFILE, errno.ENFILE)
+    return limit == resource.RLIM_INFINITY or limit - used >= _SPARE_DESCRIPTORS
+
+
 def main() -> None:
-    """Arguments: host, port, and the process to serve. Print the port, then for each connection the name that
-    this process is to connect to, one JSON object a line, until that process ends or standard input does."""
-    host, port, parent = sys.argv[-3:]
+    """Arguments: host, port, the abstract name, and the process to serve. Print the port, and relay until
+    that process ends or standard input does."""
+    host, port, inner, parent = sys.argv[-4:]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     waiting = select.poll()
@@ -344,20 +325,14 @@ def main() -> None:
     with suppress(OSError):  # without it, a child that the trainer forked may keep standard input open
         waiting.register(os.pidfd_open(int(parent)), select.POLLIN)
     try:
-        listener = Listener((host, int(port)), lambda name: _say(name=name))
+        listener = Listener((host, int(port)), inner, owner=int(parent))
     except OSError as error:
-        _say(problem=error.strerror or str(error))
+        print(json.dumps({"problem": error.strerror or str(error)}), flush=True)
         return
-    listener.listen()
-    _say(port=listener.port)
-    os.set_blocking(1, False)  # a trainer that is stopped reads nothing: who comes is sent away
     listener.start()
+    print(json.dumps({"port": listener.port}), flush=True)
     waiting.poll()
     listener.close()
-
-
-def _say(**line: object) -> None:
-    os.write(1, json.dumps(line).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -209,6 +209,7 @@ def test_an_observer_survives_every_message(
 ):
     context: zmq.Context = zmq.Context()
     hub, listener = board.listen_limited(context, TOKEN, "127.0.0.1", 0)
+    listener.start()
     observing = Observing(assigned(writers[0], tmp_path))
     observing._obey({"hubs": [["127.0.0.1", listener.port]]})
     client, lookout = observing._client, observing._lookout

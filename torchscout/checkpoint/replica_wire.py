@@ -14,6 +14,7 @@ waits: what cannot be sent now is not sent, and what is malformed is dropped.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -61,18 +62,16 @@ def encode(kind: str, **fields: Any) -> bytes:
     return json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False).encode()
 
 
-def listen(
-    context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str | None = None
-) -> zmq.Socket[bytes]:
-    """A holder's end; without an endpoint, it is for ``connect`` to where a listener has somebody waiting."""
+def listen(context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str) -> zmq.Socket[bytes]:
+    """A holder's end."""
     socket = _socket(context, zmq.ROUTER)
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = keys.derive(token, _PURPOSE, "holder")
     socket.router_mandatory = True  # to learn at once who is not connected
     socket.router_handover = True  # an owner that connects anew replaces its lost connection
-    socket.reconnect_ivl = -1
-    if endpoint is not None:
-        socket.bind(endpoint)
+    if endpoint.startswith("ipc:"):
+        socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+    socket.bind(endpoint)
     return socket
 
 

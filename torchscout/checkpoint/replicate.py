@@ -8,6 +8,7 @@ or wrong is a sentence in ``problems``. Which generations there are, and which m
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -50,9 +51,10 @@ class Replicator:
         self._rank, self._memory, self._token = rank, memory, token
         self._patience = patience_seconds
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        name = f"torchscout-{secrets.token_hex(16)}"
         try:
-            socket = wire.listen(self._context, token)
-            self._listener = ListenerProcess(listens)
+            socket = wire.listen(self._context, token, f"ipc://@{name}")
+            self._listener = ListenerProcess(listens, name)
         except (OSError, zmq.ZMQError) as error:
             self._context.destroy(linger=0)
             raise CheckpointError(f"cannot listen at {listens[0]}:{listens[1]}: {error}") from error
@@ -140,8 +142,6 @@ class Replicator:
         poller.register(self._inbox.socket, zmq.POLLIN)
         if outbox is not None:
             poller.register(outbox.socket, zmq.POLLIN)
-        if self._listener.pipe is not None:
-            poller.register(self._listener.pipe, zmq.POLLIN)
         busy = outbox is not None and outbox.busy
         seconds = min(_BUSY_SECONDS if busy else _IDLE_SECONDS, self._patience / 4)
         poller.poll(max(1, int(1000 * seconds)))
@@ -151,8 +151,6 @@ class Replicator:
             self._hear_words()
             if (problem := self._listener.restart_if_ended()) is not None:
                 self._tell([problem])
-            for name in self._listener.names():
-                self._inbox.socket.connect(f"ipc://@{name}")
             for box in (self._inbox, self._outbox):
                 if box is not None:
                     box.turn(time.monotonic())

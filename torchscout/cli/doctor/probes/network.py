@@ -67,6 +67,7 @@ def reach_own_board(listens: str, port: int) -> Reached:
         except OSError as error:
             return Reached(address, port or None, None, f"cannot listen there: {error.strerror}", is_local)
         with closing(listener):
+            listener.start()
             seconds = _there_and_back(context, hub, token, (address, listener.port))
         problem = None if seconds is not None else f"no message came through in {_PATIENCE_SECONDS:.0f} s"
         return Reached(address, listener.port, seconds, problem, is_local)
@@ -97,6 +98,7 @@ def serve(
         except OSError as error:
             raise ScoutError(f"cannot listen on {address}: {error.strerror}") from error
         with closing(listener):
+            listener.start()
             ready(listener.port)
             yield from _visits(hub, versions, until)
 
