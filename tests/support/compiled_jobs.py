@@ -22,6 +22,7 @@ from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.log import show_by_default
 
 __all__ = ["WAYS", "Compilations", "Way", "compiled_job", "frames_compiled", "with_and_without"]
 
@@ -197,6 +198,7 @@ def frames_compiled(rank: int, way: Way, run_dir: Path) -> tuple[list[int], list
     Then what Dynamo has warned of.
     """
     counts = []
+    show_by_default()  # to set a level makes all loggers look theirs up once more, PyTorch's too
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for is_attached in (False, False, True):  # the first time Dynamo finds out what it cannot compile
