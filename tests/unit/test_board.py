@@ -165,8 +165,8 @@ def test_a_round_asks_everybody_and_tells_everybody(board: Board):
     assert posts[2].lines == (LINE,)
     assert not insistent
     assert board.written == [board.verdict]
-    assert board.kinds(1) == ["heard", "ask", "outcome"]
-    assert board.kinds(2) == ["ask", "outcome"]
+    assert board.kinds(1) == ["heard", "ask", "news", "outcome"]
+    assert board.kinds(2) == ["ask", "news", "outcome"]
     finding = Finding.of(board.verdict, posts)
     assert Finding.from_json(board.heard[0][-1]["finding"]) == finding
 
