@@ -25,9 +25,9 @@ import torch
 import triton
 from torch.nn import functional
 
-from torchscout.evidence.catalog.experts import Experts
-from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, Tiling, programs_of
-from torchscout.evidence.catalog.roles import Pass
+from torchscout.experts.kernel.expert_layer import Experts
+from torchscout.experts.kernel.grouped_gemm import GroupedGemm, Tiling, programs_of
+from torchscout.experts.kernel.work_items import Pass
 
 ROUNDS = 15
 AT_LEAST_MS = 2.0

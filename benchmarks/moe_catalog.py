@@ -24,12 +24,18 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from torchscout.evidence.catalog.cover import check_cover, minimum_cover
-from torchscout.evidence.catalog.discovery import discover
-from torchscout.evidence.catalog.injection import qualify
-from torchscout.evidence.catalog.kernel_profiler import KernelProfiler, Regime
-from torchscout.evidence.catalog.observed import known, unknown
-from torchscout.evidence.catalog.profile import Rows, ShapeProfile, uniform
+from torchscout.experts.coverage import (
+    Rows,
+    ShapeProfile,
+    check_cover,
+    known,
+    minimum_cover,
+    uniform,
+    unknown,
+)
+from torchscout.experts.discovery import discover
+from torchscout.experts.kernel.perturbation import qualify
+from torchscout.experts.kernel.profiler import KernelProfiler, Regime
 
 
 class Configuration(NamedTuple):

@@ -23,10 +23,10 @@ import torch
 import triton
 
 from torchscout.cli.discover.kernels import kernel_loads
-from torchscout.evidence.catalog.discovery import Executions
-from torchscout.evidence.catalog.injection import qualify
-from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
-from torchscout.evidence.catalog.routed import Routings, routed
+from torchscout.experts.discovery import Executions
+from torchscout.experts.kernel.perturbation import qualify
+from torchscout.experts.kernel.profiler import KernelProfiler
+from torchscout.experts.templates import Routings, routed
 
 KERNELS = {"128x128, 8 experts": (128, 128, 8), "2048x1024, 8 experts": (2048, 1024, 8)}
 

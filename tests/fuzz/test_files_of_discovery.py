@@ -11,9 +11,9 @@ from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, t
 from tests.support.tiled_matmul import TiledMatmul
 from tests.unit.test_catalog import SHAPES, made
 from torchscout.errors import CatalogError
-from torchscout.evidence.catalog import journal
-from torchscout.evidence.catalog.catalog_file import document, load, save, text_of
-from torchscout.evidence.catalog.discovery import discover
+from torchscout.experts import discovery
+from torchscout.experts.catalog import document, load, save, text_of
+from torchscout.experts.discovery import discover
 
 
 def test_catalogs(tmp_path: Path):
@@ -55,13 +55,13 @@ def test_discovery_journals(tmp_path: Path):
         if is_sealed := chance.random() < 0.4:  # the digest is right: damage that no digest finds
             body = {name: value for name, value in json.loads(lines[place]).items() if name != "digest"}
             changed = document_mutant(chance, body)
-            mutant[place] = journal._sealed(changed) if isinstance(changed, dict) else canonical(changed)
+            mutant[place] = discovery._sealed(changed) if isinstance(changed, dict) else canonical(changed)
         elif chance.random() < 0.5:
             mutant[place] = bytes_mutant(chance, mutant[place])
         else:
             mutant[place] = text_mutant(chance, json.loads(lines[place]))
         path.write_bytes(b"\n".join(mutant) + b"\n")
-        seen = journal.Journal(path, profiler.facts()).seen
+        seen = discovery.DiscoveryLog(path, profiler.facts()).seen
         if not is_sealed:
             assert all(found[rows] == each for rows, each in seen.items()), "damage was not found"
 

@@ -11,8 +11,8 @@ from tests.support.grouped_gemm_oracle import counts_of, reference, worst_error
 from torchscout.cli.campaign.cell import Cell
 from torchscout.cli.campaign.kernel_work import perturb_all
 from torchscout.cli.campaign.routed import WORK
-from torchscout.evidence.catalog.experts import Experts, grouped_linear
-from torchscout.evidence.catalog.launch_profiler import LaunchProfiler
+from torchscout.experts.kernel.expert_layer import Experts, grouped_linear
+from torchscout.experts.launch_profiler import LaunchProfiler
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +40,7 @@ class Operands:
     """Random operands of one shape, and results that were poisoned before they were computed."""
 
     def __init__(self, hidden: int, intermediate: int, rows: tuple[int, ...]) -> None:
-        from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, programs_of
+        from torchscout.experts.kernel.grouped_gemm import GroupedGemm, programs_of
 
         generator = torch.Generator("cuda").manual_seed(sum(rows))
 
@@ -53,7 +53,7 @@ class Operands:
         self.gemm = GroupedGemm(hidden, intermediate, programs=programs_of(torch.device("cuda")))
 
     def results(self, **kwargs: torch.Tensor) -> dict[str, torch.Tensor]:
-        from torchscout.evidence.catalog.roles import Pass
+        from torchscout.experts.kernel.work_items import Pass
 
         passes = {
             Pass.FORWARD: (self.x, self.weights, self.gradient),
@@ -88,7 +88,7 @@ def test_all_three_results_are_those_of_torch(hidden, intermediate, rows):
 
 @pytest.mark.parametrize(("hidden", "intermediate", "rows"), SHAPES)
 def test_counting_perturbing_nothing_and_running_again_give_the_same_bits(hidden, intermediate, rows):
-    from torchscout.evidence.catalog.grouped_gemm import FAULT_WORDS
+    from torchscout.experts.kernel.grouped_gemm import FAULT_WORDS
 
     operands = Operands(hidden, intermediate, rows)
     plain = operands.results()
@@ -106,7 +106,7 @@ def test_counting_perturbing_nothing_and_running_again_give_the_same_bits(hidden
 
 @pytest.mark.parametrize(("hidden", "intermediate", "rows"), SHAPES)
 def test_every_path_is_counted_as_often_as_the_shape_calls_for_it(hidden, intermediate, rows):
-    from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
+    from torchscout.experts.kernel.profiler import KernelProfiler
 
     profiler = KernelProfiler(hidden, intermediate, len(rows))
     gemm = profiler.projection.gemm
@@ -117,7 +117,7 @@ def test_every_path_is_counted_as_often_as_the_shape_calls_for_it(hidden, interm
 
 
 def test_the_facts_name_device_driver_and_kernel():
-    from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
+    from torchscout.experts.kernel.profiler import KernelProfiler
 
     profiler = KernelProfiler(128, 128)
     facts = profiler.facts()
@@ -132,8 +132,8 @@ def test_the_facts_name_device_driver_and_kernel():
 
 @pytest.mark.parametrize("rows", [(0,), (1,), (700,), (319, 0, 64, 128)])
 def test_every_work_item_shows_in_a_result(rows):
-    from torchscout.evidence.catalog.injection import qualify
-    from torchscout.evidence.catalog.projection import Projection
+    from torchscout.experts.kernel.grouped_gemm import Projection
+    from torchscout.experts.kernel.perturbation import qualify
 
     found = qualify(Projection(128, 128, len(rows), device="cuda"), [rows])
     assert found.complete, found

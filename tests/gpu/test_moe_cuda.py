@@ -27,7 +27,7 @@ class Routed(nn.Module):
     """Every token goes to one expert, by its number: routing as uneven as the tokens are."""
 
     def __init__(self) -> None:
-        from torchscout.evidence.catalog.experts import Experts
+        from torchscout.experts.kernel.expert_layer import Experts
 
         super().__init__()
         self.tokens = nn.Embedding(50, HIDDEN)
@@ -44,12 +44,10 @@ class Routed(nn.Module):
 
 def catalog(path: Path) -> list[int]:
     """Of every number of rows up to 600; those that are selected."""
-    from torchscout.evidence.catalog.catalog import Catalog, Places
-    from torchscout.evidence.catalog.catalog_file import save
-    from torchscout.evidence.catalog.discovery import discover
-    from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
-    from torchscout.evidence.catalog.profile import uniform
-    from torchscout.evidence.catalog.table import tabulated
+    from torchscout.experts.catalog import Catalog, Places, save
+    from torchscout.experts.coverage import tabulated, uniform
+    from torchscout.experts.discovery import discover
+    from torchscout.experts.kernel.profiler import KernelProfiler
 
     tables = []
     for inner, outer in ((HIDDEN, INTERMEDIATE), (INTERMEDIATE, HIDDEN)):

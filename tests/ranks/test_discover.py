@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import torchscout
 from torchscout.cli.main import app
-from torchscout.evidence.catalog.catalog_file import load, text_of
+from torchscout.experts.catalog import load, text_of
 
 SCOUT = Path(sys.executable).with_name("scout")
 ROOT = Path(torchscout.__file__).parent.parent

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchscout.evidence.catalog.profile import Rows, ShapeProfile
+from torchscout.experts.coverage import Rows, ShapeProfile
 
 LOADS = {"forward": ("forward/last_tile", "forward/following_tile")}
 """Every tile of the product is one of these."""

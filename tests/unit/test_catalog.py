@@ -11,12 +11,9 @@ import pytest
 
 from tests.support.tiled_matmul import TiledMatmul
 from torchscout.errors import CatalogError
-from torchscout.evidence.catalog.catalog import Catalog, Places
-from torchscout.evidence.catalog.catalog_file import document, load, save
-from torchscout.evidence.catalog.discovery import discover
-from torchscout.evidence.catalog.environment import drift
-from torchscout.evidence.catalog.profile import uniform
-from torchscout.evidence.catalog.table import tabulated
+from torchscout.experts.catalog import Catalog, Places, document, drift, load, save
+from torchscout.experts.coverage import tabulated, uniform
+from torchscout.experts.discovery import discover
 
 SHAPES = [uniform(rows, 2) for rows in range(20)]
 

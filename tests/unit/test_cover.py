@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.grouped_gemm_oracle import PASSES, counts_of
-from torchscout.evidence.catalog.cover import check_cover, minimum_cover
-from torchscout.evidence.catalog.profile import Rows, ShapeProfile, uniform
+from torchscout.experts.coverage import Rows, ShapeProfile, check_cover, minimum_cover, uniform
 
 
 class Tiling(NamedTuple):

@@ -13,8 +13,8 @@ from torchscout.cli.discover.kernels import Kernel
 from torchscout.cli.discover.plan import Plan, layers_in, rows_in
 from torchscout.cli.discover.screen import Screen, screen_of
 from torchscout.cli.discover.work import discovered
-from torchscout.evidence.catalog.catalog import Catalog
-from torchscout.evidence.catalog.routed import Routings
+from torchscout.experts.catalog import Catalog
+from torchscout.experts.templates import Routings
 
 
 @pytest.fixture(autouse=True)

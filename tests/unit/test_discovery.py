@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.tiled_matmul import TiledMatmul
 from torchscout.errors import CatalogError
-from torchscout.evidence.catalog.discovery import discover
-from torchscout.evidence.catalog.observed import Observed
+from torchscout.experts.coverage import Observed
+from torchscout.experts.discovery import discover
 
 SHAPES = [(rows,) for rows in range(12)]
 

@@ -52,9 +52,9 @@ def run_case(hidden: int, intermediate: int, rows: tuple[int, ...], programs: in
     import torch
 
     from tests.support.grouped_gemm_oracle import reference, worst_error
-    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, Tiling
-    from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
-    from torchscout.evidence.catalog.roles import Pass
+    from torchscout.experts.kernel.grouped_gemm import GroupedGemm, Tiling
+    from torchscout.experts.kernel.profiler import KernelProfiler
+    from torchscout.experts.kernel.work_items import Pass
 
     tiling = Tiling(*TILE)
     torch.manual_seed(0)
@@ -86,8 +86,8 @@ def run_case(hidden: int, intermediate: int, rows: tuple[int, ...], programs: in
 
 def run_regimes() -> dict[str, list[str]]:
     """Fingerprints of 1, 3 and 4 tiles of rows on 3 programs."""
-    from torchscout.evidence.catalog.grouped_gemm import Tiling
-    from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
+    from torchscout.experts.kernel.grouped_gemm import Tiling
+    from torchscout.experts.kernel.profiler import KernelProfiler
 
     def seen(regime: Any) -> list[str]:
         profiler = KernelProfiler(16, 16, device="cpu", regime=regime, programs=3, tiling=Tiling(*TILE))
@@ -99,17 +99,16 @@ def run_regimes() -> dict[str, list[str]]:
 def run_perturbed(hidden: int, intermediate: int, rows: tuple[int, ...], programs: int) -> dict[str, Any]:
     import torch
 
-    from torchscout.evidence.catalog.grouped_gemm import FAULT_WORDS, Fault, Tiling
-    from torchscout.evidence.catalog.injection import _all_faults, qualify
-    from torchscout.evidence.catalog.projection import Projection
-    from torchscout.evidence.catalog.roles import Pass, Role
+    from torchscout.experts.kernel.grouped_gemm import FAULT_WORDS, Perturbation, Projection, Tiling
+    from torchscout.experts.kernel.perturbation import _all_faults, qualify
+    from torchscout.experts.kernel.work_items import Pass, WorkItem
 
     projection = Projection(
         hidden, intermediate, len(rows), device="cpu", programs=programs, tiling=Tiling(*TILE)
     )
     placed = projection.place(rows)
 
-    def perturb(which: Pass, fault: Fault) -> tuple[list[int], torch.Tensor]:
+    def perturb(which: Pass, fault: Perturbation) -> tuple[list[int], torch.Tensor]:
         words = torch.tensor([*fault, *[0] * (FAULT_WORDS - 2)], dtype=torch.int32)
         projection.execute(which, placed, fault=words)
         return words.tolist(), projection.result(which, rows).clone()
@@ -119,15 +118,15 @@ def run_perturbed(hidden: int, intermediate: int, rows: tuple[int, ...], program
         counters = torch.zeros(16, dtype=torch.int32)
         projection.execute(which, placed, counters=counters)
         clean = projection.result(which, rows).clone()
-        quiet, same = perturb(which, Fault(-1))
+        quiet, same = perturb(which, Perturbation(-1))
         assert quiet[2:] == [0] * (FAULT_WORDS - 2)
         assert torch.equal(same, clean), "a kernel that could be perturbed computes something else"
         for fault in _all_faults(projection, rows, which, counters.tolist()):
             (_, _, fired, tile_role, step_role, *_), result = perturb(which, fault)
             where = (result != clean).nonzero().tolist()
-            names = Role(tile_role).word, Role(step_role).word if step_role else None
+            names = WorkItem(tile_role).word, WorkItem(step_role).word if step_role else None
             places.setdefault(which.word, []).append([*fault, fired, *names, where])
-    beyond, _ = perturb(Pass.FORWARD, Fault(0, 99))
+    beyond, _ = perturb(Pass.FORWARD, Perturbation(0, 99))
     found = qualify(projection, [rows[::-1]], most=4)
     return {"places": places, "beyond": beyond[2], "found": [found.injected, found.fired, found.changed]}
 
@@ -138,7 +137,7 @@ def run_training() -> dict[str, float]:
     from torch.nn import functional
 
     from tests.support.grouped_gemm_oracle import worst_error
-    from torchscout.evidence.catalog.experts import Experts
+    from torchscout.experts.kernel.expert_layer import Experts
 
     torch.manual_seed(0)
     experts = Experts(2, 24, 40, activation=functional.gelu)
@@ -160,8 +159,8 @@ def run_sick() -> dict[str, Any]:
     """Experts on a kernel that falls ill between two calls: what differs then, and what it counted."""
     import torch
 
-    from torchscout.evidence.catalog.experts import Experts
-    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, Tiling
+    from torchscout.experts.kernel.expert_layer import Experts
+    from torchscout.experts.kernel.grouped_gemm import GroupedGemm, Tiling
     from torchscout.faults.kernel_effects import PerturbKernel
     from torchscout.faults.sick_gemm import SickGemm, times_applied
 
@@ -209,14 +208,14 @@ def test_every_path_is_counted_as_often_as_the_shape_calls_for_it(interpreted, n
 
 def test_the_cases_run_every_role_of_every_pass():
     from tests.support.grouped_gemm_oracle import PASSES, counts_of
-    from torchscout.evidence.catalog.roles import Role
+    from torchscout.experts.kernel.work_items import WorkItem
 
     run = {
         path
         for hidden, inter, rows, programs in CASES.values()
         for path in counts_of(rows, hidden, inter, tiling(), programs)
     }
-    assert run == {f"{which}/{role.word}" for which in PASSES for role in Role}
+    assert run == {f"{which}/{role.word}" for which in PASSES for role in WorkItem}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -264,11 +263,15 @@ def test_a_fault_in_work_that_is_not_there_does_not_fire(interpreted):
 
 
 def test_work_that_was_counted_and_not_perturbed_is_named():
-    from torchscout.evidence.catalog.injection import _unaccounted
-    from torchscout.evidence.catalog.roles import Pass, Role
+    from torchscout.experts.kernel.perturbation import _unaccounted
+    from torchscout.experts.kernel.work_items import Pass, WorkItem
 
-    counted = [0] * len(Role)
-    counted[Role.INTERIOR.value], counted[Role.STEP_FULL.value], counted[Role.EMPTY.value] = 1, 2, 1
+    counted = [0] * len(WorkItem)
+    counted[WorkItem.INTERIOR.value], counted[WorkItem.STEP_FULL.value], counted[WorkItem.EMPTY.value] = (
+        1,
+        2,
+        1,
+    )
     tile, first, second = [0, -1, 1, 0, 0], [0, 0, 1, 0, 7], [0, 1, 1, 0, 7]
     assert _unaccounted((16,), Pass.FORWARD, [tile, first, second], counted) == []
     (named,) = _unaccounted((16,), Pass.FORWARD, [tile, first], counted)
@@ -299,11 +302,11 @@ def test_a_kernel_that_falls_ill_computes_one_tile_wrong_and_says_so(interpreted
 def test_a_qualification_in_which_something_was_missed_does_not_pass():
     from torchscout.cli.campaign.grading import Flaw
     from torchscout.cli.campaign.kernel_work import grade_of
-    from torchscout.evidence.catalog.grouped_gemm import Fault
-    from torchscout.evidence.catalog.injection import Injected, Qualification
-    from torchscout.evidence.catalog.roles import Pass
+    from torchscout.experts.kernel.grouped_gemm import Perturbation
+    from torchscout.experts.kernel.perturbation import Injected, Qualification
+    from torchscout.experts.kernel.work_items import Pass
 
-    missed = Injected((16,), Pass.FORWARD, Fault(3, 1))
+    missed = Injected((16,), Pass.FORWARD, Perturbation(3, 1))
     assert grade_of(Qualification(9, 9, 9)).passed
     grades = [
         grade_of(Qualification(9, 8, 8, missed)),
@@ -317,7 +320,7 @@ def test_a_qualification_in_which_something_was_missed_does_not_pass():
 def test_without_the_interpreter_a_cpu_tensor_is_refused():
     import torch
 
-    from torchscout.evidence.catalog.experts import grouped_linear
+    from torchscout.experts.kernel.expert_layer import grouped_linear
 
     x, weights = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(1, 4, 4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="runs on CUDA, got a tensor on cpu"):
@@ -331,7 +334,7 @@ def test_without_the_interpreter_a_cpu_tensor_is_refused():
 def test_without_triton_one_sentence_says_what_to_install(monkeypatch):
     import torch
 
-    from torchscout.evidence.catalog.experts import grouped_linear
+    from torchscout.experts.kernel.expert_layer import grouped_linear
 
     monkeypatch.setitem(sys.modules, "triton", None)
     x, weights = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(1, 4, 4, dtype=torch.bfloat16)

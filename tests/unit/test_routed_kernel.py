@@ -21,10 +21,10 @@ EXPERTS, TOKENS = 2, 34
 
 def run() -> dict[str, Any]:
     from torchscout.cli.discover.kernels import kernel_loads
-    from torchscout.evidence.catalog.discovery import Executions
-    from torchscout.evidence.catalog.grouped_gemm import Tiling
-    from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
-    from torchscout.evidence.catalog.routed import Routings, routed
+    from torchscout.experts.discovery import Executions
+    from torchscout.experts.kernel.grouped_gemm import Tiling
+    from torchscout.experts.kernel.profiler import KernelProfiler
+    from torchscout.experts.templates import Routings, routed
 
     kernel = KernelProfiler(16, 20, EXPERTS, device="cpu", programs=3, tiling=Tiling(16, 16, 8))
     executions = Executions(kernel)

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from tests.support.tiled_matmul import LOADS, TiledMatmul
-from torchscout.evidence.catalog.cover import maximal
-from torchscout.evidence.catalog.discovery import Executions
-from torchscout.evidence.catalog.profile import Rows
-from torchscout.evidence.catalog.routed import Routings, routed
-from torchscout.evidence.catalog.routing import ExpertCounts, pareto_set, period_of, routings
-from torchscout.evidence.catalog.templates import templates_for
+from torchscout.experts.coverage import Rows, maximal
+from torchscout.experts.discovery import Executions
+from torchscout.experts.routing import ExpertCounts, pareto_set, period_of, routings
+from torchscout.experts.templates import Routings, routed, templates_for
 
 PATHS = ("interior", "low", "high", "empty", "full step", "tail step")
 

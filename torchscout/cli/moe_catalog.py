@@ -8,12 +8,10 @@ from pathlib import Path
 import torch
 
 from torchscout.cli.moe_model import EXPERTS, LAYERS, WIDTH, Experts, experts_at
-from torchscout.evidence.catalog.catalog import Catalog, Places
-from torchscout.evidence.catalog.catalog_file import save
-from torchscout.evidence.catalog.discovery import discover
-from torchscout.evidence.catalog.launch_profiler import LaunchProfiler
-from torchscout.evidence.catalog.profile import Profiler, uniform
-from torchscout.evidence.catalog.table import tabulated
+from torchscout.experts.catalog import Catalog, Places, save
+from torchscout.experts.coverage import Profiler, tabulated, uniform
+from torchscout.experts.discovery import discover
+from torchscout.experts.launch_profiler import LaunchProfiler
 
 __all__ = ["catalog_for", "save_catalog"]
 

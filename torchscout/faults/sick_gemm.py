@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchscout.evidence.catalog.grouped_gemm import FAULT_WORDS, Fault, GroupedGemm
+from torchscout.experts.kernel.grouped_gemm import FAULT_WORDS, GroupedGemm, Perturbation
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchscout.evidence.catalog.roles import Pass
+    from torchscout.experts.kernel.work_items import Pass
 
 __all__ = ["SickGemm", "fall_ill", "times_applied"]
 
@@ -43,7 +43,7 @@ class SickGemm(GroupedGemm):
 def fall_ill(tile: int, step: int) -> None:
     """From now on, on the device of every launch so far and on the host."""
     for device in {torch.device("cpu"), *_words}:
-        _on(device)[:2] = torch.tensor(Fault(tile, step), dtype=torch.int32, device="cpu")
+        _on(device)[:2] = torch.tensor(Perturbation(tile, step), dtype=torch.int32, device="cpu")
 
 
 def times_applied() -> int:
@@ -54,6 +54,6 @@ def times_applied() -> int:
 def _on(device: torch.device) -> torch.Tensor:
     if device not in _words:
         none = torch.zeros(FAULT_WORDS, dtype=torch.int32, device="cpu")
-        none[:2] = torch.tensor(Fault(-1), dtype=torch.int32, device="cpu")
+        none[:2] = torch.tensor(Perturbation(-1), dtype=torch.int32, device="cpu")
         _words[device] = none.to(device)
     return _words[device]

@@ -21,9 +21,9 @@ from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident, Surface
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.errors import CatalogError, ScoutError
-from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.observer.device import device_of
 from torchscout.evidence.observer.record_file import news_of
+from torchscout.experts.coverage import Rows
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.coverage import NO_CATALOG, shapes_in

@@ -16,15 +16,14 @@ import torch
 from torchscout.decision.repeatability import NONDETERMINISTIC, REFUSED
 from torchscout.decision.wording import listed
 from torchscout.errors import CatalogError
-from torchscout.evidence.catalog import catalog_file
-from torchscout.evidence.catalog.catalog import Catalog
-from torchscout.evidence.catalog.facts import facts_of
-from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.replay.at_rest import AtRestRecipe
 from torchscout.evidence.replay.census import CensusRecipe
 from torchscout.evidence.replay.layer import LayerRecipe
 from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
 from torchscout.evidence.replay.recipe import Recipe
+from torchscout.experts.catalog import Catalog, load
+from torchscout.experts.coverage import Rows
+from torchscout.experts.launch_profiler import facts_of
 from torchscout.integration.modules import unwrapped
 from torchscout.integration.structure import Part
 
@@ -56,7 +55,7 @@ def shapes_in(
 
     ``position`` is this rank's among those who share the experts of a layer.
     """
-    catalog = catalog_file.load(path)
+    catalog = load(path)
     for part in experts:
         _require(catalog, part, position, device)
     return {part.name: catalog.representatives(part.name, position) for part in experts}

@@ -12,7 +12,6 @@ import torch
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
 from torchscout.decision.record import Surface
-from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.replay.all_to_all import AllToAllRecipe
 from torchscout.evidence.replay.at_rest import AtRestRecipe
 from torchscout.evidence.replay.census import CensusRecipe, slots_of
@@ -27,6 +26,7 @@ from torchscout.evidence.replay.reduction import route_of
 from torchscout.evidence.replay.sharded import Keepers
 from torchscout.evidence.replay.transfers import TransferRecipe
 from torchscout.evidence.replay.working_copies import WorkingCopies
+from torchscout.experts.coverage import Rows
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.mixture import without_experts
 from torchscout.integration.modules import stages_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchscout.evidence.catalog.grouped_gemm_kernel import INTERPRETED
+from torchscout.experts.kernel.triton_kernel import INTERPRETED
 
 __all__ = ["hasten"]
 

@@ -22,8 +22,8 @@ from torchscout.cli.campaign.routed_job import Job
 from torchscout.cli.campaign.starting import retried
 from torchscout.cli.local_ranks import preload, run_ranks
 from torchscout.cli.moe_model import experts_at
-from torchscout.evidence.catalog.catalog_file import load
-from torchscout.evidence.catalog.grouped_gemm_kernel import INTERPRETED
+from torchscout.experts.catalog import load
+from torchscout.experts.kernel.triton_kernel import INTERPRETED
 
 __all__ = ["main"]
 

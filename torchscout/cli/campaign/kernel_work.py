@@ -18,13 +18,12 @@ from torchscout.cli.campaign.result import Result
 from torchscout.cli.campaign.routed_job import PROGRAMS, TILE
 from torchscout.cli.moe_catalog import save_catalog
 from torchscout.cli.moe_model import EXPERTS, HIDDEN, WIDTH
-from torchscout.evidence.catalog.discovery import discover
-from torchscout.evidence.catalog.grouped_gemm import Tiling
-from torchscout.evidence.catalog.grouped_gemm_kernel import INTERPRETED
-from torchscout.evidence.catalog.injection import Qualification, qualify
-from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
-from torchscout.evidence.catalog.profile import Rows
-from torchscout.evidence.catalog.table import tabulated
+from torchscout.experts.coverage import Rows, tabulated
+from torchscout.experts.discovery import discover
+from torchscout.experts.kernel.grouped_gemm import Tiling
+from torchscout.experts.kernel.perturbation import Qualification, qualify
+from torchscout.experts.kernel.profiler import KernelProfiler
+from torchscout.experts.kernel.triton_kernel import INTERPRETED
 
 __all__ = ["LAYERS", "grade_of", "perturb_all", "profile"]
 

@@ -16,7 +16,7 @@ from torchscout.cli.campaign.training import device_of
 from torchscout.cli.moe_job import MoeTraining
 from torchscout.cli.moe_model import HIDDEN, LAYERS, WIDTH, Experts
 from torchscout.config import ReplayConfig, StragglerConfig
-from torchscout.evidence.catalog import experts as counted
+from torchscout.experts.kernel import expert_layer as counted
 from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Firing, Injector
 from torchscout.integration.attach import enable_resiliency
@@ -91,7 +91,7 @@ def train(rank: int, layout: Layout, faults: Faults, run_dir: Path, seed: int, j
 def _on_kernel(*, is_interpreted: bool) -> Callable[[int], nn.Module]:
     """Makes experts on a grouped GEMM that may fall ill; Triton is needed here alone."""
     from torchscout.cli.campaign.interpreter import hasten
-    from torchscout.evidence.catalog.grouped_gemm import Tiling, programs_of
+    from torchscout.experts.kernel.grouped_gemm import Tiling, programs_of
     from torchscout.faults.sick_gemm import SickGemm
 
     def gemm(hidden: int, intermediate: int, device: torch.device) -> SickGemm:

@@ -21,7 +21,7 @@ from torchscout.errors import CatalogError
 
 if TYPE_CHECKING:
     from torchscout.cli.discover.kernels import Kernel
-    from torchscout.evidence.catalog.routed import Routings
+    from torchscout.experts.templates import Routings
 
 __all__ = ["discover"]
 
@@ -93,7 +93,7 @@ def _run(asked: Asked, plan: Plan, kernels: Sequence[Kernel], folder: Path) -> N
     from torchscout.cli.discover.screen import Screen, screen_of
     from torchscout.cli.discover.work import discovered
     from torchscout.cli.interruption import interruptible
-    from torchscout.evidence.catalog.catalog_file import save, text_of
+    from torchscout.experts.catalog import save, text_of
 
     print(f"What was executed is kept in {folder}", file=sys.stderr, flush=True)
     try:
@@ -154,7 +154,7 @@ def _routings(asked: Asked) -> Routings | None:
         return None
     if asked.tokens < 1:
         raise typer.BadParameter(f"at least 1, got {asked.tokens}", param_hint="--tokens")
-    from torchscout.evidence.catalog.routed import Routings  # with it comes numpy
+    from torchscout.experts.templates import Routings  # with it comes numpy
 
     return Routings(asked.experts, asked.tokens, asked.at_most)
 

@@ -13,8 +13,8 @@ from torchscout.cli.discover.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchscout.evidence.catalog.additivity import Loads
-    from torchscout.evidence.catalog.profile import Profiler
+    from torchscout.experts.coverage import Profiler
+    from torchscout.experts.routing import Loads
 
 __all__ = ["Kernel", "kernel_loads", "kernels_of"]
 
@@ -41,7 +41,7 @@ def _kernels(plan: Plan) -> list[Kernel]:
     if plan.kernel == "torch":
         return [_plain_expert(plan)]
     try:
-        from torchscout.evidence.catalog.kernel_profiler import KernelProfiler
+        from torchscout.experts.kernel.profiler import KernelProfiler
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -62,16 +62,16 @@ def _kernels(plan: Plan) -> list[Kernel]:
 
 def kernel_loads() -> Loads:
     """Programs have as many last tiles as first ones, and all others follow one: together, all tiles."""
-    from torchscout.evidence.catalog.roles import Pass, Role
+    from torchscout.experts.kernel.work_items import Pass, WorkItem
 
-    turns = (Role.LAST_TILE.word, Role.FOLLOWING_TILE.word)
+    turns = (WorkItem.LAST_TILE.word, WorkItem.FOLLOWING_TILE.word)
     return {each.word: tuple(f"{each.word}/{turn}" for turn in turns) for each in Pass}
 
 
 def _plain_expert(plan: Plan) -> Kernel:
     from torch import bfloat16, nn
 
-    from torchscout.evidence.catalog.launch_profiler import LaunchProfiler
+    from torchscout.experts.launch_profiler import LaunchProfiler
 
     if plan.module is not None:
         grouped = plan.experts > 1

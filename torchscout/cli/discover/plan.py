@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchscout.evidence.catalog.profile import Rows, uniform
+from torchscout.experts.coverage import Rows, uniform
 
 if TYPE_CHECKING:
-    from torchscout.evidence.catalog.routed import Routings
+    from torchscout.experts.templates import Routings
 
 __all__ = ["KERNELS", "REGIMES", "Plan", "layers_in", "rows_in"]
 

@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from torchscout.cli.checkpoint.wording import counted, stacked, table
-from torchscout.evidence.catalog.catalog import Catalog
-from torchscout.evidence.catalog.observed import Observed
-from torchscout.evidence.catalog.table import Table
+from torchscout.experts.catalog import Catalog
+from torchscout.experts.coverage import Observed, Table
 
 __all__ = ["Screen", "screen_of"]
 

@@ -8,11 +8,10 @@ from typing import Protocol
 
 from torchscout.cli.discover.kernels import Kernel
 from torchscout.cli.discover.plan import Plan
-from torchscout.evidence.catalog.catalog import Catalog, Places
-from torchscout.evidence.catalog.discovery import Executions, discover
-from torchscout.evidence.catalog.observed import Observed
-from torchscout.evidence.catalog.routed import Routed, Routings, first_shapes, routed
-from torchscout.evidence.catalog.table import Table, tabulated
+from torchscout.experts.catalog import Catalog, Places
+from torchscout.experts.coverage import Observed, Table, tabulated
+from torchscout.experts.discovery import Executions, discover
+from torchscout.experts.templates import Routed, Routings, first_shapes, routed
 
 __all__ = ["Audience", "discovered"]
 

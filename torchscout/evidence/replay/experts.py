@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from torchscout.decision.record import Surface
-from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.replay.compiled import CompiledCode
 from torchscout.evidence.replay.invocation import Invocation
 from torchscout.evidence.replay.layer import LayerRecipe, LayerReplay
 from torchscout.evidence.replay.recipe import Given
 from torchscout.evidence.replay.rerouting import Rerouting
 from torchscout.evidence.replay.sharded import NOBODY, Keepers
+from torchscout.experts.coverage import Rows
 from torchscout.mesh import Role
 
 __all__ = ["ExpertsRecipe"]

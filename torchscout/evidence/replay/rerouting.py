@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from torchscout.errors import ReplayError
-from torchscout.evidence.catalog.profile import Rows
 from torchscout.evidence.replay.invocation import Invocation, is_floating
+from torchscout.experts.coverage import Rows
 
 __all__ = ["Rerouting"]
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchscout.evidence.catalog.grouped_gemm import FAULT_WORDS, Fault
-from torchscout.evidence.catalog.roles import Pass, Role
+from torchscout.experts.kernel.grouped_gemm import FAULT_WORDS, Perturbation
+from torchscout.experts.kernel.work_items import Pass, WorkItem
 
 if TYPE_CHECKING:
-    from torchscout.evidence.catalog.profile import Rows
-    from torchscout.evidence.catalog.projection import Projection
+    from torchscout.experts.coverage import Rows
+    from torchscout.experts.kernel.grouped_gemm import Projection
 
 __all__ = ["Injected", "Qualification", "qualify"]
 
-_COUNTED = tuple(role for role in Role if role.value <= Role.STEP_TAIL.value)
+_COUNTED = tuple(role for role in WorkItem if role.value <= WorkItem.STEP_TAIL.value)
 """The roles that a perturbed work item can have; those of turns are other counts of the same tiles."""
 
 
@@ -32,7 +32,7 @@ class Injected:
 
     rows: Rows
     which: Pass
-    fault: Fault
+    fault: Perturbation
 
     def __str__(self) -> str:
         place = "" if self.fault.step < 0 else f", step {self.fault.step}"
@@ -87,9 +87,9 @@ def _qualify_pass(
         found.unaccounted += _unaccounted(rows, which, witnesses, counted)
 
 
-def _all_faults(projection: Projection, rows: Rows, which: Pass, counted: list[int]) -> list[Fault]:
+def _all_faults(projection: Projection, rows: Rows, which: Pass, counted: list[int]) -> list[Perturbation]:
     """Every tile that programs took, and every step of each."""
-    tiles = counted[Role.LAST_TILE.value] + counted[Role.FOLLOWING_TILE.value]
+    tiles = counted[WorkItem.LAST_TILE.value] + counted[WorkItem.FOLLOWING_TILE.value]
     gemm, step = projection.gemm, projection.gemm.tilings[which].step
     faults = []
     for tile in range(tiles):
@@ -98,12 +98,12 @@ def _all_faults(projection: Projection, rows: Rows, which: Pass, counted: list[i
             Pass.INPUT_GRADIENT: gemm.intermediate,
             Pass.WEIGHT_GRADIENT: rows[tile * len(rows) // tiles],  # each expert has as many tiles there
         }[which]
-        faults += [Fault(tile), *(Fault(tile, place) for place in range(-(-length // step)))]
+        faults += [Perturbation(tile), *(Perturbation(tile, place) for place in range(-(-length // step)))]
     return faults
 
 
 def _run(
-    projection: Projection, rows: Rows, which: Pass, faults: list[Fault]
+    projection: Projection, rows: Rows, which: Pass, faults: list[Perturbation]
 ) -> tuple[list[list[int]], list[bool]]:
     """What the kernel wrote about each fault, and whether the result then differs; read back once."""
     placed = projection.place(rows)
@@ -132,7 +132,7 @@ def _unaccounted(rows: Rows, which: Pass, witnesses: list[list[int]], counted: l
         seen[tile_role if step < 0 else step_role] += fired
     expected = {role: counted[role.value] for role in _COUNTED}
     if which is not Pass.WEIGHT_GRADIENT:
-        del expected[Role.EMPTY]  # an expert that is passed by has no work to perturb
+        del expected[WorkItem.EMPTY]  # an expert that is passed by has no work to perturb
     return [
         f"rows {rows}, {which.word}: {role.word} perturbed {seen[role.value]} times, counted {count} times"
         for role, count in expected.items()

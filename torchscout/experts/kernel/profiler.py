@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from torchscout.evidence.catalog import grouped_gemm, grouped_gemm_kernel
-from torchscout.evidence.catalog.device_facts import device_facts
-from torchscout.evidence.catalog.profile import Rows, ShapeProfile
-from torchscout.evidence.catalog.projection import Projection
-from torchscout.evidence.catalog.roles import Pass, Role
+from torchscout.experts.catalog import device_facts
+from torchscout.experts.coverage import Rows, ShapeProfile
+from torchscout.experts.kernel import grouped_gemm, triton_kernel
+from torchscout.experts.kernel.grouped_gemm import Projection
+from torchscout.experts.kernel.work_items import Pass, WorkItem
 
 if TYPE_CHECKING:
-    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, Tiling
+    from torchscout.experts.kernel.grouped_gemm import GroupedGemm, Tiling
 
 __all__ = ["KernelProfiler", "Regime", "kernel_facts"]
 
@@ -75,7 +75,7 @@ class KernelProfiler:
                 sorted(
                     (f"{which.word}/{role.word}", counted[which.value][role.value])
                     for which in Pass
-                    for role in Role
+                    for role in WorkItem
                 )
             ),
         )
@@ -90,9 +90,9 @@ class KernelProfiler:
 
     def _pressure(self, counted: Sequence[int]) -> str:
         if self._regime == "waves":
-            return f"waves={counted[Role.WAVES.value]}"
+            return f"waves={counted[WorkItem.WAVES.value]}"
         # A program that did any tile did a last one.
-        return "full" if counted[Role.LAST_TILE.value] == self.projection.gemm.programs else "idle"
+        return "full" if counted[WorkItem.LAST_TILE.value] == self.projection.gemm.programs else "idle"
 
 
 def kernel_facts(gemm: GroupedGemm, experts: int, device: torch.device, regime: str) -> dict[str, str]:
@@ -113,7 +113,7 @@ def kernel_facts(gemm: GroupedGemm, experts: int, device: torch.device, regime: 
 def _source_digest() -> str:
     """Of the files that make the kernel what it is."""
     digest = hashlib.sha256()
-    for module in (grouped_gemm, grouped_gemm_kernel):
+    for module in (grouped_gemm, triton_kernel):
         assert module.__file__ is not None
         digest.update(Path(module.__file__).read_bytes())
     return digest.hexdigest()

@@ -1,7 +1,8 @@
 """What can be seen of kernels whose paths cannot be counted: their names and launches (paper, section 6.2).
 
-For expert layers of any operations. A closed kernel does not say what its tiles do, so there are no path
-counts and compression is off; to cover by launch geometry alone must be asked for, and is to be had on CUDA.
+For expert layers made of any operations. A closed kernel does not show what its tiles do, so there are no
+path counts and shapes are not compressed. To cover by launch geometry alone must be asked for, and needs
+CUDA. ``facts_of`` returns what a catalog of an expert module is bound to, without running the module.
 """
 
 from __future__ import annotations
@@ -16,10 +17,38 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from torchscout.evidence.catalog.facts import closed_facts
-from torchscout.evidence.catalog.profile import Rows, ShapeProfile
+from torchscout.experts.catalog import device_facts
+from torchscout.experts.coverage import Rows, ShapeProfile
+from torchscout.experts.kernel.expert_layer import Experts
 
-__all__ = ["KernelLaunch", "LaunchProfiler"]
+__all__ = ["KernelLaunch", "LaunchProfiler", "closed_facts", "facts_of"]
+
+
+def facts_of(module: nn.Module, device: torch.device, regime: str = "pressure") -> list[dict[str, str]]:
+    """Those of each projection, where its kernel counts its paths; else of the module as a whole."""
+    if not isinstance(module, Experts):
+        return [closed_facts(module, device)]
+    from torchscout.experts.kernel.profiler import kernel_facts
+
+    found = []
+    for weights in (module.up, module.down):
+        experts, hidden, intermediate = weights.shape
+        found.append(kernel_facts(module.gemm(hidden, intermediate, device), experts, device, regime))
+    return found
+
+
+def closed_facts(module: nn.Module, device: torch.device) -> dict[str, str]:
+    """Of a module whose kernels do not say what they do: its code by name, and the form of what it holds."""
+    kind = type(module)
+    held = [
+        f"{name} {'x'.join(map(str, each.shape))} {str(each.dtype).removeprefix('torch.')}"
+        for name, each in module.named_parameters()
+    ]
+    return {
+        **device_facts(device),
+        "kernel": f"closed, {kind.__module__}.{kind.__qualname__}",
+        "parameters": ", ".join(held),
+    }
 
 
 class KernelLaunch(NamedTuple):

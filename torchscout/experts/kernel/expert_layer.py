@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm
+    from torchscout.experts.kernel.grouped_gemm import GroupedGemm
 
 __all__ = ["Experts", "Gemms", "grouped_linear", "standard_gemm"]
 
@@ -25,7 +25,7 @@ Gemms = Callable[[int, int, torch.device], "GroupedGemm"]
 
 def standard_gemm(hidden: int, intermediate: int, device: torch.device) -> GroupedGemm:
     """As many programs as the device has multiprocessors, and tiles that are fast there."""
-    from torchscout.evidence.catalog.grouped_gemm import GroupedGemm, programs_of
+    from torchscout.experts.kernel.grouped_gemm import GroupedGemm, programs_of
 
     return GroupedGemm(hidden, intermediate, programs=programs_of(device))
 
@@ -115,7 +115,7 @@ def _made_for(x: Tensor, weights: Tensor, gemm: Gemms) -> GroupedGemm:
         )
     if importlib.util.find_spec("triton") is None:
         raise ModuleNotFoundError("grouped_linear needs Triton: pip install triton", name="triton")
-    from torchscout.evidence.catalog.grouped_gemm import runs_on
+    from torchscout.experts.kernel.grouped_gemm import runs_on
 
     if not runs_on(x.device):
         raise ValueError(f"grouped_linear runs on CUDA, got a tensor on {x.device}: move the layer there")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["Pass", "Role"]
+__all__ = ["Pass", "WorkItem"]
 
 
 class Pass(Enum):
@@ -33,7 +33,7 @@ class Pass(Enum):
 # Each is counted where it happens, by the program that does it; the host derives nothing from the shape.
 
 
-class Role(Enum):
+class WorkItem(Enum):
     """An execution path of one pass; the value is its place among the counters."""
 
     INTERIOR = 0

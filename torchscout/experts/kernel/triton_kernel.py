@@ -5,27 +5,28 @@ looked after in ``grouped_gemm``. Results are the same with and without counters
 by two programs. What is counted is said in [Note: the roles of work].
 """
 
-# A kernel takes what a launch and its constants give it, and a constant is decided apart from a value.
-# ruff: noqa: N803, PLR0913, PLR0917, SIM102
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from torchscout.evidence.catalog.roles import Pass, Role
+from torchscout.experts.kernel.work_items import Pass, WorkItem
 
 __all__ = ["INTERPRETED", "grouped_gemm_kernel"]
+
+# A kernel takes what a launch and its constants give it, and a constant is decided apart from a value.
+# ruff: noqa: N803, PLR0913, PLR0917, SIM102
+
 
 _FORWARD = tl.constexpr(Pass.FORWARD.value)
 _INPUT = tl.constexpr(Pass.INPUT_GRADIENT.value)
 _WEIGHT = tl.constexpr(Pass.WEIGHT_GRADIENT.value)
-_EMPTY = tl.constexpr(Role.EMPTY.value)
-_STEP_FULL = tl.constexpr(Role.STEP_FULL.value)
-_STEP_TAIL = tl.constexpr(Role.STEP_TAIL.value)
-_LAST_TILE = tl.constexpr(Role.LAST_TILE.value)
-_FOLLOWING_TILE = tl.constexpr(Role.FOLLOWING_TILE.value)
-_WAVES = tl.constexpr(Role.WAVES.value)
+_EMPTY = tl.constexpr(WorkItem.EMPTY.value)
+_STEP_FULL = tl.constexpr(WorkItem.STEP_FULL.value)
+_STEP_TAIL = tl.constexpr(WorkItem.STEP_TAIL.value)
+_LAST_TILE = tl.constexpr(WorkItem.LAST_TILE.value)
+_FOLLOWING_TILE = tl.constexpr(WorkItem.FOLLOWING_TILE.value)
+_WAVES = tl.constexpr(WorkItem.WAVES.value)
 _WHOLE_TILE = tl.constexpr(-1)  # a fault in no step, but in the finished tile
 _NOWHERE = tl.constexpr(-2)
 

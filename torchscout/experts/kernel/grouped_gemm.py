@@ -1,8 +1,9 @@
 """The grouped GEMM of an expert layer, which can count its own execution paths (paper, section 6.2).
 
-Rows lie one expert after another, and each expert has its own weights. Three passes: the output, the gradient
-of the input, the gradient of the weights, in bfloat16 with sums in float32. Imported on first use, because
-Triton is optional; autograd is in ``experts``, what the counts are good for in ``profile``.
+Rows lie one expert after another, and each expert has its own weights. There are three passes: the output,
+the gradient of the input and the gradient of the weights, in bfloat16 with sums in float32. ``Projection``
+holds operands for any shape; its buffers grow with the largest one. Import this module on first use,
+because Triton is optional. Autograd is in ``expert_layer``.
 """
 
 from __future__ import annotations
@@ -11,13 +12,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchscout.evidence.catalog.grouped_gemm_kernel import INTERPRETED, grouped_gemm_kernel
-from torchscout.evidence.catalog.roles import Pass
+from torchscout.experts.kernel.triton_kernel import INTERPRETED, grouped_gemm_kernel
+from torchscout.experts.kernel.work_items import Pass
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FAULT_WORDS", "Fault", "GroupedGemm", "Tiling", "programs_of", "runs_on", "tiling_for"]
+    from torchscout.experts.coverage import Rows
+
+__all__ = [
+    "FAULT_WORDS",
+    "GroupedGemm",
+    "Perturbation",
+    "Projection",
+    "Tiling",
+    "programs_of",
+    "runs_on",
+    "tiling_for",
+]
 
 H200_PROCESSORS = 132
 
@@ -59,7 +71,7 @@ def runs_on(device: torch.device) -> bool:
     return INTERPRETED or device.type == "cuda"
 
 
-class Fault(NamedTuple):
+class Perturbation(NamedTuple):
     """One perturbed work item."""
 
     tile: int
@@ -144,3 +156,74 @@ class GroupedGemm:
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
+
+
+class Projection:
+    """``experts`` matrices of ``hidden`` by ``intermediate``, and rows for them."""
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        *,
+        device: torch.device | str,
+        programs: int | None = None,
+        tiling: Tiling | None = None,
+    ) -> None:
+        if experts < 1:
+            raise ValueError(f"a projection needs an expert at least, got experts={experts}")
+        self.device = torch.device(device)
+        if not runs_on(self.device):
+            raise ValueError(
+                f"the grouped GEMM runs on CUDA, got device={str(device)!r}: name a CUDA device, or set "
+                "TRITON_INTERPRET=1 before Triton is imported to have it interpreted"
+            )
+        self.experts = experts
+        self.gemm = GroupedGemm(
+            hidden, intermediate, programs=programs or programs_of(self.device), tiling=tiling
+        )
+        self._weights = self._random(experts, hidden, intermediate, scale=hidden**-0.5)
+        self._weight_gradient = torch.empty_like(self._weights)
+        self._capacity = 0
+
+    def place(self, rows: Rows) -> Tensor:
+        """The row counts on the device; makes room for them all."""
+        if len(rows) != self.experts or min(rows) < 0:
+            raise ValueError(f"a shape here has {self.experts} row counts, none negative, got {rows}")
+        self._reserve(sum(rows))
+        return torch.tensor(rows, dtype=torch.int32, device=self.device)
+
+    def execute(
+        self, which: Pass, rows: Tensor, *, counters: Tensor | None = None, fault: Tensor | None = None
+    ) -> Any:
+        """Run one pass on rows that were placed; gives the compiled kernel."""
+        return self.gemm.launch(which, self._operands(which), rows, counters=counters, fault=fault)
+
+    def result(self, which: Pass, rows: Rows) -> Tensor:
+        """What the last execution of a pass on this shape wrote; overwritten by the next."""
+        whole = self._operands(which)[2]
+        return whole if which is Pass.WEIGHT_GRADIENT else whole[: sum(rows)]
+
+    def _operands(self, which: Pass) -> tuple[Tensor, Tensor, Tensor]:
+        if which is Pass.FORWARD:
+            return self._x, self._weights, self._output
+        if which is Pass.INPUT_GRADIENT:
+            return self._gradient, self._weights, self._input_gradient
+        return self._x, self._gradient, self._weight_gradient
+
+    def _reserve(self, rows: int) -> None:
+        if self._capacity and rows <= self._capacity:
+            return
+        self._capacity = max(rows, 2 * self._capacity, 1)
+        # The gradient is small, so that sums over many rows stay near 1 and every fault shows in bfloat16.
+        self._x = self._random(self._capacity, self.gemm.hidden)
+        self._gradient = self._random(self._capacity, self.gemm.intermediate, scale=0.125)
+        self._output, self._input_gradient = torch.empty_like(self._gradient), torch.empty_like(self._x)
+
+    def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(
+            len(shape) + round(1 / scale)
+        )  # unlike the others
+        values = torch.randn(shape, dtype=torch.bfloat16, device=self.device, generator=generator)
+        return values.mul_(scale)

@@ -1,7 +1,7 @@
-"""What a discovery has seen so far, line by line, so that an interrupted one goes on (paper, section 6.2).
+"""Executes every admitted shape before training, and keeps a log of it (paper, section 6.2, discovery).
 
-A line of facts, then one for each shape, each with its own digest. What was seen under other facts says
-nothing here: it is refused.
+The log has one line of facts, then one for each shape, each under its own digest, so that an interrupted
+discovery can go on. A log made under other facts is refused.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchscout.errors import CatalogError
-from torchscout.evidence.catalog.catalog_json import observed_from_json, observed_to_json
-from torchscout.evidence.catalog.environment import drift, drift_in_words
-from torchscout.evidence.catalog.observed import Observed
-from torchscout.evidence.catalog.profile import Rows
+from torchscout.experts.catalog import drift, drift_in_words, observed_from_json, observed_to_json
+from torchscout.experts.coverage import Observed, Profiler, Rows, observe
 
-__all__ = ["Journal"]
+__all__ = ["DiscoveryLog", "Executions", "discover"]
 
 _KIND = "torchscout discovery"
 _SCHEMA = 2
@@ -29,7 +27,7 @@ _DAMAGE = (AssertionError, AttributeError, KeyError, RecursionError, TypeError, 
 """What reading a line raises that this version did not write."""
 
 
-class Journal:
+class DiscoveryLog:
     """A file that grows by one line for each shape."""
 
     def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
@@ -105,3 +103,39 @@ def _opened(line: bytes, *, may_lack_digest: bool) -> dict[str, Any]:
 
 def _canonical(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
+class Executions:
+    """What each shape did, which is executed when it is first asked for."""
+
+    def __init__(self, profiler: Profiler, resume_from: Path | None = None) -> None:
+        """With ``resume_from`` each shape is written to that journal as soon as it is known.
+
+        Those that are there already are not executed again; a ``CatalogError`` if it has other facts.
+        """
+        self._profiler = profiler
+        self._journal = None if resume_from is None else DiscoveryLog(resume_from, profiler.facts())
+        self._seen: dict[Rows, Observed] = {} if self._journal is None else dict(self._journal.seen)
+
+    def of(self, rows: Rows) -> Observed:
+        if rows not in self._seen:
+            self._seen[rows] = observe(self._profiler, rows)
+            if self._journal is not None:
+                self._journal.add(self._seen[rows])
+        return self._seen[rows]
+
+
+def discover(
+    profiler: Profiler,
+    shapes: Iterable[Rows],
+    *,
+    on_progress: Callable[[Observed], None] = lambda _: None,
+    resume_from: Path | None = None,
+) -> tuple[Observed, ...]:
+    """What each shape does, in the order of ``shapes``; see ``Executions`` for ``resume_from``."""
+    executions = Executions(profiler, resume_from)
+    found: list[Observed] = []
+    for rows in dict.fromkeys(shapes):
+        found.append(executions.of(rows))
+        on_progress(found[-1])
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""A grouped GEMM in Triton that counts which of its paths ran."""
