@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchscout.faults.tensor_effects import FlipBit
+from torchscout.faults.effects import FlipBit
 
 __all__ = ["MOMENTS", "Flip", "Flipped", "Held", "digest_of", "flip_a_bit"]
 

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import Incident
-from torchscout.faults.fault import Faults
+from torchscout.faults.fault import since
 from torchscout.faults.injector import Injector
-from torchscout.faults.when import since
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.session import Session
 
@@ -241,11 +241,11 @@ class Job:
         report.failures = list(session.failures)
         report.hooks_left = self._count_hooks() - self._hooks
 
-    def _slowness(self, model: nn.Module) -> Faults:
+    def _slowness(self, model: nn.Module) -> FaultPlan:
         if self._trial.slow is None:
-            return Faults()
+            return FaultPlan()
         rank, step = self._trial.slow
-        faults = Faults()
+        faults = FaultPlan()
         for name in _layer_names(model):
             faults = faults.delay(
                 rank=rank, at=f"{name}/forward", step=since(step), seconds=SLOW_SECONDS, calls=None

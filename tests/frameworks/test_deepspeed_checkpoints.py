@@ -19,7 +19,7 @@ from tests.support.deepspeed_layouts import (
     weight,
 )
 from tests.support.ranks import LiveRanks, RankError, run_ranks
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.resumption import Sweep
 
 __all__ = ["answering"]
@@ -111,7 +111,7 @@ MORE_WRONG = {
 
 @pytest.mark.parametrize(("plan", "faults", "ranks"), each_of(WRONG) + each_of(MORE_WRONG, slow))
 def test_what_comes_after_a_wrong_number_is_no_checkpoint(
-    four: LiveRanks, plan: Plan, faults: Faults, ranks: tuple[int, ...], tmp_path: Path
+    four: LiveRanks, plan: Plan, faults: FaultPlan, ranks: tuple[int, ...], tmp_path: Path
 ):
     plan = replace(plan, steps=7, directory=tmp_path / "checkpoints")
     scope = "rank" if len(ranks) == 1 else "peer_group"

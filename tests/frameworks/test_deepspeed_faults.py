@@ -21,7 +21,7 @@ from tests.support.deepspeed_layouts import (
 from tests.support.hangs import QUICK, STALL, incidents, wait_for_incident
 from tests.support.ranks import LiveRanks
 from torchscout.config import ReplayConfig
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["answering"]
 
@@ -159,8 +159,8 @@ def test_what_hpz_writes_in_the_forward_pass_is_named_as_not_covered(four: LiveR
         assert "stack.0.up/weight.secondary" in names
 
 
-def slow_layers(places: tuple[str, ...], rank: int) -> Faults:
-    faults = Faults()
+def slow_layers(places: tuple[str, ...], rank: int) -> FaultPlan:
+    faults = FaultPlan()
     for place in places:
         faults = faults.delay(rank=rank, at=f"{place}/forward", step=range(3, 9), seconds=0.25, calls=None)
     return faults
@@ -212,7 +212,7 @@ MORE_LATE = {
 
 @pytest.mark.parametrize(("plan", "layer"), each_of(LATE) + each_of(MORE_LATE, slow))
 def test_a_late_rank_is_named(four: LiveRanks, plan: Plan, layer: str, tmp_path: Path):
-    faults = Faults().stall(rank=2, at=f"{layer}/forward", step=4, seconds=STALL)
+    faults = FaultPlan().stall(rank=2, at=f"{layer}/forward", step=4, seconds=STALL)
     found = four.ask(replace(plan, replay=None, observer=QUICK, faults=faults, run_dir=tmp_path), 120)
     assert [each.fired for each in found] == [0, 0, 1, 0]
     assert [each[:3] for each in found[0].named] == [("hang", "rank", (2,))], found[0].incidents
@@ -275,7 +275,7 @@ def test_one_of_three_with_the_same_stage_and_another_collective_is_named(
 
 def does_something_else(plan: Plan, at: str, what: str, size: int, tmp_path: Path) -> None:
     """Rank 1 does. Gloo may abort a process over it, or never return: nobody is asked for an answer."""
-    faults = Faults().change_collective(rank=1, at=at, axis="replica", step=4, what=what)
+    faults = FaultPlan().change_collective(rank=1, at=at, axis="replica", step=4, what=what)
     fired = tmp_path / "fired"
     lasting = replace(QUICK, grace_seconds=30.0)  # the hub's own rank may be the one that is aborted
     plan = replace(plan, replay=None, observer=lasting, faults=faults, log=fired, run_dir=tmp_path)

@@ -18,7 +18,7 @@ from tests.support.ranks import LiveRanks, RankError, run_ranks
 from tests.support.scripts import EXAMPLES, torchrun
 from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.huggingface import ResiliencyCallback, trusted_checkpoint
 
 preload("tests.support.huggingface_jobs")
@@ -72,7 +72,7 @@ def test_a_cache_in_training_is_told_and_changes_nothing(three: LiveRanks, tmp_p
 
 @pytest.mark.parametrize("kind", ["trainer", "loop"])
 def test_a_wrong_number_names_its_rank(three: LiveRanks, kind: str, tmp_path: Path):
-    faults = Faults().flip_bit(rank=1, at="model.layers.1/output", step=2, bit=20, calls=REPLAYED)
+    faults = FaultPlan().flip_bit(rank=1, at="model.layers.1/output", step=2, bit=20, calls=REPLAYED)
     told = three.ask((Trial(kind, steps=3, faults=faults), tmp_path), 120)
     assert told[1].fired
     assert {each[:3] for each in told[0].found} == {("sdc", "rank", (1,))}, told[0].incidents
@@ -80,7 +80,7 @@ def test_a_wrong_number_names_its_rank(three: LiveRanks, kind: str, tmp_path: Pa
 
 
 def test_a_slow_rank_is_named(three: LiveRanks, tmp_path: Path):
-    faults = Faults()
+    faults = FaultPlan()
     for layer in (0, 1):
         at = f"model.layers.{layer}/forward"
         faults = faults.delay(rank=2, at=at, step=range(2, 6), seconds=0.25, calls=None)
@@ -90,7 +90,7 @@ def test_a_slow_rank_is_named(three: LiveRanks, tmp_path: Path):
 
 
 def test_a_late_rank_is_named(three: LiveRanks, tmp_path: Path):
-    faults = Faults().stall(rank=2, at="model.layers.1/forward", step=5, seconds=STALL)
+    faults = FaultPlan().stall(rank=2, at="model.layers.1/forward", step=5, seconds=STALL)
     told = three.ask((Trial(replay=None, observer=QUICK, faults=faults), tmp_path), 120)
     assert [each.fired for each in told] == [0, 0, 1]
     assert [each[:3] for each in told[0].found] == [("hang", "rank", (2,))], told[0].incidents
@@ -145,7 +145,7 @@ def test_a_long_evaluation_or_write_is_no_hang(three: LiveRanks, evaluated: str,
 
 
 def test_no_checkpoint_after_a_wrong_number_is_trusted(three: LiveRanks, tmp_path: Path):
-    faults = Faults().flip_bit(rank=0, at="model.layers.0.mlp.up_proj/weight", step=3, bit=20)
+    faults = FaultPlan().flip_bit(rank=0, at="model.layers.0.mlp.up_proj/weight", step=3, bit=20)
     trial = Trial(faults=faults, folder=tmp_path / "out")
     told = three.ask((trial, tmp_path / "run"), 120)
     assert told[0].fired == 1
@@ -188,7 +188,7 @@ ENGINES = {
 @slow
 @pytest.mark.parametrize(("plan", "faults"), each_of(ENGINES))
 def test_deepspeed_under_accelerate_is_bitwise_the_same_and_goes_on(
-    plan: deepspeed_jobs.Plan, faults: Faults, tmp_path: Path
+    plan: deepspeed_jobs.Plan, faults: FaultPlan, tmp_path: Path
 ):
     kept = replace(plan, directory=tmp_path / "kept")
     with LiveRanks(deepspeed_jobs.answering, 4) as ranks:

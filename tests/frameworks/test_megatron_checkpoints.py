@@ -25,7 +25,7 @@ from tests.support.megatron_layouts import (
 )
 from tests.support.ranks import LiveRanks, RankError, run_ranks
 from torchscout.config import ReplayConfig
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 KEPT = {
     "experts, optimizer shards, bfloat16": Trial(experts=4, expert=2, sharded=True, dtype="bfloat16"),
@@ -112,7 +112,9 @@ def goes_on_after_a_kill(live: LiveRanks, size: int, trial: Trial, folder: Path)
 
 def spoiled(trial: Trial, rank: int = 1, part: str = "decoder.layers.0.mlp") -> Trial:
     """A weight has a wrong bit from the update of step 4 on."""
-    return replace(trial, faults=Faults().flip_bit(rank=rank, at=f"{part}.linear_fc1/weight", step=4, bit=20))
+    return replace(
+        trial, faults=FaultPlan().flip_bit(rank=rank, at=f"{part}.linear_fc1/weight", step=4, bit=20)
+    )
 
 
 EXPERT = "decoder.layers.0.mlp.experts.local_experts.1"
@@ -157,7 +159,7 @@ def goes_back_to_before(ranks: LiveRanks, trial: Trial, folder: Path) -> None:
         assert {each.manifestation.value for each in told.incidents} == {"sdc"}
         assert told.status["checkpoint"]["poisoned"] == 4
         assert told.status["checkpoint"]["latest"] < 4
-    healthy = replace(trial, faults=Faults(), spoiled=None)
+    healthy = replace(trial, faults=FaultPlan(), spoiled=None)
     through = ranks.ask((healthy, None), 200)
     again = ranks.ask((replace(healthy, directory=kept.directory), folder / "second"), 200)
     for plain, told in zip(through, again, strict=True):

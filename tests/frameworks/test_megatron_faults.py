@@ -26,18 +26,18 @@ from tests.support.megatron_layouts import (
 )
 from tests.support.ranks import LiveRanks, run_ranks
 from torchscout.config import ReplayConfig
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 ALL = None
 REPLAYED = range(1, 200)
 
 
-def output_of(layer: str, rank: int) -> Faults:
-    return Faults().flip_bit(rank=rank, at=f"{layer}/output", step=2, bit=20, calls=REPLAYED)
+def output_of(layer: str, rank: int) -> FaultPlan:
+    return FaultPlan().flip_bit(rank=rank, at=f"{layer}/output", step=2, bit=20, calls=REPLAYED)
 
 
-def weight_of(layer: str, rank: int) -> Faults:
-    return Faults().flip_bit(rank=rank, at=f"{layer}.linear_fc1/weight", step=2, bit=20)
+def weight_of(layer: str, rank: int) -> FaultPlan:
+    return FaultPlan().flip_bit(rank=rank, at=f"{layer}.linear_fc1/weight", step=2, bit=20)
 
 
 EXPERT = "decoder.layers.0.mlp.experts.local_experts"
@@ -257,7 +257,7 @@ def test_a_slow_layer_names_its_rank(
 def names_slow(
     live: LiveRanks, trial: Trial, parts: Sequence[str], ranks: tuple[int, ...], folder: Path
 ) -> None:
-    faults = Faults()
+    faults = FaultPlan()
     for part in parts:
         faults = faults.delay(rank=2, at=f"{part}/forward", step=range(2, 20), seconds=0.25, calls=ALL)
     few = trial.microbatches if trial.virtual else trial.pipeline
@@ -289,7 +289,7 @@ def test_a_slow_layer_names_its_rank_where_parallelisms_meet(
 @pytest.mark.slow
 def test_a_slow_layer_names_its_rank_among_those_of_the_same_part(tmp_path: Path):
     place = "decoder.layers.0/forward"
-    faults = Faults().delay(rank=3, at=place, step=range(3, 9), seconds=0.25, calls=ALL)
+    faults = FaultPlan().delay(rank=3, at=place, step=range(3, 9), seconds=0.25, calls=ALL)
     trial = Trial(tensor=2, layers=1, microbatches=1, faults=faults)
     told = run_ranks(train, 6, trial, tmp_path, timeout=300)
     assert told[3].fired > 2
@@ -330,7 +330,7 @@ def test_a_late_rank_is_named_where_parallelisms_meet(eight: LiveRanks, layout: 
 
 
 def names_late(live: LiveRanks, trial: Trial, folder: Path) -> None:
-    faults = Faults().stall(rank=2, at="step", step=FAULTY_STEP, seconds=STALL)
+    faults = FaultPlan().stall(rank=2, at="step", step=FAULTY_STEP, seconds=STALL)
     told = live.ask((replace(trial, observer=QUICK, faults=faults), folder), 120)
     assert [rank for rank, each in enumerate(told) for _ in range(each.fired)] == [2]
     (incident,) = told[0].incidents
@@ -404,7 +404,7 @@ def test_a_rank_that_does_something_else_is_named_where_parallelisms_meet(
 
 
 def names_another(size: int, trial: Trial, at: str, axis: str, ranks: tuple[int, ...], folder: Path) -> None:
-    faults = Faults().change_collective(rank=1, at=at, axis=axis, step=FAULTY_STEP, what="dtype")
+    faults = FaultPlan().change_collective(rank=1, at=at, axis=axis, step=FAULTY_STEP, what="dtype")
     trial = replace(trial, observer=QUICK, replay=None, faults=faults, log=folder / "fired")
     with LiveRanks(answering, size) as live:  # Gloo may abort a process over it, or never return
         live.tell((trial, folder))

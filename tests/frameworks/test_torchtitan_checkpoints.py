@@ -12,7 +12,7 @@ from tests.support import titan_layouts
 from tests.support.ranks import LiveRanks, RankError, run_ranks
 from tests.support.titan_jobs import Told, Trial, answering, train
 from tests.support.titan_layouts import Layout, layouts, live
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["answering"]
 
@@ -32,8 +32,8 @@ def overridden(folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def all_killed(ranks: int, step: int) -> Faults:
-    faults = Faults()
+def all_killed(ranks: int, step: int) -> FaultPlan:
+    faults = FaultPlan()
     for rank in range(ranks):
         faults = faults.kill(rank=rank, at="step", step=step)
     return faults
@@ -68,7 +68,7 @@ def test_after_a_wrong_number_a_job_goes_on_from_before_it(
     request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path
 ):
     """Training has it too, and so have all later steps of that run."""
-    faults = Faults().flip_bit(
+    faults = FaultPlan().flip_bit(
         rank=2, at=f"{layout.layer}/output", step=FAULTY_STEP, bit=20, calls=range(layout.called + 200)
     )
     trial, ranks = layout.trial(assets, steps=5), live(request, layout)

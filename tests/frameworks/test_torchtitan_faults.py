@@ -29,7 +29,7 @@ from tests.support.titan_layouts import (
     layouts,
     live,
 )
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 
 __all__ = ["answering"]
@@ -45,7 +45,7 @@ def test_a_wrong_number_names_the_rank_and_nothing_is_kept_after_it(
 ):
     """Training itself is right; what is computed again between steps is not."""
     again = range(layout.called, 200)
-    faults = Faults().flip_bit(rank=2, at=f"{layout.layer}/output", step=2, bit=20, calls=again)
+    faults = FaultPlan().flip_bit(rank=2, at=f"{layout.layer}/output", step=2, bit=20, calls=again)
     trial = layout.trial(assets, steps=3, faults=faults, directory=tmp_path / "kept")
     told = live(request, layout).ask((trial, tmp_path / "scout"), 300)
     assert told[2].fired
@@ -67,7 +67,7 @@ def test_no_optimizer_of_any_part_goes_unwatched(four: LiveRanks, place: int, as
 def test_a_slow_layer_names_its_rank(
     request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path
 ):
-    faults = Faults()
+    faults = FaultPlan()
     for layer in layout.slowed:
         faults = faults.delay(rank=2, at=f"{layer}/forward", step=range(3, 9), seconds=0.3, calls=ALL)
     told = live(request, layout).ask((layout.trial(assets, layers=4, faults=faults), tmp_path), 300)
@@ -81,7 +81,7 @@ def test_a_slow_link_names_its_machine(assets: Path, tmp_path: Path):
     """Of three groups of shards, each on a machine of its own; two could only differ."""
     if subprocess.run(["unshare", "--uts", "true"], check=False).returncode != 0:
         pytest.skip("ranks cannot have host names of their own here")
-    faults = Faults().slow_collective(
+    faults = FaultPlan().slow_collective(
         ranks=(2, 3), at="all_gather@mesh_fsdp", axis="shard", step=range(3, 9), seconds=0.4
     )
     trial = Trial(assets, {"data_parallel_replicate_degree": 3}, steps=7, faults=faults, machine=2)
@@ -96,7 +96,7 @@ def test_a_slow_link_names_its_machine(assets: Path, tmp_path: Path):
 
 @layouts("fsdp")
 def test_a_late_rank_is_named(request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path):
-    faults = Faults().stall(rank=2, at=f"{layout.layer}/forward", step=4, seconds=10.0)
+    faults = FaultPlan().stall(rank=2, at=f"{layout.layer}/forward", step=4, seconds=10.0)
     trial = layout.trial(assets, steps=5, faults=faults, replay=None, observer=PATIENT)
     told = live(request, layout).ask((trial, tmp_path), 240)
     assert told[2].fired == 1
@@ -142,7 +142,7 @@ OTHERWISE = {
 @slow
 @pytest.mark.parametrize("job", OTHERWISE.values(), ids=OTHERWISE)
 def test_a_rank_that_does_something_else_is_named(job: Otherwise, assets: Path, tmp_path: Path):
-    faults = Faults().change_collective(rank=2, at=job.at, axis=job.axis, step=4, what=job.what)
+    faults = FaultPlan().change_collective(rank=2, at=job.at, axis=job.axis, step=4, what=job.what)
     trial = Trial(
         assets,
         job.parallelism,

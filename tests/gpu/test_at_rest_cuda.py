@@ -17,7 +17,7 @@ from tests.support.replay_jobs import differing
 from tests.support.resting_jobs import Resting, resting
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Scope
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(4)]
 
@@ -101,7 +101,7 @@ def test_a_model_compiled_by_inductor_is_certified_and_trains_bitwise_the_same(n
 
 
 def test_a_wrong_layer_of_a_compiled_model_names_its_rank(tmp_path: Path):
-    faults = Faults().flip_bit(rank=2, at="stack.1/output", step=2, bit=20, index=3, calls=None)
+    faults = FaultPlan().flip_bit(rank=2, at="stack.1/output", step=2, bit=20, index=3, calls=None)
     for found in run_ranks(
         compiled_job, 3, WAYS["inside DDP"], faults, tmp_path, "inductor", timeout=200, backend="nccl"
     ):

@@ -31,8 +31,8 @@ from torchscout.cli.campaign.routed_bench import run_routed
 from torchscout.cli.campaign.slow import SLOW, slow_layers
 from torchscout.cli.campaign.warm_bench import run_warm
 from torchscout.cli.local_ranks import preload
-from torchscout.faults.device_effects import DeviceSpin
-from torchscout.faults.fault import Faults
+from torchscout.faults.effects import DeviceSpin
+from torchscout.faults.plan import FaultPlan
 
 pytestmark = pytest.mark.gpu
 preload(*MODULES)
@@ -70,9 +70,9 @@ def test_a_spin_keeps_the_device_busy_for_its_time_and_the_host_goes_on():
 
 @pytest.mark.nccl(3)
 def test_wrong_numbers_and_slow_kernels_are_named_and_clean_cells_are_silent(tmp_path: Path):
-    output = Faults().flip_bit(rank=2, at="head/output", step=2, bit=0, calls=REPLAYED)
-    parameter = Faults().flip_bit(rank=1, at="blocks.1.up/weight", step=2, bit=0)
-    never = Faults().flip_bit(rank=0, at="head/output", step=2, bit=0, calls=range(70, 71))
+    output = FaultPlan().flip_bit(rank=2, at="head/output", step=2, bit=0, calls=REPLAYED)
+    parameter = FaultPlan().flip_bit(rank=1, at="blocks.1.up/weight", step=2, bit=0)
+    never = FaultPlan().flip_bit(rank=0, at="head/output", step=2, bit=0, calls=range(70, 71))
     cells = on(
         THREE,
         Cell("numerical-sdc", "output", "ddp-3", faults=output),
@@ -133,7 +133,9 @@ def test_a_wrong_work_item_of_the_compiled_kernel_is_its_ranks(tmp_path: Path):
     idle = replace(
         cell,
         name="idle",
-        faults=Faults(tuple(replace(each, effect=replace(each.effect, tile=10**6)) for each in cell.faults)),
+        faults=FaultPlan(
+            tuple(replace(each, effect=replace(each.effect, tile=10**6)) for each in cell.faults)
+        ),
     )
     assert cell.processes is Processes.KERNEL
     sick, healthy = run_kernel([cell, idle], tmp_path)

@@ -25,7 +25,7 @@ from tests.support.nccl_ranks import (
     went_on,
 )
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3), needs("deepspeed")]
 LAYERS = ("stack.0", "stack.1")
@@ -66,7 +66,7 @@ def test_a_healthy_job_is_silent_and_certified(three: NcclRanks, stage: int, tmp
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_flipped_bit_of_a_weight_names_its_rank(three: NcclRanks, stage: int, tmp_path: Path):
-    faults = Faults().flip_bit(rank=2, at="stack.0.up/weight", step=2, bit=2)
+    faults = FaultPlan().flip_bit(rank=2, at="stack.0.up/weight", step=2, bit=2)
     told = three.ask(
         {"stage": stage, "steps": 3, "replay": EVERY_STEP, "faults": faults, "run_dir": tmp_path}
     )
@@ -88,7 +88,7 @@ def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(
 def test_a_flipped_bit_in_what_a_gathered_layer_computes_names_its_rank(three: NcclRanks, tmp_path: Path):
     """In every call but the first, so that it is there again when the layer is replayed."""
     place = f"{LAYERS[1]}/output"
-    faults = Faults().flip_bit(rank=1, at=place, step=2, bit=2, calls=range(1, 200))
+    faults = FaultPlan().flip_bit(rank=1, at=place, step=2, bit=2, calls=range(1, 200))
     told = three.ask({"stage": 3, "steps": 3, "replay": EVERY_STEP, "faults": faults, "run_dir": tmp_path})
     incident = has_named(told, 1, "sdc")
     assert place in {each.surface for each in incident.records}
@@ -98,7 +98,7 @@ def test_a_flipped_bit_in_what_a_gathered_layer_computes_names_its_rank(three: N
 def test_a_rank_that_sleeps_before_its_forward_is_named_and_training_goes_on(
     three: NcclRanks, stage: int, tmp_path: Path
 ):
-    faults = Faults().stall(rank=1, at=f"{LAYERS[1]}/forward", step=FAULTY_STEP, seconds=STALL)
+    faults = FaultPlan().stall(rank=1, at=f"{LAYERS[1]}/forward", step=FAULTY_STEP, seconds=STALL)
     settings = {"stage": stage, "steps": STEPS, "replay": None, "observer": WATCHED, "faults": faults}
     told = three.ask(settings | {"run_dir": tmp_path})
     has_named(told, 1, "hang")

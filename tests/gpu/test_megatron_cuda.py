@@ -24,7 +24,7 @@ from tests.support.nccl_ranks import (
     went_on,
 )
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 pytestmark = [pytest.mark.gpu, needs("megatron")]
 LAYERS = ("decoder.layers.0", "decoder.layers.1")
@@ -88,7 +88,7 @@ def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(
 def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(three: NcclRanks, tmp_path: Path):
     """In every call but the first, so that it is there again when the layer is replayed."""
     place = f"{LAYERS[1]}/output"
-    faults = Faults().flip_bit(rank=2, at=place, step=2, bit=5, calls=range(1, 200))
+    faults = FaultPlan().flip_bit(rank=2, at=place, step=2, bit=5, calls=range(1, 200))
     told = three.ask(({"steps": 4, "replay": EVERY_STEP, "faults": faults}, tmp_path))
     incident = has_named(told, 2, "sdc")
     assert place in {each.surface for each in incident.records}
@@ -99,7 +99,7 @@ def test_a_rank_that_sleeps_before_its_forward_is_named_and_training_goes_on(
     ranks: str, tensor: int, tmp_path: Path, request: pytest.FixtureRequest
 ):
     live: NcclRanks = request.getfixturevalue(ranks)
-    faults = Faults().stall(rank=1, at=f"{LAYERS[0]}/forward", step=FAULTY_STEP, seconds=STALL)
+    faults = FaultPlan().stall(rank=1, at=f"{LAYERS[0]}/forward", step=FAULTY_STEP, seconds=STALL)
     settings = {"tensor": tensor, "steps": STEPS, "replay": None, "observer": WATCHED, "faults": faults}
     told = live.ask((settings, tmp_path))
     has_named(told, 1, "hang")

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.support.ranks import run_ranks
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision.record import Manifestation
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 pytestmark = [
@@ -124,7 +124,7 @@ class Found:
     fired: int
 
 
-def train(rank: int, kind: str, run_dir: Path | None, faults: Faults, steps: int) -> Found:
+def train(rank: int, kind: str, run_dir: Path | None, faults: FaultPlan, steps: int) -> Found:
     torch.manual_seed(0)
     model = Net(kind).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -160,7 +160,7 @@ def train(rank: int, kind: str, run_dir: Path | None, faults: Faults, steps: int
         return Found(bits, told, session.certified, dict(session.status()["replay"]), len(injector.fired))
 
 
-def run(kind: str, run_dir: Path, faults: Faults = Faults(), *, steps: int = STEPS) -> list[Found]:  # noqa: B008
+def run(kind: str, run_dir: Path, faults: FaultPlan = FaultPlan(), *, steps: int = STEPS) -> list[Found]:  # noqa: B008
     return run_ranks(train, RANKS, kind, run_dir, faults, steps, timeout=300)
 
 
@@ -211,7 +211,7 @@ def test_an_operator_without_a_deterministic_version_is_replayed_and_marked(
 def test_a_rank_that_is_wrong_is_named_under_each(kind: str, tmp_path: Path):
     if kind == "atomics":
         pytest.importorskip("triton")
-    faults = Faults().flip_bit(rank=1, at="layers.1/output", step=4, bit=3, calls=range(1, 200))
+    faults = FaultPlan().flip_bit(rank=1, at="layers.1/output", step=4, bit=3, calls=range(1, 200))
     results = run(kind, tmp_path, faults, steps=5)
     assert results[1].fired
     ((ranks, sentence),) = results[0].incidents
@@ -223,8 +223,8 @@ def test_a_rank_that_is_wrong_is_named_under_each(kind: str, tmp_path: Path):
 def with_and_without(rank: int, kind: str, run_dir: Path) -> tuple[bytes, bool, Found]:
     # Strict, PyTorch refuses cuDNN's attention, whose backward does not repeat.
     torch.use_deterministic_algorithms(kind != "cudnn")
-    alone, again = (train(rank, kind, None, Faults(), 8) for _ in range(2))
-    return alone.bits, alone.bits == again.bits, train(rank, kind, run_dir, Faults(), 8)
+    alone, again = (train(rank, kind, None, FaultPlan(), 8) for _ in range(2))
+    return alone.bits, alone.bits == again.bits, train(rank, kind, run_dir, FaultPlan(), 8)
 
 
 @pytest.mark.parametrize("kind", [*ATTENTION, "index_add"])

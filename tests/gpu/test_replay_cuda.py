@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.support.ranks import run_ranks
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 pytestmark = [
@@ -47,7 +47,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def train(rank: int, run_dir: Path | None, faults: Faults) -> tuple[bytes, list, list, dict]:
+def train(rank: int, run_dir: Path | None, faults: FaultPlan) -> tuple[bytes, list, list, dict]:
     """Every bit that training leaves behind."""
     torch.manual_seed(0)
     model = Net().cuda()
@@ -82,8 +82,8 @@ def train(rank: int, run_dir: Path | None, faults: Faults) -> tuple[bytes, list,
 
 def with_and_without(rank: int, run_dir: Path) -> tuple[bool, list, dict]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # so that two runs can be compared at all
-    alone, _, _, _ = train(rank, None, Faults())
-    bits, incidents, _, status = train(rank, run_dir, Faults())
+    alone, _, _, _ = train(rank, None, FaultPlan())
+    bits, incidents, _, status = train(rank, run_dir, FaultPlan())
     return alone == bits, incidents, status
 
 
@@ -107,7 +107,7 @@ def test_training_on_cuda_is_bitwise_the_same_and_silent(tmp_path: Path):
     ],
 )
 def test_the_lowest_bit_on_one_rank_is_found(at: str, surface: str, calls: range, tmp_path: Path):
-    faults = Faults().flip_bit(rank=2, at=at, step=4, bit=0, calls=calls)
+    faults = FaultPlan().flip_bit(rank=2, at=at, step=4, bit=0, calls=calls)
     found = run_ranks(train, RANKS, tmp_path, faults, timeout=240)
     assert found[2][2], "the fault has fired"
     ((ranks, sentence),) = found[0][1]
@@ -117,7 +117,7 @@ def test_the_lowest_bit_on_one_rank_is_found(at: str, surface: str, calls: range
 
 @pytest.mark.parametrize("at", ["forward", "backward"])
 def test_a_slow_rank_is_named_by_the_devices_clock(at: str, tmp_path: Path):
-    faults = Faults()
+    faults = FaultPlan()
     for layer in (0, 1):
         faults = faults.delay(rank=2, at=f"layers.{layer}/{at}", step=range(3, 7), seconds=0.25, calls=None)
     found = run_ranks(train, RANKS, tmp_path, faults, timeout=240)

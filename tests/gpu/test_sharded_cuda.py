@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.ranks import run_ranks
 from tests.support.sharded_jobs import Failing
 from torchscout.config import ReplayConfig, StragglerConfig
-from torchscout.faults.tensor_effects import FlipBit
+from torchscout.faults.effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
 
 # Ranks that share a device do not share it evenly: one of them may really be slower for a while.

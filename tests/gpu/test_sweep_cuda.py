@@ -14,8 +14,8 @@ from tests.support.ranks import run_ranks
 from torchscout.checkpoint.happening import Outcome
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.evidence.replay.keepsakes import Keepsakes
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.recovery.retrieval import Sweep
 
@@ -46,7 +46,7 @@ class Keeper:
         """Nothing is certified."""
 
 
-def swept(rank: int, run_dir: Path, faults: Faults) -> tuple[Sweep, str | None, bool, list, bool, int]:
+def swept(rank: int, run_dir: Path, faults: FaultPlan) -> tuple[Sweep, str | None, bool, list, bool, int]:
     """What a sweep after some steps shows, and whether it has changed anything."""
     torch.manual_seed(0)
     model, keeper = Net().cuda(), Keeper()
@@ -84,7 +84,7 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
 
 def test_healthy_ranks_sweep_clean_and_nothing_changes(tmp_path: Path):
     for found, unswept, is_same, named, in_host_memory, _ in run_ranks(
-        swept, RANKS, tmp_path, Faults(), timeout=240
+        swept, RANKS, tmp_path, FaultPlan(), timeout=240
     ):
         assert (found, unswept, named) == (Sweep.CLEAN, None, [])
         assert is_same
@@ -93,7 +93,7 @@ def test_healthy_ranks_sweep_clean_and_nothing_changes(tmp_path: Path):
 
 def test_a_rank_that_is_wrong_in_one_layer_is_named(tmp_path: Path):
     # In the last step this layer is not due: only the sweep comes to it again.
-    faults = Faults().flip_bit(rank=2, at="layers.1/output", step=STEPS, bit=20, calls=range(1, 200))
+    faults = FaultPlan().flip_bit(rank=2, at="layers.1/output", step=STEPS, bit=20, calls=range(1, 200))
     found = run_ranks(swept, RANKS, tmp_path, faults, timeout=240)
     assert found[2][-1], "the fault has fired"
     assert {each[0] for each in found} == {Sweep.SDC}

@@ -26,7 +26,7 @@ from tests.support.nccl_ranks import (
     went_on,
 )
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3), needs("torchtitan")]
 LAYERS = ("layers.0", "layers.1")
@@ -76,7 +76,7 @@ def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(three: Ncc
 def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(three: NcclRanks, tmp_path: Path):
     """In every call but the first, so that training is right and the replay of the layer is not."""
     place = f"{LAYERS[1]}/output"
-    faults = Faults().flip_bit(rank=2, at=place, step=2, bit=20, calls=range(1, 200))
+    faults = FaultPlan().flip_bit(rank=2, at=place, step=2, bit=20, calls=range(1, 200))
     told = three.ask(({"steps": 3, "replay": EVERY_STEP, "faults": faults}, tmp_path))
     incident = has_named(told, 2, "sdc")
     assert place in {each.surface for each in incident.records}
@@ -85,7 +85,7 @@ def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(three: NcclRanks,
 def test_a_rank_that_sleeps_before_its_forward_is_named_and_training_goes_on(
     three: NcclRanks, tmp_path: Path
 ):
-    faults = Faults().stall(rank=1, at=f"{LAYERS[0]}/forward", step=FAULTY_STEP, seconds=STALL)
+    faults = FaultPlan().stall(rank=1, at=f"{LAYERS[0]}/forward", step=FAULTY_STEP, seconds=STALL)
     told = three.ask(({"steps": STEPS, "replay": None, "observer": WATCHED, "faults": faults}, tmp_path))
     has_named(told, 1, "hang")
     went_on(told, tmp_path)

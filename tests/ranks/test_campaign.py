@@ -34,15 +34,15 @@ from torchscout.cli.campaign.warm_bench import run_warm
 from torchscout.cli.local_ranks import preload
 from torchscout.cli.moe_model import experts_at
 from torchscout.config import StragglerConfig
-from torchscout.faults.fault import Faults
-from torchscout.faults.when import since
+from torchscout.faults.fault import since
+from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Role
 
 preload(*MODULES)
 ROOT = Path(__file__).parents[2]
 SCOUT = [sys.executable, "-c", "from torchscout.cli.main import app; app()", "campaign"]
-OUTPUT = Faults().flip_bit(rank=2, at="head/output", step=2, bit=0, calls=REPLAYED)
-PARAMETER = Faults().flip_bit(rank=1, at="blocks.1.up/weight", step=2, bit=0)
+OUTPUT = FaultPlan().flip_bit(rank=2, at="head/output", step=2, bit=0, calls=REPLAYED)
+PARAMETER = FaultPlan().flip_bit(rank=1, at="blocks.1.up/weight", step=2, bit=0)
 
 
 def scout(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -127,7 +127,7 @@ def flaws(results: list[Result]) -> dict[str, Flaw | None]:
 
 
 def test_cells_fail_when_the_detector_is_broken_and_when_nothing_was_injected(tmp_path: Path):
-    never = Faults().flip_bit(rank=0, at="head/output", step=2, bit=0, calls=range(70, 71))
+    never = FaultPlan().flip_bit(rank=0, at="head/output", step=2, bit=0, calls=range(70, 71))
     cells = [
         Cell("numerical-sdc", "output", "ddp-4", faults=OUTPUT),
         Cell("numerical-sdc", "parameter", "ddp-4", faults=PARAMETER),
@@ -164,7 +164,7 @@ def test_a_cell_fails_when_more_is_reported_than_is_wrong(tmp_path: Path):
 
 
 def test_a_hang_that_nobody_notices_fails_its_cell(tmp_path: Path):
-    faults = Faults().stall(rank=1, at="step", step=3, seconds=2.0)
+    faults = FaultPlan().stall(rank=1, at="step", step=3, seconds=2.0)
     cell = Cell("hang", "late", "ddp-4", Processes.OBSERVED, faults)
     deaf = partial(train, observer=replace(QUICK, floor_seconds=60.0))
     seen = observe(cell, tmp_path / "run", threading.Event(), body=deaf)
@@ -172,10 +172,10 @@ def test_a_hang_that_nobody_notices_fails_its_cell(tmp_path: Path):
     assert graded(cell, seen).grade.flaw is Flaw.MISSED
 
 
-def wrong_weight(step: int) -> Faults:
+def wrong_weight(step: int) -> FaultPlan:
     """In the first layer, whose experts are replayed with 128 rows after step 5 and with 512 after step 7."""
     at = experts_at(0)
-    flipped = Faults().flip_bit(rank=7, at=f"{at}/up", step=step, bit=3)
+    flipped = FaultPlan().flip_bit(rank=7, at=f"{at}/up", step=step, bit=3)
     return flipped.showing(f"{at}/parameters", role=Role.EXPERT)
 
 
@@ -208,8 +208,8 @@ def test_a_kernel_that_falls_ill_is_its_ranks_and_one_without_such_work_stays_he
     cells = [
         Cell("moe-kernel", name, "ep2", Processes.KERNEL, faults.showing(role=Role.EXPERT))
         for name, faults in (
-            ("sick", Faults().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3))),
-            ("healthy", Faults().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3), tile=999)),
+            ("sick", FaultPlan().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3))),
+            ("healthy", FaultPlan().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3), tile=999)),
         )
     ]
     sick, healthy = run_kernel(cells, tmp_path)
@@ -235,7 +235,7 @@ def test_a_process_that_fails_fails_its_cell(tmp_path: Path):
 
 def test_ranks_that_break_are_replaced_and_their_cell_fails(tmp_path: Path):
     cells = [
-        Cell("hang", "killed", "ddp-4", faults=Faults().kill(rank=1, step=2)),
+        Cell("hang", "killed", "ddp-4", faults=FaultPlan().kill(rank=1, step=2)),
         Cell("numerical-sdc", "output", "ddp-4", faults=OUTPUT),
     ]
     killed, after = run_warm(cells, tmp_path, 0)

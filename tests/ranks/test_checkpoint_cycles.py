@@ -13,7 +13,7 @@ import pytest
 from tests.support.checkpoint_jobs import Plan, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import Role
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 RANKS = 2
 
@@ -31,8 +31,8 @@ def planned(tmp_path: Path) -> Plan:
     )
 
 
-def corrupted(step: int) -> Faults:
-    return Faults().flip_bit(rank=1, at="stack.0.up/weight", step=step, bit=28)
+def corrupted(step: int) -> FaultPlan:
+    return FaultPlan().flip_bit(rank=1, at="stack.0.up/weight", step=step, bit=28)
 
 
 def test_the_candidate_of_step_2_is_promoted_at_4_and_recovered_after_corruption_at_5(tmp_path: Path):

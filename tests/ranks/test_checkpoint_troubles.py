@@ -19,7 +19,7 @@ from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
 from torchscout.checkpoint import ledger, shards
 from torchscout.cli.status import incidents_of
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk, restore_folder
 
 
@@ -151,7 +151,7 @@ def test_what_a_job_that_hangs_has_captured_is_recovered_after_it_is_killed(tmp_
 
 
 def test_after_corruption_nothing_is_certified_and_a_restart_is_as_if_it_had_not_been(tmp_path: Path):
-    faults = Faults().flip_bit(rank=1, at="stack.0.up/weight", step=5, bit=28)
+    faults = FaultPlan().flip_bit(rank=1, at="stack.0.up/weight", step=5, bit=28)
     plan = planned(tmp_path, 9)
     broken = run_ranks(train, 2, replace(plan, faults=faults), timeout=60)
     for each in broken:

@@ -11,7 +11,7 @@ from tests.support.compiled_jobs import STEPS, WAYS, Way, compiled_job, frames_c
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import differing
 from torchscout.decision.record import Action, Manifestation, Scope
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 RARE = ("around DDP", "DDP in place", "blocks too", "in one piece", "with static shapes that change")
 """Ways to compile that differ little from others: tried with the slow tests."""
@@ -22,9 +22,9 @@ def every(*names: str) -> list[Any]:
     return [pytest.param(each, marks=pytest.mark.slow if each in RARE else ()) for each in names]
 
 
-def flipped(rank: int, at: str, step: int) -> Faults:
+def flipped(rank: int, at: str, step: int) -> FaultPlan:
     """In every eager call of a step: those of the pass and of all replays."""
-    return Faults().flip_bit(rank=rank, at=at, step=step, bit=20, index=3, calls=None)
+    return FaultPlan().flip_bit(rank=rank, at=at, step=step, bit=20, index=3, calls=None)
 
 
 @pytest.mark.parametrize("name", every(*WAYS))

@@ -10,7 +10,7 @@ from tests.support.context_jobs import WAYS, Trial, train
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import REPLAY, WIDTH
 from tests.support.tensor_jobs import Told
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 PARTS = ("tokens", "stack.0", "stack.1", "head")
 NAMES = ("norm/weight", "norm/bias", "mix/weight", "mix/bias", "down/weight", "down/bias")
@@ -67,7 +67,7 @@ def test_the_source_computes_again_what_it_computed_in_training(way: str, tmp_pa
         assert found.echoes == {"output": again, "gradient": again}
 
 
-def faulty(trial: Trial, faults: Faults, run_dir: Path) -> list[Told]:
+def faulty(trial: Trial, faults: FaultPlan, run_dir: Path) -> list[Told]:
     found = run_ranks(train, trial.ranks, trial, run_dir, faults, timeout=120)
     assert sum(each.fired for each in found) >= 1
     assert [each.failures for each in found] == [[]] * trial.ranks
@@ -91,7 +91,7 @@ QUICK = [FAULTS[0], FAULTS[3]]
     [pytest.param(*each, id=each[2], marks=() if each in QUICK else SLOW) for each in FAULTS],
 )
 def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, way: str, tmp_path: Path):
-    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
+    faults = FaultPlan().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
     found = faulty(Trial((3, 2), way, steps=3), faults, tmp_path)
     assert found[0].incidents[0] == ("rank", (3,), surface, 2), found[0].sentences
     assert {ranks for _, ranks, _, _ in found[0].incidents} == {(3,)}, found[0].sentences
@@ -100,7 +100,7 @@ def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, way:
 @pytest.mark.parametrize("way", ["block", pytest.param("gathered", marks=SLOW)])
 def test_a_wrong_key_that_reaches_the_partner_is_one_incident_of_both(way: str, tmp_path: Path):
     key = WIDTH  # queries come first
-    faults = Faults().flip_bit(rank=2, at="stack.1.mix/output", step=2, bit=22, index=key, calls=REPLAY)
+    faults = FaultPlan().flip_bit(rank=2, at="stack.1.mix/output", step=2, bit=22, index=key, calls=REPLAY)
     found = faulty(Trial((3, 2), way, steps=3), faults, tmp_path)
     assert [each[:2] for each in found[0].incidents] == [("machine", (2, 3))], found[0].sentences
     assert "one of them may have it from another" in found[0].sentences[0]
@@ -111,7 +111,7 @@ def test_a_wrong_key_that_reaches_the_partner_is_one_incident_of_both(way: str, 
     [pytest.param(*FAULTS[0], id="output"), pytest.param(*FAULTS[3], id="weight", marks=SLOW)],
 )
 def test_two_replicas_differ_as_a_group(at: str, calls: range, surface: str, tmp_path: Path):
-    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
+    faults = FaultPlan().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
     found = faulty(Trial((2, 2), "block", steps=2), faults, tmp_path)
     assert found[0].incidents[0] == ("peer_group", (1, 3), surface, 2), found[0].sentences
     statuses = {each.status for each in found[3].records if each.surface == surface and each.step == 2}

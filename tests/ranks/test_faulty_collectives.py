@@ -25,9 +25,9 @@ from tests.support.ranks import run_ranks
 from tests.support.tensor_jobs import local_of
 from torchscout.evidence.call import Call
 from torchscout.evidence.collectives import listen
-from torchscout.faults.call_effects import CHANGES
-from torchscout.faults.fault import Faults
+from torchscout.faults.effects import CHANGES
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 
 STEPS, FAULTY_STEP = 4, 3
 
@@ -86,7 +86,7 @@ def exchanged(net: nn.Module) -> nn.Module:
 KINDS = {each.__name__: each for each in (ddp, fsdp, by_hand, tensor, exchanged)}
 
 
-def train(rank: int, kind: str, faults: Faults) -> tuple[list[list[str]], list[list[float]], int]:
+def train(rank: int, kind: str, faults: FaultPlan) -> tuple[list[list[str]], list[list[float]], int]:
     """What was heard in each step, the parameters after it, and how many faults fired."""
     torch.manual_seed(0)
     net = nn.Linear(4, 4, bias=False)
@@ -107,26 +107,26 @@ def train(rank: int, kind: str, faults: Faults) -> tuple[list[list[str]], list[l
     return heard.steps[:-1], weights, len(injector.fired)
 
 
-PLANS: dict[str, Callable[..., Faults]] = {
-    "skip": Faults.skip_collective,
-    "swap": Faults.swap_collectives,
-    **{what: partial(Faults.change_collective, what=what) for what in CHANGES},
+PLANS: dict[str, Callable[..., FaultPlan]] = {
+    "skip": FaultPlan.skip_collective,
+    "swap": FaultPlan.swap_collectives,
+    **{what: partial(FaultPlan.change_collective, what=what) for what in CHANGES},
 }
 
 
-def everywhere(how: str, at: str) -> Faults:
-    plan = Faults()
+def everywhere(how: str, at: str) -> FaultPlan:
+    plan = FaultPlan()
     for rank in (0, 1):
         plan = PLANS[how](plan, rank=rank, at=at, axis="replica", step=FAULTY_STEP)
     return plan
 
 
-def compared(kind: str, faults: Faults) -> tuple[list[str], list[str], list[list[list[float]]]]:
+def compared(kind: str, faults: FaultPlan) -> tuple[list[str], list[str], list[list[list[float]]]]:
     """What the faulty step issues with the fault and without, and all weights with it.
 
     The steps before and after it issue what they always do.
     """
-    healthy = run_ranks(train, 2, kind, Faults(), timeout=60)
+    healthy = run_ranks(train, 2, kind, FaultPlan(), timeout=60)
     results = run_ranks(train, 2, kind, faults, timeout=60)
     for (clean, usual, _), (heard, weights, fired) in zip(healthy, results, strict=True):
         assert fired == 1

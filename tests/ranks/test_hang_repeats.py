@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.ranks.test_hangs import TRAINING, communicating_job, ddp_job, fsdp_job
 from tests.support.hangs import FAULTY_STEP, QUICK, Net, incidents, wait_for_incident
 from tests.support.ranks import RankError, run_ranks
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 pytestmark = pytest.mark.slow
@@ -24,8 +24,8 @@ REPEATS = range(30)
 RANKS = 4
 
 
-def stall(generator: random.Random, rank: int, place: str) -> Faults:
-    return Faults().stall(rank=rank, at=place, step=FAULTY_STEP, seconds=generator.uniform(4.0, 6.0))
+def stall(generator: random.Random, rank: int, place: str) -> FaultPlan:
+    return FaultPlan().stall(rank=rank, at=place, step=FAULTY_STEP, seconds=generator.uniform(4.0, 6.0))
 
 
 def names_exactly(run_dir: Path, rank: int) -> None:
@@ -57,7 +57,7 @@ def test_another_collective(tmp_path: Path, seed: int):
     generator = random.Random(200 + seed)
     rank, hidden = generator.randrange(RANKS), generator.random() < 0.5
     what = generator.choice(["operation", "shape", "dtype"])
-    faults = Faults().change_collective(rank=rank, step=FAULTY_STEP, what=what, **TRAINING)
+    faults = FaultPlan().change_collective(rank=rank, step=FAULTY_STEP, what=what, **TRAINING)
     with suppress(RankError):
         run_ranks(communicating_job, RANKS, tmp_path, faults, hidden, timeout=120)
     names_exactly(tmp_path, rank)
@@ -77,7 +77,7 @@ def test_missing_in_an_all_gather(tmp_path: Path, seed: int):
 @pytest.mark.parametrize("seed", REPEATS)
 def test_nothing_wrong(tmp_path: Path, seed: int):
     job = fsdp_job if seed % 2 else ddp_job
-    run_ranks(job, RANKS, tmp_path, Faults(), timeout=120)
+    run_ranks(job, RANKS, tmp_path, FaultPlan(), timeout=120)
     assert incidents(tmp_path) == []
 
 

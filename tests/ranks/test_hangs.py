@@ -32,8 +32,8 @@ from tests.support.ranks import RankError, run_ranks
 from torchscout.config import Parallelism
 from torchscout.decision.record import Action, Incident, Manifestation, Scope
 from torchscout.evidence.collectives import listen
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.mesh import Mesh
 
@@ -41,7 +41,7 @@ STEP_PLACE = "step"
 SLOW = pytest.mark.slow
 
 
-def ddp_job(rank: int, run_dir: Path, faults: Faults):
+def ddp_job(rank: int, run_dir: Path, faults: FaultPlan):
     """An ordinary DDP job; returns how many faults fired and the messages its observer exchanged."""
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -62,7 +62,7 @@ def ddp_job(rank: int, run_dir: Path, faults: Faults):
     return len(injector.fired), status
 
 
-def only_incident(run_dir: Path, faults: Faults, mesh: Mesh = Mesh.grid(replica=4)) -> Incident:  # noqa: B008
+def only_incident(run_dir: Path, faults: FaultPlan, mesh: Mesh = Mesh.grid(replica=4)) -> Incident:  # noqa: B008
     """The one incident there is, which says exactly what was done to the job."""
     (incident,), (truth,) = incidents(run_dir), faults.truth(mesh)
     assert truth.is_told_by(incident), (truth, incident.sentence)
@@ -70,7 +70,7 @@ def only_incident(run_dir: Path, faults: Faults, mesh: Mesh = Mesh.grid(replica=
 
 
 def test_a_clean_job_is_silent_and_its_observers_too(tmp_path: Path):
-    for fired, status in run_ranks(ddp_job, 4, tmp_path, Faults(), timeout=90):
+    for fired, status in run_ranks(ddp_job, 4, tmp_path, FaultPlan(), timeout=90):
         assert fired == 0
         assert (status["observer"]["messages"], status["failures"]) == (0, [])
     assert incidents(tmp_path) == []
@@ -80,7 +80,7 @@ def test_a_clean_job_is_silent_and_its_observers_too(tmp_path: Path):
     "place", [STEP_PLACE, *(pytest.param(each, marks=SLOW) for each in ("2/forward", "2/backward"))]
 )
 def test_a_late_rank_is_named(tmp_path: Path, place: str):
-    faults = Faults().stall(rank=2, at=place, step=FAULTY_STEP, seconds=STALL)
+    faults = FaultPlan().stall(rank=2, at=place, step=FAULTY_STEP, seconds=STALL)
     results = run_ranks(ddp_job, 4, tmp_path, faults, timeout=90)
     assert [fired for fired, _ in results] == [0, 0, 1, 0]
     incident = only_incident(tmp_path, faults)
@@ -92,7 +92,7 @@ def test_a_late_rank_is_named(tmp_path: Path, place: str):
 
 
 def test_a_stalled_input_is_named_as_such(tmp_path: Path):
-    faults = Faults().stall(rank=1, at="input", step=FAULTY_STEP, seconds=STALL)
+    faults = FaultPlan().stall(rank=1, at="input", step=FAULTY_STEP, seconds=STALL)
     assert [fired for fired, _ in run_ranks(ddp_job, 4, tmp_path, faults, timeout=90)] == [0, 1, 0, 0]
     incident = only_incident(tmp_path, faults)
     assert incident.ranks == (1,)
@@ -101,7 +101,7 @@ def test_a_stalled_input_is_named_as_such(tmp_path: Path):
 
 @SLOW
 def test_a_stalled_checkpoint_write_is_named_as_such(tmp_path: Path):
-    faults = Faults().stall(rank=3, at="checkpoint_write", step=FAULTY_STEP, seconds=STALL)
+    faults = FaultPlan().stall(rank=3, at="checkpoint_write", step=FAULTY_STEP, seconds=STALL)
     assert [fired for fired, _ in run_ranks(ddp_job, 4, tmp_path, faults, timeout=90)] == [0, 0, 0, 1]
     incident = only_incident(tmp_path, faults)
     assert incident.ranks == (3,)
@@ -110,7 +110,7 @@ def test_a_stalled_checkpoint_write_is_named_as_such(tmp_path: Path):
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=SLOW), 2])
 def test_a_killed_trainer_is_named_as_gone(tmp_path: Path, victim: int):
-    faults = Faults().kill(rank=victim, step=FAULTY_STEP)
+    faults = FaultPlan().kill(rank=victim, step=FAULTY_STEP)
     with pytest.raises(RankError, match=f"rank {victim}: left without an answer, exit code -9"):
         run_ranks(ddp_job, 4, tmp_path, faults, timeout=60)
     wait_for_incident(tmp_path)
@@ -121,8 +121,8 @@ def test_a_killed_trainer_is_named_as_gone(tmp_path: Path, victim: int):
 
 
 STOPPED = {
-    "SIGSTOP": Faults().freeze(rank=1, step=FAULTY_STEP, seconds=STALL),
-    "GIL": Faults().hold_interpreter(rank=1, step=FAULTY_STEP, seconds=STALL),
+    "SIGSTOP": FaultPlan().freeze(rank=1, step=FAULTY_STEP, seconds=STALL),
+    "GIL": FaultPlan().hold_interpreter(rank=1, step=FAULTY_STEP, seconds=STALL),
 }
 
 
@@ -154,7 +154,7 @@ def test_the_users_own_function_is_told_on_every_rank(tmp_path: Path):
     assert run_ranks(told_job, 2, tmp_path, timeout=90) == [[(0,)], [(0,)]]
 
 
-def fsdp_job(rank: int, run_dir: Path, faults: Faults) -> int:
+def fsdp_job(rank: int, run_dir: Path, faults: FaultPlan) -> int:
     model = Net()
     for layer in model:
         fully_shard(layer)
@@ -172,7 +172,7 @@ def fsdp_job(rank: int, run_dir: Path, faults: Faults) -> int:
 
 
 def test_a_rank_that_never_enters_an_all_gather_of_fsdp_is_named(tmp_path: Path):
-    faults = Faults().stall(rank=3, at="1/forward", step=FAULTY_STEP, seconds=STALL)
+    faults = FaultPlan().stall(rank=3, at="1/forward", step=FAULTY_STEP, seconds=STALL)
     assert run_ranks(fsdp_job, 4, tmp_path, faults, timeout=90) == [0, 0, 0, 1]
     (incident,) = incidents(tmp_path)
     assert incident.ranks == (3,)
@@ -242,7 +242,7 @@ def test_a_stalled_pipeline_stage_is_named_and_its_neighbours_are_not(
 TRAINING = {"at": "all_reduce@training", "axis": "replica"}
 
 
-def communicating_job(rank: int, run_dir: Path, faults: Faults, hidden: bool = False) -> tuple[bool, int]:
+def communicating_job(rank: int, run_dir: Path, faults: FaultPlan, hidden: bool = False) -> tuple[bool, int]:
     """Two groups of all ranks. Gloo may hang over what is done to them, then gives up; and what fired.
 
     Where the first collective is ``hidden``, it is waited for only after the second was issued.
@@ -275,7 +275,7 @@ def communicating_job(rank: int, run_dir: Path, faults: Faults, hidden: bool = F
     "what", ["shape", *(pytest.param(each, marks=SLOW) for each in ("operation", "dtype"))]
 )
 def test_a_rank_that_does_something_else_is_named(tmp_path: Path, what: str, hidden: bool):
-    faults = Faults().change_collective(rank=1, step=FAULTY_STEP, what=what, **TRAINING)
+    faults = FaultPlan().change_collective(rank=1, step=FAULTY_STEP, what=what, **TRAINING)
     with suppress(RankError):  # Gloo may abort a process over it
         results = run_ranks(communicating_job, 4, tmp_path, faults, hidden, timeout=90)
         assert any(raised for raised, _ in results)
@@ -288,7 +288,7 @@ def test_a_rank_that_does_something_else_is_named(tmp_path: Path, what: str, hid
 
 def test_a_rank_that_leaves_a_collective_out_is_named(tmp_path: Path):
     """It comes to the next one on that group in the next step, and all others are a step behind it there."""
-    faults = Faults().skip_collective(rank=2, step=FAULTY_STEP, **TRAINING)
+    faults = FaultPlan().skip_collective(rank=2, step=FAULTY_STEP, **TRAINING)
     with suppress(RankError):
         results = run_ranks(communicating_job, 4, tmp_path, faults, timeout=90)
         assert [fired for _, fired in results] == [0, 0, 1, 0]
@@ -299,7 +299,7 @@ def test_a_rank_that_leaves_a_collective_out_is_named(tmp_path: Path):
 
 @SLOW
 def test_a_rank_that_enters_two_collectives_in_another_order_is_named(tmp_path: Path):
-    faults = Faults().swap_collectives(rank=2, step=FAULTY_STEP, **TRAINING)
+    faults = FaultPlan().swap_collectives(rank=2, step=FAULTY_STEP, **TRAINING)
     results = run_ranks(communicating_job, 4, tmp_path, faults, timeout=90)
     assert [fired for _, fired in results] == [0, 0, 1, 0]
     incident = only_incident(tmp_path, faults)
@@ -343,7 +343,7 @@ def test_a_rank_that_names_another_root_or_reduction_is_named(tmp_path: Path, wh
 
 def test_a_deadlock_by_order_inversion_is_told_as_one(tmp_path: Path):
     """Half of the ranks enter one group first, the others the other."""
-    faults = Faults()
+    faults = FaultPlan()
     for rank in (1, 3):
         faults = faults.swap_collectives(rank=rank, step=FAULTY_STEP, **TRAINING)
     results = run_ranks(communicating_job, 4, tmp_path, faults, timeout=90)
@@ -373,7 +373,7 @@ class StuckTransport:
 
 
 def test_when_all_have_entered_and_nobody_returns_the_group_is_named_and_nobody_in_it(tmp_path: Path):
-    faults = Faults().stick_collective(ranks=range(4), step=FAULTY_STEP, seconds=STALL, **TRAINING)
+    faults = FaultPlan().stick_collective(ranks=range(4), step=FAULTY_STEP, seconds=STALL, **TRAINING)
     assert run_ranks(communicating_job, 4, tmp_path, faults, timeout=90) == [(False, 1)] * 4
     incident = only_incident(tmp_path, faults)
     assert incident.scope is Scope.PROCESS_GROUP
@@ -384,7 +384,7 @@ def test_when_all_have_entered_and_nobody_returns_the_group_is_named_and_nobody_
 
 @SLOW
 def test_a_rank_that_does_not_enter_a_collective_is_named_and_its_group_is_not(tmp_path: Path):
-    faults = Faults().stall(rank=2, at=TRAINING["at"], step=FAULTY_STEP, seconds=STALL)
+    faults = FaultPlan().stall(rank=2, at=TRAINING["at"], step=FAULTY_STEP, seconds=STALL)
     results = run_ranks(communicating_job, 4, tmp_path, faults, timeout=90)
     assert [fired for _, fired in results] == [0, 0, 1, 0]
     assert only_incident(tmp_path, faults).scope is Scope.RANK
@@ -535,12 +535,12 @@ NOBODY = -1
 @pytest.mark.parametrize(
     ("job", "size", "arguments"),
     [
-        (fsdp_job, 4, (Faults(),)),
+        (fsdp_job, 4, (FaultPlan(),)),
         (hybrid_job, 8, (NOBODY,)),
         (pipeline_job, 4, (NOBODY, False)),
         pytest.param(pipeline_job, 4, (NOBODY, True), marks=SLOW),
-        (communicating_job, 4, (Faults(), False)),
-        pytest.param(communicating_job, 4, (Faults(), True), marks=SLOW),
+        (communicating_job, 4, (FaultPlan(), False)),
+        pytest.param(communicating_job, 4, (FaultPlan(), True), marks=SLOW),
     ],
 )
 def test_the_same_jobs_without_a_fault_are_silent(

@@ -11,7 +11,7 @@ import pytest
 from tests.support import context_jobs, pipeline_jobs, sharded_jobs, tensor_jobs
 from tests.support.pipeline_stages import Layout
 from tests.support.ranks import run_ranks
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 STEPS = 300
 SLOW_STEPS = 100
@@ -19,7 +19,7 @@ SLOW_STEPS = 100
 
 
 def sharded(rank: int, run_dir: Path, shape: tuple[int, ...]) -> Any:
-    return sharded_jobs.train(rank, shape, "plain", run_dir, Faults(), STEPS)
+    return sharded_jobs.train(rank, shape, "plain", run_dir, FaultPlan(), STEPS)
 
 
 def tensor(rank: int, run_dir: Path, trial: tensor_jobs.Trial) -> Any:
@@ -31,7 +31,7 @@ def context(rank: int, run_dir: Path, trial: context_jobs.Trial) -> Any:
 
 
 def pipeline(rank: int, run_dir: Path, layout: Layout) -> Any:
-    return pipeline_jobs.train(rank, layout, run_dir, Faults(), STEPS)
+    return pipeline_jobs.train(rank, layout, run_dir, FaultPlan(), STEPS)
 
 
 MESHES: dict[str, tuple[Callable[..., Any], int, Any]] = {

@@ -22,8 +22,8 @@ from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
 from torchscout.evidence.replay.recipe import Observation
 from torchscout.evidence.replay.stopwatch import _HostClock, timed
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 CPU_SECONDS = 0.06
@@ -62,7 +62,7 @@ class Computing(nn.Module):
         return self.linear(x)
 
 
-def training(rank: int, faults: Faults, run_dir: Path) -> tuple[list[Incident], list[float]]:
+def training(rank: int, faults: FaultPlan, run_dir: Path) -> tuple[list[Incident], list[float]]:
     """The last rank has the first core, the others have the second; every step is checked.
 
     Returns the incidents, and how far beyond the median the last rank's own times were.
@@ -93,8 +93,8 @@ def _excesses(records: Sequence[object], rank: int) -> Iterator[float]:
             yield each.verdict.evidence[each.peers.index(rank)] - times[len(times) // 2]
 
 
-def slow(rank: int) -> Faults:
-    faults = Faults()
+def slow(rank: int) -> FaultPlan:
+    faults = FaultPlan()
     for layer in (0, 1):
         faults = faults.delay(rank=rank, at=f"{layer}/forward", step=range(3, 7), seconds=0.3, calls=None)
     return faults
@@ -102,7 +102,7 @@ def slow(rank: int) -> Faults:
 
 def test_a_rank_whose_core_others_use_is_not_slow(tmp_path: Path):
     with others_on(CORES[0]):
-        found = run_ranks(training, 3, Faults(), tmp_path, timeout=200)
+        found = run_ranks(training, 3, FaultPlan(), tmp_path, timeout=200)
     assert [each.sentence for each in found[0][0]] == []
     assert len(found[0][1]) >= 5  # its times were compared
 

@@ -16,8 +16,8 @@ from tests.support.hangs import QUICK, STALL, Net
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 STEPS, MOST_LINES = 1000, 10
@@ -97,7 +97,7 @@ def faulty_job(rank: int, folder: Path) -> tuple[list[tuple[str, tuple[int, ...]
     keep_log(folder, rank)
     told: list[tuple[str, tuple[int, ...]]] = []
     job = Job(rank)
-    faults = Faults().set_value(rank=2, at="stack.0.up/weight", step=3, value=3.0)
+    faults = FaultPlan().set_value(rank=2, at="stack.0.up/weight", step=3, value=3.0)
     with (
         Injector(faults, rank, job.net, job.optimizer) as injector,
         job.attach(

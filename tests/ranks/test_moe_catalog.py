@@ -14,7 +14,7 @@ from torchscout.cli.moe_catalog import catalog_for
 from torchscout.cli.moe_model import EXPERTS
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Scope
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 from torchscout.recovery.retrieval import Sweep
 
 LAYERS = ("layer.0.mixture.experts", "layer.1.mixture.experts")
@@ -40,7 +40,7 @@ def visited(told: Told) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("ranks", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_wrong_expert_weight_is_its_ranks_after_a_clean_cycle(ranks: int, rows: int, tmp_path: Path):
     sick, turn = ranks - 1, TURNS.index((rows, 0))
-    faults = Faults().flip_bit(rank=sick, at=f"{LAYERS[0]}/up", step=len(TURNS) + turn + 1, bit=20)
+    faults = FaultPlan().flip_bit(rank=sick, at=f"{LAYERS[0]}/up", step=len(TURNS) + turn + 1, bit=20)
     trial = trial_at(tmp_path, 128, 512, ranks=ranks, steps=2 * len(TURNS), faults=faults)
     everybody = run_ranks(train, ranks, trial, tmp_path / "run", timeout=300)
     assert [told.fired for told in everybody] == [int(rank == sick) for rank in range(ranks)]

@@ -11,7 +11,7 @@ from tests.support.mixture_jobs import Told, Trial, train
 from tests.support.ranks import run_ranks
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Scope
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 REPLAYED = range(1, 200)
 LAYERS = (0, 1)
@@ -69,34 +69,34 @@ def test_uneven_routing_is_no_fault_and_training_is_bitwise_the_same(trial: Tria
     ("faults", "surface", "peers"),
     [
         (
-            Faults().flip_bit(rank=3, at="layer.1.mixture.experts/output", step=2, bit=20, calls=REPLAYED),
+            FaultPlan().flip_bit(rank=3, at="layer.1.mixture.experts/output", step=2, bit=20, calls=REPLAYED),
             "layer.1.mixture.experts/output",
             (1, 3, 5),
         ),
         (
-            Faults().flip_bit(rank=2, at="layer.0.mixture.experts/down", step=2, bit=3),
+            FaultPlan().flip_bit(rank=2, at="layer.0.mixture.experts/down", step=2, bit=3),
             "layer.0.mixture.experts/down",
             (0, 2, 4),
         ),
         (
-            Faults().flip_bit(rank=4, at="layer.0.mixture.experts/up.exp_avg_sq", step=3, bit=12),
+            FaultPlan().flip_bit(rank=4, at="layer.0.mixture.experts/up.exp_avg_sq", step=3, bit=12),
             "layer.0.mixture.experts/up.exp_avg_sq",
             (0, 2, 4),
         ),
         (
-            Faults().flip_bit(rank=5, at="layer.0.mixture.router/output", step=4, bit=20, calls=REPLAYED),
+            FaultPlan().flip_bit(rank=5, at="layer.0.mixture.router/output", step=4, bit=20, calls=REPLAYED),
             "layer.0.mixture.router/output",
             (0, 1, 2, 3, 4, 5),
         ),
         (
-            Faults().flip_bit(rank=1, at="all_to_all@mesh_expert", step=2, bit=9, calls=range(10, 400)),
+            FaultPlan().flip_bit(rank=1, at="all_to_all@mesh_expert", step=2, bit=9, calls=range(10, 400)),
             "all_to_all/balanced.received",
             (1, 3, 5),
         ),
     ],
     ids=["expert", "expert weight", "expert optimizer", "router", "AllToAll"],
 )
-def test_wrong_numbers_are_one_ranks(faults: Faults, surface: str, peers: tuple[int, ...], tmp_path: Path):
+def test_wrong_numbers_are_one_ranks(faults: FaultPlan, surface: str, peers: tuple[int, ...], tmp_path: Path):
     (planned,) = faults
     everybody = run_ranks(train, 6, replace(SIX, faults=faults), tmp_path, timeout=120)
     assert [told.fired > 0 for told in everybody] == [rank == planned.rank for rank in range(6)]
@@ -110,7 +110,7 @@ def test_wrong_numbers_are_one_ranks(faults: Faults, surface: str, peers: tuple[
 
 
 def test_two_replicas_of_experts_cannot_say_whose_numbers_are_wrong(tmp_path: Path):
-    faults = Faults().flip_bit(rank=3, at="layer.1.mixture.experts/output", step=2, bit=20, calls=REPLAYED)
+    faults = FaultPlan().flip_bit(rank=3, at="layer.1.mixture.experts/output", step=2, bit=20, calls=REPLAYED)
     everybody = run_ranks(train, 4, Trial(4, 2, steps=3, faults=faults), tmp_path, timeout=120)
     assert [told.fired > 0 for told in everybody] == [False, False, False, True]
     (incident,) = everybody[0].incidents
@@ -120,7 +120,7 @@ def test_two_replicas_of_experts_cannot_say_whose_numbers_are_wrong(tmp_path: Pa
 @pytest.mark.slow
 def test_a_slow_expert_is_its_ranks_and_a_slow_exchange_its_groups(tmp_path: Path):
     quick = ReplayConfig(interval=1, recipes=("experts",))
-    slow = Faults()
+    slow = FaultPlan()
     for place in LAYERS:
         at = f"layer.{place}.mixture.experts/forward"
         slow = slow.delay(rank=4, at=at, step=range(3, 9), seconds=0.3, calls=REPLAYED)
@@ -130,7 +130,7 @@ def test_a_slow_expert_is_its_ranks_and_a_slow_exchange_its_groups(tmp_path: Pat
     assert (incident.scope, incident.ranks, incident.records[0].surface) == (Scope.RANK, (4,), "time/experts")
 
     traffic = ReplayConfig(interval=1, recipes=("all_to_all",))
-    late = Faults().slow_collective(
+    late = FaultPlan().slow_collective(
         ranks=(2, 3), at="all_to_all@mesh_expert", axis="expert", step=range(6, 17), seconds=0.3
     )
     trial = replace(SIX, steps=16, faults=late, replay=traffic)

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.hangs import QUICK, Net, incidents
 from tests.support.ranks import run_ranks
 from torchscout.decision.record import Action, Incident, Manifestation, Scope
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.mesh import Mesh
 
@@ -34,7 +34,7 @@ with_each_phase = pytest.mark.parametrize(
 )
 
 
-def job(rank: int, run_dir: Path, phase: str, faults: Faults) -> dict[str, Any]:
+def job(rank: int, run_dir: Path, phase: str, faults: FaultPlan) -> dict[str, Any]:
     """Every step has the phase; returns the session's status at the end."""
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -58,14 +58,14 @@ def job(rank: int, run_dir: Path, phase: str, faults: Faults) -> dict[str, Any]:
     return status
 
 
-def slow(phase: str, *ranks: int) -> Faults:
-    faults = Faults()
+def slow(phase: str, *ranks: int) -> FaultPlan:
+    faults = FaultPlan()
     for rank in ranks:
         faults = faults.delay(rank=rank, at=phase, step=range(1, STEPS + 1), seconds=SLOW)
     return faults
 
 
-def only_incident(run_dir: Path, faults: Faults, ranks: int) -> Incident:
+def only_incident(run_dir: Path, faults: FaultPlan, ranks: int) -> Incident:
     (incident,), (truth,) = incidents(run_dir), faults.truth(Mesh.grid(replica=ranks))
     assert truth.is_told_by(incident), (truth, incident.sentence)
     assert (incident.manifestation, incident.action) == (Manifestation.STRAGGLER, Action.INSPECT)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.pipeline_jobs import REPLAY, Piped, train
 from tests.support.pipeline_stages import Layout, surfaces_on
 from tests.support.ranks import run_ranks
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 
 def with_and_without(rank: int, layout: Layout, run_dir: Path) -> tuple[bool, bool, Piped]:
@@ -107,7 +107,7 @@ def placed(path: str, schedule: str) -> str:
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=SLOW)])
 def test_a_wrong_number_in_one_stage_names_its_rank_and_no_other_stage(schedule: str, tmp_path: Path):
-    faults, wanted, mended = Faults(), [], {}
+    faults, wanted, mended = FaultPlan(), [], {}
     for step, (rank, at, surface) in FAULTS.items():
         is_held = step >= 8
         calls = range(1) if is_held else REPLAY
@@ -128,7 +128,7 @@ def test_a_wrong_number_in_one_stage_names_its_rank_and_no_other_stage(schedule:
 
 
 def test_stages_of_one_replica_that_are_wrong_at_once_are_told_apart(tmp_path: Path):
-    faults = Faults().flip_bit(rank=2, at="layers.1/output", step=2, bit=3, calls=REPLAY)
+    faults = FaultPlan().flip_bit(rank=2, at="layers.1/output", step=2, bit=3, calls=REPLAY)
     faults = faults.flip_bit(rank=3, at="layers.4/output", step=2, bit=3, calls=REPLAY)
     (told, *_) = run_ranks(train, 6, Layout("1f1b", 3), tmp_path, faults, 2, timeout=120)
     wanted = [("rank", (2,), "layers.1/output", 2), ("rank", (3,), "layers.4/output", 2)]
@@ -140,7 +140,7 @@ def test_stages_of_one_replica_that_are_wrong_at_once_are_told_apart(tmp_path: P
 )
 def test_two_replicas_of_a_stage_differ_as_a_group(rank: int, at: str, tmp_path: Path):
     calls = REPLAY if at.endswith("output") else range(1)
-    faults = Faults().flip_bit(rank=rank, at=at, step=2, bit=3, calls=calls)
+    faults = FaultPlan().flip_bit(rank=rank, at=at, step=2, bit=3, calls=calls)
     (told, *_) = run_ranks(train, 4, Layout("1f1b", 2), tmp_path, faults, 2, timeout=120)
     assert told.incidents == [("peer_group", (rank % 2, rank % 2 + 2), at, 2)], told.sentences
 
@@ -148,6 +148,6 @@ def test_two_replicas_of_a_stage_differ_as_a_group(rank: int, at: str, tmp_path:
 @SLOW
 @pytest.mark.parametrize(("rank", "at"), [(2, "layers.1/output"), (5, "layers.4/grad_input")])
 def test_a_wrong_number_in_a_sharded_stage_names_its_rank(rank: int, at: str, tmp_path: Path):
-    faults = Faults().flip_bit(rank=rank, at=at, step=2, bit=3, calls=REPLAY)
+    faults = FaultPlan().flip_bit(rank=rank, at=at, step=2, bit=3, calls=REPLAY)
     (told, *_) = run_ranks(train, 6, Layout("1f1b", 3, "fsdp"), tmp_path, faults, 2, timeout=120)
     assert told.incidents == [("rank", (rank,), at, 2)], told.sentences

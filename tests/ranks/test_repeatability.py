@@ -17,8 +17,8 @@ from tests.support.replayed_job import REPLAY, batch
 from tests.support.restless_layers import net_of
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 STEPS = 16
@@ -47,7 +47,7 @@ class Found:
 
 
 def trained(
-    rank: int, kind: str, run_dir: Path, config: ReplayConfig | None, faults: Faults, steps: int
+    rank: int, kind: str, run_dir: Path, config: ReplayConfig | None, faults: FaultPlan, steps: int
 ) -> Found:
     restless_layers.attempts.clear()
     job = Job(rank, net_of(kind))
@@ -77,7 +77,7 @@ def run(
     kind: str,
     run_dir: Path,
     config: ReplayConfig | None = EVERY_STEP,
-    faults: Faults = Faults(),  # noqa: B008  frozen
+    faults: FaultPlan = FaultPlan(),  # noqa: B008  frozen
     *,
     steps: int = STEPS,
 ) -> list[Found]:
@@ -118,7 +118,7 @@ def test_a_backward_that_differs_rarely_names_nobody(tmp_path: Path):
 )
 def test_a_rank_that_is_wrong_is_found_by_what_repeats(at: str, surface: str, tmp_path: Path):
     calls = REPLAY if at.endswith("output") else range(1)
-    faults = Faults().flip_bit(rank=2, at=at, step=5, bit=20, calls=calls)
+    faults = FaultPlan().flip_bit(rank=2, at=at, step=5, bit=20, calls=calls)
     for found in run("always", tmp_path, faults=faults, steps=6):
         ((ranks, sentence),) = found.incidents
         assert ranks == (2,)
@@ -139,7 +139,7 @@ def test_what_a_user_requires_holds_up_certification_and_is_said(require: str, t
 @pytest.mark.parametrize("passed", [pytest.param("forward", marks=SLOW), "backward"])
 def test_an_operator_that_strict_mode_refuses_is_replayed_without_and_marked(passed: str, tmp_path: Path):
     steps = 6
-    alone = run_ranks(trained, 3, f"put_{passed}", tmp_path / "alone", None, Faults(), steps, timeout=240)
+    alone = run_ranks(trained, 3, f"put_{passed}", tmp_path / "alone", None, FaultPlan(), steps, timeout=240)
     for found, bare in zip(run(f"put_{passed}", tmp_path, steps=steps), alone, strict=True):
         assert found.incidents == []
         assert found.state == bare.state
@@ -156,7 +156,7 @@ def test_an_operator_that_strict_mode_refuses_is_replayed_without_and_marked(pas
 
 
 def test_a_rank_that_is_wrong_is_found_though_an_operator_is_refused(tmp_path: Path):
-    faults = Faults().flip_bit(rank=1, at="stack.0/output", step=3, bit=20, calls=REPLAY)
+    faults = FaultPlan().flip_bit(rank=1, at="stack.0/output", step=3, bit=20, calls=REPLAY)
     for found in run("put_backward", tmp_path, faults=faults, steps=4):
         ((ranks, sentence),) = found.incidents
         assert ranks == (1,)

@@ -10,8 +10,8 @@ from torch import nn
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import Block, Net, batch
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 
@@ -28,7 +28,7 @@ class Middle(nn.Module):
         return x
 
 
-def stages(rank: int, run_dir: Path, faults: Faults) -> tuple[list[str], list[tuple], dict]:
+def stages(rank: int, run_dir: Path, faults: FaultPlan) -> tuple[list[str], list[tuple], dict]:
     """Three replicas of two stages, each trained by itself: what travels between them is not the point."""
     stage = rank % 2
     torch.manual_seed(stage)
@@ -58,7 +58,7 @@ def stages(rank: int, run_dir: Path, faults: Faults) -> tuple[list[str], list[tu
 
 
 def test_stages_with_other_parts_stay_in_step(tmp_path: Path):
-    for rank, (failures, found, replay) in enumerate(run_ranks(stages, 6, tmp_path, Faults(), timeout=90)):
+    for rank, (failures, found, replay) in enumerate(run_ranks(stages, 6, tmp_path, FaultPlan(), timeout=90)):
         assert failures == []
         assert found == []
         assert replay["checks"] == 5
@@ -69,7 +69,7 @@ def test_stages_with_other_parts_stay_in_step(tmp_path: Path):
 
 
 def test_a_fault_in_one_stage_is_named_there_and_repeats_in_step(tmp_path: Path):
-    faults = Faults().flip_bit(rank=2, at="tokens/output", step=2, bit=1, calls=range(1, 200))
+    faults = FaultPlan().flip_bit(rank=2, at="tokens/output", step=2, bit=1, calls=range(1, 200))
     faults = faults.flip_bit(rank=5, at="stack.2/output", step=3, bit=1, calls=range(1, 200))
     for failures, found, _ in run_ranks(stages, 6, tmp_path, faults, timeout=90):
         assert failures == []

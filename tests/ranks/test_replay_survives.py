@@ -28,18 +28,18 @@ from tests.support.replay_jobs import (
 from tests.support.replayed_job import REPLAY, Block, Net
 from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope
-from torchscout.faults.fault import Fault, Faults
+from torchscout.faults.effects import ProcessEffect, Signal, Sleep
 from torchscout.faults.injector import Injector
-from torchscout.faults.process_effects import ProcessEffect, Signal, Sleep
+from torchscout.faults.plan import Fault, FaultPlan
 
 STEPS, FAULTY_STEP = 5, 3
 """At odd steps ``stack.0`` is replayed, where every step is checked."""
 
 
-def in_replayed_layer(rank: int, effect: ProcessEffect) -> Faults:
+def in_replayed_layer(rank: int, effect: ProcessEffect) -> FaultPlan:
     """Something happens to a rank while it replays ``stack.0``."""
     steps = range(FAULTY_STEP, FAULTY_STEP + 1)
-    return Faults((Fault(rank, "stack.0.up/forward", steps, effect, Manifestation.HANG, calls=REPLAY),))
+    return FaultPlan((Fault(rank, "stack.0.up/forward", steps, effect, Manifestation.HANG, calls=REPLAY),))
 
 
 def out_of_memory_job(rank: int, run_dir: Path) -> tuple[list[str], list[EvidenceRecord]]:
@@ -139,7 +139,7 @@ def blocked_job(rank: int, what: str, run_dir: Path) -> tuple[dict, list[str], b
         blocked.parent.mkdir(parents=True, exist_ok=True)
         blocked.mkdir() if what == "records" else blocked.write_text("a file in the way")
     dist.barrier()
-    faults = Faults().set_value(rank=2, at="stack.0.up/weight", step=4, value=3.0)
+    faults = FaultPlan().set_value(rank=2, at="stack.0.up/weight", step=4, value=3.0)
     with Injector(faults, rank, job.net, job.optimizer), job.attach(run_dir) as session:
         job.train(STEPS)
         status = session.status()["replay"]

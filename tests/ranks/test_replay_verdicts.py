@@ -20,8 +20,8 @@ from tests.support.replay_jobs import GridJob, Job, differing, records
 from tests.support.replayed_job import REPLAY, WIDTH, Block, Found, Net, checked_training
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 
 WEIGHT = "stack.0.up/weight"
 STEPS, FAULTY_STEP = 5, 3
@@ -30,7 +30,12 @@ SLOW = pytest.mark.slow
 
 
 def trained(
-    ranks: int, faults: Faults, run_dir: Path, *, steps: int = STEPS, mended: Sequence[tuple[int, int]] = ()
+    ranks: int,
+    faults: FaultPlan,
+    run_dir: Path,
+    *,
+    steps: int = STEPS,
+    mended: Sequence[tuple[int, int]] = (),
 ) -> list[Found]:
     """One job; every fault has happened, nothing of SCOUT has failed, and all ranks have seen the same."""
     found = run_ranks(checked_training, ranks, faults, steps, mended, run_dir, timeout=90)
@@ -45,9 +50,9 @@ def outcomes(told: Found) -> list[tuple[int, str, str, tuple[int, ...]]]:
     return [(each.step, each.surface, each.status, each.ranks) for each in told.records]
 
 
-def corrupted(*values: tuple[int, float]) -> Faults:
+def corrupted(*values: tuple[int, float]) -> FaultPlan:
     """The same weight, on each of these ranks, becomes that value."""
-    faults = Faults()
+    faults = FaultPlan()
     for rank, value in values:
         faults = faults.set_value(rank=rank, at=WEIGHT, step=FAULTY_STEP, value=value)
     return faults
@@ -94,7 +99,7 @@ def test_two_against_two_is_inconclusive(tmp_path: Path):
 
 
 def test_a_rank_that_repeats_its_mistake_is_named_in_the_same_check(tmp_path: Path):
-    faults = Faults().set_value(rank=2, at="stack.0/output", step=FAULTY_STEP, value=9.0, calls=REPLAY)
+    faults = FaultPlan().set_value(rank=2, at="stack.0/output", step=FAULTY_STEP, value=9.0, calls=REPLAY)
     (incident,) = trained(4, faults, tmp_path)[0].incidents
     assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (2,), FAULTY_STEP)
     assert "further replays gave the same (persistent)" in incident.sentence
@@ -104,7 +109,7 @@ def test_a_rank_that_repeats_its_mistake_is_named_in_the_same_check(tmp_path: Pa
 def test_a_rank_that_is_wrong_in_every_other_replay_is_named_when_chance_is_excluded(tmp_path: Path):
     """Half of 64 replays are not enough among four peers; those of the layer's next turn are added."""
     every_other, steps = REPLAY[::2], range(FAULTY_STEP, STEPS + 1)
-    faults = Faults().set_value(rank=2, at="stack.0/output", step=steps, value=9.0, calls=every_other)
+    faults = FaultPlan().set_value(rank=2, at="stack.0/output", step=steps, value=9.0, calls=every_other)
     found = trained(4, faults, tmp_path)[0]
     (incident,) = found.incidents
     assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (2,), STEPS)
@@ -116,7 +121,7 @@ def test_a_rank_that_is_wrong_in_every_other_replay_is_named_when_chance_is_excl
 
 def test_a_single_wrong_replay_names_nobody(tmp_path: Path):
     once = range(1, 2)
-    faults = Faults().set_value(rank=2, at="stack.0/output", step=FAULTY_STEP, value=9.0, calls=once)
+    faults = FaultPlan().set_value(rank=2, at="stack.0/output", step=FAULTY_STEP, value=9.0, calls=once)
     found = trained(4, faults, tmp_path)[0]
     assert found.incidents == []
     first: dict[int, str] = {}
@@ -205,7 +210,7 @@ def test_the_users_own_function_hears_of_corruption_on_every_rank(tmp_path: Path
     assert run_ranks(told_job, 3, tmp_path, timeout=90) == [[("sdc", (1,))]] * 3
 
 
-def grid_job(rank: int, faults: Faults, run_dir: Path) -> tuple[list[Incident], list[EvidenceRecord]]:
+def grid_job(rank: int, faults: FaultPlan, run_dir: Path) -> tuple[list[Incident], list[EvidenceRecord]]:
     job = GridJob()
     with Injector(faults, rank, job.net, job.optimizer) as injector:
         session = job.attach(run_dir, ReplayConfig(interval=1, recipes=("census", "layer")))
@@ -218,7 +223,7 @@ def grid_job(rank: int, faults: Faults, run_dir: Path) -> tuple[list[Incident], 
 
 
 def test_a_clean_grid_of_replicas_and_tensor_shards_is_silent(tmp_path: Path):
-    for rank, (incidents, found) in enumerate(run_ranks(grid_job, 8, Faults(), tmp_path, timeout=120)):
+    for rank, (incidents, found) in enumerate(run_ranks(grid_job, 8, FaultPlan(), tmp_path, timeout=120)):
         assert incidents == []
         peers = tuple(range(rank % 2, 8, 2))
         assert {(each.status, each.peers) for each in found} == {("agree", peers)}
@@ -233,7 +238,7 @@ def test_a_clean_grid_of_replicas_and_tensor_shards_is_silent(tmp_path: Path):
     ],
 )
 def test_one_flipped_bit_in_a_tensor_shard_is_named_exactly(tmp_path: Path, step: int, bit: int):
-    faults = Faults().flip_bit(rank=5, at=WEIGHT, step=step, bit=bit)
+    faults = FaultPlan().flip_bit(rank=5, at=WEIGHT, step=step, bit=bit)
     results = run_ranks(grid_job, 8, faults, tmp_path, timeout=120)
     (incident,) = results[0][0]
     assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (5,), step), incident.sentence
@@ -246,7 +251,9 @@ def test_one_flipped_bit_in_a_tensor_shard_is_named_exactly(tmp_path: Path, step
 @SLOW
 def test_a_wrong_partial_result_names_all_who_compute_with_it_once(tmp_path: Path):
     """Tensor-parallel ranks add their results up: whose was wrong cannot be seen in the sum."""
-    faults = Faults().flip_bit(rank=5, at="stack.0.up/output", step=3, bit=22, index=3, calls=range(1, 200))
+    faults = FaultPlan().flip_bit(
+        rank=5, at="stack.0.up/output", step=3, bit=22, index=3, calls=range(1, 200)
+    )
     results = run_ranks(grid_job, 8, faults, tmp_path, timeout=120)
     for incidents, _ in results:
         (incident,) = incidents

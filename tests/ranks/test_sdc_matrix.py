@@ -22,7 +22,7 @@ from tests.support.replayed_job import (
     due_parameter,
 )
 from torchscout.decision.record import EvidenceRecord, Manifestation
-from torchscout.faults.fault import Faults, Truth
+from torchscout.faults.plan import FaultPlan, Truth
 from torchscout.mesh import Mesh
 
 RANKS, SAMPLED = 4, 13
@@ -99,8 +99,8 @@ def fault_step(cell: int) -> int:
     return 3 * cell + 2
 
 
-def plan(wanted: Sequence[Cell], seed: int) -> Faults:
-    choose, faults = random.Random(seed), Faults()
+def plan(wanted: Sequence[Cell], seed: int) -> FaultPlan:
+    choose, faults = random.Random(seed), FaultPlan()
     for place, cell in enumerate(wanted):
         # Not an exponent's: a slot or weight of 1e38 would spoil what the next cells compare.
         bit = cell.bit if cell.bit is not None else choose.choice([*range(1, 23), 31])

@@ -10,7 +10,7 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.sharded_jobs import HAS_RESET, SHARDINGS, Failing, Sharded, as_before_reset, train
 from torchscout.evidence.replay import fsdp_state
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 
 REPLAY = range(1, 200)
@@ -21,7 +21,7 @@ RESET = pytest.param(True, marks=pytest.mark.skipif(not HAS_RESET, reason="FSDP'
 SLOW = pytest.mark.slow
 
 
-def as_told(faults: Faults, mesh: Mesh) -> tuple[str, tuple[int, ...], str]:
+def as_told(faults: FaultPlan, mesh: Mesh) -> tuple[str, tuple[int, ...], str]:
     (truth,) = faults.truth(mesh)
     return truth.scope.value, truth.ranks, truth.surface
 
@@ -93,7 +93,7 @@ def test_a_wrong_number_under_fsdp_names_the_rank(
     step = {"optimizer/update": 4}.get(surface, 2)
     # The owner of the slice is the source of its round: rank (step - 1) of 4.
     rank = (step - 1) % 4 if surface == "optimizer/update" else rank
-    faults = Faults().flip_bit(rank=rank, at=at, step=step, bit=2, calls=calls)
+    faults = FaultPlan().flip_bit(rank=rank, at=at, step=step, bit=2, calls=calls)
     inside = faults.showing(surface) if at == "stack.1.norm/grad_output" else faults
     assert as_told(inside, Mesh.grid(shard=4)) == ("rank", (rank,), surface)
     found = run_ranks(train, 4, (4,), "plain", tmp_path, faults, 5, timeout=120)
@@ -111,7 +111,7 @@ def test_what_gathering_leaves_wrong_in_memory_names_the_rank(
 ):
     """Training gathers five times in a step, replay once with scratch data and once for the embedding; then
     comes the layer."""
-    faults = Faults().flip_bit(rank=named, at=f"all_gather@{group}", step=2, bit=20, calls=range(7, 400))
+    faults = FaultPlan().flip_bit(rank=named, at=f"all_gather@{group}", step=2, bit=20, calls=range(7, 400))
     found = run_ranks(train, math.prod(shape), shape, "plain", tmp_path, faults, 3, timeout=120)
     assert found[named].fired
     assert found[0].incidents == [("rank", (named,), "stack.1/parameters", 2)], found[0].sentences
@@ -119,7 +119,7 @@ def test_what_gathering_leaves_wrong_in_memory_names_the_rank(
 
 @pytest.mark.parametrize("ranks", [4, 2])  # of two, too: nobody needs to vote on it
 def test_a_shard_that_changes_at_rest_names_its_owner(ranks: int, tmp_path: Path):
-    found = run_ranks(train, ranks, (ranks,), "plain", tmp_path, Faults(), 5, 1, timeout=120)
+    found = run_ranks(train, ranks, (ranks,), "plain", tmp_path, FaultPlan(), 5, 1, timeout=120)
     assert found[0].incidents == [("rank", (1,), "state/at_rest", 3)], found[0].sentences
 
 
@@ -134,7 +134,7 @@ def test_a_shard_that_changes_at_rest_names_its_owner(ranks: int, tmp_path: Path
     ],
 )
 def test_a_wrong_number_under_hsdp_names_the_rank(at: str, calls: range, surface: str, tmp_path: Path):
-    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
+    faults = FaultPlan().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
     assert as_told(faults, Mesh.grid(replica=3, shard=2)) == ("rank", (3,), surface)
     found = run_ranks(train, 6, (3, 2), "plain", tmp_path, faults, 3, timeout=120)
     assert found[3].fired
@@ -146,7 +146,7 @@ def test_a_wrong_number_under_hsdp_names_the_rank(at: str, calls: range, surface
 def test_a_wrong_gradient_after_the_all_reduce_names_the_rank_that_holds_it(tmp_path: Path):
     """Training reduces three times in a step: two blocks and the rest; replay reduces once more."""
     at = "all_reduce@mesh_dp_replicate"
-    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=range(3, 400))
+    faults = FaultPlan().flip_bit(rank=3, at=at, step=2, bit=20, calls=range(3, 400))
     found = run_ranks(train, 6, (3, 2), "plain", tmp_path, faults, 3, timeout=120)
     assert found[3].fired
     assert found[0].incidents == [("rank", (3,), "stack.1/grad_reduced", 2)], found[0].sentences
@@ -154,7 +154,7 @@ def test_a_wrong_gradient_after_the_all_reduce_names_the_rank_that_holds_it(tmp_
 
 def test_two_replicas_of_shards_differ_as_a_pair(tmp_path: Path):
     """State is compared shard by shard, and of two copies nobody can say which is right."""
-    faults = Faults().flip_bit(rank=3, at="stack.1.up/weight", step=2, bit=20)
+    faults = FaultPlan().flip_bit(rank=3, at="stack.1.up/weight", step=2, bit=20)
     assert as_told(faults, Mesh.grid(replica=2, shard=2)) == ("peer_group", (1, 3), "stack.1.up/weight")
     found = run_ranks(train, 4, (2, 2), "plain", tmp_path, faults, 2, timeout=120)
     assert found[3].fired
@@ -164,7 +164,7 @@ def test_two_replicas_of_shards_differ_as_a_pair(tmp_path: Path):
 @pytest.mark.parametrize("at", ["output", pytest.param("grad_input", marks=SLOW)])
 def test_what_two_replicas_of_shards_compute_names_the_rank(at: str, tmp_path: Path):
     """Gathered, the parameters are equal on all four ranks."""
-    faults = Faults().flip_bit(rank=3, at=f"stack.1/{at}", step=2, bit=20, calls=REPLAY)
+    faults = FaultPlan().flip_bit(rank=3, at=f"stack.1/{at}", step=2, bit=20, calls=REPLAY)
     assert as_told(faults, Mesh.grid(replica=2, shard=2)) == ("rank", (3,), f"stack.1/{at}")
     found = run_ranks(train, 4, (2, 2), "plain", tmp_path, faults, 3, timeout=120)
     assert found[3].fired

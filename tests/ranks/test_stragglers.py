@@ -12,7 +12,7 @@ from tests.support.replayed_job import Found, checked_training
 from tests.support.straggler_jobs import ALL, Layout, Told, train
 from torchscout.config import BaselineConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 
 SLOW = range(4, 10)
@@ -20,13 +20,13 @@ SLOW = range(4, 10)
 SHARDS, TENSORS = ("all_gather@mesh_dp_shard", "shard"), ("all_reduce@mesh_tp", "tensor")
 
 
-def slow_layers(faults: Faults, rank: int, at: str, steps: range = SLOW) -> Faults:
+def slow_layers(faults: FaultPlan, rank: int, at: str, steps: range = SLOW) -> FaultPlan:
     for layer in (0, 1):
         faults = faults.delay(rank=rank, at=f"stack.{layer}/{at}", step=steps, seconds=0.25, calls=ALL)
     return faults
 
 
-def slow_link(faults: Faults, at: tuple[str, str], ranks: Sequence[int], steps: range = SLOW) -> Faults:
+def slow_link(faults: FaultPlan, at: tuple[str, str], ranks: Sequence[int], steps: range = SLOW) -> FaultPlan:
     """All members are slow in every such collective; where one alone is, its whole group waits for it."""
     place, axis = at
     return faults.slow_collective(ranks=ranks, at=place, axis=axis, step=steps, seconds=0.25)
@@ -40,7 +40,7 @@ def told(found: list[Found]) -> list[tuple[str, str, tuple[int, ...], int]]:
 
 @pytest.mark.parametrize("at", ["forward", "backward"])
 def test_a_slow_layer_names_its_rank_after_two_rounds(at: str, tmp_path: Path):
-    faults = slow_layers(Faults(), 2, at)
+    faults = slow_layers(FaultPlan(), 2, at)
     found = run_ranks(checked_training, 4, faults, 8, [], tmp_path, timeout=120)
     assert len(found[2].fired) >= 2 * 5  # training's own pass and the replayed one, in each of five steps
     (incident,) = found[0].incidents
@@ -53,7 +53,7 @@ def test_a_slow_layer_names_its_rank_after_two_rounds(at: str, tmp_path: Path):
 
 
 def test_a_delay_that_happens_once_is_not_reported(tmp_path: Path):
-    faults = slow_layers(Faults(), 2, "forward", range(4, 5))
+    faults = slow_layers(FaultPlan(), 2, "forward", range(4, 5))
     found = run_ranks(checked_training, 4, faults, 8, [], tmp_path, timeout=120)
     assert len(found[2].fired) >= 2
     assert told(found) == []
@@ -62,13 +62,13 @@ def test_a_delay_that_happens_once_is_not_reported(tmp_path: Path):
 
 
 def test_of_two_replicas_the_pair_is_reported(tmp_path: Path):
-    faults = slow_layers(Faults(), 1, "forward")
+    faults = slow_layers(FaultPlan(), 1, "forward")
     found = run_ranks(checked_training, 2, faults, 8, [], tmp_path, timeout=120)
     assert told(found) == [("straggler", "peer_group", (0, 1), 5)], found[0].incidents
 
 
 def test_what_slows_all_ranks_is_the_jobs_and_nobodys_fault(tmp_path: Path):
-    faults = Faults()
+    faults = FaultPlan()
     for rank in range(3):
         faults = slow_layers(faults, rank, "forward", range(8, 14))
     config = ReplayConfig(interval=1, recipes=("layer",), baseline=BaselineConfig(warmup=5))
@@ -78,7 +78,7 @@ def test_what_slows_all_ranks_is_the_jobs_and_nobodys_fault(tmp_path: Path):
 
 def test_whoever_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Path):
     layout = Layout(replica=3, shard=1, tensor=2)
-    faults = slow_layers(Faults(), 4, "forward")
+    faults = slow_layers(FaultPlan(), 4, "forward")
     found: list[Told] = run_ranks(train, layout.ranks, layout, faults, 6, tmp_path, timeout=240)
     assert found[4].fired
     assert found[0].stragglers == [("rank", (4,), 5)], found[0].sentences
@@ -96,7 +96,7 @@ def test_whoever_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Pa
 def test_a_slow_collective_names_its_process_group(
     layout: Layout, at: tuple[str, str], rank: int, ranks: tuple[int, ...], tmp_path: Path
 ):
-    faults = slow_link(Faults(), at, [rank], range(4, 6))
+    faults = slow_link(FaultPlan(), at, [rank], range(4, 6))
     found: list[Told] = run_ranks(train, layout.ranks, layout, faults, 7, tmp_path, timeout=240)
     assert found[rank].fired
     ((_, named, step),) = found[0].stragglers
@@ -118,7 +118,7 @@ PAPER = Layout(replica=4, shard=2, tensor=2)
 """Sixteen ranks: the paper's figure of a slow machine."""
 
 
-def sixteen(faults: Faults, run_dir: Path) -> Told:
+def sixteen(faults: FaultPlan, run_dir: Path) -> Told:
     found = run_ranks(train, PAPER.ranks, PAPER, faults, 7, run_dir, timeout=400)
     assert [each.failures for each in found] == [[]] * 16
     assert {rank for rank, each in enumerate(found) if each.fired} == {each.rank for each in faults}
@@ -129,7 +129,7 @@ def sixteen(faults: Faults, run_dir: Path) -> Told:
 
 @pytest.mark.slow
 def test_slow_groups_that_meet_on_a_machine_name_it(tmp_path: Path):
-    faults = slow_link(slow_link(Faults(), SHARDS, (4, 5)), TENSORS, (4, 12))
+    faults = slow_link(slow_link(FaultPlan(), SHARDS, (4, 5)), TENSORS, (4, 12))
     found = sixteen(faults, tmp_path)
     assert found.stragglers == [("machine", (4, 12), 5)], found.sentences
     assert found.incidents[0].hosts == ("machine-2-0",)
@@ -138,14 +138,14 @@ def test_slow_groups_that_meet_on_a_machine_name_it(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_slow_tensor_parallel_group_alone_is_inside_its_machine(tmp_path: Path):
-    found = sixteen(slow_link(Faults(), TENSORS, (4, 12)), tmp_path)
+    found = sixteen(slow_link(FaultPlan(), TENSORS, (4, 12)), tmp_path)
     assert found.stragglers == [("machine", (4, 12), 5)], found.sentences
     assert "a fault inside machine-2-0" in found.sentences[0]
 
 
 @pytest.mark.slow
 def test_slow_shard_groups_alone_are_the_networks(tmp_path: Path):
-    faults = slow_link(slow_link(Faults(), SHARDS, (4, 5)), SHARDS, (12, 13))
+    faults = slow_link(slow_link(FaultPlan(), SHARDS, (4, 5)), SHARDS, (12, 13))
     found = sixteen(faults, tmp_path)
     assert [(scope, ranks) for scope, ranks, _ in found.stragglers] == [("process_group", (4, 5, 12, 13))]
     assert "the network between machine-2-0 and machine-2-1" in found.sentences[0]
@@ -153,7 +153,7 @@ def test_slow_shard_groups_alone_are_the_networks(tmp_path: Path):
 
 @pytest.mark.slow
 def test_groups_that_are_slow_everywhere_are_the_jobs(tmp_path: Path):
-    faults = Faults()
+    faults = FaultPlan()
     for group in ((0, 8), (2, 10), (5, 13)):
         faults = slow_link(faults, TENSORS, group)
     found = sixteen(faults, tmp_path)

@@ -13,11 +13,11 @@ import pytest
 from tests.support.checkpoint_jobs import Plan, Told, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import Role
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 from torchscout.recovery.retrieval import Sweep
 
 RANKS = 3
-SICK = Faults().scale(rank=1, at="stack.1/output", step=1, factor=1.5, calls=None)
+SICK = FaultPlan().scale(rank=1, at="stack.1/output", step=1, factor=1.5, calls=None)
 """In the first step of a process, and in what is replayed before it."""
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import REPLAY
 from tests.support.tensor_jobs import Told, Trial, train
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 PARTS = ("tokens", "stack.0", "stack.1", "head")
 GRADIENTS = {
@@ -82,7 +82,7 @@ def test_the_source_computes_again_what_it_computed_in_training(style: str, tmp_
         assert found.echoes == {"output": again, "gradient": again}
 
 
-def faulty(trial: Trial, faults: Faults, run_dir: Path) -> list[Told]:
+def faulty(trial: Trial, faults: FaultPlan, run_dir: Path) -> list[Told]:
     found = run_ranks(train, trial.ranks, trial, run_dir, faults, timeout=120)
     assert sum(each.fired for each in found) >= 1
     assert [each.failures for each in found] == [[]] * trial.ranks
@@ -104,7 +104,7 @@ FAULTS = [
 )
 @pytest.mark.parametrize(("at", "calls", "surface"), FAULTS)
 def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, style: str, tmp_path: Path):
-    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
+    faults = FaultPlan().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
     found = faulty(Trial((3, 2), style, steps=3), faults, tmp_path)
     assert found[0].incidents[0] == ("rank", (3,), surface, 2), found[0].sentences
     assert {ranks for _, ranks, _, _ in found[0].incidents} == {(3,)}, found[0].sentences
@@ -112,7 +112,7 @@ def test_a_wrong_number_names_the_rank(at: str, calls: range, surface: str, styl
 
 @pytest.mark.parametrize("style", ["distributed", pytest.param("plain", marks=SLOW)])
 def test_a_wrong_part_that_partners_add_up_is_one_incident_of_all_of_them(style: str, tmp_path: Path):
-    faults = Faults().flip_bit(rank=3, at="stack.1.up/output", step=2, bit=30, calls=REPLAY)
+    faults = FaultPlan().flip_bit(rank=3, at="stack.1.up/output", step=2, bit=30, calls=REPLAY)
     found = faulty(Trial((3, 2), style, steps=3), faults, tmp_path)
     assert [each[:2] for each in found[0].incidents] == [("machine", (2, 3))], found[0].sentences
     assert "one of them may have it from another" in found[0].sentences[0]
@@ -123,7 +123,7 @@ def test_a_wrong_part_that_partners_add_up_is_one_incident_of_all_of_them(style:
     [pytest.param(*FAULTS[0], id="output"), pytest.param(*FAULTS[3], id="weight", marks=SLOW)],
 )
 def test_two_replicas_differ_as_a_group(at: str, calls: range, surface: str, tmp_path: Path):
-    faults = Faults().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
+    faults = FaultPlan().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
     found = faulty(Trial((2, 2), "distributed", steps=2), faults, tmp_path)
     assert found[0].incidents[0] == ("peer_group", (1, 3), surface, 2), found[0].sentences
     assert {each.status for each in found[3].records if each.surface == surface and each.step == 2} == {
@@ -143,6 +143,6 @@ def test_two_replicas_differ_as_a_group(at: str, calls: range, surface: str, tmp
 def test_a_wrong_number_under_fsdp_names_the_rank(
     shape: tuple[int, ...], at: str, calls: range, surface: str, step: int, rank: int, tmp_path: Path
 ):
-    faults = Faults().flip_bit(rank=rank, at=at, step=step, bit=20, calls=calls)
+    faults = FaultPlan().flip_bit(rank=rank, at=at, step=step, bit=20, calls=calls)
     found = faulty(Trial(shape, "distributed", sharded=True, steps=step), faults, tmp_path)
     assert found[0].incidents == [("rank", (rank,), surface, step)], found[0].sentences

@@ -15,7 +15,7 @@ from tests.support.transfer_jobs import Job, Told, answering
 from torchscout.config import BaselineConfig, ReplayConfig
 from torchscout.evidence.call import OURS
 from torchscout.evidence.replay.heard import Heard, Link
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 REPLICAS, STAGES = Job(replica=2, pipeline=3), Job(replica=3, pipeline=2)
 ONLY = ReplayConfig(interval=1, recipes=("transfers",), baseline=BaselineConfig(warmup=3))
@@ -28,8 +28,8 @@ def six() -> Iterator[LiveRanks]:
         yield ranks
 
 
-def slow(ranks: tuple[int, ...], at: str, axis: str, steps: range = SLOW) -> Faults:
-    return Faults().slow_collective(ranks=ranks, at=at, axis=axis, step=steps, seconds=0.25)
+def slow(ranks: tuple[int, ...], at: str, axis: str, steps: range = SLOW) -> FaultPlan:
+    return FaultPlan().slow_collective(ranks=ranks, at=at, axis=axis, step=steps, seconds=0.25)
 
 
 def found(told: list[Told]) -> set[tuple[str, str, tuple[int, ...]]]:
@@ -98,7 +98,7 @@ def test_a_group_that_is_the_whole_job_is_held_against_its_own_past(six: LiveRan
 
 def test_what_arrives_wrong_names_the_receiver(six: LiveRanks, tmp_path: Path):
     replayed = range(1, 9)
-    faults = Faults().flip_bit(rank=3, at="all_reduce@mesh_dp", step=3, bit=20, calls=replayed)
+    faults = FaultPlan().flip_bit(rank=3, at="all_reduce@mesh_dp", step=3, bit=20, calls=replayed)
     told = six.ask((replace(STAGES, faults=faults, replay=ONLY), tmp_path), 60)
     assert told[3].fired > 0
     assert found(told) == {("sdc", "rank", (3,))}

@@ -14,10 +14,10 @@ import pytest
 from tests.support.checkpoint_jobs import Plan, Told, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import Role
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 RANKS = 3
-FLIP = Faults().flip_bit(rank=1, at="head/weight", step=5, bit=20)
+FLIP = FaultPlan().flip_bit(rank=1, at="head/weight", step=5, bit=20)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def plan(tmp_path: Path) -> Plan:
 
 
 def gone_on(plan: Plan) -> list[Told]:
-    return run_ranks(train, RANKS, replace(plan, steps=0, faults=Faults()), timeout=120)
+    return run_ranks(train, RANKS, replace(plan, steps=0, faults=FaultPlan()), timeout=120)
 
 
 def test_the_next_check_finds_that_a_copy_is_wrong_and_gives_it_up(plan: Plan):

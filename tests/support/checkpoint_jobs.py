@@ -36,8 +36,8 @@ from tests.support.tensor_jobs import local_of
 from tests.support.tensor_jobs import plain as split
 from torchscout.checkpoint.generation import Role
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.faults.storage import block_ledger, fill_file_system, lose_folder
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.resumption import Resumption
@@ -108,7 +108,7 @@ class Plan:
     """Its name; None leaves that to the folder."""
     burden: Mapping[int, int] = field(default_factory=dict)
     """Ranks with that many bytes more to keep."""
-    faults: Faults = field(default_factory=Faults)
+    faults: FaultPlan = field(default_factory=FaultPlan)
     after_checks: bool = False
     """What befalls parameters does so after the check of their step, when it is due to be captured."""
     patience_seconds: float = 30.0

@@ -20,8 +20,8 @@ from tests.support.replay_jobs import Job, bytes_of, in_replay, records
 from tests.support.replayed_job import Net, device
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.log import show_by_default
 
 __all__ = ["WAYS", "Compilations", "Way", "compiled_job", "frames_compiled", "with_and_without"]
@@ -155,7 +155,7 @@ class Found:
     """After every step."""
 
 
-def compiled_job(rank: int, way: Way, faults: Faults, run_dir: Path, backend: Any = None) -> Found:
+def compiled_job(rank: int, way: Way, faults: FaultPlan, run_dir: Path, backend: Any = None) -> Found:
     """Train with a check at every step. Faults happen in eager code only: they come after compilation."""
     job = CompiledJob(rank, way, backend)
     weights = _train(job, WARM)
@@ -185,7 +185,7 @@ def with_and_without(
     rank: int, way: Way, run_dir: Path, backend: Any = None
 ) -> tuple[Found, int, list[bytes]]:
     """Of a clean job; then compilations and weights of the same training without torchscout."""
-    found = compiled_job(rank, way, Faults(), run_dir, backend)
+    found = compiled_job(rank, way, FaultPlan(), run_dir, backend)
     torch._dynamo.reset()
     job = CompiledJob(rank, way, backend)
     weights = _train(job, WARM + STEPS)

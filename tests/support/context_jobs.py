@@ -28,8 +28,8 @@ from tests.support.replay_jobs import EVERY_STEP
 from tests.support.replayed_job import VOCABULARY, WIDTH, batch
 from tests.support.tensor_jobs import Echo, Told, bits_of, told
 from torchscout.config import Parallelism
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 HEADS, LENGTH = 2, 8
@@ -157,7 +157,7 @@ class Trial:
         return self.shape[0] * self.shape[1]
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None, faults: Faults = Faults()) -> Told:  # noqa: B008
+def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = FaultPlan()) -> Told:  # noqa: B008
     """Train; without ``run_dir`` nobody is attached."""
     warnings.filterwarnings("ignore", message=".*(view tensor|is deprecated).*")
     torch.manual_seed(0)

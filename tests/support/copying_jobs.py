@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.replayed_job import Net, batch
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision.record import Incident
-from torchscout.faults.tensor_effects import FlipBit
+from torchscout.faults.effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["Copied", "Copying", "MasterAdamW", "copying"]

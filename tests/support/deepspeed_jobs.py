@@ -24,9 +24,9 @@ from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
-from torchscout.faults.fault import Faults
+from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
-from torchscout.faults.tensor_effects import FlipBit
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.resumption import Resumption
 from torchscout.integration.session import Session
@@ -65,7 +65,7 @@ class Plan:
     """That step."""
     miscalculating: int | None = None
     """A rank whose optimizer gets one number of its part wrong in the third step, before others get it."""
-    faults: Faults = field(default_factory=Faults)
+    faults: FaultPlan = field(default_factory=FaultPlan)
     log: Path | None = None
     """Gets a line for each fault that happened: a rank may not live to tell."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.deepspeed_jobs import Plan
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 """With it, DeepSpeed takes its optimizer for bfloat16."""
@@ -68,11 +68,11 @@ def each_of(plans: Mapping[str, Any], *marks: pytest.MarkDecorator) -> list[Any]
     return [pytest.param(*each, id=name, marks=marks) for name, each in tuples.items()]
 
 
-def weight(at: str, rank: int, step: int = 2) -> Faults:
+def weight(at: str, rank: int, step: int = 2) -> FaultPlan:
     """A bit of a module's weight flips after an update."""
-    return Faults().flip_bit(rank=rank, at=f"{at}/weight", step=step, bit=2)
+    return FaultPlan().flip_bit(rank=rank, at=f"{at}/weight", step=step, bit=2)
 
 
-def miscalculated(at: str, rank: int, step: int = 2) -> Faults:
+def miscalculated(at: str, rank: int, step: int = 2) -> FaultPlan:
     """A module gets a number wrong, in the second batch of a step and in all replays of it."""
-    return Faults().flip_bit(rank=rank, at=at, step=step, bit=2, calls=range(1, 200))
+    return FaultPlan().flip_bit(rank=rank, at=at, step=step, bit=2, calls=range(1, 200))

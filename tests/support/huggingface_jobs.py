@@ -33,8 +33,8 @@ from tests.support.findings import Findings
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.huggingface import ResiliencyCallback
 from torchscout.integration.session import Session
@@ -61,7 +61,7 @@ class Trial:
     """What the Trainer goes on from."""
     replay: ReplayConfig | None = field(default_factory=lambda: ReplayConfig(interval=1))
     observer: ObserverConfig | None = None
-    faults: Faults = field(default_factory=Faults)
+    faults: FaultPlan = field(default_factory=FaultPlan)
     killed: int | None = None
     """The step before which all ranks are killed."""
     settings: tuple[tuple[str, Any], ...] = ()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tests.support.findings import Findings
 from torchscout.config import BaselineConfig, ReplayConfig
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["ALL", "REMEMBERED", "is_named", "is_the_jobs", "slow"]
 
@@ -16,9 +16,9 @@ REMEMBERED = ReplayConfig(interval=1, recipes=("transfers",), baseline=BaselineC
 """What is slow is held against few steps."""
 
 
-def slow(ranks: Sequence[int], at: str, axis: str, first: int = 3) -> Faults:
+def slow(ranks: Sequence[int], at: str, axis: str, first: int = 3) -> FaultPlan:
     """From a step on, every such collective of these ranks."""
-    return Faults().slow_collective(ranks=ranks, at=at, axis=axis, step=range(first, 13), seconds=0.25)
+    return FaultPlan().slow_collective(ranks=ranks, at=at, axis=axis, step=range(first, 13), seconds=0.25)
 
 
 def is_named(ranks: tuple[int, ...], axis: str, told: Sequence[Findings]) -> None:

@@ -22,8 +22,8 @@ from tests.support.megatron_models import Job, Trial, build, called, inner, leav
 from torchscout.config import CheckpointConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
+from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
-from torchscout.faults.tensor_effects import FlipBit
 from torchscout.integration.resumption import Resumption
 from torchscout.mesh import Mesh, Role
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchscout.cli.local_ranks import preload
 from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.evidence.call import OURS
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["Job", "Trial", "build", "called", "inner", "leave", "one_step"]
 
@@ -62,7 +62,7 @@ class Trial:
     recomputed: str | None = None
     """``full`` or ``selective``."""
     tied: bool = False
-    faults: Faults = field(default_factory=Faults)
+    faults: FaultPlan = field(default_factory=FaultPlan)
     replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(interval=1))
     observer: ObserverConfig | None = None
     directory: Path | None = None

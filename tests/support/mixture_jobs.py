@@ -18,8 +18,8 @@ from torchscout.cli.moe_job import group_of
 from torchscout.cli.moe_model import EXPERTS, MoeTransformer, batch, expert_names, share_gradients
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.decision.recorder import read
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.resumption import Resumption
 from torchscout.integration.session import Session
@@ -33,7 +33,7 @@ class Trial:
     """Ranks that share the experts of one replica."""
     uneven: float = 0.0
     steps: int = 6
-    faults: Faults = field(default_factory=Faults)
+    faults: FaultPlan = field(default_factory=FaultPlan)
     replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(interval=1))
     rows: int = 4
     """Sequences of a batch."""

@@ -14,7 +14,7 @@ from torch import nn
 from tests.support.replayed_job import Block, Net, batch
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
 from torchscout.decision.record import Incident
-from torchscout.faults.tensor_effects import FlipBit
+from torchscout.faults.effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["Owned", "Owning", "owning"]

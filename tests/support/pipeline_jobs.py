@@ -22,8 +22,8 @@ from tests.support.replayed_job import batch
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import read
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["REPLAY", "Piped", "train"]
@@ -67,7 +67,7 @@ def train(
     rank: int,
     layout: Layout,
     run_dir: Path | None,
-    faults: Faults = Faults(),  # noqa: B008  frozen
+    faults: FaultPlan = FaultPlan(),  # noqa: B008  frozen
     steps: int = 12,
     mended: Mapping[int, int] = MappingProxyType({}),
 ) -> Piped:

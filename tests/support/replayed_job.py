@@ -20,8 +20,8 @@ from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.recorder import Stamped, read
 from torchscout.decision.repeatability import MAX_REPLAYS
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Firing, Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 __all__ = [
@@ -108,7 +108,7 @@ class Found:
 
 def checked_training(
     rank: int,
-    faults: Faults,
+    faults: FaultPlan,
     steps: int,
     mended_after: Sequence[tuple[int, int]],
     run_dir: Path,

@@ -17,7 +17,7 @@ from tests.support.replayed_job import Net, batch, device
 from tests.support.sharded_jobs import SHARDINGS
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision.record import Incident
-from torchscout.faults.tensor_effects import FlipBit
+from torchscout.faults.effects import FlipBit
 from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["Rested", "Resting", "resting"]

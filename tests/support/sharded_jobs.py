@@ -19,9 +19,9 @@ from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import read
 from torchscout.evidence.hearing import is_inert
-from torchscout.faults.fault import Faults
+from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
-from torchscout.faults.tensor_effects import FlipBit
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 EVERY_STEP = ReplayConfig(interval=1, records="all")
@@ -132,7 +132,7 @@ def train(
     shape: tuple[int, ...],
     sharding: str,
     run_dir: Path | None,
-    faults: Faults = Faults(),  # noqa: B008  frozen
+    faults: FaultPlan = FaultPlan(),  # noqa: B008  frozen
     steps: int = 12,
     at_rest: int | None = None,
     failing: Failing = Failing(),  # noqa: B008  frozen

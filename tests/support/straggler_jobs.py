@@ -16,8 +16,8 @@ from tests.support.replayed_job import Net, batch
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.mesh import Mesh, MeshAddress
 
@@ -76,7 +76,7 @@ class Told:
         return [each.sentence for each in self.incidents]
 
 
-def train(rank: int, layout: Layout, faults: Faults, steps: int, run_dir: Path) -> Told:
+def train(rank: int, layout: Layout, faults: FaultPlan, steps: int, run_dir: Path) -> Told:
     """A check at every step."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)

@@ -29,8 +29,8 @@ from tests.support.replay_jobs import EVERY_STEP, records
 from tests.support.replayed_job import Net, batch
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.evidence.hearing import is_inert
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.session import Session
 
@@ -164,7 +164,7 @@ class Trial:
         return torch.Size(self.shape).numel()
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None, faults: Faults = Faults()) -> Told:  # noqa: B008
+def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = FaultPlan()) -> Told:  # noqa: B008
     """Train; without ``run_dir`` nobody is attached."""
     warnings.filterwarnings("ignore", message=".*(view tensor|complete support).*")
     torch.manual_seed(0)

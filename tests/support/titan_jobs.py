@@ -45,9 +45,9 @@ from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
 from torchscout.evidence.call import OURS, Call
 from torchscout.evidence.collectives import listen
-from torchscout.faults.fault import Faults
+from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
-from torchscout.faults.tensor_effects import FlipBit
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.session import Session
 from torchscout.integration.torchtitan import TorchTitanAdapter
@@ -70,7 +70,7 @@ class Trial:
     """Passes that go into one update."""
     chunked: bool = False
     """Whether the loss calls the output layer, piece by piece."""
-    faults: Faults = field(default_factory=Faults)
+    faults: FaultPlan = field(default_factory=FaultPlan)
     log: Path | None = None
     """A file for what fired, where ranks may not live to tell."""
     replay: ReplayConfig | None = field(default_factory=lambda: ReplayConfig(interval=1))

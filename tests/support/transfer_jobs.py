@@ -18,8 +18,8 @@ from tests.support.replayed_job import Net, batch
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.mesh import Mesh
 
@@ -31,7 +31,7 @@ class Job:
     replica: int
     pipeline: int = 1
     """Stages, each of which trains a model of its own, and passes something on to the next."""
-    faults: Faults = field(default_factory=Faults)
+    faults: FaultPlan = field(default_factory=FaultPlan)
     steps: int = 6
     silent: bool = False
     """Whether nobody says anything: all train on the same."""

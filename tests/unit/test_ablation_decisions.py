@@ -15,7 +15,7 @@ from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.progress import Phase, Process, Progress, Standing
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope
 from torchscout.decision.recorder import Stamped
-from torchscout.faults.truth import Truth
+from torchscout.faults.ground_truth import GroundTruth
 from torchscout.mesh import Mesh
 
 SDC, STRAGGLER, HANG = Manifestation.SDC, Manifestation.STRAGGLER, Manifestation.HANG
@@ -42,7 +42,7 @@ def standing(rank: int, operation: int, *, waits: bool, silent: float) -> Standi
 
 
 def test_claims_are_held_against_the_truth():
-    truth = Truth(SDC, (9,), Scope.RANK, "head/output", range(2, 3))
+    truth = GroundTruth(SDC, (9,), Scope.RANK, "head/output", range(2, 3))
     assert judged([truth], {Claim(SDC, (9,))}) is Outcome.RIGHT
     assert judged([truth], {Claim(SDC, (8,))}) is Outcome.WRONG
     assert judged([truth], {Claim(SDC, (9,)), Claim(SDC, (8,))}) is Outcome.WRONG

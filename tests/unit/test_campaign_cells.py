@@ -20,7 +20,7 @@ from torchscout.cli.campaign.selection import chosen, sampled
 from torchscout.cli.campaign.training import Transformer
 from torchscout.cli.moe_model import LAYERS, MoeTransformer
 from torchscout.decision.record import Manifestation, Scope
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 CELLS = paper_cells(0)
 
@@ -50,7 +50,7 @@ def test_a_cell_is_known_by_its_identity_in_every_run():
     changed = [cell.identity for cell in paper_cells(1)]
     assert set(identities).isdisjoint(changed), "another seed injects something else"
     cell = CELLS[0]
-    other = replace(cell, faults=Faults().flip_bit(rank=1, at="head/output", step=2, bit=1))
+    other = replace(cell, faults=FaultPlan().flip_bit(rank=1, at="head/output", step=2, bit=1))
     assert other.identity != cell.identity
 
 
@@ -115,8 +115,8 @@ def test_every_cell_has_a_clean_step_before_and_after_and_finds_replay_at_its_la
 
 
 def test_what_a_fault_leaves_in_a_ranks_state_is_mended_before_the_next_cell():
-    state = Cell("r", "state", "ddp", faults=Faults().flip_bit(rank=1, at="head/weight", step=2, bit=3))
-    output = Cell("r", "output", "ddp", faults=Faults().flip_bit(rank=1, at="head/output", step=2, bit=3))
+    state = Cell("r", "state", "ddp", faults=FaultPlan().flip_bit(rank=1, at="head/weight", step=2, bit=3))
+    output = Cell("r", "output", "ddp", faults=FaultPlan().flip_bit(rank=1, at="head/output", step=2, bit=3))
     first, second = scheduled([state, output], BLOCKS)
     assert first.restored_after == WARMUP + 1
     assert second.restored_after is None

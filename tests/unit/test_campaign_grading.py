@@ -7,12 +7,12 @@ import pytest
 from torchscout.cli.campaign.grading import Flaw, Grade, grade, unfired
 from torchscout.decision.consensus import exact
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
-from torchscout.faults.fault import Faults
-from torchscout.faults.truth import Truth
+from torchscout.faults.ground_truth import GroundTruth
+from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 
 SDC, STRAGGLER = Manifestation.SDC, Manifestation.STRAGGLER
-TRUTH = Truth(SDC, (9,), Scope.RANK, "blocks.1/output", range(2, 3))
+TRUTH = GroundTruth(SDC, (9,), Scope.RANK, "blocks.1/output", range(2, 3))
 
 
 def incident(
@@ -39,13 +39,13 @@ def incident(
 def test_a_cell_passes_when_exactly_what_is_wrong_was_reported():
     assert grade([TRUTH], incidents=[incident()]) == Grade()
     assert grade([]).passed
-    two = [TRUTH, Truth(STRAGGLER, (3,), Scope.RANK, "time/*", range(2, 3))]
+    two = [TRUTH, GroundTruth(STRAGGLER, (3,), Scope.RANK, "time/*", range(2, 3))]
     slow = incident(STRAGGLER, (3,), surface="time/module")
     assert grade(two, incidents=[slow, incident()]).passed, "in whatever order"
 
 
 def test_a_fault_that_did_not_happen_shows_nothing_even_where_something_was_reported():
-    faults = Faults().flip_bit(rank=9, at="blocks.1/output", step=2, bit=3)
+    faults = FaultPlan().flip_bit(rank=9, at="blocks.1/output", step=2, bit=3)
     (missing,) = unfired(faults, [(8, "blocks.1/output"), (9, "blocks.2/output")])
     given = grade([TRUTH], unfired=[missing], incidents=[incident()])
     assert given.flaw is Flaw.NOT_INJECTED
@@ -93,7 +93,7 @@ def test_nothing_else_may_be_reported():
 
 
 def test_of_two_findings_one_is_not_enough():
-    other = Truth(SDC, (3,), Scope.RANK, "head/output", range(2, 3))
+    other = GroundTruth(SDC, (3,), Scope.RANK, "head/output", range(2, 3))
     given = grade([TRUTH, other], incidents=[incident()])
     assert given.flaw is Flaw.WRONG_NAME
     assert given.reason == "nothing was reported of sdc of rank 3 (rank) in head/output"
@@ -105,5 +105,5 @@ def test_a_check_that_failed_itself_passes_nothing():
 
 
 def test_the_truth_comes_from_the_faults():
-    faults = Faults().flip_bit(rank=9, at="blocks.1/output", step=2, bit=3)
+    faults = FaultPlan().flip_bit(rank=9, at="blocks.1/output", step=2, bit=3)
     assert faults.truth(Mesh.grid(replica=16)) == (TRUTH,)

@@ -30,10 +30,9 @@ from torchscout.cli.campaign.training import Transformer
 from torchscout.cli.local_ranks import RankError
 from torchscout.cli.moe_model import MoeTransformer
 from torchscout.decision.record import Scope
-from torchscout.faults.device_effects import DeviceSpin
-from torchscout.faults.fault import Faults
+from torchscout.faults.effects import DeviceSpin, Sleep
 from torchscout.faults.injector import Injector
-from torchscout.faults.process_effects import Sleep
+from torchscout.faults.plan import FaultPlan
 
 CUDA = Hardware("cuda", "nccl", 4)
 CELLS = paper_cells(0)
@@ -211,6 +210,6 @@ def test_ranks_are_started_again_while_the_device_is_busy_and_not_for_another_re
 def test_a_spinning_kernel_without_a_device_is_refused_when_it_is_armed():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    faults = Faults().delay(rank=0, at="0/forward", step=1, seconds=0.1, on_device=True)
+    faults = FaultPlan().delay(rank=0, at="0/forward", step=1, seconds=0.1, on_device=True)
     with pytest.raises(RuntimeError, match=r"DeviceSpin\(seconds=0.1\) needs a CUDA device"):
         Injector(faults, 0, model, optimizer)

@@ -13,10 +13,10 @@ from torchscout.cli.campaign.routed_bench import in_its_turn
 from torchscout.cli.campaign.routed_job import Told
 from torchscout.decision.consensus import exact
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 TURNS = Turns((128, 512), 2)
-FAULTY = Cell("r", "n", "ep4", faults=Faults().flip_bit(rank=15, at="layer.0/w", step=7, bit=3))
+FAULTY = Cell("r", "n", "ep4", faults=FaultPlan().flip_bit(rank=15, at="layer.0/w", step=7, bit=3))
 CLEAN = Cell("r", "n", "ep4")
 TOLD = [Told([], [], 1, 0)] * 3
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.unit.test_faults import Block
-from torchscout.faults.fault import Faults
-from torchscout.faults.when import Recurring
+from torchscout.faults.fault import Recurring
+from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 
 FOUR = Mesh.grid(replica=4)
@@ -16,7 +16,7 @@ GROUP = {"at": "all_reduce@training", "axis": "replica"}
 
 def test_what_is_possible_is_let_by():
     plan = (
-        Faults()
+        FaultPlan()
         .flip_bit(rank=3, at="layer.2/weight", step=7, bit=31, index=15)
         .flip_bits(rank=0, at="layer.0/output", step=Recurring(range(1, 9), 0.5), bits=[1, 2], calls=None)
         .scale(rank=0, at="layer.1/bias.exp_avg", step=1, factor=2)
@@ -36,78 +36,78 @@ def test_what_is_possible_is_let_by():
     ("plan", "told"),
     [
         (
-            Faults().scale(rank=4, at="layer.0/output", step=1, factor=2),
+            FaultPlan().scale(rank=4, at="layer.0/output", step=1, factor=2),
             "on rank 4 at 'layer.0/output': the job has ranks 0 to 3",
         ),
         (
-            Faults().scale(rank=0, at="layers.0/output", step=1, factor=2),
+            FaultPlan().scale(rank=0, at="layers.0/output", step=1, factor=2),
             "no module 'layers.0'; there is 'layer.0'",
         ),
         (
-            Faults().scale(rank=0, at="layer.1/wait", step=1, factor=2),
+            FaultPlan().scale(rank=0, at="layer.1/wait", step=1, factor=2),
             "no parameter 'layer.1.wait'; there is 'layer.1.weight'",
         ),
-        (Faults().scale(rank=0, at="somewhere", step=1, factor=2), "'somewhere' is no place"),
+        (FaultPlan().scale(rank=0, at="somewhere", step=1, factor=2), "'somewhere' is no place"),
         (
-            Faults().scale(rank=0, at="allreduce@tp", step=1, factor=2),
+            FaultPlan().scale(rank=0, at="allreduce@tp", step=1, factor=2),
             "PyTorch has no collective 'allreduce'; there is 'all_reduce'",
         ),
         (
-            Faults().flip_bit(rank=0, at="layer.1/weight", step=1, bit=32),
+            FaultPlan().flip_bit(rank=0, at="layer.1/weight", step=1, bit=32),
             "at 'layer.1/weight': torch.float32 has bits 0 to 31, got 32",
         ),
         (
-            Faults().flip_bit(rank=0, at="layer.1/bias", step=1, bit=0, index=4),
+            FaultPlan().flip_bit(rank=0, at="layer.1/bias", step=1, bit=0, index=4),
             "element 4 of a tensor of 4",
         ),
-        (Faults().scale(rank=0, at="step", step=1, factor=2), "there is no tensor at a moment"),
-        (Faults().scale(rank=0, at="layer.0/forward", step=1, factor=2), "there is no tensor at a moment"),
+        (FaultPlan().scale(rank=0, at="step", step=1, factor=2), "there is no tensor at a moment"),
+        (FaultPlan().scale(rank=0, at="layer.0/forward", step=1, factor=2), "there is no tensor at a moment"),
         (
-            Faults().scale(rank=0, at="recv@mesh_pp", step=1, factor=2),
+            FaultPlan().scale(rank=0, at="recv@mesh_pp", step=1, factor=2),
             "what one rank sends another cannot be made wrong",
         ),
-        (Faults().delay(rank=0, at="step", step=1, seconds=1), "shows on no surface"),
-        (Faults().delay(rank=0, at="layer.0/weight", step=1, seconds=1), "shows on no surface"),
+        (FaultPlan().delay(rank=0, at="step", step=1, seconds=1), "shows on no surface"),
+        (FaultPlan().delay(rank=0, at="layer.0/weight", step=1, seconds=1), "shows on no surface"),
         (
-            Faults().skip_collective(rank=0, at="layer.0/output", axis="replica", step=1),
+            FaultPlan().skip_collective(rank=0, at="layer.0/output", axis="replica", step=1),
             "happens to a collective",
         ),
         (
-            Faults().scale(rank=0, at="layer.0/output", step=1, factor=2).showing("time/module"),
+            FaultPlan().scale(rank=0, at="layer.0/output", step=1, factor=2).showing("time/module"),
             "no sdc shows on 'time/module'",
         ),
         (
-            Faults().delay(rank=0, at="layer.0/forward", step=1, seconds=1).showing("layer.0/output"),
+            FaultPlan().delay(rank=0, at="layer.0/forward", step=1, seconds=1).showing("layer.0/output"),
             "no straggler shows on 'layer.0/output'",
         ),
         (
-            Faults().stall(rank=0, at="step", step=1, seconds=1).showing("time/module"),
+            FaultPlan().stall(rank=0, at="step", step=1, seconds=1).showing("time/module"),
             "no hang shows on 'time/module'",
         ),
     ],
 )
-def test_what_is_impossible_is_refused(plan: Faults, told: str):
+def test_what_is_impossible_is_refused(plan: FaultPlan, told: str):
     for world in (FOUR, 4):
         with pytest.raises(ValueError, match=told):
             plan.check(world, Block())
 
 
 def test_what_a_mesh_cannot_show_is_refused():
-    plan = Faults().scale(rank=0, at="layer.0/output", step=1, factor=2)
+    plan = FaultPlan().scale(rank=0, at="layer.0/output", step=1, factor=2)
     with pytest.raises(ValueError, match="hits training's own pass alone"):
         plan.check(FOUR, Block())
-    shard = Faults().scale(rank=0, at="layer.0/weight.grad", step=1, factor=2)
+    shard = FaultPlan().scale(rank=0, at="layer.0/weight.grad", step=1, factor=2)
     with pytest.raises(ValueError, match="shows on no surface: only its owner has that shard"):
         shard.check(Mesh.grid(shard=4), Block())
     with pytest.raises(ValueError, match="rank 0 has no peer to be compared with in this mesh"):
         plan.check(Mesh.grid(tensor=2), Block())
-    Faults().stall(rank=0, at="step", step=1, seconds=1).check(Mesh.grid(tensor=2), Block())
+    FaultPlan().stall(rank=0, at="step", step=1, seconds=1).check(Mesh.grid(tensor=2), Block())
     with pytest.raises(ValueError, match="say it by axis"):
-        Faults().delay(rank=0, at="all_reduce@tp", step=1, seconds=1).check(FOUR, Block())
+        FaultPlan().delay(rank=0, at="all_reduce@tp", step=1, seconds=1).check(FOUR, Block())
 
 
 def test_every_rank_of_a_pipeline_checks_its_own():
-    plan = Faults().scale(rank=0, at="layer.0/output", step=1, factor=2)
+    plan = FaultPlan().scale(rank=0, at="layer.0/output", step=1, factor=2)
     plan = plan.scale(rank=1, at="head/output", step=1, factor=2)
     plan.of(0).check(2, Block())
     with pytest.raises(ValueError, match="no module 'head'"):
@@ -117,7 +117,7 @@ def test_every_rank_of_a_pipeline_checks_its_own():
 def test_looking_changes_nothing():
     model = Block()
     before = [value.clone() for value in model.state_dict().values()]
-    Faults().scale(rank=0, at="layer.1/weight", step=1, factor=2).check(4, model)
+    FaultPlan().scale(rank=0, at="layer.1/weight", step=1, factor=2).check(4, model)
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
 
 
@@ -126,10 +126,10 @@ def test_looking_changes_nothing():
     [
         (lambda: Recurring(range(1, 5), 0.0), "above 0 and at most 1, got 0.0"),
         (lambda: Recurring(range(1, 5), 1.5), "above 0 and at most 1, got 1.5"),
-        (lambda: Faults().kill(rank=0, step=range(3, 3)), "counted from 1"),
-        (lambda: Faults().kill(rank=0, step=Recurring(range(5), 0.5)), "counted from 1"),
+        (lambda: FaultPlan().kill(rank=0, step=range(3, 3)), "counted from 1"),
+        (lambda: FaultPlan().kill(rank=0, step=Recurring(range(5), 0.5)), "counted from 1"),
         (
-            lambda: Faults().change_collective(rank=0, **GROUP, step=1, what="colour"),
+            lambda: FaultPlan().change_collective(rank=0, **GROUP, step=1, what="colour"),
             "'colour' cannot change; there is dtype, operation, shape",
         ),
     ],

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from torchscout.faults.tensor_effects import FlipBit, FlipBits, Overwrite, Scale, SetValue, StuckBit
+from torchscout.faults.effects import FlipBit, FlipBits, Overwrite, Scale, SetValue, StuckBit
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.unit.test_faults import Block, train
-from torchscout.faults.realistic import realistic
-from torchscout.faults.tensor_effects import FlipBit, FlipBits, TensorEffect
+from torchscout.faults.effects import FlipBit, FlipBits, TensorEffect
+from torchscout.faults.plan import realistic
 
 PLACES = {"layer.0/weight": 16, "layer.1/output": 8, "layer.2/bias.exp_avg": 4}
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchscout.faults.fault import Faults
+from torchscout.faults.fault import Recurring, since
 from torchscout.faults.injector import Injector
-from torchscout.faults.when import Recurring, since
+from torchscout.faults.plan import FaultPlan
 
 
 class Block(nn.Module):
@@ -32,7 +32,7 @@ class Block(nn.Module):
         return x
 
 
-def train(faults: Faults, steps: int = 3, rank: int = 0, log: Path | None = None):
+def train(faults: FaultPlan, steps: int = 3, rank: int = 0, log: Path | None = None):
     """Train; return the injector and, for every step, all parameters after it."""
     torch.manual_seed(0)
     model = Block()
@@ -54,8 +54,8 @@ def differing(history, clean, step: int) -> list[str]:
 
 
 def test_a_bit_of_a_weight_flips_after_the_step_it_was_planned_for():
-    injector, history = train(Faults().flip_bit(rank=0, at="layer.2/weight", step=2, bit=30, index=5))
-    _, clean = train(Faults())
+    injector, history = train(FaultPlan().flip_bit(rank=0, at="layer.2/weight", step=2, bit=30, index=5))
+    _, clean = train(FaultPlan())
     assert differing(history, clean, 0) == []
     assert differing(history, clean, 1) == ["layer.2.weight"]
     before, after = clean[1]["layer.2.weight"].flatten(), history[1]["layer.2.weight"].flatten()
@@ -75,30 +75,30 @@ def bits(value: torch.Tensor) -> int:
     "what", ["input", "output", "grad_output", "grad_input", "weight.grad", "weight.exp_avg"]
 )
 def test_every_place_can_be_reached(what: str):
-    injector, history = train(Faults().scale(rank=0, at=f"layer.1/{what}", step=2, factor=-3.0))
-    _, clean = train(Faults())
+    injector, history = train(FaultPlan().scale(rank=0, at=f"layer.1/{what}", step=2, factor=-3.0))
+    _, clean = train(FaultPlan())
     assert [(firing.at, firing.step) for firing in injector.fired] == [(f"layer.1/{what}", 2)]
     assert differing(history, clean, 0) == []
     assert differing(history, clean, 2) != []
 
 
 def test_another_ranks_faults_do_nothing():
-    plan = Faults().flip_bit(rank=1, at="layer.0/weight", step=1, bit=3)
+    plan = FaultPlan().flip_bit(rank=1, at="layer.0/weight", step=1, bit=3)
     injector, history = train(plan)
-    _, clean = train(Faults())
+    _, clean = train(FaultPlan())
     assert injector.fired == injector.unfired == []
     assert differing(history, clean, 2) == []
 
 
 def test_a_range_of_steps_fires_once_in_each():
     injector, _ = train(
-        Faults().delay(rank=0, at="layer.0/backward", step=range(2, 4), seconds=0.01), steps=4
+        FaultPlan().delay(rank=0, at="layer.0/backward", step=range(2, 4), seconds=0.01), steps=4
     )
     assert [firing.step for firing in injector.fired] == [2, 3]
 
 
 def test_a_persistent_fault_happens_in_every_step_from_its_first_on():
-    injector, _ = train(Faults().scale(rank=0, at="layer.0/weight", step=since(2), factor=2.0), steps=5)
+    injector, _ = train(FaultPlan().scale(rank=0, at="layer.0/weight", step=since(2), factor=2.0), steps=5)
     assert [firing.step for firing in injector.fired] == [2, 3, 4, 5]
 
 
@@ -109,7 +109,7 @@ def test_a_recurring_fault_happens_by_chance_and_alike_in_every_run_and_on_every
     assert max(drawn) <= 1000
     assert drawn != [step for step in range(1, 1200) if step in Recurring(range(1, 1001), 0.3, seed=6)]
     for rank in (0, 1):
-        plan = Faults().delay(rank=rank, at="step", step=when, seconds=0)
+        plan = FaultPlan().delay(rank=rank, at="step", step=when, seconds=0)
         injector, _ = train(plan, steps=12, rank=rank)
         assert [firing.step for firing in injector.fired] == [step for step in drawn if step <= 12]
 
@@ -117,7 +117,7 @@ def test_a_recurring_fault_happens_by_chance_and_alike_in_every_run_and_on_every
 def test_a_buffer_can_be_wrong():
     model = nn.BatchNorm1d(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    faults = Faults().set_value(rank=0, at="/running_mean", step=2, value=9.0, index=3)
+    faults = FaultPlan().set_value(rank=0, at="/running_mean", step=2, value=9.0, index=3)
     with Injector(faults, 0, model, optimizer) as injector:
         for _ in range(2):
             assert 9.0 not in model.running_mean
@@ -130,7 +130,7 @@ def test_a_buffer_can_be_wrong():
 def test_a_step_of_several_stages_begins_with_the_first_that_is_called():
     stages = nn.ModuleList([Block(), Block()])
     optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
-    faults = Faults().set_value(rank=0, at="1.layer.0/output", step=2, value=9.0)
+    faults = FaultPlan().set_value(rank=0, at="1.layer.0/output", step=2, value=9.0)
     wrong: list[bool] = []
     with Injector(faults, 0, stages, optimizer):
         stages[1].layer[0].register_forward_hook(lambda _, __, output: wrong.append(9.0 in output))
@@ -141,10 +141,10 @@ def test_a_step_of_several_stages_begins_with_the_first_that_is_called():
 
 
 def test_what_changes_nothing_has_not_happened():
-    _, clean = train(Faults())
+    _, clean = train(FaultPlan())
     negative = {name: int((value.flatten() < 0).nonzero()[0]) for name, value in clean[0].items()}
     weight, bias = negative["layer.0.weight"], negative["layer.0.bias"]
-    plan = Faults().stick_bit(rank=0, at="layer.0/weight", step=since(1), bit=31, value=1, index=weight)
+    plan = FaultPlan().stick_bit(rank=0, at="layer.0/weight", step=since(1), bit=31, value=1, index=weight)
     plan = plan.stick_bit(rank=0, at="layer.0/bias", step=1, bit=31, value=0, index=bias)
     injector, history = train(plan)
     assert [firing.at for firing in injector.fired] == ["layer.0/bias"]
@@ -158,7 +158,7 @@ def test_phases_are_slow_in_the_step_they_belong_to():
     """A batch is fetched before the step it is for begins; a checkpoint is written after the one it is of."""
     model = Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    faults = Faults().delay(rank=0, at="input", step=2, seconds=0.3)
+    faults = FaultPlan().delay(rank=0, at="input", step=2, seconds=0.3)
     faults = faults.delay(rank=0, at="checkpoint_write", step=3, seconds=0.3)
     faults = faults.delay(rank=0, at="checkpoint_read", step=3, seconds=60)
     spent: dict[str, list[float]] = {"fetch": [], "write": []}
@@ -183,10 +183,10 @@ def test_phases_are_slow_in_the_step_they_belong_to():
 
 def test_a_frozen_process_comes_back():
     start = time.monotonic()
-    injector, history = train(Faults().freeze(rank=0, step=2, seconds=0.5))
+    injector, history = train(FaultPlan().freeze(rank=0, step=2, seconds=0.5))
     assert time.monotonic() - start >= 0.5
     assert len(injector.fired) == 1
-    assert differing(history, train(Faults())[1], 2) == []
+    assert differing(history, train(FaultPlan())[1], 2) == []
 
 
 def test_no_other_thread_runs_while_the_interpreter_is_held():
@@ -199,7 +199,7 @@ def test_no_other_thread_runs_while_the_interpreter_is_held():
 
     threading.Thread(target=tick).start()
     time.sleep(0.1)
-    injector, _ = train(Faults().hold_interpreter(rank=0, step=2, seconds=0.5))
+    injector, _ = train(FaultPlan().hold_interpreter(rank=0, step=2, seconds=0.5))
     is_over.set()
     assert len(injector.fired) == 1
     assert max(later - earlier for earlier, later in itertools.pairwise(ticks)) >= 0.5
@@ -208,7 +208,7 @@ def test_no_other_thread_runs_while_the_interpreter_is_held():
 def test_a_module_called_twice_in_a_step_fires_once():
     model = Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    faults = Faults().set_value(rank=0, at="layer.0/output", step=1, value=float("nan"))
+    faults = FaultPlan().set_value(rank=0, at="layer.0/output", step=1, value=float("nan"))
     with Injector(faults, 0, model, optimizer) as injector:
         first, second = model(torch.ones(1, 4)), model(torch.ones(1, 4))
     assert len(injector.fired) == 1
@@ -217,19 +217,19 @@ def test_a_module_called_twice_in_a_step_fires_once():
 
 
 def test_two_faults_at_one_place_both_fire():
-    plan = Faults().flip_bit(rank=0, at="layer.0/bias", step=1, bit=1)
+    plan = FaultPlan().flip_bit(rank=0, at="layer.0/bias", step=1, bit=1)
     injector, _ = train(plan.flip_bit(rank=0, at="layer.0/bias", step=1, bit=2))
     assert len(injector.fired) == 2
 
 
 def test_what_never_happened_is_told():
-    injector, _ = train(Faults().delay(rank=0, at="step", step=9, seconds=1.0))
+    injector, _ = train(FaultPlan().delay(rank=0, at="step", step=9, seconds=1.0))
     assert [fault.steps for fault in injector.unfired] == [range(9, 10)]
 
 
 def test_delays_take_time():
     start = time.monotonic()
-    train(Faults().delay(rank=0, at="layer.0/forward", step=1, seconds=0.3))
+    train(FaultPlan().delay(rank=0, at="layer.0/forward", step=1, seconds=0.3))
     assert time.monotonic() - start >= 0.3
 
 
@@ -244,26 +244,29 @@ def test_a_killed_process_is_still_seen_to_have_been_killed(tmp_path: Path):
 KILLED = """
 import signal, sys, pathlib
 from tests.unit.test_faults import train
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import Faults
 train(Faults().signal(rank=0, step=2, number=signal.SIGKILL), log=pathlib.Path(sys.argv[1]))
 """
 
 
 def test_a_plan_travels():
-    plan = Faults().flip_bit(rank=5, at="layer.2/weight", step=7, bit=30).showing("layer.2/output")
+    plan = FaultPlan().flip_bit(rank=5, at="layer.2/weight", step=7, bit=30).showing("layer.2/output")
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
 @pytest.mark.parametrize(
     ("plan", "told"),
     [
-        (lambda: Faults().delay(rank=-1, at="step", step=1, seconds=1), "negative, got -1"),
-        (lambda: Faults().delay(rank=0, at="step", step=0, seconds=1), "counted from 1"),
+        (lambda: FaultPlan().delay(rank=-1, at="step", step=1, seconds=1), "negative, got -1"),
+        (lambda: FaultPlan().delay(rank=0, at="step", step=0, seconds=1), "counted from 1"),
         (
-            lambda: train(Faults().delay(rank=0, at="layer.3/output", step=1, seconds=1)),
+            lambda: train(FaultPlan().delay(rank=0, at="layer.3/output", step=1, seconds=1)),
             "no module 'layer.3'",
         ),
-        (lambda: train(Faults().scale(rank=0, at="layer.1/weights", step=1, factor=1)), "'layer.1.weight'"),
+        (
+            lambda: train(FaultPlan().scale(rank=0, at="layer.1/weights", step=1, factor=1)),
+            "'layer.1.weight'",
+        ),
     ],
 )
 def test_bad_plans_are_refused(plan, told: str):

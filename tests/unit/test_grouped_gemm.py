@@ -161,15 +161,15 @@ def run_sick() -> dict[str, Any]:
 
     from torchscout.experts.kernel.expert_layer import Experts
     from torchscout.experts.kernel.grouped_gemm import GroupedGemm, Tiling
-    from torchscout.faults.kernel_effects import PerturbKernel
-    from torchscout.faults.sick_gemm import SickGemm, times_applied
+    from torchscout.faults.effects import PerturbKernel
+    from torchscout.faults.faulty_gemm import FaultyGemm, times_applied
 
     def on(kind: type[GroupedGemm]) -> Experts:
         torch.manual_seed(0)
         return Experts(2, 24, 40, gemm=lambda h, i, _: kind(h, i, programs=2, tiling=Tiling(*TILE)))
 
     x, rows = torch.randn(20, 24), torch.tensor([20, 0])
-    well, sick = on(GroupedGemm), on(SickGemm)
+    well, sick = on(GroupedGemm), on(FaultyGemm)
     same = torch.equal(well(x, rows), sick(x, rows))
     before = times_applied()
     PerturbKernel(tile=1).happen()

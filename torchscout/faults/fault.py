@@ -1,229 +1,185 @@
-"""The plan of faults: fluent, plain data that travels to every rank, and knows its ground truth."""
+"""One planned fault: what happens to which rank, where and when. Plain data; ``Injector`` carries it out.
+
+``Place`` is the word after ``at``; whether a job has such a place ``plan.check`` and the injector find
+out. A fault that recurs by chance is decided for each step by itself, from a seed, so that all ranks and
+all runs decide alike.
+"""
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
 
-from torch import nn
+import xxhash
 
-from torchscout.decision.record import Manifestation, Scope
-from torchscout.faults.call_effects import CallEffect, Change, Skip, Swap
-from torchscout.faults.check import check
-from torchscout.faults.device_effects import DeviceSpin
-from torchscout.faults.kernel_effects import PerturbKernel
-from torchscout.faults.place import FIRST
-from torchscout.faults.planned import Effect, Fault, Shown
-from torchscout.faults.process_effects import Freeze, HoldInterpreter, Signal, Sleep, StayInside
-from torchscout.faults.tensor_effects import FlipBit, FlipBits, Overwrite, Scale, SetValue, StuckBit
-from torchscout.faults.truth import Truth, truths
-from torchscout.faults.when import Steps, steps_of
-from torchscout.mesh import Mesh, Role
+from torchscout.decision.record import Manifestation, Scope, Surface
+from torchscout.faults.effects import CallEffect, ProcessEffect, TensorEffect
+from torchscout.mesh import Role
 
-__all__ = ["FIRST", "Fault", "Faults", "Truth"]
+__all__ = [
+    "BACKWARD",
+    "FIRST",
+    "FORWARD",
+    "STEP",
+    "Effect",
+    "Fault",
+    "FaultSite",
+    "Recurring",
+    "Shown",
+    "SiteKind",
+    "Steps",
+    "since",
+    "steps_of",
+]
 
-_SDC, _STRAGGLER, _HANG = Manifestation.SDC, Manifestation.STRAGGLER, Manifestation.HANG
+FIRST = range(1)
+"""The first pass over a place in a step."""
+
+STEP = "step"
+"""The moment before the optimizer runs."""
+FORWARD = ("forward", "input", "output")
+BACKWARD = ("backward", "grad_output", "grad_input")
+_PHASES = ("input", "checkpoint_read", "checkpoint_write")
+
+
+class SiteKind(str, Enum):
+    STEP = "step"
+    PHASE = "phase"
+    """A batch is fetched, a checkpoint read or written."""
+    COLLECTIVE = "collective"
+    PASS = "pass"
+    """A module's forward or backward pass, and what goes in and out of it."""
+    GRADIENT = "gradient"
+    """What this rank's own backward computes for a parameter, before any reduction."""
+    STATE = "state"
+    """What a rank holds: a parameter, its reduced gradient or a slot of its optimizer, a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Faults:
-    """A plan of faults, built link by link; plain data that travels to every rank.
+class FaultSite:
+    """One place, in parts."""
 
-    ``Faults().flip_bit(rank=5, at="layer.2/weight", step=7, bit=30).delay(rank=1, ...)``
+    kind: SiteKind
+    module: str = ""
+    """Its dotted path; empty for the model itself."""
+    name: str = ""
+    """Of a pass, a phase, a parameter or buffer, or of a collective's operation."""
+    slot: str = ""
+    """``grad``, or a slot of the optimizer; of a collective the description of its process group."""
 
-    ``at`` is a place as ``Fault.at`` describes them. ``step`` is one step, a ``range`` of them,
-    ``since(step)`` for ever, or ``Recurring`` by chance. ``calls`` says which passes over the place within a
-    step are hit, all of them with None: the first is training's own. ``Injector`` carries the plan out.
+    @classmethod
+    def read(cls, at: str) -> FaultSite:
+        """``step``, ``input``, ``all_reduce@GROUP``, ``layer.2/output``, ``layer.2/weight.exp_avg``, ..."""
+        if at == STEP:
+            return cls(SiteKind.STEP)
+        if at in _PHASES:
+            return cls(SiteKind.PHASE, name=at)
+        if "@" in at:
+            operation, _, description = at.partition("@")
+            return cls(SiteKind.COLLECTIVE, name=operation, slot=description)
+        module, slash, what = at.rpartition("/")
+        if not slash or not what:
+            raise ValueError(
+                f"{at!r} is no place; there are MODULE/output, MODULE/PARAMETER, OPERATION@GROUP, "
+                f"{', '.join([STEP, *_PHASES])}"
+            )
+        if what in FORWARD + BACKWARD:
+            return cls(SiteKind.PASS, module, what)
+        name, _, slot = what.partition(".")
+        return cls(SiteKind.GRADIENT if slot == "gradient" else SiteKind.STATE, module, name, slot)
+
+    @property
+    def tensor(self) -> str:
+        """The dotted path of the parameter or buffer."""
+        return f"{self.module}.{self.name}" if self.module else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Recurring:
+    """In each of ``steps`` with some probability: an intermittent fault."""
+
+    steps: range
+    probability: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.probability <= 1:
+            raise ValueError(f"a probability is above 0 and at most 1, got {self.probability}")
+
+    def __contains__(self, step: object) -> bool:
+        drawn = xxhash.xxh3_64_intdigest(f"{self.seed} {step}".encode()) / 2**64
+        return step in self.steps and drawn < self.probability
+
+
+Steps = int | range | Recurring
+"""How a plan says when, in training steps counted from 1."""
+
+
+def since(step: int) -> range:
+    """In this step and in all after it: a persistent fault."""
+    return range(step, sys.maxsize)
+
+
+def steps_of(when: Steps) -> range | Recurring:
+    """The same, as something that a step can be in; a ``ValueError`` for steps that there are not."""
+    if isinstance(when, int):
+        when = range(when, when + 1)
+    steps = when.steps if isinstance(when, Recurring) else when
+    if not steps or min(steps[0], steps[-1]) < 1:
+        raise ValueError(f"steps are counted from 1, got {steps}")
+    return when
+
+
+Effect = ProcessEffect | TensorEffect | CallEffect
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the plan's author knows of the finding, where it does not follow from the fault alone."""
+
+    surface: Surface | None = None
+    scope: Scope | None = None
+    ranks: tuple[int, ...] | None = None
+    role: Role | None = None
+    """Whose peers vote, where experts are carved out of data parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One effect on one rank at one place."""
+
+    rank: int
+    at: str
+    """A place: ``MODULE/what``, a collective, a phase, or ``step`` for the moment before the optimizer runs.
+
+    ``what`` is ``output``, ``input``, ``grad_output``, ``grad_input``, ``forward`` or ``backward`` (the
+    moments before those passes), the name of a parameter or buffer, or ``PARAMETER.grad`` and
+    ``PARAMETER.SLOT`` for its gradient and its optimizer state. ``PARAMETER.gradient`` is what this rank's
+    backward computes, before any reduction. ``broadcast@DESCRIPTION`` is a collective on a process group of
+    that description, and what it leaves in this rank's memory. ``input``, ``checkpoint_read`` and
+    ``checkpoint_write`` are the phases that ``Injector.input`` and ``Injector.checkpoint_io`` are put around.
     """
+    when: range | Recurring
+    """Training steps, counted from 1; the step ends with the optimizer."""
+    effect: Effect
+    manifestation: Manifestation
+    calls: range | None = FIRST
+    """Which passes over the place within a step, counted from 0; None for all. Replay passes again."""
+    axis: str | None = None
+    """Of the mesh, along which the process group of a collective lies."""
+    shown: Shown = field(default_factory=Shown)
+    """What is known of the finding besides."""
 
-    planned: tuple[Fault, ...] = ()
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"rank must not be negative, got {self.rank}")
 
-    def __iter__(self) -> Iterator[Fault]:
-        return iter(self.planned)
+    @property
+    def place(self) -> FaultSite:
+        return FaultSite.read(self.at)
 
-    def __len__(self) -> int:
-        return len(self.planned)
-
-    def __add__(self, other: Faults) -> Faults:
-        return Faults(self.planned + other.planned)
-
-    def of(self, rank: int) -> Faults:
-        """One rank's share."""
-        return Faults(tuple(fault for fault in self.planned if fault.rank == rank))
-
-    def truth(self, mesh: Mesh) -> tuple[Truth, ...]:
-        """What a perfect detector says of all of them; one finding may be of several faults."""
-        return truths(self.planned, mesh)
-
-    def check(self, mesh: Mesh | int, model: nn.Module) -> None:
-        """Refuse what cannot happen or cannot be seen in this job, before anything starts.
-
-        ``mesh`` may be the number of ranks alone; what is visible to whom is then not looked at.
-        """
-        check(self.planned, mesh, model)
-
-    def showing(
-        self,
-        surface: str | None = None,
-        *,
-        scope: Scope | None = None,
-        ranks: tuple[int, ...] | None = None,
-        role: Role | None = None,
-    ) -> Faults:
-        """What is known of the last fault's finding: a part of a layer shows in the layer's output."""
-        *before, last = self.planned
-        return Faults((*before, replace(last, shown=Shown(surface, scope, ranks, role))))
-
-    def flip_bit(
-        self, *, rank: int, at: str, step: Steps, bit: int, index: int = 0, calls: range | None = FIRST
-    ) -> Faults:
-        """Flip one bit of one element; bit 0 is the least significant."""
-        return self._add(rank, at, step, FlipBit(bit, index), _SDC, calls)
-
-    def flip_bits(
-        self,
-        *,
-        rank: int,
-        at: str,
-        step: Steps,
-        bits: Sequence[int],
-        index: int = 0,
-        every: int = 0,
-        calls: range | None = FIRST,
-    ) -> Faults:
-        """Flip several bits of one element, or of every n-th element from there on."""
-        return self._add(rank, at, step, FlipBits(tuple(bits), index, every), _SDC, calls)
-
-    def stick_bit(
-        self,
-        *,
-        rank: int,
-        at: str,
-        step: Steps,
-        bit: int,
-        value: int,
-        index: int = 0,
-        calls: range | None = None,
-    ) -> Faults:
-        """A bit of one element can only be ``value``, 0 or 1, whenever the place is passed."""
-        return self._add(rank, at, step, StuckBit(bit, value, index), _SDC, calls)
-
-    def set_value(
-        self, *, rank: int, at: str, step: Steps, value: float, index: int = 0, calls: range | None = FIRST
-    ) -> Faults:
-        return self._add(rank, at, step, SetValue(value, index), _SDC, calls)
-
-    def scale(self, *, rank: int, at: str, step: Steps, factor: float, calls: range | None = FIRST) -> Faults:
-        """Multiply a whole tensor."""
-        return self._add(rank, at, step, Scale(factor), _SDC, calls)
-
-    def overwrite(
-        self,
-        *,
-        rank: int,
-        at: str,
-        step: Steps,
-        elements: range,
-        seed: int = 0,
-        value: float | None = None,
-        calls: range | None = FIRST,
-    ) -> Faults:
-        """Neighbouring elements become noise drawn from a seed, or all one value."""
-        effect = Overwrite(elements.start, len(elements), seed, value)
-        return self._add(rank, at, step, effect, _SDC, calls)
-
-    def perturb_kernel(self, *, rank: int, at: str, step: Steps, tile: int = 0, within: int = -1) -> Faults:
-        """Experts on a ``SickGemm`` compute a tile, or a step ``within`` it, wrong from MODULE/forward on."""
-        return self._add(rank, at, step, PerturbKernel(tile, within), _SDC, None)
-
-    def delay(
-        self,
-        *,
-        rank: int,
-        at: str,
-        step: Steps,
-        seconds: float,
-        calls: range | None = FIRST,
-        on_device: bool = False,
-    ) -> Faults:
-        """Be slow, and go on: a straggler. Modules, fetching batches, reading and writing checkpoints.
-
-        The host sleeps; ``on_device`` a kernel keeps the current CUDA stream busy instead.
-        """
-        effect = DeviceSpin(seconds) if on_device else Sleep(seconds)
-        return self._add(rank, at, step, effect, _STRAGGLER, calls)
-
-    def slow_collective(
-        self, *, ranks: Sequence[int], at: str, axis: str, step: Steps, seconds: float
-    ) -> Faults:
-        """These members are late at every such collective of a process group that lies along ``axis``."""
-        return self._add_each(ranks, at, axis, step, Sleep(seconds), _STRAGGLER, None)
-
-    def stall(self, *, rank: int, at: str, step: Steps, seconds: float, on_device: bool = False) -> Faults:
-        """Stop for so long that the job hangs: the host, or ``on_device`` the current CUDA stream."""
-        return self._add(rank, at, step, DeviceSpin(seconds) if on_device else Sleep(seconds), _HANG)
-
-    def freeze(self, *, rank: int, step: Steps, seconds: float, at: str = "step") -> Faults:
-        """Stop the process by a signal, for so long that the job hangs."""
-        return self._add(rank, at, step, Freeze(seconds), _HANG)
-
-    def hold_interpreter(self, *, rank: int, step: Steps, seconds: float, at: str = "step") -> Faults:
-        """No thread of the process runs Python, for so long that the job hangs."""
-        return self._add(rank, at, step, HoldInterpreter(seconds), _HANG)
-
-    def kill(self, *, rank: int, step: Steps, at: str = "step") -> Faults:
-        return self.signal(rank=rank, step=step, number=signal.SIGKILL, at=at)
-
-    def signal(self, *, rank: int, step: Steps, number: signal.Signals, at: str = "step") -> Faults:
-        """Send this process a signal: SIGKILL, SIGSTOP, ..."""
-        return self._add(rank, at, step, Signal(number), _HANG)
-
-    def change_collective(
-        self, *, rank: int, at: str, axis: str, step: Steps, what: str, calls: range | None = FIRST
-    ) -> Faults:
-        """Issue a collective of another ``dtype``, ``operation`` or ``shape`` than the other members do."""
-        return self._add_each([rank], at, axis, step, Change(what), _HANG, calls)
-
-    def skip_collective(
-        self, *, rank: int, at: str, axis: str, step: Steps, calls: range | None = FIRST
-    ) -> Faults:
-        """Go on without a collective that the other members enter."""
-        return self._add_each([rank], at, axis, step, Skip(), _HANG, calls)
-
-    def swap_collectives(
-        self, *, rank: int, at: str, axis: str, step: Steps, calls: range | None = FIRST
-    ) -> Faults:
-        """Enter the next collective, on whatever group, before this one."""
-        return self._add_each([rank], at, axis, step, Swap(), _HANG, calls)
-
-    def stick_collective(
-        self, *, ranks: Sequence[int], at: str, axis: str, step: Steps, seconds: float
-    ) -> Faults:
-        """All of these members enter a collective, and none comes out again for a while."""
-        return self._add_each(ranks, at, axis, step, StayInside(seconds), _HANG, FIRST)
-
-    def _add_each(
-        self,
-        ranks: Sequence[int],
-        at: str,
-        axis: str,
-        step: Steps,
-        effect: CallEffect | Sleep,
-        manifestation: Manifestation,
-        calls: range | None,
-    ) -> Faults:
-        when = steps_of(step)
-        added = [Fault(rank, at, when, effect, manifestation, calls, axis) for rank in ranks]
-        return Faults((*self.planned, *added))
-
-    def _add(
-        self,
-        rank: int,
-        at: str,
-        step: Steps,
-        effect: Effect,
-        manifestation: Manifestation,
-        calls: range | None = FIRST,
-    ) -> Faults:
-        return Faults((*self.planned, Fault(rank, at, steps_of(step), effect, manifestation, calls)))
+    @property
+    def steps(self) -> range:
+        """Those in which it may happen."""
+        return self.when.steps if isinstance(self.when, Recurring) else self.when

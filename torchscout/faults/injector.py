@@ -1,6 +1,9 @@
-"""Carries a plan of faults out through PyTorch's public hooks, and counts what fired.
+"""Carries out a plan of faults through PyTorch's public hooks, and counts what fired.
 
-The code under test has no branch for faults: an unarmed job and an armed one run the same code.
+The code under test has no branch for faults: an unarmed job and an armed one run the same code. A listener
+of ``collectives`` delays collectives and changes results. To replace a collective takes a dispatch mode
+above the kernels that ``collectives`` registers, so that all other listeners see what the rank issues
+instead; the mode is active only during steps in which such a fault is due.
 """
 
 from __future__ import annotations
@@ -8,30 +11,137 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from torchscout.evidence.call import Call, Operator, operators
+from torchscout.evidence.collectives import Handle, Pending, listen
 from torchscout.evidence.hearing import is_inert
-from torchscout.faults.call_effects import CallEffect
-from torchscout.faults.check import module_at, tensor_at
-from torchscout.faults.fault import Faults
-from torchscout.faults.listening import Ear
-from torchscout.faults.place import Kind
-from torchscout.faults.planned import Fault
-from torchscout.faults.process_effects import ProcessEffect
-from torchscout.faults.tampering import Tampering
-from torchscout.faults.tensor_effects import TensorEffect
+from torchscout.faults.effects import CallEffect, Issue, ProcessEffect, StayInside, TensorEffect, done
+from torchscout.faults.fault import Fault, SiteKind
+from torchscout.faults.plan import FaultPlan, module_at, tensor_at
 from torchscout.integration.modules import is_called
 
-__all__ = ["Firing", "Injector"]
+__all__ = ["CollectiveFaults", "Firing", "Injector", "Tampering"]
+
+
+class CollectiveFaults:
+    """Hears of the collectives at one fault's place, and lets it happen there."""
+
+    def __init__(self, fault: Fault, happen: Callable[[Any], None]) -> None:
+        self._place, self._happen = fault.place, happen
+        self._is_after = isinstance(fault.effect, TensorEffect)
+        """A wrong number is what the collective has left in memory; a late rank has not entered it."""
+        self._is_inside = isinstance(fault.effect, StayInside)
+        self._handle: Handle | None = None if self._is_inside else listen(self, outermost=True)
+
+    def step_begins(self) -> None:
+        """Who is stuck inside has told all others that it enters: it comes after every other listener."""
+        if self._is_inside:
+            self.remove()
+            self._handle = listen(self)
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def before(self, call: Call) -> None:
+        if not self._is_after and self._is_here(call):
+            self._happen(())
+
+    def issued(self, call: Call, token: Any, pending: Pending | None) -> None:  # noqa: ARG002
+        if self._is_after and self._is_here(call):
+            if pending is not None:
+                pending.wait()
+            self._happen(call.tensors)
+
+    def _is_here(self, call: Call) -> bool:
+        return (call.operation, call.group.description) == (self._place.name, self._place.slot)
+
+
+_FUNCTIONAL = "_c10d_functional"
+"""Operators that issue collectives from within: those of DTensor, of expert and context parallelism."""
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+"""They have one kernel each, whatever the device."""
+
+
+class Tampering(TorchDispatchMode):
+    """The call effects of one rank. ``is_due`` is asked once for each collective at a fault's place."""
+
+    def __init__(self, faults: Sequence[Fault], is_due: Callable[[Fault], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._faults, self._is_due = faults, is_due
+        self._held: Issue | None = None
+        self._is_on = False
+
+    def begin(self, step: int) -> None:
+        """Be on during a step in which something may happen, and in no other."""
+        self.end()
+        if any(step in fault.when for fault in self._faults):
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._is_on = True
+
+    def end(self) -> None:
+        if self._is_on:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_on = False
+        self._issue_held()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # a distributed tensor first takes it apart, and its parts come here again
+        if func.namespace == _FUNCTIONAL:
+            with self:  # the operator is passed by, what it issues is not
+                return func.redispatch(_BELOW, *args, **(kwargs or {}))
+        operator = _operators().get(func)
+        if operator is None:
+            return func(*args, **(kwargs or {}))
+        call = Call(operator, args)
+        if call.group.is_scouts:
+            return func(*args)
+        group = dist.ProcessGroup.unbox(args[operator.places["process_group"]])
+        issue = Issue(call.operation, group, args, func, len(func._schema.returns) > 1)
+        here = (call.operation, call.group.description)
+        for fault in self._faults:
+            if (fault.place.name, fault.place.slot) == here and self._is_due(fault):
+                return self._replaced(fault, issue)
+        result = func(*args)
+        if self._held is not None:
+            dist.Work.unbox(result[-1] if isinstance(result, tuple) else result).wait()
+            self._issue_held()
+        return result
+
+    def _replaced(self, fault: Fault, issue: Issue) -> Any:
+        assert isinstance(fault.effect, CallEffect), "nothing else is given to this mode"
+        result = fault.effect.replace(issue)
+        if result is not None:
+            return result
+        self._held = issue
+        return done(issue)
+
+    def _issue_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.go_on(*held.arguments)
+
+
+@cache
+def _operators() -> dict[Any, Operator]:
+    return {operator.overload: operator for operator in operators()}
+
 
 _HOOKS: Mapping[str, Callable[[torch.nn.Module, Callable[[Any], None]], RemovableHandle]] = {
     "input": lambda module, act: module.register_forward_pre_hook(lambda _, args: act(args)),
@@ -65,7 +175,7 @@ class Injector:
 
     def __init__(
         self,
-        faults: Faults,
+        faults: FaultPlan,
         rank: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -83,7 +193,7 @@ class Injector:
         self._mine = faults.of(rank).planned
         self._is_updated = False
         """Whether the optimizer has run in this step."""
-        self._handles: list[RemovableHandle | Ear] = []
+        self._handles: list[RemovableHandle | CollectiveFaults] = []
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
         """What is due just before and just after the optimizer runs."""
@@ -140,16 +250,16 @@ class Injector:
 
     def _hook(self, fault: Fault) -> None:
         place, act = fault.place, partial(self._fire, fault)
-        if place.kind is Kind.STEP:
+        if place.kind is SiteKind.STEP:
             self._before.append(partial(act, ()))
-        elif place.kind is Kind.COLLECTIVE and not isinstance(fault.effect, CallEffect):
-            self._handles.append(Ear(fault, act))
-        elif place.kind is Kind.PASS:
+        elif place.kind is SiteKind.COLLECTIVE and not isinstance(fault.effect, CallEffect):
+            self._handles.append(CollectiveFaults(fault, act))
+        elif place.kind is SiteKind.PASS:
             self._handles.append(_HOOKS[place.name](module_at(place, self._model), act))
-        elif place.kind is Kind.GRADIENT:
+        elif place.kind is SiteKind.GRADIENT:
             register: Callable[..., RemovableHandle] = tensor_at(place, self._model).register_hook
             self._handles.append(register(act))
-        elif place.kind is Kind.STATE:
+        elif place.kind is SiteKind.STATE:
             tensor = tensor_at(place, self._model)
             moment = self._before if place.slot == "grad" else self._after
             moment.append(lambda: act(self._held(tensor, place.slot)))
@@ -160,7 +270,7 @@ class Injector:
             self.step, self._is_updated = self.step + 1, False
             self._tampering.begin(self.step)
         for handle in self._handles:
-            if isinstance(handle, Ear):
+            if isinstance(handle, CollectiveFaults):
                 handle.step_begins()
 
     def _before_update(self, *_: Any) -> None:
@@ -176,7 +286,7 @@ class Injector:
 
     def _pass(self, phase: str, step: int) -> None:
         for fault in self._mine:
-            if fault.place.kind is Kind.PHASE and fault.place.name == phase:
+            if fault.place.kind is SiteKind.PHASE and fault.place.name == phase:
                 self._fire(fault, (), step)
 
     def _is_due(self, fault: Fault, step: int) -> bool:

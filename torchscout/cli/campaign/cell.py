@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from torchscout.cli.campaign.layout import LAYOUTS, Hardware, Layout
-from torchscout.faults.fault import Faults
-from torchscout.faults.truth import Truth
+from torchscout.faults.ground_truth import GroundTruth
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["Cell", "Processes", "Row"]
 
@@ -49,7 +49,7 @@ class Cell:
     layout: str
     """A key of ``LAYOUTS``."""
     processes: Processes = Processes.WARM
-    faults: Faults = field(default_factory=Faults)
+    faults: FaultPlan = field(default_factory=FaultPlan)
     """Steps are the cell's own: the first one is clean. Without faults nothing must be reported."""
     benign: bool = False
     """What happens is no failure: nothing must be reported of it."""
@@ -78,6 +78,6 @@ class Cell:
         return layout
 
     @property
-    def truths(self) -> tuple[Truth, ...]:
+    def truths(self) -> tuple[GroundTruth, ...]:
         """What a perfect detector says; nothing where nothing is wrong."""
         return () if self.benign else self.faults.truth(self.place.mesh())

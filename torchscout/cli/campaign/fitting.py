@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from torchscout.cli.campaign.cell import Cell, Processes
 from torchscout.cli.campaign.layout import LAYOUTS, Hardware
 from torchscout.decision.record import Manifestation
-from torchscout.faults.device_effects import DeviceSpin
-from torchscout.faults.fault import Fault, Faults
-from torchscout.faults.place import Kind
-from torchscout.faults.process_effects import Sleep
-from torchscout.faults.truth import Truth
+from torchscout.faults.effects import DeviceSpin, Sleep
+from torchscout.faults.fault import SiteKind
+from torchscout.faults.ground_truth import GroundTruth
+from torchscout.faults.plan import Fault, FaultPlan
 
 __all__ = ["Skipped", "counted_by_reason", "fitted"]
 
@@ -59,13 +58,13 @@ def fitted(
             skipped.append(Skipped(name, cell.row, "the expert kernel needs Triton: pip install triton"))
         else:
             share = layout.ranks / LAYOUTS[cell.layout].ranks
-            faults = Faults(tuple(_moved(fault, share, hardware.device) for fault in cell.faults))
+            faults = FaultPlan(tuple(_moved(fault, share, hardware.device) for fault in cell.faults))
             moved = replace(cell, hardware=hardware, faults=faults)
             fit.append(replace(moved, coarser=_coarser(cell.truths, moved.truths)))
     return fit, skipped
 
 
-def _coarser(planned: Sequence[Truth], here: Sequence[Truth]) -> str:
+def _coarser(planned: Sequence[GroundTruth], here: Sequence[GroundTruth]) -> str:
     """Of two peers nobody can say which one is wrong, so that both must be reported."""
     for before, after in zip(planned, here, strict=True):
         if len(after.ranks) > len(before.ranks):
@@ -76,7 +75,7 @@ def _coarser(planned: Sequence[Truth], here: Sequence[Truth]) -> str:
 
 def _moved(fault: Fault, share: float, device: str) -> Fault:
     """The same fault on the rank that is as far along, and on the device where it is about computing."""
-    is_slow_work = fault.manifestation is Manifestation.STRAGGLER and fault.place.kind is Kind.PASS
+    is_slow_work = fault.manifestation is Manifestation.STRAGGLER and fault.place.kind is SiteKind.PASS
     effect = fault.effect
     if device == "cuda" and is_slow_work and type(effect) is Sleep:
         effect = DeviceSpin(effect.seconds)

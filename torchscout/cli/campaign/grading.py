@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 
 from torchscout.decision.record import Incident
 from torchscout.decision.wording import listed, named
-from torchscout.faults.planned import Fault
-from torchscout.faults.truth import Truth
+from torchscout.faults.fault import Fault
+from torchscout.faults.ground_truth import GroundTruth
 
 __all__ = ["Flaw", "Grade", "grade", "unfired"]
 
@@ -49,7 +49,7 @@ class Grade:
 
 
 def grade(
-    truths: Sequence[Truth],
+    truths: Sequence[GroundTruth],
     *,
     unfired: Sequence[str] = (),
     incidents: Sequence[Incident] = (),
@@ -79,7 +79,7 @@ def unfired(faults: Iterable[Fault], happened: Collection[tuple[int, str]]) -> l
     return [f"the fault of rank {fault.rank} at {fault.at}" for fault in missing]
 
 
-def _difference(truth: Truth, incidents: Sequence[Incident]) -> str:
+def _difference(truth: GroundTruth, incidents: Sequence[Incident]) -> str:
     """What is wrong about the report that comes nearest to the truth."""
     if not incidents:
         return f"nothing was reported of {_wanted(truth)}"
@@ -87,7 +87,7 @@ def _difference(truth: Truth, incidents: Sequence[Incident]) -> str:
     return f"wrong {listed(wrong)}: {_wanted(truth)} was reported as {_told(incidents[0])}"
 
 
-def _wrong(truth: Truth, incident: Incident) -> list[str]:
+def _wrong(truth: GroundTruth, incident: Incident) -> list[str]:
     right = {
         "manifestation": incident.manifestation is truth.manifestation,
         "ranks": incident.ranks == truth.ranks,
@@ -97,7 +97,7 @@ def _wrong(truth: Truth, incident: Incident) -> list[str]:
     return [aspect for aspect, is_right in right.items() if not is_right]
 
 
-def _wanted(truth: Truth) -> str:
+def _wanted(truth: GroundTruth) -> str:
     return f"{truth.manifestation.value} of {_ranks(truth.ranks)} ({truth.scope.value}) in {truth.surface}"
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from torchscout.cli.campaign.cell import Cell, Processes
 from torchscout.cli.campaign.layout import BLOCKS, LAYOUTS
-from torchscout.faults.call_effects import CHANGES
-from torchscout.faults.fault import Faults
+from torchscout.faults.effects import CHANGES
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["device_hang_cells", "hang_cells"]
 
@@ -42,7 +42,7 @@ def device_hang_cells(seed: int) -> list[Cell]:
     for number in range(_ON_DEVICE):
         layout = _layout(number)
         at, rank = choose.choice(_PLACES), choose.randrange(LAYOUTS[layout].ranks)
-        faults = Faults().stall(rank=rank, at=at, step=_FAULTY, seconds=_SPIN_SECONDS, on_device=True)
+        faults = FaultPlan().stall(rank=rank, at=at, step=_FAULTY, seconds=_SPIN_SECONDS, on_device=True)
         cells.append(Cell("device-hang", f"stuck-{number}", layout, Processes.OBSERVED, faults, seed=seed))
     return cells
 
@@ -52,7 +52,7 @@ def _late(choose: random.Random, seed: int) -> Iterator[Cell]:
     for number in range(_OF_EACH):
         layout = _layout(number)
         at, rank = choose.choice(_PLACES), choose.randrange(LAYOUTS[layout].ranks)
-        faults = Faults().stall(rank=rank, at=at, step=_FAULTY, seconds=_SECONDS)
+        faults = FaultPlan().stall(rank=rank, at=at, step=_FAULTY, seconds=_SECONDS)
         yield _cell(f"late-{number}", layout, faults, seed)
 
 
@@ -60,14 +60,14 @@ def _frozen(choose: random.Random, seed: int) -> Iterator[Cell]:
     """A process is stopped by a signal, or one of its threads keeps the interpreter to itself."""
     for number in range(_OF_EACH):
         rank = choose.randrange(LAYOUTS["ddp-4"].ranks)
-        plan = (Faults().freeze, Faults().hold_interpreter)[number % 2]
+        plan = (FaultPlan().freeze, FaultPlan().hold_interpreter)[number % 2]
         yield _cell(f"frozen-{number}", "ddp-4", plan(rank=rank, step=_FAULTY, seconds=_SECONDS), seed)
 
 
 def _input(choose: random.Random, seed: int) -> Iterator[Cell]:
     for number in range(_OF_EACH):
         rank = choose.randrange(LAYOUTS["ddp-4"].ranks)
-        faults = Faults().stall(rank=rank, at="input", step=_FAULTY, seconds=_SECONDS)
+        faults = FaultPlan().stall(rank=rank, at="input", step=_FAULTY, seconds=_SECONDS)
         yield _cell(f"input-{number}", "ddp-4", faults, seed)
 
 
@@ -75,7 +75,7 @@ def _other(choose: random.Random, seed: int) -> Iterator[Cell]:
     """A rank issues a collective of another type, shape or operation."""
     for number in range(_OF_EACH):
         rank, what = choose.randrange(LAYOUTS["ddp-4"].ranks), choose.choice(CHANGES)
-        faults = Faults().change_collective(
+        faults = FaultPlan().change_collective(
             rank=rank, at="all_reduce@default_pg", axis="replica", step=_FAULTY, what=what
         )
         yield _cell(f"other-{what}-{number}", "ddp-4", faults, seed)
@@ -90,5 +90,5 @@ def _layout(number: int) -> str:
     return ("ddp-4", "fsdp2-4", "ddp-4", "fsdp2-4", "hybrid-8")[number % 5]
 
 
-def _cell(name: str, layout: str, faults: Faults, seed: int) -> Cell:
+def _cell(name: str, layout: str, faults: FaultPlan, seed: int) -> Cell:
     return Cell("hang", name, layout, Processes.OBSERVED, faults, seed=seed)

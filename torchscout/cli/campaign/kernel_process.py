@@ -42,7 +42,7 @@ def main(place: Path) -> None:
 
 def _localized(cell: Cell, place: Path) -> Result:
     """A job in which one rank's kernel falls ill, after a clean cycle."""
-    preload("torch._dynamo", "torchscout.cli.campaign.routed_job", "torchscout.faults.sick_gemm")
+    preload("torch._dynamo", "torchscout.cli.campaign.routed_job", "torchscout.faults.faulty_gemm")
     device, catalog = cell.place.device, place.with_suffix(".catalog.json")
     shapes = KERNEL_SHAPES if INTERPRETED else SHAPES
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from torchscout.cli.campaign.cell import Cell
 from torchscout.cli.campaign.layout import LAYOUTS
-from torchscout.faults.fault import Faults
-from torchscout.faults.place import Kind, Place
+from torchscout.faults.fault import FaultSite, SiteKind
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["FAULTY", "REPLAYED", "numerical_cells"]
 
@@ -40,7 +40,7 @@ _CLEAN = 10
 _ELEMENTS = 16
 """Every place has as many, also where it is sharded."""
 
-_Plan = Callable[..., Faults]
+_Plan = Callable[..., FaultPlan]
 
 
 def _flip(*bits: int, every: int = 0) -> tuple[str, _Plan]:
@@ -48,25 +48,25 @@ def _flip(*bits: int, every: int = 0) -> tuple[str, _Plan]:
     name = f"bit-{bits[0]}" if len(bits) == 1 else f"bits-{'-'.join(map(str, bits))}"
     return (
         f"{name}-every-{every}" if every else name,
-        lambda **where: Faults().flip_bits(bits=bits, every=every, **where),
+        lambda **where: FaultPlan().flip_bits(bits=bits, every=every, **where),
     )
 
 
 def _value(value: float) -> tuple[str, _Plan]:
-    return f"value-{value:g}", lambda **where: Faults().set_value(value=value, **where)
+    return f"value-{value:g}", lambda **where: FaultPlan().set_value(value=value, **where)
 
 
 def _times(factor: float) -> tuple[str, _Plan]:
-    def plan(*, index: int, **where: Any) -> Faults:  # noqa: ARG001  it is about the whole tensor
-        return Faults().scale(factor=factor, **where)
+    def plan(*, index: int, **where: Any) -> FaultPlan:  # noqa: ARG001  it is about the whole tensor
+        return FaultPlan().scale(factor=factor, **where)
 
     return f"times-{factor:g}", plan
 
 
 def _noise(length: int) -> tuple[str, _Plan]:
-    def plan(*, index: int, **where: Any) -> Faults:
+    def plan(*, index: int, **where: Any) -> FaultPlan:
         first = index % (_ELEMENTS - length)
-        return Faults().overwrite(elements=range(first, first + length), seed=index, **where)
+        return FaultPlan().overwrite(elements=range(first, first + length), seed=index, **where)
 
     return f"noise-{length}", plan
 
@@ -116,8 +116,8 @@ def numerical_cells(seed: int) -> list[Cell]:
 
 def _cell(layout: str, at: str, effect: tuple[str, _Plan], choose: random.Random, seed: int) -> Cell:
     name, plan = effect
-    place = Place.read(at)
-    is_computed = place.kind is Kind.PASS
+    place = FaultSite.read(at)
+    is_computed = place.kind is SiteKind.PASS
     faults = plan(
         rank=choose.randrange(LAYOUTS[layout].ranks),
         at=at,

@@ -15,8 +15,8 @@ import torch
 from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.training import Training
 from torchscout.config import ObserverConfig
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.watching import Watching
 
@@ -46,7 +46,7 @@ def train(
     rank: int,
     questions: Iterator[Any],
     layout: Layout,
-    faults: Faults,
+    faults: FaultPlan,
     run_dir: Path,
     observer: ObserverConfig = QUICK,
 ) -> Iterator[Told]:

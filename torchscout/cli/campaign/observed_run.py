@@ -22,7 +22,7 @@ from torchscout.cli.campaign.starting import retried
 from torchscout.cli.local_ranks import LiveRanks, RankError
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
-from torchscout.faults.call_effects import CallEffect
+from torchscout.faults.effects import CallEffect
 
 __all__ = ["Seen", "observe"]
 

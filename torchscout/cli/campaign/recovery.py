@@ -11,8 +11,8 @@ from typing import Any
 from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.training import Training
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Firing, Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["STEPS", "Told", "train"]
@@ -53,7 +53,7 @@ class Counter:
         self.drawn = list(state["drawn"])
 
 
-def train(rank: int, layout: Layout, faults: Faults, run_dir: Path, directory: Path) -> Told:
+def train(rank: int, layout: Layout, faults: FaultPlan, run_dir: Path, directory: Path) -> Told:
     """Go on from a checkpoint, if there is one, with a check after each step, until corruption is found."""
     logging.getLogger("torchscout").addHandler(logging.NullHandler())  # the campaign tells what was found
     training, counter = Training(layout), Counter()

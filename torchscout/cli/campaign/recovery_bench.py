@@ -16,7 +16,7 @@ from torchscout.cli.campaign.result import Result, found_in
 from torchscout.cli.campaign.starting import retried
 from torchscout.cli.local_ranks import RankError, run_ranks
 from torchscout.decision.record import Incident
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["run_recovery"]
 
@@ -40,7 +40,7 @@ def _run(cell: Cell, place: Path) -> Result:
     reports, told, again = Reports(place), list[Told](), list[Told]()
     problem = ""
     try:
-        told, again = (_trained(layout, faults, place) for faults in (cell.faults, Faults()))
+        told, again = (_trained(layout, faults, place) for faults in (cell.faults, FaultPlan()))
     except RankError as error:
         problem = error.in_short[:_REASON_CHARACTERS]
     found = reports.new()
@@ -63,7 +63,7 @@ def _run(cell: Cell, place: Path) -> Result:
     )
 
 
-def _trained(layout: Layout, faults: Faults, place: Path) -> list[Told]:
+def _trained(layout: Layout, faults: FaultPlan, place: Path) -> list[Told]:
     """By new processes, from what the last ones have kept."""
     return retried(
         lambda: run_ranks(

@@ -9,9 +9,9 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchscout.faults.fault import Faults
-from torchscout.faults.planned import Fault
-from torchscout.faults.process_effects import Freeze, Sleep
+from torchscout.faults.effects import Freeze, Sleep
+from torchscout.faults.fault import Fault
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["released"]
 
@@ -43,9 +43,9 @@ class FreezeUntil(Freeze):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def released(faults: Faults, report: Path) -> Faults:
+def released(faults: FaultPlan, report: Path) -> FaultPlan:
     """The same faults; those that only take time are over once ``report`` is there."""
-    return Faults(tuple(_released(fault, str(report)) for fault in faults))
+    return FaultPlan(tuple(_released(fault, str(report)) for fault in faults))
 
 
 def _released(fault: Fault, report: str) -> Fault:

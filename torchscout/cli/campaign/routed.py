@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torchscout.cli.campaign.cell import Cell, Processes
 from torchscout.cli.moe_model import LAYERS, experts_at
-from torchscout.faults.fault import Faults
-from torchscout.faults.when import since
+from torchscout.faults.fault import since
+from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Role
 
 __all__ = ["KERNEL_SHAPES", "SHAPES", "WORK", "Turns", "routed_cells"]
@@ -41,14 +41,14 @@ def routed_cells(seed: int) -> list[Cell]:
     """Two of wrong weights, one without a fault, and four of the kernel."""
     at, turns = experts_at(0), Turns(SHAPES, LAYERS)
     weights = {
-        f"rows-{rows}": Faults()
+        f"rows-{rows}": FaultPlan()
         .flip_bit(rank=15, at=f"{at}/up", step=turns.second(rows), bit=12)
         .showing(f"{at}/parameters", role=Role.EXPERT)
         for rows in SHAPES
     }
     kernel_turns = Turns(KERNEL_SHAPES, 1)
     sick = {
-        layout: Faults()
+        layout: FaultPlan()
         .perturb_kernel(rank=rank, at=f"{at}/forward", step=since(kernel_turns.second(KERNEL_SHAPES[0])))
         .showing(role=Role.EXPERT)
         for layout, rank in (("ep2", 7), ("ep4", 15))

@@ -19,7 +19,7 @@ from torchscout.cli.local_ranks import RankError, run_ranks
 from torchscout.cli.moe_catalog import catalog_for
 from torchscout.cli.moe_model import LAYERS
 from torchscout.decision.record import Incident
-from torchscout.faults.kernel_effects import PerturbKernel
+from torchscout.faults.effects import PerturbKernel
 
 __all__ = ["in_its_turn", "run_job", "run_routed"]
 

@@ -17,8 +17,8 @@ from torchscout.cli.moe_job import MoeTraining
 from torchscout.cli.moe_model import HIDDEN, LAYERS, WIDTH, Experts
 from torchscout.config import ReplayConfig, StragglerConfig
 from torchscout.experts.kernel import expert_layer as counted
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Firing, Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["PROGRAMS", "TILE", "Job", "Told", "train"]
@@ -60,7 +60,7 @@ class Told:
     """How often the kernel says that it was perturbed."""
 
 
-def train(rank: int, layout: Layout, faults: Faults, run_dir: Path, seed: int, job: Job) -> Told:
+def train(rank: int, layout: Layout, faults: FaultPlan, run_dir: Path, seed: int, job: Job) -> Told:
     """A check after each step, of experts alone: a census of all weights would not need their shapes."""
     logging.getLogger("torchscout").addHandler(logging.NullHandler())  # the campaign tells what was found
     warnings.filterwarnings("ignore", module="torch")  # of nothing that a small job could do about
@@ -92,18 +92,18 @@ def _on_kernel(*, is_interpreted: bool) -> Callable[[int], nn.Module]:
     """Makes experts on a grouped GEMM that may fall ill; Triton is needed here alone."""
     from torchscout.cli.campaign.interpreter import hasten
     from torchscout.experts.kernel.grouped_gemm import Tiling, programs_of
-    from torchscout.faults.sick_gemm import SickGemm
+    from torchscout.faults.faulty_gemm import FaultyGemm
 
-    def gemm(hidden: int, intermediate: int, device: torch.device) -> SickGemm:
+    def gemm(hidden: int, intermediate: int, device: torch.device) -> FaultyGemm:
         if is_interpreted:
-            return SickGemm(hidden, intermediate, programs=PROGRAMS, tiling=Tiling(*TILE))
-        return SickGemm(hidden, intermediate, programs=programs_of(device))
+            return FaultyGemm(hidden, intermediate, programs=PROGRAMS, tiling=Tiling(*TILE))
+        return FaultyGemm(hidden, intermediate, programs=programs_of(device))
 
     hasten()
     return lambda count: counted.Experts(count, WIDTH, HIDDEN, gemm=gemm)
 
 
 def _applied() -> int:
-    from torchscout.faults.sick_gemm import times_applied
+    from torchscout.faults.faulty_gemm import times_applied
 
     return times_applied()

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchscout.cli.campaign.cell import Cell
-from torchscout.faults.fault import Fault, Faults
-from torchscout.faults.place import Kind
+from torchscout.faults.fault import SiteKind
+from torchscout.faults.plan import Fault, FaultPlan
 
 __all__ = ["WARMUP", "Slot", "planned", "scheduled"]
 
@@ -29,7 +29,7 @@ class Slot:
     first: int
     """What is reported from here on is the cell's."""
     last: int
-    faults: Faults = field(default_factory=Faults)
+    faults: FaultPlan = field(default_factory=FaultPlan)
     """With steps as training counts them."""
     restored_after: int | None = None
     """The step after which all ranks get back the state from before it, where the fault has spoiled that."""
@@ -49,9 +49,9 @@ def scheduled(cells: Sequence[Cell], layers: int) -> list[Slot]:
     return slots
 
 
-def planned(slots: Sequence[Slot]) -> Faults:
+def planned(slots: Sequence[Slot]) -> FaultPlan:
     """All that is going to happen."""
-    return Faults(tuple(fault for slot in slots for fault in slot.faults))
+    return FaultPlan(tuple(fault for slot in slots for fault in slot.faults))
 
 
 def _slot(cell: Cell, before: int, done: int, layers: int) -> Slot:
@@ -61,9 +61,9 @@ def _slot(cell: Cell, before: int, done: int, layers: int) -> Slot:
     assert begin > 1, f"{cell.identity} has no clean step before its fault"
     while cell.due is not None and (offset + waits + begin - 1) % layers != cell.due:
         waits += 1
-    moved = Faults(tuple(_later(fault, offset + waits) for fault in cell.faults))
+    moved = FaultPlan(tuple(_later(fault, offset + waits) for fault in cell.faults))
     end = max(fault.steps[-1] for fault in moved)
-    spoils = any(fault.place.kind is Kind.STATE for fault in moved)
+    spoils = any(fault.place.kind is SiteKind.STATE for fault in moved)
     return Slot(cell, before + 1, end + 1, moved, end if spoils else None, waits)
 
 

@@ -13,8 +13,8 @@ import torch
 from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.training import Training
 from torchscout.config import ReplayConfig
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Firing, Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["EVERY_STEP", "Stretch", "Told", "train"]
@@ -46,7 +46,7 @@ def train(
     rank: int,
     stretches: Iterator[Stretch],
     layout: Layout,
-    faults: Faults,
+    faults: FaultPlan,
     run_dir: Path,
     seed: int,
     replay: ReplayConfig = EVERY_STEP,

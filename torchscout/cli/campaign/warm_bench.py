@@ -22,7 +22,7 @@ from torchscout.cli.campaign.warm import EVERY_STEP, Stretch, Told, train
 from torchscout.cli.local_ranks import LiveRanks, RankError
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Incident
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["Judge", "run_warm"]
 
@@ -98,7 +98,7 @@ def _run(
 
 
 def _started(
-    body: Callable[..., Iterator[Told]], layout: Layout, faults: Faults, run_dir: Path, seed: int
+    body: Callable[..., Iterator[Told]], layout: Layout, faults: FaultPlan, run_dir: Path, seed: int
 ) -> LiveRanks:
     """Ranks that are about to train; on CUDA they have said that they can."""
     with ExitStack() as undo:

@@ -21,8 +21,8 @@ from torchscout.cli.demo.stage import STEPS, Stage
 from torchscout.cli.moe_job import MoeTraining
 from torchscout.cli.moe_model import MoeTransformer
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.structure import surface_of
 
@@ -61,7 +61,7 @@ class Ended:
 
 
 def train(
-    rank: int, questions: Iterator[str], stage: Stage, faults: Faults, run_dir: Path
+    rank: int, questions: Iterator[str], stage: Stage, faults: FaultPlan, run_dir: Path
 ) -> Iterator[Began | Stepped | Ended]:
     """Train while asked for steps; torchscout checks after each, and keeps what it certifies."""
     _be_quiet(run_dir)

@@ -19,7 +19,7 @@ from torchscout.cli.demo.stage import STEPS, Kind, Stage
 from torchscout.cli.demo.view import View
 from torchscout.cli.local_ranks import LiveRanks, run_ranks
 from torchscout.decision.record import Incident, Manifestation
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["Life", "Played", "play"]
 
@@ -53,19 +53,19 @@ class Played:
     status: dict[str, Any]
 
 
-def play(stage: Stage, planned: Mapping[Kind, Faults], run_dir: Path, view: View) -> Played:
+def play(stage: Stage, planned: Mapping[Kind, FaultPlan], run_dir: Path, view: View) -> Played:
     reports, lives, incidents = Reports(run_dir), list[Life](), list[Incident]()
     ended: list[Ended] = []
     while not ended and len(lives) <= len(planned):
         if lives:
             view.clear()
             view.say("The job is started again, by new processes.")
-        faults = sum((each for each in planned.values() if not _has_fired(each, run_dir)), Faults())
+        faults = sum((each for each in planned.values() if not _has_fired(each, run_dir)), FaultPlan())
         life, ended = _live(stage, faults, run_dir, view, (reports, incidents))
         lives.append(life)
     view.say("The same training once more, undisturbed and without torchscout, to compare.")
     alone = run_ranks(train_alone, stage.ranks, stage, timeout=_SECONDS)
-    every = sum(planned.values(), Faults())
+    every = sum(planned.values(), FaultPlan())
     unfired = [kind.value for kind, each in planned.items() if not _has_fired(each, run_dir)]
     failures = [failure for each in ended for failure in each.failures]
     return Played(
@@ -79,7 +79,7 @@ def play(stage: Stage, planned: Mapping[Kind, Faults], run_dir: Path, view: View
 
 
 def _live(
-    stage: Stage, faults: Faults, run_dir: Path, view: View, heard: tuple[Reports, list[Incident]]
+    stage: Stage, faults: FaultPlan, run_dir: Path, view: View, heard: tuple[Reports, list[Incident]]
 ) -> tuple[Life, list[Ended]]:
     with LiveRanks(train, stage.ranks, stage, faults, run_dir) as ranks:
         began: list[Began] = ranks.ask("begin", timeout=_SECONDS)
@@ -142,6 +142,6 @@ def _fired(run_dir: Path) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in lines), key=lambda each: (each["step"], each["rank"]))
 
 
-def _has_fired(faults: Faults, run_dir: Path) -> bool:
+def _has_fired(faults: FaultPlan, run_dir: Path) -> bool:
     happened = {(each["rank"], each["at"]) for each in _fired(run_dir)}
     return all((fault.rank, fault.at) in happened for fault in faults)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchscout.mesh import Mesh, Role
 
 if TYPE_CHECKING:
-    from torchscout.faults.fault import Faults
+    from torchscout.faults.plan import FaultPlan
 
 __all__ = ["MOST_RANKS", "STEPS", "Kind", "Memory", "Stage", "plan"]
 
@@ -112,36 +112,36 @@ class Memory:
     at: str
 
 
-def plan(stage: Stage, kinds: Sequence[Kind], memory: Memory) -> Mapping[Kind, Faults]:
+def plan(stage: Stage, kinds: Sequence[Kind], memory: Memory) -> Mapping[Kind, FaultPlan]:
     """The faults of each kind. Who is slow or stuck is somebody else than whose memory goes bad."""
-    from torchscout.faults.fault import Faults
+    from torchscout.faults.plan import FaultPlan
 
     slow, stuck = (memory.rank + 2) % stage.ranks, (memory.rank + 1) % stage.ranks
-    flipped = Faults().flip_bit(rank=memory.rank, at=memory.at, step=_FLIP_STEP, bit=_FLIP_BIT)
+    flipped = FaultPlan().flip_bit(rank=memory.rank, at=memory.at, step=_FLIP_STEP, bit=_FLIP_BIT)
     planned = {
         Kind.STRAGGLER: _slow_experts(slow) if stage.has_experts else _slow_layers(slow),
         Kind.SDC: flipped.showing(role=Role.EXPERT if ".experts/" in memory.at else Role.DENSE),
-        Kind.HANG: Faults().stall(rank=stuck, at="layer.1/forward", step=_HANG_STEP, seconds=_FOR_EVER),
+        Kind.HANG: FaultPlan().stall(rank=stuck, at="layer.1/forward", step=_HANG_STEP, seconds=_FOR_EVER),
     }
     return {kind: faults for kind, faults in planned.items() if kind in kinds}
 
 
-def _slow_layers(rank: int) -> Faults:
+def _slow_layers(rank: int) -> FaultPlan:
     """Whichever layer is replayed."""
-    from torchscout.faults.fault import Faults
+    from torchscout.faults.plan import FaultPlan
 
-    faults = Faults()
+    faults = FaultPlan()
     for layer in range(LAYERS):
         at = f"layer.{layer}/forward"
         faults = faults.delay(rank=rank, at=at, step=_SLOW, seconds=_SLOW_SECONDS, calls=None)
     return faults
 
 
-def _slow_experts(rank: int) -> Faults:
+def _slow_experts(rank: int) -> FaultPlan:
     """Whichever layer's experts are replayed."""
-    from torchscout.faults.fault import Faults
+    from torchscout.faults.plan import FaultPlan
 
-    faults = Faults()
+    faults = FaultPlan()
     for layer in range(_EXPERT_LAYERS):
         at = f"layer.{layer}.mixture.experts/forward"
         faults = faults.delay(rank=rank, at=at, step=_SLOW, seconds=_SLOW_SECONDS, calls=None)

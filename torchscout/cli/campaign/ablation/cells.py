@@ -11,7 +11,7 @@ from torchscout.cli.campaign.hanging import hang_cells
 from torchscout.cli.campaign.layout import BLOCKS, LAYOUTS
 from torchscout.cli.campaign.numerical import FAULTY, numerical_cells
 from torchscout.cli.campaign.slow import SLOW, slow_layers
-from torchscout.faults.fault import Faults
+from torchscout.faults.plan import FaultPlan
 
 __all__ = ["ablation_cells"]
 
@@ -60,7 +60,7 @@ def _slow(choose: random.Random, seed: int) -> Iterator[Cell]:
 def _nondeterministic(choose: random.Random, seed: int) -> Iterator[Cell]:
     """In the first replay one rank differs, in the second another one."""
     for number in range(4):
-        block, faults = number % BLOCKS, Faults()
+        block, faults = number % BLOCKS, FaultPlan()
         for call, rank in enumerate(choose.sample(range(LAYOUTS["ddp"].ranks), 2), start=1):
             at, calls = f"blocks.{block}/output", range(call, call + 1)
             faults = faults.flip_bit(rank=rank, at=at, step=FAULTY, bit=3, index=number, calls=calls)

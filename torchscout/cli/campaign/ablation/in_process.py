@@ -29,8 +29,8 @@ from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.evidence.observer.progress_writer import ProgressWriter
 from torchscout.evidence.observer.publisher import Publisher
 from torchscout.evidence.observer.watch import Watch
-from torchscout.faults.fault import Faults
 from torchscout.faults.injector import Injector
+from torchscout.faults.plan import FaultPlan
 from torchscout.integration.registry import adapter_for
 from torchscout.mesh import Mesh
 
@@ -44,7 +44,7 @@ _Confer = Callable[[_Post], Sequence[_Post]]
 
 
 def train_gathering(
-    rank: int, questions: Iterator[Any], layout: Layout, faults: Faults, run_dir: Path
+    rank: int, questions: Iterator[Any], layout: Layout, faults: FaultPlan, run_dir: Path
 ) -> Iterator[Told]:
     """As ``observed.train``, with a thread that confers by an all-gather."""
     patience = datetime.timedelta(seconds=QUICK.round_deadline_seconds + 2.0)
@@ -62,7 +62,7 @@ def train_gathering(
 
 
 def train_posting(
-    rank: int, questions: Iterator[Any], layout: Layout, faults: Faults, run_dir: Path
+    rank: int, questions: Iterator[Any], layout: Layout, faults: FaultPlan, run_dir: Path
 ) -> Iterator[Told]:
     """As ``observed.train``, with a thread that posts, and reads what others have posted in time."""
     board = run_dir / "posts"
@@ -79,7 +79,7 @@ def train_posting(
 
 
 def _train(
-    rank: int, questions: Iterator[Any], layout: Layout, faults: Faults, run_dir: Path, confer: _Confer
+    rank: int, questions: Iterator[Any], layout: Layout, faults: FaultPlan, run_dir: Path, confer: _Confer
 ) -> Iterator[Told]:
     be_quiet(run_dir)
     training = Training(layout)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from torchscout.decision.record import Incident, Manifestation
-from torchscout.faults.truth import Truth
+from torchscout.faults.ground_truth import GroundTruth
 
 __all__ = ["Claim", "Outcome", "claims_of", "judged"]
 
@@ -37,7 +37,7 @@ def claims_of(incidents: Iterable[Incident]) -> set[Claim]:
     return {Claim(each.manifestation, each.ranks) for each in incidents}
 
 
-def judged(truths: Sequence[Truth], claims: Iterable[Claim]) -> Outcome:
+def judged(truths: Sequence[GroundTruth], claims: Iterable[Claim]) -> Outcome:
     wanted, told = {Claim(each.manifestation, each.ranks) for each in truths}, set(claims)
     if told == wanted:
         return Outcome.RIGHT

@@ -1,11 +1,14 @@
-"""What is really wrong, in the words of a detector that makes no mistakes (paper, sections 4, 5 and 7).
+"""What a detector that makes no mistakes would report (paper, sections 4, 5 and 7).
 
-How precisely evidence can point depends on the mesh: of two peers nobody can say which one is right, a slow
-collective belongs to its process group, and who holds others up is named in a group of any size.
+How precisely evidence can point depends on the mesh: of two peers nobody can say which one is right, a
+slow collective belongs to its process group, and who holds others up is named in a group of any size.
+``surface_of`` says on which surface a fault shows first. A module is taken for the layer that replay
+calls; for what is inside of one, a plan must say so by ``showing``.
 """
 
 from __future__ import annotations
 
+import signal
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,18 +19,85 @@ from torchscout.decision.cross_group import scope_of
 from torchscout.decision.localization import Group, localize, undecided
 from torchscout.decision.record import Incident, Manifestation, Scope, Surface
 from torchscout.evidence.replay.at_rest import AT_REST
-from torchscout.faults.call_effects import CallEffect
-from torchscout.faults.place import Kind
-from torchscout.faults.planned import Fault, Shown
-from torchscout.faults.process_effects import StayInside
-from torchscout.faults.surfaces import axis_of, surface_of
-from torchscout.mesh import AXES, Mesh, PeerGroup, Role
+from torchscout.faults.effects import CallEffect, Signal, Skip, StayInside, Swap
+from torchscout.faults.fault import BACKWARD, Fault, FaultSite, Shown, SiteKind
+from torchscout.mesh import AXES, Axis, Mesh, PeerGroup, Role
 
-__all__ = ["Truth", "peers_of", "truths"]
+__all__ = ["GroundTruth", "axis_of", "peers_of", "surface_of", "truths"]
+
+
+def surface_of(fault: Fault, mesh: Mesh) -> Surface:
+    """As an incident gives it; ``*`` stands for what only the job knows."""
+    if fault.shown.surface is not None:
+        return fault.shown.surface
+    if fault.manifestation is Manifestation.HANG:
+        return _surface_of_hang(fault)
+    if fault.manifestation is Manifestation.STRAGGLER:
+        return _surface_of_time(fault.place, fault, mesh)
+    return _surface_of_number(fault.place, mesh)
+
+
+def _surface_of_hang(fault: Fault) -> Surface:
+    if fault.effect == Signal(signal.SIGKILL):
+        return "process|issued/*|entered/*"  # it is seen to be gone before others wait for it, or after
+    if fault.place.kind is not SiteKind.COLLECTIVE:
+        return "issued/*|entered/*"  # the latter where devices enter operations
+    group = fault.place.slot if fault.place.slot not in ("", "undefined") else "*"
+    if isinstance(fault.effect, Skip | Swap):
+        return f"deadlock|fingerprint/{group}"  # the latter where its next collective is on the same group
+    if isinstance(fault.effect, CallEffect):
+        return f"fingerprint/{group}"
+    return f"issued/{group}|entered/{group}"
+
+
+def _surface_of_time(place: FaultSite, fault: Fault, mesh: Mesh) -> Surface:
+    if place.kind is SiteKind.COLLECTIVE:
+        axis = axis_of(fault, mesh)
+        # Of embeddings, layers and outputs, forward and backward; those that gather and reduce a layer's
+        # state are told from the ones it makes itself.
+        return f"time/*{place.name}*" if axis in ("replica", "shard") else f"time/*{place.name}*@{axis}"
+    if place.kind is SiteKind.PHASE:
+        return f"time/{place.name}"
+    if place.kind is SiteKind.PASS:
+        return "time/module_backward" if place.name in BACKWARD else "time/module"
+    raise ValueError(f"a delay at {fault.at!r} shows on no surface: nothing times that place by itself")
+
+
+def _surface_of_number(place: FaultSite, mesh: Mesh) -> Surface:
+    module = place.module or "model"
+    if place.kind is SiteKind.COLLECTIVE:
+        return {"all_gather": "*/parameters", "broadcast": "*/input"}.get(place.name, "*")
+    if place.kind is SiteKind.PASS:
+        seen = {"input": "output", "forward": "output"}
+        return f"{module}/{seen.get(place.name, 'grad_input' if place.name in BACKWARD else place.name)}"
+    if place.kind is SiteKind.GRADIENT:
+        return f"{module}/{place.name}.grad"
+    if mesh.peer_axis() is Axis.SHARD:  # nobody has a second copy: the owner's own evidence
+        if place.slot == "grad":
+            raise ValueError(
+                f"a wrong gradient of {place.tensor} shows on no surface: only its owner has that shard of it"
+            )
+        return AT_REST if place.slot else "optimizer/update"
+    slot = "" if place.slot in ("", "grad") else f".{place.slot}"  # a wrong gradient leaves a wrong weight
+    return f"{module}/{place.name}{slot}"
+
+
+def axis_of(fault: Fault, mesh: Mesh) -> str:
+    """The axis of the mesh along which the process group of a collective lies."""
+    if fault.axis is not None:
+        return fault.axis
+    everybody = tuple(range(len(mesh)))
+    along = [axis for axis in AXES if mesh.ranks_along(axis, 0) == everybody]
+    if fault.place.slot != "default_pg" or not along:
+        raise ValueError(
+            f"along which axis of the mesh the process group of {fault.at!r} lies is not known; "
+            f"say it by axis, one of {', '.join(AXES)}"
+        )
+    return along[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class GroundTruth:
     """One finding that a run with these faults must have."""
 
     manifestation: Manifestation
@@ -48,7 +118,7 @@ class Truth:
         return is_there and told == (self.manifestation, self.ranks, self.scope)
 
 
-def truths(faults: Iterable[Fault], mesh: Mesh) -> tuple[Truth, ...]:
+def truths(faults: Iterable[Fault], mesh: Mesh) -> tuple[GroundTruth, ...]:
     """The findings of faults that happen in one job, each once: what happens together is told together."""
     together: dict[Hashable, list[Fault]] = defaultdict(list)
     for fault in faults:
@@ -65,7 +135,7 @@ def _occasion(fault: Fault, mesh: Mesh) -> Hashable:
     kind, common = fault.place.kind, (fault.manifestation, fault.steps)
     if fault.manifestation is Manifestation.SDC:
         return *common, surface_of(fault, mesh), peers_of(fault, mesh).ranks
-    if kind is Kind.COLLECTIVE:
+    if kind is SiteKind.COLLECTIVE:
         # What process groups that are slow have in common is asked of all of them at once.
         is_slow = fault.manifestation is Manifestation.STRAGGLER
         return *common, kind, "" if is_slow else (surface_of(fault, mesh), type(fault.effect))
@@ -74,15 +144,15 @@ def _occasion(fault: Fault, mesh: Mesh) -> Hashable:
     return common
 
 
-def _found(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
+def _found(faults: Sequence[Fault], mesh: Mesh) -> list[GroundTruth]:
     if faults[0].manifestation is Manifestation.SDC:
         return [_wrong(faults, mesh)]
     if faults[0].manifestation is Manifestation.HANG:
         return [_late(faults, mesh)]
-    return _slow_groups(faults, mesh) if faults[0].place.kind is Kind.COLLECTIVE else _slow(faults, mesh)
+    return _slow_groups(faults, mesh) if faults[0].place.kind is SiteKind.COLLECTIVE else _slow(faults, mesh)
 
 
-def _wrong(faults: Sequence[Fault], mesh: Mesh) -> Truth:
+def _wrong(faults: Sequence[Fault], mesh: Mesh) -> GroundTruth:
     """A strict majority shows who is wrong; what a rank alone holds, and must not change, it shows itself."""
     first, peers = faults[0], peers_of(faults[0], mesh).ranks
     ranks, surface = _ranks(faults), surface_of(faults[0], mesh)
@@ -91,10 +161,10 @@ def _wrong(faults: Sequence[Fault], mesh: Mesh) -> Truth:
     else:
         hosts = {mesh.host_of(rank) for rank in ranks}
         scope = Scope.MACHINE if len(ranks) > 1 and len(hosts) == 1 and None not in hosts else Scope.RANK
-    return Truth(first.manifestation, ranks, scope, surface, first.steps)
+    return GroundTruth(first.manifestation, ranks, scope, surface, first.steps)
 
 
-def _late(faults: Sequence[Fault], mesh: Mesh) -> Truth:
+def _late(faults: Sequence[Fault], mesh: Mesh) -> GroundTruth:
     """Who is waited for and does not wait is the source: evidence that needs no vote.
 
     Who issued something else, or waits in a circle, is for the members of the group to vote on; and where all
@@ -105,31 +175,31 @@ def _late(faults: Sequence[Fault], mesh: Mesh) -> Truth:
         members = _group(first, mesh).ranks
         if isinstance(first.effect, StayInside) or 2 * len(ranks) >= len(members):
             surface = surface_of(first, mesh)
-            return Truth(first.manifestation, members, Scope.PROCESS_GROUP, surface, first.steps)
+            return GroundTruth(first.manifestation, members, Scope.PROCESS_GROUP, surface, first.steps)
     on_host = Counter(mesh.host_of(rank) for rank in ranks)
     together = None not in on_host and all(count > 1 for count in on_host.values())
     scope = Scope.MACHINE if together else Scope.RANK
-    return Truth(first.manifestation, ranks, scope, surface_of(first, mesh), first.steps)
+    return GroundTruth(first.manifestation, ranks, scope, surface_of(first, mesh), first.steps)
 
 
-def _slow(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
+def _slow(faults: Sequence[Fault], mesh: Mesh) -> list[GroundTruth]:
     """Each slow rank by itself; where all are equally slow it is the job."""
     first, peers = faults[0], peers_of(faults[0], mesh)
     surfaces = {
         rank: min(surface_of(each, mesh) for each in faults if each.rank == rank) for rank in _ranks(faults)
     }
     if len(surfaces) == len(mesh):
-        return [Truth(first.manifestation, (), Scope.JOB, min(surfaces.values()), first.steps)]
+        return [GroundTruth(first.manifestation, (), Scope.JOB, min(surfaces.values()), first.steps)]
     if not peers.can_attribute:
         surface = min(surfaces.values())
-        return [Truth(first.manifestation, peers.ranks, Scope.PEER_GROUP, surface, first.steps)]
+        return [GroundTruth(first.manifestation, peers.ranks, Scope.PEER_GROUP, surface, first.steps)]
     return [
-        Truth(first.manifestation, (rank,), Scope.RANK, surface, first.steps)
+        GroundTruth(first.manifestation, (rank,), Scope.RANK, surface, first.steps)
         for rank, surface in surfaces.items()
     ]
 
 
-def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
+def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[GroundTruth]:
     """What the slow process groups have in common, all others being measured and normal."""
     first = faults[0]
     slow = list(dict.fromkeys(group for fault in faults for group in _slow_with(fault, mesh)))
@@ -141,7 +211,10 @@ def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[Truth]:
         findings = tuple(undecided(mesh, rivals[group]) for group in slow)
     surfaces = {surface_of(fault, mesh) for fault in faults}
     surface = surfaces.pop() if len(surfaces) == 1 else "time/*"
-    return [Truth(first.manifestation, each.ranks, scope_of(each), surface, first.steps) for each in findings]
+    return [
+        GroundTruth(first.manifestation, each.ranks, scope_of(each), surface, first.steps)
+        for each in findings
+    ]
 
 
 def _slow_with(fault: Fault, mesh: Mesh) -> list[Group]:
@@ -178,9 +251,9 @@ def _placed(group: Group, mesh: Mesh) -> list[int]:
 def peers_of(fault: Fault, mesh: Mesh) -> PeerGroup:
     """Who is compared: holders of the same state, or whoever computes the same layer."""
     role = fault.shown.role
-    if fault.place.kind in (Kind.PASS, Kind.GRADIENT):
+    if fault.place.kind in (SiteKind.PASS, SiteKind.GRADIENT):
         return mesh.layer_peers_of(fault.rank, role)
-    if fault.place.kind is Kind.PHASE:
+    if fault.place.kind is SiteKind.PHASE:
         return mesh.peers_of(fault.rank, Role.DENSE)  # batches belong to data-parallel ranks
     return mesh.peers_of(fault.rank, role)
 
@@ -189,7 +262,7 @@ def _ranks(faults: Sequence[Fault]) -> tuple[int, ...]:
     return tuple(sorted({fault.rank for fault in faults}))
 
 
-def _stated(shown: Shown, truth: Truth) -> Truth:
+def _stated(shown: Shown, truth: GroundTruth) -> GroundTruth:
     return replace(
         truth,
         scope=truth.scope if shown.scope is None else shown.scope,

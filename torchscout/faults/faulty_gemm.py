@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torchscout.experts.kernel.work_items import Pass
 
-__all__ = ["SickGemm", "fall_ill", "times_applied"]
+__all__ = ["FaultyGemm", "activate", "times_applied"]
 
 _APPLIED = 2
 """The word in which the kernel counts."""
@@ -24,7 +24,7 @@ _words: dict[torch.device, torch.Tensor] = {}
 """The fault of this process, where its kernels read it."""
 
 
-class SickGemm(GroupedGemm):
+class FaultyGemm(GroupedGemm):
     """Perturbs, in every pass, the work item that this process has fallen ill with."""
 
     def launch(
@@ -40,7 +40,7 @@ class SickGemm(GroupedGemm):
         return super().launch(which, operands, rows, counters=counters, fault=illness)
 
 
-def fall_ill(tile: int, step: int) -> None:
+def activate(tile: int, step: int) -> None:
     """From now on, on the device of every launch so far and on the host."""
     for device in {torch.device("cpu"), *_words}:
         _on(device)[:2] = torch.tensor(Perturbation(tile, step), dtype=torch.int32, device="cpu")

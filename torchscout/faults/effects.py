@@ -1,0 +1,413 @@
+"""What a fault does: to a tensor, to a collective, to its process, to a kernel, on the device.
+
+Tensors are changed in place and without autograd's knowledge, as a faulty chip would change them, and only
+in this rank's memory. A collective is replaced, left out or issued in another order, and the rank's own
+code goes on as if nothing were wrong (``injector.Tampering`` intercepts the calls). A kernel that spins on
+the device ends by itself, because a kernel cannot be stopped from outside without ending its process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "CHANGES",
+    "CallEffect",
+    "Change",
+    "DeviceSpin",
+    "FlipBit",
+    "FlipBits",
+    "Freeze",
+    "HoldInterpreter",
+    "Issue",
+    "Overwrite",
+    "PerturbKernel",
+    "ProcessEffect",
+    "Scale",
+    "SetValue",
+    "Signal",
+    "Skip",
+    "Sleep",
+    "StayInside",
+    "StuckBit",
+    "Swap",
+    "TensorEffect",
+    "done",
+]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TensorEffect(ABC):
+    """Something that happens to a tensor at a place."""
+
+    def corrupt(self, tensor: torch.Tensor) -> str | None:
+        """Change the tensor in place; say what became of what, or None if nothing has changed.
+
+        A bit that is stuck where it is anyway corrupts nothing, and must not count as a fault.
+        """
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local.data  # unlike detach(), without a version counter that backward would check
+        before = local.clone()
+        told = self._change(local)
+        return None if _is_same(before, local) else told
+
+    @abstractmethod
+    def _change(self, local: torch.Tensor) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FlipBit(TensorEffect):
+    bit: int
+    """0 is the least significant."""
+    index: int = 0
+    """Which element, in row-major order."""
+
+    def _change(self, local: torch.Tensor) -> str:
+        return f"bit {self.bit} of {_rewrite(local, self.index, _flipped(local, [self.bit]))}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlipBits(TensorEffect):
+    """Several bits of one element; or of every n-th one, as a failing address line would hit."""
+
+    bits: tuple[int, ...]
+    index: int = 0
+    """Of the first element that is hit."""
+    every: int = 0
+    """How far apart the elements are; 0 hits only one."""
+
+    def _change(self, local: torch.Tensor) -> str:
+        told = _rewrite(local, self.index, _flipped(local, self.bits), self.every)
+        return f"bits {', '.join(map(str, self.bits))} of {told}"
+
+
+@dataclass(frozen=True, slots=True)
+class StuckBit(TensorEffect):
+    """A bit that can only be 0, or only 1."""
+
+    bit: int
+    value: int
+    index: int = 0
+    every: int = 0
+
+    def _change(self, local: torch.Tensor) -> str:
+        mask = _mask(local, [self.bit])
+        stuck = (lambda bits: bits | mask) if self.value else (lambda bits: bits & ~mask)
+        return f"bit {self.bit} stuck at {self.value} in {_rewrite(local, self.index, stuck, self.every)}"
+
+
+@dataclass(frozen=True, slots=True)
+class SetValue(TensorEffect):
+    value: float
+    index: int = 0
+
+    def _change(self, local: torch.Tensor) -> str:
+        element = _element(local, self.index)
+        before = element.item()
+        element.fill_(self.value)
+        return f"element {self.index}: {before} -> {element.item()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(TensorEffect):
+    factor: float
+
+    def _change(self, local: torch.Tensor) -> str:
+        local.mul_(self.factor)
+        return f"all {local.numel()} elements times {self.factor}"
+
+
+@dataclass(frozen=True, slots=True)
+class Overwrite(TensorEffect):
+    """Elements that lie side by side become noise of the tensor's own size, or one value."""
+
+    start: int
+    length: int
+    seed: int = 0
+    value: float | None = None
+
+    def _change(self, local: torch.Tensor) -> str:
+        stop = self.start + self.length
+        if not 0 <= self.start < stop <= local.numel():
+            raise ValueError(f"elements {self.start} to {stop - 1} of a tensor of {local.numel()}")
+        place = torch.arange(local.numel(), device=local.device).view(local.shape)
+        written = torch.full_like(local, self.value) if self.value is not None else self._noise(local)
+        local.copy_(torch.where((place >= self.start) & (place < stop), written, local))
+        return f"elements {self.start} to {stop - 1} overwritten"
+
+    def _noise(self, local: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        size = local.abs().max().item() or 1.0
+        return (size * torch.randn(local.shape, generator=generator, device="cpu")).to(local)
+
+
+def _rewrite(
+    local: torch.Tensor, index: int, become: Callable[[torch.Tensor], torch.Tensor], every: int = 0
+) -> str:
+    """Change the bits of one element, or of every n-th from there on; in words."""
+    element = _element(local, index)
+    before, bits = element.item(), local.view(_INTEGERS[local.element_size()])
+    if not every:
+        one = _element(bits, index)
+        one.copy_(become(one))
+        return f"element {index}: {before} -> {element.item()}"
+    place = torch.arange(local.numel(), device=local.device).view(local.shape) - index
+    hit = (place >= 0) & (place % every == 0)
+    bits.copy_(torch.where(hit, become(bits), bits))
+    return f"every {every}th element from {index}, {int(hit.sum())} in all"
+
+
+def _flipped(local: torch.Tensor, bits: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    mask = _mask(local, bits)
+    return lambda held: held ^ mask
+
+
+def _mask(local: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
+    width = 8 * local.element_size()
+    for bit in bits:
+        if not 0 <= bit < width:
+            raise ValueError(f"{local.dtype} has bits 0 to {width - 1}, got {bit}")
+    if local.element_size() not in _INTEGERS:
+        raise ValueError(f"cannot flip a bit of {local.dtype}; flip it in its real view")
+    mask = sum(1 << bit for bit in set(bits))
+    # The top bit is the sign of a signed integer, and only one byte wide integers are unsigned.
+    signed = mask - (1 << width) if width > 8 and mask >> (width - 1) else mask
+    return torch.tensor(signed, dtype=_INTEGERS[local.element_size()], device=local.device)
+
+
+def _element(local: torch.Tensor, index: int) -> torch.Tensor:
+    """A view of one element, whatever the strides."""
+    if not 0 <= index < local.numel():
+        raise ValueError(f"element {index} of a tensor of {local.numel()}")
+    shape = local.shape
+    for axis, size in enumerate(shape):
+        local = local[index // math.prod(shape[axis + 1 :]) % size]
+    return local
+
+
+def _is_same(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Bit by bit: a NaN is the same as itself."""
+    if after.is_complex():
+        before, after = torch.view_as_real(before), torch.view_as_real(after)
+    integers = _INTEGERS[after.element_size()]
+    return torch.equal(before.view(integers), after.view(integers))
+
+
+CHANGES = ("dtype", "operation", "shape")
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A collective about to be issued."""
+
+    operation: str
+    group: dist.ProcessGroup
+    arguments: tuple[Any, ...]
+    go_on: Callable[..., Any]
+    """Issues it with the arguments that it is given."""
+    returns_tensors: bool
+    """Or only the work."""
+
+
+class CallEffect(ABC):
+    """Something that happens to a collective."""
+
+    @abstractmethod
+    def replace(self, issue: Issue) -> Any:
+        """What its caller gets instead; None to have it issued after the rank's next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change(CallEffect):
+    """Another element type, another operation or twice as many elements."""
+
+    what: str
+
+    def __post_init__(self) -> None:
+        if self.what not in CHANGES:
+            raise ValueError(f"a collective's {self.what!r} cannot change; there is {', '.join(CHANGES)}")
+
+    def replace(self, issue: Issue) -> Any:
+        if self.what == "operation":
+            return _result(issue, _other_operation(issue).boxed())
+        change = _doubled if self.what == "shape" else _retyped
+        issued = issue.go_on(*tree_map_only(torch.Tensor, change, issue.arguments))
+        return _result(issue, issued[-1] if isinstance(issued, tuple) else issued)
+
+
+@dataclass(frozen=True, slots=True)
+class Skip(CallEffect):
+    """It is not issued at all."""
+
+    def replace(self, issue: Issue) -> Any:
+        return done(issue)
+
+
+@dataclass(frozen=True, slots=True)
+class Swap(CallEffect):
+    """It is issued only after the next one is done."""
+
+    def replace(self, issue: Issue) -> Any:  # noqa: ARG002  as it is
+        return None
+
+
+def done(issue: Issue) -> Any:
+    """What a caller gets of a collective that is done."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    tensors = [leaf for leaf in tree_leaves(issue.arguments) if isinstance(leaf, torch.Tensor)]
+    future.set_result(tensors[0] if tensors else None)
+    return _result(issue, _create_work_from_future(future).boxed())
+
+
+def _result(issue: Issue, work: Any) -> Any:
+    """As the operator returns it: what was to be filled in, and the work."""
+    return (issue.arguments[0], work) if issue.returns_tensors else work
+
+
+def _other_operation(issue: Issue) -> dist.Work:
+    given = next((leaf for leaf in tree_leaves(issue.arguments) if isinstance(leaf, torch.Tensor)), None)
+    own = torch.ones(1, device="cpu") if given is None else given.detach().clone()
+    work: dist.Work | None
+    if issue.operation == "all_gather":
+        work = dist.all_reduce(own, group=issue.group, async_op=True)
+    else:
+        into = [torch.empty_like(own) for _ in range(issue.group.size())]
+        work = dist.all_gather(into, own, group=issue.group, async_op=True)
+    assert work is not None, "this rank is in the group"
+    return work
+
+
+def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten()] * 2)
+
+
+def _retyped(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.float32 if tensor.dtype == torch.float64 else torch.float64)
+
+
+class ProcessEffect(ABC):
+    """Something that happens to the process at a place."""
+
+    def prepare(self) -> None:  # noqa: B027  most need nothing
+        """Called when the fault is armed, before training: what takes time must not delay the fault."""
+
+    @abstractmethod
+    def happen(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep(ProcessEffect):
+    seconds: float
+
+    def happen(self) -> None:
+        time.sleep(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class StayInside(Sleep):
+    """Within a collective that it has entered as all others have: the transport is stuck, not the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signal(ProcessEffect):
+    number: signal.Signals
+
+    def happen(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze(ProcessEffect):
+    """Stopped by a signal as a debugger stops it, and let go again by somebody else."""
+
+    seconds: float
+
+    def happen(self) -> None:
+        waker = f"(sleep {self.seconds}; kill -CONT {os.getpid()}) >/dev/null 2>&1 &"
+        subprocess.run(["sh", "-c", waker], check=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclass(frozen=True, slots=True)
+class HoldInterpreter(ProcessEffect):
+    """No other thread of the process runs meanwhile: a foreign function that keeps the interpreter's lock."""
+
+    seconds: float
+
+    def happen(self) -> None:
+        ctypes.PyDLL(None).usleep(ctypes.c_uint(int(self.seconds * 1e6)))
+
+
+@dataclass(frozen=True, slots=True)
+class PerturbKernel(ProcessEffect):
+    """From here on this process computes one work item wrong, in each launch that has such a one.
+
+    For experts whose kernel is a ``SickGemm``.
+    """
+
+    tile: int = 0
+    """In the order in which programs take tiles."""
+    step: int = -1
+    """Of the tile's reduction; -1 is the finished tile."""
+
+    def happen(self) -> None:
+        from torchscout.faults.faulty_gemm import activate  # it needs Triton, a plan of faults does not
+
+        activate(self.tile, self.step)
+
+
+_WARM_CYCLES, _TIMED_CYCLES = 50_000_000, 20_000_000
+"""An idle device runs at a lower clock rate, so that it is kept busy before its rate is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpin(ProcessEffect):
+    """The current CUDA stream is busy for ``seconds``."""
+
+    seconds: float
+
+    def prepare(self) -> None:
+        import torch  # a plan of faults needs no device
+
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"{self} needs a CUDA device: use a delay or stall of the host instead")
+        _cycles_per_second(torch.cuda.current_device())
+
+    def happen(self) -> None:
+        import torch
+
+        cycles = int(self.seconds * _cycles_per_second(torch.cuda.current_device()))
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # PyTorch's own tests delay streams by it
+
+
+@cache
+def _cycles_per_second(index: int) -> float:
+    """Of the clock that the kernel counts by. Measured on a stream of its own: nobody else waits for it."""
+    import torch
+
+    stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(_WARM_CYCLES)  # type: ignore[no-untyped-call]
+        begin.record(stream)
+        torch.cuda._sleep(_TIMED_CYCLES)  # type: ignore[no-untyped-call]
+        end.record(stream)
+    end.synchronize()
+    return 1e3 * _TIMED_CYCLES / float(begin.elapsed_time(end))
