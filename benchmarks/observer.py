@@ -110,7 +110,7 @@ def collective_intent() -> Figures:
     import torch
     import torch.distributed as dist
 
-    from torchscout.evidence.collectives import listen, uninstall
+    from torchscout.collectives.interceptor import listen, uninstall
     from torchscout.evidence.observer.publisher import Publisher
 
     torch.set_num_threads(1)

@@ -34,7 +34,7 @@ TORCH_IN_DECISION = {"channel.py", "fold.py", "fold_kernel.py", "signature.py"}
 BROAD_EXCEPT = {
     "cli/discover/kernels.py": 1,
     "cli/local_ranks.py": 2,
-    "evidence/collectives.py": 1,
+    "collectives/interceptor.py": 1,
     "evidence/replay/capture.py": 1,
     "evidence/replay/guard.py": 1,
     "integration/news.py": 1,

@@ -26,7 +26,7 @@ __all__ = [
     "ScoutError",
     "TornRecordError",
     "UnavailableError",
-    "told",
+    "describe_error",
 ]
 
 
@@ -66,6 +66,6 @@ class TornRecordError(ScoutError):
     """No whole progress record could be read: its trainer is alive and busy, ask again."""
 
 
-def told(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An exception in one line: a reason of ours as it stands, anybody else's with its kind."""
     return str(error) if isinstance(error, ScoutError) else f"{type(error).__name__}: {error}"

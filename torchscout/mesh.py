@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AXES", "Axis", "Mesh", "MeshAddress", "PeerGroup", "Role"]
+__all__ = ["AXES", "Axis", "LayerKind", "Mesh", "MeshAddress", "PeerGroup"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,7 +48,7 @@ class Axis(str, Enum):
     SHARD = "shard"
 
 
-class Role(str, Enum):
+class LayerKind(str, Enum):
     """Which layers are compared, where experts are carved out of data parallelism."""
 
     DENSE = "dense"
@@ -121,9 +121,9 @@ class Mesh:
             raise ValueError(f"{len(dense)} dense addresses but {len(expert)} expert addresses")
         if hosts is not None and len(hosts) != len(dense):
             raise ValueError(f"{len(dense)} addresses but {len(hosts)} hosts")
-        self._tables = {Role.DENSE: dense, Role.EXPERT: expert}
+        self._tables = {LayerKind.DENSE: dense, LayerKind.EXPERT: expert}
         self._hosts = None if hosts is None else tuple(_by_rank(hosts))
-        self._partitions: dict[tuple[str, Role], _Partition] = {}
+        self._partitions: dict[tuple[str, LayerKind], _Partition] = {}
 
     @classmethod
     def grid(
@@ -148,7 +148,7 @@ class Mesh:
         size = self.degree(out_of)
         if degree < 1 or size % degree:
             raise ValueError(f"cannot carve {degree} expert partitions out of {size} along {out_of.value}")
-        dense = self._tables[Role.DENSE]
+        dense = self._tables[LayerKind.DENSE]
         expert, column = dense.copy(), AXES.index(out_of.value)
         expert[:, AXES.index("expert")] = expert[:, column] % degree
         expert[:, column] //= degree
@@ -156,23 +156,23 @@ class Mesh:
 
     def on(self, hosts: Sequence[str]) -> Mesh:
         """The same ranks, with the machines they run on."""
-        return Mesh(self._tables[Role.DENSE], hosts, expert_addresses=self._tables[Role.EXPERT])
+        return Mesh(self._tables[LayerKind.DENSE], hosts, expert_addresses=self._tables[LayerKind.EXPERT])
 
     def __len__(self) -> int:
-        return len(self._tables[Role.DENSE])
+        return len(self._tables[LayerKind.DENSE])
 
-    def address_of(self, rank: int, role: Role | str | None = None) -> MeshAddress:
+    def address_of(self, rank: int, role: LayerKind | str | None = None) -> MeshAddress:
         return MeshAddress(*self._table(role)[self._known(rank)].tolist())
 
-    def degree(self, axis: Axis | str, role: Role | str | None = None) -> int:
+    def degree(self, axis: Axis | str, role: LayerKind | str | None = None) -> int:
         return len(np.unique(self._table(role)[:, AXES.index(_axis(axis))]))
 
-    def peers_of(self, rank: int, role: Role | str | None = None) -> PeerGroup:
+    def peers_of(self, rank: int, role: LayerKind | str | None = None) -> PeerGroup:
         """Natural replicas where the job has them, else the ranks that shard one copy."""
         axis = self.peer_axis(role)
         return PeerGroup(self.ranks_along(axis, rank, role), axis)
 
-    def layer_peers_of(self, rank: int, role: Role | str | None = None) -> PeerGroup:
+    def layer_peers_of(self, rank: int, role: LayerKind | str | None = None) -> PeerGroup:
         """Those who compute the same layer, once its parameters are gathered.
 
         Natural replicas; where there are only two, who cannot settle a difference, and each is sharded, the
@@ -184,24 +184,26 @@ class Mesh:
         ranks = {each for peer in peers.ranks for each in self.ranks_along(Axis.SHARD, peer, role)}
         return PeerGroup(tuple(sorted(ranks)), Axis.REPLICA)
 
-    def peer_groups(self, role: Role | str | None = None) -> list[PeerGroup]:
+    def peer_groups(self, role: LayerKind | str | None = None) -> list[PeerGroup]:
         """Every peer group once."""
         axis = self.peer_axis(role)
         return [PeerGroup(ranks, axis) for ranks in self.groups_along(axis, role)]
 
-    def peer_axis(self, role: Role | str | None = None) -> Axis:
+    def peer_axis(self, role: LayerKind | str | None = None) -> Axis:
         return Axis.REPLICA if self.degree(Axis.REPLICA, role) > 1 else Axis.SHARD
 
-    def ranks_along(self, axis: Axis | str, rank: int, role: Role | str | None = None) -> tuple[int, ...]:
+    def ranks_along(
+        self, axis: Axis | str, rank: int, role: LayerKind | str | None = None
+    ) -> tuple[int, ...]:
         """The process group of ``rank`` along ``axis``: equal in every other coordinate."""
         partition = self._partition(_axis(axis), role)
         return partition.members(int(partition.group_of[self._known(rank)]))
 
-    def groups_along(self, axis: Axis | str, role: Role | str | None = None) -> list[tuple[int, ...]]:
+    def groups_along(self, axis: Axis | str, role: LayerKind | str | None = None) -> list[tuple[int, ...]]:
         """Every process group along ``axis`` once."""
         return self._partition(_axis(axis), role).all_members()
 
-    def axes_across(self, ranks: Sequence[int], role: Role | str | None = None) -> tuple[str, ...]:
+    def axes_across(self, ranks: Sequence[int], role: LayerKind | str | None = None) -> tuple[str, ...]:
         """The axes along which these ranks are not all at the same place."""
         places = self._table(role)[[self._known(rank) for rank in ranks]]
         differs = (places != places[0]).any(axis=0)
@@ -225,16 +227,16 @@ class Mesh:
     def ranks_on(self, host: str) -> tuple[int, ...]:
         return tuple(rank for rank, name in enumerate(self._hosts or ()) if name == host)
 
-    def _table(self, role: Role | str | None) -> _Table:
-        return self._tables[Role.EXPERT if role is None else Role(role)]
+    def _table(self, role: LayerKind | str | None) -> _Table:
+        return self._tables[LayerKind.EXPERT if role is None else LayerKind(role)]
 
     def _known(self, rank: int) -> int:
         if not 0 <= rank < len(self):
             raise ValueError(f"rank {rank} is not in a mesh of {len(self)} ranks")
         return rank
 
-    def _partition(self, axis: str, role: Role | str | None) -> _Partition:
-        key = (axis, Role.EXPERT if role is None else Role(role))
+    def _partition(self, axis: str, role: LayerKind | str | None) -> _Partition:
+        key = (axis, LayerKind.EXPERT if role is None else LayerKind(role))
         if key not in self._partitions:
             self._partitions[key] = _split(self._table(role), AXES.index(axis))
         return self._partitions[key]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, gelu
 
 from flip_parts.job import Work
-from torchscout.evidence.call import OURS
+from torchscout.collectives.call import SCOUT_GROUP
 
 __all__ = ["LAYOUTS", "LENGTH", "ROWS", "VOCABULARY", "batch", "leave_groups", "slots"]
 
@@ -63,7 +63,7 @@ def slots(optimizer: torch.optim.Optimizer, name: str) -> list[torch.Tensor]:
 def leave_groups() -> None:
     """Process groups of one job are not those of the next."""
     for group in [*distributed_c10d._world.pg_map]:
-        if group is not dist.group.WORLD and group.group_desc != OURS:
+        if group is not dist.group.WORLD and group.group_desc != SCOUT_GROUP:
             dist.destroy_process_group(group)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchscout.collectives.call import Call
+from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.evidence.call import Call
-from torchscout.evidence.collectives import Pending, listen
 from training_parts.breakdown import breakdown, device_waits
 from training_parts.job import MODELS, Job
 from training_parts.reference import reference

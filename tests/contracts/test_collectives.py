@@ -25,8 +25,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 from tests.support.ears import Ears, Heard
 from tests.support.ranks import run_ranks
 from torchscout.cli.local_ranks import preload
-from torchscout.evidence.call import Splits, operators
-from torchscout.evidence.collectives import listen
+from torchscout.collectives.call import Splits, operators
+from torchscout.collectives.interceptor import listen
 
 preload("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 

@@ -22,8 +22,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 from tests.support.ears import Ears
 from tests.support.ranks import run_ranks
-from torchscout.evidence.call import Call, operators
-from torchscout.evidence.collectives import Pending, listen, uninstall
+from torchscout.collectives.call import Call, operators
+from torchscout.collectives.interceptor import Pending, listen, uninstall
 
 
 def kernels() -> list[str]:

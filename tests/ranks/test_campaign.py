@@ -36,7 +36,7 @@ from torchscout.cli.moe_model import experts_at
 from torchscout.config import StragglerConfig
 from torchscout.faults.fault import since
 from torchscout.faults.plan import FaultPlan
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
 
 preload(*MODULES)
 ROOT = Path(__file__).parents[2]
@@ -176,7 +176,7 @@ def wrong_weight(step: int) -> FaultPlan:
     """In the first layer, whose experts are replayed with 128 rows after step 5 and with 512 after step 7."""
     at = experts_at(0)
     flipped = FaultPlan().flip_bit(rank=7, at=f"{at}/up", step=step, bit=3)
-    return flipped.showing(f"{at}/parameters", role=Role.EXPERT)
+    return flipped.showing(f"{at}/parameters", role=LayerKind.EXPERT)
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_a_mixture_without_a_fault_is_silent_for_two_cycles(tmp_path: Path):
 def test_a_kernel_that_falls_ill_is_its_ranks_and_one_without_such_work_stays_healthy(tmp_path: Path):
     at = experts_at(0)
     cells = [
-        Cell("moe-kernel", name, "ep2", Processes.KERNEL, faults.showing(role=Role.EXPERT))
+        Cell("moe-kernel", name, "ep2", Processes.KERNEL, faults.showing(role=LayerKind.EXPERT))
         for name, faults in (
             ("sick", FaultPlan().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3))),
             ("healthy", FaultPlan().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3), tile=999)),

@@ -8,9 +8,9 @@ from pathlib import Path
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job
 from tests.support.replayed_job import Block, Net
+from torchscout.collectives.call import Call
+from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import ReplayConfig
-from torchscout.evidence.call import Call
-from torchscout.evidence.collectives import Pending, listen
 
 STEPS = 4
 ONE_CHECK = {

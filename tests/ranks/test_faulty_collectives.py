@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
 from tests.support.tensor_jobs import local_of
-from torchscout.evidence.call import Call
-from torchscout.evidence.collectives import listen
+from torchscout.collectives.call import Call
+from torchscout.collectives.interceptor import listen
 from torchscout.faults.effects import CHANGES
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
-from torchscout.evidence.call import Call
-from torchscout.evidence.collectives import Pending, listen
+from torchscout.collectives.call import Call
+from torchscout.collectives.interceptor import Pending, listen
 from torchscout.evidence.observer import fingerprint
 
 

@@ -29,9 +29,9 @@ from tests.support.hangs import (
     wait_for_incident,
 )
 from tests.support.ranks import RankError, run_ranks
+from torchscout.collectives.interceptor import listen
 from torchscout.config import Parallelism
 from torchscout.decision.record import Action, Incident, Manifestation, Scope
-from torchscout.evidence.collectives import listen
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency

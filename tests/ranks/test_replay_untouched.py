@@ -11,10 +11,10 @@ import torch
 from tests.support.ears import Ears
 from tests.support.ranks import run_ranks
 from tests.support.variations import VARIATIONS, Trained, train
+from torchscout.collectives.interceptor import listen
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import Stamped, read
-from torchscout.evidence.collectives import listen
 from torchscout.integration.attach import enable_resiliency
 
 STEPS, RANKS = 12, 3

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
-from torchscout.evidence.collectives import listen
+from torchscout.collectives.interceptor import listen
 from torchscout.evidence.observer import stacks
 
 SIGNAL = 46

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tests.support.ranks import LiveRanks, run_ranks
 from tests.support.transfer_jobs import Job, Told, answering
+from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.config import BaselineConfig, ReplayConfig
-from torchscout.evidence.call import OURS
 from torchscout.evidence.replay.heard import Heard, Link
 from torchscout.faults.plan import FaultPlan
 
@@ -122,7 +122,7 @@ def heard_on(rank: int, device: str) -> set[Link]:
     heard = Heard(torch.device(device))
     heard.listen()
     dist.all_reduce(torch.ones(2))
-    dist.all_gather_object([None, None], rank, group=dist.new_group(group_desc=OURS))
+    dist.all_gather_object([None, None], rank, group=dist.new_group(group_desc=SCOUT_GROUP))
     dist.barrier()
     heard.rest()
     dist.broadcast(torch.ones(2), src=0)

@@ -11,9 +11,9 @@ from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
-from torchscout.evidence.call import OURS
+from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.integration.deepspeed import DeepSpeedAdapter
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
 
 __all__ = ["ours", "theirs", "tidy_up"]
 
@@ -55,11 +55,11 @@ def ours(kind: str, engine: Any) -> Places:
     rank, mesh = dist.get_rank(), DeepSpeedAdapter(engine, None).mesh(["here"] * dist.get_world_size())
     data = "shard" if engine.zero_optimization_stage() == 3 else "replica"
     axes = {"pipeline": ["pipeline"], "ulysses": ["context"], "tensor": ["tensor"]}.get(kind, [])
-    found = {"replica": mesh.ranks_along(data, rank, Role.DENSE)}
-    found |= {axis: mesh.ranks_along(axis, rank, Role.DENSE) for axis in axes}
+    found = {"replica": mesh.ranks_along(data, rank, LayerKind.DENSE)}
+    found |= {axis: mesh.ranks_along(axis, rank, LayerKind.DENSE) for axis in axes}
     if kind in _SPREADS:
-        found["expert"] = mesh.ranks_along("expert", rank, Role.EXPERT)
-        found["holders"] = mesh.ranks_along("replica", rank, Role.EXPERT)
+        found["expert"] = mesh.ranks_along("expert", rank, LayerKind.EXPERT)
+        found["holders"] = mesh.ranks_along("replica", rank, LayerKind.EXPERT)
     return {axis: sorted(ranks) for axis, ranks in found.items()}
 
 
@@ -72,5 +72,5 @@ def tidy_up() -> None:
     # PyTorch names a group that only its members make after the number of groups they are in already: ranks
     # that were of different stages would not find each other in the next trial.
     for group in [*distributed_c10d._world.pg_map]:
-        if group is not dist.group.WORLD and group.group_desc != OURS:
+        if group is not dist.group.WORLD and group.group_desc != SCOUT_GROUP:
             dist.destroy_process_group(group)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torchscout.evidence.call import Call, Group, Splits
-from torchscout.evidence.collectives import Pending
+from torchscout.collectives.call import Call, Group, Splits
+from torchscout.collectives.interceptor import Pending
 
 __all__ = ["Ears", "Heard"]
 

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ears import Ears
 from tests.support.replayed_job import Block, Net, batch, device
+from torchscout.collectives.interceptor import listen
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Incident
-from torchscout.evidence.collectives import listen
 from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["HIDING", "Seen", "hiding_training"]

@@ -25,7 +25,7 @@ from torchscout.decision.recorder import read
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.integration.resumption import Resumption
-from torchscout.mesh import Mesh, Role
+from torchscout.mesh import LayerKind, Mesh
 
 __all__ = ["Told", "Trial", "answering", "train"]
 
@@ -165,10 +165,10 @@ def _places(job: Job, rank: int) -> dict[str, list[int]]:
     mesh = _mesh(job, ["machine"] * dist.get_world_size())
     axes = {"replica": "shard"} if job.trial.fsdp else {}
     dense = ("replica", "tensor", "pipeline", "context")
-    found = {axis: mesh.ranks_along(axes.get(axis, axis), rank, Role.DENSE) for axis in dense}
+    found = {axis: mesh.ranks_along(axes.get(axis, axis), rank, LayerKind.DENSE) for axis in dense}
     if job.trial.experts:
         for axis in ("replica", "tensor", "expert"):
-            found[f"expert {axis}"] = mesh.ranks_along(axes.get(axis, axis), rank, Role.EXPERT)
+            found[f"expert {axis}"] = mesh.ranks_along(axes.get(axis, axis), rank, LayerKind.EXPERT)
     return {name: list(ranks) for name, ranks in found.items()}
 
 

@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchscout.cli.local_ranks import preload
+from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.evidence.call import OURS
 from torchscout.faults.plan import FaultPlan
 
 __all__ = ["Job", "Trial", "build", "called", "inner", "leave", "one_step"]
@@ -369,5 +369,5 @@ def leave() -> None:
     # PyTorch names a group that only its members make after the number of groups they are in already: ranks
     # that were of different stages would not find each other in the next trial.
     for group in [*distributed_c10d._world.pg_map]:
-        if group is not dist.group.WORLD and group.group_desc != OURS:
+        if group is not dist.group.WORLD and group.group_desc != SCOUT_GROUP:
             dist.destroy_process_group(group)

@@ -10,12 +10,12 @@ import torch
 from tests.support.thread_peers import ThreadPeers, on_threads
 from torchscout.decision.record import EvidenceRecord
 from torchscout.errors import ReplayError
-from torchscout.evidence.hearing import is_inert
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation, Recipe
 from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
+from torchscout.utils.reentrancy import in_own_work
 
 Act = Callable[[int, str, float], Any]
 
@@ -32,7 +32,7 @@ class Planned:
         self.rank, self.act, self.kind, self.varies = rank, act, kind, varies
         self.targets = ("a", "b")
         self.is_gathered, self.is_swept, self.vouches = False, True, True
-        self.role, self.is_dynamic = Role.DENSE, False
+        self.role, self.is_dynamic = LayerKind.DENSE, False
         self.calls: list[tuple[str, Any]] = []
         self.milliseconds: Callable[[], float] = lambda: 1.0
         """What the present run takes."""
@@ -66,7 +66,7 @@ class PlannedReplay:
         self._value = torch.tensor([recipe.rank + 10], dtype=torch.int64)
 
     def describe(self) -> Any:
-        answer = self._recipe.say("describe", is_inert())
+        answer = self._recipe.say("describe", in_own_work())
         return {"rank": self._recipe.rank} if answer is None else answer
 
     def prepare(self, descriptions: Sequence[Any], source: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchscout.evidence.hearing import inert
 from torchscout.evidence.replay.recipe import Observation, Replay, finish_signatures
+from torchscout.utils.reentrancy import own_work
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def receiver(sent: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], None]:
 def observe(replay: Replay, variant: float = 1.0) -> dict[str, int]:
     """As the replayer does: with SCOUT's own hooks inert."""
     seen = Observation()
-    with inert():
+    with own_work():
         replay.observe(variant, seen)
     finish_signatures([seen])
     return seen.signatures

@@ -20,9 +20,9 @@ from tests.support.replayed_job import Net, batch
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import Stamped, read
-from torchscout.evidence.hearing import is_inert
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.session import Session
+from torchscout.utils.reentrancy import in_own_work
 
 __all__ = [
     "EVERY_STEP",
@@ -113,7 +113,7 @@ class GridJob:
 
 def in_replay(module: nn.Module, act: Callable[[], Any]) -> RemovableHandle:
     """Do something whenever a replay, and not training, has called the module."""
-    return module.register_forward_hook(lambda *_: act() if is_inert() else None)
+    return module.register_forward_hook(lambda *_: act() if in_own_work() else None)
 
 
 def records(run_dir: Path, rank: int) -> list[EvidenceRecord]:

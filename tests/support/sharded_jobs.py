@@ -18,11 +18,11 @@ from tests.support.replayed_job import Net, batch
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import read
-from torchscout.evidence.hearing import is_inert
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
+from torchscout.utils.reentrancy import in_own_work
 
 EVERY_STEP = ReplayConfig(interval=1, records="all")
 HAS_RESET = hasattr(FSDPModule, "reset_iter_state")
@@ -113,7 +113,7 @@ class Failing:
 
 
 def _fail(*_: object) -> None:
-    if is_inert():
+    if in_own_work():
         raise torch.OutOfMemoryError("no memory is left for a replay")
 
 

@@ -28,11 +28,11 @@ from torch.distributed.tensor.parallel import (
 from tests.support.replay_jobs import EVERY_STEP, records
 from tests.support.replayed_job import Net, batch
 from torchscout.decision.record import EvidenceRecord, Manifestation
-from torchscout.evidence.hearing import is_inert
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.session import Session
+from torchscout.utils.reentrancy import in_own_work
 
 AXES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}
 
@@ -137,7 +137,7 @@ class Echo:
 
     def _heard(self, what: str, tensor: torch.Tensor) -> None:
         found = local_of(tensor).detach().contiguous().numpy().tobytes()
-        if is_inert():
+        if in_own_work():
             self.outcomes[what].append(found == self._training[what])
         else:
             self._training[what] = found

@@ -40,18 +40,18 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
+from torchscout.collectives.call import SCOUT_GROUP, Call
+from torchscout.collectives.interceptor import listen
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
-from torchscout.evidence.call import OURS, Call
-from torchscout.evidence.collectives import listen
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.session import Session
 from torchscout.integration.torchtitan import TorchTitanAdapter
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
 
 _NEW_HOST_NAME = 0x04000000  # from linux/sched.h
 OVERRIDE = "torchscout.integration.torchtitan.resiliency"
@@ -310,16 +310,16 @@ def _groups(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     rank, mesh = dist.get_rank(), adapter.mesh([""] * dist.get_world_size())
     axes = {
-        "pp": ("pipeline", Role.DENSE),
-        "dp_replicate": ("replica", Role.DENSE),
-        "dp_shard": ("shard", Role.DENSE),
-        "cp": ("context", Role.DENSE),
-        "tp": ("tensor", Role.DENSE),
-        "ep": ("expert", Role.EXPERT),
-        "efsdp": ("shard", Role.EXPERT),
+        "pp": ("pipeline", LayerKind.DENSE),
+        "dp_replicate": ("replica", LayerKind.DENSE),
+        "dp_shard": ("shard", LayerKind.DENSE),
+        "cp": ("context", LayerKind.DENSE),
+        "tp": ("tensor", LayerKind.DENSE),
+        "ep": ("expert", LayerKind.EXPERT),
+        "efsdp": ("shard", LayerKind.EXPERT),
     }
     if trainer.parallel_dims.cp == 1:
-        axes["fsdp"] = ("shard", Role.DENSE)
+        axes["fsdp"] = ("shard", LayerKind.DENSE)
     theirs = {
         name: tuple(dist.get_process_group_ranks(devices.get_group()))
         for name, devices in trainer.parallel_dims.get_all_one_dimensional_meshes().items()
@@ -350,7 +350,7 @@ def _leave(trainer: Trainer) -> None:
     # PyTorch names a group that only its members make after the number of groups they are in already: ranks
     # that were of different stages would not find each other in the next trial.
     for group in [*distributed_c10d._world.pg_map]:
-        if group is not dist.group.WORLD and group.group_desc != OURS:
+        if group is not dist.group.WORLD and group.group_desc != SCOUT_GROUP:
             dist.destroy_process_group(group)
     # What DTensor has worked out for a mesh it would take for the next one that is equal.
     _clear_sharding_prop_cache()

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.capturing import armed, calling, doubling, reason, x
 from tests.support.replay_by_hand import CPU
-from torchscout.evidence.hearing import inert
 from torchscout.evidence.replay.capture import Capture
 from torchscout.evidence.replay.invocation import Invocation
+from torchscout.utils.reentrancy import own_work
 
 
 def argument(invocation: Invocation, place: int = 0) -> list:
@@ -87,7 +87,7 @@ def test_what_is_recomputed_in_backward_is_not_captured_again(keep: bool):
 def test_a_call_of_scouts_own_is_not_captured():
     module = doubling()
     with armed(module) as capture:
-        with inert():
+        with own_work():
             module(x(1, 2)).sum().backward()
         assert reason(capture).startswith("it was not called")
 

@@ -10,7 +10,7 @@ from torchscout.decision.consensus import exact
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.faults.plan import FaultPlan
-from torchscout.mesh import Mesh, Role
+from torchscout.mesh import LayerKind, Mesh
 
 SDC, STRAGGLER, HANG = Manifestation.SDC, Manifestation.STRAGGLER, Manifestation.HANG
 FOUR = Mesh.grid(replica=4)
@@ -81,8 +81,8 @@ def test_wrong_ranks_at_one_place_are_one_finding_and_half_of_them_nobody():
 def test_experts_have_peers_of_their_own():
     mesh = Mesh.grid(replica=4).carve_experts(2)
     plan = FaultPlan().flip_bit(rank=2, at="layer.0.expert/weight", step=7, bit=1)
-    assert plan.showing(role=Role.EXPERT).truth(mesh)[0].ranks == (0, 2)
-    assert plan.showing(role=Role.DENSE).truth(mesh)[0].ranks == (2,)
+    assert plan.showing(role=LayerKind.EXPERT).truth(mesh)[0].ranks == (0, 2)
+    assert plan.showing(role=LayerKind.DENSE).truth(mesh)[0].ranks == (2,)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from tests.support.replay_by_hand import (
     observations,
     observe,
 )
-from torchscout.evidence.hearing import inert
 from torchscout.evidence.replay.recipe import Mode, Observation
+from torchscout.utils.reentrancy import own_work
 
 
 def test_dropout_is_the_same_on_peers_that_stand_elsewhere():
@@ -117,7 +117,7 @@ def test_a_module_that_raises_is_not_hidden_and_leaves_all_as_it_was():
     is_broken.append(True)
     stream, flags, filters = torch.get_rng_state(), switches(), list(warnings.filters)
     seen = Observation()
-    with pytest.raises(RuntimeError, match="a broken kernel"), inert():
+    with pytest.raises(RuntimeError, match="a broken kernel"), own_work():
         replays[1].observe(1.0, seen)
     assert list(seen.signatures) == [f"{NAME}/input", f"{NAME}/parameters"], "what was seen before counts"
     assert torch.equal(stream, torch.get_rng_state())
@@ -218,7 +218,7 @@ def test_a_stream_of_the_modules_own_does_not_make_peers_differ():
 def refused(replay: Any) -> Observation:
     """What is seen of a replay that strict mode ends."""
     seen, flags = Observation(), switches()
-    with pytest.raises(RuntimeError), inert():
+    with pytest.raises(RuntimeError), own_work():
         replay.observe(1.0, seen)
     assert switches() == flags
     return seen
@@ -235,7 +235,7 @@ def test_a_forward_pass_that_strict_mode_refuses_is_replayed_without_and_marked(
     (message,) = refused(replay).refused
     assert message.startswith(PUT)
     seen = Observation()
-    with inert():
+    with own_work():
         replay.observe(1.0, seen)
     assert seen.refused == []
     computed = {f"{NAME}/output", f"{NAME}/grad_input", f"{NAME}.weight.grad"}
@@ -266,7 +266,7 @@ def test_a_backward_pass_that_strict_mode_refuses_leaves_the_forward_pass_strict
     replay = Job(lambda: refusing(message), ranks=1).aligned()[0]
     assert refused(replay).refused == [message]
     seen = Observation()
-    with inert():
+    with own_work():
         replay.observe(1.0, seen)
     assert seen.unrepeatable == {f"{NAME}/grad_input": PUT, f"{NAME}.weight.grad": PUT}
     assert replay.determinism.relaxed == {Mode.BACKWARD}
@@ -277,7 +277,7 @@ def test_matrix_products_without_a_workspace_setting_are_replayed_without_and_st
     replay = Job(lambda: refusing(message), ranks=1).aligned()[0]
     assert refused(replay).refused == [message]
     seen = Observation()
-    with inert():
+    with own_work():
         replay.observe(1.0, seen)
     assert seen.unrepeatable == {}
     assert f"{NAME}/grad_input" in seen.signatures

@@ -19,9 +19,9 @@ from tests.support.replay_by_hand import (
     prepare,
 )
 from torchscout.errors import ReplayError
-from torchscout.evidence.hearing import inert
 from torchscout.evidence.replay.layer import LayerRecipe, LayerReplay
 from torchscout.evidence.replay.recipe import ABSENT, Mode, Observation
+from torchscout.utils.reentrancy import own_work
 
 
 def writing(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_a_module_that_writes_to_its_parameters_only_in_replay_is_told():
     (replay,) = job.aligned()
     job.modules[0].writes = True
     seen = Observation()
-    with pytest.raises(ReplayError, match="writes to its own parameters"), inert():
+    with pytest.raises(ReplayError, match="writes to its own parameters"), own_work():
         replay.observe(1.0, seen)
     assert f"{NAME}/output" not in seen.signatures, "its record is what carries the reason"
 

@@ -15,12 +15,12 @@ from tests.support.update_job import flip_lowest_bit
 from torchscout.decision.repeatability import MAX_REPLAYS, Repeatability
 from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ChannelError, ReplayError
-from torchscout.evidence.hearing import is_inert
 from torchscout.evidence.replay.census import CensusRecipe
 from torchscout.evidence.replay.layer import LayerRecipe
 from torchscout.evidence.replay.recipe import Given, Mode, Observation, Recipe, Replay
 from torchscout.evidence.replay.replayer import Findings, Replayer
 from torchscout.evidence.replay.rotation import Rotation
+from torchscout.utils.reentrancy import in_own_work
 
 ORDER = ["begin", "describe", "prepare", "align", "comparisons", "observe", "release"]
 
@@ -44,7 +44,7 @@ def test_scouts_own_hooks_are_inert_while_it_works():
     ranks = job()
     checked(ranks)
     assert all(("describe", True) in rank.recipes[0].calls for rank in ranks)
-    assert not is_inert()
+    assert not in_own_work()
 
 
 def test_targets_and_sources_rotate_with_the_rounds():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchscout.decision.wording import listed, named
+from torchscout.utils.text import listed, named
 
 
 @pytest.mark.parametrize(

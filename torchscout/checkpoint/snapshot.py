@@ -26,7 +26,7 @@ from torchscout.checkpoint.slots import Slots
 from torchscout.checkpoint.state import State
 from torchscout.checkpoint.tensors import bytes_of, name_of
 from torchscout.checkpoint.transfer import Copies, Copy, Stage
-from torchscout.errors import CheckpointError, told
+from torchscout.errors import CheckpointError, describe_error
 
 __all__ = ["Capture", "Snapshots", "check_budget", "memory_folder"]
 
@@ -119,7 +119,7 @@ class Snapshots:
             staged = self._stage.take(state.prompt)
             copies = Copies([*state.live.values(), *staged.values()])
         except _FAILURES as error:
-            capture._end(told(error))
+            capture._end(describe_error(error))
         else:
             self._last = capture
             self._unfenced = task = _Task(capture, role, state, staged, versions, copies)
@@ -137,7 +137,7 @@ class Snapshots:
             try:
                 task.copies.fence()
             except _FAILURES as error:
-                capture._given_up = told(error)
+                capture._given_up = describe_error(error)
         else:
             capture._given_up = f"the state was not copied within {self._patience} s"
         capture.held_seconds += time.perf_counter() - begin
@@ -205,7 +205,7 @@ class Snapshots:
             size = self._write(task)
             problem = None
         except _FAILURES as error:
-            problem = told(error)
+            problem = describe_error(error)
         finally:
             task.capture._end(problem)
         if problem is None:

@@ -22,7 +22,7 @@ from torchscout.cli.moe_model import (
     expert_names,
     share_gradients,
 )
-from torchscout.mesh import Mesh, Role
+from torchscout.mesh import LayerKind, Mesh
 
 __all__ = ["MoeTraining", "group_of"]
 
@@ -85,7 +85,7 @@ class MoeTraining:
 def group_of(mesh: Mesh, axis: str, rank: int) -> dist.ProcessGroup:
     """This rank's along an axis of the experts; every rank makes all of them."""
     own: dist.ProcessGroup | None = None
-    for ranks in mesh.groups_along(axis, Role.EXPERT):
+    for ranks in mesh.groups_along(axis, LayerKind.EXPERT):
         group = dist.new_group(list(ranks), group_desc=f"mesh_{axis}")
         own = group if rank in ranks else own
     assert own is not None

@@ -16,11 +16,11 @@ from torchscout.decision import recorder
 from torchscout.decision.progress import Process, Progress
 from torchscout.decision.record import Incident, Manifestation, Resolved
 from torchscout.decision.recorder import Stamped
-from torchscout.decision.wording import named
 from torchscout.errors import TornRecordError
 from torchscout.evidence.observer.ends import End, read_ends
 from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.integration.roster import Entry, read_roster
+from torchscout.utils.text import named
 
 __all__ = ["status"]
 

@@ -16,8 +16,8 @@ from torchscout.decision.flight_recorder_lines import Operation, Recording, reco
 from torchscout.decision.hang_diagnosis import diagnose
 from torchscout.decision.progress import Issued, Line, Phase, Process, Progress, Standing
 from torchscout.decision.record import Incident
-from torchscout.decision.wording import named
 from torchscout.mesh import Mesh
+from torchscout.utils.text import named
 
 __all__ = ["Explanation", "Progresses", "explain"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from torchscout.decision.progress import Issued, Line, Phase, Process
 from torchscout.decision.protocol import Divergence
 from torchscout.decision.roll_call import RollCall
-from torchscout.decision.wording import listed, named
 from torchscout.mesh import Mesh
+from torchscout.utils.text import listed, named
 
 __all__ = ["deadlock", "different", "late", "lost_machines", "stall", "unheard", "unobserved"]
 

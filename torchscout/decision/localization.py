@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from torchscout.decision.wording import listed
 from torchscout.mesh import Mesh
+from torchscout.utils.text import listed
 
 __all__ = ["Diagnosis", "Group", "Localization", "localize", "undecided"]
 

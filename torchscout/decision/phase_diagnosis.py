@@ -15,8 +15,8 @@ from torchscout.decision.consensus import statistical
 from torchscout.decision.persistence import Persistence, SlowRun, Times
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
-from torchscout.decision.wording import listed, named
-from torchscout.mesh import Mesh, Role
+from torchscout.mesh import LayerKind, Mesh
+from torchscout.utils.text import listed, named
 
 __all__ = ["PhaseDiagnosis"]
 
@@ -45,7 +45,7 @@ class PhaseDiagnosis:
     def observe(self, step: int, milliseconds: Mapping[Phase, Mapping[int, float]]) -> list[Incident]:
         """Take in one survey: what each phase took lately on each rank that timed it."""
         # Batches belong to data-parallel ranks, whoever holds which experts.
-        groups = [group.ranks for group in self._mesh.peer_groups(Role.DENSE)]
+        groups = [group.ranks for group in self._mesh.peer_groups(LayerKind.DENSE)]
         return [
             incident
             for phase, times in milliseconds.items()

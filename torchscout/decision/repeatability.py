@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 
 from torchscout.decision.consensus import Status, Verdict, exact, known
 from torchscout.decision.record import EvidenceRecord, Surface
-from torchscout.decision.wording import named
+from torchscout.utils.text import named
 
 __all__ = [
     "BIAS",

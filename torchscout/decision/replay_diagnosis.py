@@ -14,8 +14,8 @@ from torchscout.config import StragglerConfig
 from torchscout.decision.persistence import Persistence, SlowRun, Times
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope, Surface
 from torchscout.decision.repeatability import Repeatability, Repeated
-from torchscout.decision.wording import listed, named
 from torchscout.mesh import Mesh
+from torchscout.utils.text import listed, named
 
 __all__ = [
     "COMPUTATION",

@@ -16,7 +16,7 @@ from torchscout.config import StragglerConfig
 from torchscout.decision import consensus
 from torchscout.decision.cross_group import GroupTime
 from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
-from torchscout.mesh import AXES, Mesh, Role
+from torchscout.mesh import AXES, LayerKind, Mesh
 
 __all__ = ["Lap", "Measured", "Timings", "axis_of"]
 
@@ -63,8 +63,8 @@ def axis_of(mesh: Mesh, members: Sequence[int]) -> str:
     Of a group over several of them, or of a part of one, those along which its members differ.
     """
     wanted = tuple(sorted(members))
-    along = (axis for role in Role for axis in AXES if mesh.ranks_along(axis, wanted[0], role) == wanted)
-    return next(along, None) or "+".join(mesh.axes_across(wanted, Role.DENSE))
+    along = (axis for role in LayerKind for axis in AXES if mesh.ranks_along(axis, wanted[0], role) == wanted)
+    return next(along, None) or "+".join(mesh.axes_across(wanted, LayerKind.DENSE))
 
 
 class Timings:
@@ -124,7 +124,7 @@ class Timings:
                 continue
             # Of state, which only replicas share.
             is_update = surface.startswith(("time/optimizer", "time/expert_optimizer"))
-            role = Role.EXPERT if _is_of_experts(surface) else Role.DENSE
+            role = LayerKind.EXPERT if _is_of_experts(surface) else LayerKind.DENSE
             among = self._mesh.peers_of if is_update else self._mesh.layer_peers_of
             peers = among(rank, role)
             # A rank that could not replay has told nothing; that is no slowness. Other sizes are other work.

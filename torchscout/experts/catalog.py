@@ -21,9 +21,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchscout.decision.wording import listed
 from torchscout.errors import CatalogError
 from torchscout.experts.coverage import Observed, Representative, Retained, Rows, ShapeProfile, Table, by_size
+from torchscout.utils.text import listed
 
 if TYPE_CHECKING:
     import torch

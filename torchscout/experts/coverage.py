@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torchscout.decision.wording import listed
+from torchscout.utils.text import listed
 
 __all__ = [
     "EXECUTIONS",

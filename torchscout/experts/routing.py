@@ -18,8 +18,8 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from torchscout.decision.wording import listed
 from torchscout.experts.coverage import Rows, ShapeProfile, maximal
+from torchscout.utils.text import listed
 
 __all__ = [
     "Additivity",

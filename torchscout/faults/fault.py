@@ -15,7 +15,7 @@ import xxhash
 
 from torchscout.decision.record import Manifestation, Scope, Surface
 from torchscout.faults.effects import CallEffect, ProcessEffect, TensorEffect
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
 
 __all__ = [
     "BACKWARD",
@@ -141,7 +141,7 @@ class Shown:
     surface: Surface | None = None
     scope: Scope | None = None
     ranks: tuple[int, ...] | None = None
-    role: Role | None = None
+    role: LayerKind | None = None
     """Whose peers vote, where experts are carved out of data parallelism."""
 
 

@@ -21,7 +21,7 @@ from torchscout.decision.record import Incident, Manifestation, Scope, Surface
 from torchscout.evidence.replay.at_rest import AT_REST
 from torchscout.faults.effects import CallEffect, Signal, Skip, StayInside, Swap
 from torchscout.faults.fault import BACKWARD, Fault, FaultSite, Shown, SiteKind
-from torchscout.mesh import AXES, Axis, Mesh, PeerGroup, Role
+from torchscout.mesh import AXES, Axis, LayerKind, Mesh, PeerGroup
 
 __all__ = ["GroundTruth", "axis_of", "peers_of", "surface_of", "truths"]
 
@@ -254,7 +254,7 @@ def peers_of(fault: Fault, mesh: Mesh) -> PeerGroup:
     if fault.place.kind in (SiteKind.PASS, SiteKind.GRADIENT):
         return mesh.layer_peers_of(fault.rank, role)
     if fault.place.kind is SiteKind.PHASE:
-        return mesh.peers_of(fault.rank, Role.DENSE)  # batches belong to data-parallel ranks
+        return mesh.peers_of(fault.rank, LayerKind.DENSE)  # batches belong to data-parallel ranks
     return mesh.peers_of(fault.rank, role)
 
 

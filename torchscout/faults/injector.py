@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from torchscout.evidence.call import Call, Operator, operators
-from torchscout.evidence.collectives import Handle, Pending, listen
-from torchscout.evidence.hearing import is_inert
+from torchscout.collectives.call import Call, Operator, operators
+from torchscout.collectives.interceptor import Handle, Pending, listen
 from torchscout.faults.effects import CallEffect, Issue, ProcessEffect, StayInside, TensorEffect, done
 from torchscout.faults.fault import Fault, SiteKind
 from torchscout.faults.plan import FaultPlan, module_at, tensor_at
 from torchscout.integration.modules import is_called
+from torchscout.utils.reentrancy import in_own_work
 
 __all__ = ["CollectiveFaults", "Firing", "Injector", "Tampering"]
 
@@ -266,7 +266,7 @@ class Injector:
 
     def _next_begins(self, *_: Any) -> None:
         """A step ends when the next one begins: what is replayed between them belongs to the first."""
-        if self._is_updated and not is_inert():
+        if self._is_updated and not in_own_work():
             self.step, self._is_updated = self.step + 1, False
             self._tampering.begin(self.step)
         for handle in self._handles:

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchscout.collectives.call import POINT_TO_POINT, operators
 from torchscout.decision.record import Manifestation, Scope
-from torchscout.evidence.call import POINT_TO_POINT, operators
 from torchscout.faults.effects import (
     CallEffect,
     Change,
@@ -48,7 +48,7 @@ from torchscout.faults.effects import (
 )
 from torchscout.faults.fault import FIRST, Effect, Fault, FaultSite, Shown, SiteKind, Steps, steps_of
 from torchscout.faults.ground_truth import GroundTruth, peers_of, surface_of, truths
-from torchscout.mesh import Mesh, Role
+from torchscout.mesh import LayerKind, Mesh
 
 if TYPE_CHECKING:
     from torchscout.faults.fault import Fault
@@ -111,7 +111,7 @@ class FaultPlan:
         *,
         scope: Scope | None = None,
         ranks: tuple[int, ...] | None = None,
-        role: Role | None = None,
+        role: LayerKind | None = None,
     ) -> FaultPlan:
         """What is known of the last fault's finding: a part of a layer shows in the layer's output."""
         *before, last = self.planned

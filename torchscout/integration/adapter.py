@@ -11,7 +11,7 @@ from torchscout.decision.record import Surface
 from torchscout.evidence.replay.sharded import Keepers
 from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.structure import Part, Structure
-from torchscout.mesh import Mesh, Role
+from torchscout.mesh import LayerKind, Mesh
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -71,7 +71,7 @@ class Adapter(Protocol):
         """What computes the updates; where a framework wraps them, what is inside."""
         ...
 
-    def owned(self, role: Role = Role.DENSE) -> Mapping[Surface, torch.Tensor]:
+    def owned(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
         """What optimizers update on this rank alone, though the model's parameters have copies: ZeRO's. Of
         experts, or of all else; peers use the same names, whatever each has under them."""
         ...

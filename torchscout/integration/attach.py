@@ -44,7 +44,7 @@ from torchscout.integration.session import Session
 from torchscout.integration.structure import surface_of
 from torchscout.integration.watching import Job, watch
 from torchscout.log import log, show_by_default
-from torchscout.mesh import Mesh, Role
+from torchscout.mesh import LayerKind, Mesh
 
 __all__ = ["enable_resiliency"]
 
@@ -276,7 +276,7 @@ def _replay(
     session: Session, job: Job, config: ReplayConfig, adapter: Adapter, communicators: Communicators
 ) -> None:
     """Put replay into the session: on every rank, or where one has no part in it, on none."""
-    peers = job.mesh.peers_of(job.rank, Role.DENSE)
+    peers = job.mesh.peers_of(job.rank, LayerKind.DENSE)
     obstacle = adapter.obstacle
     if obstacle is None and not adapter.optimizers():
         obstacle = "there is no optimizer at whose update a step would end"
@@ -325,7 +325,7 @@ def _shapes(
     if config.catalog is None:
         return None, NO_CATALOG
     shapes, problem = None, None
-    position = job.mesh.address_of(job.rank, Role.EXPERT).expert
+    position = job.mesh.address_of(job.rank, LayerKind.EXPERT).expert
     try:
         shapes = shapes_in(config.catalog, experts, position, device_of_job(adapter))
     except CatalogError as error:
@@ -335,11 +335,13 @@ def _shapes(
     return shapes, None
 
 
-def _links(job: Job, communicators: Communicators, device: torch.device) -> Callable[[Role, bool], PeerLinks]:
+def _links(
+    job: Job, communicators: Communicators, device: torch.device
+) -> Callable[[LayerKind, bool], PeerLinks]:
     """The connections of this rank: to the holders of what it holds, and to whom it computes the same as."""
     groups = {
         (role, is_gathered): (job.mesh.layer_peers_of if is_gathered else job.mesh.peers_of)(job.rank, role)
-        for role in Role
+        for role in LayerKind
         for is_gathered in (False, True)
     }
     links = {group: communicators.links(group, device) for group in dict.fromkeys(groups.values())}

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.decision.channel import PeerChannel, ProcessGroupChannel
 from torchscout.errors import ChannelError, ScoutError
-from torchscout.evidence.call import OURS
 from torchscout.mesh import Axis, PeerGroup
 
 __all__ = ["Communicators", "PeerLinks"]
@@ -31,7 +31,7 @@ class Communicators:
         self._patience = datetime.timedelta(seconds=patience_seconds)
         # Gloo whatever training uses: what is exchanged lives in host memory.
         self._group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=self._patience, group_desc=OURS
+            backend="gloo", timeout=self._patience, group_desc=SCOUT_GROUP
         )
         self.size = dist.get_world_size()
         everybody = PeerGroup(tuple(range(self.size)), Axis.REPLICA)
@@ -139,7 +139,7 @@ def _group_of(ranks: tuple[int, ...], backend: str | None, timeout: datetime.tim
     known = _groups.get((ranks, backend))
     if known is None or not _is_alive(known):
         known = _groups[ranks, backend] = dist.new_group(
-            ranks, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=OURS
+            ranks, backend=backend, timeout=timeout, use_local_synchronization=True, group_desc=SCOUT_GROUP
         )
     return known
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchscout.decision.signature import signature
 from torchscout.evidence.replay.sharded import gathered
 from torchscout.integration.adapter import Adapter
-from torchscout.mesh import Mesh, Role
+from torchscout.mesh import LayerKind, Mesh
 
 __all__ = ["broken_promises"]
 
@@ -30,7 +30,7 @@ def broken_promises(adapter: Adapter, train_step: Callable[[], None]) -> list[st
     obstacle = adapter.obstacle
     broken = [*_differing("obstacle", obstacle, range(dist.get_world_size()))]
     mesh = adapter.mesh(["here"] * dist.get_world_size())
-    peers = mesh.peers_of(dist.get_rank(), Role.DENSE).ranks
+    peers = mesh.peers_of(dist.get_rank(), LayerKind.DENSE).ranks
     broken += _mesh(mesh, peers)
     if obstacle is not None:
         return broken  # whose job is not replayed has nothing else to promise
@@ -126,7 +126,7 @@ def _updates(adapter: Adapter, train_step: Callable[[], None]) -> Iterator[str]:
 
 def _bits(adapter: Adapter) -> dict[str, int]:
     """Of all that updates change, as far as this rank has it."""
-    tensors = {**adapter.parameters(), **adapter.owned(), **adapter.owned(Role.EXPERT)}
+    tensors = {**adapter.parameters(), **adapter.owned(), **adapter.owned(LayerKind.EXPERT)}
     return {
         name: signature((each.to_local() if isinstance(each, DTensor) else each).detach())
         for name, each in tensors.items()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from torchscout.decision.repeatability import NONDETERMINISTIC, REFUSED
-from torchscout.decision.wording import listed
 from torchscout.errors import CatalogError
 from torchscout.evidence.replay.at_rest import AtRestRecipe
 from torchscout.evidence.replay.census import CensusRecipe
@@ -26,6 +25,7 @@ from torchscout.experts.coverage import Rows
 from torchscout.experts.launch_profiler import facts_of
 from torchscout.integration.modules import unwrapped
 from torchscout.integration.structure import Part
+from torchscout.utils.text import listed
 
 __all__ = ["NO_CATALOG", "Coverage", "Covered", "covered_by", "left_out", "shapes_in"]
 

@@ -33,7 +33,7 @@ from torchscout.integration.parallelism import mesh_from
 from torchscout.integration.structure import Part, Structure, layers_of, plain_name, structure_of, surface_of
 from torchscout.integration.updates import Updates, overwritten
 from torchscout.integration.versions import TESTED, unknown
-from torchscout.mesh import AXES, Mesh, Role
+from torchscout.mesh import AXES, LayerKind, Mesh
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -176,8 +176,8 @@ class DeepSpeedAdapter:
         found = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
         return [found] if isinstance(found, torch.optim.Optimizer) else []
 
-    def owned(self, role: Role = Role.DENSE) -> Mapping[Surface, torch.Tensor]:
-        if role is Role.EXPERT:
+    def owned(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
+        if role is LayerKind.EXPERT:
             return {}
         if self._stage < 3:
             return self._masters("partition") if self._is_partitioned else {}
@@ -249,7 +249,7 @@ class DeepSpeedAdapter:
             return True
         mesh, rank = self.mesh([""] * dist.get_world_size()), dist.get_rank()
         found = groups._get_expert_parallel_group_dict().values()
-        told = mesh.ranks_along("expert", rank, Role.EXPERT)
+        told = mesh.ranks_along("expert", rank, LayerKind.EXPERT)
         return all(tuple(sorted(dist.get_process_group_ranks(each))) == told for each in found)
 
     def _laid_out(self) -> torch.nn.Module:

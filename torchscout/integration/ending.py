@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torchscout.decision.record import Incident
-from torchscout.decision.wording import listed
 from torchscout.evidence.observer.ends import How
+from torchscout.utils.text import listed
 
 __all__ = ["closing_line", "how_ended"]
 

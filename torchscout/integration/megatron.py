@@ -55,7 +55,7 @@ from torchscout.integration.structure import (
 )
 from torchscout.integration.updates import Updates, overwritten
 from torchscout.integration.versions import unknown
-from torchscout.mesh import Mesh, MeshAddress, Role
+from torchscout.mesh import LayerKind, Mesh, MeshAddress
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -127,7 +127,7 @@ class MegatronAdapter:
         return None
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
-        shards = {place: len(each) for role in Role for place, each in self._shards(role).items()}
+        shards = {place: len(each) for role in LayerKind for place, each in self._shards(role).items()}
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, _Place(self._dense_address(), self._expert_address(), shards))
         self._places = told
@@ -191,7 +191,7 @@ class MegatronAdapter:
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return [each.optimizer for each in _members(self._optimizer)]
 
-    def owned(self, role: Role = Role.DENSE) -> Mapping[Surface, torch.Tensor]:
+    def owned(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
         """Ranks have different numbers of shards in a group: who has fewer goes through its own again. Where
         a peer has none to update, the group is only watched at rest."""
         found: dict[Surface, torch.Tensor] = {}
@@ -200,7 +200,7 @@ class MegatronAdapter:
             seen = shards if min(counts) else [each.detach() for each in shards]
             many = max(counts) if min(counts) else len(shards)
             found |= {f"optimizer.{place}/shard.{number}": seen[number % len(seen)] for number in range(many)}
-        return found if role is Role.EXPERT else found | copies_of(self._sharded())
+        return found if role is LayerKind.EXPERT else found | copies_of(self._sharded())
 
     def working_copies(self) -> WorkingCopies:
         """What is gathered as late as in the forward pass rests from then on; what this rank gives to the
@@ -246,14 +246,14 @@ class MegatronAdapter:
             f"megatron/scaler {place}": each for place, each in enumerate(scalers) if each is not None
         }
 
-    def _shards(self, role: Role) -> dict[str, list[torch.Tensor]]:
+    def _shards(self, role: LayerKind) -> dict[str, list[torch.Tensor]]:
         """What the distributed optimizer lets this rank alone update, by optimizer and group."""
         return {
             f"{number}.group.{place}": shards
             for number, each in enumerate(_members(self._optimizer))
             if isinstance(each, DistributedOptimizer)
             for place, group in enumerate(each.optimizer.param_groups)
-            if bool(group.get("is_expert_parallel")) is (role is Role.EXPERT)
+            if bool(group.get("is_expert_parallel")) is (role is LayerKind.EXPERT)
             and (shards := [shard for shard in group["params"] if _has_elements(shard)])
         }
 
@@ -269,10 +269,10 @@ class MegatronAdapter:
         for chunk in self._sharded() if self.obstacle is None else ():
             show_shards(chunk)
 
-    def _peers(self, role: Role) -> list[_Place]:
+    def _peers(self, role: LayerKind) -> list[_Place]:
         """Those who share what they update with this rank, once everybody has told its place."""
-        own = self._dense_address() if role is Role.DENSE else self._expert_address()
-        of = [(each, each.dense if role is Role.DENSE else each.expert) for each in self._places]
+        own = self._dense_address() if role is LayerKind.DENSE else self._expert_address()
+        of = [(each, each.dense if role is LayerKind.DENSE else each.expert) for each in self._places]
         along = {"replica": own.replica, "shard": own.shard}
         return [each for each, address in of if replace(address, **along) == own]
 

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
-from torchscout.evidence.hearing import is_nested_step
 from torchscout.evidence.replay.sharded import Keepers, keepers_of
 from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.mixture import experts_of
@@ -23,7 +22,8 @@ from torchscout.integration.modules import wrapped
 from torchscout.integration.parallelism import mesh_along, mesh_from
 from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
 from torchscout.integration.updates import overwritten
-from torchscout.mesh import Mesh, Role
+from torchscout.mesh import LayerKind, Mesh
+from torchscout.utils.reentrancy import is_nested_step
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -92,7 +92,7 @@ class PyTorchAdapter:
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
 
-    def owned(self, role: Role = Role.DENSE) -> Mapping[Surface, torch.Tensor]:  # noqa: ARG002  none
+    def owned(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:  # noqa: ARG002  none
         return {}
 
     def working_copies(self) -> WorkingCopies:

@@ -31,7 +31,7 @@ from torchscout.integration.adapter import Adapter
 from torchscout.integration.mixture import without_experts
 from torchscout.integration.modules import stages_of
 from torchscout.integration.structure import Part
-from torchscout.mesh import Axis, Mesh, Role
+from torchscout.mesh import Axis, LayerKind, Mesh
 
 __all__ = ["are_experts_spread", "device_of_job", "expert_parameters", "recipes_for"]
 
@@ -65,14 +65,14 @@ def recipes_for(
     left_out = {*adapter.unreplicated(), *own}
     shared = {surface: each for surface, each in adapter.parameters().items() if surface not in left_out}
     layers = without_experts(structure.layers, experts) if is_spread else structure.layers
-    owned, owned_of_experts = adapter.owned(), adapter.owned(Role.EXPERT) if is_spread else {}
-    is_sharded = job.is_owned(Role.DENSE)
+    owned, owned_of_experts = adapter.owned(), adapter.owned(LayerKind.EXPERT) if is_spread else {}
+    is_sharded = job.is_owned(LayerKind.DENSE)
     recipes: list[Recipe] = [
-        job.state("census", {**shared, **owned} if is_sharded else shared, Role.DENSE),
+        job.state("census", {**shared, **owned} if is_sharded else shared, LayerKind.DENSE),
         job.modules("embedding", structure.embeddings),
         job.modules("layer", layers),
         job.modules("output", structure.outputs),
-        job.updates("optimizer", owned or shared, Role.DENSE, owned=bool(owned)),
+        job.updates("optimizer", owned or shared, LayerKind.DENSE, owned=bool(owned)),
     ]
     if not is_sharded:
         recipes.append(job.at_rest("at_rest", {**owned, **owned_of_experts}, {**shared, **own}))
@@ -82,11 +82,14 @@ def recipes_for(
         if is_spread or shapes is not None:
             recipes.append(job.experts(experts, shapes or {}))
         if is_spread:
-            members = mesh.ranks_along("expert", rank, Role.EXPERT)
+            members = mesh.ranks_along("expert", rank, LayerKind.EXPERT)
             recipes += [
-                job.state("expert_census", own, Role.EXPERT),
+                job.state("expert_census", own, LayerKind.EXPERT),
                 job.updates(
-                    "expert_optimizer", owned_of_experts or own, Role.EXPERT, owned=bool(owned_of_experts)
+                    "expert_optimizer",
+                    owned_of_experts or own,
+                    LayerKind.EXPERT,
+                    owned=bool(owned_of_experts),
                 ),
                 AllToAllRecipe(members, device_of_job(adapter)),
             ]
@@ -104,7 +107,7 @@ def _recipes_alone(
 
 def are_experts_spread(mesh: Mesh) -> bool:
     """Whether ranks hold different experts: then a layer is not the same work on all its dense peers."""
-    return mesh.degree("expert", Role.EXPERT) > 1
+    return mesh.degree("expert", LayerKind.EXPERT) > 1
 
 
 def expert_parameters(adapter: Adapter, experts: Sequence[Part]) -> dict[Surface, torch.Tensor]:
@@ -134,7 +137,7 @@ class _Job:
             each: surface for surface, each in adapter.parameters().items()
         }
 
-    def state(self, kind: str, parameters: _Parameters, role: Role) -> Recipe:
+    def state(self, kind: str, parameters: _Parameters, role: LayerKind) -> Recipe:
         """All that is held: compared with copies, or watched where there are none."""
         if self.is_owned(role):
             return self.watched(kind, parameters, role)
@@ -145,7 +148,7 @@ class _Job:
 
         return CensusRecipe(state, kind, role, self.ownership)
 
-    def watched(self, kind: str, parameters: _Parameters, role: Role = Role.DENSE) -> Recipe:
+    def watched(self, kind: str, parameters: _Parameters, role: LayerKind = LayerKind.DENSE) -> Recipe:
         """These parameters and their slots, watched between updates."""
         surfaces = {each: surface for surface, each in parameters.items()}
 
@@ -153,7 +156,7 @@ class _Job:
             return {**parameters, **slots_of(surfaces, self._optimizers)}
 
         # A recipe for experts does not watch the rest of the model again.
-        copies = self._adapter.working_copies if role is Role.DENSE else WorkingCopies
+        copies = self._adapter.working_copies if role is LayerKind.DENSE else WorkingCopies
         return AtRestRecipe(
             state,
             self._optimizers,
@@ -193,7 +196,7 @@ class _Job:
             passes=stages_of(self._adapter.model),
         )
 
-    def updates(self, kind: str, parameters: _Parameters, role: Role, *, owned: bool = False) -> Recipe:
+    def updates(self, kind: str, parameters: _Parameters, role: LayerKind, *, owned: bool = False) -> Recipe:
         is_owned = owned or self.is_owned(role)
         recipe = OptimizerRecipe(
             parameters, self._optimizers, self.device, owned=is_owned, kind=kind, role=role
@@ -206,7 +209,7 @@ class _Job:
         return recipe
 
     def modules(self, kind: str, parts: Sequence[Part]) -> Recipe:
-        keepers = partial(self._keepers, role=Role.DENSE, reduces=kind == "layer")
+        keepers = partial(self._keepers, role=LayerKind.DENSE, reduces=kind == "layer")
         recipe = LayerRecipe(
             kind, _named(parts), self._surfaces, self.device, keepers, compiled=self._compiled
         )
@@ -216,10 +219,10 @@ class _Job:
         return recipe
 
     def experts(self, parts: Sequence[Part], shapes: Mapping[str, Sequence[Rows]]) -> Recipe:
-        keepers = partial(self._keepers, role=Role.EXPERT, reduces=False)
+        keepers = partial(self._keepers, role=LayerKind.EXPERT, reduces=False)
         return ExpertsRecipe(_named(parts), shapes, self._surfaces, self.device, keepers, self._compiled)
 
-    def _keepers(self, module: torch.nn.Module, *, role: Role, reduces: bool) -> Keepers:
+    def _keepers(self, module: torch.nn.Module, *, role: LayerKind, reduces: bool) -> Keepers:
         found, mesh, rank = self._adapter.keepers(module), self._mesh, self._rank
         if mesh is None:
             return found
@@ -227,7 +230,7 @@ class _Job:
         route = route_of([*module.parameters()], mesh, rank, role) if reduces and found.modules else None
         copies = not (is_mixed or self.is_owned(role))
         # A router may communicate with the ranks that its experts are spread over.
-        routed = frozenset(mesh.ranks_along("expert", rank, Role.EXPERT))
+        routed = frozenset(mesh.ranks_along("expert", rank, LayerKind.EXPERT))
         together = self._alike(role, "replica", "shard", "pipeline") | routed
         # Shards may be spread over context parallelism too.
         kept_among = self._alike(role, "pipeline") if found.modules else found.kept_among
@@ -235,7 +238,7 @@ class _Job:
             found, copies=copies, is_mixed=is_mixed, route=route, together=together, kept_among=kept_among
         )
 
-    def _alike(self, role: Role, *axes: str) -> frozenset[int]:
+    def _alike(self, role: LayerKind, *axes: str) -> frozenset[int]:
         """The ranks that have this one's place along these axes."""
         mesh, key = self._mesh, (role, *axes)
         if mesh is not None and key not in self._places:
@@ -246,14 +249,14 @@ class _Job:
             )
         return self._places.get(key, frozenset())
 
-    def is_owned(self, role: Role) -> bool:
+    def is_owned(self, role: LayerKind) -> bool:
         """Whether each rank is the only one to hold its part."""
         return self._mesh is not None and self._mesh.peer_axis(role) is Axis.SHARD
 
 
 def _have_peers(mesh: Mesh) -> bool:
     """Whether everybody's experts are on another rank too."""
-    return all(group.can_compare for group in mesh.peer_groups(Role.EXPERT))
+    return all(group.can_compare for group in mesh.peer_groups(LayerKind.EXPERT))
 
 
 def _named(parts: Sequence[Part]) -> dict[str, torch.nn.Module]:

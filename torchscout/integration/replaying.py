@@ -42,7 +42,7 @@ from torchscout.integration.coverage import Coverage, Covered, covered_by
 from torchscout.integration.resumption import Swept
 from torchscout.integration.trust import Trust
 from torchscout.log import log
-from torchscout.mesh import Axis, Mesh, Role
+from torchscout.mesh import Axis, LayerKind, Mesh
 from torchscout.recovery.retrieval import Sweep
 
 __all__ = ["Replaying"]
@@ -92,7 +92,7 @@ class Replaying:
         recipes: Sequence[Recipe],
         mesh: Mesh,
         communicators: Communicators,
-        links: Callable[[Role, bool], PeerLinks],
+        links: Callable[[LayerKind, bool], PeerLinks],
         recorder: Recorder,
         guard: Callable[[Callable[[], Any]], Any],
         settle: Callable[[], None],
@@ -112,8 +112,8 @@ class Replaying:
         for each in self._standing:
             each.start()
         self._mesh, self._communicators = mesh, communicators
-        self._links = links(Role.DENSE, False)
-        copies = links(Role.EXPERT, False)
+        self._links = links(LayerKind.DENSE, False)
+        copies = links(LayerKind.EXPERT, False)
         self._copies = copies if {*copies.group.ranks} <= {*self._links.group.ranks} else None
         """Those who hold the same of everything, experts included; None where their dense parts differ."""
         self._coverage = Coverage()
@@ -426,7 +426,7 @@ class Replaying:
         return time.monotonic()
 
 
-def _keep_common(recipes: Sequence[Recipe], links: Callable[[Role, bool], PeerLinks]) -> None:
+def _keep_common(recipes: Sequence[Recipe], links: Callable[[LayerKind, bool], PeerLinks]) -> None:
     """Peers replay the same at the same time: what only some of them have is left out."""
     for recipe in recipes:
         if not isinstance(recipe, LayerRecipe | OptimizerRecipe) or isinstance(recipe, ExpertsRecipe):

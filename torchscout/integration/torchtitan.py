@@ -25,7 +25,7 @@ from torchtitan.trainer import Trainer
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.integration.pytorch import PyTorchAdapter, around_steps
 from torchscout.integration.versions import unknown
-from torchscout.mesh import AXES, Mesh, Role
+from torchscout.mesh import AXES, LayerKind, Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -257,8 +257,8 @@ def _check(mesh: Mesh, dims: Any) -> None:
     """A ``ValueError`` where TorchTitan's own groups say otherwise."""
     rank = dist.get_rank()
     for name, devices in dims.get_all_one_dimensional_meshes().items():
-        role = Role.EXPERT if name in ("ep", "efsdp") else Role.DENSE
-        axis = (_SPARSE if role is Role.EXPERT else _DENSE).get(name)
+        role = LayerKind.EXPERT if name in ("ep", "efsdp") else LayerKind.DENSE
+        axis = (_SPARSE if role is LayerKind.EXPERT else _DENSE).get(name)
         axes = _FOLDED.get(name, ()) if axis is None else (axis,)
         own, told = [rank], devices.mesh.flatten().tolist()
         for each in axes:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchscout.collectives.interceptor import listen
 from torchscout.config import ObserverConfig
 from torchscout.errors import ObserverError, ScoutError
-from torchscout.evidence.collectives import listen
 from torchscout.evidence.observer import stacks
 from torchscout.evidence.observer.assignment import Assignment, describe_mesh, hub_ranks
 from torchscout.evidence.observer.launch import Observer, launch

@@ -12,9 +12,9 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 from torchscout.decision.record import Incident
-from torchscout.decision.wording import listed, named
 from torchscout.faults.fault import Fault
 from torchscout.faults.ground_truth import GroundTruth
+from torchscout.utils.text import listed, named
 
 __all__ = ["Flaw", "Grade", "grade", "unfired"]
 

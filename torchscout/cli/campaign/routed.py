@@ -6,7 +6,7 @@ from torchscout.cli.campaign.cell import Cell, Processes
 from torchscout.cli.moe_model import LAYERS, experts_at
 from torchscout.faults.fault import since
 from torchscout.faults.plan import FaultPlan
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
 
 __all__ = ["KERNEL_SHAPES", "SHAPES", "WORK", "Turns", "routed_cells"]
 
@@ -43,14 +43,14 @@ def routed_cells(seed: int) -> list[Cell]:
     weights = {
         f"rows-{rows}": FaultPlan()
         .flip_bit(rank=15, at=f"{at}/up", step=turns.second(rows), bit=12)
-        .showing(f"{at}/parameters", role=Role.EXPERT)
+        .showing(f"{at}/parameters", role=LayerKind.EXPERT)
         for rows in SHAPES
     }
     kernel_turns = Turns(KERNEL_SHAPES, 1)
     sick = {
         layout: FaultPlan()
         .perturb_kernel(rank=rank, at=f"{at}/forward", step=since(kernel_turns.second(KERNEL_SHAPES[0])))
-        .showing(role=Role.EXPERT)
+        .showing(role=LayerKind.EXPERT)
         for layout, rank in (("ep2", 7), ("ep4", 15))
     }
     return [

@@ -18,8 +18,8 @@ from torchscout.checkpoint.owner import Owner
 from torchscout.checkpoint.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.shard_format import Identity
 from torchscout.cli.mounts import is_in_memory
-from torchscout.decision.wording import listed
 from torchscout.errors import CheckpointError
+from torchscout.utils.text import listed
 
 __all__ = ["Contents", "Copy", "Folder", "contents_of", "memory_beside"]
 

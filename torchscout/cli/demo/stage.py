@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from torchscout.mesh import Mesh, Role
+from torchscout.mesh import LayerKind, Mesh
 
 if TYPE_CHECKING:
     from torchscout.faults.plan import FaultPlan
@@ -120,7 +120,7 @@ def plan(stage: Stage, kinds: Sequence[Kind], memory: Memory) -> Mapping[Kind, F
     flipped = FaultPlan().flip_bit(rank=memory.rank, at=memory.at, step=_FLIP_STEP, bit=_FLIP_BIT)
     planned = {
         Kind.STRAGGLER: _slow_experts(slow) if stage.has_experts else _slow_layers(slow),
-        Kind.SDC: flipped.showing(role=Role.EXPERT if ".experts/" in memory.at else Role.DENSE),
+        Kind.SDC: flipped.showing(role=LayerKind.EXPERT if ".experts/" in memory.at else LayerKind.DENSE),
         Kind.HANG: FaultPlan().stall(rank=stuck, at="layer.1/forward", step=_HANG_STEP, seconds=_FOR_EVER),
     }
     return {kind: faults for kind, faults in planned.items() if kind in kinds}
@@ -145,7 +145,7 @@ def _slow_experts(rank: int) -> FaultPlan:
     for layer in range(_EXPERT_LAYERS):
         at = f"layer.{layer}.mixture.experts/forward"
         faults = faults.delay(rank=rank, at=at, step=_SLOW, seconds=_SLOW_SECONDS, calls=None)
-        faults = faults.showing("time/experts", role=Role.EXPERT)
+        faults = faults.showing("time/experts", role=LayerKind.EXPERT)
     return faults
 
 

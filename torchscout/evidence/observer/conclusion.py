@@ -15,9 +15,9 @@ from torchscout.decision.hang_diagnosis import diagnose
 from torchscout.decision.phase_diagnosis import PhaseDiagnosis
 from torchscout.decision.progress import Phase, Process
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
-from torchscout.decision.wording import listed, named
 from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
+from torchscout.utils.text import listed, named
 
 __all__ = ["compare_phases", "conclude"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident, Resolved
-from torchscout.decision.wording import named
 from torchscout.evidence.observer.post import Post
+from torchscout.utils.text import named
 
 __all__ = ["Docket", "Finding"]
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from torchscout.collectives.call import POINT_TO_POINT, Call, Group
 from torchscout.decision.progress import Line
-from torchscout.evidence.call import POINT_TO_POINT, Call, Group
 
 __all__ = ["Fingerprint", "line_of", "read"]
 

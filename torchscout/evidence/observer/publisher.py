@@ -14,14 +14,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from torchscout.collectives.call import Call
+from torchscout.collectives.interceptor import Pending
 from torchscout.decision.progress import Phase
-from torchscout.evidence.call import Call
-from torchscout.evidence.collectives import Pending
-from torchscout.evidence.hearing import in_backward, is_inert
 from torchscout.evidence.observer import fingerprint
 from torchscout.evidence.observer.device import DeviceProgress, Track
 from torchscout.evidence.observer.fingerprint import Fingerprint
 from torchscout.evidence.observer.progress_writer import NOWHERE, ProgressWriter
+from torchscout.utils.reentrancy import in_backward, in_own_work
 
 __all__ = ["Publisher", "WatchedInput"]
 
@@ -89,11 +89,11 @@ class Publisher:
 
         def before_forward(_: torch.nn.Module, __: Any) -> None:
             # Dynamo would trace the hook into the user's graph; it sees a constant instead.
-            if not torch.compiler.is_compiling() and not is_inert():
+            if not torch.compiler.is_compiling() and not in_own_work():
                 writer.advance(Phase.FORWARD)
 
         def after_forward(_: torch.nn.Module, __: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or is_inert():
+            if torch.compiler.is_compiling() or in_own_work():
                 return
             # A hook on the tensor, not on the module: the latter would put a node of its own into
             # the user's graph, and forbid changing the output in place.

@@ -184,7 +184,7 @@ _RULES = (
 )
 # Between a wait and whoever asked for it: the dispatcher, the logger around each collective, and
 # the one place of ours that every collective passes.
-_TRANSPARENT = ("torch/_ops.py", "torch/distributed/c10d_logger.py", "torchscout/evidence/collectives.py")
+_TRANSPARENT = ("torch/_ops.py", "torch/distributed/c10d_logger.py", "torchscout/collectives/interceptor.py")
 _BACKWARD = _Frame("torch/autograd/graph.py", "_engine_run_backward")
 _FRAME = re.compile(r'^  File "(.*)", line \S+ in (.*)$', re.MULTILINE)
 _STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<frozen ")

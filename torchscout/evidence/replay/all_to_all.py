@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchscout.collectives.call import Call, Splits
+from torchscout.collectives.interceptor import Handle, Pending, listen
 from torchscout.errors import ReplayError
-from torchscout.evidence.call import Call, Splits
-from torchscout.evidence.collectives import Handle, Pending, listen
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.guard import announced
 from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.stopwatch import timed
 from torchscout.evidence.replay.traffic import CAPTURED, PLANS
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
 
 __all__ = ["AllToAllRecipe"]
 
@@ -35,7 +35,7 @@ class AllToAllRecipe:
 
     kind = "all_to_all"
     targets = tuple(f"all_to_all {plan}" for plan in (CAPTURED, *PLANS))
-    role = Role.EXPERT
+    role = LayerKind.EXPERT
     varies = False
     is_gathered = False
     is_dynamic = True

@@ -29,14 +29,14 @@ import xxhash
 from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
 from torchscout.decision.signature import PendingSignatures
-from torchscout.errors import ReplayError, told
-from torchscout.evidence.hearing import is_inert
+from torchscout.errors import ReplayError, describe_error
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.optimizer_slice import local_of
 from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.rest_window import Pace, Window, size_of
 from torchscout.evidence.replay.working_copies import CopyWatch, WorkingCopies
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
+from torchscout.utils.reentrancy import in_own_work
 
 __all__ = ["AT_REST", "UNCHANGED", "AtRestRecipe"]
 
@@ -64,7 +64,7 @@ class AtRestRecipe:
         state: _State,
         optimizers: Sequence[torch.optim.Optimizer],
         kind: str = "census",
-        role: Role = Role.DENSE,
+        role: LayerKind = LayerKind.DENSE,
         *,
         budget: float | None = None,
         is_learned: Callable[[], bool] = lambda: True,
@@ -233,7 +233,7 @@ class AtRestRecipe:
 
     def _pass_ended(self) -> None:
         """A forward pass may have gathered working copies; from now on they rest, too."""
-        if self._step is None or is_inert():
+        if self._step is None or in_own_work():
             return
         found = self._read(self._copies.resting, are_copies=True) or {}
         late = {name: each for name, each in found.items() if name not in self._seen}
@@ -248,7 +248,7 @@ class AtRestRecipe:
 
     def _close_windows(self, *, copies_only: bool = False) -> None:
         """An update begins; the first one of a step is the first that writes."""
-        if is_inert():
+        if in_own_work():
             return
         self._step = None
         closing = [each for each in self._open if each.are_copies or not copies_only]
@@ -264,9 +264,9 @@ class AtRestRecipe:
     def _failed(self, names: Collection[Surface], error: Exception, *, are_copies: bool) -> None:
         """Training must not notice."""
         if are_copies:
-            self._copies.not_read(names, told(error))
+            self._copies.not_read(names, describe_error(error))
         else:
-            self._problem, self._missed = told(error), self._missed + 1
+            self._problem, self._missed = describe_error(error), self._missed + 1
 
 
 class _AtRest:

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchscout.errors import ReplayError, told
-from torchscout.evidence.hearing import in_backward, is_inert
+from torchscout.errors import ReplayError, describe_error
 from torchscout.evidence.replay.alignment import captured, obstacle
 from torchscout.evidence.replay.guard import Communication
 from torchscout.evidence.replay.invocation import Invocation
 from torchscout.evidence.replay.layout import Layout
 from torchscout.evidence.replay.module_state import buffers_of
+from torchscout.utils.reentrancy import in_backward, in_own_work
 
 __all__ = ["WRITES", "Capture"]
 
@@ -150,7 +150,7 @@ class Capture:
         try:
             yield
         except Exception as error:  # noqa: BLE001  the boundary: this runs inside training's forward pass
-            self._begun, self._problem = None, told(error)
+            self._begun, self._problem = None, describe_error(error)
 
     def _await_gradient(self, begun: Invocation, place: int, tensor: torch.Tensor) -> None:
         def take(gradient: torch.Tensor) -> None:
@@ -170,7 +170,7 @@ class Capture:
             self._undo.callback(tensor.register_hook(take).remove)  # type: ignore[no-untyped-call]
 
     def _is_trainings_own(self) -> bool:
-        if torch.compiler.is_compiling() or is_inert() or in_backward():
+        if torch.compiler.is_compiling() or in_own_work() or in_backward():
             return False
         if not torch.is_grad_enabled():
             if self._problem is _NOT_CALLED:  # what kept training's own call from capture is told first

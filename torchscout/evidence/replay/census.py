@@ -19,7 +19,7 @@ from torchscout.decision.record import EvidenceRecord, Surface
 from torchscout.errors import ReplayError
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
 
 __all__ = ["CensusRecipe", "State", "slots_of"]
 
@@ -60,7 +60,7 @@ class CensusRecipe:
         self,
         state: State,
         kind: str = "census",
-        role: Role = Role.DENSE,
+        role: LayerKind = LayerKind.DENSE,
         ownership: Ownership | None = None,
     ) -> None:
         self._state = state

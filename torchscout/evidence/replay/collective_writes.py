@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from torchscout.collectives.call import Call
+from torchscout.collectives.interceptor import Handle, Pending, listen
 from torchscout.decision.record import Surface
-from torchscout.evidence.call import Call
-from torchscout.evidence.collectives import Handle, Pending, listen
 
 __all__ = ["CollectiveWrites"]
 

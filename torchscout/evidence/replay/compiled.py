@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from torchscout.errors import ReplayError, told
+from torchscout.errors import ReplayError, describe_error
 from torchscout.evidence.replay.alignment import described, refuse, room_for
 from torchscout.evidence.replay.capture import WRITES, Capture
 from torchscout.evidence.replay.conditions import autocast_as
@@ -240,7 +240,9 @@ class _Compiled:
         """Why a pass has failed, for the checks after which no other is made."""
         if isinstance(error, Exception):
             self.disarm()
-            self._problem = f"the eager pass over the compiled module around it failed: {told(error)}"
+            self._problem = (
+                f"the eager pass over the compiled module around it failed: {describe_error(error)}"
+            )
 
 
 def _wrappers(module: nn.Module) -> Iterator[nn.Module]:

@@ -20,7 +20,7 @@ from torchscout.evidence.replay.recipe import Given
 from torchscout.evidence.replay.rerouting import Rerouting
 from torchscout.evidence.replay.sharded import NOBODY, Keepers
 from torchscout.experts.coverage import Rows
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
 
 __all__ = ["ExpertsRecipe"]
 
@@ -40,7 +40,7 @@ class ExpertsRecipe(LayerRecipe):
         compiled: CompiledCode | None = None,
     ) -> None:
         """``shapes`` of each module; one that has none is replayed as it was called."""
-        super().__init__("experts", modules, surfaces, device, keepers, Role.EXPERT, compiled)
+        super().__init__("experts", modules, surfaces, device, keepers, LayerKind.EXPERT, compiled)
         chosen: dict[str, Sequence[Rows | None]] = {name: shapes.get(name) or [None] for name in modules}
         most = max(map(len, chosen.values()), default=0)
         self._turns: list[tuple[int, Rows | None]] = [

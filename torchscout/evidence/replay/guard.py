@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from torchscout.errors import ChannelError, ReplayError, told
-from torchscout.evidence.call import Call
-from torchscout.evidence.collectives import Handle, Pending, examine, listen
-from torchscout.evidence.hearing import in_backward, inert, is_inert, is_nested_step, is_stepping
+from torchscout.collectives.call import Call
+from torchscout.collectives.interceptor import Handle, Pending, examine, listen
+from torchscout.errors import ChannelError, ReplayError, describe_error
+from torchscout.utils.reentrancy import in_backward, in_own_work, is_nested_step, is_stepping, own_work
 
 __all__ = [
     "Communication",
@@ -95,14 +95,14 @@ class Refusal(str):
 def attempt(work: Callable[[], _Value]) -> tuple[_Value | None, str | None]:
     """The result, or in words why there is none."""
     try:
-        with inert(), guarded():
+        with own_work(), guarded():
             return work(), None
     except ChannelError:
         raise  # the exchange itself is broken: there is nobody left to be in step with
     except ReplayError as error:
-        return None, Refusal(told(error))
+        return None, Refusal(describe_error(error))
     except Exception as error:  # noqa: BLE001  see [Note: no rank is stranded] in ``replayer``; the user's modules run in here
-        return None, told(error)
+        return None, describe_error(error)
 
 
 @contextmanager
@@ -141,7 +141,7 @@ class Communication:
     def before(self, call: Call) -> None:
         group = call.group
         is_expected = group.members is not None and self._expected.issuperset(group.members)
-        if self.found is None and not (group.is_scouts or group.size == 1 or is_expected or is_inert()):
+        if self.found is None and not (group.is_scouts or group.size == 1 or is_expected or in_own_work()):
             self.found = _described(call)
 
     def issued(self, call: Call, token: None, pending: Pending | None) -> None:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchscout.evidence.call import POINT_TO_POINT, Call
-from torchscout.evidence.collectives import Handle, Pending, listen
+from torchscout.collectives.call import POINT_TO_POINT, Call
+from torchscout.collectives.interceptor import Handle, Pending, listen
 
 __all__ = ["SEND", "Heard", "Link", "agreed"]
 

@@ -14,9 +14,9 @@ from torchscout.decision.ownership import BY_DESIGN, by_design
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope, Surface
 from torchscout.decision.repeatability import NONDETERMINISTIC
 from torchscout.decision.replay_diagnosis import FAILED
-from torchscout.decision.wording import named
 from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison
+from torchscout.utils.text import named
 
 __all__ = [
     "Context",

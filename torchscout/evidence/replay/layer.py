@@ -33,7 +33,7 @@ from torchscout.evidence.replay.reduction import Reduction
 from torchscout.evidence.replay.rerouting import Rerouting
 from torchscout.evidence.replay.sharded import NOBODY, Elsewhere, Keepers, awaken, gathered, gathered_again
 from torchscout.evidence.replay.stopwatch import timed
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
 
 __all__ = ["LayerRecipe", "LayerReplay"]
 
@@ -57,7 +57,7 @@ class LayerRecipe:
         surfaces: Mapping[torch.Tensor, Surface],
         device: torch.device,
         keepers: Callable[[nn.Module], Keepers] = lambda _: NOBODY,
-        role: Role = Role.DENSE,
+        role: LayerKind = LayerKind.DENSE,
         compiled: CompiledCode | None = None,
     ) -> None:
         self.kind, self.role = kind, role

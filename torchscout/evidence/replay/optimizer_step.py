@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from torchscout.decision.fold import signed
 from torchscout.decision.record import Surface
 from torchscout.decision.signature import PendingSignatures
-from torchscout.errors import ReplayError, told
-from torchscout.evidence.hearing import is_nested_step
+from torchscout.errors import ReplayError, describe_error
 from torchscout.evidence.replay.alignment import (
     Broadcast,
     captured,
@@ -51,7 +50,8 @@ from torchscout.evidence.replay.optimizer_slice import (
 from torchscout.evidence.replay.recipe import ABSENT, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.separability import Separability
 from torchscout.evidence.replay.stopwatch import timed
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
+from torchscout.utils.reentrancy import is_nested_step
 
 __all__ = ["REPRODUCED", "WHOLE_BUDGET", "OptimizerRecipe"]
 
@@ -85,7 +85,7 @@ class OptimizerRecipe:
         *,
         owned: bool = False,
         kind: str = "optimizer",
-        role: Role = Role.DENSE,
+        role: LayerKind = LayerKind.DENSE,
     ) -> None:
         self.kind, self.role = kind, role
         owners = {
@@ -281,7 +281,7 @@ class OptimizerReplay:
                 self._capture(args, kwargs, count, found)
                 self._separability = None if may_try else separability
             except FAILURES as failure:  # training must not notice
-                self._failure = told(failure)
+                self._failure = describe_error(failure)
 
         self._hook = target.optimizer.register_step_pre_hook(before_update)
 

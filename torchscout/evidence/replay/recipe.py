@@ -21,7 +21,7 @@ from torchscout.decision.timings import Lap, Measured
 from torchscout.evidence.replay.alignment import Broadcast
 from torchscout.evidence.replay.digest import digest
 from torchscout.evidence.replay.invocation import Invocation
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
 
 __all__ = [
     "ABSENT",
@@ -202,7 +202,7 @@ class Recipe(Protocol):
         ...
 
     @property
-    def role(self) -> Role:
+    def role(self) -> LayerKind:
         """Whose replicas compare it: those of dense layers, or those of experts."""
         ...
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from torchscout.decision.signature import PendingSignatures
-from torchscout.mesh import Axis, Mesh, Role
+from torchscout.mesh import Axis, LayerKind, Mesh
 
 __all__ = ["Reduction", "Route", "reduce_scatter", "route_of"]
 
@@ -37,7 +37,7 @@ class Route:
 
 
 def route_of(
-    parameters: Sequence[torch.Tensor], mesh: Mesh, rank: int, role: Role = Role.DENSE
+    parameters: Sequence[torch.Tensor], mesh: Mesh, rank: int, role: LayerKind = LayerKind.DENSE
 ) -> Route | None:
     """None where parameters are not sharded as the mesh says, or not all alike."""
     meshes = {each.device_mesh for each in parameters if isinstance(each, DTensor)}

@@ -33,7 +33,6 @@ import torch
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.repeatability import REFUSED, Repeated, SurfaceHistory, Trial
 from torchscout.decision.timings import Measured
-from torchscout.evidence.hearing import in_backward
 from torchscout.evidence.replay.alignment import receive_together
 from torchscout.evidence.replay.comparison import Run, gather, judged
 from torchscout.evidence.replay.guard import Refusal, attempt
@@ -57,7 +56,8 @@ from torchscout.evidence.replay.recipe import (
     measured,
 )
 from torchscout.evidence.replay.rotation import Due, Rotation
-from torchscout.mesh import Axis, PeerGroup, Role
+from torchscout.mesh import Axis, LayerKind, PeerGroup
+from torchscout.utils.reentrancy import in_backward
 
 __all__ = ["Begun", "Findings", "PeersFor", "Replayer"]
 
@@ -67,7 +67,7 @@ _HEIGHT = 8
 """More than the comparisons that build upon each other."""
 _Value = TypeVar("_Value")
 
-PeersFor = Callable[[Role, bool], Peers]
+PeersFor = Callable[[LayerKind, bool], Peers]
 """Who compares what: of a role, what ranks hold, or what they compute on gathered parameters."""
 
 
@@ -110,7 +110,7 @@ class Replayer:
     def __init__(self, recipes: Sequence[Recipe], rotation: Rotation, peers: PeersFor) -> None:
         self._recipes = {recipe.kind: recipe for recipe in recipes}
         self._rotation, self._peers_for = rotation, peers
-        self._job: Peers = peers(Role.DENSE, False)
+        self._job: Peers = peers(LayerKind.DENSE, False)
         """Any of them: for what concerns the whole job."""
         everybody = PeerGroup(tuple(range(self._job.size)), Axis.REPLICA)
         self._meets = any(peers.group != everybody for peers in self._everybody())
@@ -212,7 +212,9 @@ class Replayer:
 
     def _everybody(self) -> Iterable[Peers]:
         """All that this rank has, in the same order on every rank, whatever is due on it."""
-        return dict.fromkeys(self._peers_for(role, gathered) for role in Role for gathered in (False, True))
+        return dict.fromkeys(
+            self._peers_for(role, gathered) for role in LayerKind for gathered in (False, True)
+        )
 
     def _prepare(self, begun: Begun, told_by: Sequence[Any]) -> None:
         is_sound = begun.problem is None and not any(each["problem"] for each in told_by)

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchscout.decision.signature import signatures
-from torchscout.errors import ReplayError, told
+from torchscout.errors import ReplayError, describe_error
 from torchscout.evidence.replay.optimizer_clone import (
     FAILURES,
     Parts,
@@ -56,7 +56,7 @@ class Separability:
                 self._obstacles[key] = _measured(optimizer, parameter)
             except FAILURES as failure:
                 raise ReplayError(
-                    f"a clone of {type(optimizer).__name__} cannot step: {told(failure)}"
+                    f"a clone of {type(optimizer).__name__} cannot step: {describe_error(failure)}"
                 ) from failure
         return self._obstacles[key]
 
@@ -79,7 +79,7 @@ def _measured(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
         try:
             alone = _updated_twice(optimizer, parameter, parts, cut.of(second))
         except FAILURES as failure:
-            return f"{kind} cannot step a slice: {told(failure)}"
+            return f"{kind} cannot step a slice: {describe_error(failure)}"
         if alone.keys() != whole.keys():
             return f"{kind} keeps other state for a slice than for a whole parameter"
         expected = signatures(_cut(value, cut, first) for value in whole.values())

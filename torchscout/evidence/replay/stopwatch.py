@@ -27,11 +27,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from torchscout.collectives.call import POINT_TO_POINT, Call
+from torchscout.collectives.interceptor import Pending, listen
 from torchscout.decision.record import Surface
-from torchscout.evidence.call import POINT_TO_POINT, Call
-from torchscout.evidence.collectives import Pending, listen
-from torchscout.evidence.hearing import in_backward
 from torchscout.evidence.replay.recipe import Observation
+from torchscout.utils.reentrancy import in_backward
 
 __all__ = ["lapped", "timed"]
 

@@ -26,7 +26,7 @@ from torchscout.evidence.replay.parcels import Room
 from torchscout.evidence.replay.peers import Everybody
 from torchscout.evidence.replay.recipe import ABSENT, Comparison, Given, Mode, Observation
 from torchscout.evidence.replay.stopwatch import lapped
-from torchscout.mesh import Role
+from torchscout.mesh import LayerKind
 
 __all__ = ["TransferRecipe"]
 
@@ -40,7 +40,7 @@ class TransferRecipe:
 
     kind = "transfers"
     targets = ("transfers",)
-    role = Role.DENSE
+    role = LayerKind.DENSE
     varies = False
     is_gathered = False
     is_dynamic = False

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.observed import QUICK, TRAIN, Told, be_quiet, firings_of, steps
 from torchscout.cli.campaign.training import Training
+from torchscout.collectives.interceptor import listen
 from torchscout.decision.hang_diagnosis import diagnose
 from torchscout.decision.progress import Line, Process, Standing
 from torchscout.decision.recorder import JsonlRecorder
-from torchscout.evidence.collectives import listen
 from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.evidence.observer.progress_writer import ProgressWriter
 from torchscout.evidence.observer.publisher import Publisher

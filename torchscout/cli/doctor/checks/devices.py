@@ -6,7 +6,7 @@ from collections import Counter
 
 from torchscout.cli.doctor.facts import TorchFacts
 from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
-from torchscout.decision.wording import listed
+from torchscout.utils.text import listed
 
 __all__ = ["backends", "cuda", "triton"]
 

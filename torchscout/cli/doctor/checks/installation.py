@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from torchscout.cli.doctor.facts import Installed, TorchFacts
 from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
-from torchscout.decision.wording import listed
 from torchscout.integration.versions import unknown
+from torchscout.utils.text import listed
 
 __all__ = ["curve", "frameworks", "python", "restarts", "torch"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
 from torchscout.cli.doctor.plan import Plan
-from torchscout.mesh import Mesh, PeerGroup, Role
+from torchscout.mesh import LayerKind, Mesh, PeerGroup
 
 __all__ = ["fits", "peers"]
 
@@ -28,11 +28,11 @@ def peers(mesh: Mesh | None, *, has_experts: bool) -> list[Finding]:
     """Of each role: who compute the same layer and, where those are others, who hold the same state."""
     if mesh is None:
         return [skipped("peers", "give --mesh replica=4,shard=2 to be told whom a vote can name")]
-    roles = (Role.DENSE, Role.EXPERT) if has_experts else (Role.DENSE,)
+    roles = (LayerKind.DENSE, LayerKind.EXPERT) if has_experts else (LayerKind.DENSE,)
     return [finding for role in roles for finding in _of_role(mesh, role, has_experts)]
 
 
-def _of_role(mesh: Mesh, role: Role, has_experts: bool) -> list[Finding]:
+def _of_role(mesh: Mesh, role: LayerKind, has_experts: bool) -> list[Finding]:
     prefix = f"{role.value} " if has_experts else ""
     state, layers = mesh.peers_of(0, role), mesh.layer_peers_of(0, role)
     if state == layers:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torchscout.cli.doctor.facts import TorchFacts
 from torchscout.cli.doctor.finding import Finding, ok, skipped, warn
-from torchscout.decision.wording import listed
+from torchscout.utils.text import listed
 
 __all__ = ["attention", "surfaces"]
 

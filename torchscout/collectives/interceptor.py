@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch._C import DispatchKey
 
-from torchscout.evidence.call import Call, Operator, operators
+from torchscout.collectives.call import Call, Operator, operators
 from torchscout.log import log
 
 __all__ = ["Handle", "Listener", "Pending", "examine", "listen", "uninstall"]

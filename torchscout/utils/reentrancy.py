@@ -1,7 +1,8 @@
-"""Whose calls a hook hears: training's own, a recomputation's, or SCOUT's (paper, section 6).
+"""Tells hooks whether a call comes from training, from activation recomputation, or from SCOUT itself (paper,
+section 6).
 
-Replay calls a layer with all its hooks in place, because tensor parallelism and FSDP live in them.
-SCOUT's own hooks ask here and do nothing meanwhile.
+Replay calls a layer with all its hooks in place, because tensor parallelism and FSDP are implemented as
+hooks. SCOUT's own hooks ask here, and do nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["in_backward", "inert", "is_inert", "is_nested_step", "is_stepping"]
+__all__ = ["in_backward", "in_own_work", "is_nested_step", "is_stepping", "own_work"]
 
 # Not per thread: the hooks of a backward pass run on autograd's threads.
 _blocks: list[None] = []
 
 
-def is_inert() -> bool:
+def in_own_work() -> bool:
     """Whether it is SCOUT itself that computes on the user's modules."""
     return bool(_blocks)
 
 
 @contextmanager
-def inert() -> Iterator[None]:
+def own_work() -> Iterator[None]:
     """SCOUT's own hooks do nothing in this block."""
     _blocks.append(None)
     try:

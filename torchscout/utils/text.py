@@ -1,4 +1,4 @@
-"""How incidents speak to a person: names and ranks in words, cut short where a reader would stop."""
+"""Ranks and names in words, cut short where a list would become too long."""
 
 from __future__ import annotations
 

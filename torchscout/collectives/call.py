@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-__all__ = ["OURS", "POINT_TO_POINT", "Call", "Group", "Operator", "Splits", "operators"]
+__all__ = ["POINT_TO_POINT", "SCOUT_GROUP", "Call", "Group", "Operator", "Splits", "operators"]
 
-OURS = "torchscout"
+SCOUT_GROUP = "torchscout"
 """How the description of every process group of SCOUT's own begins."""
 POINT_TO_POINT = ("send", "recv")
 """Operations of two members of a group, and not of all."""
@@ -58,7 +58,7 @@ class Group:
     @property
     def is_scouts(self) -> bool:
         """Whether it is one of SCOUT's own."""
-        return self.description.startswith(OURS)
+        return self.description.startswith(SCOUT_GROUP)
 
 
 class Splits(NamedTuple):

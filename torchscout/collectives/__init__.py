@@ -1,0 +1,1 @@
+"""The only place that sees the job's collectives: kernels at PyTorch's dispatcher."""
