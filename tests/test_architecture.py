@@ -35,8 +35,8 @@ BROAD_EXCEPT = {
     "cli/discover/kernels.py": 1,
     "cli/local_ranks.py": 2,
     "collectives/interceptor.py": 1,
-    "evidence/replay/capture.py": 1,
-    "evidence/replay/guard.py": 1,
+    "replay/capture/hooks.py": 1,
+    "replay/guard.py": 1,
     "integration/news.py": 1,
     "integration/session.py": 1,
 }

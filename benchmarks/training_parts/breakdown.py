@@ -19,13 +19,15 @@ from torchscout.decision import c3, signature
 from torchscout.decision.channel import ProcessGroupChannel
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.decision.summary import SummaryRecorder
-from torchscout.evidence.replay import alignment, census, optimizer_step, replayer, transfers
-from torchscout.evidence.replay.capture import Capture
-from torchscout.evidence.replay.layer import LayerReplay
-from torchscout.evidence.replay.randomness import Randomness
-from torchscout.evidence.replay.recipe import Observation
 from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.replaying import Replaying
+from torchscout.replay import replayer
+from torchscout.replay.capture import broadcast
+from torchscout.replay.capture.context import RngState
+from torchscout.replay.capture.hooks import CallCapture
+from torchscout.replay.recipe import Observation
+from torchscout.replay.recipes import optimizer, process_groups, replicated_state
+from torchscout.replay.recipes.layer import LayerReplay
 from training_parts.job import Job
 from training_parts.ledger import Ledger, Patches
 
@@ -33,9 +35,9 @@ __all__ = ["breakdown"]
 
 _REPLAYS = {
     LayerReplay: None,  # its kind is that of the recipe
-    optimizer_step.OptimizerReplay: "optimizer",
-    census._Census: "census",
-    transfers._Transfers: "transfers",
+    optimizer.OptimizerReplay: "optimizer",
+    replicated_state._Census: "census",
+    process_groups._Transfers: "transfers",
 }
 
 
@@ -93,17 +95,17 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
         patches.around(kind, "align", of_replay("align"))
     patches.around(LayerReplay, "_forward", of_replay("forward"))
     patches.around(LayerReplay, "_backward", of_replay("backward"))
-    patches.around(optimizer_step.OptimizerReplay, "_capture", lambda *_: part("capture", "training"))
-    patches.around(Capture, "_before", lambda *_: part("capture", "training"))
-    patches.around(Capture, "_after", lambda *_: part("capture", "training"))
+    patches.around(optimizer.OptimizerReplay, "_capture", lambda *_: part("capture", "training"))
+    patches.around(CallCapture, "_before", lambda *_: part("capture", "training"))
+    patches.around(CallCapture, "_after", lambda *_: part("capture", "training"))
     for name in ("now", "apply"):
-        patches.around(Randomness, name, lambda *_: part("random states"))
+        patches.around(RngState, name, lambda *_: part("random states"))
     patches.around(signature.PendingSignatures, "__init__", lambda *_, **__: part("signatures"))
     patches.around_function(signature, "read_signatures", lambda *_, **__: part("transfer signatures"))
     patches.around(replayer, "gather", lambda *_, **__: part("compare"))
     patches.around(replayer, "judged", lambda *_, **__: part("judge"))
     patches.around(Observation, "read", lambda *_: part("read clocks"))
-    patches.around_function(alignment, "captured", lambda *_: part("copy"))
+    patches.around_function(broadcast, "captured", lambda *_: part("copy"))
     patches.around(Replaying, "_conclude", lambda *_: part("diagnose"))
     patches.around(SummaryRecorder, "record", lambda *_: part("write records"))
     patches.around(JsonlRecorder, "record", lambda *_: part("write records"))

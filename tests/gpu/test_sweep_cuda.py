@@ -13,11 +13,11 @@ from tests.gpu.test_replay_cuda import RANKS, Net
 from tests.support.ranks import run_ranks
 from torchscout.checkpoint.happening import Outcome
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.recovery.retrieval import Sweep
+from torchscout.replay.capture.saved_calls import SavedCalls
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ class Keeper:
     """As checkpoints have to do with checks, without files."""
 
     def __init__(self) -> None:
-        self.keepsakes = Keepsakes()
+        self.keepsakes = SavedCalls()
         self.keepsakes.limit = 1 << 30
 
     def signature(self) -> None:

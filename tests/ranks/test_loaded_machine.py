@@ -20,11 +20,11 @@ from tests.support.ranks import run_ranks
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
-from torchscout.evidence.replay.recipe import Observation
-from torchscout.evidence.replay.stopwatch import _HostClock, timed
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
+from torchscout.replay.recipe import Observation
+from torchscout.replay.timing import _HostClock, timed
 
 CPU_SECONDS = 0.06
 """What a layer computes. With three others on its core it takes four times as long."""

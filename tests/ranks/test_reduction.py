@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support.ranks import run_ranks
 from torchscout.decision.signature import PendingSignatures, signature
-from torchscout.evidence.replay.reduction import Reduction, route_of
 from torchscout.mesh import Mesh
+from torchscout.replay.sharded_parameters import Reduction, route_of
 
 ELEMENTS = 5 * 3 + 5
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.sharded_jobs import HAS_RESET, SHARDINGS, Failing, Sharded, as_before_reset, train
-from torchscout.evidence.replay import fsdp_state
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
+from torchscout.replay import fsdp_state
 
 REPLAY = range(1, 200)
 """Passes that are not training's own."""

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
-from torchscout.evidence.replay.recipe import Observation
-from torchscout.evidence.replay.stopwatch import timed
+from torchscout.replay.recipe import Observation
+from torchscout.replay.timing import timed
 
 CPU = torch.device("cpu")
 

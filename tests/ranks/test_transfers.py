@@ -14,8 +14,8 @@ from tests.support.ranks import LiveRanks, run_ranks
 from tests.support.transfer_jobs import Job, Told, answering
 from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.config import BaselineConfig, ReplayConfig
-from torchscout.evidence.replay.heard import Heard, Link
 from torchscout.faults.plan import FaultPlan
+from torchscout.replay.recipes.process_groups import CommunicationLog, GroupUse
 
 REPLICAS, STAGES = Job(replica=2, pipeline=3), Job(replica=3, pipeline=2)
 ONLY = ReplayConfig(interval=1, recipes=("transfers",), baseline=BaselineConfig(warmup=3))
@@ -118,8 +118,8 @@ def test_a_job_that_says_nothing_is_certified_all_the_same(six: LiveRanks, tmp_p
         assert told.status["replay"]["certified"] == 3
 
 
-def heard_on(rank: int, device: str) -> set[Link]:
-    heard = Heard(torch.device(device))
+def heard_on(rank: int, device: str) -> set[GroupUse]:
+    heard = CommunicationLog(torch.device(device))
     heard.listen()
     dist.all_reduce(torch.ones(2))
     dist.all_gather_object([None, None], rank, group=dist.new_group(group_desc=SCOUT_GROUP))

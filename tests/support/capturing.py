@@ -13,19 +13,19 @@ from torch import nn
 from tests.support.layer_job import Calling
 from tests.support.replay_by_hand import CPU
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.capture import Capture
+from torchscout.replay.capture.hooks import CallCapture
 
 
 @contextmanager
-def armed(module: nn.Module, *, keep: bool = True) -> Iterator[Capture]:
-    capture = Capture(module, CPU, keep=keep)
+def armed(module: nn.Module, *, keep: bool = True) -> Iterator[CallCapture]:
+    capture = CallCapture(module, CPU, keep=keep)
     try:
         yield capture
     finally:
         capture.disarm()
 
 
-def reason(capture: Capture) -> str:
+def reason(capture: CallCapture) -> str:
     with pytest.raises(ReplayError) as caught:
         capture.invocation()
     return str(caught.value)

@@ -12,8 +12,8 @@ from tests.support.replay_by_hand import (
     CPU,
     align,
 )
-from torchscout.evidence.replay.layer import LayerRecipe
-from torchscout.evidence.replay.recipe import Replay
+from torchscout.replay.recipe import Replay
+from torchscout.replay.recipes.layer import LayerRecipe
 
 NAME = "layer.0"
 

@@ -10,11 +10,11 @@ import torch
 from tests.support.thread_peers import ThreadPeers, on_threads
 from torchscout.decision.record import EvidenceRecord
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.alignment import Broadcast
-from torchscout.evidence.replay.recipe import Comparison, Given, Mode, Observation, Recipe
-from torchscout.evidence.replay.replayer import Findings, Replayer
-from torchscout.evidence.replay.rotation import Rotation
 from torchscout.mesh import LayerKind
+from torchscout.replay.capture.broadcast import Broadcast
+from torchscout.replay.recipe import Comparison, Given, Mode, Observation, Recipe
+from torchscout.replay.replayer import Findings, Replayer
+from torchscout.replay.schedule import Rotation
 from torchscout.utils.reentrancy import in_own_work
 
 Act = Callable[[int, str, float], Any]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchscout.evidence.replay.recipe import Observation, Replay, finish_signatures
+from torchscout.replay.recipe import Observation, Replay, finish_signatures
 from torchscout.utils.reentrancy import own_work
 
 CPU = torch.device("cpu")

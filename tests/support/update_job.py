@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
-from torchscout.evidence.replay.recipe import Observation, Replay, finish_signatures
+from torchscout.replay.recipe import Observation, Replay, finish_signatures
+from torchscout.replay.recipes.optimizer import OptimizerRecipe
 
 CPU = torch.device("cpu")
 Parameters = dict[str, torch.nn.Parameter]

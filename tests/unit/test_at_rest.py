@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.at_rest import AtRestRecipe
+from torchscout.replay.recipes.owned_state import OwnedStateRecipe
 
 
-def stepped(state: dict[str, torch.Tensor]) -> AtRestRecipe:
+def stepped(state: dict[str, torch.Tensor]) -> OwnedStateRecipe:
     """A recipe over two steps of an optimizer."""
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    recipe = AtRestRecipe(lambda: state, [optimizer])
+    recipe = OwnedStateRecipe(lambda: state, [optimizer])
     recipe.start()
     for step in range(2):
         recipe.rest(step)
@@ -40,7 +40,7 @@ def test_state_that_cannot_be_signed_counts_as_unwatched():
 def test_nothing_stays_on_the_optimizer():
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    recipe = AtRestRecipe(dict, [optimizer])
+    recipe = OwnedStateRecipe(dict, [optimizer])
     recipe.start()
     assert optimizer._optimizer_step_pre_hooks
     recipe.close()

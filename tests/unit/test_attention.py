@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tests.support.capturing import armed, calling, reason, x
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.attention import Attention
+from torchscout.replay.capture.context import Attention
 
 
 def state() -> tuple[Any, ...]:
@@ -91,7 +91,7 @@ def test_peers_must_have_the_same_attention():
 
 def test_a_job_without_context_parallelism_does_not_import_it():
     code = (
-        "import sys, torchscout.evidence.replay.attention as ours\n"
+        "import sys, torchscout.replay.capture.context as ours\n"
         "assert not ours.Attention.now().is_ring\n"
         "assert ours._MODULE not in sys.modules"
     )

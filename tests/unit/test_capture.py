@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.capturing import armed, calling, doubling, reason, x
 from tests.support.replay_by_hand import CPU
-from torchscout.evidence.replay.capture import Capture
-from torchscout.evidence.replay.invocation import Invocation
+from torchscout.replay.capture.hooks import CallCapture
+from torchscout.replay.capture.invocation import Invocation
 from torchscout.utils.reentrancy import own_work
 
 
@@ -160,7 +160,7 @@ def test_only_the_source_keeps_values():
 
 def test_disarming_lets_go_of_everything():
     module = doubling()
-    capture = Capture(module, CPU, keep=True)
+    capture = CallCapture(module, CPU, keep=True)
     module(x(1, 2)).sum().backward()
     held = weakref.ref(capture.invocation().leaves[0])
     capture.disarm()
@@ -173,7 +173,7 @@ def test_disarming_lets_go_of_everything():
 
 def test_a_gradient_that_comes_after_disarming_is_not_kept():
     module = doubling()
-    capture = Capture(module, CPU, keep=True)
+    capture = CallCapture(module, CPU, keep=True)
     output = module(x(1, 2))
     capture.disarm()
     output.sum().backward()
@@ -248,7 +248,7 @@ def test_the_model_can_be_deleted_afterwards(compiled: bool):
     module = nn.Linear(2, 2)
     if compiled:
         module.compile(backend="eager")
-    capture = Capture(module, CPU, keep=True)
+    capture = CallCapture(module, CPU, keep=True)
     given = x(1, 2)
     module(given).sum().backward()
     capture.disarm()

@@ -12,8 +12,8 @@ from tests.support.replay_by_hand import align, differing, observations, prepare
 from tests.support.update_job import flip_lowest_bit, outliers
 from torchscout.decision.signature import signature
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.census import CensusRecipe, slots_of
-from torchscout.evidence.replay.recipe import Mode, Replay
+from torchscout.replay.recipe import Mode, Replay
+from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe, slots_of
 
 
 class Rank:
@@ -22,7 +22,7 @@ class Rank:
         self.model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
         self.optimizer = make(self.model.parameters(), lr=0.1, **settings)
         self.surfaces = {each: f"model/{name}" for name, each in self.model.named_parameters()}
-        self.recipe = CensusRecipe(self.state)
+        self.recipe = ReplicatedStateRecipe(self.state)
 
     def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         parameters = {surface: each for each, surface in self.surfaces.items()}

@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.support.replay_by_hand import CPU, align, observe
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.compiled import CompiledCode, compiled_around, is_compiled
-from torchscout.evidence.replay.layer import LayerRecipe, LayerReplay
-from torchscout.evidence.replay.recipe import Given
+from torchscout.replay.compiled import CompiledCode, compiled_around, is_compiled
+from torchscout.replay.recipe import Given
+from torchscout.replay.recipes.layer import LayerRecipe, LayerReplay
 
 
 class Block(nn.Module):
@@ -269,13 +269,13 @@ def test_a_part_that_synchronizes_gradients_keeps_the_pass_from_running():
 
 def test_a_call_that_was_kept_is_replayed_eagerly_without_a_pass():
     """After a restart: what the compiled model would be called with is not known yet."""
-    from torchscout.evidence.replay.keepsakes import Keepsake
+    from torchscout.replay.capture.saved_calls import SavedCall
 
     net, model = made()
     recipe, _ = replays_of(net, model)
     first = checked(recipe, 1, model)
     align([first])
-    kept = Keepsake.of(first.invocation())
+    kept = SavedCall.of(first.invocation())
     seen = observe(first)
 
     again_net, again_model = made()

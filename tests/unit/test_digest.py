@@ -9,7 +9,7 @@ import torch
 
 from torchscout.decision.signature import signatures
 from torchscout.evidence.replay.digest import digest as digest_of_signatures
-from torchscout.evidence.replay.recipe import Observation, finish_signatures
+from torchscout.replay.recipe import Observation, finish_signatures
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> int:

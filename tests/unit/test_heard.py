@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from torchscout.evidence.replay.heard import SEND, Link, agreed
+from torchscout.replay.recipes.process_groups import SEND, GroupUse, agreed
 
-EVERYBODY = Link("all_reduce", (0, 1, 2, 3), "default")
-LEFT, RIGHT = Link("all_gather", (0, 1), "3"), Link("all_gather", (2, 3), "4")
+EVERYBODY = GroupUse("all_reduce", (0, 1, 2, 3), "default")
+LEFT, RIGHT = GroupUse("all_gather", (0, 1), "3"), GroupUse("all_gather", (2, 3), "4")
 
 
-def told(*heard: Sequence[Link]) -> list[Any]:
+def told(*heard: Sequence[GroupUse]) -> list[Any]:
     """What each rank tells, as it arrives."""
     return [json.loads(json.dumps([link.told() for link in links])) for links in heard]
 
@@ -38,7 +38,7 @@ def test_groups_with_the_same_members_are_each_for_themselves():
 
 
 def test_neighbours_are_told_apart_by_both_ends():
-    chain = [Link(SEND, ends, "world") for ends in ((0, 1), (0, 2), (1, 2))]
+    chain = [GroupUse(SEND, ends, "world") for ends in ((0, 1), (0, 2), (1, 2))]
     said = told([chain[0], chain[1]], [chain[0]], [chain[1], chain[2]], [])
     assert agreed([chain[0], chain[1]], said) == [chain[0], chain[1]]
     assert agreed([chain[1], chain[2]], said) == [chain[1]]  # rank 1 has not heard of the last one

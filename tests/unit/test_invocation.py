@@ -12,9 +12,9 @@ import torch
 
 from tests.support.replay_by_hand import CPU, receiver
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.alignment import captured, described, receive, room_for
-from torchscout.evidence.replay.invocation import Invocation
-from torchscout.evidence.replay.randomness import register_tracker
+from torchscout.replay.capture.broadcast import captured, described, receive, room_for
+from torchscout.replay.capture.context import register_tracker
+from torchscout.replay.capture.invocation import Invocation
 
 
 def call(*args: Any, keep: bool = True, **kwargs: Any) -> Invocation:

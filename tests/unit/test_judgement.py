@@ -11,8 +11,8 @@ from torchscout.decision.record import (
     Manifestation,
     Scope,
 )
-from torchscout.evidence.replay.judgement import Context, broken_depth, judge, withhold
-from torchscout.evidence.replay.recipe import ABSENT, POISON, Comparison, Mode
+from torchscout.replay.recipe import ABSENT, POISON, Comparison, Mode
+from torchscout.replay.verdicts import Context, broken_depth, judge, withhold
 
 PEERS = (0, 2, 4, 6)
 LAYER = [

@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.support.replay_by_hand import CPU
 from torchscout.checkpoint import tree
-from torchscout.evidence.replay.attention import Attention
-from torchscout.evidence.replay.invocation import Invocation
-from torchscout.evidence.replay.keepsakes import Keepsakes, recalled
+from torchscout.replay.capture.context import Attention
+from torchscout.replay.capture.invocation import Invocation
+from torchscout.replay.capture.saved_calls import SavedCalls, recalled
 
 KEY = ("layer", "layer.3")
 
@@ -25,17 +25,17 @@ def call(*args: Any, **kwargs: Any) -> Invocation:
     return made
 
 
-def kept(made: Invocation, limit: int = 1 << 20) -> Keepsakes:
-    keepsakes = Keepsakes()
+def kept(made: Invocation, limit: int = 1 << 20) -> SavedCalls:
+    keepsakes = SavedCalls()
     keepsakes.limit = limit
     keepsakes.keep(KEY, made)
     return keepsakes
 
 
-def saved(keepsakes: Keepsakes, limit: int = 1 << 20) -> Keepsakes:
+def saved(keepsakes: SavedCalls, limit: int = 1 << 20) -> SavedCalls:
     """As another process loads them."""
     document, tensors = tree.encode(keepsakes.state_dict())
-    loaded = Keepsakes()
+    loaded = SavedCalls()
     loaded.limit = limit
     loaded.load_state_dict(tree.decode(json.loads(json.dumps(document)), tensors))
     return loaded

@@ -19,7 +19,7 @@ from tests.support.replay_by_hand import (
     observations,
     observe,
 )
-from torchscout.evidence.replay.recipe import Mode, Observation
+from torchscout.replay.recipe import Mode, Observation
 from torchscout.utils.reentrancy import own_work
 
 

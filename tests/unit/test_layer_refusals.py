@@ -19,8 +19,8 @@ from tests.support.replay_by_hand import (
     prepare,
 )
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.layer import LayerRecipe, LayerReplay
-from torchscout.evidence.replay.recipe import ABSENT, Mode, Observation
+from torchscout.replay.recipe import ABSENT, Mode, Observation
+from torchscout.replay.recipes.layer import LayerRecipe, LayerReplay
 from torchscout.utils.reentrancy import own_work
 
 

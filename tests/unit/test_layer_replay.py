@@ -15,7 +15,7 @@ from tests.support.replay_by_hand import (
     receiver,
 )
 from tests.support.update_job import flip_lowest_bit, outliers
-from torchscout.evidence.replay.recipe import ABSENT, Mode
+from torchscout.replay.recipe import ABSENT, Mode
 
 
 def test_healthy_peers_agree_on_every_surface_whatever_they_trained_on():

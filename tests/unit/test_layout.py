@@ -19,10 +19,17 @@ from tests.support.capturing import armed, calling, reason
 from tests.support.replay_by_hand import CPU, receiver
 from torchscout.decision.signature import signature
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.alignment import captured, densely, described, receive, room_for
-from torchscout.evidence.replay.invocation import Invocation
-from torchscout.evidence.replay.layout import Layout, local_part
-from torchscout.evidence.replay.optimizer_slice import gradient_of, is_unreduced
+from torchscout.replay.capture.broadcast import (
+    DTensorLayout,
+    captured,
+    densely,
+    described,
+    local_part,
+    receive,
+    room_for,
+)
+from torchscout.replay.capture.invocation import Invocation
+from torchscout.replay.recipes.optimizer_slice import gradient_of, is_unreduced
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +195,7 @@ def test_a_pending_collective_is_waited_for_and_arrives_as_a_plain_tensor():
 
 def test_a_buffer_that_is_a_dtensor_gets_room_on_the_peers_mesh():
     told = json.loads(json.dumps(described(laid(Replicate(), source_mesh()))))
-    room = room_for(told, CPU, Layout.of(laid(Replicate(), peer_mesh())))
+    room = room_for(told, CPU, DTensorLayout.of(laid(Replicate(), peer_mesh())))
     assert isinstance(room, DTensor)
     assert room.device_mesh == peer_mesh()
 

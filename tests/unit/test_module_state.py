@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchscout.evidence.replay.module_state import buffers_of, preserved, refusal
+from torchscout.replay.capture.context import buffers_of, preserved, refusal
 
 
 class Doing(nn.Module):

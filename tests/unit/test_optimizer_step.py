@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.support.update_job import CPU, Job, Rank, flip_lowest_bit, observed, outliers
-from torchscout.evidence.replay.optimizer_clone import Parts, blueprint_of, build
-from torchscout.evidence.replay.optimizer_step import REPRODUCED, OptimizerRecipe
-from torchscout.evidence.replay.recipe import ABSENT, Mode
+from torchscout.replay.recipe import ABSENT, Mode
+from torchscout.replay.recipes.optimizer import REPRODUCED, OptimizerRecipe
+from torchscout.replay.recipes.optimizer_clone import Parts, blueprint_of, build
 
 SETTINGS = {
     "AdamW": {"weight_decay": 0.1},

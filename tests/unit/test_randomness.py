@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.replay_by_hand import CPU
-from torchscout.evidence.replay.randomness import Randomness, lend, register_tracker, unmoved
+from torchscout.replay.capture.context import RngState, lend, register_tracker, unmoved
 
 
 class Streams:
@@ -44,7 +44,7 @@ def everything(streams: Streams) -> tuple:
 
 
 def test_a_state_is_applied_as_it_was_captured(streams: Streams):
-    captured = Randomness.now(CPU)
+    captured = RngState.now(CPU)
     assert captured.states.keys() == {"cpu", "framework/model", "framework/expert"}
     first = torch.rand(3), streams.draw()
     captured.apply(CPU)
@@ -53,7 +53,7 @@ def test_a_state_is_applied_as_it_was_captured(streams: Streams):
 
 
 def test_a_captured_state_does_not_move_with_the_stream(streams: Streams):
-    captured = Randomness.now(CPU)
+    captured = RngState.now(CPU)
     before = {name: state.clone() for name, state in captured.states.items()}
     everything(streams)
     assert all(torch.equal(before[name], state) for name, state in captured.states.items())
@@ -80,7 +80,7 @@ def test_a_tracker_may_hand_out_its_own_memory():
 
 
 def test_after_applying_everything_draws_alike_wherever_it_stood(streams: Streams):
-    captured = Randomness.now(CPU)
+    captured = RngState.now(CPU)
     captured.apply(CPU)
     one = everything(streams)
     torch.manual_seed(98)
@@ -91,10 +91,10 @@ def test_after_applying_everything_draws_alike_wherever_it_stood(streams: Stream
 
 
 def test_python_and_numpy_draw_otherwise_from_another_state(streams: Streams):
-    Randomness.now(CPU).apply(CPU)
+    RngState.now(CPU).apply(CPU)
     one = random.random(), np.random.rand()
     torch.rand(1)
-    Randomness.now(CPU).apply(CPU)
+    RngState.now(CPU).apply(CPU)
     assert (random.random(), np.random.rand()) != one
 
 
@@ -115,7 +115,7 @@ def standing(streams: Streams) -> tuple:
 def test_what_is_drawn_inside_moves_nothing_outside(streams: Streams):
     expected = standing(streams)
     with unmoved(CPU):
-        Randomness.now(CPU).apply(CPU)
+        RngState.now(CPU).apply(CPU)
         everything(streams)
     assert everything(streams) == expected
 
@@ -137,12 +137,12 @@ def test_a_name_is_registered_once_and_can_be_taken_back(streams: Streams):
     with pytest.raises(ValueError, match="'framework' is registered already"):
         register_tracker("framework", Streams())
     forget = register_tracker("another", Streams(one=1))
-    assert "another/one" in Randomness.now(CPU).states
+    assert "another/one" in RngState.now(CPU).states
     forget()
-    assert "another/one" not in Randomness.now(CPU).states
+    assert "another/one" not in RngState.now(CPU).states
     again = register_tracker("another", Streams(two=2))
     forget()
-    assert "another/two" in Randomness.now(CPU).states, "what was taken back once is not its to take"
+    assert "another/two" in RngState.now(CPU).states, "what was taken back once is not its to take"
     again()
 
 
@@ -156,7 +156,7 @@ def test_trackers_of_similar_names_are_kept_apart(streams: Streams):
     other = Streams(model=9)
     forget = register_tracker("frame", other)
     try:
-        captured = Randomness.now(CPU)
+        captured = RngState.now(CPU)
         first = streams.draw(), other.draw()
         captured.apply(CPU)
         assert (streams.draw(), other.draw()) == first

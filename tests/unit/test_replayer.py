@@ -15,11 +15,11 @@ from tests.support.update_job import flip_lowest_bit
 from torchscout.decision.repeatability import MAX_REPLAYS, Repeatability
 from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ChannelError, ReplayError
-from torchscout.evidence.replay.census import CensusRecipe
-from torchscout.evidence.replay.layer import LayerRecipe
-from torchscout.evidence.replay.recipe import Given, Mode, Observation, Recipe, Replay
-from torchscout.evidence.replay.replayer import Findings, Replayer
-from torchscout.evidence.replay.rotation import Rotation
+from torchscout.replay.recipe import Given, Mode, Observation, Recipe, Replay
+from torchscout.replay.recipes.layer import LayerRecipe
+from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
+from torchscout.replay.replayer import Findings, Replayer
+from torchscout.replay.schedule import Rotation
 from torchscout.utils.reentrancy import in_own_work
 
 ORDER = ["begin", "describe", "prepare", "align", "comparisons", "observe", "release"]
@@ -264,7 +264,7 @@ def test_all_state_is_exchanged_in_full_only_where_it_differs():
             held = {f"w{place}": torch.full((2,), float(place)) for place in range(50)}
             if peers.rank == wrong:
                 flip_lowest_bit(held["w7"])
-            ranks.append(Rank(peers, [CensusRecipe(lambda held=held: {"parameters": held})]))
+            ranks.append(Rank(peers, [ReplicatedStateRecipe(lambda held=held: {"parameters": held})]))
         outcomes = checked(ranks)
         assert len({rank.peers.exchanges for rank in ranks}) == 1
         found[wrong] = ranks[0].peers.exchanges
@@ -283,7 +283,7 @@ def test_a_rank_without_a_signature_has_all_state_exchanged_in_full():
         held = {f"w{place}": torch.full((2,), float(place)) for place in range(3)}
         if peers.rank == 1:
             held["w1"] = held["w1"].to_sparse()
-        ranks.append(Rank(peers, [CensusRecipe(lambda held=held: {"parameters": held})]))
+        ranks.append(Rank(peers, [ReplicatedStateRecipe(lambda held=held: {"parameters": held})]))
     for outcome in checked(ranks):
         assert named(outcome.records) == {}
         failed = [each for each in outcome.records if "replay failed on rank 1" in str(each.reason)]
@@ -466,7 +466,7 @@ def test_a_real_layer_and_all_state_name_the_rank_with_a_wrong_weight():
         parameters = {f"model/{name}": each for name, each in module.named_parameters()}
         surfaces: dict[torch.Tensor, str] = {each: surface for surface, each in parameters.items()}
         recipes = [
-            CensusRecipe(lambda held=parameters: {"parameters": held}),
+            ReplicatedStateRecipe(lambda held=parameters: {"parameters": held}),
             LayerRecipe("layer", {"model": module}, surfaces, torch.device("cpu")),
         ]
         modules.append(module)

@@ -7,8 +7,7 @@ import itertools
 import pytest
 
 from torchscout.config import ReplayConfig
-from torchscout.evidence.replay.cadence import Cadence
-from torchscout.evidence.replay.rotation import Due, Rotation
+from torchscout.replay.schedule import Due, OverheadBudget, Rotation
 
 
 def run(rotation: Rotation, steps: range) -> dict[int, list[Due]]:
@@ -83,7 +82,7 @@ def test_the_same_intervals_again_change_nothing():
 
 
 def test_intervals_grow_until_checks_fit_the_budget():
-    cadence = Cadence()
+    cadence = OverheadBudget()
     for _ in range(5):
         cadence.step_took(0.1)
         cadence.check_took(0.5)
@@ -93,7 +92,7 @@ def test_intervals_grow_until_checks_fit_the_budget():
 
 
 def test_without_a_budget_or_without_measurements_intervals_stay():
-    cadence = Cadence()
+    cadence = OverheadBudget()
     assert (cadence.stretch(20, 0.005), cadence.share(20)) == (1, None)
     cadence.step_took(0.1)
     cadence.check_took(100.0)

@@ -8,10 +8,9 @@ import torch.distributed as dist
 
 from tests.support.update_job import CPU, Job, Rank, flip_lowest_bit, observed, outliers
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.alignment import is_dense
-from torchscout.evidence.replay.optimizer_slice import nth_slice
-from torchscout.evidence.replay.optimizer_step import REPRODUCED, WHOLE_BUDGET, OptimizerRecipe
-from torchscout.evidence.replay.separability import Separability
+from torchscout.replay.capture.broadcast import is_dense
+from torchscout.replay.recipes.optimizer import REPRODUCED, WHOLE_BUDGET, OptimizerRecipe
+from torchscout.replay.recipes.optimizer_slice import Separability, nth_slice
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchscout.evidence.replay.traffic import PLANS, Plan
+from torchscout.replay.recipes.all_to_all import PLANS, Plan
 
 
 @pytest.mark.parametrize("members", [2, 3, 4, 8, 33])

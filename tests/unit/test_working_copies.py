@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchscout.evidence.replay.at_rest import AtRestRecipe
-from torchscout.evidence.replay.collective_writes import CollectiveWrites
-from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.updates import overwritten
+from torchscout.replay.recipes.owned_state import OwnedStateRecipe
+from torchscout.replay.recipes.working_copies import CollectiveWrites, WorkingCopies
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ class Job:
         self.copy = torch.arange(8.0)
         self.late: dict[str, str] = {}
         self.model = nn.Identity()
-        self.recipe = AtRestRecipe(dict, [], copies=self.copies, passes=[self.model])
+        self.recipe = OwnedStateRecipe(dict, [], copies=self.copies, passes=[self.model])
 
     def copies(self) -> WorkingCopies:
         return WorkingCopies({} if self.late else {"a/weight": self.copy}, self.late)

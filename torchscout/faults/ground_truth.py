@@ -18,10 +18,10 @@ from itertools import pairwise
 from torchscout.decision.cross_group import scope_of
 from torchscout.decision.localization import Group, localize, undecided
 from torchscout.decision.record import Incident, Manifestation, Scope, Surface
-from torchscout.evidence.replay.at_rest import AT_REST
 from torchscout.faults.effects import CallEffect, Signal, Skip, StayInside, Swap
 from torchscout.faults.fault import BACKWARD, Fault, FaultSite, Shown, SiteKind
 from torchscout.mesh import AXES, Axis, LayerKind, Mesh, PeerGroup
+from torchscout.replay.recipes.owned_state import AT_REST
 
 __all__ = ["GroundTruth", "axis_of", "peers_of", "surface_of", "truths"]
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from torchscout.decision.record import Surface
-from torchscout.evidence.replay.sharded import Keepers
-from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.structure import Part, Structure
 from torchscout.mesh import LayerKind, Mesh
+from torchscout.replay.recipes.working_copies import WorkingCopies
+from torchscout.replay.sharded_parameters import ParameterGatherers
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -59,7 +59,7 @@ class Adapter(Protocol):
         optimizers update in its place are named after it, as ``layer.2.up/weight.main``."""
         ...
 
-    def keepers(self, module: torch.nn.Module) -> Keepers:
+    def keepers(self, module: torch.nn.Module) -> ParameterGatherers:
         """Who must gather this module's parameters before it can be called; nobody where they are whole."""
         ...
 

@@ -36,7 +36,6 @@ from torchscout.config import CheckpointConfig
 from torchscout.decision.fold import signed
 from torchscout.decision.ownership import Ownership
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
-from torchscout.evidence.replay.keepsakes import Keepsakes
 from torchscout.integration.communicators import Communicators
 from torchscout.integration.copying import Copying
 from torchscout.integration.coverage import Coverage
@@ -47,6 +46,7 @@ from torchscout.integration.structure import surface_of
 from torchscout.integration.termination import before_termination
 from torchscout.integration.watching import Job
 from torchscout.log import Problems, log
+from torchscout.replay.capture.saved_calls import SavedCalls
 
 __all__ = ["Checkpointing"]
 
@@ -78,7 +78,7 @@ class Checkpointing:
         self._job, self._config, self._communicators = job, config, communicators
         self._model, self._optimizers, self._owned = model, optimizers, owned
         self._unreplicated = {*unreplicated, *owned}
-        self.keepsakes = Keepsakes()
+        self.keepsakes = SavedCalls()
         """What a sweep will replay, as far as there is room for it."""
         self._registered: dict[str, Stateful] = {f"{OURS}keepsakes": self.keepsakes}
         self._disk = Path(config.directory).absolute()

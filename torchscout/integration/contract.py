@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchscout.decision.signature import signature
-from torchscout.evidence.replay.sharded import gathered
 from torchscout.integration.adapter import Adapter
 from torchscout.mesh import LayerKind, Mesh
+from torchscout.replay.sharded_parameters import gathered
 
 __all__ = ["broken_promises"]
 

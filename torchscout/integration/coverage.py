@@ -15,16 +15,16 @@ import torch
 
 from torchscout.decision.repeatability import NONDETERMINISTIC, REFUSED
 from torchscout.errors import CatalogError
-from torchscout.evidence.replay.at_rest import AtRestRecipe
-from torchscout.evidence.replay.census import CensusRecipe
-from torchscout.evidence.replay.layer import LayerRecipe
-from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
-from torchscout.evidence.replay.recipe import Recipe
 from torchscout.experts.catalog import Catalog, load
 from torchscout.experts.coverage import Rows
 from torchscout.experts.launch_profiler import facts_of
 from torchscout.integration.modules import unwrapped
 from torchscout.integration.structure import Part
+from torchscout.replay.recipe import Recipe
+from torchscout.replay.recipes.layer import LayerRecipe
+from torchscout.replay.recipes.optimizer import OptimizerRecipe
+from torchscout.replay.recipes.owned_state import OwnedStateRecipe
+from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.utils.text import listed
 
 __all__ = ["NO_CATALOG", "Coverage", "Covered", "covered_by", "left_out", "shapes_in"]
@@ -121,11 +121,13 @@ def covered_by(
 ) -> Covered:
     """What these recipes cover of these parameters, where this was not checked, for the reasons given."""
     recipes, missing = list(recipes), left_out(not_checked)
-    at_rest = [each for each in recipes if isinstance(each, AtRestRecipe)]
+    at_rest = [each for each in recipes if isinstance(each, OwnedStateRecipe)]
     refused = {name for names in missing.values() for name in names}
     for name, reason in sorted({k: v for each in at_rest for k, v in each.unwatched().items()}.items()):
         missing.setdefault(f"not watched between updates: {reason}", []).append(name)
-    compared = [each for recipe in recipes if isinstance(recipe, CensusRecipe) for each in recipe.compared()]
+    compared = [
+        each for recipe in recipes if isinstance(recipe, ReplicatedStateRecipe) for each in recipe.compared()
+    ]
     watched = [tensor for recipe in at_rest for tensor in recipe.held().values()]
     updating = [each for each in recipes if isinstance(each, OptimizerRecipe)]
     return Covered(

@@ -25,15 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
-from torchscout.evidence.replay.randomness import register_tracker
-from torchscout.evidence.replay.sharded import NOBODY, Keepers
-from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.parallelism import mesh_from
 from torchscout.integration.structure import Part, Structure, layers_of, plain_name, structure_of, surface_of
 from torchscout.integration.updates import Updates, overwritten
 from torchscout.integration.versions import TESTED, unknown
 from torchscout.mesh import AXES, LayerKind, Mesh
+from torchscout.replay.capture.context import register_tracker
+from torchscout.replay.recipes.working_copies import WorkingCopies
+from torchscout.replay.sharded_parameters import NOBODY, ParameterGatherers
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -164,8 +164,8 @@ class DeepSpeedAdapter:
         own = {surface_of(name): each for name, each in self.model.named_parameters()}
         return own if self._is_partitioned else {**own, **self._masters("master")}
 
-    def keepers(self, module: torch.nn.Module) -> Keepers:
-        return NOBODY if self._stage < 3 else Keepers((_Keeper(self._engine, module),))
+    def keepers(self, module: torch.nn.Module) -> ParameterGatherers:
+        return NOBODY if self._stage < 3 else ParameterGatherers((_Keeper(self._engine, module),))
 
     def unreplicated(self) -> Collection[Surface]:
         if self._spreads() <= {1}:

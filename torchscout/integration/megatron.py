@@ -30,9 +30,6 @@ from torch.distributed.tensor import DTensor
 
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
-from torchscout.evidence.replay.randomness import register_tracker
-from torchscout.evidence.replay.sharded import Keepers
-from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.megatron_fsdp import (
     Keeper,
     copies_of,
@@ -56,6 +53,9 @@ from torchscout.integration.structure import (
 from torchscout.integration.updates import Updates, overwritten
 from torchscout.integration.versions import unknown
 from torchscout.mesh import LayerKind, Mesh, MeshAddress
+from torchscout.replay.capture.context import register_tracker
+from torchscout.replay.recipes.working_copies import WorkingCopies
+from torchscout.replay.sharded_parameters import ParameterGatherers
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -176,10 +176,10 @@ class MegatronAdapter:
                 found[f"{surface_of(name)}.main"] = copy
         return found
 
-    def keepers(self, module: torch.nn.Module) -> Keepers:
+    def keepers(self, module: torch.nn.Module) -> ParameterGatherers:
         chunks = [each for each in self._sharded() if any(part is module for part in each.modules())]
         among = (gathered_among(each) for each in self._chunks if gathers_late(each))
-        return Keepers(
+        return ParameterGatherers(
             tuple(Keeper(each, module) for each in chunks),
             around=lambda: lent(module),
             kept_among=frozenset().union(*among),

@@ -17,8 +17,8 @@ from megatron.core.transformer.moe.moe_utils import (
     get_moe_layer_wise_logging_tracker,
 )
 
-from torchscout.evidence.replay.sharded import Elsewhere
 from torchscout.integration.megatron_fsdp import room_for
+from torchscout.replay.sharded_parameters import Elsewhere
 
 __all__ = ["Losses", "Streams", "lent"]
 

@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
-from torchscout.evidence.replay.sharded import Keepers, keepers_of
-from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.integration.mixture import experts_of
 from torchscout.integration.modules import wrapped
 from torchscout.integration.parallelism import mesh_along, mesh_from
 from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
 from torchscout.integration.updates import overwritten
 from torchscout.mesh import LayerKind, Mesh
+from torchscout.replay.recipes.working_copies import WorkingCopies
+from torchscout.replay.sharded_parameters import ParameterGatherers, keepers_of
 from torchscout.utils.reentrancy import is_nested_step
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class PyTorchAdapter:
     def parameters(self) -> Mapping[Surface, torch.Tensor]:
         return {surface_of(name): parameter for name, parameter in self._model.named_parameters()}
 
-    def keepers(self, module: torch.nn.Module) -> Keepers:
+    def keepers(self, module: torch.nn.Module) -> ParameterGatherers:
         return keepers_of(self._model, module)
 
     def unreplicated(self) -> Collection[Surface]:

@@ -12,26 +12,24 @@ import torch
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
 from torchscout.decision.record import Surface
-from torchscout.evidence.replay.all_to_all import AllToAllRecipe
-from torchscout.evidence.replay.at_rest import AtRestRecipe
-from torchscout.evidence.replay.census import CensusRecipe, slots_of
-from torchscout.evidence.replay.compiled import CompiledCode
-from torchscout.evidence.replay.experts import ExpertsRecipe
-from torchscout.evidence.replay.layer import LayerRecipe
-from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
-from torchscout.evidence.replay.peers import Everybody
-from torchscout.evidence.replay.randomness import disturbed_by_cudnn
-from torchscout.evidence.replay.recipe import Recipe
-from torchscout.evidence.replay.reduction import route_of
-from torchscout.evidence.replay.sharded import Keepers
-from torchscout.evidence.replay.transfers import TransferRecipe
-from torchscout.evidence.replay.working_copies import WorkingCopies
 from torchscout.experts.coverage import Rows
 from torchscout.integration.adapter import Adapter
 from torchscout.integration.mixture import without_experts
 from torchscout.integration.modules import stages_of
 from torchscout.integration.structure import Part
 from torchscout.mesh import Axis, LayerKind, Mesh
+from torchscout.replay.capture.context import disturbed_by_cudnn
+from torchscout.replay.compiled import CompiledCode
+from torchscout.replay.recipe import JobExchange, Recipe
+from torchscout.replay.recipes.all_to_all import AllToAllRecipe
+from torchscout.replay.recipes.experts import ExpertsRecipe
+from torchscout.replay.recipes.layer import LayerRecipe
+from torchscout.replay.recipes.optimizer import OptimizerRecipe
+from torchscout.replay.recipes.owned_state import OwnedStateRecipe
+from torchscout.replay.recipes.process_groups import ProcessGroupRecipe
+from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe, slots_of
+from torchscout.replay.recipes.working_copies import WorkingCopies
+from torchscout.replay.sharded_parameters import ParameterGatherers, route_of
 
 __all__ = ["are_experts_spread", "device_of_job", "expert_parameters", "recipes_for"]
 
@@ -44,7 +42,7 @@ def recipes_for(
     mesh: Mesh | None = None,
     rank: int = 0,
     shapes: Mapping[str, Sequence[Rows]] | None = None,
-    everybody: Everybody | None = None,
+    everybody: JobExchange | None = None,
     *,
     is_alone: bool = False,
 ) -> list[Recipe]:
@@ -77,7 +75,7 @@ def recipes_for(
     if not is_sharded:
         recipes.append(job.at_rest("at_rest", {**owned, **owned_of_experts}, {**shared, **own}))
     if everybody is not None:
-        recipes.append(TransferRecipe(everybody, device_of_job(adapter)))
+        recipes.append(ProcessGroupRecipe(everybody, device_of_job(adapter)))
     if mesh is not None and _have_peers(mesh):
         if is_spread or shapes is not None:
             recipes.append(job.experts(experts, shapes or {}))
@@ -97,11 +95,11 @@ def recipes_for(
 
 
 def _recipes_alone(
-    adapter: Adapter, config: ReplayConfig, job: _Job, everybody: Everybody | None
+    adapter: Adapter, config: ReplayConfig, job: _Job, everybody: JobExchange | None
 ) -> list[Recipe]:
     recipes: list[Recipe] = [job.watched("census", {**adapter.parameters(), **adapter.owned()})]
     if everybody is not None:
-        recipes.append(TransferRecipe(everybody, job.device))
+        recipes.append(ProcessGroupRecipe(everybody, job.device))
     return [recipe for recipe in recipes if recipe.kind in config.intervals]
 
 
@@ -146,7 +144,7 @@ class _Job:
         def state() -> dict[str, Mapping[Surface, torch.Tensor]]:
             return {"parameters": parameters, "optimizer": slots_of(surfaces, self._optimizers)}
 
-        return CensusRecipe(state, kind, role, self.ownership)
+        return ReplicatedStateRecipe(state, kind, role, self.ownership)
 
     def watched(self, kind: str, parameters: _Parameters, role: LayerKind = LayerKind.DENSE) -> Recipe:
         """These parameters and their slots, watched between updates."""
@@ -157,7 +155,7 @@ class _Job:
 
         # A recipe for experts does not watch the rest of the model again.
         copies = self._adapter.working_copies if role is LayerKind.DENSE else WorkingCopies
-        return AtRestRecipe(
+        return OwnedStateRecipe(
             state,
             self._optimizers,
             kind,
@@ -181,7 +179,7 @@ class _Job:
                 found |= {name: each for name, each in every.items() if name in learned}
             return found
 
-        return AtRestRecipe(
+        return OwnedStateRecipe(
             state,
             self._optimizers,
             kind,
@@ -222,7 +220,7 @@ class _Job:
         keepers = partial(self._keepers, role=LayerKind.EXPERT, reduces=False)
         return ExpertsRecipe(_named(parts), shapes, self._surfaces, self.device, keepers, self._compiled)
 
-    def _keepers(self, module: torch.nn.Module, *, role: LayerKind, reduces: bool) -> Keepers:
+    def _keepers(self, module: torch.nn.Module, *, role: LayerKind, reduces: bool) -> ParameterGatherers:
         found, mesh, rank = self._adapter.keepers(module), self._mesh, self._rank
         if mesh is None:
             return found

@@ -25,18 +25,6 @@ from torchscout.decision.replay_diagnosis import ReplayDiagnosis
 from torchscout.decision.stragglers import Slowness, Stragglers
 from torchscout.decision.summary import SummaryRecorder
 from torchscout.decision.timings import Measured, Timings
-from torchscout.evidence.replay.at_rest import AT_REST, AtRestRecipe
-from torchscout.evidence.replay.cadence import Cadence
-from torchscout.evidence.replay.census import CensusRecipe
-from torchscout.evidence.replay.experts import ExpertsRecipe
-from torchscout.evidence.replay.judgement import Context, judge
-from torchscout.evidence.replay.keepsakes import Keepsakes
-from torchscout.evidence.replay.layer import LayerRecipe
-from torchscout.evidence.replay.optimizer_step import OptimizerRecipe
-from torchscout.evidence.replay.recipe import ABSENT, Comparison, Mode, Recipe, StandingRecipe
-from torchscout.evidence.replay.replayer import Findings, Replayer
-from torchscout.evidence.replay.rotation import Rotation
-from torchscout.evidence.replay.sweep import sweep
 from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.coverage import Coverage, Covered, covered_by
 from torchscout.integration.resumption import Swept
@@ -44,6 +32,17 @@ from torchscout.integration.trust import Trust
 from torchscout.log import log
 from torchscout.mesh import Axis, LayerKind, Mesh
 from torchscout.recovery.retrieval import Sweep
+from torchscout.replay.capture.saved_calls import SavedCalls
+from torchscout.replay.recipe import ABSENT, Comparison, Mode, Recipe, StandingRecipe
+from torchscout.replay.recipes.experts import ExpertsRecipe
+from torchscout.replay.recipes.layer import LayerRecipe
+from torchscout.replay.recipes.optimizer import OptimizerRecipe
+from torchscout.replay.recipes.owned_state import AT_REST, OwnedStateRecipe
+from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
+from torchscout.replay.replayer import Findings, Replayer
+from torchscout.replay.schedule import OverheadBudget, Rotation
+from torchscout.replay.sweep import sweep
+from torchscout.replay.verdicts import Context, judge
 
 __all__ = ["Replaying"]
 
@@ -59,7 +58,7 @@ _SWEPT = {Outcome.HEALTHY: Sweep.CLEAN, Outcome.SDC: Sweep.SDC}
 class Certifier(Protocol):
     """What checkpoints have to do with a check."""
 
-    keepsakes: Keepsakes
+    keepsakes: SavedCalls
 
     def signature(self) -> int | None:
         """Of what the last check let it capture, as far as peers should have the same; None if nothing."""
@@ -105,9 +104,9 @@ class Replaying:
         self._rotation = Rotation({each.kind: len(each.targets) for each in recipes}, config.intervals)
         self._replayer = Replayer(recipes, self._rotation, links)
         self._replayer.variants = config.variants
-        censuses = [each for each in recipes if isinstance(each, CensusRecipe)]
+        censuses = [each for each in recipes if isinstance(each, ReplicatedStateRecipe)]
         self._ownership = censuses[0].ownership if censuses else Ownership()
-        self._at_rest = [each for each in recipes if isinstance(each, AtRestRecipe)]
+        self._at_rest = [each for each in recipes if isinstance(each, OwnedStateRecipe)]
         self._standing = [each for each in recipes if isinstance(each, StandingRecipe)]
         for each in self._standing:
             each.start()
@@ -127,7 +126,7 @@ class Replaying:
             slow, shared = slow.on_host(), shared.on_host()
         self._stragglers = Stragglers(mesh, self._rank, slow, shared)
         self._recorder = recorder if config.records == "all" else SummaryRecorder(recorder, slow)
-        self._cadence = Cadence()
+        self._cadence = OverheadBudget()
         self._since = time.monotonic()
         self._replayer.doubted = self._doubted
         self._timings: Timings | None = None

@@ -1,0 +1,1 @@
+"""In-situ replay of layers, updates and communication (paper, section 6)."""

@@ -1,0 +1,1 @@
+"""One module call, captured and made repeatable."""

@@ -1,0 +1,295 @@
+"""Finds what modules inside compiled code are called with (paper, section 6.1).
+
+``torch.compile(model)`` turns a whole model into code of its own, in which hooks on inner modules do not
+run: the calls of its layers cannot be captured. Such a layer is replayed eagerly, with its current weights,
+on an input that was saved once:
+
+1. In a step at whose end a layer is due, the call of the compiled module around it is captured.
+2. After that step the same call is made again, eagerly, by the modules that were compiled. Hooks save the
+   input of every module that replay knows; modules of one kind share one saved input.
+3. Later checks use what was saved. Gradients of outputs are random numbers, made when they are needed.
+
+Peers receive the source's values, so that these need not be training's own. Compiled code is neither called
+nor compiled again: see ``eagerly``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import get_process_group_ranks
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from torchscout.errors import ReplayError, describe_error
+from torchscout.replay.capture.broadcast import described, refuse, room_for
+from torchscout.replay.capture.context import autocast_as, buffers_of, preserved, refusal, unmoved
+from torchscout.replay.capture.hooks import WRITES, CallCapture
+from torchscout.replay.capture.invocation import Invocation, is_floating
+
+__all__ = ["CompiledCode", "EagerCall", "compiled_around", "eagerly", "is_compiled"]
+
+_MAX_PASSES = 3
+"""Eager passes over one compiled module, of which one is enough if it succeeds and calls every target."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module, or a part of it, runs as compiled code."""
+    return _has_compiler() and any(map(_is_compiled_itself, module.modules()))
+
+
+def compiled_around(model: nn.Module, module: nn.Module) -> nn.Module | None:
+    """The outermost module of ``model`` that is compiled together with this module inside it."""
+    if not _has_compiler():
+        return None
+    compiled = (each for each in model.modules() if each is not module and _is_compiled_itself(each))
+    return next((each for each in compiled if any(part is module for part in each.modules())), None)
+
+
+def eagerly() -> AbstractContextManager[None]:
+    """In this block nothing is compiled, and what was compiled before runs eagerly."""
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+class CompiledCode:
+    """What is compiled in one model, and the calls that were saved for the modules inside it."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._targets: dict[nn.Module, None] = {}
+        self._found: dict[nn.Module, _Compiled] = {}
+
+    def expect(self, modules: Iterable[nn.Module]) -> None:
+        """These modules are replayed: one eager pass saves the input of all of them."""
+        self._targets.update(dict.fromkeys(modules))
+
+    def has_inside(self, module: nn.Module) -> bool:
+        """Whether hooks do not see the calls of a module, and an eager pass can: it must not communicate."""
+        around = compiled_around(self._model, module)
+        return around is not None and not any(isinstance(each, DTensor) for each in around.parameters())
+
+    def call_of(self, module: nn.Module, *, is_source: bool) -> EagerCall:
+        """What a module inside compiled code is called with."""
+        around = compiled_around(self._model, module)
+        assert around is not None, "it is inside"
+        if around not in self._found:
+            self._found[around] = _Compiled(around, self._targets, self._device)
+        return EagerCall(self._found[around], module, is_source=is_source)
+
+
+class EagerCall:
+    """The call of one module inside compiled code; used in place of a ``CallCapture``."""
+
+    def __init__(self, compiled: _Compiled, module: nn.Module, *, is_source: bool) -> None:
+        self._compiled, self._module, self._is_source = compiled, module, is_source
+        compiled.arm(module)
+
+    def invocation(self) -> Invocation:
+        """What was saved, by an eager pass if need be; a ``ReplayError`` says why there is nothing."""
+        saved = self._compiled.saved(self._module)
+        if not self._is_source:
+            return saved.call
+        return replace(saved.call, gradients=saved.gradients(self._compiled.device))
+
+    def disarm(self) -> None:
+        """Remove the hooks."""
+        self._compiled.disarm()
+
+
+class _ArgumentsOnly(CallCapture):
+    """Does not hold on to gradients: those of a whole model's output may be large, and are not needed."""
+
+    def _await_gradient(self, begun: Invocation, place: int, tensor: torch.Tensor) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What replays of one module start from."""
+
+    call: Invocation
+    """Without gradients; shared by modules of one kind."""
+    outputs: Mapping[int, Mapping[str, Any]]
+    """Descriptions of the output's tensors that need a gradient, by place."""
+
+    def gradients(self, device: torch.device) -> dict[int, torch.Tensor]:
+        """Random numbers, the same in every check. Each tensor's norm is about 1, so that none overflow."""
+        gradients = {}
+        for place, description in self.outputs.items():
+            room = room_for(description, device)
+            generator = torch.Generator(room.device).manual_seed(place)
+            gradients[place] = room.normal_(std=1 / math.sqrt(max(1, room.numel())), generator=generator)
+        return gradients
+
+
+class _Compiled:
+    """One compiled module, and what was saved of the calls inside it."""
+
+    def __init__(self, module: nn.Module, targets: Mapping[nn.Module, None], device: torch.device) -> None:
+        self.device = device
+        self._module, self._targets = module, targets
+        self._capture: CallCapture | None = None
+        self._passes = 0
+        self._problem = "the eager pass over the compiled module around it did not call it with gradients"
+        self._kinds: dict[tuple[Any, ...], Invocation] = {}
+        self._open: dict[nn.Module, Invocation] = {}
+        """Of modules that the eager pass is calling."""
+        self._saved: dict[nn.Module, _Saved] = {}
+
+    def arm(self, target: nn.Module) -> None:
+        """Capture training's next call, if nothing was saved for the target and another pass may be made."""
+        if target not in self._saved and self._passes < _MAX_PASSES and self._capture is None:
+            # What DDP sends around a model's call is not sent in an eager pass, which begins inside of it.
+            around = [each for each in _wrappers(self._module) if isinstance(each, DistributedDataParallel)]
+            expected = [rank for each in around for rank in get_process_group_ranks(each.process_group)]
+            self._capture = _ArgumentsOnly(self._module, self.device, keep=True, expected=expected)
+
+    def disarm(self) -> None:
+        if self._capture is not None:
+            self._capture.disarm()
+            self._capture = None
+
+    def saved(self, target: nn.Module) -> _Saved:
+        # Targets that are due together need one pass. It is over, or has failed, if hooks are gone.
+        if target not in self._saved and self._capture is not None:
+            self._run_eagerly(self._captured(self._capture))
+            self.disarm()
+        if target not in self._saved:
+            raise ReplayError(self._problem)
+        return self._saved[target]
+
+    def _captured(self, capture: CallCapture) -> Invocation:
+        try:
+            return capture.invocation()
+        except ReplayError as error:
+            raise ReplayError(f"the compiled module around it cannot be run eagerly: {error}") from error
+
+    def _run_eagerly(self, call: Invocation) -> None:
+        """Make the captured call once more; training is left as it was, and no activation is kept."""
+        inside = _inside(self._module)
+        if (found := refusal(inside) or _synchronizing(inside)) is not None:
+            raise ReplayError(f"the compiled module around it cannot be run eagerly: {found}")
+        self._passes += 1
+        leaves = enumerate(zip(call.leaves, call.requires_grad, strict=True))
+        given = {
+            place: leaf.requires_grad_(needs).clone() for place, (leaf, needs) in leaves if _is_tensor(leaf)
+        }
+        args, kwargs = call.arguments(given)
+        versions = [each._version for each in inside.parameters()]
+        with ExitStack() as around:
+            around.push(self._remember)
+            around.enter_context(unmoved(self.device))
+            around.enter_context(preserved(inside, buffers_of(inside), call.randomness.seed))
+            around.enter_context(call.attention.again())
+            around.enter_context(eagerly())
+            around.enter_context(autocast_as(call.autocast))
+            # Which tensors need gradients is known in this mode only; what backward would need is dropped.
+            around.enter_context(torch.enable_grad())
+            around.enter_context(saved_tensors_hooks(lambda _: None, _never))
+            self._watch(inside, around)
+            call.randomness.apply(self.device)
+            inside(*args, **kwargs)
+            if versions != [each._version for each in inside.parameters()]:
+                raise ReplayError(WRITES)
+
+    def _watch(self, inside: nn.Module, around: ExitStack) -> None:
+        parts = {*inside.modules()}
+        around.callback(self._open.clear)
+        for target in self._targets:
+            if target in parts:
+                before = target.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+                after = target.register_forward_hook(self._after)
+                around.callback(before.remove)
+                around.callback(after.remove)
+
+    def _before(self, target: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            call = Invocation.of(args, kwargs, self.device, keep=True)
+            shapes = tuple((name, each.shape) for name, each in target.named_parameters())
+            kind = (type(target), shapes, json.dumps(call.describe()))
+            self._open[target] = self._kinds.setdefault(kind, call)
+
+    def _after(self, target: nn.Module, _: Any, output: Any) -> None:
+        if (call := self._open.pop(target, None)) is None:
+            return
+        tensors = [leaf for leaf in tree_leaves(output) if _is_tensor(leaf)]
+        needing = {
+            place: each for place, each in enumerate(tensors) if each.requires_grad and is_floating(each)
+        }
+        for each in needing.values():
+            refuse(each)
+        self._saved[target] = _Saved(call, {place: described(each) for place, each in needing.items()})
+
+    def _remember(
+        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
+    ) -> None:
+        """Why a pass has failed, for the checks after which no other is made."""
+        if isinstance(error, Exception):
+            self.disarm()
+            self._problem = (
+                f"the eager pass over the compiled module around it failed: {describe_error(error)}"
+            )
+
+
+def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and what it wraps, from the outside in: through compilers and DDP."""
+    yield module
+    if isinstance(module, DistributedDataParallel):
+        yield from _wrappers(module.module)
+    elif _has_compiler() and isinstance(module, _compiler().OptimizedModule):
+        yield from _wrappers(module._orig_mod)
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """What is compiled, without wrappers whose calls start communication."""
+    return [*_wrappers(module)][-1]
+
+
+def _synchronizing(module: nn.Module) -> str | None:
+    """What in the module would wait for a backward pass after an eager one, or communicate in it."""
+    for name, each in module.named_modules():
+        # The method is that of FSDP2 and of ``replicate``.
+        if isinstance(each, DistributedDataParallel) or hasattr(each, "set_requires_gradient_sync"):
+            return (
+                f"{name or 'it'} synchronizes gradients, and would count an eager pass as one of training's"
+            )
+    return None
+
+
+def _is_compiled_itself(module: nn.Module) -> bool:
+    return (
+        isinstance(module, _compiler().OptimizedModule)
+        or module._compiled_call_impl is not None
+        or hasattr(
+            getattr(module, "forward", None), "_torchdynamo_orig_callable"
+        )  # a method that was compiled
+    )
+
+
+def _has_compiler() -> bool:
+    """Whether the compiler was imported: importing it costs seconds, and nothing is compiled without."""
+    return "torch._dynamo" in sys.modules
+
+
+def _compiler() -> Any:
+    return sys.modules["torch._dynamo"]
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _never(_: Any) -> Any:
+    raise AssertionError("nothing goes back through an eager pass")

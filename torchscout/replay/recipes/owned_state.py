@@ -1,0 +1,317 @@
+"""State that one rank alone holds must not change between two updates (paper, section 6.1.1).
+
+Nobody has a second copy of an FSDP shard, so that its owner watches it: signed right after an update, and
+again right before the next one. That is the owner's own evidence and needs no vote. It is done at every step:
+the next update builds on whatever the state is by then, so that a change nobody noticed would be certified.
+
+[Note: writes of the program] A write that PyTorch counts as one is legitimate; what was written was not
+watched over that step. Not all are counted: ``parameter.data.clamp_()`` is not, nor are multi-tensor
+operations on DTensors. A fault changes the state of one rank once. What changes on several ranks after the
+same step, or on one rank after several, is therefore written by the program: no incident is reported, and
+the tensor is not watched from then on.
+
+Parameters that the next update overwrites are watched in the same way: see ``working_copies``.
+
+Signatures on a device are read only at the end of a step with a check: nothing waits for them in between.
+With a budget, a part of the state is watched in each step, another one in the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from torchscout.decision.fold import signed
+from torchscout.decision.record import Surface
+from torchscout.decision.signature import PendingSignatures
+from torchscout.errors import ReplayError, describe_error
+from torchscout.mesh import LayerKind
+from torchscout.replay.capture.broadcast import Broadcast
+from torchscout.replay.recipe import Comparison, Given, Mode, Observation
+from torchscout.replay.recipes.optimizer_slice import local_of
+from torchscout.replay.recipes.rest_window import Pace, Window, size_of
+from torchscout.replay.recipes.working_copies import CopyWatch, WorkingCopies
+from torchscout.utils.reentrancy import in_own_work
+
+__all__ = ["AT_REST", "UNCHANGED", "OwnedStateRecipe"]
+
+UNCHANGED = signed(xxhash.xxh3_64_intdigest(b"torchscout: what this rank holds has not changed"))
+"""In place of a signature: the same bytes before the update as after the one before."""
+AT_REST = "state/at_rest"
+_UNREADABLE = (ReplayError, ValueError, RuntimeError)
+_State = Callable[[], Mapping[Surface, torch.Tensor]]
+_Held = dict[Surface, tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, and what this rank has of each: a DTensor's local part, or the same again."""
+
+
+class OwnedStateRecipe:
+    """All owned state, and working copies, in the time between updates, since the last check."""
+
+    targets = ("",)
+    varies = False
+    is_gathered = False
+    is_dynamic = False
+    is_swept = False
+    vouches = True
+
+    def __init__(
+        self,
+        state: _State,
+        optimizers: Sequence[torch.optim.Optimizer],
+        kind: str = "census",
+        role: LayerKind = LayerKind.DENSE,
+        *,
+        budget: float | None = None,
+        is_learned: Callable[[], bool] = lambda: True,
+        copies: Callable[[], WorkingCopies] = WorkingCopies,
+        passes: Sequence[torch.nn.Module] = (),
+    ) -> None:
+        """``state`` is what this rank alone holds now; ``is_learned`` whether there is anything. ``copies``
+        are what the next update overwrites; ``passes`` the modules that a forward pass calls.
+
+        ``budget`` is the share of a step's time that watching may take; None watches everything.
+        """
+        self._state, self._optimizers, self._budget = state, optimizers, budget
+        self._is_learned = is_learned
+        self.kind, self.role = kind, role
+        self._hooks: list[Any] = []
+        self._copies, self._passes = CopyWatch(copies), passes
+        self._step: int | None = None
+        """The one whose update was the last; None while one is in progress."""
+        self._seen: set[Surface] = set()
+        """Working copies that were there to be watched since."""
+        self._open: list[Window] = []
+        """One of owned state, and one of working copies if there are any."""
+        self._closed: list[Window] = []
+        """Those since the last check."""
+        self._problem: str | None = None
+        """What kept this rank from watching since the last check."""
+        self._missed = 0
+        """Windows of owned state since the last check in which nothing could be watched."""
+        self._pace = Pace()
+        self._turn = 0
+        self._restless: set[Surface] = set()
+        """What the program writes to; see [Note: writes of the program]."""
+        self.share = 1.0
+        """Of the bytes to be watched, over the steps up to the last check, those that were watched."""
+        self.changed: list[tuple[int, Surface]] = []
+        """After which step what has changed, as far as the last check found."""
+
+    def held(self) -> Mapping[Surface, torch.Tensor]:
+        """What is watched, or would be if the budget allowed it."""
+        return {**self._copies.resting(), **self._state()}
+
+    def unwatched(self) -> Mapping[Surface, str]:
+        """Working copies that are not watched, with the reasons."""
+        return self._copies.unwatched()
+
+    def start(self) -> None:
+        for optimizer in self._optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._close_windows()))
+        for module in self._passes if self._copies.are_late else ():
+            self._hooks.append(module.register_forward_hook(lambda *_: self._pass_ended()))
+
+    def close(self) -> None:
+        self._open.clear()
+        self._closed.clear()
+        self._copies.close()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def update_begins(self) -> None:
+        """The outermost one, in which a framework may let go of working copies before optimizers step."""
+        self._close_windows(copies_only=True)
+
+    def update_ended(self) -> None:
+        """If it was skipped (a gradient was not finite), all must still be as it was after the one before."""
+        self._close_windows()
+
+    def rest(self, step: int) -> None:
+        """The update of this step is over: what is watched must stay as it is until the next one begins."""
+        self._pace.step_ended()
+        begin, self._open, self._step = time.perf_counter(), [], step
+        owned = self._read(self._state, are_copies=False)
+        copies = self._read(self._copies.resting, are_copies=True) or {}
+        copies = {name: each for name, each in copies.items() if name not in (owned or {})}
+        every = {name: local for name, (_, local) in {**copies, **(owned or {})}.items()}
+        due = self._due({name: each for name, each in every.items() if name not in self._restless})
+        if owned is not None:
+            self._open_window(step, owned, due, are_copies=False)
+        if copies:
+            self._open_window(step, copies, due, are_copies=True)
+        opened = {name: each for window in self._open for name, each in window.tensors.items()}
+        self._copies.begin(opened if copies else {})
+        self._seen = {*copies}
+        self._pace.signed(sum(map(size_of, due.values())), time.perf_counter() - begin)
+
+    def kept_as(self, target: int) -> str:
+        return self.targets[target]
+
+    def begin(self, target: int, *, is_source: bool) -> _AtRest:  # noqa: ARG002  nothing is broadcast
+        return _AtRest(self)
+
+    def again(self, target: int, given: Given) -> _AtRest:  # noqa: ARG002  as the protocol has it
+        raise ReplayError("what rests is watched over a training step")
+
+    @property
+    def is_learned(self) -> bool:
+        return self._is_learned()
+
+    def changes(self) -> list[tuple[int, Surface]]:
+        """After which step what has changed since the last check, except for what a collective may have
+        written to; a ``ReplayError`` if nothing was watched."""
+        if all(each.are_copies for each in self._closed):
+            self.share = 0.0
+            raise ReplayError(self._problem or "the optimizer did not step")
+        found = []
+        for window in self._closed:
+            changed = window.changed()
+            received = window.received.intersection(changed)
+            self._copies.excuse(window, window.written | received)
+            found += [(window.step, name) for name in changed if name not in received]
+        return found
+
+    def leave_out(self, changes: Collection[tuple[int, Surface]]) -> None:
+        """The program has made these."""
+        names = {name for _, name in changes}
+        for window in self._closed:
+            if window.are_copies:
+                self._copies.excuse(window, {name for step, name in changes if step == window.step})
+            else:
+                window.written |= names
+                self._restless.update(names & window.sizes.keys())
+
+    def conclude(self, changed: Sequence[tuple[int, Surface]]) -> None:
+        """A check has looked at all windows so far."""
+        demanded = sum(each.demanded for each in self._closed)
+        watched = sum(each.watched for each in self._closed)
+        closed = sum(not each.are_copies for each in self._closed)
+        reached = closed / (closed + self._missed) if closed else 0.0
+        self.share = reached * (watched / demanded if demanded else 1.0)
+        self.changed = list(changed)
+
+    def forget(self) -> None:
+        """The check is over."""
+        self._closed.clear()
+        self._copies.checked()
+        self._problem, self._missed = None, 0
+
+    def _due(self, every: dict[Surface, torch.Tensor]) -> dict[Surface, torch.Tensor]:
+        """As much as the budget allows, beginning where the step before has ended."""
+        total = sum(map(size_of, every.values()))
+        allowed = self._pace.bytes_within(self._budget)
+        if allowed is None or allowed >= total:
+            return every
+        names, chosen, taken = list(every), dict[Surface, torch.Tensor](), 0
+        while not chosen or (taken < allowed and len(chosen) < len(names)):
+            name = names[self._turn % len(names)]
+            chosen[name], taken = every[name], taken + size_of(every[name])
+            self._turn += 1
+        return chosen
+
+    def _read(self, state: _State, *, are_copies: bool) -> _Held | None:
+        try:
+            return {name: (whole, local_of(whole, whole)) for name, whole in state().items()}
+        except _UNREADABLE as error:
+            self._failed((), error, are_copies=are_copies)
+            return None
+
+    def _open_window(self, step: int, every: _Held, due: Collection[Surface], *, are_copies: bool) -> None:
+        wholes = {name: whole for name, (whole, _) in every.items() if name in due}
+        tensors = {name: every[name][1] for name in wholes}
+        held = sum(size_of(local) for _, local in every.values())
+        try:
+            before = PendingSignatures(tensors.values())
+            self._open.append(Window(step, tensors, wholes, before, held, are_copies))
+        except _UNREADABLE as error:
+            self._failed(tensors, error, are_copies=are_copies)
+
+    def _pass_ended(self) -> None:
+        """A forward pass may have gathered working copies; from now on they rest, too."""
+        if self._step is None or in_own_work():
+            return
+        found = self._read(self._copies.resting, are_copies=True) or {}
+        late = {name: each for name, each in found.items() if name not in self._seen}
+        if not late:
+            return
+        self._seen.update(late)
+        begun = len(self._open)
+        due = self._due({name: local for name, (_, local) in late.items()})
+        self._open_window(self._step, late, due, are_copies=True)
+        for window in self._open[begun:]:
+            self._copies.begin_late(window.tensors)
+
+    def _close_windows(self, *, copies_only: bool = False) -> None:
+        """An update begins; the first one of a step is the first that writes."""
+        if in_own_work():
+            return
+        self._step = None
+        closing = [each for each in self._open if each.are_copies or not copies_only]
+        self._open = [each for each in self._open if copies_only and not each.are_copies]
+        for window in closing:
+            names = list(window.tensors)
+            try:
+                window.close(self._copies.received)
+                self._closed.append(window)
+            except _UNREADABLE as error:
+                self._failed(names, error, are_copies=window.are_copies)
+
+    def _failed(self, names: Collection[Surface], error: Exception, *, are_copies: bool) -> None:
+        """Training must not notice."""
+        if are_copies:
+            self._copies.not_read(names, describe_error(error))
+        else:
+            self._problem, self._missed = describe_error(error), self._missed + 1
+
+
+class _AtRest:
+    """All windows since the last check."""
+
+    def __init__(self, recipe: OwnedStateRecipe) -> None:
+        self._recipe = recipe
+        self._changed: list[tuple[int, Surface]] = []
+        """After which step what has changed."""
+        self._is_watched = True
+        """Whether any peer has something to watch."""
+
+    def describe(self) -> Any:
+        if not self._recipe.is_learned:
+            return {"watches": False, "changed": []}
+        self._changed = self._recipe.changes()
+        return {"watches": True, "changed": sorted({step for step, _ in self._changed})}
+
+    def prepare(self, descriptions: Sequence[Any], source: int) -> None:  # noqa: ARG002  nothing is sent
+        self._is_watched = any(each["watches"] for each in descriptions)
+        peers = Counter(step for each in descriptions for step in each["changed"])
+        often = Counter(name for _, name in self._changed)
+        written = {name for step, name in self._changed if peers[step] > 1 or often[name] > 1}
+        self._recipe.leave_out([(step, name) for step, name in self._changed if name in written])
+        self._changed = [(step, name) for step, name in self._changed if name not in written]
+        self._recipe.conclude(self._changed)
+
+    def align(self, broadcast: Broadcast) -> None:
+        """Every rank looks at its own."""
+
+    @property
+    def work(self) -> tuple[str, tuple[int, ...]]:
+        return "", ()
+
+    def comparisons(self) -> list[Comparison]:
+        return [Comparison(AT_REST, Mode.STATE, right=UNCHANGED)] if self._is_watched else []
+
+    def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
+        words = "\n".join(f"{step} {name}" for step, name in self._changed)
+        wrong = signed(xxhash.xxh3_64_intdigest(words.encode()))
+        seen.signatures[AT_REST] = wrong if self._changed else UNCHANGED
+
+    def invocation(self) -> None:
+        """State is no call."""
+
+    def release(self) -> None:
+        self._changed = []
+        self._recipe.forget()
