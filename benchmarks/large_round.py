@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from torchscout.decision.hang_diagnosis import diagnose
-from torchscout.decision.progress import Issued, Line, Phase, Process, Progress, Standing
+from torchscout.decision.hang.diagnosis import diagnose
+from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.evidence.observer.board import Tally, decode, encode
 from torchscout.evidence.observer.journal import line_text
 from torchscout.evidence.observer.layout import RECENT
@@ -83,8 +83,10 @@ class LargeRound:
         self.mesh = Mesh.grid(replica=size // TENSOR, tensor=TENSOR, hosts=hosts)
         self.culprit = size // 2 + size // 3
         self._gone = gone
-        self._world = Line("world", tuple(range(size)), "world")
-        self._replica = [Line(f"replica.{t}", tuple(range(t, size, TENSOR)), "dp") for t in range(TENSOR)]
+        self._world = CommGroup("world", tuple(range(size)), "world")
+        self._replica = [
+            CommGroup(f"replica.{t}", tuple(range(t, size, TENSOR)), "dp") for t in range(TENSOR)
+        ]
         # What many ranks say alike is put into words once.
         self._issued = functools.cache(_issued)
         self._texts = {line.key: line_text(line).decode() for line in (*self._replica, self._world)}
@@ -99,9 +101,9 @@ class LargeRound:
             message = encode("post", round=1, post=document)
             yield message.replace(b'"recent":[]', b'"recent":[%b]' % b",".join(recent))
 
-    def _lines(self, rank: int) -> tuple[Line, Line, Line]:
+    def _lines(self, rank: int) -> tuple[CommGroup, CommGroup, CommGroup]:
         first = rank - rank % TENSOR
-        tensor = Line(f"tensor.{first}", tuple(range(first, first + TENSOR)), "tp")
+        tensor = CommGroup(f"tensor.{first}", tuple(range(first, first + TENSOR)), "tp")
         return tensor, self._replica[rank % TENSOR], self._world
 
     def _post(self, rank: int) -> tuple[Post, list[bytes]]:
@@ -129,11 +131,11 @@ class LargeRound:
         )
         is_gone = is_late and self._gone
         process = Process.GONE if is_gone else Process.RUNNING
-        standing = Standing(rank, process, progress, waiting=None if is_gone else not is_late)
+        standing = RankStatus(rank, process, progress, waiting=None if is_gone else not is_late)
         return Post(standing, (), gone_seconds=7.0 if is_gone else None), recent[-RECENT:]
 
 
 def _issued(line: str, number: int) -> bytes:
     digest = 0x9E37_79B9_7F4A_7C15 * number >> 8
-    issued = Issued(line, number, 0xFEED_5EED_0123_4567, digest, "all_reduce bfloat16[8192,4096] sum")
+    issued = IssuedOp(line, number, 0xFEED_5EED_0123_4567, digest, "all_reduce bfloat16[8192,4096] sum")
     return json.dumps(asdict(issued), separators=(",", ":")).encode()

@@ -30,7 +30,7 @@ from typing import Any
 from large_round import scale
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import Line, Phase
+from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import Stamped, read
 from torchscout.evidence.observer.progress_writer import ProgressWriter
 
@@ -91,7 +91,7 @@ def coordinate_publication() -> Figures:
 def issue() -> Figures:
     """A collective's intent, as far as the record is concerned: its fingerprint is known already."""
     with a_writer() as writer:
-        lines = itertools.cycle([writer.declare(Line(key, tuple(range(64)), key)) for key in "abc"])
+        lines = itertools.cycle([writer.declare(CommGroup(key, tuple(range(64)), key)) for key in "abc"])
         phrase = writer.phrase("all_reduce float32[1048576] sum", 0xFEED_5EED_0123_4567)
         calls = {
             "issue": lambda: writer.issue(next(lines), phrase),
@@ -211,7 +211,7 @@ class Trainer:
 
     def __init__(self, directory: Path, rank: int, size: int) -> None:
         self.writer = ProgressWriter.create(directory, rank)
-        self._line = self.writer.declare(Line("world", tuple(range(size)), "world"))
+        self._line = self.writer.declare(CommGroup("world", tuple(range(size)), "world"))
         self._phrase = self.writer.phrase("all_reduce float32[8] sum", 7)
         self._has_joined = False
 

@@ -24,7 +24,7 @@ from torchscout.checkpoint.owner import Owner, refusal
 from torchscout.checkpoint.shard_format import Blob, Identity, decode, encode
 from torchscout.cli.status import standing
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
-from torchscout.decision.progress import Line, Phase
+from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import JsonlRecorder, read
 from torchscout.errors import CheckpointError, TornRecordError
 from torchscout.evidence.observer import board
@@ -109,7 +109,7 @@ def test_messages():
 
 def test_progress_records(tmp_path: Path):
     writer = ProgressWriter.create(tmp_path / "records", 0)
-    line = writer.declare(Line("world", (0, 1), "world"))
+    line = writer.declare(CommGroup("world", (0, 1), "world"))
     phrase = writer.phrase("all_reduce float32[8] sum", 7)
     for _ in range(5):
         writer.advance(Phase.FORWARD)

@@ -25,7 +25,7 @@ from torchscout.checkpoint.replica_inbox import Inbox
 from torchscout.checkpoint.replica_outbox import Outbox
 from torchscout.checkpoint.shards import path_of
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import Line, Phase
+from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import read
 from torchscout.evidence.observer import board, keys
 from torchscout.evidence.observer.assignment import Assignment, describe_mesh
@@ -47,8 +47,8 @@ def writers(tmp_path: Path) -> Iterator[list[ProgressWriter]]:
     """Trainers in the middle of a step; the last one is an operation behind."""
     made = [ProgressWriter.create(tmp_path / "records", rank) for rank in range(RANKS)]
     for rank, writer in enumerate(made):
-        world = writer.declare(Line("world", tuple(range(RANKS)), "world", timeout=600.0))
-        pair = writer.declare(Line("0 -> 1", (0, 1), "0 -> 1", pair=True))
+        world = writer.declare(CommGroup("world", tuple(range(RANKS)), "world", timeout=600.0))
+        pair = writer.declare(CommGroup("0 -> 1", (0, 1), "0 -> 1", pair=True))
         phrase = writer.phrase("all_to_all float32[8]", 7)
         for _ in range(3):
             writer.advance(Phase.FORWARD)

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from torchscout.decision.fold import fold_with_torch
-from torchscout.decision.signature import (
-    Algorithm,
-    PendingSignatures,
-    read_signatures,
-    signature,
-    signatures,
-)
+from torchscout.decision.signature import Algorithm, PendingSignatures, read_signatures, signature, signatures
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +27,7 @@ def random_bytes(count: int) -> torch.Tensor:
 
 
 def fused_fold(tensor: torch.Tensor) -> int:
-    from torchscout.decision.fold_kernel import fold_with_triton
+    from torchscout.decision.fold_triton import fold_with_triton
 
     return int(fold_with_triton([tensor]).item())
 
@@ -107,7 +101,7 @@ def test_every_bit_flip_shows():
 
 
 def test_every_launch_gives_the_same_fold():
-    from torchscout.decision.fold_kernel import Launch, fold_with_triton
+    from torchscout.decision.fold_triton import Launch, fold_with_triton
 
     data = random_bytes((1 << 22) + 37)[1:]
     launches = [Launch(256, 1, 1), Launch(1024, 4, 8), Launch(2048, 8, 4), Launch(8192, 16, 1)]
@@ -161,7 +155,7 @@ def test_the_current_stream_is_used():
 
 
 def test_streams_do_not_disturb_each_other():
-    from torchscout.decision.fold_kernel import fold_with_triton
+    from torchscout.decision.fold_triton import fold_with_triton
 
     data = [random_bytes(32 << 20), random_bytes((32 << 20) + 8)]
     expected = [int(fold_with_torch(each).item()) for each in data]

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import Line, Phase
+from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import Stamped, read
 from torchscout.errors import ObserverError
 from torchscout.evidence.observer import stacks
@@ -217,7 +217,7 @@ class _Trainer:
         directory = Path(document["directory"])
         self._writer = ProgressWriter.create(directory, assignment.rank)
         self._stacks = stacks.register(directory, assignment.config.stack_signal)
-        world = Line("world", tuple(range(assignment.size)), "world")
+        world = CommGroup("world", tuple(range(assignment.size)), "world")
         self._line = self._writer.declare(world)
         self._phrases = {
             name: self._writer.phrase(name, fingerprint)

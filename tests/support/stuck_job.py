@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from torchscout.decision.hang_diagnosis import diagnose
-from torchscout.decision.progress import Issued, Line, Phase, Process, Progress, Standing
+from torchscout.decision.hang.diagnosis import diagnose
+from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.decision.record import Incident, Manifestation, from_json
 from torchscout.mesh import Mesh
 
@@ -49,8 +49,8 @@ Act = Enter | Wait | Busy
 class StuckJob:
     def __init__(self, mesh: Mesh, *, stacks: bool = True, window: int = 12) -> None:
         self.mesh, self.stacks, self.window = mesh, stacks, window
-        self.lines: dict[str, Line] = {}
-        self.recent: dict[int, deque[Issued]] = defaultdict(lambda: deque(maxlen=window))
+        self.lines: dict[str, CommGroup] = {}
+        self.recent: dict[int, deque[IssuedOp]] = defaultdict(lambda: deque(maxlen=window))
         self.issued: dict[int, dict[str, int]] = defaultdict(dict)
         self.digest: dict[tuple[int, str], int] = {}
         self.published: dict[int, int] = defaultdict(int)
@@ -70,7 +70,7 @@ class StuckJob:
         """Ranks with operations that went into CUDA graphs."""
 
     def group(self, name: str, *members: int) -> str:
-        self.lines[name] = Line(name, members, name)
+        self.lines[name] = CommGroup(name, members, name)
         return name
 
     def along(self, axis: str) -> dict[int, str]:
@@ -83,7 +83,7 @@ class StuckJob:
 
     def pair(self, source: int, destination: int) -> str:
         name = f"{source} -> {destination}"
-        self.lines[name] = Line(name, (source, destination), name, pair=True)
+        self.lines[name] = CommGroup(name, (source, destination), name, pair=True)
         return name
 
     def issue(
@@ -100,7 +100,7 @@ class StuckJob:
             digest = zlib.crc32(f"{self.digest.get((rank, line), 0)} {fingerprint}".encode())
             self.digest[rank, line] = digest
             splits = [None if each is None else tuple(each) for each in (sends, receives)]
-            self.recent[rank].append(Issued(line, number, fingerprint, digest, text, *splits))
+            self.recent[rank].append(IssuedOp(line, number, fingerprint, digest, text, *splits))
             self.published[rank] += 1
             self.inside.add(rank)
 
@@ -122,7 +122,7 @@ class StuckJob:
     def stopped(self, *ranks: int) -> None:
         self.process |= dict.fromkeys(ranks, Process.STOPPED)
 
-    def standing(self, rank: int) -> Standing:
+    def standing(self, rank: int) -> RankStatus:
         process = self.process.get(rank, Process.RUNNING)
         shown = self.waiting.get(rank, rank in self.inside if self.stacks else None)
         progress = Progress(
@@ -139,9 +139,9 @@ class StuckJob:
             device_busy=rank in self.busy_devices if self.entered[rank] else None,
             captured=int(rank in self.captured),
         )
-        return Standing(rank, process, progress, waiting=shown if process is Process.RUNNING else None)
+        return RankStatus(rank, process, progress, waiting=shown if process is Process.RUNNING else None)
 
-    def standings(self) -> dict[int, Standing]:
+    def standings(self) -> dict[int, RankStatus]:
         return {rank: self.standing(rank) for rank in range(len(self.mesh)) if rank not in self.absent}
 
     def diagnose(self) -> Incident | None:

@@ -12,7 +12,7 @@ from torchscout.cli.campaign.ablation.decisions import (
 from torchscout.cli.campaign.ablation.outcome import Claim, Outcome, judged
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.progress import Phase, Process, Progress, Standing
+from torchscout.decision.progress import Phase, Process, Progress, RankStatus
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope
 from torchscout.decision.recorder import Stamped
 from torchscout.faults.ground_truth import GroundTruth
@@ -36,9 +36,9 @@ def times(*values: float, surface: str = "time/module") -> EvidenceRecord:
     )
 
 
-def standing(rank: int, operation: int, *, waits: bool, silent: float) -> Standing:
+def standing(rank: int, operation: int, *, waits: bool, silent: float) -> RankStatus:
     progress = Progress(rank, 4, operation, Phase.BACKWARD, {}, (), waits, silent)
-    return Standing(rank, Process.RUNNING, progress)
+    return RankStatus(rank, Process.RUNNING, progress)
 
 
 def test_claims_are_held_against_the_truth():

@@ -14,7 +14,7 @@ import zmq
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.consensus import exact
-from torchscout.decision.progress import Line, Phase, Process, Progress, Standing
+from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Resolved, Scope
 from torchscout.evidence.observer import keys
 from torchscout.evidence.observer.board import LIMIT, MISTAKES, Client, Message, connect
@@ -24,7 +24,7 @@ from torchscout.evidence.observer.post import Post
 
 TOKEN = keys.new_token()
 CONFIG = ObserverConfig(address="127.0.0.1")
-LINE = Line("world", (0, 1, 2), "world")
+LINE = CommGroup("world", (0, 1, 2), "world")
 
 
 def incident(*ranks: int) -> Incident:
@@ -49,7 +49,7 @@ def post(
     gone_seconds: float | None = None,
     moving: bool = True,
 ) -> dict[str, Any]:
-    standing = Standing(rank, process, None)
+    standing = RankStatus(rank, process, None)
     return Post(standing, (LINE,), moving=moving, gone_seconds=gone_seconds).to_json()
 
 
@@ -603,7 +603,7 @@ def test_members_that_cannot_be_are_refused_before_they_are_counted_out(members:
 def test_progress_of_other_types_is_refused_and_the_round_is_diagnosed_without_it(name: str, value: Any):
     """One such post made the diagnosis of all ranks fail."""
     progress = Progress(0, 1, 2, Phase.FORWARD, {"w": 1}, (), True, 3.0)
-    whole = Post(Standing(0, Process.RUNNING, progress), (LINE,)).to_json()
+    whole = Post(RankStatus(0, Process.RUNNING, progress), (LINE,)).to_json()
     assert Post.from_json(json.loads(json.dumps(whole)), {}, 3).standing.progress == progress
     whole["standing"]["progress"][name] = value
     with pytest.raises(MISTAKES):

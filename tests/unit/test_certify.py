@@ -13,7 +13,7 @@ from torchscout.checkpoint.happening import Checked, Lost, Outcome, Sealed, Writ
 from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.repeatability import NONDETERMINISTIC, UNDECIDED
-from torchscout.decision.replay_diagnosis import FAILED
+from torchscout.decision.sdc import FAILED
 from torchscout.errors import CheckpointError
 
 TARGETS = ("", "layer.0")

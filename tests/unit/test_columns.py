@@ -11,10 +11,9 @@ import pytest
 
 from tests.support.stuck_job import StuckJob, found, others, replicas
 from tests.unit.test_hangs_of_whole_jobs import SHAPES, job_with_programs
-from torchscout.decision.columns import NOTHING, Members, Rows, Standings, coded
-from torchscout.decision.progress import Line, Phase, Process, Shared, Standing
-from torchscout.decision.roll_call import RollCall
-from torchscout.decision.wait_graph import WaitGraph
+from torchscout.decision.hang.evidence import NOTHING, HangEvidence, Members, Rows, StatusColumns, coded
+from torchscout.decision.hang.wait_graph import WaitGraph
+from torchscout.decision.progress import CommGroup, Phase, Process, RankStatus, Shared
 from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
 
@@ -39,10 +38,10 @@ def some_job(seed: int) -> StuckJob:
     return job
 
 
-def columns_of(job: StuckJob, **more: Standing) -> Standings:
+def columns_of(job: StuckJob, **more: RankStatus) -> StatusColumns:
     standings = job.standings() | {each.rank: each for each in more.values()}
     index = {key: place for place, key in enumerate(job.lines)}
-    return Standings.of(standings, index, len(job.mesh))
+    return StatusColumns.of(standings, index, len(job.mesh))
 
 
 # What a rank says.
@@ -69,7 +68,7 @@ def test_every_rank_is_found_in_the_columns(seed: int):
         assert operation(columns, columns.last_event[rank]) == (newest if progress.at_communication else None)
 
 
-def operation(columns: Standings, place: int) -> object:
+def operation(columns: StatusColumns, place: int) -> object:
     return None if place == NOTHING else columns.operations[place]
 
 
@@ -77,7 +76,7 @@ def test_who_published_nothing_or_did_not_answer_says_nothing():
     job = replicas(4)
     job.device = {0: 9}
     job.absent.add(2)
-    columns = columns_of(job, dead=Standing(3, Process.GONE, None))
+    columns = columns_of(job, dead=RankStatus(3, Process.GONE, None))
     assert columns.answered.tolist() == [True, True, False, True]
     assert columns.published.tolist() == [True, True, False, False]
     assert columns.running.tolist() == [True, True, False, False]
@@ -114,7 +113,7 @@ def test_members_are_given_line_by_line_with_what_each_has_issued():
 def test_counts_on_unknown_lines_and_of_strangers_are_left_out():
     job = replicas(3)
     job.issue("elsewhere", 0, 1, 2)
-    lines = (Line("world", (0, 1), "world"),)
+    lines = (CommGroup("world", (0, 1), "world"),)
     assert Members.of(lines, job.standings()).issued.tolist() == [3, 3]
     assert Members.of((), job.standings()).issued.tolist() == []
 
@@ -123,14 +122,14 @@ def test_counts_on_unknown_lines_and_of_strangers_are_left_out():
 def test_who_is_missing_is_who_has_issued_less_or_died_at_it(seed: int):
     job = some_job(seed)
     standings = job.standings()
-    call = RollCall(standings.values(), job.lines, job.mesh)
+    call = HangEvidence(standings.values(), job.lines, job.mesh)
     for place, issued in enumerate(call.columns.operations):
         expected = naive_missing(standings, call.lines[issued.line], issued.number)
         assert call.missing(place).tolist() == expected
         assert call.is_open[place] == bool(expected)
 
 
-def naive_missing(standings: Mapping[int, Standing], line: Line, number: int) -> list[int]:
+def naive_missing(standings: Mapping[int, RankStatus], line: CommGroup, number: int) -> list[int]:
     """Rank by rank; in a job without known machines, whoever is absent is taken to have issued all."""
     missing = []
     for rank in line.members:
@@ -152,7 +151,7 @@ def naive_missing(standings: Mapping[int, Standing], line: Line, number: int) ->
 def test_sources_are_those_that_a_search_rank_by_rank_finds(seed: int):
     job = some_job(seed)
     standings = job.standings()
-    call = RollCall(standings.values(), job.lines, job.mesh)
+    call = HangEvidence(standings.values(), job.lines, job.mesh)
     graph = WaitGraph(call)
     waits, certain = naive_waits(standings, call)
     assert sorted(rank for rank in range(len(job.mesh)) if graph.blocked[rank]) == sorted(certain)
@@ -167,7 +166,9 @@ def test_sources_are_those_that_a_search_rank_by_rank_finds(seed: int):
         assert graph.waiters([source]) == waiting
 
 
-def naive_waits(standings: Mapping[int, Standing], call: RollCall) -> tuple[dict[int, set[int]], set[int]]:
+def naive_waits(
+    standings: Mapping[int, RankStatus], call: HangEvidence
+) -> tuple[dict[int, set[int]], set[int]]:
     """Whom each rank waits for, by [Note: Waiting] and [Note: Deaths], and who waits for certain."""
     waits: dict[int, set[int]] = {}
     certain = set()
@@ -208,7 +209,7 @@ def reach(waits: Mapping[int, set[int]], start: int) -> set[int]:
 def test_nobody_is_behind_a_job_that_only_pauses():
     job = replicas()
     job.busy(*range(8), phase=Phase.EVALUATION)
-    graph = WaitGraph(RollCall(job.standings().values(), job.lines, job.mesh))
+    graph = WaitGraph(HangEvidence(job.standings().values(), job.lines, job.mesh))
     assert (graph.sources, graph.cycles, graph.held.lines) == ([], [], {})
     assert not graph.blocked.any()
 
@@ -217,7 +218,7 @@ def test_who_waits_for_a_lost_machine_is_not_held():
     job = replicas(4)
     job.issue("world", 0, 1)
     job.absent |= {2, 3}
-    graph = WaitGraph(RollCall(job.standings().values(), job.lines, job.mesh))
+    graph = WaitGraph(HangEvidence(job.standings().values(), job.lines, job.mesh))
     assert (graph.sources, graph.held.lines) == ([2, 3], {})
 
 

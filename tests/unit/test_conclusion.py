@@ -6,20 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from torchscout.decision.progress import Issued, Line, Phase, Process, Progress, Standing
+from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.decision.record import Action, Scope
 from torchscout.evidence.observer.conclusion import conclude
 from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
 
 SIZE = 4
-WORLD = Line("world", tuple(range(SIZE)), "world")
+WORLD = CommGroup("world", tuple(range(SIZE)), "world")
 MESH = Mesh.grid(replica=SIZE, hosts=["a", "a", "b", "b"])
 
 
 def post(rank: int, issued: int = 5, *, stack: str = "File ...", last: int = 7, **more) -> Post:
     prints = {number: last if number == issued else 7 for number in range(1, issued + 1)}
-    recent = tuple(Issued("world", number, each, number * each, "barrier") for number, each in prints.items())
+    recent = tuple(
+        IssuedOp("world", number, each, number * each, "barrier") for number, each in prints.items()
+    )
     progress = Progress(
         rank,
         step=3,
@@ -30,7 +32,7 @@ def post(rank: int, issued: int = 5, *, stack: str = "File ...", last: int = 7, 
         at_communication=issued == 5,
         silent_seconds=6.0,
     )
-    return Post(Standing(rank, Process.RUNNING, progress, stack=stack), (WORLD,), **more)
+    return Post(RankStatus(rank, Process.RUNNING, progress, stack=stack), (WORLD,), **more)
 
 
 def gone(rank: int, seconds: float) -> Post:

@@ -5,9 +5,9 @@ import pytest
 
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import statistical
-from torchscout.decision.cross_group import CrossGroupDiagnosis, GroupTime, incident
-from torchscout.decision.localization import Diagnosis, Group, localize
 from torchscout.decision.record import Action, EvidenceRecord, Manifestation, Scope
+from torchscout.decision.straggler.groups import CollectiveTime, GroupDiagnosis, incident
+from torchscout.decision.straggler.localization import Diagnosis, Group, localize
 from torchscout.mesh import Mesh, MeshAddress
 
 SURFACES = {"shard": "time/all_gather", "tensor": "time/all_reduce", "replica": "time/reduce_scatter"}
@@ -290,7 +290,7 @@ def test_sentence_stays_short_for_large_groups():
 def times(mesh, slow=(), axes=("shard", "tensor"), factor=5.0, jitter=None):
     """One round: 10 ms per collective, ``factor`` times that on the slow groups."""
     return [
-        GroupTime(
+        CollectiveTime(
             group.axis,
             group.ranks,
             SURFACES[group.axis],
@@ -307,7 +307,7 @@ def watch(diagnosis, rounds):
 
 def test_machine_is_reported_once_after_two_rounds():
     mesh, fault = figure(), [shard(4, 5), tensor(4, 12)]
-    diagnosis = CrossGroupDiagnosis(mesh, DEFAULTS)
+    diagnosis = GroupDiagnosis(mesh, DEFAULTS)
     jitter = random.Random(0)
     reported = [diagnosis.observe(step, times(mesh, fault, jitter=jitter), RECORDS) for step in range(10)]
     assert [len(found) for found in reported] == [0, 1] + [0] * 8
@@ -317,20 +317,20 @@ def test_machine_is_reported_once_after_two_rounds():
 
 def test_more_confirmations_are_waited_for():
     mesh, fault = figure(), [tensor(4, 12)]
-    diagnosis = CrossGroupDiagnosis(mesh, StragglerConfig(confirmations=4))
+    diagnosis = GroupDiagnosis(mesh, StragglerConfig(confirmations=4))
     assert watch(diagnosis, [times(mesh, fault)] * 3) == []
     assert len(watch(diagnosis, [times(mesh, fault)])) == 1
 
 
 def test_two_machines_are_confirmed_over_rounds():
     mesh, fault = figure(), [shard(4, 5), tensor(4, 12), shard(10, 11), tensor(2, 10)]
-    (found,) = watch(CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault)] * ROUNDS)
+    (found,) = watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault)] * ROUNDS)
     assert (found.scope, found.hosts) == (Scope.MACHINE, ("machine-2", "machine-4"))
 
 
 def test_job_wide_slowness_is_confirmed_over_rounds():
     mesh, fault = figure(), [shard(0, 1), shard(4, 5), tensor(2, 10), tensor(7, 15)]
-    found = watch(CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault)] * ROUNDS)
+    found = watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault)] * ROUNDS)
     assert (found[-1].scope, found[-1].ranks) == (Scope.JOB, ())
 
 
@@ -338,16 +338,14 @@ def test_job_wide_slowness_that_spreads_is_no_news():
     mesh, jitter = figure(), random.Random(2)
     few = [tensor(0, 8), tensor(2, 10), tensor(7, 15)]
     rounds = [times(mesh, fault, jitter=jitter) for fault in [few] * ROUNDS + [[*few, shard(4, 5)]] * ROUNDS]
-    assert [found.scope for found in watch(CrossGroupDiagnosis(mesh, DEFAULTS), rounds)] == [Scope.JOB]
+    assert [found.scope for found in watch(GroupDiagnosis(mesh, DEFAULTS), rounds)] == [Scope.JOB]
 
 
 def test_clean_twin_is_silent():
     mesh, jitter = figure(), random.Random(1)
     axes = ("shard", "tensor", "replica")
     assert (
-        watch(
-            CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, axes=axes, jitter=jitter) for _ in range(1500)]
-        )
+        watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, axes=axes, jitter=jitter) for _ in range(1500)])
         == []
     )
 
@@ -355,31 +353,32 @@ def test_clean_twin_is_silent():
 def test_one_off_slow_collective_is_silent():
     mesh, fault = figure(), [shard(4, 5), tensor(4, 12)]
     rounds = [times(mesh, fault if step % 10 == 5 else ()) for step in range(60)]
-    assert watch(CrossGroupDiagnosis(mesh, DEFAULTS), rounds) == []
+    assert watch(GroupDiagnosis(mesh, DEFAULTS), rounds) == []
 
 
 def test_immaterial_slowness_is_silent():
     mesh, fault = figure(), [shard(4, 5), tensor(4, 12)]
-    assert watch(CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault, factor=1.08)] * ROUNDS) == []
+    assert watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault, factor=1.08)] * ROUNDS) == []
     lenient = StragglerConfig(material_ms=100.0)
-    assert watch(CrossGroupDiagnosis(mesh, lenient), [times(mesh, fault)] * ROUNDS) == []
+    assert watch(GroupDiagnosis(mesh, lenient), [times(mesh, fault)] * ROUNDS) == []
 
 
 def test_a_fast_group_is_not_an_incident():
     mesh = figure()
-    assert watch(CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, [shard(4, 5)], factor=0.1)] * ROUNDS) == []
+    assert watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, [shard(4, 5)], factor=0.1)] * ROUNDS) == []
 
 
 def test_fast_small_collective_does_not_exonerate():
     mesh, fault = figure(), [shard(4, 5), tensor(4, 12)]
     small = [
-        GroupTime(group.axis, group.ranks, "time/all_gather", 0.1, (8,))
+        CollectiveTime(group.axis, group.ranks, "time/all_gather", 0.1, (8,))
         for group in groups_of(mesh, "tensor")
     ]
     other = [
-        GroupTime(group.axis, group.ranks, "time/reduce_scatter", 9.0) for group in groups_of(mesh, "shard")
+        CollectiveTime(group.axis, group.ranks, "time/reduce_scatter", 9.0)
+        for group in groups_of(mesh, "shard")
     ]
-    (found,) = watch(CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault) + small + other] * ROUNDS)
+    (found,) = watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault) + small + other] * ROUNDS)
     assert (found.scope, found.hosts) == (Scope.MACHINE, ("machine-4",))
     assert "time/reduce_scatter" not in {proof.surface for proof in found.records}
 
@@ -388,21 +387,21 @@ def test_machine_does_not_pass_for_the_network_while_its_inside_is_being_confirm
     """The two axes are measured in turns, so that one is confirmed before the other."""
     mesh, fault = figure(), [shard(4, 5), tensor(4, 12)]
     rounds = [times(mesh, fault, axes=[axis]) for axis in ("shard", "tensor") * 3]
-    assert [found.scope for found in watch(CrossGroupDiagnosis(mesh, DEFAULTS), rounds)] == [Scope.MACHINE]
+    assert [found.scope for found in watch(GroupDiagnosis(mesh, DEFAULTS), rounds)] == [Scope.MACHINE]
 
 
 def test_a_group_that_hovers_at_the_edge_delays_but_does_not_silence():
     """Slow inside the machine once, then neither slow enough to count nor back to normal."""
     mesh, network = figure(), [shard(4, 5)]
-    edge = GroupTime("tensor", (4, 12), SURFACES["tensor"], 12.5)
+    edge = CollectiveTime("tensor", (4, 12), SURFACES["tensor"], 12.5)
     noisy = [
-        GroupTime("tensor", ranks, SURFACES["tensor"], 10.0 + 0.5 * (ranks[0] % 4))
+        CollectiveTime("tensor", ranks, SURFACES["tensor"], 10.0 + 0.5 * (ranks[0] % 4))
         for ranks in mesh.groups_along("tensor")
         if ranks != (4, 12)
     ]
     between = times(mesh, network, axes=["shard"])
-    once = [*between, *noisy, GroupTime("tensor", (4, 12), SURFACES["tensor"], 50.0)]
-    found = watch(CrossGroupDiagnosis(mesh, DEFAULTS), [once] + [[*between, *noisy, edge]] * ROUNDS)
+    once = [*between, *noisy, CollectiveTime("tensor", (4, 12), SURFACES["tensor"], 50.0)]
+    found = watch(GroupDiagnosis(mesh, DEFAULTS), [once] + [[*between, *noisy, edge]] * ROUNDS)
     assert [(incident.scope, incident.step) for incident in found] == [(Scope.PROCESS_GROUP, 5)]
 
 
@@ -410,7 +409,7 @@ def test_each_finding_has_its_own_proof():
     mesh, fault = figure(), [shard(0, 1), tensor(4, 12)]
     proof = {
         found.scope: found.records
-        for found in watch(CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault)] * 3)
+        for found in watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault)] * 3)
     }
     assert [record.surface for record in proof[Scope.MACHINE]] == ["time/all_reduce"]
     assert [record.surface for record in proof[Scope.PROCESS_GROUP]] == ["time/all_gather"]
@@ -419,23 +418,21 @@ def test_each_finding_has_its_own_proof():
 def test_recovered_fault_is_reported_again_when_it_returns():
     mesh, fault = figure(), [tensor(4, 12)]
     rounds = [times(mesh, fault)] * 3 + [times(mesh)] * 3 + [times(mesh, fault)] * ROUNDS
-    assert [found.hosts for found in watch(CrossGroupDiagnosis(mesh, DEFAULTS), rounds)] == [
-        ("machine-4",)
-    ] * 2
+    assert [found.hosts for found in watch(GroupDiagnosis(mesh, DEFAULTS), rounds)] == [("machine-4",)] * 2
 
 
 def test_a_finding_that_grows_is_news_and_one_that_shrinks_is_not():
     mesh = figure()
     both = [tensor(4, 12), tensor(2, 10)]
     rounds = [times(mesh, both[:1])] * 3 + [times(mesh, both)] * ROUNDS + [times(mesh, both[:1])] * 3
-    found = watch(CrossGroupDiagnosis(mesh, DEFAULTS), rounds)
+    found = watch(GroupDiagnosis(mesh, DEFAULTS), rounds)
     assert [incident.hosts for incident in found] == [("machine-4",), ("machine-2", "machine-4")]
 
 
 def test_two_corresponding_groups_are_inconclusive():
     mesh = Mesh.grid(replica=2, tensor=4, hosts=[f"machine-{rank // 4}" for rank in range(8)])
     fault = [tensor(4, 5, 6, 7)]
-    (found,) = watch(CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault, axes=["tensor"])] * ROUNDS)
+    (found,) = watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault, axes=["tensor"])] * ROUNDS)
     assert (found.scope, found.action) == (Scope.PROCESS_GROUP, Action.INSPECT)
     assert (found.ranks, found.hosts) == (tuple(range(8)), ("machine-0", "machine-1"))
     assert "no third" in found.sentence
@@ -446,7 +443,7 @@ def test_two_groups_that_agree_are_not_known_to_be_normal():
     mesh = Mesh.grid(replica=2, tensor=4, hosts=[f"machine-{rank // 4}" for rank in range(8)])
     fault = [Group("replica", (1, 5))]
     (found,) = watch(
-        CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault, axes=["replica", "tensor"])] * ROUNDS
+        GroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault, axes=["replica", "tensor"])] * ROUNDS
     )
     assert "machine-0 and machine-1 or the network" in found.sentence
 
@@ -456,36 +453,36 @@ def test_a_group_without_counterpart_says_nothing():
     rounds = [times(mesh, axes=["tensor"])] * 3 + [
         times(mesh, [tensor(0, 1, 2, 3)], axes=["tensor"])
     ] * ROUNDS
-    assert watch(CrossGroupDiagnosis(mesh, DEFAULTS), rounds) == []
+    assert watch(GroupDiagnosis(mesh, DEFAULTS), rounds) == []
 
 
 def test_a_round_that_measured_too_few_groups_is_no_majority():
     mesh, fault = figure(), [tensor(4, 12)]
     partial = [time for time in times(mesh, fault) if time.ranks in ((4, 12), (0, 8))]
-    assert watch(CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh)] * 2 + [partial] * ROUNDS) == []
+    assert watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh)] * 2 + [partial] * ROUNDS) == []
 
 
 def test_groups_with_another_placement_do_not_correspond():
     """One of four shard groups leaves its machine; being slower than those that do not is its nature."""
     mesh = Mesh.grid(replica=4, shard=2, hosts=["a", "a", "b", "b", "c", "c", "d", "e"])
     fault = [shard(6, 7)]
-    assert watch(CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault, axes=["shard"])] * ROUNDS) == []
+    assert watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault, axes=["shard"])] * ROUNDS) == []
 
 
 def test_different_work_does_not_correspond():
     mesh = figure()
     uneven = [
-        GroupTime("tensor", ranks, "time/all_to_all", 10.0 if ranks[0] else 50.0, (ranks[0] == 0,))
+        CollectiveTime("tensor", ranks, "time/all_to_all", 10.0 if ranks[0] else 50.0, (ranks[0] == 0,))
         for ranks in mesh.groups_along("tensor")
     ]
     records = [record("time/all_to_all")]
-    diagnosis = CrossGroupDiagnosis(mesh, DEFAULTS)
+    diagnosis = GroupDiagnosis(mesh, DEFAULTS)
     assert [diagnosis.observe(step, uneven, records) for step in range(ROUNDS)] == [[]] * ROUNDS
 
 
 def test_unknown_hosts_report_process_groups():
     mesh, fault = figure(hosts=False), [shard(4, 5), tensor(4, 12)]
-    found = watch(CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault)] * ROUNDS)
+    found = watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault)] * ROUNDS)
     assert (found[-1].scope, found[-1].hosts, found[-1].ranks) == (Scope.PROCESS_GROUP, (), (4, 5, 12))
 
 
@@ -494,7 +491,7 @@ def test_one_machine_among_16384_ranks():
     axes = ("replica", "shard", "tensor")
     fault = set(machine_fault(mesh, groups_of(mesh, *axes), "machine-777"))
     assert len(fault) == 17
-    (found,) = watch(CrossGroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault, axes)] * 4)
+    (found,) = watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault, axes)] * 4)
     assert (found.scope, found.hosts, found.ranks) == (
         Scope.MACHINE,
         ("machine-777",),
@@ -507,37 +504,37 @@ def test_one_machine_among_16384_ranks():
 
 def test_the_last_to_enter_times_the_transfer():
     """Rank 12 computed late: rank 4 waited 40 ms for it, which is not communication."""
-    time = GroupTime.of_members("tensor", "time/all_reduce", {12: 2.0, 4: 42.0})
-    assert time == GroupTime("tensor", (4, 12), "time/all_reduce", 2.0)
+    time = CollectiveTime.of_members("tensor", "time/all_reduce", {12: 2.0, 4: 42.0})
+    assert time == CollectiveTime("tensor", (4, 12), "time/all_reduce", 2.0)
     with pytest.raises(ValueError, match="got none"):
-        GroupTime.of_members("tensor", "time/all_reduce", {})
+        CollectiveTime.of_members("tensor", "time/all_reduce", {})
 
 
 @pytest.mark.parametrize("ranks", [(), (3,), (5, 4), (4, 4)])
 def test_bad_groups_are_refused(ranks):
     with pytest.raises(ValueError, match=r"a shard group needs .* got \(" + ", ".join(map(str, ranks))):
-        GroupTime("shard", ranks, "time/all_gather", 1.0)
+        CollectiveTime("shard", ranks, "time/all_gather", 1.0)
 
 
 @pytest.mark.parametrize("milliseconds", [float("nan"), float("inf"), -1.0])
 def test_bad_times_are_refused(milliseconds):
     with pytest.raises(ValueError, match=rf"shard group {{4, 5}}: time/all_gather took {milliseconds} ms"):
-        GroupTime("shard", (4, 5), "time/all_gather", milliseconds)
+        CollectiveTime("shard", (4, 5), "time/all_gather", milliseconds)
 
 
 @pytest.mark.parametrize("ranks", [(4, 16), (-1, 4)])
 def test_unknown_ranks_are_refused(ranks):
-    time = GroupTime("shard", ranks, "time/all_gather", 1.0)
+    time = CollectiveTime("shard", ranks, "time/all_gather", 1.0)
     with pytest.raises(ValueError, match=f"{ranks[0]}, {ranks[1]}.* is not in a mesh of 16 ranks"):
-        CrossGroupDiagnosis(figure(), DEFAULTS).observe(0, [time], RECORDS)
+        GroupDiagnosis(figure(), DEFAULTS).observe(0, [time], RECORDS)
 
 
 def test_a_group_timed_twice_is_refused():
-    time = GroupTime("shard", (4, 5), "time/all_gather", 1.0)
+    time = CollectiveTime("shard", (4, 5), "time/all_gather", 1.0)
     with pytest.raises(ValueError, match=r"shard group \{4, 5\}: time/all_gather was timed twice"):
-        CrossGroupDiagnosis(figure(), DEFAULTS).observe(0, [time, time], RECORDS)
+        GroupDiagnosis(figure(), DEFAULTS).observe(0, [time, time], RECORDS)
 
 
 def test_times_without_a_record_are_refused():
     with pytest.raises(ValueError, match="no evidence record for time/all_gather"):
-        CrossGroupDiagnosis(figure(), DEFAULTS).observe(0, times(figure()), [record("time/all_reduce")])
+        GroupDiagnosis(figure(), DEFAULTS).observe(0, times(figure()), [record("time/all_reduce")])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from torchscout.decision.consensus import exact
-from torchscout.decision.progress import Process, Standing
+from torchscout.decision.progress import Process, RankStatus
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Resolved, Scope
 from torchscout.evidence.observer.docket import Docket, Finding
 from torchscout.evidence.observer.post import Post
@@ -111,7 +111,7 @@ def posted(*gone: int, has_timed_out: bool = True) -> dict[int, Post]:
     """Ranks 0 and 1 have waited for rank 2."""
     processes = [Process.GONE if rank in gone else Process.RUNNING for rank in range(3)]
     return {
-        rank: Post(Standing(rank, process, None), (), has_timed_out=has_timed_out and rank < 2)
+        rank: Post(RankStatus(rank, process, None), (), has_timed_out=has_timed_out and rank < 2)
         for rank, process in enumerate(processes)
     }
 
@@ -155,7 +155,7 @@ def test_a_finding_is_the_incident_in_short(process: Process, job_ended: bool):
         action=Action.RESTART,
         sentence=LATE.sentence,
     )
-    posts = {1: Post(Standing(1, Process.GONE, None), ()), 2: Post(Standing(2, process, None), ())}
+    posts = {1: Post(RankStatus(1, Process.GONE, None), ()), 2: Post(RankStatus(2, process, None), ())}
     finding = Finding.of(incident, posts if job_ended else {2: posts[2]})
     assert finding == replace(LATE, job_ended=job_ended)
     assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding

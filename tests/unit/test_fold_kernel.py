@@ -32,7 +32,7 @@ def run_cases() -> dict[str, dict[str, list[int]]]:
     import torch
 
     from torchscout.decision.fold import fold_with_torch
-    from torchscout.decision.fold_kernel import LAUNCH, FoldKernel, Launch, chunks_of
+    from torchscout.decision.fold_triton import LAUNCH, FoldKernel, Launch, chunks_of
 
     def both(data: torch.Tensor, launch: Launch, processors: int) -> list[int]:
         result, scratch = torch.full((3,), 5), torch.tensor([5, 0, 0, 5])

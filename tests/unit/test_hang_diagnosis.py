@@ -17,7 +17,7 @@ from tests.support.stuck_job import (
     with_and_without_stacks,
 )
 from torchscout.decision.consensus import Status
-from torchscout.decision.hang_diagnosis import diagnose
+from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Action, Scope
 from torchscout.mesh import Mesh

@@ -16,8 +16,8 @@ from tests.support.stuck_job import (
     replicas,
     with_and_without_stacks,
 )
-from torchscout.decision.hang_diagnosis import diagnose
-from torchscout.decision.progress import Phase, Process, Standing
+from torchscout.decision.hang.diagnosis import diagnose
+from torchscout.decision.progress import Phase, Process, RankStatus
 from torchscout.decision.record import Action, Scope
 from torchscout.mesh import Mesh
 
@@ -79,7 +79,7 @@ def test_absence_in_a_tensor_group_is_followed_through_its_victim():
 def test_trainer_that_died_before_it_published_anything():
     job = replicas(4)
     job.issue("world", 0, 1, 2)
-    standings = job.standings() | {3: Standing(3, Process.GONE, None)}
+    standings = job.standings() | {3: RankStatus(3, Process.GONE, None)}
     incident = diagnose(standings, job.lines, job.mesh)
     assert incident is not None
     assert incident.ranks == (3,)

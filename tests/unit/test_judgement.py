@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torchscout.decision.consensus import Status
-from torchscout.decision.ongoing import Ongoing
 from torchscout.decision.record import (
     Action,
     EvidenceRecord,
@@ -11,6 +10,7 @@ from torchscout.decision.record import (
     Manifestation,
     Scope,
 )
+from torchscout.decision.sdc import OpenIncidents
 from torchscout.replay.recipe import ABSENT, POISON, Comparison, Mode
 from torchscout.replay.verdicts import Context, broken_depth, judge, withhold
 
@@ -134,7 +134,7 @@ def incident(records: dict[str, EvidenceRecord], surface: str) -> Incident:
 
 
 def test_an_incident_is_news_once_until_it_has_been_seen_to_end():
-    ongoing = Ongoing()
+    ongoing = OpenIncidents()
     wrong, right = judged([1] * 4, [5, 5, 9, 5], [3] * 4), judged([1] * 4, [5] * 4, [3] * 4)
     elsewhere = judged([1] * 4, [5] * 4, [3] * 4, comparisons=[Comparison(f"x/{n}", "other") for n in "abc"])
     found = incident(wrong, "layer.1/output")
@@ -151,7 +151,7 @@ def test_an_incident_is_news_once_until_it_has_been_seen_to_end():
 
 
 def test_another_rank_is_news():
-    ongoing = Ongoing()
+    ongoing = OpenIncidents()
     first, second = judged([1] * 4, [5, 5, 9, 5], [3] * 4), judged([1] * 4, [5, 5, 9, 8], [3] * 4)
     assert len(ongoing.news([incident(first, "layer.1/output")], list(first.values()))) == 1
     assert len(ongoing.news([incident(second, "layer.1/output")], list(second.values()))) == 1

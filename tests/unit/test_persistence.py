@@ -8,9 +8,9 @@ import pytest
 
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import statistical
-from torchscout.decision.persistence import Persistence
 from torchscout.decision.record import EvidenceRecord, Manifestation
-from torchscout.decision.replay_diagnosis import ReplayDiagnosis
+from torchscout.decision.sdc import ReplayDiagnosis
+from torchscout.decision.straggler.persistence import Persistence
 from torchscout.mesh import Mesh
 
 SIZES = [8, 64, 128]

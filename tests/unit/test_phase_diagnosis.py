@@ -6,9 +6,9 @@ import pytest
 
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import Status
-from torchscout.decision.phase_diagnosis import PhaseDiagnosis
-from torchscout.decision.progress import Phase, Process, Standing
+from torchscout.decision.progress import Phase, Process, RankStatus
 from torchscout.decision.record import Action, Incident, Manifestation, Scope
+from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.evidence.observer.conclusion import compare_phases
 from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
@@ -111,7 +111,7 @@ def test_replicas_with_different_experts_still_fetch_alike():
 def test_a_survey_is_made_of_posts():
     def posts() -> dict[int, Post]:
         sent = [
-            Post(Standing(rank, Process.RUNNING, None), (), phase_seconds={Phase.INPUT: seconds})
+            Post(RankStatus(rank, Process.RUNNING, None), (), phase_seconds={Phase.INPUT: seconds})
             for rank, seconds in enumerate([0.018, 0.017, 0.018, 0.41])
         ]
         return {post.standing.rank: Post.from_json(post.to_json()) for post in sent}

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from torchscout.decision.progress import Issued, Phase, Process, Progress, Standing
+from torchscout.decision.progress import IssuedOp, Phase, Process, Progress, RankStatus
 
-BARRIER = Issued("world", 4, fingerprint=-5, digest=(1 << 62) + 1, text="barrier")
-EXCHANGE = Issued("expert", 1, 7, 8, "all_to_all float32", sends=(3, 0), receives=(1, 2))
+BARRIER = IssuedOp("world", 4, fingerprint=-5, digest=(1 << 62) + 1, text="barrier")
+EXCHANGE = IssuedOp("expert", 1, 7, 8, "all_to_all float32", sends=(3, 0), receives=(1, 2))
 PROGRESS = Progress(
     rank=3,
     step=12,
@@ -26,12 +26,12 @@ PROGRESS = Progress(
 @pytest.mark.parametrize(
     "standing",
     [
-        Standing(3, Process.RUNNING, PROGRESS, waiting=True, stack="File ..."),
-        Standing(0, Process.GONE, None),
+        RankStatus(3, Process.RUNNING, PROGRESS, waiting=True, stack="File ..."),
+        RankStatus(0, Process.GONE, None),
     ],
 )
-def test_nothing_is_lost_through_json(standing: Standing):
-    assert Standing.from_json(json.loads(json.dumps(standing.to_json()))) == standing
+def test_nothing_is_lost_through_json(standing: RankStatus):
+    assert RankStatus.from_json(json.loads(json.dumps(standing.to_json()))) == standing
 
 
 def test_coordinates_order_a_ranks_life():

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.decision.progress import Issued, Line, Phase, Process, Progress, Standing
+from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.errors import TornRecordError
 from torchscout.evidence.observer import layout
 from torchscout.evidence.observer.liveness import Identity
@@ -31,9 +31,9 @@ from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.evidence.observer.progress_writer import NOWHERE, ProgressWriter, digest_after
 from torchscout.evidence.observer.record_file import reclaim
 
-WORLD = Line("world", (0, 1, 2, 3), "default group")
-EXPERT = Line("expert", (0, 2), "expert group")
-ARROW = Line("2>3/7", (2, 3), "2 -> 3", pair=True)
+WORLD = CommGroup("world", (0, 1, 2, 3), "default group")
+EXPERT = CommGroup("expert", (0, 2), "expert group")
+ARROW = CommGroup("2>3/7", (2, 3), "2 -> 3", pair=True)
 SUM, EXCHANGE = ("all_reduce float32[8] sum", 0x1234), ("all_to_all float32", (1 << 64) - 5)
 
 
@@ -52,7 +52,7 @@ def answer(path: str) -> None:
     reader = ProgressReader(Path(path))
     for _ in sys.stdin:
         told = {
-            "standing": Standing(reader.rank, reader.trainer(), reader.read()).to_json(),
+            "standing": RankStatus(reader.rank, reader.trainer(), reader.read()).to_json(),
             "lines": {key: [line.members, line.name, line.pair] for key, line in reader.lines().items()},
             "steps": reader.step_seconds(),
             "input": reader.phase_seconds(Phase.INPUT),
@@ -77,7 +77,7 @@ def hammer(directory: str) -> None:
     writer = ProgressWriter.create(Path(directory), rank=0)
     fingerprints = {"left": 11, "right": (1 << 64) - 3, "shared": 1 << 40}
     indices = {
-        key: (writer.declare(Line(key, (0, 1), key)), writer.phrase(f"text of {key}", fingerprint))
+        key: (writer.declare(CommGroup(key, (0, 1), key)), writer.phrase(f"text of {key}", fingerprint))
         for key, fingerprint in fingerprints.items()
     }
     print(writer.path, flush=True)
@@ -93,7 +93,7 @@ def hammer(directory: str) -> None:
             if turn % 7 == seed:
                 writer.next_step()
             if turn % 1000 == 0:
-                writer.declare(Line(f"{own} {turn}", tuple(range(turn)), "late"))
+                writer.declare(CommGroup(f"{own} {turn}", tuple(range(turn)), "late"))
 
     threading.Thread(target=publish, args=("left", 0), daemon=True).start()
     publish("right", 3)
@@ -177,7 +177,7 @@ def test_another_process_reads_all_of_it(writer: ProgressWriter):
     with running("answer", writer.path) as observer:
         told = ask(observer)
 
-    standing = Standing.from_json(told["standing"])
+    standing = RankStatus.from_json(told["standing"])
     first, second = chain([SUM[1], SUM[1]])
     (exchanged,) = chain([EXCHANGE[1]])
     assert standing.process is Process.RUNNING
@@ -189,10 +189,10 @@ def test_another_process_reads_all_of_it(writer: ProgressWriter):
         phase=Phase.BACKWARD,
         issued={"world": 2, "expert": 1, "2>3/7": 1},
         recent=(
-            Issued("world", 1, SUM[1], first, SUM[0]),
-            Issued("2>3/7", 1, SUM[1], first, SUM[0]),
-            Issued("world", 2, SUM[1], second, SUM[0]),
-            Issued("expert", 1, EXCHANGE[1], exchanged, EXCHANGE[0], (3, 0), (1, 1 << 40)),
+            IssuedOp("world", 1, SUM[1], first, SUM[0]),
+            IssuedOp("2>3/7", 1, SUM[1], first, SUM[0]),
+            IssuedOp("world", 2, SUM[1], second, SUM[0]),
+            IssuedOp("expert", 1, EXCHANGE[1], exchanged, EXCHANGE[0], (3, 0), (1, 1 << 40)),
         ),
         at_communication=True,
         silent_seconds=0.0,
@@ -348,16 +348,16 @@ def test_digests_tell_order_and_history():
     ids=["all", "strided", "two of eight", "irregular", "one", "none"],
 )
 def test_long_lists_of_members_come_through(writer: ProgressWriter, members: tuple[int, ...]):
-    line = Line("key", members, "name")
+    line = CommGroup("key", members, "name")
     assert writer.declare(line) == writer.declare(line) == 0
     assert ProgressReader(writer.path).lines() == {"key": line}
 
 
 def test_too_many_lines_are_counted_and_change_nothing_else(writer: ProgressWriter):
     reader, phrase = ProgressReader(writer.path), writer.phrase(*SUM)
-    indices = [writer.declare(Line(str(number), (0, 1), "")) for number in range(layout.LINES + 3)]
+    indices = [writer.declare(CommGroup(str(number), (0, 1), "")) for number in range(layout.LINES + 3)]
     assert indices == [*range(layout.LINES), *[NOWHERE] * 3]
-    assert writer.declare(Line("5", (0, 1), "")) == 5
+    assert writer.declare(CommGroup("5", (0, 1), "")) == 5
     writer.issue(5, phrase)
     assert writer.issue(NOWHERE, phrase) == 0
     progress = reader.read()
@@ -381,7 +381,7 @@ def test_too_many_phrases_lose_their_text_but_not_their_fingerprint(writer: Prog
 def test_a_full_journal_drops_and_counts(writer: ProgressWriter):
     reader = ProgressReader(writer.path)
     irregular = tuple(rank * rank for rank in range(40_000))
-    indices = [writer.declare(Line(str(number), irregular, "")) for number in range(4)]
+    indices = [writer.declare(CommGroup(str(number), irregular, "")) for number in range(4)]
     assert indices[0] == 0
     assert indices[-1] == NOWHERE
     assert reader.dropped == indices.count(NOWHERE)

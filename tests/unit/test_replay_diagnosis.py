@@ -7,7 +7,7 @@ from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import Status, exact, statistical
 from torchscout.decision.record import Action, EvidenceRecord, Manifestation, Scope
 from torchscout.decision.repeatability import Repeatability, Repeated
-from torchscout.decision.replay_diagnosis import ReplayDiagnosis
+from torchscout.decision.sdc import ReplayDiagnosis
 from torchscout.mesh import Mesh
 
 NAN = math.nan

@@ -11,13 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchscout.decision.fold import MULTIPLIER, SALT, dense, fold_with_torch
-from torchscout.decision.signature import (
-    Algorithm,
-    PendingSignatures,
-    read_signatures,
-    signature,
-    signatures,
-)
+from torchscout.decision.signature import Algorithm, PendingSignatures, read_signatures, signature, signatures
 
 BOTH = pytest.mark.parametrize("algorithm", list(Algorithm))
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]

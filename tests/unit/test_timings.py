@@ -10,8 +10,8 @@ import pytest
 
 from torchscout.config import BaselineConfig, StragglerConfig
 from torchscout.decision.consensus import Status
-from torchscout.decision.stragglers import Stragglers
-from torchscout.decision.timings import Lap, Measured, Timings, axis_of
+from torchscout.decision.straggler.diagnosis import Stragglers
+from torchscout.decision.straggler.timings import Lap, Measured, Timings, axis_of
 from torchscout.mesh import Mesh, MeshAddress
 
 GRID = Mesh.grid(replica=3, tensor=2)

@@ -14,7 +14,7 @@ from torchscout.checkpoint.gate import CheckpointGate
 from torchscout.checkpoint.happening import Checked, Event, Lost, Outcome, Sealed, WriteFailed, Written
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import REFUSED, UNDECIDED, unmet
-from torchscout.decision.replay_diagnosis import FAILED
+from torchscout.decision.sdc import FAILED
 from torchscout.errors import CheckpointError
 
 __all__ = ["SEVERITY", "Ballot", "events_of", "outcome_of"]

@@ -16,7 +16,7 @@ from enum import Enum
 from operator import itemgetter
 from typing import Any
 
-__all__ = ["Issued", "Line", "Phase", "Process", "Progress", "Shared", "Standing"]
+__all__ = ["CommGroup", "IssuedOp", "Phase", "Process", "Progress", "RankStatus", "Shared"]
 
 Shared = dict[Hashable, Any]
 """What was read already, by the text or the values it is read from. The ranks of a job say much the same,
@@ -47,7 +47,7 @@ class Process(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CommGroup:
     """Something communication is counted on."""
 
     key: str
@@ -63,7 +63,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class IssuedOp:
     """One operation, published before it is entered."""
 
     line: str
@@ -91,7 +91,7 @@ class Progress:
     phase: Phase
     issued: Mapping[str, int]
     """Line -> how many operations this rank has issued on it."""
-    recent: tuple[Issued, ...]
+    recent: tuple[IssuedOp, ...]
     """The last operations, oldest first, over all lines."""
     at_communication: bool
     """The last thing published is the newest of ``recent``: nothing of the rank was seen since."""
@@ -112,7 +112,7 @@ class Progress:
         return self.step, self.operation
 
     @property
-    def inside(self) -> Issued | None:
+    def inside(self) -> IssuedOp | None:
         """The operation that the rank seems to be in: what its device came to last and has not left, or, on
         the host, what it published last."""
         if self.entered and self.device_busy:
@@ -136,7 +136,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankStatus:
     """All that one rank's observer can say in a round."""
 
     rank: int
@@ -154,7 +154,7 @@ class Standing:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any], shared: Shared | None = None) -> Standing:
+    def from_json(cls, line: Mapping[str, Any], shared: Shared | None = None) -> RankStatus:
         """What is in ``shared`` already, and equal, is taken from there; the rest is added."""
         _require(line, _STANDING)
         progress = line["progress"]
@@ -203,14 +203,14 @@ def _require(line: Mapping[str, Any], types: _Types) -> None:
             raise ValueError(f"{name} is {value!r:.40}")
 
 
-def _issued(line: Mapping[str, Any], shared: Shared) -> Issued:
+def _issued(line: Mapping[str, Any], shared: Shared) -> IssuedOp:
     _require(line, _ISSUED)
     if line["sends"] is not None or line["receives"] is not None:
-        return Issued(**{**line, **_splits(line)})
+        return IssuedOp(**{**line, **_splits(line)})
     key = _without_splits(line)
-    issued: Issued | None = shared.get(key)
+    issued: IssuedOp | None = shared.get(key)
     if issued is None:
-        issued = shared[key] = Issued(**line)
+        issued = shared[key] = IssuedOp(**line)
     return issued
 
 

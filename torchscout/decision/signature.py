@@ -1,9 +1,9 @@
-"""A tensor as one 64-bit integer, computed where the tensor lives (paper, section 5.2).
+"""A tensor, or several, as one 64-bit integer, computed where the tensor lives (paper, section 5.2).
 
-Peers exchange these signatures instead of tensors: equal dtype, shape and bytes give equal
-signatures on every run, device and launch configuration, and any single flipped bit changes
-them. They are no defence against somebody who constructs collisions. Comparing them is for
-``consensus``; this module only reads tensors, and copies those that are not contiguous.
+Peers exchange these signatures instead of tensors: equal dtype, shape and bytes give equal signatures on
+every run, device and launch configuration, and any single flipped bit changes them. They are no defence
+against somebody who constructs collisions. ``digest`` is for tensors that are compared as one, such as all
+inputs of a replay. This module only reads tensors, and copies those that are not contiguous.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import struct
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Algorithm", "PendingSignatures", "read_signatures", "signature", "signatures"]
+__all__ = ["Algorithm", "PendingSignatures", "digest", "read_signatures", "signature", "signatures"]
 
 
 class Algorithm(str, Enum):
@@ -170,7 +172,7 @@ def _fused_fold() -> Callable[[Sequence[Tensor]], Tensor] | None:
     """The Triton version; None where Triton is not installed, and torch operations must do."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from torchscout.decision.fold_kernel import fold_with_triton
+    from torchscout.decision.fold_triton import fold_with_triton
 
     return fold_with_triton
 
@@ -187,3 +189,8 @@ def _tag_of(algorithm: Algorithm, dtype: torch.dtype, shape: torch.Size, size: i
 
 def _finished(digest: int, tag: int) -> int:
     return signed(avalanche(digest + tag))
+
+
+def digest(signatures: Sequence[int]) -> int:
+    """A signed 64-bit integer for tensors with these signatures; which tensor comes first matters."""
+    return signed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(signatures)}q", *signatures)))

@@ -16,15 +16,14 @@ from torchscout.checkpoint.happening import Outcome
 from torchscout.checkpoint.state import Stateful
 from torchscout.config import ReplayConfig
 from torchscout.decision import c3
-from torchscout.decision.ongoing import Ongoing
 from torchscout.decision.ownership import Ownership
 from torchscout.decision.record import EvidenceRecord, Incident, from_json
 from torchscout.decision.recorder import Recorder
 from torchscout.decision.repeatability import UNDECIDED, unmet
-from torchscout.decision.replay_diagnosis import ReplayDiagnosis
-from torchscout.decision.stragglers import Slowness, Stragglers
+from torchscout.decision.sdc import OpenIncidents, ReplayDiagnosis
+from torchscout.decision.straggler.diagnosis import Slowness, Stragglers
+from torchscout.decision.straggler.timings import Measured, Timings
 from torchscout.decision.summary import SummaryRecorder
-from torchscout.decision.timings import Measured, Timings
 from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.coverage import Coverage, Covered, covered_by
 from torchscout.integration.resumption import Swept
@@ -120,7 +119,7 @@ class Replaying:
         self._has_reported = False
         self._rank = self._links.group.ranks[self._links.position]
         self._device = self._links.device
-        self._diagnosis, self._ongoing = ReplayDiagnosis(mesh, config.straggler), Ongoing()
+        self._diagnosis, self._ongoing = ReplayDiagnosis(mesh, config.straggler), OpenIncidents()
         slow, shared = config.straggler, config.baseline
         if self._device.type != "cuda":
             slow, shared = slow.on_host(), shared.on_host()

@@ -18,10 +18,9 @@ import xxhash
 from torchscout.decision.channel import PeerChannel
 from torchscout.decision.fold import signed
 from torchscout.decision.record import EvidenceRecord, Surface
-from torchscout.decision.replay_diagnosis import INPUT, STATE
-from torchscout.decision.signature import PendingSignatures, read_signatures
-from torchscout.decision.timings import Lap, Measured
-from torchscout.evidence.replay.digest import digest
+from torchscout.decision.sdc import INPUT, STATE
+from torchscout.decision.signature import PendingSignatures, digest, read_signatures
+from torchscout.decision.straggler.timings import Lap, Measured
 from torchscout.mesh import LayerKind, PeerGroup
 from torchscout.replay.capture.broadcast import Broadcast
 from torchscout.replay.capture.invocation import Invocation

@@ -32,7 +32,7 @@ import torch
 
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.repeatability import REFUSED, Repeated, SurfaceHistory, Trial
-from torchscout.decision.timings import Measured
+from torchscout.decision.straggler.timings import Measured
 from torchscout.mesh import Axis, LayerKind, PeerGroup
 from torchscout.replay.capture.broadcast import receive_together
 from torchscout.replay.capture.saved_calls import SavedCalls

@@ -18,8 +18,8 @@ from torchscout.decision.channel import PeerChannel
 from torchscout.decision.ownership import BY_DESIGN, by_design
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope, Surface
 from torchscout.decision.repeatability import NONDETERMINISTIC
-from torchscout.decision.replay_diagnosis import FAILED
-from torchscout.evidence.replay.digest import digest
+from torchscout.decision.sdc import FAILED
+from torchscout.decision.signature import digest
 from torchscout.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison, Observation, Replay
 from torchscout.utils.text import named
 

@@ -12,9 +12,9 @@ import typer
 from torchscout.cli.document import as_document
 from torchscout.cli.explain import view
 from torchscout.cli.explain.dump_files import DumpFile, DumpFilesError, files_in, read_files
-from torchscout.decision.flight_recorder import Dump
-from torchscout.decision.flight_recorder_diagnosis import explain as explained
-from torchscout.decision.flight_recorder_lines import WORLD
+from torchscout.decision.hang.flight_recorder import Dump
+from torchscout.decision.hang.flight_recorder_diagnosis import explain as explained
+from torchscout.decision.hang.flight_recorder_lines import WORLD
 
 __all__ = ["explain"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchscout.cli.explain import plain_pickle
-from torchscout.decision.flight_recorder import Dump, read_dump
+from torchscout.decision.hang.flight_recorder import Dump, read_dump
 
 __all__ = ["DumpFile", "DumpFilesError", "files_in", "read_files"]
 

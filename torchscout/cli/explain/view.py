@@ -9,10 +9,10 @@ from rich.table import Table
 
 from torchscout.cli.checkpoint.wording import counted, numbers_in_words, stacked, table
 from torchscout.cli.explain.dump_files import DumpFile
-from torchscout.decision.flight_recorder import State
-from torchscout.decision.flight_recorder_diagnosis import Explanation
-from torchscout.decision.flight_recorder_lines import Operation
-from torchscout.decision.progress import Line
+from torchscout.decision.hang.flight_recorder import State
+from torchscout.decision.hang.flight_recorder_diagnosis import Explanation
+from torchscout.decision.hang.flight_recorder_lines import Operation
+from torchscout.decision.progress import CommGroup
 
 __all__ = ["report", "screen"]
 
@@ -59,18 +59,18 @@ def screen(document: Mapping[str, Any]) -> str:
     return stacked(parts)
 
 
-def _suspicious(found: Explanation) -> list[Line]:
+def _suspicious(found: Explanation) -> list[CommGroup]:
     """Lines on which somebody waits, or members differ; those of the ranks that are named first."""
     suspects = set() if found.incident is None else set(found.incident.ranks)
     lines = [line for key, line in found.recording.lines.items() if _is_suspicious(found, key, line)]
     return sorted(lines, key=lambda line: (_number(found, line), suspects.isdisjoint(line.members), line.key))
 
 
-def _is_suspicious(found: Explanation, key: str, line: Line) -> bool:
+def _is_suspicious(found: Explanation, key: str, line: CommGroup) -> bool:
     return len(line.members) > 1 and bool(found.progresses.waiting[key])
 
 
-def _number(found: Explanation, line: Line) -> int:
+def _number(found: Explanation, line: CommGroup) -> int:
     """The number that members differ in, or are waiting in; the earliest of several."""
     seen: dict[int, set[int]] = {}
     for theirs in found.progresses.shown[line.key].values():
@@ -82,7 +82,7 @@ def _number(found: Explanation, line: Line) -> int:
     return min([*differing, *waiting], default=max(entered, default=0))
 
 
-def _group(found: Explanation, line: Line) -> dict[str, Any]:
+def _group(found: Explanation, line: CommGroup) -> dict[str, Any]:
     number = _number(found, line)
     rows: dict[tuple[str, str, int | None], list[int]] = {}
     for rank in line.members:
@@ -100,7 +100,7 @@ def _group(found: Explanation, line: Line) -> dict[str, Any]:
     }
 
 
-def _row(found: Explanation, line: Line, rank: int, number: int) -> tuple[str, str, int | None]:
+def _row(found: Explanation, line: CommGroup, rank: int, number: int) -> tuple[str, str, int | None]:
     """Operation, state and last number, as one member shows them."""
     if rank in found.absent:
         return "", "no readable dump", None

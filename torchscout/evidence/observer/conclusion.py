@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchscout.decision.consensus import Status, Verdict
-from torchscout.decision.hang_diagnosis import diagnose
-from torchscout.decision.phase_diagnosis import PhaseDiagnosis
+from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import Phase, Process
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
 from torchscout.utils.text import listed, named

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import xxhash
 
 from torchscout.collectives.call import POINT_TO_POINT, Call, Group
-from torchscout.decision.progress import Line
+from torchscout.decision.progress import CommGroup
 
 __all__ = ["Fingerprint", "line_of", "read"]
 
@@ -59,18 +59,20 @@ def read(call: Call) -> Fingerprint:
     return Fingerprint(operation, call.dtype, shapes, call.reduction, call.root)
 
 
-def line_of(call: Call) -> Line | None:
+def line_of(call: Call) -> CommGroup | None:
     """What the call is counted on; None for a receive from anyone, which matches no particular send."""
     group = call.group
     members = group.members or ()
     if call.operation not in POINT_TO_POINT:
-        return Line(_key(call), members, _name(group), timeout=_timeout(call))
+        return CommGroup(_key(call), members, _name(group), timeout=_timeout(call))
     if call.peer is None or not members:
         return None
     places = (group.rank, call.peer) if call.operation == "send" else (call.peer, group.rank)
     source, destination = (members[place] for place in places)
     key = f"{_key(call)}/{source}>{destination}#{call.tag}"
-    return Line(key, (source, destination), f"{source} -> {destination}", pair=True, timeout=_timeout(call))
+    return CommGroup(
+        key, (source, destination), f"{source} -> {destination}", pair=True, timeout=_timeout(call)
+    )
 
 
 def _timeout(call: Call) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-from torchscout.decision.flight_recorder import Dump, Entry, State, read_dump
+from torchscout.decision.hang.flight_recorder import Dump, Entry, State, read_dump
 from torchscout.log import log
 
 __all__ = ["open_operations"]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from torchscout.decision.progress import Line
+from torchscout.decision.progress import CommGroup
 
 __all__ = ["Journal", "line_text", "phrase_text"]
 
@@ -20,7 +20,7 @@ _MOST_MEMBERS = 1 << 20
 """Of one line, where nobody says how many ranks there are."""
 
 
-def line_text(line: Line) -> bytes:
+def line_text(line: CommGroup) -> bytes:
     declared = {"key": line.key, "name": line.name, "pair": line.pair, "members": _runs(line.members)}
     return _text(declared if line.timeout is None else {**declared, "timeout": line.timeout})
 
@@ -35,7 +35,7 @@ class Journal:
     def __init__(self, size: int | None = None) -> None:
         """With ``size``, of a job with so many ranks: a line with more members is a ``ValueError``."""
         self._size = size
-        self.lines: list[Line] = []
+        self.lines: list[CommGroup] = []
         self.phrases: list[str] = []
         self.length = 0
         """Bytes understood so far."""
@@ -61,7 +61,7 @@ def _text(declared: Any) -> bytes:
     return json.dumps(declared, separators=(",", ":")).encode() + b"\n"
 
 
-def _line(declared: dict[str, Any], size: int | None) -> Line:
+def _line(declared: dict[str, Any], size: int | None) -> CommGroup:
     # A few bytes can stand for as many members as there are numbers: count them first.
     limit = _MOST_MEMBERS if size is None else size
     runs = declared["members"]
@@ -77,7 +77,7 @@ def _line(declared: dict[str, Any], size: int | None) -> Line:
         raise ValueError(f"no line: {declared!r:.80}")
     if timeout is not None and type(timeout) not in (int, float):
         raise ValueError(f"a timeout is a number of seconds, got {timeout!r:.40}")
-    return Line(key, members, name, pair, timeout)
+    return CommGroup(key, members, name, pair, timeout)
 
 
 def _runs(members: Sequence[int]) -> list[tuple[int, int, int]]:

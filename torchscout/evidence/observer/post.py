@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchscout.decision.progress import Line, Phase, Process, Progress, Shared, Standing
+from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus, Shared
 from torchscout.evidence.observer.journal import Journal, line_text
 from torchscout.evidence.observer.layout import LINES
 
@@ -17,8 +17,8 @@ __all__ = ["Post"]
 class Post:
     """One rank's standing, and how its observer understands its silence."""
 
-    standing: Standing
-    lines: tuple[Line, ...]
+    standing: RankStatus
+    lines: tuple[CommGroup, ...]
     """Everything the rank communicates on."""
     moving: bool = False
     """It published something a moment ago: not silent, whatever it waits for."""
@@ -73,7 +73,7 @@ class Post:
             if type(document[name]) not in types:
                 raise ValueError(f"{name} is {document[name]!r:.40}")
         return cls(
-            standing=Standing.from_json(document["standing"], shared),
+            standing=RankStatus.from_json(document["standing"], shared),
             lines=tuple([_line(text, shared, size) for text in document["lines"].splitlines()]),
             moving=document["moving"],
             excused=document["excused"],
@@ -96,10 +96,10 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def _line(text: str, shared: Shared, size: int | None) -> Line:
+def _line(text: str, shared: Shared, size: int | None) -> CommGroup:
     if text not in shared:
         journal = Journal(size)
         journal.extend(text.encode())
         (shared[text],) = journal.lines
-    line: Line = shared[text]
+    line: CommGroup = shared[text]
     return line

@@ -41,8 +41,8 @@ from torchscout.evidence.observer.trainer import Ending, Trainer
 from torchscout.evidence.observer.watch import threshold
 
 if TYPE_CHECKING:
-    from torchscout.decision.phase_diagnosis import PhaseDiagnosis
     from torchscout.decision.recorder import Recordable
+    from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 
 __all__ = ["Observing", "main"]
 
@@ -242,7 +242,7 @@ class Observing:
             return None
 
     def _compare(self, posts: Mapping[int, Post]) -> list[Incident]:
-        from torchscout.decision.phase_diagnosis import PhaseDiagnosis
+        from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
         from torchscout.evidence.observer.conclusion import compare_phases
 
         assert self._assignment.mesh is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from torchscout.decision.progress import Issued, Line, Phase, Process, Progress
+from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress
 from torchscout.errors import TornRecordError
 from torchscout.evidence.observer import layout, record_file
 from torchscout.evidence.observer.journal import Journal
@@ -72,7 +72,7 @@ class ProgressReader:
             return None
         return shown if shown.get("step") == step else None
 
-    def lines(self) -> dict[str, Line]:
+    def lines(self) -> dict[str, CommGroup]:
         return {line.key: line for line in self._declared().lines}
 
     def step_seconds(self) -> list[float]:
@@ -173,9 +173,9 @@ class ProgressReader:
             captured=self._memory.words[layout.CAPTURED],
         )
 
-    def _issued(self, operation: Operation) -> Issued:
+    def _issued(self, operation: Operation) -> IssuedOp:
         journal, phrase = self._journal, operation.phrase
-        return Issued(
+        return IssuedOp(
             line=journal.lines[operation.line].key,
             number=operation.number,
             fingerprint=operation.fingerprint,

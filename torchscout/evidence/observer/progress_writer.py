@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
-from torchscout.decision.progress import Line, Phase
+from torchscout.decision.progress import CommGroup, Phase
 from torchscout.evidence.observer import layout, record_file
 from torchscout.evidence.observer.journal import line_text, phrase_text
 from torchscout.evidence.observer.layout import Memory, pack_operation
@@ -110,7 +110,7 @@ class ProgressWriter:
             self._operation = self._at_communication = 0
             self._publish()
 
-    def declare(self, line: Line) -> int:
+    def declare(self, line: CommGroup) -> int:
         """The index of a line, the same for the same key; ``NOWHERE`` if there is no room for one more."""
         with self._lock:
             index = self._lines.get(line.key)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchscout.config import ObserverConfig
-from torchscout.decision.progress import Line, Phase, Process, Progress, Standing
+from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
 from torchscout.errors import TornRecordError
 from torchscout.evidence.observer import stacks
 from torchscout.evidence.observer.ends import How
@@ -127,7 +127,7 @@ class Trainer:
                 has_timed_out=self._has_timed_out(now if self._gone_since is None else self._gone_since),
                 operations=self._operations(standing),
             )
-        standing = Standing(self.rank, self.reader.trainer(), self._read())
+        standing = RankStatus(self.rank, self.reader.trainer(), self._read())
         return Post(
             standing,
             self._lines(),
@@ -151,11 +151,11 @@ class Trainer:
         stack = stacks.take(self.reader.pid, self._stack, config.stack_signal, config.stack_seconds)
         return stacks.trim(stack, _STACK_CHARACTERS)
 
-    def _last_standing(self) -> Standing:
+    def _last_standing(self) -> RankStatus:
         if self.ending is Ending.FINISHED:
             # Not gone, as a diagnosis means it: nothing is wrong with it, unless somebody waits for it.
-            return Standing(self.rank, Process.RUNNING, self._read(), waiting=False)
-        return Standing(self.rank, Process.GONE, self._read())
+            return RankStatus(self.rank, Process.RUNNING, self._read(), waiting=False)
+        return RankStatus(self.rank, Process.GONE, self._read())
 
     def _note_stall(self, now: float) -> None:
         """Keep what the trainer shows once it has stood still for a while."""
@@ -191,10 +191,10 @@ class Trainer:
         is_over = self.ending is not None or passed > 2 * config.poll_seconds
         return stall.progress if lasted > config.floor_seconds and passed < limit and is_over else None
 
-    def _operations(self, standing: Standing) -> Mapping[str, Any] | None:
+    def _operations(self, standing: RankStatus) -> Mapping[str, Any] | None:
         return None if standing.progress is None else self.reader.operations(standing.progress.step)
 
-    def _lines(self) -> tuple[Line, ...]:
+    def _lines(self) -> tuple[CommGroup, ...]:
         return tuple(self.reader.lines().values())
 
     def _read(self) -> Progress | None:

@@ -15,9 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchscout.decision.record import Surface
-from torchscout.decision.signature import PendingSignatures
+from torchscout.decision.signature import PendingSignatures, digest
 from torchscout.errors import ReplayError
-from torchscout.evidence.replay.digest import digest
 from torchscout.mesh import LayerKind
 from torchscout.replay.capture import broadcast as wire
 from torchscout.replay.capture.context import (

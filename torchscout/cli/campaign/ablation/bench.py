@@ -30,7 +30,7 @@ from torchscout.cli.campaign.schedule import WARMUP, Slot
 from torchscout.cli.campaign.warm import Told
 from torchscout.cli.campaign.warm_bench import run_warm
 from torchscout.config import StragglerConfig
-from torchscout.decision.progress import Standing
+from torchscout.decision.progress import RankStatus
 from torchscout.decision.record import EvidenceRecord, Incident
 
 __all__ = ["run_ablated"]
@@ -88,7 +88,7 @@ class _LastStandings:
     """Where all ranks stood when they were last seen together, before anybody asked."""
 
     def __init__(self, ranks: int) -> None:
-        self.standings: list[Standing] = []
+        self.standings: list[RankStatus] = []
         self._ranks = ranks
 
     def look(self, run_dir: Path) -> None:

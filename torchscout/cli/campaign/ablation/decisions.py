@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from torchscout.cli.campaign.ablation.outcome import Claim, claims_of
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.persistence import Times
-from torchscout.decision.progress import Standing
+from torchscout.decision.progress import RankStatus
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import Stamped
-from torchscout.decision.replay_diagnosis import COMPUTATION, ReplayDiagnosis
+from torchscout.decision.sdc import COMPUTATION, ReplayDiagnosis
+from torchscout.decision.straggler.persistence import Times
 from torchscout.mesh import Mesh
 
 __all__ = ["RawStepTimes", "coordinate_vote", "first_to_differ", "first_to_time_out", "unconfirmed"]
@@ -33,7 +33,7 @@ def first_to_differ(written: Mapping[int, Sequence[Stamped]]) -> set[Claim]:
     return {Claim(Manifestation.SDC, (min(moments)[1],))} if moments else set()
 
 
-def first_to_time_out(standings: Iterable[Standing]) -> set[Claim]:
+def first_to_time_out(standings: Iterable[RankStatus]) -> set[Claim]:
     """Without a majority: the rank that has waited longest inside a collective is the first to give up."""
     waiting = [
         each.progress for each in standings if each.progress is not None and each.progress.at_communication
@@ -86,7 +86,7 @@ class RawStepTimes:
         return claims_of(self._diagnosis.observe([record]))
 
 
-def coordinate_vote(standings: Sequence[Standing], mesh: Mesh) -> set[Claim]:
+def coordinate_vote(standings: Sequence[RankStatus], mesh: Mesh) -> set[Claim]:
     """Without the wait graph: whoever stands elsewhere than the majority of its peers is blamed."""
     where = {each.rank: (-1, -1) if each.progress is None else each.progress.coordinate for each in standings}
     behind: list[int] = []

@@ -22,8 +22,8 @@ from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.observed import QUICK, TRAIN, Told, be_quiet, firings_of, steps
 from torchscout.cli.campaign.training import Training
 from torchscout.collectives.interceptor import listen
-from torchscout.decision.hang_diagnosis import diagnose
-from torchscout.decision.progress import Line, Process, Standing
+from torchscout.decision.hang.diagnosis import diagnose
+from torchscout.decision.progress import CommGroup, Process, RankStatus
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.evidence.observer.progress_writer import ProgressWriter
@@ -123,7 +123,7 @@ class _Watchdog(threading.Thread):
                 return
 
     def _post(self) -> _Post:
-        standing = Standing(self._reader.rank, Process.RUNNING, self._reader.read())
+        standing = RankStatus(self._reader.rank, Process.RUNNING, self._reader.read())
         lines = [
             [each.key, list(each.members), each.name, each.pair] for each in self._reader.lines().values()
         ]
@@ -131,11 +131,11 @@ class _Watchdog(threading.Thread):
 
     def _conclude(self, posts: Sequence[_Post]) -> None:
         """The first of those that answered writes it down."""
-        standings = [Standing.from_json(each["standing"]) for each in posts]
+        standings = [RankStatus.from_json(each["standing"]) for each in posts]
         if not standings or min(each.rank for each in standings) != self._reader.rank:
             return
         lines = {
-            key: Line(key, tuple(members), name, pair)
+            key: CommGroup(key, tuple(members), name, pair)
             for each in posts
             for key, members, name, pair in each["lines"]
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from torchscout.decision.progress import Standing
+from torchscout.decision.progress import RankStatus
 from torchscout.errors import TornRecordError
 from torchscout.evidence.observer.progress_reader import ProgressReader
 from torchscout.integration.roster import read_roster
@@ -13,11 +13,11 @@ from torchscout.integration.roster import read_roster
 __all__ = ["standings"]
 
 
-def standings(run_dir: Path) -> list[Standing]:
+def standings(run_dir: Path) -> list[RankStatus]:
     """Of every rank whose record is there."""
     found = []
     for entry in read_roster(run_dir):
         with suppress(FileNotFoundError, TornRecordError):
             reader = ProgressReader(Path(entry.record))
-            found.append(Standing(entry.rank, reader.trainer(), reader.read()))
+            found.append(RankStatus(entry.rank, reader.trainer(), reader.read()))
     return found

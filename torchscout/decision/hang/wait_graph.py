@@ -1,24 +1,103 @@
-"""Who waits for whom, and who is behind it all (paper, section 7; DESIGN.md, "Who is to blame for a hang").
+"""Which rank waits for which, and which one the whole job waits for (paper, section 7).
 
-A rank waits in an operation, and an operation waits for the members it misses. Operations are nodes of
-the graph, so that a line costs as many edges as it has members, however many of them wait. Whoever is
-late is not compared with anybody: these edges are causal, and name a rank in a group of any size.
+A rank waits in an operation, and an operation waits for the members that have not entered it. Operations
+are nodes of the graph, so that a line costs as many edges as it has members, however many of them wait.
+These edges are causal: they name a rank in a group of any size, without comparing it with others.
+
+An operation that all members have entered and that does not return (``held``) is a stall of the runtime or
+the transport. No rank is behind there, so it is attributed to the process group.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from torchscout.decision.columns import NOTHING, Bools, Ints, Rows
-from torchscout.decision.held import held, held_together
-from torchscout.decision.progress import Issued
-from torchscout.decision.roll_call import RollCall
+from torchscout.decision.hang.evidence import NOTHING, Bools, HangEvidence, Ints, Rows
+from torchscout.decision.progress import IssuedOp
 
-__all__ = ["Operation", "WaitGraph"]
+__all__ = ["Operation", "Stalled", "WaitGraph", "held_together", "stalled_operations"]
+
+# [Note: Held]
+#
+# A rank whose stack is in a wait, and whose operations miss nobody, is *held*. Where there is no stack,
+# or some posted operation misses members as well, only the company shows it: all members that answered
+# stand at the very same operation. If some of them went on, the operation is over, and the rank is
+# busy, or waits, elsewhere. Where devices enter operations, the company is of devices: all of them came to
+# that operation last, and all have work left.
+
+
+@dataclass(slots=True)
+class Stalled:
+    """Ranks that wait for an operation rather than for a rank."""
+
+    lines: dict[str, IssuedOp]
+    """The lines they are held in, with the operation."""
+    ranks: Bools
+
+    def add(self, other: Stalled) -> None:
+        self.lines |= other.lines
+        self.ranks = self.ranks | other.ranks
+
+
+def stalled_operations(call: HangEvidence, blocked: Bools) -> Stalled:
+    """See [Note: Held]; ``blocked`` ranks are known to wait for somebody."""
+    columns = call.columns
+    found = _in_company(call)
+    # A host that waits for its device waits in no communication of its own.
+    alone = (
+        (columns.waiting == 1) & ~blocked & ~found.ranks & (columns.newest != NOTHING) & ~columns.has_device
+    )
+    inside = found.ranks | alone
+    shown = alone[columns.recent_rank]
+    operations, ranks = columns.recent[shown], columns.recent_rank[shown]
+    # Of all it has posted, rather an operation whose members are all held than simply the last.
+    in_whole = call.whole_lines(inside)[columns.line[operations]]
+    chosen = columns.newest.copy()
+    chosen[ranks[in_whole]] = operations[in_whole]  # of several of one rank, the last one stays
+    found.add(Stalled(_by_line(call, chosen[alone]), inside))
+    return found
+
+
+def held_together(call: HangEvidence, ranks: Sequence[int]) -> Stalled:
+    """Those of ``ranks``, none of which waits for another, that have no stack and are all of a line."""
+    columns = call.columns
+    unsure = np.zeros_like(columns.running)
+    unsure[ranks] = True
+    unsure &= columns.running & (columns.waiting == NOTHING) & ~columns.has_device
+    theirs = unsure[columns.recent_rank] & call.whole_lines(unsure)[columns.line[columns.recent]]
+    together = np.zeros_like(unsure)
+    together[columns.recent_rank[theirs]] = True
+    return Stalled(_by_line(call, columns.recent[theirs]), together)
+
+
+def _in_company(call: HangEvidence) -> Stalled:
+    columns = call.columns
+    on_device = columns.running & (columns.device_busy == 1) & ~columns.captured
+    last = np.where(on_device, columns.last_entered, columns.last_event)
+    ranks = np.flatnonzero((call.in_communication | on_device) & (last != NOTHING))
+    operations = last[ranks]
+    _, first, company, sizes = np.unique(
+        columns.place[operations], return_index=True, return_inverse=True, return_counts=True
+    )
+    shown = operations[first]
+    complete = (sizes == call.answered[columns.line[shown]]) & ~call.is_open[shown]
+    inside = np.zeros_like(columns.running)
+    inside[ranks[complete[company]]] = True
+    return Stalled(_by_line(call, shown[complete]), inside)
+
+
+def _by_line(call: HangEvidence, operations: Ints) -> dict[str, IssuedOp]:
+    """The last of ``operations`` on each line."""
+    last = np.full(len(call.lines), NOTHING)
+    last[call.columns.line[operations]] = operations
+    shown = (call.columns.operations[operation] for operation in last[last != NOTHING].tolist())
+    return {each.line: each for each in shown}
+
 
 # [Note: Waiting]
 #
@@ -59,11 +138,11 @@ _Node = int
 class WaitGraph:
     """The waits of one round."""
 
-    def __init__(self, call: RollCall) -> None:
+    def __init__(self, call: HangEvidence) -> None:
         self._call = call
         ranks, operations, is_certain = _waits(call)
         self._operations: list[Operation] = []
-        self._issued: list[Issued] = []
+        self._issued: list[IssuedOp] = []
         self._targets: list[list[int]] = []
         places = self._add(operations, ~call.columns.running[ranks])
         misses = np.array([bool(targets) for targets in self._targets], dtype=bool)[places]
@@ -72,7 +151,7 @@ class WaitGraph:
         self._waiting = Rows.grouped(places, ranks, len(self._operations))
         self.blocked: Bools = (np.diff(self._waits.starts) > 0) & is_certain
         """Ranks that wait for somebody for certain."""
-        self.held = held(call, self.blocked)
+        self.held = stalled_operations(call, self.blocked)
         """Who does not wait for anybody and does not return either."""
         self._missed: dict[int, list[int]] = defaultdict(list)
         for place, targets in enumerate(self._targets):
@@ -86,11 +165,11 @@ class WaitGraph:
         """Ranks that wait for each other and for nobody else."""
         self._find_roots()
 
-    def missing(self, rank: int) -> list[Issued]:
+    def missing(self, rank: int) -> list[IssuedOp]:
         """The operations that hold somebody up and miss ``rank``, one of each line, the most telling first:
         that of the ranks which came least far, and so the one it should have come to next."""
         places = [place for place in self._missed.get(rank, ()) if ~place in self._reached]
-        lines: dict[str, Issued] = {}
+        lines: dict[str, IssuedOp] = {}
         for place in sorted(places, key=self._least_progress):
             lines.setdefault(self._operations[place].line, self._issued[place])
         return list(lines.values())
@@ -103,7 +182,7 @@ class WaitGraph:
             self._least[place] = int(steps.min()), int(operations.min())
         return self._least[place], self._operations[place]
 
-    def inside(self, cycle: Sequence[int]) -> dict[int, Issued]:
+    def inside(self, cycle: Sequence[int]) -> dict[int, IssuedOp]:
         """Which operation each rank of a cycle waits for the others in."""
         ranks = set(cycle)
         return {
@@ -177,7 +256,7 @@ class WaitGraph:
         self.cycles.sort()
 
 
-def _waits(call: RollCall) -> tuple[Ints, Ints, Bools]:
+def _waits(call: HangEvidence) -> tuple[Ints, Ints, Bools]:
     """Who waits in which operation that misses members, by rank; and whose wait is certain.
 
     See [Note: Waiting].

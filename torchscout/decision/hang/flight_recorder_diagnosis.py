@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchscout.decision.flight_recorder import Dump, State
-from torchscout.decision.flight_recorder_lines import Operation, Recording, recording
-from torchscout.decision.hang_diagnosis import diagnose
-from torchscout.decision.progress import Issued, Line, Phase, Process, Progress, Standing
+from torchscout.decision.hang.diagnosis import diagnose
+from torchscout.decision.hang.flight_recorder import Dump, State
+from torchscout.decision.hang.flight_recorder_lines import Operation, Recording, recording
+from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.decision.record import Incident
 from torchscout.mesh import Mesh
 from torchscout.utils.text import named
@@ -174,8 +174,8 @@ def _entered(found: Recording, key: str, begun: Mapping[int, Sequence[Operation]
     }
 
 
-def _standings(found: Recording, progresses: Progresses) -> list[Standing]:
-    recent: dict[int, list[tuple[int, Issued]]] = defaultdict(list)
+def _standings(found: Recording, progresses: Progresses) -> list[RankStatus]:
+    recent: dict[int, list[tuple[int, IssuedOp]]] = defaultdict(list)
     for key, theirs in progresses.shown.items():
         for rank, issued in _issued(key, theirs, progresses.entered[key]).items():
             recent[rank] += issued
@@ -195,30 +195,30 @@ def _standings(found: Recording, progresses: Progresses) -> list[Standing]:
             silent_seconds=0.0,
         )
         doing = _doing(found, progresses, rank)
-        standings.append(Standing(rank, Process.RUNNING, progress, rank in waiting, doing=doing))
+        standings.append(RankStatus(rank, Process.RUNNING, progress, rank in waiting, doing=doing))
     return standings
 
 
 def _issued(
     key: str, shown: Mapping[int, Sequence[Operation]], entered: Mapping[int, int]
-) -> dict[int, list[tuple[int, Issued]]]:
+) -> dict[int, list[tuple[int, IssuedOp]]]:
     """What each rank shows of a line, with its place in the dump; see [Note: Windows]."""
     start = max((theirs[0].number for theirs in shown.values() if theirs), default=1)
     digests: dict[tuple[int, int], int] = {}
-    shared: dict[tuple[int, int], Issued] = {}
-    found: dict[int, list[tuple[int, Issued]]] = {}
+    shared: dict[tuple[int, int], IssuedOp] = {}
+    found: dict[int, list[tuple[int, IssuedOp]]] = {}
     for rank, theirs in shown.items():
         found[rank], digest = [], -1
         for each in theirs:
             before = digest if each.number >= start else -1 - each.number
             digest = digests.setdefault((before, each.fingerprint), len(digests))
-            issued = Issued(key, each.number, each.fingerprint, digest, each.text)
+            issued = IssuedOp(key, each.number, each.fingerprint, digest, each.text)
             found[rank].append((each.entry.record, shared.setdefault((each.number, digest), issued)))
             digest = digest if each.number >= start else -1
     if start == 1 or min(entered.values(), default=0) < start - 1:
         return found
     earlier = (each for (number, _), each in shared.items() if number == start - 1)
-    before_all = next(earlier, Issued(key, start - 1, -1, -1, "an earlier operation"))
+    before_all = next(earlier, IssuedOp(key, start - 1, -1, -1, "an earlier operation"))
     for theirs_issued in found.values():
         if theirs_issued and theirs_issued[0][1].number == start:
             theirs_issued.insert(0, (-1, before_all))
@@ -237,5 +237,5 @@ def _doing(found: Recording, progresses: Progresses, rank: int) -> str:
     return f"its last operation is {what}, which is {_STATES.get(operation.state, operation.state.value)}"
 
 
-def group_in_words(line: Line) -> str:
+def group_in_words(line: CommGroup) -> str:
     return line.name if line.pair else f"group {line.name}"

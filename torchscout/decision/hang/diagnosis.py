@@ -17,25 +17,24 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from torchscout.decision import hang_records, hang_sentence
-from torchscout.decision.columns import NOTHING, Bools
 from torchscout.decision.consensus import exact
-from torchscout.decision.progress import Issued, Line, Process, Standing
-from torchscout.decision.protocol import Divergence, culprits, divergences
+from torchscout.decision.hang import explanation
+from torchscout.decision.hang.divergence import Divergence, culprits, divergences
+from torchscout.decision.hang.evidence import NOTHING, Bools, HangEvidence
+from torchscout.decision.hang.wait_graph import WaitGraph
+from torchscout.decision.progress import CommGroup, IssuedOp, Process, RankStatus
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
-from torchscout.decision.roll_call import RollCall
-from torchscout.decision.wait_graph import WaitGraph
 from torchscout.mesh import Mesh
 
 __all__ = ["diagnose"]
 
-_Missed = Mapping[int, Sequence[Issued]]
+_Missed = Mapping[int, Sequence[IssuedOp]]
 """Per suspect, the operations that do not finish without it."""
 
 
 def diagnose(
-    standings: Mapping[int, Standing] | Iterable[Standing],
-    lines: Mapping[str, Line],
+    standings: Mapping[int, RankStatus] | Iterable[RankStatus],
+    lines: Mapping[str, CommGroup],
     mesh: Mesh,
     *,
     absent: str = "did not answer",
@@ -47,7 +46,7 @@ def diagnose(
     did not do.
     """
     given = standings.values() if isinstance(standings, Mapping) else standings
-    call = RollCall(given, lines, mesh, absent=absent)
+    call = HangEvidence(given, lines, mesh, absent=absent)
     graph = WaitGraph(call)
     if found := divergences(call, _lines_in_use(call, graph.sources)):
         return _broken_protocol(call, found)
@@ -61,7 +60,7 @@ def diagnose(
     return _unobserved(call)
 
 
-def _lines_in_use(call: RollCall, sources: Sequence[int]) -> Bools:
+def _lines_in_use(call: HangEvidence, sources: Sequence[int]) -> Bools:
     """Lines on which a difference may be what somebody waits for, has died of, or is late for."""
     columns, in_use = call.columns, np.zeros(len(call.lines), dtype=bool)
     # The library may end a process over what another one did, also while that is on to something else.
@@ -74,7 +73,7 @@ def _lines_in_use(call: RollCall, sources: Sequence[int]) -> Bools:
     return in_use
 
 
-def _broken_protocol(call: RollCall, found: Sequence[Divergence]) -> Incident:
+def _broken_protocol(call: HangEvidence, found: Sequence[Divergence]) -> Incident:
     named = culprits(found)
     proof = [each for each in found if not named or not set(named).isdisjoint(each.line.members)]
     # The deciding record first: one that names somebody, then one that shows the operation.
@@ -83,38 +82,38 @@ def _broken_protocol(call: RollCall, found: Sequence[Divergence]) -> Incident:
         call,
         Scope.RANK if named else Scope.PROCESS_GROUP,
         named or tuple(sorted({rank for each in proof for rank in each.line.members})),
-        hang_records.of_divergence(call, proof),
+        explanation.of_divergence(call, proof),
         Action.RESTART,
-        hang_sentence.different(proof, named, call.mesh),
+        explanation.different(proof, named, call.mesh),
     )
 
 
-def _late(call: RollCall, missed: _Missed, waiters: int) -> Incident:
+def _late(call: HangEvidence, missed: _Missed, waiters: int) -> Incident:
     """Ranks that others wait for and that wait for nobody."""
     # Of a lost machine all ranks are lost, also those that nobody has come to wait for.
     machines = set(call.mesh.hosts_of([rank for rank in missed if rank in call.lost]))
     lost = {rank for rank in call.lost if call.mesh.host_of(rank) in machines}
     ranks = tuple(sorted(lost | missed.keys()))
     if lost == set(ranks):
-        sentence = hang_sentence.lost_machines(call.mesh, ranks, waiters)
+        sentence = explanation.lost_machines(call.mesh, ranks, waiters)
     else:
-        sentence = hang_sentence.late(call, {rank: each[0] for rank, each in missed.items()}, waiters)
+        sentence = explanation.late(call, {rank: each[0] for rank, each in missed.items()}, waiters)
     scope, action = _scope_and_action(call, ranks)
     lines = [each.line for operations in missed.values() for each in operations]
-    records = hang_records.of_lines(call, lines, ranks)
+    records = explanation.of_lines(call, lines, ranks)
     if _device_unknown(call, ranks):
         scope, ranks = Scope.PROCESS_GROUP, tuple(sorted({*ranks, *call.lines[lines[0]].members}))
         sentence += "; its device was not observed and may itself be held up"
     return _incident(call, scope, ranks, records, action, sentence)
 
 
-def _deadlock(call: RollCall, cycles: Sequence[Mapping[int, Issued]]) -> Incident:
+def _deadlock(call: HangEvidence, cycles: Sequence[Mapping[int, IssuedOp]]) -> Incident:
     """Who waits for whom tells nobody in a cycle from the others: here, if anything, a majority does."""
     votes = []
     for cycle in cycles:
         entered = [_key(issued) for issued in cycle.values()]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(entered))}
-        votes.append(hang_records.of_cycle(call, tuple(cycle), exact([numbers[key] for key in entered])))
+        votes.append(explanation.of_cycle(call, tuple(cycle), exact([numbers[key] for key in entered])))
     decided = all(vote.ranks for vote in votes)
     ranks = tuple(sorted(rank for vote in votes for rank in (vote.ranks if decided else vote.peers)))
     lines = [issued.line for cycle in cycles for issued in cycle.values()]
@@ -122,18 +121,18 @@ def _deadlock(call: RollCall, cycles: Sequence[Mapping[int, Issued]]) -> Inciden
         call,
         Scope.RANK if decided else Scope.PROCESS_GROUP,
         ranks,
-        [*votes[: hang_records.MOST], *hang_records.of_lines(call, lines, ranks)],
+        [*votes[: explanation.MOST], *explanation.of_lines(call, lines, ranks)],
         Action.RESTART,
-        hang_sentence.deadlock(call, cycles),
+        explanation.deadlock(call, cycles),
     )
 
 
-def _stall(call: RollCall, graph: WaitGraph) -> Incident:
+def _stall(call: HangEvidence, graph: WaitGraph) -> Incident:
     """All that answered have entered. Suspects are the absent and the dead, then whose device is behind."""
     held = sorted(graph.held.lines.values(), key=_key)
     members = {rank for each in held for rank in call.lines[each.line].members}
     if suspects := members & (call.unheard | call.dead) or _devices_behind(call, members):
-        missed: dict[int, list[Issued]] = {rank: [] for rank in sorted(suspects)}
+        missed: dict[int, list[IssuedOp]] = {rank: [] for rank in sorted(suspects)}
         for each in held:
             for rank in suspects.intersection(call.lines[each.line].members):
                 missed[rank].append(each)
@@ -143,13 +142,13 @@ def _stall(call: RollCall, graph: WaitGraph) -> Incident:
         call,
         Scope.JOB if everybody else Scope.PROCESS_GROUP,
         tuple(sorted(members)),
-        hang_records.of_lines(call, [each.line for each in held], ()),
+        explanation.of_lines(call, [each.line for each in held], ()),
         Action.INSPECT,
-        hang_sentence.stall(call, held, call.silence(members)),
+        explanation.stall(call, held, call.silence(members)),
     )
 
 
-def _unobserved(call: RollCall) -> Incident | None:
+def _unobserved(call: HangEvidence) -> Incident | None:
     """Some devices do not finish, and no operation that was observed explains it: what they wait for may be
     inside a CUDA graph, whose replays nobody sees.
 
@@ -170,11 +169,11 @@ def _unobserved(call: RollCall) -> Incident | None:
     inside: list[int] = np.flatnonzero(stuck).tolist()
     scope, action = _scope_and_action(call, late) if late else (Scope.JOB, Action.INSPECT)
     ranks = tuple(late or inside)
-    sentence = hang_sentence.unobserved(call, inside, late)
-    return _incident(call, scope, ranks, [hang_records.of_devices(call, ranks)], action, sentence)
+    sentence = explanation.unobserved(call, inside, late)
+    return _incident(call, scope, ranks, [explanation.of_devices(call, ranks)], action, sentence)
 
 
-def _scope_and_action(call: RollCall, ranks: Sequence[int]) -> tuple[Scope, Action]:
+def _scope_and_action(call: HangEvidence, ranks: Sequence[int]) -> tuple[Scope, Action]:
     mesh, lost = call.mesh, [rank for rank in ranks if rank in call.lost]
     suspects, lost_hosts = Counter(mesh.host_of(rank) for rank in ranks), mesh.hosts_of(lost)
     together = None not in suspects and all(
@@ -191,20 +190,20 @@ def _scope_and_action(call: RollCall, ranks: Sequence[int]) -> tuple[Scope, Acti
     return scope, Action.RESTART if understood and not together else Action.INSPECT
 
 
-def _process(call: RollCall, rank: int) -> Process | None:
+def _process(call: HangEvidence, rank: int) -> Process | None:
     """None where nobody answered."""
     standing = call.standings.get(rank)
     return None if standing is None else standing.process
 
 
-def _device_unknown(call: RollCall, ranks: Sequence[int]) -> bool:
+def _device_unknown(call: HangEvidence, ranks: Sequence[int]) -> bool:
     """Whether a suspect's host may only seem late: where devices run ahead, a host waits for its own."""
     columns = call.columns
     not_known = columns.published & columns.running & (columns.device_step == NOTHING)
     return bool((columns.device_step != NOTHING).any() and not_known[list(ranks)].any())
 
 
-def _devices_behind(call: RollCall, members: Iterable[int]) -> set[int]:
+def _devices_behind(call: HangEvidence, members: Iterable[int]) -> set[int]:
     """Members whose device has finished fewer steps than the others', if they are not the majority."""
     ranks = np.array(sorted(members))
     steps = call.columns.device_step[ranks]
@@ -213,12 +212,12 @@ def _devices_behind(call: RollCall, members: Iterable[int]) -> set[int]:
     return set(ranks[is_behind].tolist()) if 2 * is_behind.sum() <= is_known.sum() else set()
 
 
-def _key(issued: Issued) -> tuple[str, int]:
+def _key(issued: IssuedOp) -> tuple[str, int]:
     return issued.line, issued.number
 
 
 def _incident(
-    call: RollCall,
+    call: HangEvidence,
     scope: Scope,
     ranks: tuple[int, ...],
     records: Sequence[EvidenceRecord],
@@ -226,14 +225,14 @@ def _incident(
     sentence: str,
 ) -> Incident:
     if others := sorted(call.unheard.difference(ranks)):
-        sentence += hang_sentence.unheard(call, others)
+        sentence += explanation.unheard(call, others)
     return Incident(
         manifestation=Manifestation.HANG,
         scope=scope,
         step=records[0].step,
         ranks=ranks,
         hosts=call.mesh.hosts_of(ranks),
-        records=(*records, *hang_records.of_coordinates(call, ranks)),
+        records=(*records, *explanation.of_coordinates(call, ranks)),
         action=action,
         sentence=sentence,
     )

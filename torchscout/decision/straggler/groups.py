@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import statistical
-from torchscout.decision.localization import Diagnosis, Group, Localization, localize, undecided
-from torchscout.decision.persistence import Persistence
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope, Surface
+from torchscout.decision.straggler.localization import Diagnosis, Group, Localization, localize, undecided
+from torchscout.decision.straggler.persistence import Persistence
 from torchscout.mesh import Mesh
 
-__all__ = ["CrossGroupDiagnosis", "GroupTime", "incident", "scope_of"]
+__all__ = ["CollectiveTime", "GroupDiagnosis", "incident", "scope_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupTime:
+class CollectiveTime:
     """How long one collective took on one process group."""
 
     axis: str
@@ -49,7 +49,7 @@ class GroupTime:
     @classmethod
     def of_members(
         cls, axis: str, surface: Surface, milliseconds: Mapping[int, float], shape: tuple[int, ...] = ()
-    ) -> GroupTime:
+    ) -> CollectiveTime:
         """One number from each member's own: the smallest.
 
         The member that enters last waits for nobody, so its time is the transfer. The others'
@@ -78,7 +78,7 @@ class _Kind(NamedTuple):
     """Members per machine: a group within one machine is not measured against one that leaves it."""
 
 
-class CrossGroupDiagnosis:
+class GroupDiagnosis:
     """Slow process groups, round after round, and the findings that are new."""
 
     def __init__(self, mesh: Mesh, config: StragglerConfig) -> None:
@@ -93,7 +93,7 @@ class CrossGroupDiagnosis:
         """Rounds for which findings have been held back."""
 
     def observe(
-        self, step: int, times: Iterable[GroupTime], records: Sequence[EvidenceRecord]
+        self, step: int, times: Iterable[CollectiveTime], records: Sequence[EvidenceRecord]
     ) -> list[Incident]:
         """Take in one warm round: every group's times, and at least one record for each of their surfaces.
 
@@ -170,7 +170,7 @@ class CrossGroupDiagnosis:
         return [record for surface in surfaces for record in self._records[surface]]
 
 
-def _corresponding(mesh: Mesh, times: Iterable[GroupTime]) -> dict[_Kind, dict[Group, float]]:
+def _corresponding(mesh: Mesh, times: Iterable[CollectiveTime]) -> dict[_Kind, dict[Group, float]]:
     kinds: dict[_Kind, dict[Group, float]] = defaultdict(dict)
     for time in times:
         if time.ranks[0] < 0 or time.ranks[-1] >= len(mesh):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torchscout.config import StragglerConfig
 from torchscout.decision import consensus
-from torchscout.decision.cross_group import GroupTime
 from torchscout.decision.record import EvidenceRecord, Manifestation, Surface
+from torchscout.decision.straggler.groups import CollectiveTime
 from torchscout.mesh import AXES, LayerKind, Mesh
 
 __all__ = ["Lap", "Measured", "Timings", "axis_of"]
@@ -90,7 +90,7 @@ class Timings:
                     found[surface][rank] = _Value(milliseconds, each["layer"], tuple(each["shape"]))
         return [record for surface, values in found.items() for record in self._compared(surface, values)]
 
-    def communication(self) -> tuple[list[GroupTime], list[EvidenceRecord]]:
+    def communication(self) -> tuple[list[CollectiveTime], list[EvidenceRecord]]:
         """What collectives took: each process group's time, and that of its members as peers of others."""
         found: dict[_GroupKey, dict[int, _Value]] = defaultdict(dict)
         laps: dict[_GroupKey, dict[int, Sequence[float]]] = defaultdict(dict)
@@ -100,12 +100,12 @@ class Timings:
                     key = _GroupKey(_named(surface, axis), axis, *identity)
                     laps[key][rank] = milliseconds
                     found[key][rank] = _Value(0.0, each["layer"], (key.elements,))
-        times: list[GroupTime] = []
+        times: list[CollectiveTime] = []
         by_surface: dict[Surface, dict[int, _Value]] = defaultdict(dict)
         for key, told in laps.items():
             if (total := _total(told, key.size)) is not None:
                 shape = (key.elements,)
-                times.append(GroupTime(key.axis, tuple(sorted(told)), key.surface, total, shape))
+                times.append(CollectiveTime(key.axis, tuple(sorted(told)), key.surface, total, shape))
                 for rank, value in found[key].items():
                     # Of several groups, as a stage of a pipeline has two neighbours, the slowest.
                     before, own = by_surface[key.surface].get(rank), value._replace(milliseconds=total)

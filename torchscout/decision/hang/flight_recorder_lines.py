@@ -10,8 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torchscout.decision.flight_recorder import Dump, Entry, State, launch_of
-from torchscout.decision.progress import Line
+from torchscout.decision.hang.flight_recorder import Dump, Entry, State, launch_of
+from torchscout.decision.progress import CommGroup
 
 __all__ = ["WORLD", "Operation", "Recording", "recording"]
 
@@ -47,7 +47,7 @@ class Recording:
     world_size: int
     ranks: tuple[int, ...]
     """Those that left a dump, ascending."""
-    lines: Mapping[str, Line]
+    lines: Mapping[str, CommGroup]
     operations: Mapping[str, Mapping[int, Operations]]
     """Line -> rank -> what it has issued there; only ranks that show something."""
     enqueued: Mapping[tuple[str, int], int]
@@ -182,7 +182,7 @@ class _Groups:
     """The lines of a job, by what its dumps say of process groups."""
 
     def __init__(self, dumps: Sequence[Dump], world_size: int) -> None:
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, CommGroup] = {}
         self.names: dict[str, str] = {}
         """Line -> name of its group."""
         self.guessed: set[str] = set()
@@ -203,7 +203,7 @@ class _Groups:
         if at not in self._keys:
             members, is_guess = self._members(dump, entry)
             key = f"{entry.group}/{entry.description}@{','.join(map(str, members))}"
-            self.lines.setdefault(key, Line(key, members, entry.description or entry.group))
+            self.lines.setdefault(key, CommGroup(key, members, entry.description or entry.group))
             self.names[key] = entry.group
             if is_guess:
                 self.guessed.add(key)
@@ -220,7 +220,9 @@ class _Groups:
         if source == destination:
             return None
         key = f"{entry.group}/{entry.description}@{','.join(map(str, members))}/{source}>{destination}"
-        self.lines.setdefault(key, Line(key, (source, destination), f"{source} -> {destination}", pair=True))
+        self.lines.setdefault(
+            key, CommGroup(key, (source, destination), f"{source} -> {destination}", pair=True)
+        )
         self.names[key] = entry.group
         return key
 
@@ -238,7 +240,7 @@ class _Groups:
         return (self._world if used == self._dumped else tuple(sorted(used))), True
 
 
-def _renamed(lines: Mapping[str, Line]) -> dict[str, Line]:
+def _renamed(lines: Mapping[str, CommGroup]) -> dict[str, CommGroup]:
     """Lines that a person can tell apart: those of one description get their number as well."""
     count = Counter(line.name for line in lines.values())
     seen: Counter[str] = Counter()

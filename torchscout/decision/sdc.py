@@ -1,8 +1,10 @@
-"""What the comparisons of a replay mean: corrupted numbers, or a slow rank (paper, sections 5.3, 5.4, 6.1).
+"""What the comparisons of a replay mean: silent data corruption, or a slow rank (paper, sections 5.3, 5.4 and
+6.1).
 
-Every peer is fed the same records and concludes alike. Wrong numbers are reported at once, slowness
-when ``persistence`` confirms it. Communication times are left to ``cross_group``, slowdowns that all
-peers share to ``baseline``, and what to do about an incident to the recovery policy.
+Every peer receives the same records and reaches the same conclusion. Wrong numbers are reported at once,
+and once: a weight that stays wrong is not reported at every check (``Ongoing``). A slow rank is reported
+when ``straggler.persistence`` confirms it. Communication times are left to ``straggler.groups``, slowdowns
+that all peers share to ``straggler.diagnosis``.
 """
 
 from __future__ import annotations
@@ -11,19 +13,47 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Sequence
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.persistence import Persistence, SlowRun, Times
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope, Surface
 from torchscout.decision.repeatability import Repeatability, Repeated
+from torchscout.decision.straggler.persistence import Persistence, SlowRun, Times
 from torchscout.mesh import Mesh
 from torchscout.utils.text import listed, named
 
-__all__ = [
-    "COMPUTATION",
-    "FAILED",
-    "INPUT",
-    "STATE",
-    "ReplayDiagnosis",
-]
+__all__ = ["COMPUTATION", "FAILED", "INPUT", "STATE", "OpenIncidents", "ReplayDiagnosis"]
+
+
+class OpenIncidents:
+    """The incidents of replay that have been reported and have not been seen to end."""
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, EvidenceRecord] = {}
+
+    def news(self, incidents: Sequence[Incident], records: Sequence[EvidenceRecord]) -> list[Incident]:
+        """Those of one check that were not reported yet; ``records`` are all of that check.
+
+        What was reported ends with the first check that compares the like of it, if only in another layer,
+        and does not name the same ranks again; it is news when it comes back.
+        """
+        still = {_key(incident) for incident in incidents}
+        self._open = {
+            key: deciding
+            for key, deciding in self._open.items()
+            if key in still or not _passed(deciding, records)
+        }
+        fresh = [incident for incident in incidents if _key(incident) not in self._open]
+        self._open |= {_key(incident): incident.records[0] for incident in fresh}
+        return fresh
+
+
+def _key(incident: Incident) -> Hashable:
+    return incident.manifestation, incident.scope, incident.ranks
+
+
+def _passed(deciding: EvidenceRecord, records: Sequence[EvidenceRecord]) -> bool:
+    """Whether the like of what the incident was about has been compared, and peers agreed."""
+    alike = [each.verdict for each in records if each.mode == deciding.mode]
+    return any(verdict is not None and verdict.agrees for verdict in alike)
+
 
 INPUT = "input"
 """The mode of records about whether peers received the same input for a replay."""

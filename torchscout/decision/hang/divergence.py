@@ -14,14 +14,13 @@ from operator import attrgetter
 
 import numpy as np
 
-from torchscout.decision.columns import Bools, coded
 from torchscout.decision.consensus import Status, Verdict, exact
-from torchscout.decision.progress import Issued, Line
-from torchscout.decision.roll_call import RollCall
+from torchscout.decision.hang.evidence import Bools, HangEvidence, coded
+from torchscout.decision.progress import CommGroup, IssuedOp
 
 __all__ = ["Divergence", "culprits", "divergences"]
 
-_Seen = Mapping[int, Mapping[int, Issued]]
+_Seen = Mapping[int, Mapping[int, IssuedOp]]
 """What is visible of a line: number -> member -> the operation it issued."""
 
 # [Note: The first difference]
@@ -38,12 +37,12 @@ _Seen = Mapping[int, Mapping[int, Issued]]
 class Divergence:
     """Members of one line that issued different things as the same number."""
 
-    line: Line
+    line: CommGroup
     number: int
     compared: str
     """What the verdict is over: ``fingerprint``, ``digest`` (the difference lies before ``number``), or
     ``splits``, where a member's evidence is with how many members its own splits do not fit."""
-    issued: Mapping[int, Issued]
+    issued: Mapping[int, IssuedOp]
     """What each visible member issued as ``number``."""
     verdict: Verdict
     """Positions are those of ``issued``."""
@@ -55,12 +54,12 @@ class Divergence:
         return tuple(voters[position] for position in self.verdict.outliers)
 
 
-def divergences(call: RollCall, lines: Bools) -> list[Divergence]:
+def divergences(call: HangEvidence, lines: Bools) -> list[Divergence]:
     """At most one of each of ``lines``, by key."""
     columns = call.columns
     looked_at = (lines & _may_differ(call))[columns.line[columns.recent]]
     recent, ranks = columns.recent[looked_at].tolist(), columns.recent_rank[looked_at].tolist()
-    seen: dict[str, dict[int, dict[int, Issued]]] = defaultdict(lambda: defaultdict(dict))
+    seen: dict[str, dict[int, dict[int, IssuedOp]]] = defaultdict(lambda: defaultdict(dict))
     for operation, rank in zip(recent, ranks, strict=True):
         each = columns.operations[operation]
         seen[each.line][each.number][rank] = each
@@ -79,7 +78,7 @@ def culprits(found: Sequence[Divergence]) -> tuple[int, ...]:
     return tuple(frozenset.intersection(*voters))
 
 
-def _may_differ(call: RollCall) -> Bools:
+def _may_differ(call: HangEvidence) -> Bools:
     """Lines that are worth a look: one number has several digests, or there are splits."""
     columns = call.columns
     digest = coded(map(attrgetter("digest"), columns.operations))
@@ -91,7 +90,7 @@ def _may_differ(call: RollCall) -> Bools:
     return found
 
 
-def _diverged(line: Line, seen: _Seen) -> Divergence | None:
+def _diverged(line: CommGroup, seen: _Seen) -> Divergence | None:
     numbers = [number for number in sorted(seen) if len(seen[number]) > 1]
     differing = [number for number in numbers if len(set(_digests(seen[number]))) > 1]
     if not differing:
@@ -108,7 +107,7 @@ def _diverged(line: Line, seen: _Seen) -> Divergence | None:
     return Divergence(line, number, "digest", seen[number], exact(_digests(seen[number])))
 
 
-def _digests(issued: Mapping[int, Issued]) -> list[int]:
+def _digests(issued: Mapping[int, IssuedOp]) -> list[int]:
     return [each.digest for each in issued.values()]
 
 
@@ -118,7 +117,7 @@ def _agreed_before(number: int, seen: _Seen) -> bool:
     return number == 1 or (visible and len({before[rank].digest for rank in seen[number]}) == 1)
 
 
-def _misfit(line: Line, number: int, issued: Mapping[int, Issued]) -> Divergence | None:
+def _misfit(line: CommGroup, number: int, issued: Mapping[int, IssuedOp]) -> Divergence | None:
     """AllToAll: what i sends to j is what j expects from i; that splits are uneven is healthy."""
     size = len(line.members)
     position = {rank: index for index, rank in enumerate(line.members)}

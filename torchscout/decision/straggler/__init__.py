@@ -1,0 +1,1 @@
+"""Slow ranks, process groups, phases and jobs (paper, section 5.4)."""
