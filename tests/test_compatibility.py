@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from torchscout.integration.versions import TESTED, unknown
+from torchscout.adapters.versions import TESTED, unknown
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "frameworks" / "README.md"

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from torchscout import ReplayConfig
-from torchscout.integration.huggingface import ResiliencyCallback, trusted_checkpoint
+from torchscout.plugins.huggingface import ResiliencyCallback, trusted_checkpoint
 
 
 class Counting(torch.utils.data.Dataset):

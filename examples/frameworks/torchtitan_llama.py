@@ -8,7 +8,7 @@ Any other config is watched by one more argument, without a file:
 
 torchrun ... -m torchtitan.train --module llama3 --config llama3_8b --training.disable_cuda_graphs \\
     --parallelism.spmd_backend partial_dtensor \\
-    --override.imports 'torchscout.integration.torchtitan.resiliency={"replay": {"interval": 20}}'
+    --override.imports 'torchscout.plugins.torchtitan.resiliency={"replay": {"interval": 20}}'
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ def watched() -> Trainer.Config:
     config = llama3_debugmodel()
     config.training.disable_cuda_graphs = True  # a graph calls no hooks, through which layers are seen
     config.parallelism.spmd_backend = "partial_dtensor"
-    config.override.imports = [("torchscout.integration.torchtitan.resiliency", SETTINGS)]
+    config.override.imports = [("torchscout.plugins.torchtitan.resiliency", SETTINGS)]
     return config

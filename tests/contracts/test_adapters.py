@@ -12,9 +12,9 @@ import pytest
 from tests.support import adapter_jobs
 from tests.support.adapter_jobs import Job
 from tests.support.ranks import run_ranks
+from torchscout.adapters.base import Adapter
+from torchscout.adapters.registry import adapter_for
 from torchscout.errors import ScoutError
-from torchscout.integration.adapter import Adapter
-from torchscout.integration.registry import adapter_for
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "frameworks" / "own_adapter"
 

@@ -14,7 +14,7 @@ from tests.support.deepspeed_layouts import EXPERTS, HEALTHY, LLAMA, MORE, each_
 from tests.support.hangs import QUICK
 from tests.support.ranks import LiveRanks
 from tests.support.scripts import EXAMPLES, losses_in, torchrun
-from torchscout.integration.deepspeed import lacking
+from torchscout.adapters.deepspeed import lacking
 
 __all__ = ["answering"]
 

@@ -19,7 +19,7 @@ from tests.support.scripts import EXAMPLES, torchrun
 from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.huggingface import ResiliencyCallback, trusted_checkpoint
+from torchscout.plugins.huggingface import ResiliencyCallback, trusted_checkpoint
 
 preload("tests.support.huggingface_jobs")
 

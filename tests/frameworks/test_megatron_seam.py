@@ -49,7 +49,7 @@ class StandInForTEGroupedMLP(torch.nn.Module):
 
 def answering(_rank: int, questions: Iterator[str]) -> Iterator[Any]:
     job = build(Trial(experts=4))
-    from torchscout.integration.megatron import MegatronAdapter
+    from torchscout.adapters.megatron.adapter import MegatronAdapter
 
     adapter = MegatronAdapter(job.chunks, job.optimizer)
     asked = {
@@ -168,7 +168,7 @@ def test_a_replay_before_the_first_step_leaves_the_scale_of_losses_to_training(o
 def sharded() -> dict[str, bool]:
     leave()
     job = build(Trial(sharded=True, fsdp=True))
-    from torchscout.integration.megatron import MegatronAdapter
+    from torchscout.adapters.megatron.adapter import MegatronAdapter
 
     adapter = MegatronAdapter(job.chunks, job.optimizer)
     one_step(job)  # after which whole parameters are shown

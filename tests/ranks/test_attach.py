@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.hangs import QUICK, Net
 from tests.support.ranks import run_ranks
 from torchscout import Mesh
+from torchscout.adapters.base import mesh_from
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
 from torchscout.evidence.observer.ends import read_ends
 from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.parallelism import mesh_from
 
 RECORDS = Path(f"/dev/shm/torchscout-{os.getuid()}")
 

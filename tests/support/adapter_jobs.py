@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.replayed_job import Net, batch
-from torchscout.integration.adapter import Adapter
-from torchscout.integration.contract import broken_promises
-from torchscout.integration.registry import adapter_for
+from torchscout.adapters.base import Adapter
+from torchscout.adapters.conformance import check_adapter
+from torchscout.adapters.registry import adapter_for
 
 Job = tuple[Any, Any, Callable[[], None]]
 """What a user gives to ``enable_resiliency``, and one training step."""
@@ -104,7 +104,7 @@ def promises(
     """What the adapter of this job does not keep, on one rank; ``broken`` makes a worse one of it."""
     model, optimizer, step = make()
     adapter = adapter_for(model, optimizer, None)
-    return broken_promises(adapter if broken is None else broken(adapter), step)
+    return check_adapter(adapter if broken is None else broken(adapter), step)
 
 
 def with_package(rank: int, folder: Path, run_dir: Path) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def with_package(rank: int, folder: Path, run_dir: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     engine = Engine(Net())
     found = adapter_for(engine, None, None)
-    broken = broken_promises(found, lambda: engine.learn(*batch(0, rank)))
+    broken = check_adapter(found, lambda: engine.learn(*batch(0, rank)))
     session = enable_resiliency(engine, run_dir=run_dir, observer=None)
     engine.learn(*batch(1, rank))
     peers = session.status()["replay"]["peers"]

@@ -11,8 +11,8 @@ from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
+from torchscout.adapters.deepspeed import DeepSpeedAdapter
 from torchscout.collectives.call import SCOUT_GROUP
-from torchscout.integration.deepspeed import DeepSpeedAdapter
 from torchscout.mesh import LayerKind
 
 __all__ = ["ours", "theirs", "tidy_up"]

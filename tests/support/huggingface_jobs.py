@@ -36,8 +36,8 @@ from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.huggingface import ResiliencyCallback
 from torchscout.integration.session import Session
+from torchscout.plugins.huggingface import ResiliencyCallback
 
 VOCABULARY, LENGTH = 64, 16
 

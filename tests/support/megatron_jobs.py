@@ -173,7 +173,7 @@ def _places(job: Job, rank: int) -> dict[str, list[int]]:
 
 
 def _mesh(job: Job, machines: list[str]) -> Mesh:
-    from torchscout.integration.registry import adapter_for
+    from torchscout.adapters.registry import adapter_for
 
     return adapter_for(job.chunks, job.optimizer, None).mesh(machines)
 

@@ -28,7 +28,7 @@ preload(
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
-    "torchscout.integration.megatron",
+    "torchscout.adapters.megatron.adapter",
 )
 VOCABULARY, LENGTH, ROWS = 64, 16, 2
 

@@ -40,6 +40,7 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
+from torchscout.adapters.torchtitan import TorchTitanAdapter
 from torchscout.collectives.call import SCOUT_GROUP, Call
 from torchscout.collectives.interceptor import listen
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
@@ -50,11 +51,10 @@ from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
 from torchscout.integration.session import Session
-from torchscout.integration.torchtitan import TorchTitanAdapter
 from torchscout.mesh import LayerKind
 
 _NEW_HOST_NAME = 0x04000000  # from linux/sched.h
-OVERRIDE = "torchscout.integration.torchtitan.resiliency"
+OVERRIDE = "torchscout.plugins.torchtitan.resiliency"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchscout.integration.registry import adapter_for
+from torchscout.adapters.registry import adapter_for
 
 fabric = pytest.importorskip("lightning.fabric", reason="needs lightning")
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchscout.integration.mixture import experts_of, without_experts
-from torchscout.integration.structure import layers_of
+from torchscout.adapters.structure import experts_of, layers_of, without_experts
 
 
 class Stack(nn.Module):

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchscout.adapters.base import mesh_from
+from torchscout.adapters.pytorch import PyTorchAdapter
 from torchscout.config import Parallelism
-from torchscout.integration.parallelism import mesh_from
-from torchscout.integration.pytorch import PyTorchAdapter
 from torchscout.mesh import AXES, Axis, Mesh
 
 WORLD = 8

@@ -12,8 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from torchscout.integration.pytorch import PyTorchAdapter
-from torchscout.integration.structure import Part, layers_of, plain_name, structure_of, surface_of
+from torchscout.adapters.pytorch import PyTorchAdapter
+from torchscout.adapters.structure import Part, layers_of, plain_name, structure_of, surface_of
 
 WIDTH, TOKENS = 16, 40
 

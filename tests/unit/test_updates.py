@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchscout.integration.updates import Updates
+from torchscout.adapters.base import Updates
 
 
 class Wrapped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchscout.integration.versions import unknown
+from torchscout.adapters.versions import unknown
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchscout.integration.updates import overwritten
+from torchscout.adapters.base import overwritten
 from torchscout.replay.recipes.owned_state import OwnedStateRecipe
 from torchscout.replay.recipes.working_copies import CollectiveWrites, WorkingCopies
 

@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from torchscout.adapters.modules import is_called
 from torchscout.collectives.call import Call, Operator, operators
 from torchscout.collectives.interceptor import Handle, Pending, listen
 from torchscout.faults.effects import CallEffect, Issue, ProcessEffect, StayInside, TensorEffect, done
 from torchscout.faults.fault import Fault, SiteKind
 from torchscout.faults.plan import FaultPlan, module_at, tensor_at
-from torchscout.integration.modules import is_called
 from torchscout.utils.reentrancy import in_own_work
 
 __all__ = ["CollectiveFaults", "Firing", "Injector", "Tampering"]

@@ -16,6 +16,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchscout.adapters.base import Adapter
+from torchscout.adapters.modules import stages_of
+from torchscout.adapters.recipe_builder import (
+    are_experts_spread,
+    device_of_job,
+    expert_parameters,
+    recipes_for,
+)
+from torchscout.adapters.registry import adapter_for
+from torchscout.adapters.structure import surface_of
 from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident, Surface
@@ -24,24 +34,14 @@ from torchscout.errors import CatalogError, ScoutError
 from torchscout.evidence.observer.device import device_of
 from torchscout.evidence.observer.record_file import news_of
 from torchscout.experts.coverage import Rows
-from torchscout.integration.adapter import Adapter
 from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.coverage import NO_CATALOG, shapes_in
-from torchscout.integration.modules import stages_of
 from torchscout.integration.news import News
 from torchscout.integration.off import Off, is_off
-from torchscout.integration.recipes import (
-    are_experts_spread,
-    device_of_job,
-    expert_parameters,
-    recipes_for,
-)
 from torchscout.integration.recovered import add_run
-from torchscout.integration.registry import adapter_for
 from torchscout.integration.replaying import Replaying
 from torchscout.integration.roster import Entry
 from torchscout.integration.session import Session
-from torchscout.integration.structure import surface_of
 from torchscout.integration.watching import Job, watch
 from torchscout.log import log, show_by_default
 from torchscout.mesh import LayerKind, Mesh

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import xxhash
 
+from torchscout.adapters.structure import surface_of
 from torchscout.checkpoint import job_file, lock, placement, shards, state
 from torchscout.checkpoint.certify import Ballot, events_of
 from torchscout.checkpoint.fetch import Fetched, Links, fetch
@@ -42,7 +43,6 @@ from torchscout.integration.coverage import Coverage
 from torchscout.integration.former import Former, Remains
 from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
 from torchscout.integration.resumption import Resumption, Sweeping
-from torchscout.integration.structure import surface_of
 from torchscout.integration.termination import before_termination
 from torchscout.integration.watching import Job
 from torchscout.log import Problems, log

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from torchscout.adapters.modules import unwrapped
+from torchscout.adapters.structure import Part
 from torchscout.decision.repeatability import NONDETERMINISTIC, REFUSED
 from torchscout.errors import CatalogError
 from torchscout.experts.catalog import Catalog, load
 from torchscout.experts.coverage import Rows
 from torchscout.experts.launch_profiler import facts_of
-from torchscout.integration.modules import unwrapped
-from torchscout.integration.structure import Part
 from torchscout.replay.recipe import Recipe
 from torchscout.replay.recipes.layer import LayerRecipe
 from torchscout.replay.recipes.optimizer import OptimizerRecipe

@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchscout import Parallelism
-from torchscout.integration.pytorch import PyTorchAdapter
+from torchscout.adapters.pytorch import PyTorchAdapter
 from toy_engine import Engine
 
 

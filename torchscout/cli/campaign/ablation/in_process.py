@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchscout.adapters.registry import adapter_for
 from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.observed import QUICK, TRAIN, Told, be_quiet, firings_of, steps
 from torchscout.cli.campaign.training import Training
@@ -31,7 +32,6 @@ from torchscout.evidence.observer.publisher import Publisher
 from torchscout.evidence.observer.watch import Watch
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.registry import adapter_for
 from torchscout.mesh import Mesh
 
 __all__ = ["train_gathering", "train_posting"]

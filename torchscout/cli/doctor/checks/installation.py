@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from torchscout.adapters.versions import unknown
 from torchscout.cli.doctor.facts import Installed, TorchFacts
 from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
-from torchscout.integration.versions import unknown
 from torchscout.utils.text import listed
 
 __all__ = ["curve", "frameworks", "python", "restarts", "torch"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
+from torchscout.adapters.versions import TESTED
 from torchscout.cli.doctor.facts import Installed
-from torchscout.integration.versions import TESTED
 
 __all__ = ["FRAMEWORKS", "installed", "own_versions"]
 

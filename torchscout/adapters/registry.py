@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchscout.adapters.base import Adapter
+from torchscout.adapters.pytorch import PyTorchAdapter
 from torchscout.config import Parallelism
 from torchscout.errors import ScoutError
-from torchscout.integration.adapter import Adapter
-from torchscout.integration.pytorch import PyTorchAdapter
 from torchscout.mesh import Mesh
 
 __all__ = ["GROUP", "adapter_for"]
@@ -28,11 +28,11 @@ AdapterOf = Callable[[Any, Any, Mesh | DeviceMesh | Parallelism | None], Adapter
 
 GROUP = "torchscout.adapters"
 _FRAMEWORKS = {
-    "deepspeed": "torchscout.integration.deepspeed",
-    "megatron.core.optimizer": "torchscout.integration.megatron",
-    "torchtitan.trainer": "torchscout.integration.torchtitan",
-    "lightning.fabric.wrappers": "torchscout.integration.fabric",
-    "accelerate.optimizer": "torchscout.integration.accelerate",  # last: it wraps DeepSpeed's optimizers too
+    "deepspeed": "torchscout.adapters.deepspeed",
+    "megatron.core.optimizer": "torchscout.adapters.megatron.adapter",
+    "torchtitan.trainer": "torchscout.adapters.torchtitan",
+    "lightning.fabric.wrappers": "torchscout.adapters.fabric",
+    "accelerate.optimizer": "torchscout.adapters.accelerate",  # last: it wraps DeepSpeed's optimizers too
 }
 """What a job has imported that uses a framework, and which module then tells whether a model is its own."""
 

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchscout.adapters.base import Adapter
 from torchscout.decision.signature import signature
-from torchscout.integration.adapter import Adapter
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.sharded_parameters import gathered
 
-__all__ = ["broken_promises"]
+__all__ = ["check_adapter"]
 
 
-def broken_promises(adapter: Adapter, train_step: Callable[[], None]) -> list[str]:
+def check_adapter(adapter: Adapter, train_step: Callable[[], None]) -> list[str]:
     """What the adapter does otherwise than ``Adapter`` says, a sentence each.
 
     Called on every rank of a small job with several ranks; ``train_step`` is one training step of it.

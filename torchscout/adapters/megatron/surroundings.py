@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_utils import (
     get_moe_layer_wise_logging_tracker,
 )
 
-from torchscout.integration.megatron_fsdp import room_for
+from torchscout.adapters.megatron.fsdp import room_for
 from torchscout.replay.sharded_parameters import Elsewhere
 
 __all__ = ["Losses", "Streams", "lent"]

@@ -13,8 +13,8 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchscout.adapters.pytorch import PyTorchAdapter
 from torchscout.config import Parallelism
-from torchscout.integration.pytorch import PyTorchAdapter
 from torchscout.mesh import Mesh
 
 if TYPE_CHECKING:

@@ -23,13 +23,19 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchscout.adapters.base import Updates, mesh_from, overwritten
+from torchscout.adapters.structure import (
+    Part,
+    Structure,
+    experts_of,
+    layers_of,
+    plain_name,
+    structure_of,
+    surface_of,
+)
+from torchscout.adapters.versions import TESTED, unknown
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
-from torchscout.integration.mixture import experts_of
-from torchscout.integration.parallelism import mesh_from
-from torchscout.integration.structure import Part, Structure, layers_of, plain_name, structure_of, surface_of
-from torchscout.integration.updates import Updates, overwritten
-from torchscout.integration.versions import TESTED, unknown
 from torchscout.mesh import AXES, LayerKind, Mesh
 from torchscout.replay.capture.context import register_tracker
 from torchscout.replay.recipes.working_copies import WorkingCopies

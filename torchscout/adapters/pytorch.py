@@ -13,13 +13,11 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
+from torchscout.adapters.base import mesh_along, mesh_from, overwritten
+from torchscout.adapters.modules import wrapped
+from torchscout.adapters.structure import Part, Structure, experts_of, layers_of, structure_of, surface_of
 from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
-from torchscout.integration.mixture import experts_of
-from torchscout.integration.modules import wrapped
-from torchscout.integration.parallelism import mesh_along, mesh_from
-from torchscout.integration.structure import Part, Structure, layers_of, structure_of, surface_of
-from torchscout.integration.updates import overwritten
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.recipes.working_copies import WorkingCopies
 from torchscout.replay.sharded_parameters import ParameterGatherers, keepers_of

@@ -13,8 +13,8 @@ import torch
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchscout.adapters.pytorch import PyTorchAdapter
 from torchscout.config import Parallelism
-from torchscout.integration.pytorch import PyTorchAdapter
 from torchscout.mesh import Mesh
 
 __all__ = ["adapter_of"]

@@ -28,30 +28,23 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchscout.config import Parallelism
-from torchscout.decision.record import Surface
-from torchscout.integration.megatron_fsdp import (
-    Keeper,
-    copies_of,
-    obstacle_of,
-    scatter,
-    show_shards,
-)
-from torchscout.integration.megatron_gather import LATE, gathered_among, gathers_late, own_parts, ungathered
-from torchscout.integration.megatron_surroundings import Losses, Streams, lent
-from torchscout.integration.mixture import experts_of
-from torchscout.integration.modules import is_matrix, is_table
-from torchscout.integration.parallelism import mesh_from
-from torchscout.integration.structure import (
+from torchscout.adapters.base import Updates, mesh_from, overwritten
+from torchscout.adapters.megatron.fsdp import Keeper, copies_of, obstacle_of, scatter, show_shards
+from torchscout.adapters.megatron.gather import LATE, gathered_among, gathers_late, own_parts, ungathered
+from torchscout.adapters.megatron.surroundings import Losses, Streams, lent
+from torchscout.adapters.modules import is_matrix, is_table
+from torchscout.adapters.structure import (
     Part,
     Structure,
+    experts_of,
     layers_of,
     plain_name,
     structure_of,
     surface_of,
 )
-from torchscout.integration.updates import Updates, overwritten
-from torchscout.integration.versions import unknown
+from torchscout.adapters.versions import unknown
+from torchscout.config import Parallelism
+from torchscout.decision.record import Surface
 from torchscout.mesh import LayerKind, Mesh, MeshAddress
 from torchscout.replay.capture.context import register_tracker
 from torchscout.replay.recipes.working_copies import WorkingCopies

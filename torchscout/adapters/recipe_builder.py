@@ -9,14 +9,13 @@ from operator import attrgetter
 
 import torch
 
+from torchscout.adapters.base import Adapter
+from torchscout.adapters.modules import stages_of
+from torchscout.adapters.structure import Part, without_experts
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
 from torchscout.decision.record import Surface
 from torchscout.experts.coverage import Rows
-from torchscout.integration.adapter import Adapter
-from torchscout.integration.mixture import without_experts
-from torchscout.integration.modules import stages_of
-from torchscout.integration.structure import Part
 from torchscout.mesh import Axis, LayerKind, Mesh
 from torchscout.replay.capture.context import disturbed_by_cudnn
 from torchscout.replay.compiled import CompiledCode

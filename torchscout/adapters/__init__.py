@@ -1,0 +1,1 @@
+"""What frameworks tell SCOUT about a job (paper, section 9)."""

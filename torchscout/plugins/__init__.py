@@ -1,0 +1,1 @@
+"""Entry points inside a framework's own training loop."""
