@@ -17,11 +17,9 @@ from typing import Any
 
 from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
-from torchscout.evidence.observer.board import Tally, decode, encode
-from torchscout.evidence.observer.journal import line_text
-from torchscout.evidence.observer.layout import RECENT
-from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
+from torchscout.observer.protocol import RankReport, Tally, decode, encode
+from torchscout.observer.record.layout import RECENT, line_text
 
 TENSOR = 8
 STEP = 40
@@ -62,7 +60,7 @@ def seconds_of_round(large: LargeRound) -> dict[str, float]:
     posts, shared, read_ns, times = [], {}, 0, []
     for message in large.messages():
         begin = time.process_time_ns()
-        posts.append(Post.from_json(decode(message, Tally())["post"], shared))
+        posts.append(RankReport.from_json(decode(message, Tally())["post"], shared))
         read_ns += time.process_time_ns() - begin
     standings = [post.standing for post in posts]
     lines = {line.key: line for post in posts for line in post.lines}
@@ -106,7 +104,7 @@ class LargeRound:
         tensor = CommGroup(f"tensor.{first}", tuple(range(first, first + TENSOR)), "tp")
         return tensor, self._replica[rank % TENSOR], self._world
 
-    def _post(self, rank: int) -> tuple[Post, list[bytes]]:
+    def _post(self, rank: int) -> tuple[RankReport, list[bytes]]:
         """And what it has issued, which is left out of the post."""
         is_late, beside = rank == self.culprit, rank // TENSOR == self.culprit // TENSOR
         tensor, replica, world = self._lines(rank)
@@ -132,7 +130,7 @@ class LargeRound:
         is_gone = is_late and self._gone
         process = Process.GONE if is_gone else Process.RUNNING
         standing = RankStatus(rank, process, progress, waiting=None if is_gone else not is_late)
-        return Post(standing, (), gone_seconds=7.0 if is_gone else None), recent[-RECENT:]
+        return RankReport(standing, (), gone_seconds=7.0 if is_gone else None), recent[-RECENT:]
 
 
 def _issued(line: str, number: int) -> bytes:

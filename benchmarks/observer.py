@@ -32,7 +32,7 @@ from large_round import scale
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import Stamped, read
-from torchscout.evidence.observer.progress_writer import ProgressWriter
+from torchscout.observer.record.writer import ProgressWriter
 
 ROUNDS = 11
 """The first one warms up."""
@@ -111,7 +111,7 @@ def collective_intent() -> Figures:
     import torch.distributed as dist
 
     from torchscout.collectives.interceptor import listen, uninstall
-    from torchscout.evidence.observer.publisher import Publisher
+    from torchscout.observer.publisher import Publisher
 
     torch.set_num_threads(1)
     tensor = torch.ones(1024)
@@ -143,12 +143,12 @@ def block(call: Callable[[], object], calls: int = 1000) -> float:
 
 def idle_observer() -> Figures:
     """An observer that watches a trainer which moves; no job, hence no hub to talk to."""
-    from torchscout.evidence.observer.assignment import Assignment
-    from torchscout.evidence.observer.launch import launch
+    from torchscout.observer.monitor import launch
+    from torchscout.observer.spec import ObserverSpec
 
     with a_writer() as writer, tempfile.TemporaryDirectory() as run_dir:
         observer = launch(
-            Assignment(
+            ObserverSpec(
                 rank=0,
                 size=2,
                 record=str(writer.path),
@@ -233,9 +233,9 @@ class Trainer:
 @contextmanager
 def a_job(size: int, config: ObserverConfig) -> Iterator[tuple[list[Trainer], Path]]:
     """Trainers with observers that have found each other, and the file of their incidents."""
-    from torchscout.evidence.observer.assignment import Assignment, describe_mesh, hub_ranks
-    from torchscout.evidence.observer.launch import launch
     from torchscout.mesh import Mesh
+    from torchscout.observer.monitor import launch
+    from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
 
     hubs, mesh = hub_ranks([None] * size), describe_mesh(Mesh.grid(replica=size))
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
@@ -247,7 +247,7 @@ def a_job(size: int, config: ObserverConfig) -> Iterator[tuple[list[Trainer], Pa
         trainers = [Trainer(Path(records), rank, size) for rank in range(size)]
         observers = []
         for rank, trainer in enumerate(trainers):
-            assignment = Assignment(
+            assignment = ObserverSpec(
                 rank=rank,
                 size=size,
                 record=str(trainer.writer.path),

@@ -128,7 +128,7 @@ def _sent_plainly(path: Path, address: tuple[str, int]) -> None:
 def _ends(folder: Path) -> Iterator[tuple[Any, tuple[str, int]]]:
     """This process' end, connected to the other process, and where that one takes plain bytes."""
     from torchscout.checkpoint.replicate import Replicator
-    from torchscout.keys import new_token
+    from torchscout.utils.network import new_token
 
     token = new_token()
     program = [sys.executable, str(Path(__file__).with_name("holder.py"))]

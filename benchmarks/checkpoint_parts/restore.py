@@ -24,7 +24,7 @@ from torchscout.checkpoint import shards, state
 from torchscout.checkpoint.fetch import Links, fetch
 from torchscout.checkpoint.generation import Role
 from torchscout.checkpoint.snapshot import Snapshots
-from torchscout.integration.communicators import Communicators
+from torchscout.communicators import Communicators
 
 __all__ = ["restore"]
 

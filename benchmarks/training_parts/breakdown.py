@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
 from torchscout.decision import c3, signature
 from torchscout.decision.channel import ProcessGroupChannel
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.decision.summary import SummaryRecorder
-from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.replaying import Replaying
 from torchscout.replay import replayer
 from torchscout.replay.capture import broadcast
@@ -111,7 +111,7 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
     patches.around(JsonlRecorder, "record", lambda *_: part("write records"))
     patches.around(Replaying, "_agree", lambda *_, **__: part("certify"))
     patches.around(c3, "compare", lambda *_, **__: exchange("gather signatures"))
-    patches.around(PeerLinks, "broadcast", lambda _, tensor, **__: exchange(_broadcast(tensor)))
+    patches.around(PeerCommunicator, "broadcast", lambda _, tensor, **__: exchange(_broadcast(tensor)))
     patches.around(ProcessGroupChannel, "gather", lambda *_, **__: exchange("gather descriptions"))
     patches.around(ProcessGroupChannel, "broadcast", lambda *_, **__: exchange("gather descriptions"))
     patches.around(Communicators, "highest", lambda *_, **__: exchange("vote"))

@@ -19,11 +19,11 @@ from torchscout.decision import c3
 from torchscout.decision.channel import PeerChannel, ProcessGroupChannel, ThreadChannel
 from torchscout.decision.consensus import Status
 from torchscout.errors import ChannelError
-from torchscout.evidence.observer import keys
-from torchscout.evidence.observer.board import Client
 from torchscout.evidence.observer.board_channel import BoardChannel
-from torchscout.evidence.observer.hub import Hub
 from torchscout.mesh import Axis, PeerGroup
+from torchscout.observer.hub import Hub
+from torchscout.observer.protocol import Client
+from torchscout.utils import network
 
 Body = Callable[..., Any]
 
@@ -46,7 +46,7 @@ def on_a_gloo_rank(rank: int, body: Body, args: tuple[Any, ...]) -> Any:
 
 
 def over_board(body: Body, size: int, *args: Any) -> list[Any]:
-    peers, token = PeerGroup(tuple(range(size)), Axis.REPLICA), keys.new_token()
+    peers, token = PeerGroup(tuple(range(size)), Axis.REPLICA), network.new_token()
     with zmq.Context() as context, ThreadPoolExecutor(size + 1) as pool:
         config = ObserverConfig(address="127.0.0.1")
         hub = Hub(

@@ -27,12 +27,11 @@ from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import JsonlRecorder, read
 from torchscout.errors import CheckpointError, TornRecordError
-from torchscout.evidence.observer import board
-from torchscout.evidence.observer.ends import End, read_ends
-from torchscout.evidence.observer.post import Post
-from torchscout.evidence.observer.progress_reader import ProgressReader
-from torchscout.evidence.observer.progress_writer import ProgressWriter
-from torchscout.integration.roster import Entry, read_roster
+from torchscout.observer import protocol
+from torchscout.observer.protocol import RankReport
+from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
+from torchscout.observer.record.reader import ProgressReader
+from torchscout.observer.record.writer import ProgressWriter
 
 
 def test_lock_owners():
@@ -68,7 +67,7 @@ def test_records(tmp_path: Path):
 
 def test_rosters(tmp_path: Path):
     (tmp_path / "ranks").mkdir()
-    document = asdict(Entry.own(0, tmp_path / "record"))
+    document = asdict(RankEntry.own(0, tmp_path / "record"))
 
     def attempt(chance: random.Random) -> None:
         (tmp_path / "ranks" / "rank-0.json").write_bytes(text_mutant(chance, document))
@@ -80,7 +79,7 @@ def test_rosters(tmp_path: Path):
 
 def test_ends(tmp_path: Path):
     (tmp_path / "ends").mkdir()
-    entry = Entry.own(0, tmp_path / "record")
+    entry = RankEntry.own(0, tmp_path / "record")
     document = asdict(End(0, "failed", 3, entry.record, "ValueError: no"))
 
     def attempt(chance: random.Random) -> None:
@@ -100,11 +99,11 @@ def test_messages():
     ]
 
     def attempt(chance: random.Random) -> None:
-        message = board.decode(text_mutant(chance, chance.choice(kinds)), board.Tally())
+        message = protocol.decode(text_mutant(chance, chance.choice(kinds)), protocol.Tally())
         if message is not None and message["kind"] == "post":
-            board.encode("post", post=Post.from_json(message["post"], {}, 8).to_json())
+            protocol.encode("post", post=RankReport.from_json(message["post"], {}, 8).to_json())
 
-    tried(attempt, board.MISTAKES)
+    tried(attempt, protocol.MISTAKES)
 
 
 def test_progress_records(tmp_path: Path):

@@ -27,17 +27,18 @@ from torchscout.checkpoint.shards import path_of
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import read
-from torchscout.evidence.observer import board, keys
-from torchscout.evidence.observer.assignment import Assignment, describe_mesh
-from torchscout.evidence.observer.docket import Finding
-from torchscout.evidence.observer.hub import Hub
-from torchscout.evidence.observer.post import Post
-from torchscout.evidence.observer.process import Observing
-from torchscout.evidence.observer.progress_writer import ProgressWriter
-from torchscout.evidence.observer.trainer import Trainer
 from torchscout.mesh import Mesh
+from torchscout.observer import protocol
+from torchscout.observer.hub import Hub
+from torchscout.observer.process import ObserverProcess
+from torchscout.observer.protocol import RankReport
+from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.reported_incidents import Finding
+from torchscout.observer.spec import ObserverSpec, describe_mesh
+from torchscout.observer.trainer import TrainerView
+from torchscout.utils import network
 
-TOKEN = keys.new_token()
+TOKEN = network.new_token()
 CONFIG = ObserverConfig(address="127.0.0.1")
 RANKS = 3
 
@@ -64,8 +65,8 @@ def writers(tmp_path: Path) -> Iterator[list[ProgressWriter]]:
         writer.close()
 
 
-def assigned(writer: ProgressWriter, folder: Path, **changes: Any) -> Assignment:
-    return Assignment(
+def assigned(writer: ProgressWriter, folder: Path, **changes: Any) -> ObserverSpec:
+    return ObserverSpec(
         rank=0,
         size=RANKS,
         record=str(writer.path),
@@ -78,7 +79,7 @@ def assigned(writer: ProgressWriter, folder: Path, **changes: Any) -> Assignment
 
 def posted(writer: ProgressWriter) -> dict[str, Any]:
     """What the observer of this trainer would say, had it been silent for long."""
-    trainer = Trainer(writer.path, None)
+    trainer = TrainerView(writer.path, None)
     trainer.look(time.monotonic())
     post = replace(trainer.post(CONFIG, 1e6, time.monotonic()), excused=False, moving=False)
     return json.loads(json.dumps(post.to_json()))
@@ -89,12 +90,13 @@ class _Job:
 
     def __init__(self, writers: list[ProgressWriter], folder: Path) -> None:
         mesh = describe_mesh(Mesh.grid(replica=RANKS))
-        self.observing = Observing(assigned(writers[0], folder, hub=0, mesh=mesh))
+        self.observing = ObserverProcess(assigned(writers[0], folder, hub=0, mesh=mesh))
         assert self.observing._hub is not None
         self.hub: Hub = self.observing._hub
         self.context: zmq.Context = zmq.Context()
         self.clients = [
-            board.Client(self.context, rank, TOKEN, [("127.0.0.1", self.hub.port)]) for rank in range(RANKS)
+            protocol.Client(self.context, rank, TOKEN, [("127.0.0.1", self.hub.port)])
+            for rank in range(RANKS)
         ]
         self.now = 0.0
         for client in self.clients:
@@ -127,9 +129,9 @@ class _Job:
         """Whether three ranks that post properly still get the right answer."""
         self.pass_time()
         self.forget()
-        self.send(0, board.encode("announce", insistent=True))
+        self.send(0, protocol.encode("announce", insistent=True))
         for rank in range(RANKS):
-            self.send(rank, board.encode("post", round=self.hub._rounds, post=self.posts[rank]))
+            self.send(rank, protocol.encode("post", round=self.hub._rounds, post=self.posts[rank]))
         self.pass_time()
         finding = self.hub._docket.finding
         return finding is not None and finding.ranks == (RANKS - 1,)
@@ -184,10 +186,10 @@ def test_a_hub_survives_every_message(job: _Job, tmp_path: Path, capfd: pytest.C
         if chance.random() < 0.3:
             job.now += chance.choice((0.1, 3.0, 30.0))
         if chance.random() < 0.3:
-            job.send(0, board.encode("announce", insistent=True))
+            job.send(0, protocol.encode("announce", insistent=True))
         for _ in range(chance.randrange(4)):  # some answer properly
             rank = chance.randrange(RANKS)
-            job.send(rank, board.encode("post", round=job.hub._rounds, post=job.posts[rank]))
+            job.send(rank, protocol.encode("post", round=job.hub._rounds, post=job.posts[rank]))
         rank = chance.randrange(RANKS)
         message = chance.choice(messages_to_a_hub(job.posts, rank, job.hub._rounds))
         if "post" in message and chance.random() < 0.3:
@@ -208,15 +210,15 @@ def test_an_observer_survives_every_message(
     writers: list[ProgressWriter], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     context: zmq.Context = zmq.Context()
-    hub, listener = board.listen_limited(context, TOKEN, "127.0.0.1", 0)
+    hub, listener = protocol.listen_limited(context, TOKEN, "127.0.0.1", 0)
     listener.start()
-    observing = Observing(assigned(writers[0], tmp_path))
+    observing = ObserverProcess(assigned(writers[0], tmp_path))
     observing._obey({"hubs": [["127.0.0.1", listener.port]]})
     client, lookout = observing._client, observing._lookout
     assert client is not None
     assert lookout is not None
     assert client.sockets[0].poll(10_000, zmq.POLLOUT)
-    standing = Finding.of(incident(0, 1), {0: Post.from_json(post(0))})
+    standing = Finding.of(incident(0, 1), {0: RankReport.from_json(post(0))})
     messages = [
         {"kind": "heard"},
         {"kind": "ask", "round": 3},
@@ -241,7 +243,7 @@ def test_an_observer_survives_every_message(
     tried(attempt, ())
     assert client.tally.malformed
     before = lookout.rounds
-    told(board.encode("ask", round=9))
+    told(protocol.encode("ask", round=9))
     assert lookout.rounds == before + 1
     hub.close()
     listener.close()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchscout.evidence.observer.device import DeviceProgress, device_of
-from torchscout.evidence.observer.progress_reader import ProgressReader
-from torchscout.evidence.observer.progress_writer import ProgressWriter
-from torchscout.evidence.observer.publisher import Publisher
+from torchscout.observer.device import DeviceProgress, device_of
+from torchscout.observer.publisher import Publisher
+from torchscout.observer.record.reader import ProgressReader
+from torchscout.observer.record.writer import ProgressWriter
 
 pytestmark = [
     pytest.mark.gpu,

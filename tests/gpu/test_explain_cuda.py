@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tests.support.ranks import run_ranks
 from torchscout.cli.main import app
-from torchscout.evidence.observer.flight_recorder import open_operations
+from torchscout.observer.flight_recorder import open_operations
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3)]
 RANKS = 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchscout.integration.communicators import Communicators
+from torchscout.communicators import Communicators
 from torchscout.mesh import Axis, PeerGroup
 
 pytestmark = [

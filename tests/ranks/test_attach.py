@@ -24,8 +24,8 @@ from tests.support.ranks import run_ranks
 from torchscout import Mesh
 from torchscout.adapters.base import mesh_from
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
-from torchscout.evidence.observer.ends import read_ends
 from torchscout.integration.attach import enable_resiliency
+from torchscout.observer.record.directory import read_ends
 
 RECORDS = Path(f"/dev/shm/torchscout-{os.getuid()}")
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from tests.support.ranks import RankError, run_ranks
 from torchscout.cli.main import app
-from torchscout.evidence.observer.flight_recorder import open_operations
+from torchscout.observer.flight_recorder import open_operations
 
 SIZE = 4
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}

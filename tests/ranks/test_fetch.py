@@ -19,8 +19,8 @@ from torchscout.checkpoint.generations import Listing
 from torchscout.checkpoint.inventory import Member, Tier, inventory
 from torchscout.checkpoint.placement import holders
 from torchscout.checkpoint.shards import path_of, verify
+from torchscout.communicators import Communicators
 from torchscout.errors import ChannelError, CheckpointError
-from torchscout.integration.communicators import Communicators
 
 SIZE = 9 << 20
 """More than two pieces."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
-from torchscout.evidence.observer import fingerprint
+from torchscout.observer import publisher
 
 
 class Reader:
@@ -21,7 +21,7 @@ class Reader:
         self.read: list[str] = []
 
     def before(self, call: Call) -> None:
-        self.read.append(fingerprint.read(call).text)
+        self.read.append(publisher.read(call).text)
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
         pass

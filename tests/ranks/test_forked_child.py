@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from torchscout.config import Parallelism
-from torchscout.evidence.observer.record_file import open_record
 from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.roster import read_roster
+from torchscout.observer.record.directory import open_record, read_roster
 
 
 def fork_and_go_on(rank: int, run_dir: Path, *, closes: bool) -> tuple[list[str], bool]:

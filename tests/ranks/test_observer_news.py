@@ -14,8 +14,8 @@ import pytest
 from tests.support.small_job import SmallJob, is_alive, small_job, until
 from torchscout.decision.record import EvidenceRecord, Incident, Resolved
 from torchscout.decision.recorder import Stamped, read
-from torchscout.evidence.observer.ends import read_ends
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk
+from torchscout.observer.record.directory import read_ends
 
 STALL = 4.0
 

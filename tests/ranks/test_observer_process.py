@@ -20,12 +20,12 @@ from tests.support.small_job import QUICK, SmallJob, is_alive, small_job, until
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident, Resolved
 from torchscout.errors import ObserverError
-from torchscout.evidence.observer import launch as observers
-from torchscout.evidence.observer.assignment import Assignment, describe_mesh
-from torchscout.evidence.observer.keys import new_token
-from torchscout.evidence.observer.launch import Observer, launch
-from torchscout.evidence.observer.progress_writer import ProgressWriter
 from torchscout.mesh import Mesh
+from torchscout.observer import monitor as observers
+from torchscout.observer.monitor import ObserverHandle, launch
+from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.spec import ObserverSpec, describe_mesh
+from torchscout.utils.network import new_token
 
 LONG = 600.0
 
@@ -210,7 +210,7 @@ def test_two_jobs_on_one_machine_do_not_meet(tmp_path: Path):
 
 
 def test_an_observer_needs_neither_torch_nor_numpy():
-    code = "import torchscout.evidence.observer.process, sys; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import torchscout.observer.process, sys; print({'torch', 'numpy'} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert answer.stdout.strip() == "set()"
 
@@ -218,7 +218,7 @@ def test_an_observer_needs_neither_torch_nor_numpy():
 @pytest.mark.parametrize("configured", [True, False])
 def test_observers_that_are_let_go_right_after_their_start_leave_at_once(tmp_path: Path, configured: bool):
     writers = [ProgressWriter.create(tmp_path / "progress", rank) for rank in range(3)]
-    duties = Assignment(
+    duties = ObserverSpec(
         rank=0,
         size=3,
         record="",
@@ -246,11 +246,11 @@ def test_observers_that_are_let_go_right_after_their_start_leave_at_once(tmp_pat
 
 
 @pytest.fixture
-def assignment(tmp_path: Path) -> Iterator[Assignment]:
+def assignment(tmp_path: Path) -> Iterator[ObserverSpec]:
     """For an observer of this very process."""
     writer = ProgressWriter.create(tmp_path / "progress", 0)
     writer.advance(Phase.FORWARD)
-    yield Assignment(
+    yield ObserverSpec(
         rank=0,
         size=1,
         record=str(writer.path),
@@ -264,7 +264,7 @@ def assignment(tmp_path: Path) -> Iterator[Assignment]:
 
 
 @pytest.fixture
-def observer(assignment: Assignment) -> Iterator[Observer]:
+def observer(assignment: ObserverSpec) -> Iterator[ObserverHandle]:
     observer = launch(assignment)
     yield observer
     if observer.is_running:
@@ -272,7 +272,7 @@ def observer(assignment: Assignment) -> Iterator[Observer]:
     observer.close()
 
 
-def test_settings_are_changed_where_they_are_valid(observer: Observer):
+def test_settings_are_changed_where_they_are_valid(observer: ObserverHandle):
     observer.configure([("127.0.0.1", observer.port)])
     observer.change(start_seconds=42.0)
     assert observer.config.start_seconds == 42.0
@@ -283,18 +283,18 @@ def test_settings_are_changed_where_they_are_valid(observer: Observer):
     assert observer.status(timeout=20)["config"]["multiple"] == QUICK.multiple
 
 
-def test_an_observer_is_in_a_session_of_its_own(observer: Observer):
+def test_an_observer_is_in_a_session_of_its_own(observer: ObserverHandle):
     assert os.getsid(observer.pid) == observer.pid != os.getsid(0)
 
 
-def test_it_leaves_when_it_is_told_to(observer: Observer):
+def test_it_leaves_when_it_is_told_to(observer: ObserverHandle):
     observer.configure([("127.0.0.1", observer.port)])
     observer.close(timeout=20)
     assert not observer.is_running
     observer.close()
 
 
-def test_a_stopped_observer_does_not_hold_its_trainer_up(observer: Observer):
+def test_a_stopped_observer_does_not_hold_its_trainer_up(observer: ObserverHandle):
     os.kill(observer.pid, signal.SIGSTOP)
     with pytest.raises(ObserverError, match="the observer of rank 0 does not answer"):
         observer.status(timeout=0.1)
@@ -302,24 +302,24 @@ def test_a_stopped_observer_does_not_hold_its_trainer_up(observer: Observer):
         fill_its_pipe(observer)
 
 
-def fill_its_pipe(observer: Observer) -> None:
+def fill_its_pipe(observer: ObserverHandle) -> None:
     while True:
         observer.change(timeout=0.01, floor_seconds=5.0)
 
 
-def test_a_killed_observer_is_an_error_to_whoever_asks(observer: Observer):
+def test_a_killed_observer_is_an_error_to_whoever_asks(observer: ObserverHandle):
     os.kill(observer.pid, signal.SIGKILL)
     until(lambda: not observer.is_running, "it is gone")
     with pytest.raises(ObserverError, match="the observer of rank 0 is gone"):
         observer.status()
 
 
-def test_a_failure_to_start_says_why(assignment: Assignment):
+def test_a_failure_to_start_says_why(assignment: ObserverSpec):
     with pytest.raises(ObserverError, match=r"(?s)is gone; its log ends: .*No such file or directory"):
         launch(replace(assignment, record="/nowhere/progress"))
 
 
-def test_a_rank_with_thousands_of_open_files_has_an_observer_too(assignment: Assignment):
+def test_a_rank_with_thousands_of_open_files_has_an_observer_too(assignment: ObserverSpec):
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         observer = launch(assignment)
@@ -330,7 +330,7 @@ def test_a_rank_with_thousands_of_open_files_has_an_observer_too(assignment: Ass
             os.close(each)
 
 
-def test_a_start_takes_only_so_long(assignment: Assignment):
+def test_a_start_takes_only_so_long(assignment: ObserverSpec):
     began = time.monotonic()
     with pytest.raises(ObserverError, match="does not answer"):
         launch(assignment, timeout=0.0)
@@ -338,7 +338,7 @@ def test_a_start_takes_only_so_long(assignment: Assignment):
 
 
 def test_a_module_beside_ours_that_has_a_name_of_the_standard_library_is_not_imported(
-    assignment: Assignment, tmp_path: Path
+    assignment: ObserverSpec, tmp_path: Path
 ):
     """As old backports leave them in site-packages."""
     site = tmp_path / "site-packages"
@@ -351,7 +351,7 @@ def test_a_module_beside_ours_that_has_a_name_of_the_standard_library_is_not_imp
     observer.close()
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(observer: Observer):
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(observer: ObserverHandle):
     os.kill(observer.pid, signal.SIGSTOP)
     with pytest.raises(ObserverError, match="does not answer"):
         observer.status(timeout=0.1)
@@ -399,7 +399,7 @@ def is_zombie(pid: int) -> bool:
 
 
 def test_an_observer_that_dies_is_started_again_where_it_was_and_not_for_ever(
-    assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+    assignment: ObserverSpec, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(observers, "_RESTART_SECONDS", 0.05)
     observer = launch(assignment)
@@ -424,7 +424,7 @@ def test_an_observer_that_dies_is_started_again_where_it_was_and_not_for_ever(
 
 
 def test_an_observer_that_is_let_go_is_not_started_again(
-    assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+    assignment: ObserverSpec, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(observers, "_RESTART_SECONDS", 0.05)
     observer = launch(assignment)
@@ -451,7 +451,7 @@ def test_with_hub_and_standby_killed_both_come_back_and_a_hang_is_found(tmp_path
 
 
 def test_an_observer_that_cannot_be_started_again_for_want_of_descriptors_is_gone(
-    assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+    assignment: ObserverSpec, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(observers, "_RESTART_SECONDS", 0.05)
     observer = launch(assignment)
@@ -471,7 +471,7 @@ def test_an_observer_that_cannot_be_started_again_for_want_of_descriptors_is_gon
     observer.close()
 
 
-def test_an_observer_ends_well_without_its_run_folder(assignment: Assignment):
+def test_an_observer_ends_well_without_its_run_folder(assignment: ObserverSpec):
     observer = launch(assignment)
     observer.configure([("127.0.0.1", observer.port)])
     shutil.rmtree(assignment.run_dir)

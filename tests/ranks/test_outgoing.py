@@ -21,7 +21,7 @@ from torchscout.checkpoint.outgoing import Outgoing
 from torchscout.checkpoint.replicate import Replicator
 from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state import collect
-from torchscout.keys import new_token
+from torchscout.utils.network import new_token
 
 WIDTH = 3200
 """Of a state of 40 MB: more than may be on its way at once."""

@@ -11,7 +11,7 @@ from tests.support.replica_ranks import Rank, Wire, files, identity, ranks, seal
 from tests.support.small_job import until
 from torchscout.checkpoint.placement import holders
 from torchscout.checkpoint.shards import path_of, verify
-from torchscout.keys import new_token
+from torchscout.utils.network import new_token
 
 TOKEN = new_token()
 LARGE = 40 << 20

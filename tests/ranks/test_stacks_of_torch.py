@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
 from torchscout.collectives.interceptor import listen
-from torchscout.evidence.observer import stacks
+from torchscout.observer import stacks
 
 SIGNAL = 46
 

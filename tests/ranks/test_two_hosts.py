@@ -127,4 +127,4 @@ def test_a_machine_that_dies_with_its_hub_leaves_an_incident_behind(tmp_path: Pa
 
 
 def observers(host: Machine) -> list[int]:
-    return host.processes("torchscout.evidence.observer.process")
+    return host.processes("torchscout.observer.process")

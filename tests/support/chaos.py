@@ -25,13 +25,13 @@ from tests.support.chaos_job import Life
 from tests.support.machines import INTERFACE, Machine
 from tests.support.small_job import is_alive, until
 from tests.support.wall_clock import WallClock
-from torchscout.evidence.observer.assignment import hub_ranks
 from torchscout.faults.storage import fill_file_system
+from torchscout.observer.spec import hub_ranks
 
 __all__ = ["DISTURBANCES", "Chaos", "ended", "launched", "steps_of"]
 
 _HOUR = 3600
-_OBSERVER, _LISTENER = "torchscout.evidence.observer.process", "torchscout.listener"
+_OBSERVER, _LISTENER = "torchscout.observer.process", "torchscout.utils.listener"
 _LAUNCHER = "tests.support.chaos_job"
 MEMORY = Path("/dev/shm/memory")
 

@@ -27,11 +27,11 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import Stamped, read
 from torchscout.errors import ObserverError
-from torchscout.evidence.observer import stacks
-from torchscout.evidence.observer.assignment import Assignment, describe_mesh, hub_ranks
-from torchscout.evidence.observer.keys import new_token
-from torchscout.evidence.observer.launch import launch
-from torchscout.evidence.observer.progress_writer import ProgressWriter
+from torchscout.observer import stacks
+from torchscout.observer.monitor import launch
+from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
+from torchscout.utils.network import new_token
 
 QUICK = ObserverConfig(
     floor_seconds=0.6,
@@ -120,7 +120,7 @@ class SmallJob:
         place = self._hubs.index(rank) if rank in self._hubs else None
         document = {
             "directory": str(Path(self._memory.name) / "progress"),
-            "assignment": Assignment(
+            "assignment": ObserverSpec(
                 rank=rank,
                 size=self.size,
                 record="",
@@ -213,7 +213,7 @@ class _Trainer:
     def __init__(self, end: socket.socket) -> None:
         self._end, self._rest = end, b""
         document = self._hear()
-        assignment = Assignment.from_json(document["assignment"])
+        assignment = ObserverSpec.from_json(document["assignment"])
         directory = Path(document["directory"])
         self._writer = ProgressWriter.create(directory, assignment.rank)
         self._stacks = stacks.register(directory, assignment.config.stack_signal)

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from torchscout.config import ObserverConfig
-from torchscout.evidence.observer.assignment import Assignment, describe_mesh, hub_ranks, mesh_from
 from torchscout.mesh import Mesh
+from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, mesh_from
 
-PLAIN = Assignment(rank=1, size=2, record="/r", run_dir="/runs", token="t" * 16, config=ObserverConfig())
+PLAIN = ObserverSpec(rank=1, size=2, record="/r", run_dir="/runs", token="t" * 16, config=ObserverConfig())
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_the_hub_its_standby_and_those_elected_after_them_are_spread_over_machin
 
 
 def test_nothing_is_lost_on_the_way():
-    assert Assignment.from_json(json.loads(json.dumps(PLAIN.to_json()))) == PLAIN
+    assert ObserverSpec.from_json(json.loads(json.dumps(PLAIN.to_json()))) == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_nothing_is_lost_on_the_way():
 def test_mistakes_are_refused(changes: dict[str, object], message: str):
     document = {**PLAIN.to_json(), **changes}
     with pytest.raises(ValueError, match=message):
-        Assignment.from_json(document)
+        ObserverSpec.from_json(document)
 
 
 @pytest.mark.parametrize(

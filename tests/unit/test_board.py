@@ -16,13 +16,12 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Resolved, Scope
-from torchscout.evidence.observer import keys
-from torchscout.evidence.observer.board import LIMIT, MISTAKES, Client, Message, connect
-from torchscout.evidence.observer.docket import Finding
-from torchscout.evidence.observer.hub import Hub
-from torchscout.evidence.observer.post import Post
+from torchscout.observer.hub import Hub
+from torchscout.observer.protocol import LIMIT, MISTAKES, Client, Message, RankReport, connect
+from torchscout.observer.reported_incidents import Finding
+from torchscout.utils import network
 
-TOKEN = keys.new_token()
+TOKEN = network.new_token()
 CONFIG = ObserverConfig(address="127.0.0.1")
 LINE = CommGroup("world", (0, 1, 2), "world")
 
@@ -50,7 +49,7 @@ def post(
     moving: bool = True,
 ) -> dict[str, Any]:
     standing = RankStatus(rank, process, None)
-    return Post(standing, (LINE,), moving=moving, gone_seconds=gone_seconds).to_json()
+    return RankReport(standing, (LINE,), moving=moving, gone_seconds=gone_seconds).to_json()
 
 
 class Board:
@@ -58,8 +57,8 @@ class Board:
 
     def __init__(self, place: int = 0) -> None:
         self.context: zmq.Context = zmq.Context()
-        self.rounds: list[tuple[dict[int, Post], bool]] = []
-        self.surveys: list[dict[int, Post]] = []
+        self.rounds: list[tuple[dict[int, RankReport], bool]] = []
+        self.surveys: list[dict[int, RankReport]] = []
         self.written: list[Any] = []
         self.verdict: Incident | None = None
         self.clients: dict[int, Client] = {}
@@ -76,11 +75,11 @@ class Board:
             place=place,
         )
 
-    def _conclude(self, posts: dict[int, Post], insistent: bool) -> Incident | None:
+    def _conclude(self, posts: dict[int, RankReport], insistent: bool) -> Incident | None:
         self.rounds.append((dict(posts), insistent))
         return self.verdict
 
-    def _compare(self, posts: dict[int, Post]) -> list[Incident]:
+    def _compare(self, posts: dict[int, RankReport]) -> list[Incident]:
         self.surveys.append(dict(posts))
         return [] if self.verdict is None else [self.verdict]
 
@@ -337,7 +336,7 @@ def test_what_the_other_hub_said_is_not_said_again(board: Board):
 
 def test_a_wrong_token_is_refused(board: Board):
     board.join(0)
-    stranger = Client(board.context, 1, keys.new_token(), [("127.0.0.1", board.hub.port)])
+    stranger = Client(board.context, 1, network.new_token(), [("127.0.0.1", board.hub.port)])
     with socket.create_connection(("127.0.0.1", board.hub.port)) as plain:
         plain.sendall(b"announce\n" * 100)
         for _ in range(100):
@@ -422,11 +421,11 @@ def test_a_client_that_connects_anew_replaces_its_lost_connection(board: Board):
 
 
 def test_both_ends_derive_the_same_keys_from_the_token_and_nothing_else_does():
-    assert keys.hub_keys(TOKEN) == keys.hub_keys(TOKEN)
-    pairs = [keys.hub_keys(TOKEN), keys.client_keys(TOKEN), keys.hub_keys(TOKEN + "x")]
+    assert network.hub_keys(TOKEN) == network.hub_keys(TOKEN)
+    pairs = [network.hub_keys(TOKEN), network.client_keys(TOKEN), network.hub_keys(TOKEN + "x")]
     assert len({pair.secret for pair in pairs}) == len({pair.public for pair in pairs}) == 3
     with pytest.raises(ValueError, match="at least 16 characters, got 5"):
-        keys.hub_keys("short")
+        network.hub_keys("short")
 
 
 def test_a_survey_asks_everybody_and_tells_nobody(board: Board):
@@ -546,7 +545,7 @@ def test_a_diagnosis_that_fails_over_what_was_posted_does_not_end_a_hub(board: B
 
 def test_observers_of_another_version_fail_at_the_handshake(board: Board, monkeypatch: pytest.MonkeyPatch):
     board.join(0)
-    monkeypatch.setattr(keys, "_PURPOSE", "board 1")
+    monkeypatch.setattr(network, "_PURPOSE", "board 1")
     other = connect(board.context, TOKEN, 1, ("127.0.0.1", board.hub.port))
     assert not other.poll(500, zmq.POLLOUT)
     other.close()
@@ -586,7 +585,7 @@ def test_members_that_cannot_be_are_refused_before_they_are_counted_out(members:
     """A sum of few members stood for 10**12 of them."""
     text = json.dumps({"key": "w", "name": "w", "pair": False, "members": members}) + "\n"
     with pytest.raises(ValueError, match="members"):
-        Post.from_json({**post(0), "lines": text}, {}, 3)
+        RankReport.from_json({**post(0), "lines": text}, {}, 3)
 
 
 @pytest.mark.parametrize(
@@ -603,11 +602,11 @@ def test_members_that_cannot_be_are_refused_before_they_are_counted_out(members:
 def test_progress_of_other_types_is_refused_and_the_round_is_diagnosed_without_it(name: str, value: Any):
     """One such post made the diagnosis of all ranks fail."""
     progress = Progress(0, 1, 2, Phase.FORWARD, {"w": 1}, (), True, 3.0)
-    whole = Post(RankStatus(0, Process.RUNNING, progress), (LINE,)).to_json()
-    assert Post.from_json(json.loads(json.dumps(whole)), {}, 3).standing.progress == progress
+    whole = RankReport(RankStatus(0, Process.RUNNING, progress), (LINE,)).to_json()
+    assert RankReport.from_json(json.loads(json.dumps(whole)), {}, 3).standing.progress == progress
     whole["standing"]["progress"][name] = value
     with pytest.raises(MISTAKES):
-        Post.from_json(whole, {}, 3)
+        RankReport.from_json(whole, {}, 3)
 
 
 @pytest.mark.parametrize(

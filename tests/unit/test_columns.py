@@ -14,8 +14,8 @@ from tests.unit.test_hangs_of_whole_jobs import SHAPES, job_with_programs
 from torchscout.decision.hang.evidence import NOTHING, HangEvidence, Members, Rows, StatusColumns, coded
 from torchscout.decision.hang.wait_graph import WaitGraph
 from torchscout.decision.progress import CommGroup, Phase, Process, RankStatus, Shared
-from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
+from torchscout.observer.protocol import RankReport
 
 SEEDS = range(40)
 
@@ -237,13 +237,13 @@ def test_what_ranks_say_alike_is_one_object_and_the_diagnosis_is_the_same():
     job = replicas(4)
     job.issue("world", *others(2, count=4), sends=[1, 1, 1, 1], receives=[1, 1, 1, 1])
     shared: Shared = {}
-    posts = [Post(standing, tuple(job.lines.values())) for standing in job.standings().values()]
+    posts = [RankReport(standing, tuple(job.lines.values())) for standing in job.standings().values()]
     sent = [json.loads(json.dumps(post.to_json())) for post in posts]
-    read = [Post.from_json(document, shared) for document in sent]
+    read = [RankReport.from_json(document, shared) for document in sent]
     assert read == posts
     assert len({id(post.lines[0]) for post in read}) == 1
     assert len({id(post.standing.progress.recent[0]) for post in read}) == 1
-    alone = [Post.from_json(document) for document in sent]
+    alone = [RankReport.from_json(document) for document in sent]
     assert len({id(post.lines[0]) for post in alone}) == 4
 
 

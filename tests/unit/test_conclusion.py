@@ -8,16 +8,16 @@ import pytest
 
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.decision.record import Action, Scope
-from torchscout.evidence.observer.conclusion import conclude
-from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
+from torchscout.observer.protocol import RankReport
+from torchscout.observer.round_diagnosis import conclude
 
 SIZE = 4
 WORLD = CommGroup("world", tuple(range(SIZE)), "world")
 MESH = Mesh.grid(replica=SIZE, hosts=["a", "a", "b", "b"])
 
 
-def post(rank: int, issued: int = 5, *, stack: str = "File ...", last: int = 7, **more) -> Post:
+def post(rank: int, issued: int = 5, *, stack: str = "File ...", last: int = 7, **more) -> RankReport:
     prints = {number: last if number == issued else 7 for number in range(1, issued + 1)}
     recent = tuple(
         IssuedOp("world", number, each, number * each, "barrier") for number, each in prints.items()
@@ -32,10 +32,10 @@ def post(rank: int, issued: int = 5, *, stack: str = "File ...", last: int = 7, 
         at_communication=issued == 5,
         silent_seconds=6.0,
     )
-    return Post(RankStatus(rank, Process.RUNNING, progress, stack=stack), (WORLD,), **more)
+    return RankReport(RankStatus(rank, Process.RUNNING, progress, stack=stack), (WORLD,), **more)
 
 
-def gone(rank: int, seconds: float) -> Post:
+def gone(rank: int, seconds: float) -> RankReport:
     alive = post(rank, 4, stack="", gone_seconds=seconds)
     return replace(alive, standing=replace(alive.standing, process=Process.GONE))
 
@@ -48,7 +48,7 @@ def test_of_those_that_ended_together_the_killed_one_is_named():
     assert conclude(posts, MESH).ranks == (1,)
 
 
-def timed_out(rank: int, issued: int = 5, seconds: float = 0.5) -> Post:
+def timed_out(rank: int, issued: int = 5, seconds: float = 0.5) -> RankReport:
     """Its trainer waited for 5.5 seconds before something ended it."""
     alive = post(rank, issued, stack="", gone_seconds=seconds)
     return replace(
@@ -58,7 +58,7 @@ def timed_out(rank: int, issued: int = 5, seconds: float = 0.5) -> Post:
     )
 
 
-def round_of(*different: Post) -> dict[int, Post]:
+def round_of(*different: RankReport) -> dict[int, RankReport]:
     """Everybody waits in number 5, but for these."""
     return {rank: post(rank) for rank in range(SIZE)} | {each.standing.rank: each for each in different}
 
@@ -192,4 +192,4 @@ def test_a_pause_of_all_is_no_incident():
 
 def test_a_post_survives_the_way_over_the_board():
     for each in (post(1, excused=True), post(2, moving=True), gone(3, 0.25)):
-        assert Post.from_json(each.to_json()) == each
+        assert RankReport.from_json(each.to_json()) == each

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchscout.evidence.observer.device import DeviceProgress, device_of
-from torchscout.evidence.observer.progress_reader import ProgressReader
-from torchscout.evidence.observer.progress_writer import ProgressWriter
+from torchscout.observer.device import DeviceProgress, device_of
+from torchscout.observer.record.reader import ProgressReader
+from torchscout.observer.record.writer import ProgressWriter
 
 without_cuda = pytest.mark.skipif(
     find_library("cuda") is not None, reason="for machines without a CUDA driver"

@@ -10,14 +10,14 @@ import pytest
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import Process, RankStatus
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Resolved, Scope
-from torchscout.evidence.observer.docket import Docket, Finding
-from torchscout.evidence.observer.post import Post
+from torchscout.observer.protocol import RankReport
+from torchscout.observer.reported_incidents import Finding, ReportedIncidents
 
 LATE = Finding("rank", "issued/world", 3, (2,), "rank 2 is late since 6 s", job_ended=False)
 
 
 def test_the_same_conclusion_is_news_once():
-    docket = Docket()
+    docket = ReportedIncidents()
     assert docket.enter(LATE)
     assert not docket.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
     assert docket.finding == LATE
@@ -27,27 +27,27 @@ def test_the_same_conclusion_is_news_once():
     "change", [{"ranks": (1, 2)}, {"scope": "machine"}, {"step": 4}, {"surface": "fingerprint/world"}]
 )
 def test_another_conclusion_is_news(change: dict[str, object]):
-    docket = Docket()
+    docket = ReportedIncidents()
     docket.enter(LATE)
     assert docket.enter(replace(LATE, **change))
     assert docket.finding == replace(LATE, **change)
 
 
 def test_whoever_ends_after_the_job_has_stopped_is_no_news():
-    docket = Docket()
+    docket = ReportedIncidents()
     docket.enter(LATE)
     assert not docket.enter(replace(LATE, ranks=(0,), job_ended=True))
     assert docket.finding == LATE
 
 
 def test_after_a_death_nothing_is_news():
-    docket = Docket()
+    docket = ReportedIncidents()
     assert docket.enter(replace(LATE, ranks=(1,), job_ended=True))
     assert not docket.enter(LATE)
 
 
 def test_it_is_resolved_when_all_that_were_named_move():
-    docket = Docket()
+    docket = ReportedIncidents()
     docket.enter(replace(LATE, ranks=(1, 2)))
     assert docket.moved(0, 99.0) is None
     assert docket.moved(2, 7.5) is None
@@ -58,7 +58,7 @@ def test_it_is_resolved_when_all_that_were_named_move():
 
 
 def test_what_another_hub_found_is_no_news_and_its_end_is_not_written_here():
-    docket = Docket()
+    docket = ReportedIncidents()
     docket.adopt(LATE)
     assert not docket.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
     assert docket.moved(2, 7.5) is None
@@ -66,14 +66,14 @@ def test_what_another_hub_found_is_no_news_and_its_end_is_not_written_here():
 
 
 def test_what_was_found_here_stays_ones_own_when_another_hub_repeats_it():
-    docket = Docket()
+    docket = ReportedIncidents()
     docket.enter(LATE)
     docket.adopt(replace(LATE, sentence="rank 2 is late since 16 s"))
     assert docket.moved(2, 7.5).sentence == LATE.sentence
 
 
 def test_another_hub_takes_back_only_what_it_found_itself():
-    docket = Docket()
+    docket = ReportedIncidents()
     docket.adopt(LATE)
     docket.adopt(None)
     assert docket.finding is None
@@ -84,7 +84,7 @@ def test_another_hub_takes_back_only_what_it_found_itself():
 
 def test_a_rank_that_moves_after_others_have_ended_resolves_nothing():
     """It finds them missing, and they must not be reported as if they were the cause."""
-    docket = Docket()
+    docket = ReportedIncidents()
     assert docket.enter(LATE)
     assert not docket.enter(replace(LATE, ranks=(0,), job_ended=True))
     assert docket.moved(2, 7.0) is None
@@ -107,17 +107,17 @@ def incident_of(*ranks: int) -> Incident:
     )
 
 
-def posted(*gone: int, has_timed_out: bool = True) -> dict[int, Post]:
+def posted(*gone: int, has_timed_out: bool = True) -> dict[int, RankReport]:
     """Ranks 0 and 1 have waited for rank 2."""
     processes = [Process.GONE if rank in gone else Process.RUNNING for rank in range(3)]
     return {
-        rank: Post(RankStatus(rank, process, None), (), has_timed_out=has_timed_out and rank < 2)
+        rank: RankReport(RankStatus(rank, process, None), (), has_timed_out=has_timed_out and rank < 2)
         for rank, process in enumerate(processes)
     }
 
 
 def test_what_those_do_who_waited_too_long_is_a_consequence():
-    docket = Docket()
+    docket = ReportedIncidents()
     assert docket.report(incident_of(2), posted())
     docket.moved(2, 7.0)
     assert docket.traced(incident_of(0, 1), posted()) is None
@@ -129,7 +129,7 @@ def test_what_those_do_who_waited_too_long_is_a_consequence():
 
 
 def test_only_those_who_waited_too_long_for_somebody_that_was_named_are_excused():
-    docket = Docket()
+    docket = ReportedIncidents()
     late = incident_of(0, 1)
     assert docket.traced(late, posted()) is late, "nobody was named before"
     docket.report(incident_of(2), posted())
@@ -155,7 +155,10 @@ def test_a_finding_is_the_incident_in_short(process: Process, job_ended: bool):
         action=Action.RESTART,
         sentence=LATE.sentence,
     )
-    posts = {1: Post(RankStatus(1, Process.GONE, None), ()), 2: Post(RankStatus(2, process, None), ())}
+    posts = {
+        1: RankReport(RankStatus(1, Process.GONE, None), ()),
+        2: RankReport(RankStatus(2, process, None), ()),
+    }
     finding = Finding.of(incident, posts if job_ended else {2: posts[2]})
     assert finding == replace(LATE, job_ended=job_ended)
     assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding

@@ -9,9 +9,9 @@ import pytest
 import zmq
 
 from tests.unit.test_board import TOKEN, Board, incident
-from torchscout.evidence.observer.board import Client
-from torchscout.evidence.observer.docket import Finding
-from torchscout.evidence.observer.election import Election
+from torchscout.observer.protocol import Client
+from torchscout.observer.reported_incidents import Finding
+from torchscout.observer.round_client import Election
 
 NOBODY = ("127.0.0.1", 9)
 SECONDS = 5.0

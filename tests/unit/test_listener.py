@@ -22,9 +22,9 @@ from torchscout.checkpoint import replica_wire as wire
 from torchscout.checkpoint.replicate import Replicator
 from torchscout.checkpoint.shards import path_of
 from torchscout.errors import CheckpointError
-from torchscout.evidence.observer.board import connect, listen_limited
-from torchscout.keys import new_token
-from torchscout.listener import Limits, Listener
+from torchscout.observer.protocol import connect, listen_limited
+from torchscout.utils.listener import Limits, Listener
+from torchscout.utils.network import new_token
 
 STRANGERS = 500
 
@@ -121,7 +121,7 @@ import os, resource, sys, time
 from pathlib import Path
 import zmq
 from torchscout.checkpoint.replicate import Replicator
-from torchscout.evidence.observer.board import listen_limited
+from torchscout.observer.protocol import listen_limited
 folder, token, what, free = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])
 if what == "trainer":
     replicator = Replicator(1, folder, token, patience_seconds=20)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchscout.integration import addresses
-from torchscout.integration.addresses import listening_address
+from torchscout.utils import network
+from torchscout.utils.network import listening_address
 
 
 def test_a_job_on_one_machine_listens_on_loopback(monkeypatch: pytest.MonkeyPatch):
@@ -14,12 +14,12 @@ def test_a_job_on_one_machine_listens_on_loopback(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_job_on_several_machines_listens_where_the_others_reach_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(addresses, "_addresses_towards", lambda _: iter(["127.0.0.1", "192.0.2.7"]))
+    monkeypatch.setattr(network, "_addresses_towards", lambda _: iter(["127.0.0.1", "192.0.2.7"]))
     assert listening_address(["a", "b"], 0) == ("192.0.2.7", "192.0.2.7")
 
 
 @pytest.mark.parametrize("everywhere", ["0.0.0.0", "::"])
 def test_all_interfaces_are_for_whoever_asks_for_them(monkeypatch: pytest.MonkeyPatch, everywhere: str):
-    monkeypatch.setattr(addresses, "_addresses_towards", lambda _: iter(["192.0.2.7"]))
+    monkeypatch.setattr(network, "_addresses_towards", lambda _: iter(["192.0.2.7"]))
     assert listening_address(["a", "b"], 0, everywhere) == (everywhere, "192.0.2.7")
     assert listening_address(["a", "b"], 0, "192.0.2.9") == ("192.0.2.9", "192.0.2.9")

@@ -9,9 +9,9 @@ from torchscout.decision.consensus import Status
 from torchscout.decision.progress import Phase, Process, RankStatus
 from torchscout.decision.record import Action, Incident, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
-from torchscout.evidence.observer.conclusion import compare_phases
-from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
+from torchscout.observer.protocol import RankReport
+from torchscout.observer.round_diagnosis import compare_phases
 
 HOSTS = ["node-0", "node-0", "node-1", "node-1"]
 CONFIG = StragglerConfig(material_ms=10.0)
@@ -109,12 +109,12 @@ def test_replicas_with_different_experts_still_fetch_alike():
 
 
 def test_a_survey_is_made_of_posts():
-    def posts() -> dict[int, Post]:
+    def posts() -> dict[int, RankReport]:
         sent = [
-            Post(RankStatus(rank, Process.RUNNING, None), (), phase_seconds={Phase.INPUT: seconds})
+            RankReport(RankStatus(rank, Process.RUNNING, None), (), phase_seconds={Phase.INPUT: seconds})
             for rank, seconds in enumerate([0.018, 0.017, 0.018, 0.41])
         ]
-        return {post.standing.rank: Post.from_json(post.to_json()) for post in sent}
+        return {post.standing.rank: RankReport.from_json(post.to_json()) for post in sent}
 
     found = diagnosis()
     assert compare_phases(posts(), found) == []

@@ -16,9 +16,9 @@ from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.owner import Owner
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.errors import CheckpointError
-from torchscout.evidence.observer import record_file, stacks
-from torchscout.integration import watching
-from torchscout.integration.roster import Entry, read_roster
+from torchscout.observer import monitor, stacks
+from torchscout.observer.record import directory
+from torchscout.observer.record.directory import RankEntry, read_roster
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_the_stack_file_is_not_followed(tmp_path: Path, victim: Path):
 def test_a_records_folder_that_others_may_use_is_not_used(home: Path, mode: int):
     home.mkdir()
     home.chmod(mode)
-    made = watching.private_directory()
+    made = monitor.private_directory()
     assert made.parent != home
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
     made.rmdir()
@@ -61,7 +61,7 @@ def test_a_records_folder_that_others_may_use_is_not_used(home: Path, mode: int)
 def test_a_records_folder_that_is_a_link_is_not_used(home: Path, tmp_path: Path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     home.symlink_to(tmp_path / "elsewhere")
-    watching.private_directory().rmdir()
+    monitor.private_directory().rmdir()
     assert not [*(tmp_path / "elsewhere").iterdir()]
 
 
@@ -69,7 +69,7 @@ def test_a_records_folder_that_is_a_link_is_not_used(home: Path, tmp_path: Path)
 def test_a_records_folder_of_another_user_is_not_used(home: Path):
     home.mkdir(mode=0o700)
     os.chown(home, 12345, -1)
-    made = watching.private_directory()
+    made = monitor.private_directory()
     made.rmdir()
     assert made.parent != home
 
@@ -80,10 +80,10 @@ def test_what_else_lies_in_the_records_folder_disturbs_nobody(home: Path):
     (home / "stray").write_text("")
     (home / "dangling").symlink_to(home / "nowhere")
     (home / "closed").mkdir(mode=0o000)
-    made = watching.private_directory()
+    made = monitor.private_directory()
     assert made.parent == home
     assert (home / "stray").exists()
-    assert record_file.records_home() == home
+    assert directory.records_home() == home
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path, victim: Path):
@@ -129,7 +129,7 @@ def test_records_do_not_follow_links_and_are_the_owners_alone(tmp_path: Path, vi
 
 
 def test_a_run_folder_is_its_owners_alone_whoever_makes_it(tmp_path: Path):
-    Entry.own(0, tmp_path / "record").write(tmp_path / "a" / "run")
+    RankEntry.own(0, tmp_path / "record").write(tmp_path / "a" / "run")
     for folder in ("a", "a/run", "a/run/ranks"):
         assert stat.S_IMODE((tmp_path / folder).stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "a/run/ranks/rank-0.json").stat().st_mode) == 0o600
@@ -138,6 +138,6 @@ def test_a_run_folder_is_its_owners_alone_whoever_makes_it(tmp_path: Path):
 def test_an_entry_of_the_roster_does_not_follow_links(tmp_path: Path, victim: Path):
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / "rank-0.json").symlink_to(victim)
-    Entry.own(0, tmp_path / "record").write(tmp_path)
+    RankEntry.own(0, tmp_path / "record").write(tmp_path)
     assert victim.read_text() == "precious"
     assert [each.rank for each in read_roster(tmp_path)] == [0]

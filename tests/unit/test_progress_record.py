@@ -25,11 +25,10 @@ import pytest
 
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.errors import TornRecordError
-from torchscout.evidence.observer import layout
-from torchscout.evidence.observer.liveness import Identity
-from torchscout.evidence.observer.progress_reader import ProgressReader
-from torchscout.evidence.observer.progress_writer import NOWHERE, ProgressWriter, digest_after
-from torchscout.evidence.observer.record_file import reclaim
+from torchscout.observer.record import layout
+from torchscout.observer.record.directory import ProcessIdentity, reclaim
+from torchscout.observer.record.reader import ProgressReader
+from torchscout.observer.record.writer import NOWHERE, ProgressWriter, digest_after
 
 WORLD = CommGroup("world", (0, 1, 2, 3), "default group")
 EXPERT = CommGroup("expert", (0, 2), "expert group")
@@ -222,7 +221,7 @@ def test_another_process_sees_what_is_published_later(writer: ProgressWriter):
 
 
 def test_the_observers_end_needs_neither_torch_nor_numpy():
-    module = "torchscout.evidence.observer.progress_reader"
+    module = "torchscout.observer.record.reader"
     code = f"import sys, {module}; print({{'torch', 'numpy'}} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
@@ -702,7 +701,7 @@ def wait_until(condition) -> None:
 
 
 def test_a_recycled_number_or_another_boot_is_not_the_trainer():
-    own = Identity.own()
+    own = ProcessIdentity.own()
     assert own.process() is Process.RUNNING
     assert own._replace(started=own.started + 1).process() is Process.GONE
     assert own._replace(boot=bytes(16)).process() is Process.GONE
@@ -745,7 +744,7 @@ def test_a_group_may_have_more_operations_than_32_bits_count():
 
 
 def test_without_a_descriptor_left_nobody_is_called_gone():
-    own = Identity.own()
+    own = ProcessIdentity.own()
     own.process()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare = os.open(os.devnull, os.O_RDONLY)

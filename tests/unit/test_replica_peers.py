@@ -19,7 +19,7 @@ from torchscout.checkpoint import replica_wire as wire
 from torchscout.checkpoint.replicate import Replicator
 from torchscout.checkpoint.shards import path_of
 from torchscout.errors import CheckpointError
-from torchscout.keys import new_token
+from torchscout.utils.network import new_token
 
 TOKEN = new_token()
 

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_record import INCIDENT
-from torchscout.evidence.observer.ends import End, read_ends
 from torchscout.integration.news import News
-from torchscout.integration.roster import Entry
 from torchscout.integration.session import Session
+from torchscout.observer.record.directory import End, RankEntry, read_ends
 
 
 def session_of(run_dir: Path, rank: int = 0) -> Session:
     session = Session(run_dir, ExitStack(), rank)
-    session.entry = Entry.own(rank, None, 1)
+    session.entry = RankEntry.own(rank, None, 1)
     session.news = News(rank, None, session.failed)
     session.step = 3
     return session

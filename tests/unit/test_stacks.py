@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.evidence.observer import stacks
+from torchscout.observer import stacks
 
 SIGNAL = 46
 TORCH = "/env/lib/python3.11/site-packages/torch"

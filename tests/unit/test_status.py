@@ -21,16 +21,15 @@ from tests.unit.test_record import INCIDENT
 from torchscout.cli.main import app
 from torchscout.decision.record import Manifestation, Resolved
 from torchscout.decision.recorder import JsonlRecorder
-from torchscout.evidence.observer.ends import End, How
 from torchscout.integration.recovered import add_run, mark_recovered
-from torchscout.integration.roster import Entry, read_roster
+from torchscout.observer.record.directory import End, How, RankEntry, read_roster
 
 STRAGGLER = replace(INCIDENT, manifestation=Manifestation.STRAGGLER, sentence="rank 5 is slow")
 TRAINER = """
 import sys, time
 from pathlib import Path
-from torchscout.evidence.observer.progress_writer import ProgressWriter
-from torchscout.integration.roster import Entry
+from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.record.directory import Entry
 run_dir = Path(sys.argv[1])
 writer = ProgressWriter.create(run_dir / "records", 0) if sys.argv[2] == "observer" else None
 if writer:
@@ -57,7 +56,7 @@ def trainer(run_dir: Path, kind: str = "observer") -> Iterator[subprocess.Popen[
 def ended(run_dir: Path, how: How, rank: int = 0, size: int = 1, why: str = "") -> None:
     """A rank whose end is on record."""
     run_dir.mkdir(exist_ok=True)
-    entry = Entry.own(rank, run_dir / "gone", size)
+    entry = RankEntry.own(rank, run_dir / "gone", size)
     entry.write(run_dir)
     End(rank, how, 12, entry.record, why).write(run_dir)
 
@@ -167,7 +166,7 @@ def test_what_cannot_be_told_is_not_healthy(tmp_path: Path):
 
 def test_ranks_of_other_machines_are_not_looked_at(tmp_path: Path):
     ended(tmp_path, "finished", rank=0, size=2)
-    replace(Entry.own(1, tmp_path / "record", 2), host="another").write(tmp_path)
+    replace(RankEntry.own(1, tmp_path / "record", 2), host="another").write(tmp_path)
     found = report(tmp_path)
     assert (found["state"], found["exit_status"]) == ("elsewhere", 0)
     assert found["ranks"][1]["inside"] == "ask on another"

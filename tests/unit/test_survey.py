@@ -8,7 +8,7 @@ import pytest
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Phase
-from torchscout.evidence.observer.survey import SAMPLES, Surveying, typical_seconds
+from torchscout.observer.trainer import SAMPLES, Surveying, typical_seconds
 
 CONFIG = ObserverConfig(repeat_seconds=10.0)
 STEPS = [1.0] * 20

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from torchscout.config import ObserverConfig
-from torchscout.evidence.observer.post import Post
-from torchscout.evidence.observer.trainer import Trainer
+from torchscout.observer.protocol import RankReport
+from torchscout.observer.trainer import TrainerView
 
 CONFIG = ObserverConfig(floor_seconds=1.2)
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 from torchscout.decision.progress import Line, Phase
-from torchscout.evidence.observer.progress_writer import ProgressWriter
+from torchscout.observer.record.writer import ProgressWriter
 
 writer = ProgressWriter.create(Path(sys.argv[1]), 0)
 line = writer.declare(Line("world", (0, 1), "world", timeout=float(sys.argv[4])))
@@ -38,17 +38,17 @@ os.kill(os.getpid(), signal.SIGABRT)
 """
 
 
-def ended(folder: Path, seconds: float, how: str, timeout: float = 600.0) -> Post:
+def ended(folder: Path, seconds: float, how: str, timeout: float = 600.0) -> RankReport:
     """What the observer says of a trainer once it has ended."""
     command = [sys.executable, "-c", SCRIPT, str(folder), str(seconds), how, str(timeout)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        trainer = Trainer(Path(process.stdout.readline().strip()), None)
+        trainer = TrainerView(Path(process.stdout.readline().strip()), None)
         deadline = time.monotonic() + 30
         while trainer.ending is None and time.monotonic() < deadline:
             trainer.look(time.monotonic())
             time.sleep(0.05)
-        return Post.from_json(trainer.post(CONFIG, 0.0, time.monotonic()).to_json())
+        return RankReport.from_json(trainer.post(CONFIG, 0.0, time.monotonic()).to_json())
 
 
 def test_what_a_trainer_waited_for_is_kept_when_a_watchdog_has_ended_it(tmp_path: Path):

@@ -18,14 +18,14 @@ from tests.unit.test_record import INCIDENT
 from torchscout.cli.doctor.probes import network
 from torchscout.cli.main import app
 from torchscout.decision.recorder import JsonlRecorder
-from torchscout.evidence.observer import board
-from torchscout.evidence.observer.progress_writer import ProgressWriter
-from torchscout.integration.roster import Entry, read_roster
+from torchscout.observer import protocol
+from torchscout.observer.record.directory import RankEntry, read_roster
+from torchscout.observer.record.writer import ProgressWriter
 
 
 def test_the_status_of_a_record_that_is_not_this_users_alone(tmp_path: Path):
     writer = ProgressWriter.create(tmp_path / "records", 0)
-    Entry.own(0, writer.path).write(tmp_path)
+    RankEntry.own(0, writer.path).write(tmp_path)
     JsonlRecorder(tmp_path, 0).record(INCIDENT)
     writer.path.chmod(0o644)
     done = CliRunner().invoke(app, ["status", str(tmp_path), "--json"])
@@ -78,10 +78,10 @@ def test_a_visitor_who_leaves_before_the_answer_does_not_end_a_doctor():
     (port,) = until(lambda: ports, "it listens")
     context: zmq.Context = zmq.Context()
     for rank in range(8):
-        client = board.connect(context, network._ANYBODY, rank, ("127.0.0.1", port))
+        client = protocol.connect(context, network._ANYBODY, rank, ("127.0.0.1", port))
         assert client.poll(5000, zmq.POLLOUT)
         for _ in range(50):
-            client.send(board.encode("hello", host="visitor", versions={}))
+            client.send(protocol.encode("hello", host="visitor", versions={}))
         client.close(linger=100)
     doctor.join()
     context.destroy(linger=0)

@@ -8,7 +8,7 @@ import pytest
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Phase, Progress
-from torchscout.evidence.observer.watch import Watch, allowance, threshold
+from torchscout.observer.silence import SilenceDetector, allowance, threshold
 
 CONFIG = ObserverConfig(floor_seconds=5, multiple=3, start_seconds=300, repeat_seconds=10, poll_seconds=1)
 STEADY = [1.0] * 20
@@ -48,7 +48,7 @@ class Clock:
     """A trainer that went silent at 0, polled every second."""
 
     def __init__(self, config: ObserverConfig = CONFIG) -> None:
-        self.watch = Watch(config)
+        self.watch = SilenceDetector(config)
         self.now = 0.0
 
     def due_until(
@@ -137,21 +137,21 @@ def test_settings_are_checked(settings: dict[str, float], message: str):
 
 def test_a_hang_that_ended_does_not_hide_the_next_one():
     steps = [1.0] * 19 + [600.0]  # the last one hung for ten minutes
-    watch = Watch(CONFIG)
+    watch = SilenceDetector(CONFIG)
     watch.round_held((7, 3), 100.0)
     assert watch.is_due(progress(6.0, step=8), steps, paused=False, now=200.0)
-    assert not Watch(CONFIG).is_due(progress(6.0, step=8), steps, paused=False, now=200.0)
+    assert not SilenceDetector(CONFIG).is_due(progress(6.0, step=8), steps, paused=False, now=200.0)
 
 
 def test_a_long_step_that_was_never_looked_at_is_a_usual_one():
-    watch = Watch(CONFIG)
+    watch = SilenceDetector(CONFIG)
     watch.round_held((7, 3), 100.0)
     later = [1.0] * 19 + [600.0]  # step 40, not step 7
     assert not watch.is_due(progress(6.0, step=41), later, paused=False, now=200.0)
 
 
 def test_who_is_about_to_be_ended_for_waiting_asks_at_once():
-    waiting, quick = progress(6.0, step=0), Watch(CONFIG)
+    waiting, quick = progress(6.0, step=0), SilenceDetector(CONFIG)
     assert not quick.is_due(waiting, [], paused=False, now=200.0)
     assert quick.is_due(waiting, [], paused=False, now=200.1, is_pressed=True)
     assert not quick.is_due(waiting, [], paused=True, now=200.2, is_pressed=True)

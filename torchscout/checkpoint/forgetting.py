@@ -15,7 +15,7 @@ from pathlib import Path
 from torchscout.checkpoint import lock
 from torchscout.checkpoint.shard_files import files_under
 from torchscout.errors import CheckpointError
-from torchscout.private_files import is_private
+from torchscout.utils.private_files import is_private
 
 __all__ = ["KeptJob", "forget", "forget_old", "kept_jobs"]
 

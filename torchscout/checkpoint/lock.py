@@ -18,7 +18,7 @@ from pathlib import Path
 from torchscout.checkpoint import lock_by_name
 from torchscout.checkpoint.owner import Owner, refusal
 from torchscout.errors import CheckpointError
-from torchscout.private_files import open_file
+from torchscout.utils.private_files import open_file
 
 __all__ = ["Lock", "claim", "owner_of"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchscout.checkpoint.owner import Owner, refusal
 from torchscout.errors import CheckpointError
-from torchscout.private_files import open_file
+from torchscout.utils.private_files import open_file
 
 __all__ = ["owner_of", "take"]
 

@@ -15,7 +15,7 @@ from torchscout.checkpoint import lock, shards
 from torchscout.checkpoint.shard_files import files_under
 from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
-from torchscout.private_files import make_private_folder
+from torchscout.utils.private_files import make_private_folder
 
 __all__ = ["available_memory", "budget_within", "check_budget", "memory_folder", "memory_root"]
 

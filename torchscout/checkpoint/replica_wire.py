@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from torchscout import keys
 from torchscout.checkpoint.generation import Generation
+from torchscout.utils import network
 
 __all__ = [
     "CHUNK",
@@ -66,7 +66,7 @@ def listen(context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str) -
     """A holder's end."""
     socket = _socket(context, zmq.ROUTER)
     socket.curve_server = True
-    socket.curve_publickey, socket.curve_secretkey = keys.derive(token, _PURPOSE, "holder")
+    socket.curve_publickey, socket.curve_secretkey = network.derive(token, _PURPOSE, "holder")
     socket.router_mandatory = True  # to learn at once who is not connected
     socket.router_handover = True  # an owner that connects anew replaces its lost connection
     if endpoint.startswith("ipc:"):
@@ -80,8 +80,8 @@ def connect(
 ) -> zmq.Socket[bytes]:
     """An owner's end."""
     socket = _socket(context, zmq.DEALER)
-    socket.curve_serverkey = keys.derive(token, _PURPOSE, "holder").public
-    socket.curve_publickey, socket.curve_secretkey = keys.derive(token, _PURPOSE, "owner")
+    socket.curve_serverkey = network.derive(token, _PURPOSE, "holder").public
+    socket.curve_publickey, socket.curve_secretkey = network.derive(token, _PURPOSE, "owner")
     socket.routing_id = str(rank).encode()
     socket.immediate = True  # nothing is queued for a holder that is not there
     socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _RECONNECT_MOST_MS

@@ -25,8 +25,8 @@ from torchscout.checkpoint.replica_inbox import Inbox, remove
 from torchscout.checkpoint.replica_outbox import Outbox
 from torchscout.checkpoint.shard_format import Identity
 from torchscout.errors import CheckpointError
-from torchscout.listener_process import ListenerProcess
 from torchscout.log import log
+from torchscout.utils.listener_process import ListenerProcess
 
 __all__ = ["Replicator"]
 

@@ -17,9 +17,8 @@ from torchscout.decision.progress import Process, Progress
 from torchscout.decision.record import Incident, Manifestation, Resolved
 from torchscout.decision.recorder import Stamped
 from torchscout.errors import TornRecordError
-from torchscout.evidence.observer.ends import End, read_ends
-from torchscout.evidence.observer.progress_reader import ProgressReader
-from torchscout.integration.roster import Entry, read_roster
+from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
+from torchscout.observer.record.reader import ProgressReader
 from torchscout.utils.text import named
 
 __all__ = ["status"]
@@ -141,7 +140,7 @@ def sentence(
     return "; ".join(parts)
 
 
-def standing(entry: Entry, end: End | None = None) -> dict[str, Any]:
+def standing(entry: RankEntry, end: End | None = None) -> dict[str, Any]:
     """One rank, as far as it can be seen from here."""
     line: dict[str, Any] = {"rank": entry.rank, "host": entry.host, "pid": entry.pid}
     if end is not None and end.record == entry.record:
@@ -177,7 +176,7 @@ def state_of(reader: ProgressReader) -> str:
     return "paused" if reader.paused else process.value
 
 
-def without_record(entry: Entry) -> str:
+def without_record(entry: RankEntry) -> str:
     """Of a rank that has neither an end marker nor a progress record."""
     if entry.process() is Process.GONE:
         return "killed"

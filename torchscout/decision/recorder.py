@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Protocol
 
 from torchscout.decision.record import SCHEMA, Agreements, EvidenceRecord, Incident, Resolved, from_json
 from torchscout.log import log
-from torchscout.private_files import make_folders, open_file
+from torchscout.utils.private_files import make_folders, open_file
 
 __all__ = [
     "CallbackRecorder",

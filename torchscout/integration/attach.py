@@ -26,25 +26,24 @@ from torchscout.adapters.recipe_builder import (
 )
 from torchscout.adapters.registry import adapter_for
 from torchscout.adapters.structure import surface_of
+from torchscout.communicators import Communicators, Job, PeerCommunicator
 from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident, Surface
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.errors import CatalogError, ScoutError
-from torchscout.evidence.observer.device import device_of
-from torchscout.evidence.observer.record_file import news_of
 from torchscout.experts.coverage import Rows
-from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.coverage import NO_CATALOG, shapes_in
 from torchscout.integration.news import News
 from torchscout.integration.off import Off, is_off
 from torchscout.integration.recovered import add_run
 from torchscout.integration.replaying import Replaying
-from torchscout.integration.roster import Entry
 from torchscout.integration.session import Session
-from torchscout.integration.watching import Job, watch
 from torchscout.log import log, show_by_default
 from torchscout.mesh import LayerKind, Mesh
+from torchscout.observer.device import device_of
+from torchscout.observer.monitor import start_monitor
+from torchscout.observer.record.directory import RankEntry, news_of
 
 __all__ = ["enable_resiliency"]
 
@@ -155,7 +154,7 @@ def _watch(
 ) -> None:
     """Put hang localization into the session; a job without it is better than none."""
     try:
-        watching = watch(job, config, communicators)
+        watching = start_monitor(job, config, communicators)
     except ScoutError as error:
         session.failed(error, is_shared=True)
         return
@@ -175,7 +174,7 @@ def _enter(session: Session, job: Job, on_incident: Callable[[Incident], None] |
         job.rank, on_incident, session.failed, path=None if record is None else news_of(record)
     )
     session.undo.callback(session.news.close)
-    entry = Entry.own(job.rank, record, len(job.mesh))
+    entry = RankEntry.own(job.rank, record, len(job.mesh))
     session.entry = entry
     session.guarded(lambda: entry.write(job.run_dir))
 
@@ -337,7 +336,7 @@ def _shapes(
 
 def _links(
     job: Job, communicators: Communicators, device: torch.device
-) -> Callable[[LayerKind, bool], PeerLinks]:
+) -> Callable[[LayerKind, bool], PeerCommunicator]:
     """The connections of this rank: to the holders of what it holds, and to whom it computes the same as."""
     groups = {
         (role, is_gathered): (job.mesh.layer_peers_of if is_gathered else job.mesh.peers_of)(job.rank, role)

@@ -33,18 +33,17 @@ from torchscout.checkpoint.memory import check_budget, memory_folder
 from torchscout.checkpoint.outgoing import Outgoing
 from torchscout.checkpoint.snapshot import Capture, Snapshots
 from torchscout.checkpoint.state import OURS, Stateful
+from torchscout.communicators import Communicators, Job
 from torchscout.config import CheckpointConfig
 from torchscout.decision.fold import signed
 from torchscout.decision.ownership import Ownership
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
-from torchscout.integration.communicators import Communicators
 from torchscout.integration.copying import Copying
 from torchscout.integration.coverage import Coverage
 from torchscout.integration.former import Former, Remains
 from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
 from torchscout.integration.resumption import Resumption, Sweeping
 from torchscout.integration.termination import before_termination
-from torchscout.integration.watching import Job
 from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torchscout.checkpoint import placement
 from torchscout.checkpoint.replicate import Replicator
+from torchscout.communicators import Job
 from torchscout.errors import ScoutError
-from torchscout.integration.addresses import listening_address
-from torchscout.integration.watching import Job
 from torchscout.log import log
+from torchscout.utils.network import listening_address
 
 __all__ = ["Copying"]
 

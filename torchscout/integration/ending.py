@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torchscout.decision.record import Incident
-from torchscout.evidence.observer.ends import How
+from torchscout.observer.record.directory import How
 from torchscout.utils.text import listed
 
 __all__ = ["closing_line", "how_ended"]

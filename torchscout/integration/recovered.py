@@ -11,7 +11,7 @@ from pathlib import Path
 from torchscout.decision import recorder
 from torchscout.decision.record import Incident, Manifestation, Resolved
 from torchscout.decision.recorder import JsonlRecorder, Stamped
-from torchscout.private_files import open_file
+from torchscout.utils.private_files import open_file
 
 __all__ = ["add_run", "mark_recovered", "unresolved"]
 

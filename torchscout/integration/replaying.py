@@ -14,6 +14,7 @@ import torch
 from torchscout.checkpoint.certify import SEVERITY, outcome_of
 from torchscout.checkpoint.happening import Outcome
 from torchscout.checkpoint.state import Stateful
+from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
 from torchscout.decision import c3
 from torchscout.decision.ownership import Ownership
@@ -24,7 +25,6 @@ from torchscout.decision.sdc import OpenIncidents, ReplayDiagnosis
 from torchscout.decision.straggler.diagnosis import Slowness, Stragglers
 from torchscout.decision.straggler.timings import Measured, Timings
 from torchscout.decision.summary import SummaryRecorder
-from torchscout.integration.communicators import Communicators, PeerLinks
 from torchscout.integration.coverage import Coverage, Covered, covered_by
 from torchscout.integration.resumption import Swept
 from torchscout.integration.trust import Trust
@@ -90,7 +90,7 @@ class Replaying:
         recipes: Sequence[Recipe],
         mesh: Mesh,
         communicators: Communicators,
-        links: Callable[[LayerKind, bool], PeerLinks],
+        links: Callable[[LayerKind, bool], PeerCommunicator],
         recorder: Recorder,
         guard: Callable[[Callable[[], Any]], Any],
         settle: Callable[[], None],
@@ -424,7 +424,7 @@ class Replaying:
         return time.monotonic()
 
 
-def _keep_common(recipes: Sequence[Recipe], links: Callable[[LayerKind, bool], PeerLinks]) -> None:
+def _keep_common(recipes: Sequence[Recipe], links: Callable[[LayerKind, bool], PeerCommunicator]) -> None:
     """Peers replay the same at the same time: what only some of them have is left out."""
     for recipe in recipes:
         if not isinstance(recipe, LayerRecipe | OptimizerRecipe) or isinstance(recipe, ExpertsRecipe):

@@ -19,15 +19,14 @@ from torchscout.decision import recorder
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
-from torchscout.evidence.observer.ends import End
 from torchscout.integration.ending import closing_line, how_ended
 from torchscout.integration.inputs import Announced
 from torchscout.integration.news import News
 from torchscout.integration.recovered import mark_recovered
 from torchscout.integration.replaying import Replaying
-from torchscout.integration.roster import Entry
-from torchscout.integration.watching import Watching
 from torchscout.log import log
+from torchscout.observer.monitor import HangMonitor
+from torchscout.observer.record.directory import End, RankEntry
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state import Stateful
@@ -50,11 +49,11 @@ class Session:
         self.run_dir, self.rank = run_dir, rank
         self.failures: list[str] = []
         """What went wrong within SCOUT itself, and is therefore not checked."""
-        self.watching: Watching | None = None
+        self.watching: HangMonitor | None = None
         self.replaying: Replaying | None = None
         self.checkpointing: Checkpointing | None = None
         self.news: News | None = None
-        self.entry: Entry | None = None
+        self.entry: RankEntry | None = None
         """This rank's, in the run directory."""
         self.not_replaying = "it was not asked for"
         """Why there is no replay, where there is none."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torchscout.integration.watching import clear_away_the_dead
+from torchscout.observer.monitor import remove_stale_records
 
 __all__ = ["nothing_left"]
 
@@ -29,7 +29,7 @@ def nothing_left(folder: Path) -> Iterator[None]:
         del os.environ[_VARIABLE]
         end_processes(f"{_VARIABLE}={memory}")
         shutil.rmtree(memory, ignore_errors=True)
-        clear_away_the_dead()
+        remove_stale_records()
 
 
 def end_processes(mark: str) -> None:

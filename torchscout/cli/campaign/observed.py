@@ -18,7 +18,7 @@ from torchscout.config import ObserverConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.watching import Watching
+from torchscout.observer.monitor import HangMonitor
 
 __all__ = ["QUICK", "READY", "TRAIN", "Told", "be_quiet", "firings_of", "observers_of", "steps", "train"]
 
@@ -74,7 +74,7 @@ def train(
             yield Told(session.failures)
 
 
-def _await_hubs(watching: Watching) -> None:
+def _await_hubs(watching: HangMonitor) -> None:
     """A job that hangs within a moment of its start is another story: observers have yet to meet."""
     deadline = time.monotonic() + _MEETING_SECONDS
     while not all(watching.status()["connected"]) and time.monotonic() < deadline:

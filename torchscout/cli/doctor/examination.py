@@ -18,7 +18,7 @@ from torchscout.cli.doctor.probes.run_records import not_repeating
 from torchscout.cli.doctor.probes.storage import folder_at
 from torchscout.cli.doctor.probes.torch_facts import ask_torch
 from torchscout.config import ObserverConfig
-from torchscout.evidence.observer.record_file import records_home
+from torchscout.observer.record.directory import records_home
 
 __all__ = ["Facts", "findings_of", "gathered"]
 

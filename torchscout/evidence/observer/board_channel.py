@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from torchscout.errors import ChannelError
-from torchscout.evidence.observer.board import LIMIT, Client, Message
+from torchscout.observer.protocol import LIMIT, Client, Message
 
 if TYPE_CHECKING:
     from torchscout.mesh import PeerGroup

@@ -26,13 +26,13 @@ from torchscout.collectives.interceptor import listen
 from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import CommGroup, Process, RankStatus
 from torchscout.decision.recorder import JsonlRecorder
-from torchscout.evidence.observer.progress_reader import ProgressReader
-from torchscout.evidence.observer.progress_writer import ProgressWriter
-from torchscout.evidence.observer.publisher import Publisher
-from torchscout.evidence.observer.watch import Watch
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
+from torchscout.observer.publisher import Publisher
+from torchscout.observer.record.reader import ProgressReader
+from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.silence import SilenceDetector
 
 __all__ = ["train_gathering", "train_posting"]
 
@@ -109,7 +109,7 @@ class _Watchdog(threading.Thread):
     def __init__(self, record: Path, mesh: Mesh, run_dir: Path, confer: _Confer) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.closing = threading.Event()
-        self._reader, self._watch = ProgressReader(record), Watch(QUICK)
+        self._reader, self._watch = ProgressReader(record), SilenceDetector(QUICK)
         self._mesh, self._run_dir, self._confer = mesh, run_dir, confer
 
     def run(self) -> None:

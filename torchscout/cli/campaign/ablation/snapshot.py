@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torchscout.decision.progress import RankStatus
 from torchscout.errors import TornRecordError
-from torchscout.evidence.observer.progress_reader import ProgressReader
-from torchscout.integration.roster import read_roster
+from torchscout.observer.record.directory import read_roster
+from torchscout.observer.record.reader import ProgressReader
 
 __all__ = ["standings"]
 

@@ -19,9 +19,10 @@ import zmq
 
 from torchscout.cli.doctor.facts import Met, Reached
 from torchscout.errors import ScoutError
-from torchscout.evidence.observer import board, keys
-from torchscout.evidence.observer.board import Address, Message, Tally
-from torchscout.integration.addresses import EVERYWHERE, own_address
+from torchscout.observer import protocol
+from torchscout.observer.protocol import Address, Message, Tally
+from torchscout.utils import network
+from torchscout.utils.network import EVERYWHERE, own_address
 
 __all__ = ["Visit", "address_for_others", "meet", "reach_own_board", "serve"]
 
@@ -58,10 +59,10 @@ def reach_own_board(listens: str, port: int) -> Reached:
         is_local = ipaddress.ip_address(address).is_loopback
     except (OSError, ValueError) as error:
         return Reached(listens, port or None, None, f"{listens!r} is no interface or address here: {error}")
-    token = keys.new_token()
+    token = network.new_token()
     with _context() as context:
         try:
-            hub, listener = board.listen_limited(
+            hub, listener = protocol.listen_limited(
                 context, token, listens if listens in EVERYWHERE else address, port
             )
         except OSError as error:
@@ -76,11 +77,11 @@ def reach_own_board(listens: str, port: int) -> Reached:
 def _there_and_back(
     context: zmq.Context[zmq.Socket[bytes]], hub: zmq.Socket[bytes], token: str, address: Address
 ) -> float | None:
-    client = board.connect(context, token, 0, address)
+    client = protocol.connect(context, token, 0, address)
     if not client.poll(int(1000 * _PATIENCE_SECONDS), zmq.POLLOUT):  # only once the handshake is done
         return None
     began = time.monotonic()
-    client.send(board.encode("hello"))
+    client.send(protocol.encode("hello"))
     if not hub.poll(int(1000 * _PATIENCE_SECONDS), zmq.POLLIN):
         return None
     hub.send_multipart(hub.recv_multipart())
@@ -94,7 +95,7 @@ def serve(
     with _context() as context:
         address = listens if listens in EVERYWHERE else address_for_others(listens)
         try:
-            hub, listener = board.listen_limited(context, _ANYBODY, address, port)
+            hub, listener = protocol.listen_limited(context, _ANYBODY, address, port)
         except OSError as error:
             raise ScoutError(f"cannot listen on {address}: {error.strerror}") from error
         with closing(listener):
@@ -109,12 +110,12 @@ def _visits(hub: zmq.Socket[bytes], versions: Versions, until: float | None) -> 
         if not hub.poll(int(1000 * _LOOK_SECONDS), zmq.POLLIN):
             continue
         identity, *frames = hub.recv_multipart()
-        message = board.decode(b"".join(frames), Tally())
+        message = protocol.decode(b"".join(frames), Tally())
         if message is None or message["kind"] != "hello":
             continue
         told = {"time": time.time(), "host": socket.gethostname(), "versions": dict(versions)}
         with suppress(zmq.ZMQError):  # it has left already
-            hub.send_multipart([identity, board.encode("here", **told)], zmq.NOBLOCK)
+            hub.send_multipart([identity, protocol.encode("here", **told)], zmq.NOBLOCK)
         if identity not in seen:
             seen.add(identity)
             yield Visit(str(message.get("host")), _versions(message))
@@ -129,7 +130,7 @@ def meet(address: Address, versions: Versions) -> Met:
     except OSError as error:
         return Met(told, f"cannot connect: {error.strerror or error}")
     with _context() as context:
-        client = board.connect(context, _ANYBODY, secrets.randbelow(1 << 62), address)
+        client = protocol.connect(context, _ANYBODY, secrets.randbelow(1 << 62), address)
         if not client.poll(int(1000 * _PATIENCE_SECONDS), zmq.POLLOUT):
             return Met(told, "something listens there, but it is not `scout doctor --listen`")
         heard = [*_heard(client, versions)]
@@ -151,11 +152,11 @@ def _heard(client: zmq.Socket[bytes], versions: Versions) -> Iterator[tuple[floa
 def _asked(client: zmq.Socket[bytes], versions: Versions) -> tuple[float, float, Message] | None:
     """How long it took, how far the other's clock is ahead, and the answer."""
     began, here = time.monotonic(), time.time()
-    client.send(board.encode("hello", host=socket.gethostname(), versions=dict(versions)))
+    client.send(protocol.encode("hello", host=socket.gethostname(), versions=dict(versions)))
     if not client.poll(int(1000 * _PATIENCE_SECONDS), zmq.POLLIN):
         return None
     seconds = time.monotonic() - began
-    message = board.decode(client.recv(), Tally())
+    message = protocol.decode(client.recv(), Tally())
     if message is None or not isinstance(message.get("time"), float):
         return None
     return seconds, message["time"] - (here + seconds / 2), message

@@ -13,7 +13,7 @@ from torchscout.checkpoint import lock
 from torchscout.cli.doctor.facts import Folder
 from torchscout.cli.mounts import is_in_memory
 from torchscout.errors import CheckpointError
-from torchscout.private_files import is_private
+from torchscout.utils.private_files import is_private
 
 __all__ = ["folder_at"]
 

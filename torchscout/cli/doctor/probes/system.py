@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from torchscout.cli.doctor.facts import Clock, Limits, Stacks
-from torchscout.evidence.observer import stacks
+from torchscout.observer import stacks
 
 __all__ = ["clock", "limits", "own_stacks"]
 

@@ -1,6 +1,7 @@
-"""What a trainer tells its observer, and which ranks may host a hub (DESIGN.md, section 3).
+"""What a trainer tells its observer, and which ranks host the hubs.
 
-It travels over the observer's standard input: the job's token must not show in a list of processes.
+It is sent over the observer's standard input, because the job's token must not show in a list of
+processes.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from torchscout.config import ObserverConfig
 if TYPE_CHECKING:
     from torchscout.mesh import Mesh
 
-__all__ = ["Assignment", "describe_mesh", "hub_ranks", "mesh_from"]
-
+__all__ = ["ObserverSpec", "describe_mesh", "hub_ranks", "mesh_from"]
 
 _MOST_HUBS = 8
 """Ranks that may host one. With all of these lost, a hang is not localized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class ObserverSpec:
     """One observer's duties."""
 
     rank: int
@@ -64,7 +64,7 @@ class Assignment:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Assignment:
+    def from_json(cls, document: Mapping[str, Any]) -> ObserverSpec:
         return cls(**{**document, "config": ObserverConfig(**document["config"])})
 
 

@@ -34,19 +34,19 @@ import zmq
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Shared
 from torchscout.decision.record import Incident, Resolved
-from torchscout.evidence.observer.board import (
+from torchscout.evidence.observer.exchange import Exchanges
+from torchscout.observer.protocol import (
     HUBS_AT_FIRST,
     LIMIT,
     MISTAKES,
     Message,
+    RankReport,
     Tally,
     decode,
     encode,
     listen_limited,
 )
-from torchscout.evidence.observer.docket import Docket, Finding
-from torchscout.evidence.observer.exchange import Exchanges
-from torchscout.evidence.observer.post import Post
+from torchscout.observer.reported_incidents import Finding, ReportedIncidents
 
 __all__ = ["Compare", "Conclude", "Hub", "Round"]
 
@@ -63,9 +63,9 @@ _TOO_FEW = (
 _LAST_WORDS_SECONDS = 0.5
 """For what was sent last to pass the listener, once the socket is closed."""
 
-Conclude = Callable[[Mapping[int, Post], bool], Incident | None]
+Conclude = Callable[[Mapping[int, RankReport], bool], Incident | None]
 """From the posts of a round, and whether its silence was looked at before, to an incident."""
-Compare = Callable[[Mapping[int, Post]], Sequence[Incident]]
+Compare = Callable[[Mapping[int, RankReport]], Sequence[Incident]]
 """From the posts of a survey to incidents."""
 
 
@@ -84,13 +84,13 @@ class Round:
         self.insistent = insistent
         self.is_survey = survey
         self.awaited: set[int] = set()
-        self.posts: dict[int, Post] = {}
+        self.posts: dict[int, RankReport] = {}
         self.shared: Shared = {}
         """What its posts have in common."""
         self.has_posts = False
         """Whether it is the stacks' turn."""
 
-    def add(self, rank: int, post: Post) -> None:
+    def add(self, rank: int, post: RankReport) -> None:
         if rank in self.awaited and not self.has_posts:
             self.awaited.discard(rank)
             self.posts[rank] = post
@@ -143,9 +143,9 @@ class Hub:
         self._has_majority = False
         self._since: float | None = None
         """When it was first asked for something."""
-        self._left: dict[int, tuple[Post, float]] = {}
+        self._left: dict[int, tuple[RankReport, float]] = {}
         self._shared: Shared = {}  # what their last posts have in common
-        self._docket = Docket()
+        self._docket = ReportedIncidents()
         self._exchanges = Exchanges()
         if not self.is_elected:
             self.open()
@@ -293,7 +293,7 @@ class Hub:
                 asked.awaited.add(rank)
         return asked
 
-    def _add(self, rank: int, post: Post, number: object) -> None:
+    def _add(self, rank: int, post: RankReport, number: object) -> None:
         if self._round is not None and self._round.number == number:
             self._round.add(rank, post)
 
@@ -319,7 +319,7 @@ class Hub:
         if resolved is not None:
             self._report(resolved)
 
-    def _say_goodbye(self, rank: int, post: Post, now: float) -> None:
+    def _say_goodbye(self, rank: int, post: RankReport, now: float) -> None:
         if len(self._shared) > _MOST_SHARED:
             self._shared = {}
         self._left[rank] = post, now
@@ -376,13 +376,13 @@ class Hub:
         return True
 
 
-def _post_of(rank: int, message: Message, shared: Shared, size: int) -> Post:
-    post = Post.from_json(message["post"], shared, size)
+def _post_of(rank: int, message: Message, shared: Shared, size: int) -> RankReport:
+    post = RankReport.from_json(message["post"], shared, size)
     if post.standing.rank != rank:
         raise ValueError(f"rank {rank} posts for rank {post.standing.rank}")
     return post
 
 
-def _aged(post: Post, seconds: float) -> Post:
+def _aged(post: RankReport, seconds: float) -> RankReport:
     """What an observer said that left so long ago."""
     return post if post.gone_seconds is None else replace(post, gone_seconds=post.gone_seconds + seconds)

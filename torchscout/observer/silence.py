@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Phase, Progress
 
-__all__ = ["Watch", "allowance", "threshold"]
+__all__ = ["SilenceDetector", "allowance", "threshold"]
 
 _LONGEST_REPEAT_SECONDS = 300.0
 _SUSPENDED_SECONDS = 2.0
@@ -40,7 +40,7 @@ def allowance(config: ObserverConfig, phase: Phase, step_seconds: Sequence[float
     return max(config.start_seconds, granted or 0.0)
 
 
-class Watch:
+class SilenceDetector:
     """One observer's memory of its trainer's silence.
 
     ``config`` may be replaced at any time. Called at every poll; one that comes much too late means

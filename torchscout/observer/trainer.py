@@ -1,11 +1,19 @@
-"""A trainer as its observer sees it: its progress, its process, its stacks (paper, section 7). Linux only."""
+"""A trainer as its observer sees it: its progress, its process, its stacks, its phase times (paper, section
+7). Linux only.
+
+Nothing is exchanged while a job is healthy. So each observer first compares its trainer's phase times with
+that trainer's own steps and past, and asks the others (a survey) only if those are remarkable (paper,
+section 6, opening). Which rank is slow ``decision.straggler.diagnosis`` decides.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
-from collections.abc import Mapping
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -14,14 +22,117 @@ from typing import Any
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
 from torchscout.errors import TornRecordError
-from torchscout.evidence.observer import stacks
-from torchscout.evidence.observer.ends import How
-from torchscout.evidence.observer.post import Post
-from torchscout.evidence.observer.progress_reader import ProgressReader
-from torchscout.evidence.observer.survey import SAMPLES, typical_seconds
-from torchscout.evidence.observer.watch import allowance
+from torchscout.observer import stacks
+from torchscout.observer.protocol import RankReport
+from torchscout.observer.record.directory import How
+from torchscout.observer.record.reader import ProgressReader
+from torchscout.observer.silence import allowance
 
-__all__ = ["Ending", "Trainer"]
+__all__ = ["SAMPLES", "Ending", "Surveying", "TrainerView", "typical_seconds"]
+
+SAMPLES = {Phase.INPUT: 5, Phase.CHECKPOINT_READ: 3, Phase.CHECKPOINT_WRITE: 3}
+"""The phases that are compared, each by the median of this many durations: one slow batch, or the first
+checkpoint, says nothing. Checkpoints are rare, so that few must do."""
+_TREND_RATIO = 2.0
+_TREND_SHARE = 0.05
+"""A phase that became this much slower is remarkable from this share of the time on."""
+_TREND_REPEATS = 4
+"""For how many ``repeat_seconds`` that holds: quick steps soon make the slow ones all there is to remember,
+and a survey wants to be repeated."""
+_LONGEST_REPEAT_SECONDS = 300.0
+
+Durations = Mapping[Phase, Sequence[float]]
+"""Recent ones of each phase in seconds, oldest first."""
+
+
+def typical_seconds(durations: Durations) -> dict[Phase, float]:
+    """What each phase takes lately, where there are enough durations to tell."""
+    return {
+        phase: statistics.median(durations[phase][-count:])
+        for phase, count in SAMPLES.items()
+        if len(durations[phase]) >= count
+    }
+
+
+class Surveying:
+    """One observer's memory of its trainer's phases and of the surveys it took part in.
+
+    ``config`` may be replaced at any time.
+    """
+
+    def __init__(self, config: ObserverConfig) -> None:
+        self.config = config
+        self._last: dict[Phase, float] = {}
+        self._arrivals = {phase: deque[float](maxlen=count + 1) for phase, count in SAMPLES.items()}
+        """When the latest durations were first seen."""
+        self._shown: dict[Phase, frozenset[float]] = {}
+        """What went into the last survey."""
+        self._slower_until: dict[Phase, float] = {}
+        self._pause = 0.0
+        self._held_at = -math.inf
+        self._next_survey = -math.inf
+
+    def is_due(self, durations: Durations, step_seconds: Sequence[float], now: float) -> bool:
+        """Whether a survey should be announced now; called at every poll."""
+        self._note_arrivals(durations, now)
+        if not step_seconds:
+            return False
+        remarkable = [
+            phase
+            for phase, recent in typical_seconds(durations).items()
+            if 1000 * recent >= self.config.phase_ms
+            and recent > self._usual_share(phase, durations[phase], now) * self._period(phase, step_seconds)
+        ]
+        return now >= self._next_survey and any(self._is_fresh(phase, durations) for phase in remarkable)
+
+    def announced(self, now: float) -> None:
+        """Should no hub take it up, it is announced again after a while."""
+        self._next_survey = now + self.config.repeat_seconds
+
+    def held(self, durations: Durations, now: float) -> None:
+        """A survey takes place, whoever announced it. The next one is a growing while away.
+
+        Until the job has been calm for long: whatever comes then is something else.
+        """
+        if now - self._held_at > 2 * _LONGEST_REPEAT_SECONDS:
+            self._pause = 0.0
+        self._pause = min(max(2 * self._pause, self.config.repeat_seconds), _LONGEST_REPEAT_SECONDS)
+        self._held_at, self._next_survey = now, now + self._pause
+        self._shown = {phase: _latest(phase, durations) for phase in SAMPLES}
+
+    def _note_arrivals(self, durations: Durations, now: float) -> None:
+        for phase, arrivals in self._arrivals.items():
+            last = durations[phase][-1] if durations[phase] else None
+            if last is not None and last != self._last.get(phase):
+                self._last[phase] = last
+                arrivals.append(now)
+
+    def _usual_share(self, phase: Phase, durations: Sequence[float], now: float) -> float:
+        """What part of the time the phase may take before that is remarkable."""
+        count = SAMPLES[phase]
+        recent, before = statistics.median(durations[-count:]), durations[:-count]
+        if len(before) >= count and recent > _TREND_RATIO * statistics.median(before):
+            self._slower_until[phase] = now + _TREND_REPEATS * self.config.repeat_seconds
+        is_slower = now < self._slower_until.get(phase, -math.inf)
+        return min(_TREND_SHARE, self.config.phase_share) if is_slower else self.config.phase_share
+
+    def _period(self, phase: Phase, step_seconds: Sequence[float]) -> float:
+        """How often the phase occurs: a checkpoint is longer than a step in any healthy job."""
+        if phase is Phase.INPUT:
+            return statistics.median(step_seconds)
+        arrivals = self._arrivals[phase]
+        if len(arrivals) < SAMPLES[phase]:
+            return math.inf  # they came before one could see how often
+        return (arrivals[-1] - arrivals[0]) / (len(arrivals) - 1)
+
+    def _is_fresh(self, phase: Phase, durations: Durations) -> bool:
+        """To compare the same durations again would confirm nothing."""
+        return _latest(phase, durations).isdisjoint(self._shown.get(phase, frozenset()))
+
+
+def _latest(phase: Phase, durations: Durations) -> frozenset[float]:
+    return frozenset(durations[phase][-SAMPLES[phase] :])
+
 
 _STACK_CHARACTERS = 8192
 _ASKED = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
@@ -64,7 +175,7 @@ class _Stall:
     """When it was last seen standing still."""
 
 
-class Trainer:
+class TrainerView:
     """What was seen at the last ``look``. The trainer is never waited for, but for its stacks, a moment."""
 
     def __init__(self, record: Path, stack: Path | None) -> None:
@@ -114,11 +225,11 @@ class Trainer:
         """It wants to be watched no longer, which is as good as finished."""
         self.ending = self.ending or Ending.FINISHED
 
-    def post(self, config: ObserverConfig, silent_seconds: float, now: float) -> Post:
+    def post(self, config: ObserverConfig, silent_seconds: float, now: float) -> RankReport:
         """What to say in a round, but for the stacks."""
         if self.ending is not None:
             standing = self._last_standing()
-            return Post(
+            return RankReport(
                 standing,
                 self._lines(),
                 gone_seconds=None if self._gone_since is None else now - self._gone_since,
@@ -128,7 +239,7 @@ class Trainer:
                 operations=self._operations(standing),
             )
         standing = RankStatus(self.rank, self.reader.trainer(), self._read())
-        return Post(
+        return RankReport(
             standing,
             self._lines(),
             operations=self._operations(standing),

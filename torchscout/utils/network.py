@@ -1,18 +1,72 @@
-"""Where other machines of the job reach this one."""
+"""Addresses and keys of a job's own connections.
+
+CURVE encrypts and authenticates every connection. Both ends derive both key pairs from the job's token, so
+that nothing is exchanged or stored: who has the token belongs to the job. A listener's public key is never
+sent, so a client without the token cannot even begin the handshake.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import ipaddress
 import os
+import secrets
 import socket
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
 
 from torchscout.errors import ScoutError
 
-__all__ = ["EVERYWHERE", "listening_address", "own_address"]
+__all__ = [
+    "EVERYWHERE",
+    "KeyPair",
+    "client_keys",
+    "derive",
+    "hub_keys",
+    "listening_address",
+    "new_token",
+    "own_address",
+]
+
+_SHORTEST = 16
+
+
+class KeyPair(NamedTuple):
+    public: bytes
+    secret: bytes
+
+
+def new_token() -> str:
+    """A token for a job; one rank makes it and tells the others."""
+    return secrets.token_hex(32)
+
+
+def derive(token: str, purpose: str, role: str) -> KeyPair:
+    """The keys of one end of all connections that serve one purpose."""
+    if len(token) < _SHORTEST:
+        raise ValueError(f"a job's token needs at least {_SHORTEST} characters, got {len(token)}")
+    secret = z85.encode(hashlib.sha256(f"torchscout {purpose}\0{role}\0{token}".encode()).digest())
+    return KeyPair(zmq.curve_public(secret), secret)
+
+
+_PURPOSE = "board 3"
+"""With the version of its messages, to be counted up when they change: observers of another version then fail
+at the handshake, and cannot send what the hub would misunderstand."""
+
+
+def hub_keys(token: str) -> KeyPair:
+    return derive(token, _PURPOSE, "hub")
+
+
+def client_keys(token: str) -> KeyPair:
+    return derive(token, _PURPOSE, "client")
+
 
 EVERYWHERE = {"*", "0.0.0.0", "::"}
 """What stands for every interface of a machine."""

@@ -1,6 +1,8 @@
-"""The trainer's end of its observer: start it, configure it, let it go (paper, section 7). Torch-free.
+"""One rank's share in hang localization: its progress record, its publisher, its observer process (paper,
+section 7).
 
-Nothing here waits for the observer beyond a given time, whatever happened to it.
+``launch`` starts the observer and configures it. Nothing here waits for the observer beyond a given time,
+whatever happened to it.
 """
 
 from __future__ import annotations
@@ -8,24 +10,42 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
+import stat
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from torchscout.child_process import HOME, command
+from torchscout.collectives.interceptor import listen
+from torchscout.communicators import Communicators, Job
 from torchscout.config import ObserverConfig
-from torchscout.errors import ObserverError
-from torchscout.evidence.observer.assignment import Assignment
-from torchscout.private_files import make_folders, open_file
+from torchscout.errors import ObserverError, ScoutError
+from torchscout.log import log
+from torchscout.observer import stacks
+from torchscout.observer.publisher import Publisher
+from torchscout.observer.record.directory import reclaim, records_home
+from torchscout.observer.record.writer import ProgressWriter
+from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
+from torchscout.utils.child_process import HOME, command
+from torchscout.utils.network import listening_address
+from torchscout.utils.private_files import is_private, make_folders, make_private_folder, open_file
 
-__all__ = ["Observer", "launch"]
+__all__ = [
+    "HangMonitor",
+    "ObserverHandle",
+    "launch",
+    "private_directory",
+    "remove_stale_records",
+    "start_monitor",
+]
 
-_MODULE = "torchscout.evidence.observer.process"
+_MODULE = "torchscout.observer.process"
 _LOG_CHARACTERS = 2000
 _MOST_RESTARTS = 3
 _RESTART_SECONDS = 1.0
@@ -33,9 +53,9 @@ _RESTART_SECONDS = 1.0
 _RESTART_PATIENCE_SECONDS = 30.0
 
 
-def launch(assignment: Assignment, *, timeout: float = 30.0, home: Path = HOME) -> Observer:
+def launch(assignment: ObserverSpec, *, timeout: float = 30.0, home: Path = HOME) -> ObserverHandle:
     """Start an observer and wait until it is ready; an ``ObserverError`` says why it is not."""
-    observer = Observer(_started(assignment, home), assignment, home)
+    observer = ObserverHandle(_started(assignment, home), assignment, home)
     try:
         observer.start(timeout)
     except ObserverError:
@@ -45,7 +65,7 @@ def launch(assignment: Assignment, *, timeout: float = 30.0, home: Path = HOME) 
     return observer
 
 
-def _started(assignment: Assignment, home: Path) -> subprocess.Popen[bytes]:
+def _started(assignment: ObserverSpec, home: Path) -> subprocess.Popen[bytes]:
     with _log_of(assignment) as log:
         return subprocess.Popen(
             command(_MODULE, home=home),
@@ -58,7 +78,7 @@ def _started(assignment: Assignment, home: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def _log_of(assignment: Assignment) -> IO[bytes]:
+def _log_of(assignment: ObserverSpec) -> IO[bytes]:
     """Where it writes its own errors; nowhere, if the run directory cannot be written to."""
     try:
         make_folders(assignment.log.parent)
@@ -67,10 +87,10 @@ def _log_of(assignment: Assignment) -> IO[bytes]:
         return Path(os.devnull).open("ab")
 
 
-class Observer:
+class ObserverHandle:
     """A handle. It may be dropped at any time: the observer looks after itself."""
 
-    def __init__(self, process: subprocess.Popen[bytes], assignment: Assignment, home: Path = HOME) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], assignment: ObserverSpec, home: Path = HOME) -> None:
         self.restarts = 0
         """How often it had to be started again."""
         self.port: int | None = None
@@ -233,3 +253,112 @@ def _is_ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
     poll = select.poll()
     poll.register(pipe, event)
     return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
+
+
+@dataclass(frozen=True, slots=True)
+class HangMonitor:
+    """A rank that publishes its progress and has an observer."""
+
+    writer: ProgressWriter
+    publisher: Publisher
+    observer: ObserverHandle
+    hubs: Sequence[int]
+    """As those of ``Job``."""
+    _undo: ExitStack
+
+    def status(self) -> Mapping[str, Any]:
+        """As ``Observer.status``; ``hub`` is the rank whose observer would be asked, None if none can be."""
+        try:
+            status = dict(self.observer.status())
+        except ObserverError as error:  # it is gone for good, or being started again
+            status = {"problem": str(error), "hub": None}
+        if status["hub"] is not None:
+            status["hub"] = self.hubs[status["hub"]]
+        return {**status, "restarts": self.observer.restarts}
+
+    def close(self) -> None:
+        """Take everything back, last first; the observer sees a trainer that leaves on purpose."""
+        self.writer.finished()
+        self._undo.close()
+
+    def leave(self) -> None:
+        """The interpreter ends: the observer learns from the exit status whether that was on purpose."""
+        self.writer.exiting()
+        self.observer.leave()
+        self._undo.close()
+
+
+def start_monitor(job: Job, config: ObserverConfig, communicators: Communicators) -> HangMonitor:
+    """Start publishing and observing: on every rank, or with a ``ScoutError`` on none."""
+    with ExitStack() as undo:
+        problem = None
+        try:
+            alone = _watch_alone(job, config, undo)
+        except (OSError, ValueError, ScoutError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        communicators.together(problem)
+        writer, publisher, observer, address = alone
+        addresses = communicators.exchange([address, observer.port])
+        observer.configure([tuple(addresses[rank]) for rank in hub_ranks(job.hosts)])
+        observer.keep_alive()
+        return HangMonitor(
+            writer, publisher, observer, hub_ranks(job.hosts), undo.pop_all()
+        )  # the session's to close from now on
+    raise AssertionError("nothing above is suppressed")
+
+
+def _watch_alone(
+    job: Job, config: ObserverConfig, undo: ExitStack
+) -> tuple[ProgressWriter, Publisher, ObserverHandle, str | None]:
+    """What each rank does by itself, and may fail at; last, where others reach the hub it hosts, if any."""
+    hub = hub_ranks(job.hosts).index(job.rank) if job.rank in hub_ranks(job.hosts) else None
+    address = None
+    if hub is not None:
+        listens, address = listening_address(job.hosts, job.rank, config.address)
+        config = replace(config, address=listens)
+    directory = private_directory()
+    undo.callback(shutil.rmtree, directory, ignore_errors=True)
+    writer = ProgressWriter.create(directory, job.rank)
+    undo.callback(writer.close)
+    registration = stacks.register(directory, config.stack_signal)
+    undo.callback(registration.unregister)
+    observer = launch(
+        ObserverSpec(
+            rank=job.rank,
+            size=len(job.mesh),
+            record=str(writer.path),
+            run_dir=str(job.run_dir.absolute()),
+            token=job.token,
+            config=config,
+            stack=str(registration.path),
+            hub=hub,
+            mesh=None if hub is None else describe_mesh(job.mesh),
+        )
+    )
+    undo.callback(observer.close)
+    publisher = Publisher(writer)
+    undo.callback(publisher.remove)
+    undo.callback(listen(publisher).remove)
+    return writer, publisher, observer, address
+
+
+def private_directory() -> Path:
+    """A new directory for this process; those of the dead are cleared away."""
+    home = records_home()
+    try:
+        make_private_folder(home)
+    except OSError as error:  # another user, or anything else, may have taken the name
+        log.warning("%s cannot hold progress records: %s", home, error)
+        return Path(tempfile.mkdtemp(prefix=f"{home.name}-", dir=home.parent))
+    remove_stale_records()
+    return Path(tempfile.mkdtemp(dir=home))
+
+
+def remove_stale_records() -> None:
+    """Remove the records of this user's trainers that are gone and could not do so themselves."""
+    home = records_home()
+    if not os.path.lexists(home) or not is_private(os.lstat(home), stat.S_ISDIR):
+        return
+    for directory in home.iterdir():
+        if reclaim(directory):
+            shutil.rmtree(directory, ignore_errors=True)

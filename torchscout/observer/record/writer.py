@@ -20,9 +20,9 @@ from typing import Any
 from weakref import WeakSet
 
 from torchscout.decision.progress import CommGroup, Phase
-from torchscout.evidence.observer import layout, record_file
-from torchscout.evidence.observer.journal import line_text, phrase_text
-from torchscout.evidence.observer.layout import Memory, pack_operation
+from torchscout.observer.record import layout
+from torchscout.observer.record.directory import create, news_of, operations_of
+from torchscout.observer.record.layout import Memory, line_text, pack_operation, phrase_text
 
 __all__ = ["NOWHERE", "ProgressWriter", "digest_after"]
 
@@ -73,7 +73,7 @@ class ProgressWriter:
     @classmethod
     def create(cls, directory: Path, rank: int) -> ProgressWriter:
         """A new record, in a directory that only its owner can use; it is made if need be."""
-        return cls(*record_file.create(directory, rank))
+        return cls(*create(directory, rank))
 
     @property
     def step(self) -> int:
@@ -220,7 +220,7 @@ class ProgressWriter:
         """Put what the Flight Recorder says beside the record, for its observer to show."""
         if operations is not None and self._owns_file:
             with suppress(OSError):  # it only goes along with an incident: a full file system must not matter
-                beside = record_file.operations_of(self.path)
+                beside = operations_of(self.path)
                 beside.write_text(json.dumps({"step": self._step, **operations}))
 
     def time_phase(self, phase: Phase, seconds: float) -> None:
@@ -245,8 +245,8 @@ class ProgressWriter:
         with self._lock:
             if self._owns_file:
                 self.path.unlink(missing_ok=True)
-                record_file.operations_of(self.path).unlink(missing_ok=True)
-                record_file.news_of(self.path).unlink(missing_ok=True)
+                operations_of(self.path).unlink(missing_ok=True)
+                news_of(self.path).unlink(missing_ok=True)
             self._detach()
 
     def forget_after_fork(self) -> None:

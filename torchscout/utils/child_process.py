@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["HOME", "command"]
 
-HOME = Path(__file__).parents[1]
+HOME = Path(__file__).parents[2]
 """Where this very package was imported from."""
 # That folder is often site-packages, and must not come before the standard library: what lies there may have
 # the name of one of its modules. So this package alone is imported from there, and it comes last otherwise.

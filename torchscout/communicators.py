@@ -8,6 +8,8 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +18,9 @@ import torch.distributed as dist
 from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.decision.channel import PeerChannel, ProcessGroupChannel
 from torchscout.errors import ChannelError, ScoutError
-from torchscout.mesh import Axis, PeerGroup
+from torchscout.mesh import Axis, Mesh, PeerGroup
 
-__all__ = ["Communicators", "PeerLinks"]
-
+__all__ = ["Communicators", "Job", "PeerCommunicator"]
 
 _groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
 
@@ -73,14 +74,14 @@ class Communicators:
         """Rank 0's document."""
         return json.loads(self._job.broadcast(json.dumps(document).encode(), source=0))
 
-    def links(self, peers: PeerGroup, device: torch.device) -> PeerLinks:
+    def links(self, peers: PeerGroup, device: torch.device) -> PeerCommunicator:
         """The connections among this rank's peers; every rank of the job makes its own."""
         is_everybody = len(peers) == dist.get_world_size()
         metadata = self._group if is_everybody else _group_of(peers.ranks, "gloo", self._patience)
         tensors = metadata
         if dist.get_backend() != "gloo":  # Gloo on both sides would be the same connection twice
             tensors = _group_of(peers.ranks, None, _timeout_of_training(device))
-        return PeerLinks(self, peers, metadata, tensors, device)
+        return PeerCommunicator(self, peers, metadata, tensors, device)
 
     def close(self) -> None:
         if _is_alive(self._group):
@@ -93,7 +94,7 @@ class Communicators:
                 group.abort()
 
 
-class PeerLinks:
+class PeerCommunicator:
     """What replay needs of the other ranks: see ``evidence.replay.peers``."""
 
     def __init__(
@@ -154,3 +155,17 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 
 def _first(problems: Sequence[str | None]) -> str | None:
     return next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all ranks have agreed upon at attach."""
+
+    rank: int
+    mesh: Mesh
+    hosts: Sequence[str]
+    token: str
+    """A secret of this run, the same on all ranks."""
+    run_dir: Path
+    address: str = "*"
+    """See ``ObserverConfig.address``."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from torchscout.private_files import open_private
+from torchscout.utils.private_files import open_private
 
 __all__ = ["Registration", "is_waiting", "register", "take", "trim"]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident, Resolved
-from torchscout.evidence.observer.post import Post
+from torchscout.observer.protocol import RankReport
 from torchscout.utils.text import named
 
-__all__ = ["Docket", "Finding"]
+__all__ = ["Finding", "ReportedIncidents"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Finding:
     """Whether a trainer is gone, one of ``ranks`` or another: the job cannot go on."""
 
     @classmethod
-    def of(cls, incident: Incident, posts: Mapping[int, Post]) -> Finding:
+    def of(cls, incident: Incident, posts: Mapping[int, RankReport]) -> Finding:
         return cls(
             scope=incident.scope.value,
             surface=incident.records[0].surface,
@@ -65,7 +65,7 @@ class Finding:
         return mine == (other.scope, other.surface, other.step, other.ranks)
 
 
-class Docket:
+class ReportedIncidents:
     """One hub's knowledge of the finding that stands, if any."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Docket:
         """Once a trainer is gone there is nothing to resolve: a rank that moves again finds the others
         missing."""
 
-    def traced(self, incident: Incident, posts: Mapping[int, Post]) -> Incident | None:
+    def traced(self, incident: Incident, posts: Mapping[int, RankReport]) -> Incident | None:
         """The incident, or the earlier one that it is a consequence of; None if that says nothing new.
 
         Whoever has waited for longer than the timeout of a process group is ended by NCCL's watchdog, or by
@@ -96,7 +96,7 @@ class Docket:
         ended = f"the trainer{'s' if len(gone) > 1 else ''} of {named(gone)} ended after waiting for too long"
         return replace(earlier, sentence=f"{earlier.sentence}; {ended}")
 
-    def report(self, incident: Incident, posts: Mapping[int, Post]) -> bool:
+    def report(self, incident: Incident, posts: Mapping[int, RankReport]) -> bool:
         """Whether it is news; from then on it stands."""
         if not self.enter(Finding.of(incident, posts)):
             return False

@@ -15,9 +15,8 @@ from typing import Any
 
 from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress
 from torchscout.errors import TornRecordError
-from torchscout.evidence.observer import layout, record_file
-from torchscout.evidence.observer.journal import Journal
-from torchscout.evidence.observer.layout import Head, Memory, Operation
+from torchscout.observer.record import directory, layout
+from torchscout.observer.record.layout import Declarations, Head, Memory, Operation
 
 __all__ = ["ProgressReader"]
 
@@ -34,9 +33,9 @@ class ProgressReader:
     def __init__(self, path: Path) -> None:
         """A ``ValueError`` names a file that is no record of this user."""
         self.path = path
-        memory, self.rank, self._trainer = record_file.open_record(path)
+        memory, self.rank, self._trainer = directory.open_record(path)
         self._memory = Memory(memory)
-        self._journal = Journal()
+        self._journal = Declarations()
 
     @property
     def pid(self) -> int:
@@ -67,7 +66,7 @@ class ProgressReader:
         """What the Flight Recorder said when the trainer fell silent in this step; None if it said
         nothing."""
         try:
-            shown: dict[str, Any] = json.loads(record_file.operations_of(self.path).read_text())
+            shown: dict[str, Any] = json.loads(directory.operations_of(self.path).read_text())
         except (OSError, ValueError):  # none was written, or is being written right now
             return None
         return shown if shown.get("step") == step else None
@@ -145,7 +144,7 @@ class ProgressReader:
         }
 
     def _where_devices_are(
-        self, before: int, entered: Mapping[int, int], declared: Journal
+        self, before: int, entered: Mapping[int, int], declared: Declarations
     ) -> Iterator[Operation]:
         """Operations issued ``before`` the recent ones that devices have only now come to, and their
         neighbours."""
@@ -185,6 +184,6 @@ class ProgressReader:
             receives=operation.receives,
         )
 
-    def _declared(self) -> Journal:
+    def _declared(self) -> Declarations:
         self._journal.extend(self._memory.appended(self._journal.length))
         return self._journal

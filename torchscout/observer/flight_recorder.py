@@ -18,7 +18,6 @@ from torchscout.log import log
 
 __all__ = ["open_operations"]
 
-
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """Of NCCL, and of everything else; which there are depends on how PyTorch was built."""
 _SHOWN = 16

@@ -9,8 +9,8 @@ import subprocess
 import time
 from contextlib import suppress
 
-from torchscout.child_process import command
-from torchscout.listener import Address
+from torchscout.utils.child_process import command
+from torchscout.utils.listener import Address
 
 __all__ = ["ListenerProcess"]
 
@@ -59,7 +59,7 @@ class ListenerProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         arguments = (self._host, str(self.port), self._inner, str(os.getpid()))
         process = subprocess.Popen(
-            command("torchscout.listener", *arguments),
+            command("torchscout.utils.listener", *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

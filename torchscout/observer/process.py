@@ -1,6 +1,6 @@
-"""The observer's own process: ``python -m torchscout.evidence.observer.process`` (paper, section 7).
+"""The observer's own process: ``python -m torchscout.observer.process`` (paper, section 7).
 
-Standard input carries JSON lines from the trainer: its ``Assignment``; ``{"hubs": [[host, port], ...]}``,
+Standard input carries JSON lines from the trainer: its ``ObserverSpec``; ``{"hubs": [[host, port], ...]}``,
 once all ports are known; then, at any time, ``{"config": {...}}`` to change settings, ``{"status": N}`` to
 be told on standard output how things stand, with that number, and ``{"close": true}`` to leave. The first
 line of output is ``{"ready": true, "port": ...}``, with the port of the hub that is hosted here, if any.
@@ -29,22 +29,20 @@ import zmq
 from torchscout.config import StragglerConfig
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
 from torchscout.decision.recorder import JsonlRecorder, line_of
-from torchscout.evidence.observer.assignment import Assignment, mesh_from
-from torchscout.evidence.observer.board import HUBS_AT_FIRST, MISTAKES, Address, Client, Message
-from torchscout.evidence.observer.docket import Finding
-from torchscout.evidence.observer.ends import End
-from torchscout.evidence.observer.hub import Hub
-from torchscout.evidence.observer.lookout import Lookout
-from torchscout.evidence.observer.post import Post
-from torchscout.evidence.observer.record_file import news_of
-from torchscout.evidence.observer.trainer import Ending, Trainer
-from torchscout.evidence.observer.watch import threshold
+from torchscout.observer.hub import Hub
+from torchscout.observer.protocol import HUBS_AT_FIRST, MISTAKES, Address, Client, Message, RankReport
+from torchscout.observer.record.directory import End, news_of
+from torchscout.observer.reported_incidents import Finding
+from torchscout.observer.round_client import RoundClient
+from torchscout.observer.silence import threshold
+from torchscout.observer.spec import ObserverSpec, mesh_from
+from torchscout.observer.trainer import Ending, TrainerView
 
 if TYPE_CHECKING:
     from torchscout.decision.recorder import Recordable
     from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 
-__all__ = ["Observing", "main"]
+__all__ = ["ObserverProcess", "main"]
 
 _INPUT, _OUTPUT = 0, 1
 _CONFERRING_SECONDS = 0.05
@@ -53,20 +51,22 @@ _GOODBYE_SECONDS = 2.0
 """How long a connection is waited for, to say goodbye on it: a hub stays for whoever does not."""
 
 
-class Observing:
+class ObserverProcess:
     """One observer's life."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: ObserverSpec) -> None:
         self.config = assignment.config
         self._assignment = assignment
         self._recorder = JsonlRecorder(assignment.run_dir, assignment.rank)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._trainer = Trainer(Path(assignment.record), Path(assignment.stack) if assignment.stack else None)
+        self._trainer = TrainerView(
+            Path(assignment.record), Path(assignment.stack) if assignment.stack else None
+        )
         self._hub = None if assignment.hub is None else self._host_hub(assignment.hub)
         self._phases: PhaseDiagnosis | None = None
         """Of the hub that is hosted here, once there was a survey."""
         self._client: Client | None = None
-        self._lookout: Lookout | None = None
+        self._lookout: RoundClient | None = None
         self._done_since: float | None = None
         self._cannot_write = ""
         """The last problem with the run directory."""
@@ -104,7 +104,7 @@ class Observing:
                 self._hear(self._client, self._lookout, hub, message)
             self._lookout.tick(time.monotonic())
 
-    def _hear(self, client: Client, lookout: Lookout, hub: int, message: Message) -> None:
+    def _hear(self, client: Client, lookout: RoundClient, hub: int, message: Message) -> None:
         try:
             if message["kind"] == "news":
                 self._tell_trainer(from_json(message["item"]))
@@ -157,7 +157,7 @@ class Observing:
     def _join(self, hubs: list[Address]) -> None:
         assert self._client is None, "the hubs are told once"
         self._client = Client(self._context, self._assignment.rank, self._assignment.token, hubs)
-        self._lookout = Lookout(
+        self._lookout = RoundClient(
             self._trainer, self._client, self.config, self._say_alone, self._hear_outcome, self._look_for
         )
         for socket in self._client.sockets:
@@ -230,9 +230,9 @@ class Observing:
         hosted.is_restarted = self._assignment.is_restarted
         return hosted
 
-    def _conclude(self, posts: Mapping[int, Post], insistent: bool) -> Incident | None:
+    def _conclude(self, posts: Mapping[int, RankReport], insistent: bool) -> Incident | None:
         # Not above: it brings numpy, and most jobs never hang.
-        from torchscout.evidence.observer.conclusion import conclude
+        from torchscout.observer.round_diagnosis import conclude
 
         assert self._assignment.mesh is not None
         try:
@@ -241,9 +241,9 @@ class Observing:
             self._own_up(posts, error, "progress", Manifestation.HANG)
             return None
 
-    def _compare(self, posts: Mapping[int, Post]) -> list[Incident]:
+    def _compare(self, posts: Mapping[int, RankReport]) -> list[Incident]:
         from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
-        from torchscout.evidence.observer.conclusion import compare_phases
+        from torchscout.observer.round_diagnosis import compare_phases
 
         assert self._assignment.mesh is not None
         try:
@@ -256,7 +256,7 @@ class Observing:
             return []
 
     def _own_up(
-        self, posts: Mapping[int, Post], error: Exception, surface: str, manifestation: Manifestation
+        self, posts: Mapping[int, RankReport], error: Exception, surface: str, manifestation: Manifestation
     ) -> None:
         """The standby would make the same mistake, so the hub lives on and says so."""
         _log_error(error)
@@ -379,8 +379,8 @@ def _allow_many_connections() -> None:
 
 def main() -> None:
     lines = Lines()
-    assignment = Assignment.from_json(lines.first())
-    observing = Observing(assignment)
+    assignment = ObserverSpec.from_json(lines.first())
+    observing = ObserverProcess(assignment)
     _say({"ready": True, "port": observing.port})
     observing.run(lines)
     with suppress(OSError):  # without a run directory there is no log

@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from torchscout.evidence.observer.flight_recorder import open_operations
-from torchscout.evidence.observer.progress_writer import ProgressWriter
 from torchscout.log import log
+from torchscout.observer.flight_recorder import open_operations
+from torchscout.observer.record.writer import ProgressWriter
 
 __all__ = ["DeviceProgress", "Track", "device_of"]
-
 
 _POLL_SECONDS = 0.05
 _QUIET_SECONDS = 0.5

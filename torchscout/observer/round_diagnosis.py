@@ -15,8 +15,8 @@ from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.progress import Phase, Process
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
-from torchscout.evidence.observer.post import Post
 from torchscout.mesh import Mesh
+from torchscout.observer.protocol import RankReport
 from torchscout.utils.text import listed, named
 
 __all__ = ["compare_phases", "conclude"]
@@ -30,7 +30,7 @@ _SUSPECTS, _VICTIMS = 8, 3
 _PROTOCOL = ("fingerprint", "digest", "splits")
 """What the surface of a record begins with that shows members doing different things; see ``protocol``."""
 
-_Posts = Mapping[int, Post]
+_Posts = Mapping[int, RankReport]
 
 
 def conclude(posts: _Posts, mesh: Mesh, *, insistent: bool = False) -> Incident | None:
@@ -196,7 +196,7 @@ def _stacks(posts: _Posts, incident: Incident) -> list[EvidenceRecord]:
     ]
 
 
-def _operations(post: Post, incident: Incident) -> EvidenceRecord:
+def _operations(post: RankReport, incident: Incident) -> EvidenceRecord:
     """What PyTorch's own recorder says beside it."""
     rank = post.standing.rank
     return EvidenceRecord(
@@ -209,7 +209,7 @@ def _operations(post: Post, incident: Incident) -> EvidenceRecord:
     )
 
 
-def _stack(post: Post, incident: Incident, role: str) -> EvidenceRecord:
+def _stack(post: RankReport, incident: Incident, role: str) -> EvidenceRecord:
     standing = post.standing
     return EvidenceRecord(
         step=incident.step,

@@ -1,0 +1,1 @@
+"""Out-of-band observers, which localize hangs (paper, section 7)."""

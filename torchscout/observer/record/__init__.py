@@ -1,0 +1,1 @@
+"""The progress record, which a trainer writes and its observer reads."""
