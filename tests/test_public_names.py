@@ -44,10 +44,10 @@ TORCH_FREE = [
     "torchscout.observer.round_diagnosis",
     "torchscout.cli.main",
     "torchscout.checkpoint.ledger",
-    "torchscout.checkpoint.lock",
-    "torchscout.checkpoint.retention",
-    "torchscout.checkpoint.shards",
-    "torchscout.recovery.retrieval",
+    "torchscout.checkpoint.storage.lock",
+    "torchscout.checkpoint.storage.retention",
+    "torchscout.checkpoint.storage.shards",
+    "torchscout.checkpoint.selection",
     *(f"torchscout.decision.{name}" for name in sorted(DECISION - WITH_TORCH)),
 ]
 

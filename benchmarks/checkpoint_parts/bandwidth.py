@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from checkpoint_parts.job import CUDA, Figures, Job, identity, in_memory, ms, not_measured
-from torchscout.checkpoint.generation import Role
-from torchscout.checkpoint.snapshot import Snapshots
-from torchscout.checkpoint.state import State
+from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.state.training_state import State
 
 __all__ = ["bandwidth"]
 
@@ -57,7 +57,7 @@ def _captured(state: State, snapshots: Snapshots, step: int) -> tuple[float, flo
     """From the call until it returns, and until the next update could begin: then all has arrived."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    capture = snapshots.capture(identity(step), Role.LATEST, state)
+    capture = snapshots.capture(identity(step), TrustLevel.LATEST, state)
     begun = time.perf_counter()
     snapshots.fence()
     torch.cuda.current_stream().synchronize()

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpoint_parts.job import CUDA, Figures, Job, alone, identity, in_memory, made, ms, synchronize
-from torchscout.checkpoint.generation import Role
-from torchscout.checkpoint.snapshot import Snapshots
+from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.snapshot.snapshots import Snapshots
 
 __all__ = ["capture"]
 
@@ -48,7 +48,7 @@ class Scout(Contender):
 
     def begin(self) -> None:
         self.count += 1
-        self.capture = self.snapshots.capture(identity(self.count), Role.LATEST, self.job.state())
+        self.capture = self.snapshots.capture(identity(self.count), TrustLevel.LATEST, self.job.state())
 
     def before_update(self) -> None:
         self.snapshots.fence()

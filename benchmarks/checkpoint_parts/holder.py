@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from torchscout.checkpoint.replicate import Replicator
+from torchscout.checkpoint.replication.replicator import Replicator
 
 PIECE = 4 << 20
 

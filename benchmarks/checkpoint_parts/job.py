@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.inventory import Member
-from torchscout.checkpoint.shard_format import Identity
-from torchscout.checkpoint.state import State, collect
+from torchscout.checkpoint.state.training_state import State, collect
+from torchscout.checkpoint.storage.inventory import Member
+from torchscout.checkpoint.storage.shard_format import ShardIdentity
 
 __all__ = [
     "CUDA",
@@ -69,7 +69,7 @@ class Job:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
-def identity(step: int) -> Identity:
+def identity(step: int) -> ShardIdentity:
     return MEMBER.at(Generation(step))
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from checkpoint_parts.job import Figures, Job, identity, in_memory, made, ms, not_measured, synchronize
-from torchscout.checkpoint.generation import Role
-from torchscout.checkpoint.snapshot import Snapshots
+from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.snapshot.snapshots import Snapshots
 
 __all__ = ["replicate"]
 
@@ -56,7 +56,7 @@ def _one_round(
     first, second = identity(2 * number + 1), identity(2 * number + 2)
     found: dict[str, Any] = {}
     for name, each in (("alone", first), ("beside training", second)):
-        capture = snapshots.capture(each, Role.LATEST, job.state())
+        capture = snapshots.capture(each, TrustLevel.LATEST, job.state())
         snapshots.fence()
         assert capture.wait(), capture.problem
         with snapshots.held(each.generation) as path:
@@ -127,7 +127,7 @@ def _sent_plainly(path: Path, address: tuple[str, int]) -> None:
 @contextmanager
 def _ends(folder: Path) -> Iterator[tuple[Any, tuple[str, int]]]:
     """This process' end, connected to the other process, and where that one takes plain bytes."""
-    from torchscout.checkpoint.replicate import Replicator
+    from torchscout.checkpoint.replication.replicator import Replicator
     from torchscout.utils.network import new_token
 
     token = new_token()

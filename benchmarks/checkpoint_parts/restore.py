@@ -20,10 +20,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpoint_parts.job import MEMBER, Figures, Job, alone, identity, in_memory, made, ms, synchronize
-from torchscout.checkpoint import shards, state
-from torchscout.checkpoint.fetch import Links, fetch
-from torchscout.checkpoint.generation import Role
-from torchscout.checkpoint.snapshot import Snapshots
+from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.resume.fetch import Links, fetch
+from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.state import training_state
+from torchscout.checkpoint.storage import shards
 from torchscout.communicators import Communicators
 
 __all__ = ["restore"]
@@ -60,7 +61,7 @@ def restore(megabytes: int) -> Figures:
 def _keep(job: Job, folder: Path) -> None:
     """The same state, three times."""
     snapshots = Snapshots(folder, 0, copies=2)
-    capture = snapshots.capture(identity(1), Role.VERIFIED, job.state())
+    capture = snapshots.capture(identity(1), TrustLevel.VERIFIED, job.state())
     snapshots.fence()
     assert capture.wait(), capture.problem
     snapshots.close()
@@ -77,7 +78,7 @@ def _fetched(job: Job, folders: tuple[Path, Path], links: Links) -> Way:
     """As ``session.resume`` does."""
     return Way(
         lambda: fetch(MEMBER, [identity(1).generation], folders, links, shards.load).value.tree,
-        lambda tree: state.restore(job.model, [job.optimizer], {}, tree),
+        lambda tree: training_state.restore(job.model, [job.optimizer], {}, tree),
     )
 
 

@@ -19,9 +19,9 @@ from tests.unit.test_gate import train
 from tests.unit.test_record import AGREEMENTS, EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED, TIMES
 from torchscout.checkpoint import ledger
 from torchscout.checkpoint.gate_state import CheckpointGate
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.owner import Owner, refusal
-from torchscout.checkpoint.shard_format import Blob, Identity, decode, encode
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.storage.owner import Owner, refusal
+from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode
 from torchscout.cli.status import standing
 from torchscout.config import ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import CommGroup, Phase
@@ -151,9 +151,9 @@ def test_ledgers(tmp_path: Path):
 
 
 def test_shards():
-    identity = Identity(job="job", mesh="m", world_size=2, rank=1, generation=Generation(3))
+    identity = ShardIdentity(job="job", mesh="m", world_size=2, rank=1, generation=Generation(3))
     blobs = [Blob("a", "float32", (2, 3), bytes(24)), Blob("b", "uint8", (5,), bytes(5))]
-    whole = b"".join(map(bytes, encode(identity, Role.LATEST, {"x": 1}, blobs)))
+    whole = b"".join(map(bytes, encode(identity, TrustLevel.LATEST, {"x": 1}, blobs)))
 
     def attempt(chance: random.Random) -> None:
         mutant = bytes_mutant(chance, whole)

@@ -20,10 +20,10 @@ import zmq
 from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
 from tests.support.replica_ranks import identity, seal
 from tests.unit.test_board import incident, post
-from torchscout.checkpoint import replica_wire as wire
-from torchscout.checkpoint.replica_inbox import Inbox
-from torchscout.checkpoint.replica_outbox import Outbox
-from torchscout.checkpoint.shards import path_of
+from torchscout.checkpoint.replication import messages as wire
+from torchscout.checkpoint.replication.receiver import ReplicaReceiver
+from torchscout.checkpoint.replication.sender import ReplicaSender
+from torchscout.checkpoint.storage.shards import path_of
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.decision.recorder import read
@@ -259,7 +259,7 @@ class _Copying:
         listening = wire.listen(self.context, TOKEN, "tcp://127.0.0.1:*")
         port = int(listening.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.memory = folder / "held"
-        self.inbox = Inbox(listening, 1, self.memory, 0.5)
+        self.inbox = ReplicaReceiver(listening, 1, self.memory, 0.5)
         self.inbox.wards = frozenset({0})
         self.sender = wire.connect(self.context, TOKEN, 0, ("127.0.0.1", port))
         assert self.sender.poll(10_000, zmq.POLLOUT)
@@ -339,7 +339,7 @@ class _Sending:
         self.path = seal(folder / "own", 0, 1, size=3000)
         self.size = self.path.stat().st_size
         self.now = 0.0
-        self.outbox = Outbox(
+        self.outbox = ReplicaSender(
             lambda: wire.connect(self.context, TOKEN, 0, ("127.0.0.1", port)), "rank 1", patience=1e9
         )
         self.outbox.put(self.path)

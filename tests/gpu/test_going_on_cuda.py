@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from torchscout.checkpoint import shards
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.shard_format import Identity
-from torchscout.checkpoint.snapshot import Snapshots
-from torchscout.checkpoint.state import collect, restore
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.state.restore import restore
+from torchscout.checkpoint.state.training_state import collect
+from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.shard_format import ShardIdentity
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,8 +36,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, snapshots: Snapshot
     optimizer.step()
 
 
-def identity(number: int) -> Identity:
-    return Identity(job="gpu", mesh="one rank", world_size=1, rank=0, generation=Generation(number))
+def identity(number: int) -> ShardIdentity:
+    return ShardIdentity(job="gpu", mesh="one rank", world_size=1, rank=0, generation=Generation(number))
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -52,7 +53,7 @@ def test_training_goes_on_while_the_device_is_copied_and_changes_nothing(tmp_pat
     for number in range(1, 7):
         step(model, optimizer, snapshots)
         wanted[number] = bits(model, optimizer)
-        capture = snapshots.capture(identity(number), Role.LATEST, collect(model, [optimizer], {}))
+        capture = snapshots.capture(identity(number), TrustLevel.LATEST, collect(model, [optimizer], {}))
         assert capture.problem is None
     step(model, optimizer, snapshots)  # right after the last fence
     assert capture.wait(60), capture.problem
@@ -73,7 +74,7 @@ def test_going_on_from_a_snapshot_is_going_on(tmp_path: Path):
     try:
         for _ in range(3):
             step(model, optimizer)
-        capture = snapshots.capture(identity(3), Role.VERIFIED, collect(model, [optimizer], {}))
+        capture = snapshots.capture(identity(3), TrustLevel.VERIFIED, collect(model, [optimizer], {}))
         for _ in range(3):
             step(model, optimizer, snapshots)
         assert capture.wait(60), capture.problem

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from tests.support.states import identity
-from torchscout.checkpoint import shards
-from torchscout.checkpoint.generation import Role
-from torchscout.checkpoint.snapshot import Snapshots
-from torchscout.checkpoint.state import collect, restore
-from torchscout.checkpoint.transfer import Copies, Copy, Pinning
+from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.snapshot.device_copy import Copies, Pinning, TensorCopy
+from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.state.restore import restore
+from torchscout.checkpoint.state.training_state import collect
+from torchscout.checkpoint.storage import shards
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +58,7 @@ def test_an_interrupted_job_is_bitwise_the_uninterrupted_one(folder: Path, captu
     snapshots = Snapshots(folder, 0)
     optimizer.register_step_pre_hook(lambda *_: snapshots.fence())
     train(model, optimizer, range(3))
-    capture = snapshots.capture(identity(3), Role.LATEST, collect(model, [optimizer], {}))
+    capture = snapshots.capture(identity(3), TrustLevel.LATEST, collect(model, [optimizer], {}))
     train(model, optimizer, range(3, 6))
     assert capture.wait(60), capture.problem
     assert shards.verify(capture.path).whole
@@ -81,7 +82,7 @@ def test_what_follows_the_fence_on_the_device_changes_nothing(folder: Path):
         with torch.no_grad():
             for tensor in [*big.parameters(), *big.buffers()]:
                 tensor.fill_(float(step))
-        capture = snapshots.capture(identity(step), Role.LATEST, collect(big, [], {}))
+        capture = snapshots.capture(identity(step), TrustLevel.LATEST, collect(big, [], {}))
         big.seen.fill_(-1)
         snapshots.fence()
         with torch.no_grad():
@@ -108,10 +109,10 @@ def test_copies_arrive_with_and_without_pinned_memory(pinned: bool):
     pinning = Pinning(room) if pinned else None
     assert pinning is None or pinning.done
     wanted = [
-        Copy(each, room, index * (64 << 20))
+        TensorCopy(each, room, index * (64 << 20))
         for index, each in enumerate((sources[0], sources[5], sources[4]))
     ]
-    wanted += [Copy(each, room, (192 << 20) + index * 65536) for index, each in enumerate(sources[1:4])]
+    wanted += [TensorCopy(each, room, (192 << 20) + index * 65536) for index, each in enumerate(sources[1:4])]
     copies = Copies(sources)
     copies.issue(wanted, pinned)
     copies.fence()

@@ -11,12 +11,12 @@ from torch import nn
 
 from tests.gpu.test_replay_cuda import RANKS, Net
 from tests.support.ranks import run_ranks
-from torchscout.checkpoint.happening import Outcome
+from torchscout.checkpoint.gate_state import Outcome
+from torchscout.checkpoint.selection import SweepResult
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.integration.attach import enable_resiliency
-from torchscout.recovery.retrieval import Sweep
 from torchscout.replay.capture.saved_calls import SavedCalls
 
 pytestmark = [
@@ -46,7 +46,9 @@ class Keeper:
         """Nothing is certified."""
 
 
-def swept(rank: int, run_dir: Path, faults: FaultPlan) -> tuple[Sweep, str | None, bool, list, bool, int]:
+def swept(
+    rank: int, run_dir: Path, faults: FaultPlan
+) -> tuple[SweepResult, str | None, bool, list, bool, int]:
     """What a sweep after some steps shows, and whether it has changed anything."""
     torch.manual_seed(0)
     model, keeper = Net().cuda(), Keeper()
@@ -86,7 +88,7 @@ def test_healthy_ranks_sweep_clean_and_nothing_changes(tmp_path: Path):
     for found, unswept, is_same, named, in_host_memory, _ in run_ranks(
         swept, RANKS, tmp_path, FaultPlan(), timeout=240
     ):
-        assert (found, unswept, named) == (Sweep.CLEAN, None, [])
+        assert (found, unswept, named) == (SweepResult.CLEAN, None, [])
         assert is_same
         assert in_host_memory
 
@@ -96,5 +98,5 @@ def test_a_rank_that_is_wrong_in_one_layer_is_named(tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=2, at="layers.1/output", step=STEPS, bit=20, calls=range(1, 200))
     found = run_ranks(swept, RANKS, tmp_path, faults, timeout=240)
     assert found[2][-1], "the fault has fired"
-    assert {each[0] for each in found} == {Sweep.SDC}
+    assert {each[0] for each in found} == {SweepResult.SDC}
     assert found[0][3] == [(2,)]

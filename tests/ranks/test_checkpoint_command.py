@@ -27,12 +27,13 @@ from tests.support.checkpoint_folders import (
     rewrite,
 )
 from tests.unit.test_gate import train
-from torchscout.checkpoint import job_file, ledger, shards
-from torchscout.checkpoint.gate import after
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.gate import transition
+from torchscout.checkpoint.gate_state import Recovered
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.happening import Recovered
-from torchscout.checkpoint.lock import claim
-from torchscout.checkpoint.shard_files import shard_files
+from torchscout.checkpoint.storage import job_file, shards
+from torchscout.checkpoint.storage.lock import claim
+from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.cli.checkpoint.wording import ranks_in_words
 from torchscout.cli.main import app
 
@@ -156,7 +157,7 @@ def test_every_shard_is_shown_if_asked(disk: Path):
 
 
 def test_a_live_job_is_shown(disk: Path):
-    command = [sys.executable, "-c", "import sys; from torchscout.checkpoint.lock import claim; "]
+    command = [sys.executable, "-c", "import sys; from torchscout.checkpoint.storage.lock import claim; "]
     command[2] += f"claim({str(disk)!r}, 'live'); print('held', flush=True); sys.stdin.readline()"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout
@@ -348,7 +349,7 @@ def test_what_killed_writers_left_is_removed_too(disk: Path):
 
 def test_a_step_trained_twice_is_two_generations(disk: Path):
     corrupt = train(GATE, "x")
-    again, _ = after(corrupt, Recovered(Generation(4)))
+    again, _ = transition(corrupt, Recovered(Generation(4)))
     put_ledgers(disk, train(again, "hh"))
     for rank in range(4):
         put_shard(disk, Generation(6, 1), rank)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.checkpoint_jobs import Plan, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.generation import Role
+from torchscout.checkpoint.generation import TrustLevel
 from torchscout.faults.plan import FaultPlan
 
 RANKS = 2
@@ -52,7 +52,7 @@ def test_the_candidate_of_step_2_is_promoted_at_4_and_recovered_after_corruption
     alone = run_ranks(train, RANKS, replace(plan, directory=None, candidates_written=False), timeout=60)
     for each, healthy in zip(again, alone, strict=True):
         assert each.resumed is not None
-        assert (each.resumed.step, each.resumed.role) == (2, Role.VERIFIED)
+        assert (each.resumed.step, each.resumed.role) == (2, TrustLevel.VERIFIED)
         assert "corruption was found" in each.resumed.reason
         assert each.bits == {step: healthy.bits[step] for step in range(3, 8)}, "bitwise"
         # The count starts again: 4 is the next candidate, which two more checks promote.

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.checkpoint_jobs import Plan, Told, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.generation import Role
+from torchscout.checkpoint.generation import TrustLevel
 from torchscout.faults.storage import Cut, Damage, Delete, FlipFileBit, copies, spoil
 
 STEPS, MORE = 9, 11
@@ -73,7 +73,7 @@ class Left:
         told = self.again()
         for mine, theirs, source in zip(told, self.alone, sources, strict=True):
             assert mine.resumed is not None
-            assert (mine.resumed.step, mine.resumed.role) == (step, Role.VERIFIED), mine.resumed
+            assert (mine.resumed.step, mine.resumed.role) == (step, TrustLevel.VERIFIED), mine.resumed
             assert mine.resumed.source == f"its own {source}"
             assert mine.bits == {each: theirs.bits[each] for each in range(step + 1, MORE + 1)}
             assert mine.failures == []

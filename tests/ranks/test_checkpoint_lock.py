@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.checkpoint.lock import claim, owner_of
-from torchscout.checkpoint.owner import Owner
+from torchscout.checkpoint.storage.lock import claim, owner_of
+from torchscout.checkpoint.storage.owner import Owner
 from torchscout.errors import CheckpointError
 
 CLAIMANT = """
 import os, sys, time
-from torchscout.checkpoint.lock import claim
+from torchscout.checkpoint.storage.lock import claim
 from torchscout.errors import CheckpointError
 folder, job, run, then = sys.argv[1:]
 if then == "race":

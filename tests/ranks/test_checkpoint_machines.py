@@ -12,7 +12,7 @@ from tests.support.checkpoint_jobs import Plan, Told, reached, train
 from tests.support.machines import Machine, machines, why_impossible
 from tests.support.ranks import run_ranks
 from tests.support.spread_checkpoints import spread
-from torchscout.checkpoint.generation import Role
+from torchscout.checkpoint.generation import TrustLevel
 
 pytestmark = pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible()))
 
@@ -37,7 +37,7 @@ def went_on(
     for rank, each in enumerate(spread(hosts, plan, folder / "life")):
         assert isinstance(each, Told), each
         assert each.resumed is not None
-        assert (each.resumed.step, each.resumed.role) == (8, Role.VERIFIED)
+        assert (each.resumed.step, each.resumed.role) == (8, TrustLevel.VERIFIED)
         assert reached(plan, rank)[8] == before[rank][8], "bitwise"
         assert each.failures == []
         sources.append(each.resumed.source)

@@ -17,7 +17,8 @@ from tests.support.checkpoint_jobs import Doom, Plan, Told, doomed, reached, tra
 from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
-from torchscout.checkpoint import ledger, shards
+from torchscout.checkpoint import ledger
+from torchscout.checkpoint.storage import shards
 from torchscout.cli.status import incidents_of
 from torchscout.faults.plan import FaultPlan
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk, restore_folder

@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.checkpoint_jobs import Plan, Told, reached, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.generation import Role
-from torchscout.recovery.retrieval import Sweep
+from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.selection import SweepResult
 
 RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4, "tensor": 4, "distributed": 4, "pipeline": 4}
 
@@ -55,10 +55,13 @@ def test_a_killed_job_that_goes_on_ends_bitwise_as_one_that_was_not(tmp_path: Pa
     for rank, (mine, theirs) in enumerate(zip(told, alone, strict=True)):
         assert mine.resumed is not None
         # The capture of step 5 may have been under way.
-        assert (mine.resumed.step, mine.resumed.role) in ((4, Role.VERIFIED), (5, Role.VERIFIED)), mine
+        assert (mine.resumed.step, mine.resumed.role) in (
+            (4, TrustLevel.VERIFIED),
+            (5, TrustLevel.VERIFIED),
+        ), mine
         assert mine.resumed.source == "its own memory"
         # By then all layers have been replayed, and their calls kept.
-        assert (mine.resumed.swept, mine.resumed.unswept) == (Sweep.CLEAN, None), mine
+        assert (mine.resumed.swept, mine.resumed.unswept) == (SweepResult.CLEAN, None), mine
         assert list(mine.bits) == list(range(mine.resumed.step + 1, 9))
         for step, bits in [*list(before[rank].items())[1:], *mine.bits.items()]:
             assert bits == theirs.bits[step], f"rank {rank} differs after step {step}"

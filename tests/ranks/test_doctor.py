@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 import torchscout
-from torchscout.checkpoint.lock import claim
+from torchscout.checkpoint.storage.lock import claim
 from torchscout.cli.doctor.probes import system
 from torchscout.cli.doctor.probes.network import meet, reach_own_board
 from torchscout.cli.doctor.probes.storage import folder_at
@@ -134,7 +134,7 @@ def in_small_memory(folder: Path, before: str, code: str) -> str:
 
 
 MEMORY = """
-from torchscout.checkpoint.memory import memory_root
+from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.cli.doctor.checks.storage import memory
 from torchscout.cli.doctor.plan import Plan
 from torchscout.cli.doctor.probes.storage import folder_at

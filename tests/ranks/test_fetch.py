@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from tests.support.replica_ranks import files, identity, seal
-from torchscout.checkpoint.fetch import Links, fetch, whole
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.generations import Listing
-from torchscout.checkpoint.inventory import Member, Tier, inventory
-from torchscout.checkpoint.placement import holders
-from torchscout.checkpoint.shards import path_of, verify
+from torchscout.checkpoint.replication.placement import replica_holders
+from torchscout.checkpoint.resume.fetch import Links, fetch, whole
+from torchscout.checkpoint.resume.plan import Listing
+from torchscout.checkpoint.storage.inventory import Member, Tier, inventory
+from torchscout.checkpoint.storage.shards import path_of, verify
 from torchscout.communicators import Communicators
 from torchscout.errors import ChannelError, CheckpointError
 
@@ -35,7 +35,7 @@ def place(folder: Path, hosts: str, rank: int, step: int, tier: str, holder: int
 def furnish(folder: Path, hosts: str, steps: Sequence[int] = (8, 6), size: int = 1000) -> dict[tuple, bytes]:
     """Every rank's state of these steps in all four places; what it is, by rank and step."""
     made = {}
-    for rank, holder in holders(hosts).items():
+    for rank, holder in replica_holders(hosts).items():
         for step in steps:
             path = seal(folder / "made", rank, step, size, len(hosts))
             made[rank, step] = path.read_bytes()
@@ -122,7 +122,11 @@ def test_a_replaced_machine_gets_its_state_back_bit_by_bit(tmp_path: Path, hosts
         own = place(tmp_path, hosts, rank, 8, "memory", rank)
         assert own.read_bytes() == made[rank, 8]
         assert answers[rank]["path"] == own
-        assert answers[rank]["source"] == (holders(hosts)[rank], Tier.MEMORY, holders(hosts)[rank])
+        assert answers[rank]["source"] == (
+            replica_holders(hosts)[rank],
+            Tier.MEMORY,
+            replica_holders(hosts)[rank],
+        )
         assert answers[rank]["demoted"] == ()
 
 
@@ -179,7 +183,7 @@ def test_as_many_places_as_are_damaged_are_passed_over(tmp_path: Path, places: i
 def test_the_newest_damaged_everywhere_makes_all_take_the_next_older(tmp_path: Path):
     made = furnish(tmp_path, "abc")
     for tier in TIERS:
-        for holder in (1, holders("abc")[1]):
+        for holder in (1, replica_holders("abc")[1]):
             flip(place(tmp_path, "abc", 1, 8, tier, holder))
     answers = recovered(tmp_path, "abc")
     check(answers, made, 6)
@@ -250,7 +254,7 @@ def test_ranks_of_one_machine_look_at_a_damaged_file_once_each_and_send_it_once(
     """Ranks 2 to 4 see the same memory: what rank 2 sent and was damaged is not asked of ranks 3 and 4."""
     hosts = "aabbb"
     made = furnish(tmp_path, hosts)
-    holder = holders(hosts)[0]
+    holder = replica_holders(hosts)[0]
     assert hosts[holder] == "b"
     shutil.rmtree(tmp_path / "a")
     flip(place(tmp_path, hosts, 0, 8, "memory", holder))

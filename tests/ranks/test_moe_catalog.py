@@ -9,13 +9,13 @@ import pytest
 
 from tests.support.mixture_jobs import Told, Trial, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.generation import Role
+from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.selection import SweepResult
 from torchscout.cli.moe_catalog import catalog_for
 from torchscout.cli.moe_model import EXPERTS
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Scope
 from torchscout.faults.plan import FaultPlan
-from torchscout.recovery.retrieval import Sweep
 
 LAYERS = ("layer.0.mixture.experts", "layer.1.mixture.experts")
 TURNS = [(rows, place) for rows in (128, 512) for place in (0, 1)]
@@ -81,7 +81,7 @@ def test_what_is_wrong_at_one_number_of_rows_is_found_within_a_cycle_and_by_a_sw
     for rank, told in enumerate(swept):
         assert (told.fired > 0) == (rank == 3)
         assert told.resumed is not None
-        assert (told.resumed.swept, told.resumed.role) == (Sweep.SDC, Role.VERIFIED), told.resumed
+        assert (told.resumed.swept, told.resumed.role) == (SweepResult.SDC, TrustLevel.VERIFIED), told.resumed
     (incident,) = swept[0].incidents
     assert incident.ranks == (3,)
     assert {each.layer for each in incident.records} == {f"{layer} x512" for layer in LAYERS}

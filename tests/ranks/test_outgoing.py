@@ -14,13 +14,13 @@ from torch import nn
 
 from tests.support.replica_ranks import Rank, Wire, identity, seal
 from tests.support.small_job import until
-from torchscout.checkpoint import shards
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.inventory import Member
-from torchscout.checkpoint.outgoing import Outgoing
-from torchscout.checkpoint.replicate import Replicator
-from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state import collect
+from torchscout.checkpoint.background_writer import BackgroundWriter
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.replication.replicator import Replicator
+from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
+from torchscout.checkpoint.state.training_state import collect
+from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.inventory import Member
 from torchscout.utils.network import new_token
 
 WIDTH = 3200
@@ -40,8 +40,8 @@ class Side:
     model: nn.Module
     ends: ExitStack
 
-    def outgoing(self, *wards: int, patience: float = PATIENCE) -> Outgoing:
-        made = Outgoing(
+    def outgoing(self, *wards: int, patience: float = PATIENCE) -> BackgroundWriter:
+        made = BackgroundWriter(
             Member(job="job", mesh="replica=2", world_size=2, rank=0),
             self.folder / "a",
             self.folder / "disk",
@@ -54,12 +54,12 @@ class Side:
         return made
 
     def captured(self, step: int) -> Capture:
-        capture = self.snapshots.capture(identity(0, step), Role.LATEST, collect(self.model, [], {}))
+        capture = self.snapshots.capture(identity(0, step), TrustLevel.LATEST, collect(self.model, [], {}))
         self.snapshots.fence()
         assert capture.wait(30), capture.problem
         return capture
 
-    def held_up(self, outgoing: Outgoing, step: int) -> None:
+    def held_up(self, outgoing: BackgroundWriter, step: int) -> None:
         """A copy of which half is there."""
         outgoing.take(self.captured(step), is_due=False)
         until(self.wire.held_up.is_set, "half of it is there")

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.replica_ranks import Rank, Wire, files, identity, ranks, seal
 from tests.support.small_job import until
-from torchscout.checkpoint.placement import holders
-from torchscout.checkpoint.shards import path_of, verify
+from torchscout.checkpoint.replication.placement import replica_holders
+from torchscout.checkpoint.storage.shards import path_of, verify
 from torchscout.utils.network import new_token
 
 TOKEN = new_token()
@@ -43,7 +43,7 @@ def test_any_number_of_ranks_on_uneven_hosts_copy_to_each_other_at_once(tmp_path
             each.ask("send", str(path))
         for each in job:
             until(lambda each=each: each.held() == [7], f"rank {each.rank} has a copy")
-        for rank, holder in holders(hosts).items():
+        for rank, holder in replica_holders(hosts).items():
             assert holder is not None
             copy = path_of(tmp_path / hosts[holder], identity(rank, 7, 5), holder)
             assert copy.read_bytes() == paths[rank].read_bytes()

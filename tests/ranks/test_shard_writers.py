@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.checkpoint.shards import clean, verify
+from torchscout.checkpoint.storage.shards import clean, verify
 
 WRITER = """
 import sys
 from pathlib import Path
 from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.shard_format import Blob, Identity, encode
-from torchscout.checkpoint.shards import write
+from torchscout.checkpoint.storage.shard_format import Blob, Identity, encode
+from torchscout.checkpoint.storage.shards import write
 from torchscout.errors import CheckpointError
 
 folder, size, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

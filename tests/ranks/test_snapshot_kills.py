@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.snapshot_loop import life, train
-from torchscout.checkpoint import shards
+from torchscout.checkpoint.storage import shards
 
 LOOP = [sys.executable, "-m", "tests.support.snapshot_loop"]
 WIDTH = 512  # 2 MiB of state: parameters and momentum

@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.checkpoint_jobs import Plan, Told, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.generation import Role
+from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.selection import SweepResult
 from torchscout.faults.plan import FaultPlan
-from torchscout.recovery.retrieval import Sweep
 
 RANKS = 3
 SICK = FaultPlan().scale(rank=1, at="stack.1/output", step=1, factor=1.5, calls=None)
@@ -47,8 +47,8 @@ def gone_on(plan: Plan) -> list[Told]:
 def test_a_clean_sweep_confirms_the_latest(killed: Plan):
     for each in gone_on(killed):
         assert each.resumed is not None
-        assert (each.resumed.swept, each.resumed.unswept) == (Sweep.CLEAN, None), each.resumed
-        assert each.resumed.role is Role.LATEST
+        assert (each.resumed.swept, each.resumed.unswept) == (SweepResult.CLEAN, None), each.resumed
+        assert each.resumed.role is TrustLevel.LATEST
         assert each.resumed.step in (7, 8)
         assert "the sweep of the catalog was clean" in each.resumed.reason
         assert each.failures == each.incidents == []
@@ -58,7 +58,7 @@ def test_a_rank_that_computes_wrong_numbers_is_named_and_what_is_verified_is_tak
     told = gone_on(replace(killed, steps=0, faults=SICK))
     for each in told:
         assert each.resumed is not None
-        assert (each.resumed.swept, each.resumed.role) == (Sweep.SDC, Role.VERIFIED), each.resumed
+        assert (each.resumed.swept, each.resumed.role) == (SweepResult.SDC, TrustLevel.VERIFIED), each.resumed
         assert each.resumed.step in (2, 4, 6)
         assert "the sweep of the catalog found corruption" in each.resumed.reason
         assert each.status["verified"] == each.status["latest"] == each.resumed.step
@@ -69,7 +69,7 @@ def test_a_rank_that_computes_wrong_numbers_is_named_and_what_is_verified_is_tak
 def test_a_job_that_does_not_sweep_takes_what_is_verified(killed: Plan):
     for each in gone_on(replace(killed, sweep=False)):
         assert each.resumed is not None
-        assert (each.resumed.swept, each.resumed.role) == (None, Role.VERIFIED)
+        assert (each.resumed.swept, each.resumed.role) == (None, TrustLevel.VERIFIED)
         assert each.resumed.step in (2, 4, 6)
         assert "the sweep of the catalog did not complete" in each.resumed.reason
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.checkpoint_jobs import Plan, Told, train
 from tests.support.ranks import RankError, run_ranks
-from torchscout.checkpoint.generation import Role
+from torchscout.checkpoint.generation import TrustLevel
 from torchscout.faults.plan import FaultPlan
 
 RANKS = 3
@@ -47,7 +47,7 @@ def test_the_next_check_finds_that_a_copy_is_wrong_and_gives_it_up(plan: Plan):
         assert (each.status["poisoned"], each.status["verified"]) == (6, 4)
     for each in gone_on(plan):
         assert each.resumed is not None
-        assert (each.resumed.step, each.resumed.role) == (4, Role.VERIFIED)
+        assert (each.resumed.step, each.resumed.role) == (4, TrustLevel.VERIFIED)
         assert each.incidents == told[0].incidents, "nothing new"
 
 
@@ -59,7 +59,7 @@ def test_who_loads_a_wrong_copy_finds_it_and_takes_the_one_before(plan: Plan):
     assert {manifestation for manifestation, _ in told[0].incidents} == {"sdc"}
     for each in told:
         assert each.resumed is not None
-        assert (each.resumed.step, each.resumed.role) == (4, Role.VERIFIED)
+        assert (each.resumed.step, each.resumed.role) == (4, TrustLevel.VERIFIED)
         assert each.status["verified"] == 4
 
 
@@ -78,4 +78,4 @@ def test_what_one_rank_alone_holds_is_not_trusted_if_it_changed_in_the_step_that
     assert {(each.status["verified"], each.certified) for each in told} == {(4, 4)}
     for each in gone_on(replace(plan, kind="fsdp")):
         assert each.resumed is not None
-        assert (each.resumed.step, each.resumed.role) == (4, Role.VERIFIED)
+        assert (each.resumed.step, each.resumed.role) == (4, TrustLevel.VERIFIED)

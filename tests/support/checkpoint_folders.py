@@ -11,14 +11,14 @@ from pathlib import Path
 
 from tests.unit.test_gate import train
 from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate import CheckpointGate, after
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.happening import Checked, Outcome
-from torchscout.checkpoint.shard_format import Blob, Identity, encode
-from torchscout.checkpoint.shards import path_of, write
+from torchscout.checkpoint.gate import CheckpointGate, transition
+from torchscout.checkpoint.gate_state import Checked, Outcome
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, encode
+from torchscout.checkpoint.storage.shards import path_of, write
 
 JOB, RANKS = "llm-41f0", 4
-GATE, _ = after(train(CheckpointGate(recipes=2), "hhhhhh"), Checked(7, Outcome.HEALTHY))
+GATE, _ = transition(train(CheckpointGate(recipes=2), "hhhhhh"), Checked(7, Outcome.HEALTHY))
 DURABLE = [Generation(2), Generation(4), Generation(6)]
 
 
@@ -31,11 +31,11 @@ def put_shard(
     job: str = JOB,
     of: int = RANKS,
 ) -> Path:
-    identity = Identity(job=job, mesh=f"replica={of}", world_size=of, rank=rank, generation=generation)
+    identity = ShardIdentity(job=job, mesh=f"replica={of}", world_size=of, rank=rank, generation=generation)
     weight = Blob("model/weight", "uint8", (64,), bytes([generation.step % 256, rank] * 32))
     moment = Blob("optimizer/exp_avg", "uint8", (32,), bytes(32))
     path = path_of(folder, identity, rank if holder is None else holder)
-    write(path, encode(identity, Role.CANDIDATE, None, [weight, moment]))
+    write(path, encode(identity, TrustLevel.CANDIDATE, None, [weight, moment]))
     return path
 
 

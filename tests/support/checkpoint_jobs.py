@@ -34,7 +34,7 @@ from tests.support.small_job import until
 from tests.support.tensor_jobs import distributed as split_tokens
 from tests.support.tensor_jobs import local_of
 from tests.support.tensor_jobs import plain as split
-from torchscout.checkpoint.generation import Role
+from torchscout.checkpoint.generation import TrustLevel
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
@@ -430,7 +430,9 @@ def _wait_for_copies(session: Session) -> None:
 
 def _roles(session: Session | None) -> tuple[int | None, ...]:
     status = {} if session is None else session.status()["checkpoint"]
-    return tuple(status.get(role.value) for role in (Role.LATEST, Role.CANDIDATE, Role.VERIFIED))
+    return tuple(
+        status.get(role.value) for role in (TrustLevel.LATEST, TrustLevel.CANDIDATE, TrustLevel.VERIFIED)
+    )
 
 
 def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Session | None:

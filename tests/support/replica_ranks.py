@@ -19,16 +19,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.shard_format import Blob, Identity, encode
-from torchscout.checkpoint.shards import path_of, write
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, encode
+from torchscout.checkpoint.storage.shards import path_of, write
 
 PATIENCE = 1.0
 _PROGRAM = """
 import json, sys
 from pathlib import Path
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.replicate import Replicator
+from torchscout.checkpoint.replication.replicator import Replicator
 
 rank, memory, token, port, patience = sys.argv[1:]
 replicator = Replicator(int(rank), Path(memory), token, listens=("127.0.0.1", int(port)),
@@ -51,8 +51,8 @@ for line in sys.stdin:
 """
 
 
-def identity(rank: int, step: int, world_size: int = 2) -> Identity:
-    return Identity(
+def identity(rank: int, step: int, world_size: int = 2) -> ShardIdentity:
+    return ShardIdentity(
         job="job", mesh="replica=2", world_size=world_size, rank=rank, generation=Generation(step)
     )
 
@@ -62,7 +62,7 @@ def seal(memory: Path, rank: int, step: int, size: int = 10_000, world_size: int
     name = identity(rank, step, world_size)
     path = path_of(memory, name, rank)
     blobs = [Blob("a", "uint8", (size,), os.urandom(size)), Blob("b", "int32", (3,), os.urandom(12))]
-    write(path, encode(name, Role.LATEST, None, blobs))
+    write(path, encode(name, TrustLevel.LATEST, None, blobs))
     return path
 
 

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.replayed_job import Net, batch
 from tests.support.states import Job, all_bits, identity, interrupted, streams, through_bytes
-from torchscout.checkpoint import shards
-from torchscout.checkpoint.generation import Role
-from torchscout.checkpoint.snapshot import Capture, Snapshots
+from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
+from torchscout.checkpoint.storage import shards
 from torchscout.errors import CheckpointError
 
 
@@ -181,7 +181,7 @@ def captured_while_training(
         if kept is not None:  # it was copied during this step
             told.append(_outcome(*kept, make(kind, shape)))
         name = identity(number, rank=rank, world_size=dist.get_world_size())
-        kept = snapshots.capture(name, Role.LATEST, job.collect()), all_bits(job)
+        kept = snapshots.capture(name, TrustLevel.LATEST, job.collect()), all_bits(job)
     snapshots.close()
     assert shards.clean(folder) == []
     return told

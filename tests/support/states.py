@@ -12,23 +12,26 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchscout.checkpoint import tree
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.shard_format import Identity, decode, encode
-from torchscout.checkpoint.state import State, Stateful, collect, restore
-from torchscout.checkpoint.tensors import blobs_of, dtype_named
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.state.restore import restore
+from torchscout.checkpoint.state.training_state import State, Stateful, collect
+from torchscout.checkpoint.storage import encoding
+from torchscout.checkpoint.storage.encoding import blobs_of, dtype_named
+from torchscout.checkpoint.storage.shard_format import ShardIdentity, decode, encode
 
 __all__ = ["Job", "all_bits", "identity", "interrupted", "through_bytes"]
 
 
-def identity(step: int = 1, *, rank: int = 0, world_size: int = 1) -> Identity:
-    return Identity(job="job", mesh="none", world_size=world_size, rank=rank, generation=Generation(step))
+def identity(step: int = 1, *, rank: int = 0, world_size: int = 1) -> ShardIdentity:
+    return ShardIdentity(
+        job="job", mesh="none", world_size=world_size, rank=rank, generation=Generation(step)
+    )
 
 
 def through_bytes(state: State, named: Sequence[type] = ()) -> Any:
     """The tree that another process would read."""
     blobs = blobs_of(state.tensors)  # some own the memory they tell of
-    pieces = encode(identity(), Role.LATEST, state.document, blobs)
+    pieces = encode(identity(), TrustLevel.LATEST, state.document, blobs)
     header, memory = decode(b"".join(pieces))
     tensors = {
         each.name: torch.frombuffer(bytearray(memory[each.name]) or bytearray(16), dtype=torch.uint8)
@@ -37,7 +40,7 @@ def through_bytes(state: State, named: Sequence[type] = ()) -> Any:
         .view(each.shape)
         for each in header.entries
     }
-    return tree.decode(header.document, tensors, named)
+    return encoding.decode(header.document, tensors, named)
 
 
 @dataclass

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from torchscout.checkpoint.certify import Ballot, events_of, outcome_of
-from torchscout.checkpoint.gate import CheckpointGate, after
+from torchscout.checkpoint.certification import CheckVote, events_of, outcome_of
+from torchscout.checkpoint.gate import CheckpointGate, transition
+from torchscout.checkpoint.gate_state import Checked, Lost, Outcome, Sealed, WriteFailed, Written
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.happening import Checked, Lost, Outcome, Sealed, WriteFailed, Written
 from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.decision.repeatability import NONDETERMINISTIC, UNDECIDED
@@ -99,29 +99,31 @@ def test_slowness_is_accepted_and_said():
     assert outcome_of([*HEALTHY, slow().records[0]], [], TARGETS) is Outcome.HEALTHY
 
 
-def counted(*ballots: Ballot) -> Ballot:
-    return Ballot.counted([max(column) for column in zip(*(each.votes() for each in ballots), strict=True)])
+def counted(*ballots: CheckVote) -> CheckVote:
+    return CheckVote.counted(
+        [max(column) for column in zip(*(each.votes() for each in ballots), strict=True)]
+    )
 
 
 @pytest.mark.parametrize("worst", list(Outcome))
 def test_the_worst_outcome_of_any_rank_is_the_jobs(worst: Outcome):
     order = [Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED, Outcome.REJECTED, Outcome.SDC]
     for other in order[: order.index(worst) + 1]:
-        assert counted(Ballot(other, 0), Ballot(worst, 0), Ballot(other, 0)).outcome is worst
+        assert counted(CheckVote(other, 0), CheckVote(worst, 0), CheckVote(other, 0)).outcome is worst
 
 
 def test_ranks_in_different_cycles_are_an_error_that_moves_nothing():
     with pytest.raises(CheckpointError, match="some have accepted 1 of it, others 2; no checkpoint"):
-        counted(Ballot(Outcome.HEALTHY, 1), Ballot(Outcome.HEALTHY, 2))
-    assert counted(Ballot(Outcome.HEALTHY, 2), Ballot(Outcome.HEALTHY, 2)).accepted == 2
+        counted(CheckVote(Outcome.HEALTHY, 1), CheckVote(Outcome.HEALTHY, 2))
+    assert counted(CheckVote(Outcome.HEALTHY, 2), CheckVote(Outcome.HEALTHY, 2)).accepted == 2
 
 
-FINE = Ballot(Outcome.HEALTHY, 0)
+FINE = CheckVote(Outcome.HEALTHY, 0)
 
 
 def written_at(step: int) -> CheckpointGate:
     """A dense job that has begun to write what it captured."""
-    gate, effects = after(CheckpointGate(persist_every=1), Checked(step, Outcome.HEALTHY))
+    gate, effects = transition(CheckpointGate(persist_every=1), Checked(step, Outcome.HEALTHY))
     assert effects.persist == Generation(step)
     return gate
 
@@ -144,7 +146,7 @@ def test_a_capture_that_failed_on_one_rank_is_lost_to_all():
     gate = written_at(5)
     events = events_of(gate, 6, counted(FINE, replace(FINE, lost=True, writing=True)))
     assert events == [Lost(Generation(5)), Checked(6, Outcome.HEALTHY)]
-    gate, _ = after(gate, events[0])
+    gate, _ = transition(gate, events[0])
     assert (gate.latest, gate.verified, gate.writing) == (None, None, None)
 
 

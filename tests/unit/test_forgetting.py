@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from torchscout.checkpoint import lock
-from torchscout.checkpoint.forgetting import forget_old, kept_jobs
-from torchscout.checkpoint.memory import available_memory, check_budget, memory_folder
+from torchscout.checkpoint.storage import lock
+from torchscout.checkpoint.storage.forgetting import forget_old, kept_jobs
+from torchscout.checkpoint.storage.memory import available_memory, check_budget, memory_folder
 from torchscout.cli.main import app
 from torchscout.errors import CheckpointError
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from torchscout.checkpoint.gate import CheckpointGate, after
-from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.happening import (
+from torchscout.checkpoint.gate import CheckpointGate, transition
+from torchscout.checkpoint.gate_state import (
     Checked,
     Effects,
     Event,
@@ -21,6 +20,7 @@ from torchscout.checkpoint.happening import (
     WriteFailed,
     Written,
 )
+from torchscout.checkpoint.generation import Generation
 from torchscout.decision.record import Manifestation
 
 OUTCOMES = {
@@ -35,7 +35,7 @@ OUTCOMES = {
 def told(gate: CheckpointGate, *events: Event) -> tuple[CheckpointGate, list[Effects]]:
     effects = []
     for event in events:
-        gate, effect = after(gate, event)
+        gate, effect = transition(gate, event)
         effects.append(effect)
     return gate, effects
 
@@ -44,12 +44,12 @@ def train(gate: CheckpointGate, outcomes: str, *, write: bool = True) -> Checkpo
     """One check a step; what is captured is sealed, and what is to be persisted written, before the next."""
     for outcome in outcomes:
         if gate.pending is not None:
-            gate, _ = after(gate, Sealed(gate.pending))
-        gate, effects = after(gate, Checked(gate.step + 1, OUTCOMES[outcome]))
+            gate, _ = transition(gate, Sealed(gate.pending))
+        gate, effects = transition(gate, Checked(gate.step + 1, OUTCOMES[outcome]))
         if effects.capture:
-            gate, _ = after(gate, Sealed(effects.capture))
+            gate, _ = transition(gate, Sealed(effects.capture))
         if write and effects.persist:
-            gate, _ = after(gate, Written(effects.persist))
+            gate, _ = transition(gate, Written(effects.persist))
     return gate
 
 
@@ -97,9 +97,9 @@ def test_pointers_do_not_move_to_what_is_not_sealed_on_every_rank(recipes: int |
 def test_whether_a_capture_is_sealed_is_known_before_the_next_check():
     gate, _ = told(CheckpointGate(), Checked(1, Outcome.HEALTHY))
     with pytest.raises(ValueError, match="whether step 1 is sealed must be known"):
-        after(gate, Checked(2, Outcome.HEALTHY))
+        transition(gate, Checked(2, Outcome.HEALTHY))
     with pytest.raises(ValueError, match="step 2 is not being captured; pending is step 1"):
-        after(gate, Sealed(Generation(2)))
+        transition(gate, Sealed(Generation(2)))
 
 
 def test_a_catalog_of_one_waits_for_a_second_check():
@@ -119,10 +119,10 @@ def test_a_straggler_captures_and_counts():
 def test_promotion_takes_two_cycles_and_then_comes_with_every_cycle(recipes: int):
     gate, promoted = CheckpointGate(recipes=recipes), []
     for step in range(1, 5 * recipes + 1):
-        gate, effects = after(gate, Checked(step, Outcome.HEALTHY))
-        gate, _ = after(gate, Sealed(Generation(step)))
+        gate, effects = transition(gate, Checked(step, Outcome.HEALTHY))
+        gate, _ = transition(gate, Sealed(Generation(step)))
         if effects.persist:
-            gate, _ = after(gate, Written(effects.persist))
+            gate, _ = transition(gate, Written(effects.persist))
         if effects.promote:
             promoted.append((step, effects.promote.step))
     assert promoted == [(cycle * recipes, (cycle - 1) * recipes) for cycle in (2, 3, 4, 5)]
@@ -176,13 +176,13 @@ def test_a_recovery_starts_a_new_pair_of_cycles():
 def test_what_may_be_loaded():
     gate = train(CheckpointGate(recipes=1), "hhhh")
     with pytest.raises(ValueError, match="step 9 may not be loaded; there is step 2, step 3, step 4"):
-        after(gate, Recovered(Generation(9)))
+        transition(gate, Recovered(Generation(9)))
     with pytest.raises(ValueError, match="step 3 of lineage 1 may not"):
-        after(gate, Recovered(Generation(3, 1)))
+        transition(gate, Recovered(Generation(3, 1)))
     with pytest.raises(ValueError, match="step 4 may not be loaded"):
-        after(train(gate, "x"), Recovered(Generation(4)))
+        transition(train(gate, "x"), Recovered(Generation(4)))
     with pytest.raises(ValueError, match="cannot start from nothing while step 3 is verified"):
-        after(gate, Recovered(None))
+        transition(gate, Recovered(None))
 
 
 def test_a_job_that_lost_everything_starts_over_and_says_so():
@@ -224,11 +224,11 @@ def test_files_whose_generation_was_voided_meanwhile_are_deleted():
 def written_of(gate: CheckpointGate, checks: int) -> list[int]:
     written = []
     for step in range(gate.step + 1, gate.step + checks + 1):
-        gate, effects = after(gate, Checked(step, Outcome.HEALTHY))
-        gate, _ = after(gate, Sealed(Generation(step, gate.lineage)))
+        gate, effects = transition(gate, Checked(step, Outcome.HEALTHY))
+        gate, _ = transition(gate, Sealed(Generation(step, gate.lineage)))
         if effects.persist:
             written.append(step)
-            gate, _ = after(gate, Written(effects.persist))
+            gate, _ = transition(gate, Written(effects.persist))
     return written
 
 
@@ -270,7 +270,7 @@ def test_a_damaged_verified_generation_leaves_the_next_older_one():
 @pytest.mark.parametrize("event", [Checked(3, Outcome.HEALTHY), Checked(1, Outcome.SDC)])
 def test_checks_come_in_the_order_of_training(event: Event):
     with pytest.raises(ValueError, match="cannot follow step 3"):
-        after(train(CheckpointGate(), "hhh"), event)
+        transition(train(CheckpointGate(), "hhh"), event)
 
 
 def test_a_state_survives_json():

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from torchscout.checkpoint.gate import CheckpointGate, after
-from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.happening import (
+from torchscout.checkpoint.gate import CheckpointGate, transition
+from torchscout.checkpoint.gate_state import (
     Checked,
     Effects,
     Event,
@@ -26,6 +25,7 @@ from torchscout.checkpoint.happening import (
     WriteFailed,
     Written,
 )
+from torchscout.checkpoint.generation import Generation
 
 DEPTH = 12  # at least
 
@@ -207,7 +207,7 @@ def test_every_sequence_keeps_every_promise(start: CheckpointGate):
         beyond = []
         for gate, witness in edge:
             for event in events_for(gate):
-                following, effects = after(gate, event)
+                following, effects = transition(gate, event)
                 wiser = witness.told(event, effects)
                 hold(gate, event, following, effects, witness, wiser)
                 promotions += effects.promote is not None
@@ -221,5 +221,5 @@ def test_every_sequence_keeps_every_promise(start: CheckpointGate):
 
 
 def test_slow_and_healthy_are_the_same_to_trust():
-    gate = after(CheckpointGate(recipes=2), Checked(1, Outcome.HEALTHY))
-    assert gate == after(CheckpointGate(recipes=2), Checked(1, Outcome.STRAGGLER))
+    gate = transition(CheckpointGate(recipes=2), Checked(1, Outcome.HEALTHY))
+    assert gate == transition(CheckpointGate(recipes=2), Checked(1, Outcome.STRAGGLER))

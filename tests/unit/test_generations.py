@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.replica_ranks import identity, seal
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.generations import Copy, Listing, Source, agree
-from torchscout.checkpoint.inventory import Found, Inventory, Member, Tier, inventory
-from torchscout.checkpoint.shards import path_of
+from torchscout.checkpoint.resume.plan import Listing, ShardLocation, Source, agree
+from torchscout.checkpoint.storage.inventory import FoundShard, Inventory, Member, Tier, inventory
+from torchscout.checkpoint.storage.shards import path_of
 from torchscout.errors import CheckpointError
 
 NEW, OLD = Generation(8), Generation(6)
@@ -20,17 +20,22 @@ MEMORY, DISK = Tier.MEMORY, Tier.DISK
 MEMBER = Member(job="job", mesh="replica=2", world_size=2, rank=0)
 
 
-def listings(*finders: list[Copy]) -> list[Listing]:
+def listings(*finders: list[ShardLocation]) -> list[Listing]:
     return [Listing(frozenset(copies)) for copies in finders]
 
 
-def of_both(rank: int, *places: tuple[Tier, int]) -> list[Copy]:
-    return [Copy(rank, generation, tier, holder) for generation in (NEW, OLD) for tier, holder in places]
+def of_both(rank: int, *places: tuple[Tier, int]) -> list[ShardLocation]:
+    return [
+        ShardLocation(rank, generation, tier, holder) for generation in (NEW, OLD) for tier, holder in places
+    ]
 
 
 def test_what_all_ranks_have_is_taken_from_where_it_is_nearest():
     """Every choice of the eight places that two ranks' copies of one generation can be in."""
-    places = [(reader, Copy(rank, NEW, tier, reader)) for reader, rank, tier in product((0, 1), (0, 1), Tier)]
+    places = [
+        (reader, ShardLocation(rank, NEW, tier, reader))
+        for reader, rank, tier in product((0, 1), (0, 1), Tier)
+    ]
     for count in range(len(places) + 1):
         for chosen in combinations(places, count):
             told = listings(*([copy for reader, copy in chosen if reader == each] for each in (0, 1)))
@@ -39,7 +44,9 @@ def test_what_all_ranks_have_is_taken_from_where_it_is_nearest():
                 other = 1 - rank
                 order = [(rank, MEMORY), (rank, DISK), (other, MEMORY), (other, DISK)]
                 there = [
-                    place for place in order if (place[0], Copy(rank, NEW, place[1], place[0])) in chosen
+                    place
+                    for place in order
+                    if (place[0], ShardLocation(rank, NEW, place[1], place[0])) in chosen
                 ]
                 if plan.generation is None:
                     continue
@@ -53,7 +60,9 @@ def test_never_two_generations_at_once():
     generations = [Generation(9), NEW, OLD]
     subsets = [each for count in range(4) for each in combinations(generations, count)]
     for held in product(subsets, repeat=3):
-        told = listings(*([Copy(rank, each, MEMORY, rank) for each in had] for rank, had in enumerate(held)))
+        told = listings(
+            *([ShardLocation(rank, each, MEMORY, rank) for each in had] for rank, had in enumerate(held))
+        )
         common = [each for each in generations if all(each in had for had in held)]
         plan = agree(told, generations)
         assert plan.generation == (common[0] if common else None)
@@ -71,7 +80,7 @@ def test_only_what_is_wanted_is_taken_and_in_that_order():
 
 
 def test_a_rank_without_the_newest_makes_all_take_the_next_and_it_is_said():
-    told = listings(of_both(0, (MEMORY, 0)), [Copy(1, OLD, DISK, 1)])
+    told = listings(of_both(0, (MEMORY, 0)), [ShardLocation(1, OLD, DISK, 1)])
     plan = agree(told, [NEW, OLD])
     assert plan.generation == OLD
     assert plan.sources == (Source(0, MEMORY, 0), Source(1, DISK, 1))
@@ -95,14 +104,20 @@ def test_both_holders_lost_is_an_outcome_that_says_whose_state_is_gone():
 
 def test_a_copy_is_read_by_whose_file_it_is_where_several_find_it():
     """Ranks 2 and 3 are on one machine and see the same memory."""
-    copies = [Copy(rank, NEW, MEMORY, 2 + rank) for rank in (0, 1)]
-    own = [Copy(rank, NEW, MEMORY, rank) for rank in (2, 3)]
+    copies = [ShardLocation(rank, NEW, MEMORY, 2 + rank) for rank in (0, 1)]
+    own = [ShardLocation(rank, NEW, MEMORY, rank) for rank in (2, 3)]
     plan = agree(listings([], [], copies + own, copies + own), [NEW])
     assert [source.reader for source in plan.sources] == [2, 3, 2, 3]
 
 
 def test_a_rank_that_moved_finds_its_state_in_files_that_others_held():
-    plan = agree(listings([Copy(1, NEW, MEMORY, 1)], [Copy(0, NEW, DISK, 3), Copy(1, NEW, DISK, 0)]), [NEW])
+    plan = agree(
+        listings(
+            [ShardLocation(1, NEW, MEMORY, 1)],
+            [ShardLocation(0, NEW, DISK, 3), ShardLocation(1, NEW, DISK, 0)],
+        ),
+        [NEW],
+    )
     assert plan.sources == (Source(1, DISK, 3), Source(1, DISK, 0))
 
 
@@ -116,7 +131,7 @@ def test_a_rank_that_moved_finds_its_state_in_files_that_others_held():
 )
 def test_state_of_another_job_mesh_or_world_size_is_diagnosed(changed: dict, words: str):
     fields = {**identity(0, 8).to_json(), **changed, "generation": NEW}
-    stranger = Found(type(identity(0, 8))(**fields), 0, DISK, Path("/d/file"))
+    stranger = FoundShard(type(identity(0, 8))(**fields), 0, DISK, Path("/d/file"))
     told = [Listing.of(Inventory((stranger,)), MEMBER, [NEW, OLD]), Listing(frozenset())]
     with pytest.raises(CheckpointError) as raised:
         agree(told, [NEW, OLD])

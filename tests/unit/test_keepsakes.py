@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.support.replay_by_hand import CPU
-from torchscout.checkpoint import tree
+from torchscout.checkpoint.storage import encoding
 from torchscout.replay.capture.context import Attention
 from torchscout.replay.capture.invocation import Invocation
 from torchscout.replay.capture.saved_calls import SavedCalls, recalled
@@ -34,10 +34,10 @@ def kept(made: Invocation, limit: int = 1 << 20) -> SavedCalls:
 
 def saved(keepsakes: SavedCalls, limit: int = 1 << 20) -> SavedCalls:
     """As another process loads them."""
-    document, tensors = tree.encode(keepsakes.state_dict())
+    document, tensors = encoding.encode(keepsakes.state_dict())
     loaded = SavedCalls()
     loaded.limit = limit
-    loaded.load_state_dict(tree.decode(json.loads(json.dumps(document)), tensors))
+    loaded.load_state_dict(encoding.decode(json.loads(json.dumps(document)), tensors))
     return loaded
 
 

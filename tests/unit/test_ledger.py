@@ -16,7 +16,7 @@ import pytest
 from tests.unit.test_gate import train
 from torchscout.checkpoint import ledger
 from torchscout.checkpoint.gate_state import CheckpointGate
-from torchscout.checkpoint.shard_format import digest
+from torchscout.checkpoint.storage.shard_format import digest
 from torchscout.errors import CheckpointError, DamagedError
 
 FIRST = train(CheckpointGate(recipes=2), "hhh")

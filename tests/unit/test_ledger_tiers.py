@@ -15,9 +15,8 @@ from itertools import product
 import pytest
 
 from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate import CheckpointGate, after
-from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.happening import (
+from torchscout.checkpoint.gate import CheckpointGate, transition
+from torchscout.checkpoint.gate_state import (
     Checked,
     Event,
     Lost,
@@ -27,8 +26,9 @@ from torchscout.checkpoint.happening import (
     WriteFailed,
     Written,
 )
-from torchscout.checkpoint.inventory import Tier
+from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.ledger_tiers import LedgerTiers
+from torchscout.checkpoint.storage.inventory import Tier
 
 SLOTS = 3
 LENGTH = 5
@@ -67,7 +67,7 @@ def events_for(rank: Rank) -> Iterator[Event]:
 
 def follow(rank: Rank, event: Event, memory_works: bool, disk_works: bool) -> Rank:
     """As ``integration.checkpointing`` does it, with a look after every change."""
-    gate, effects = after(rank.gate, event)
+    gate, effects = transition(rank.gate, event)
     tiers = LedgerTiers(rank.memory, rank.disk)
     left = rank.gate.in_memory.union(effects.retire) - gate.in_memory
     tiers.give_up(Tier.MEMORY, rank.unneeded[0] | left)

@@ -18,9 +18,9 @@ import zmq
 from tests.support.replica_ranks import identity, seal
 from tests.support.small_job import until
 from tests.unit.test_board import CONFIG, TOKEN, Board
-from torchscout.checkpoint import replica_wire as wire
-from torchscout.checkpoint.replicate import Replicator
-from torchscout.checkpoint.shards import path_of
+from torchscout.checkpoint.replication import messages as wire
+from torchscout.checkpoint.replication.replicator import Replicator
+from torchscout.checkpoint.storage.shards import path_of
 from torchscout.errors import CheckpointError
 from torchscout.observer.protocol import connect, listen_limited
 from torchscout.utils.listener import Limits, Listener
@@ -69,7 +69,7 @@ def test_a_trainer_has_no_listener_that_the_network_can_reach(replicator: Replic
 _VICTIM = """
 import os, resource, sys, time
 from pathlib import Path
-from torchscout.checkpoint.replicate import Replicator
+from torchscout.checkpoint.replication.replicator import Replicator
 replicator = Replicator(1, Path(sys.argv[1]), sys.argv[2], patience_seconds=20)
 replicator.connect([("127.0.0.1", 9), replicator.address], "ab")
 limit = len(os.listdir("/proc/self/fd")) + 60
@@ -120,7 +120,7 @@ _EXHAUSTED = """
 import os, resource, sys, time
 from pathlib import Path
 import zmq
-from torchscout.checkpoint.replicate import Replicator
+from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.observer.protocol import listen_limited
 folder, token, what, free = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])
 if what == "trainer":
@@ -238,7 +238,7 @@ def test_a_listener_that_is_killed_is_started_again_where_it_was(replicator: Rep
 def test_a_listener_ends_with_its_trainer_even_if_children_live_on(tmp_path: Path):
     script = (
         "import os, sys, time; from pathlib import Path\n"
-        "from torchscout.checkpoint.replicate import Replicator\n"
+        "from torchscout.checkpoint.replication.replicator import Replicator\n"
         f"r = Replicator(1, Path({str(tmp_path)!r}), {TOKEN!r})\n"
         "print(r._listener._process.pid, flush=True)\n"
         "child = os.fork()\n"
@@ -332,7 +332,7 @@ def test_a_door_that_cannot_listen_says_so(replicator: Replicator, tmp_path: Pat
 _COPYING = """
 import os, sys, threading, time
 from pathlib import Path
-from torchscout.checkpoint.replicate import Replicator
+from torchscout.checkpoint.replication.replicator import Replicator
 path, folder, token = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 before = len(os.listdir("/proc/self/fd"))
 one, other = (Replicator(rank, folder / str(rank), token) for rank in (0, 1))

@@ -10,7 +10,7 @@ from math import ceil
 
 import pytest
 
-from torchscout.checkpoint.placement import copies_beside, holders, wards
+from torchscout.checkpoint.replication.placement import copies_beside, held_ranks, replica_holders
 
 
 def layouts() -> Iterator[list[str]]:
@@ -25,7 +25,7 @@ def layouts() -> Iterator[list[str]]:
 
 def test_every_copy_is_on_another_host_if_there_is_one():
     for hosts in layouts():
-        found = holders(hosts)
+        found = replica_holders(hosts)
         assert sorted(found) == list(range(len(hosts)))
         for rank, holder in found.items():
             if len(set(hosts)) == 1:
@@ -41,12 +41,12 @@ def test_nobody_holds_more_copies_than_somebody_must():
         if len(set(hosts)) == 1:
             continue
         needed = max(ceil(count / (len(hosts) - count)) for count in Counter(hosts).values())
-        assert max(Counter(holders(hosts).values()).values()) == needed, hosts
+        assert max(Counter(replica_holders(hosts).values()).values()) == needed, hosts
 
 
 def test_machines_of_equal_size_hold_for_each_other_as_whole_machines():
     hosts = [host for host in "abc" for _ in range(4)]
-    found = holders(hosts)
+    found = replica_holders(hosts)
     pairs = {(hosts[rank], hosts[holder]) for rank, holder in found.items() if holder is not None}
     assert pairs == {("a", "b"), ("b", "c"), ("c", "a")}
 
@@ -54,19 +54,19 @@ def test_machines_of_equal_size_hold_for_each_other_as_whole_machines():
 def test_names_do_not_matter_and_neither_does_who_asks():
     for hosts in layouts():
         renamed = [f"{hash(host)}" for host in hosts]
-        assert holders(hosts) == holders(tuple(renamed))
+        assert replica_holders(hosts) == replica_holders(tuple(renamed))
 
 
 def test_wards_are_the_other_side_of_holders():
     for hosts in layouts():
-        found = holders(hosts)
+        found = replica_holders(hosts)
         for rank in range(len(hosts)):
-            assert wards(hosts, rank) == tuple(ward for ward in sorted(found) if found[ward] == rank)
+            assert held_ranks(hosts, rank) == tuple(ward for ward in sorted(found) if found[ward] == rank)
 
 
 def test_one_large_host_and_one_rank_elsewhere():
-    assert holders(["a", "a", "a", "b"]) == {0: 3, 1: 3, 2: 3, 3: 0}
-    assert holders([]) == {}
+    assert replica_holders(["a", "a", "a", "b"]) == {0: 3, 1: 3, 2: 3, 3: 0}
+    assert replica_holders([]) == {}
 
 
 @pytest.mark.parametrize(

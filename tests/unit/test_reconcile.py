@@ -14,11 +14,11 @@ import pytest
 
 from tests.unit.test_gate import steps, train
 from tests.unit.test_gate_model import events_for
-from torchscout.checkpoint.gate import CheckpointGate, after
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.happening import Checked, Lost, Outcome, Recovered, Sealed
+from torchscout.checkpoint.gate import CheckpointGate, transition
+from torchscout.checkpoint.gate_state import Checked, Lost, Outcome, Recovered, Sealed
+from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.ledger import newest, reconcile, settled
-from torchscout.recovery.retrieval import Failure, Sweep, confirm, retrieve
+from torchscout.checkpoint.selection import Failure, SweepResult, confirm, select_checkpoint
 
 
 def history(chance: random.Random, recipes: int | None, length: int) -> list[CheckpointGate]:
@@ -28,7 +28,7 @@ def history(chance: random.Random, recipes: int | None, length: int) -> list[Che
         healthy = Checked(gates[-1].step + 1, Outcome.HEALTHY)
         healthy = healthy if gates[-1].pending is None else Sealed(gates[-1].pending)
         event = healthy if chance.random() < 0.5 else chance.choice([*events_for(gates[-1])])
-        gates.append(after(gates[-1], event)[0])
+        gates.append(transition(gates[-1], event)[0])
     return gates
 
 
@@ -102,7 +102,7 @@ def test_no_name_of_a_generation_can_be_used_again():
     for ranks in filter(known, CASES):
         agreed = reconcile(ranks)
         assert agreed.lineage == max(gate.lineage for gate in known(ranks))
-        begun, _ = after(agreed, Recovered(agreed.verified)) if agreed.verified else (agreed, None)
+        begun, _ = transition(agreed, Recovered(agreed.verified)) if agreed.verified else (agreed, None)
         if agreed.verified:
             assert all(begun.lineage > each.lineage for gate in known(ranks) for each in gate.held)
 
@@ -110,12 +110,12 @@ def test_no_name_of_a_generation_can_be_used_again():
 def test_no_failure_makes_recovery_choose_what_some_rank_does_not_have_or_trust():
     for ranks in filter(known, CASES):
         agreed = reconcile(ranks)
-        decisions = [retrieve(failure, agreed) for failure in Failure]
-        decisions += [confirm(agreed, sweep) for sweep in Sweep]
+        decisions = [select_checkpoint(failure, agreed) for failure in Failure]
+        decisions += [confirm(agreed, sweep) for sweep in SweepResult]
         for decision in decisions:
             if decision.generation is None:
                 assert not agreed.trusted
-            elif decision.role is Role.VERIFIED:
+            elif decision.role is TrustLevel.VERIFIED:
                 assert all(decision.generation in gate.trusted for gate in known(ranks))
             else:
                 assert all(decision.generation in gate.captured for gate in known(ranks))
@@ -149,7 +149,7 @@ def test_ranks_without_a_ledger_know_nothing():
 
 def test_a_promotion_in_the_middle_stays_a_candidate():
     before = train(CheckpointGate(recipes=2), "hhh")
-    done, _ = after(before, Checked(4, Outcome.HEALTHY))
+    done, _ = transition(before, Checked(4, Outcome.HEALTHY))
     assert (steps(done), done.pending) == ((3, None, 2), Generation(4))
     agreed = reconcile([done, before])
     assert agreed.verified is None
@@ -159,21 +159,21 @@ def test_a_promotion_in_the_middle_stays_a_candidate():
 
 def test_a_certification_in_the_middle_is_none():
     before = train(CheckpointGate(), "hhh")
-    ahead, _ = after(before, Checked(4, Outcome.HEALTHY))
+    ahead, _ = transition(before, Checked(4, Outcome.HEALTHY))
     agreed = reconcile([before, ahead])
     assert (steps(agreed), agreed.pending) == ((3, None, 3), None)
 
 
 def test_what_one_rank_knows_to_be_sealed_is_sealed_on_all():
-    behind, _ = after(train(CheckpointGate(), "hhh"), Checked(4, Outcome.HEALTHY))
-    ahead, _ = after(after(behind, Sealed(Generation(4)))[0], Checked(5, Outcome.HEALTHY))
+    behind, _ = transition(train(CheckpointGate(), "hhh"), Checked(4, Outcome.HEALTHY))
+    ahead, _ = transition(transition(behind, Sealed(Generation(4)))[0], Checked(5, Outcome.HEALTHY))
     agreed = reconcile([ahead, behind])
     assert (steps(agreed), agreed.pending) == ((4, None, 4), None)
 
 
 @pytest.mark.parametrize(("is_there", "expected"), [(True, (4, None, 4)), (False, (3, None, 3))])
 def test_what_was_being_captured_counts_if_every_ranks_shard_is_there(is_there: bool, expected: object):
-    gate, _ = after(train(CheckpointGate(), "hhh"), Checked(4, Outcome.HEALTHY))
+    gate, _ = transition(train(CheckpointGate(), "hhh"), Checked(4, Outcome.HEALTHY))
     found = settled(reconcile([gate, gate]), lambda _: is_there)
     assert (steps(found), found.pending) == (expected, None)
     assert Generation(3) in found.trusted
@@ -181,7 +181,7 @@ def test_what_was_being_captured_counts_if_every_ranks_shard_is_there(is_there: 
 
 
 def test_a_job_that_ended_before_its_first_capture_was_sealed_has_nothing():
-    gate, _ = after(CheckpointGate(), Checked(1, Outcome.HEALTHY))
+    gate, _ = transition(CheckpointGate(), Checked(1, Outcome.HEALTHY))
     assert settled(reconcile([gate, gate]), lambda _: False).held == frozenset()
 
 
@@ -195,10 +195,10 @@ def test_corruption_in_the_middle_is_corruption():
 def test_a_recovery_in_the_middle_is_not_over():
     """One rank trains on in a new lineage, another has not written down that corruption is behind it."""
     corrupt = train(CheckpointGate(recipes=2), "hhhhx")
-    recovered, _ = after(corrupt, Recovered(Generation(2)))
+    recovered, _ = transition(corrupt, Recovered(Generation(2)))
     agreed = reconcile([train(recovered, "h"), corrupt])
     assert (agreed.poisoned, agreed.lineage, agreed.verified) == (5, 1, Generation(2))
-    assert retrieve(Failure.OTHER, agreed).generation == Generation(2)
+    assert select_checkpoint(Failure.OTHER, agreed).generation == Generation(2)
 
 
 def test_different_catalogs_are_the_larger_and_its_cycle_starts_again():
@@ -212,12 +212,12 @@ def test_of_one_ranks_states_the_newest_counts():
     behind = train(CheckpointGate(), "hh")
     assert newest([behind, train(behind, "hhhh")]) == train(behind, "hhhh")
     corrupt = train(behind, "x")
-    recovered, _ = after(corrupt, Recovered(Generation(1)))
+    recovered, _ = transition(corrupt, Recovered(Generation(1)))
     assert newest([recovered, corrupt]) == recovered, "a recovery goes back in steps, and is newer"
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_equally_new_states_the_least_trusting_counts(order: int):
     gate = train(CheckpointGate(), "hhh")
-    lost, _ = after(gate, Lost(Generation(3)))
+    lost, _ = transition(gate, Lost(Generation(3)))
     assert newest([gate, lost][::order]) == lost

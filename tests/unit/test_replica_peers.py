@@ -15,9 +15,9 @@ import zmq
 
 from tests.support.replica_ranks import files, identity, seal
 from tests.support.small_job import until
-from torchscout.checkpoint import replica_wire as wire
-from torchscout.checkpoint.replicate import Replicator
-from torchscout.checkpoint.shards import path_of
+from torchscout.checkpoint.replication import messages as wire
+from torchscout.checkpoint.replication.replicator import Replicator
+from torchscout.checkpoint.storage.shards import path_of
 from torchscout.errors import CheckpointError
 from torchscout.utils.network import new_token
 
@@ -225,7 +225,7 @@ def test_rubbish_from_beyond_the_job_does_no_harm(replicator: Replicator, owner:
     owner.hear("sealed")
 
 
-def heard_of(holder: Peer, kind: str) -> wire.Heard:
+def heard_of(holder: Peer, kind: str) -> wire.ReceivedMessage:
     return until(
         lambda: next((h for h in wire.receive(holder.socket) if h.message["kind"] == kind), None), kind
     )

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.retention import remove, retire
-from torchscout.checkpoint.shard_files import ShardFile, shard_files
-from torchscout.checkpoint.shard_format import Identity, encode
-from torchscout.checkpoint.shards import path_of, write
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.storage.retention import remove, retire
+from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
+from torchscout.checkpoint.storage.shard_format import ShardIdentity, encode
+from torchscout.checkpoint.storage.shards import path_of, write
 from torchscout.errors import CheckpointError
 
 GENERATIONS = [Generation(2), Generation(12), Generation(12, 1), Generation(120)]
@@ -32,9 +32,9 @@ STRANGERS = [
 
 
 def put(folder: Path, generation: Generation, rank: int, holder: int) -> Path:
-    identity = Identity(job="job", mesh="m", world_size=2, rank=rank, generation=generation)
+    identity = ShardIdentity(job="job", mesh="m", world_size=2, rank=rank, generation=generation)
     path = path_of(folder, identity, holder)
-    write(path, encode(identity, Role.LATEST, None, []))
+    write(path, encode(identity, TrustLevel.LATEST, None, []))
     return path
 
 
@@ -67,7 +67,7 @@ def test_any_name_that_a_shard_is_given_is_found_again(tmp_path: Path):
     for _ in range(50):
         step, lineage, size, holder = (10 ** chance.randrange(12) + chance.randrange(10) for _ in range(4))
         generation, rank = Generation(step, lineage), chance.randrange(size)
-        identity = Identity(job="j", mesh="m", world_size=size, rank=rank, generation=generation)
+        identity = ShardIdentity(job="j", mesh="m", world_size=size, rank=rank, generation=generation)
         path = path_of(tmp_path, identity, holder)
         path.parent.mkdir(parents=True)
         path.touch()
@@ -130,7 +130,7 @@ RETIRE = """
 import os, sys
 from pathlib import Path
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.retention import retire
+from torchscout.checkpoint.storage.retention import retire
 from torchscout.errors import CheckpointError
 os.setuid(65534)
 try:

@@ -11,12 +11,14 @@ import pytest
 import torch
 import xxhash
 
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.shard_format import ITEM_BYTES, Blob, Identity, decode, encode, parse
-from torchscout.checkpoint.tensors import blob_of, bytes_of, dtype_named, room_for
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.storage.encoding import blob_of, bytes_of, dtype_named, room_for
+from torchscout.checkpoint.storage.shard_format import ITEM_BYTES, Blob, ShardIdentity, decode, encode, parse
 from torchscout.errors import CheckpointError, DamagedError
 
-IDENTITY = Identity(job="job", mesh="replica=2 shard=2", world_size=4, rank=3, generation=Generation(7, 1))
+IDENTITY = ShardIdentity(
+    job="job", mesh="replica=2 shard=2", world_size=4, rank=3, generation=Generation(7, 1)
+)
 BLOBS = [
     Blob("weight", "float32", (2, 3), bytes(range(24))),
     Blob("empty", "int64", (0, 5), b""),
@@ -25,7 +27,7 @@ BLOBS = [
 
 
 def shard_of(blobs: list[Blob] = BLOBS, document: Any = None) -> bytes:
-    return b"".join(encode(IDENTITY, Role.CANDIDATE, document, blobs))
+    return b"".join(encode(IDENTITY, TrustLevel.CANDIDATE, document, blobs))
 
 
 def forged(header: bytes | dict[str, Any]) -> bytes:
@@ -45,7 +47,7 @@ def header_of(whole: bytes) -> bytes:
 def test_what_is_encoded_is_decoded():
     header, tensors = decode(shard_of(document={"a": [1, None]}))
     assert header.identity == IDENTITY
-    assert header.role is Role.CANDIDATE
+    assert header.role is TrustLevel.CANDIDATE
     assert header.document == {"a": [1, None]}
     assert {name: bytes(data) for name, data in tensors.items()} == {b.name: b.data for b in BLOBS}
     assert [(e.name, e.dtype, e.shape) for e in header.entries] == [(b.name, b.dtype, b.shape) for b in BLOBS]
@@ -248,4 +250,4 @@ def test_a_wrong_tensor_is_refused_before_anything_is_written(blobs: list[Blob],
 def test_an_identity_that_cannot_be_is_refused(fields: dict[str, Any]):
     document = {**IDENTITY.to_json(), "generation": IDENTITY.generation, **fields}
     with pytest.raises(ValueError, match=r"no rank|names|a step"):
-        Identity(**document)
+        ShardIdentity(**document)

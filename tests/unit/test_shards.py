@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.memory import check_budget
-from torchscout.checkpoint.shard_format import Identity, decode
-from torchscout.checkpoint.shards import clean, inspect, load, path_of, save, verify, write
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.storage.memory import check_budget
+from torchscout.checkpoint.storage.shard_format import ShardIdentity, decode
+from torchscout.checkpoint.storage.shards import clean, inspect, load, path_of, save, verify, write
 from torchscout.errors import CheckpointError, DamagedError
 
-IDENTITY = Identity(job="job", mesh="replica=2", world_size=2, rank=1, generation=Generation(12))
+IDENTITY = ShardIdentity(job="job", mesh="replica=2", world_size=2, rank=1, generation=Generation(12))
 
 
 class Position(NamedTuple):
@@ -40,13 +40,13 @@ def state() -> dict[str, Any]:
 @pytest.fixture
 def sealed(tmp_path: Path) -> Path:
     path = path_of(tmp_path, IDENTITY, holder=1)
-    save(path, IDENTITY, Role.VERIFIED, state())
+    save(path, IDENTITY, TrustLevel.VERIFIED, state())
     return path
 
 
 def test_state_comes_back_bitwise(sealed: Path):
     found = load(sealed, [Position])
-    assert (found.header.identity, found.header.role) == (IDENTITY, Role.VERIFIED)
+    assert (found.header.identity, found.header.role) == (IDENTITY, TrustLevel.VERIFIED)
     assert repr(found.tree) == repr(state())
     assert type(found.tree["loader"]) is Position
     weight = found.tree["model"]["weight"]
@@ -56,7 +56,7 @@ def test_state_comes_back_bitwise(sealed: Path):
 
 def test_a_large_tensor_is_read_in_pieces(tmp_path: Path):
     tensor = torch.randn(3 << 20)  # 12 MiB, more than verify reads at once
-    save(tmp_path / "a", IDENTITY, Role.LATEST, tensor)
+    save(tmp_path / "a", IDENTITY, TrustLevel.LATEST, tensor)
     assert verify(tmp_path / "a").whole
     assert torch.equal(load(tmp_path / "a").tree, tensor)
 
@@ -64,7 +64,7 @@ def test_a_large_tensor_is_read_in_pieces(tmp_path: Path):
 def test_tensors_that_lie_otherwise_in_memory_come_back_too(tmp_path: Path):
     """Each is made dense first, and that copy must live until it is written."""
     strided = {index: torch.randn(300, 400).T for index in range(8)}
-    save(tmp_path / "a", IDENTITY, Role.LATEST, strided)
+    save(tmp_path / "a", IDENTITY, TrustLevel.LATEST, strided)
     found = load(tmp_path / "a").tree
     assert all(torch.equal(found[index], each) for index, each in strided.items())
 
@@ -79,7 +79,7 @@ def test_a_replica_is_the_same_bytes_under_its_holders_name(sealed: Path, tmp_pa
 
 def test_generations_owners_and_holders_have_files_of_their_own():
     identities = [
-        Identity(job="j", mesh="m", world_size=2, rank=rank, generation=Generation(step, lineage))
+        ShardIdentity(job="j", mesh="m", world_size=2, rank=rank, generation=Generation(step, lineage))
         for rank in (0, 1)
         for step in (1, 10)
         for lineage in (0, 1)
@@ -95,7 +95,7 @@ def test_a_sealed_file_is_its_owners_alone_and_nothing_else_is_left(sealed: Path
 def test_a_sealed_file_is_never_overwritten(sealed: Path):
     before = sealed.read_bytes()
     with pytest.raises(CheckpointError, match="is sealed and is not overwritten"):
-        save(sealed, IDENTITY, Role.LATEST, {})
+        save(sealed, IDENTITY, TrustLevel.LATEST, {})
     assert sealed.read_bytes() == before
     assert [*sealed.parent.iterdir()] == [sealed]
 
@@ -129,7 +129,9 @@ def flip(bit: int) -> Callable[[bytearray], bytearray]:
 
 def test_every_flipped_bit_in_a_file_is_found(tmp_path: Path):
     path = tmp_path / "a"
-    save(path, IDENTITY, Role.LATEST, [torch.tensor(1), torch.zeros(0), torch.ones(3, dtype=torch.bool)])
+    save(
+        path, IDENTITY, TrustLevel.LATEST, [torch.tensor(1), torch.zeros(0), torch.ones(3, dtype=torch.bool)]
+    )
     for bit in range(path.stat().st_size * 8):
         other = damaged(path, flip(bit))
         assert not verify(other).whole, bit
@@ -139,7 +141,7 @@ def test_every_flipped_bit_in_a_file_is_found(tmp_path: Path):
 
 def test_every_truncation_of_a_file_is_found(tmp_path: Path):
     path = tmp_path / "a"
-    save(path, IDENTITY, Role.LATEST, [torch.tensor(1), torch.ones(3)])
+    save(path, IDENTITY, TrustLevel.LATEST, [torch.tensor(1), torch.ones(3)])
     for size in range(path.stat().st_size):
         other = damaged(path, lambda data, size=size: data[:size])
         assert not verify(other).whole, size
@@ -178,23 +180,23 @@ def test_what_is_no_shard_is_refused_by_name(tmp_path: Path, read: Callable[[Pat
 
 
 def test_a_document_that_is_no_tree_is_damage(tmp_path: Path):
-    from torchscout.checkpoint.shard_format import encode
+    from torchscout.checkpoint.storage.shard_format import encode
 
-    write(tmp_path / "a", encode(IDENTITY, Role.LATEST, {"unknown": 1}, []))
+    write(tmp_path / "a", encode(IDENTITY, TrustLevel.LATEST, {"unknown": 1}, []))
     with pytest.raises(DamagedError, match="a: not the state of a checkpoint"):
         load(tmp_path / "a")
 
 
 def test_state_that_cannot_be_kept_leaves_no_file(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"a is a builtins\.object"):
-        save(tmp_path / "folder" / "a", IDENTITY, Role.LATEST, {"a": object()})
+        save(tmp_path / "folder" / "a", IDENTITY, TrustLevel.LATEST, {"a": object()})
     assert [*tmp_path.iterdir()] == []
 
 
 def test_a_folder_in_whose_place_a_file_lies_is_one_clear_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot write .*file/a: "):
-        save(tmp_path / "file" / "a", IDENTITY, Role.LATEST, {})
+        save(tmp_path / "file" / "a", IDENTITY, TrustLevel.LATEST, {})
 
 
 def test_only_what_dead_writers_left_is_cleaned(sealed: Path, tmp_path: Path):
@@ -233,7 +235,7 @@ def test_folders_that_others_remove_meanwhile_are_passed_over(sealed: Path, tmp_
 def test_a_flipped_bit_in_the_headers_length_allocates_nothing_like_it(tmp_path: Path, bit: int):
     """The digest is compared before the header is believed to have that length."""
     path = tmp_path / "sealed"
-    save(path, IDENTITY, Role.LATEST, {"weights": torch.zeros(200 << 20, dtype=torch.uint8)})
+    save(path, IDENTITY, TrustLevel.LATEST, {"weights": torch.zeros(200 << 20, dtype=torch.uint8)})
     path.chmod(0o600)
     with path.open("r+b") as file:
         file.seek(16 + bit // 8)

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from tests.support.states import Job, all_bits, identity, seed
-from torchscout.checkpoint import shards
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.snapshot import Capture, Snapshots, check_budget, memory_folder
-from torchscout.checkpoint.state import State, collect
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots, check_budget, memory_folder
+from torchscout.checkpoint.state.training_state import State, collect
+from torchscout.checkpoint.storage import shards
 from torchscout.errors import CheckpointError
 
 
@@ -42,7 +42,7 @@ def job(width: int = 8) -> Job:
 
 
 def taken(snapshots: Snapshots, step: int, ours: Job) -> Capture:
-    return snapshots.capture(identity(step), Role.LATEST, ours.collect())
+    return snapshots.capture(identity(step), TrustLevel.LATEST, ours.collect())
 
 
 def files(folder: Path) -> list[str]:
@@ -63,7 +63,7 @@ def test_a_snapshot_is_a_shard_like_any_other(snapshots: Snapshots, folder: Path
     assert capture.path == shards.path_of(folder, identity(2), holder=0)
     assert shards.verify(capture.path).whole
     header = shards.inspect(capture.path)
-    assert (header.identity, header.role) == (identity(2), Role.LATEST)
+    assert (header.identity, header.role) == (identity(2), TrustLevel.LATEST)
     assert stat.S_IMODE(capture.path.stat().st_mode) == 0o400
     bits = all_bits(ours)
     seed(7)
@@ -102,7 +102,7 @@ def test_a_change_that_no_fence_announced_is_seen(snapshots: Snapshots):
     module = nn.ParameterDict({str(index): nn.Parameter(torch.zeros(1 << 20)) for index in range(64)})
     state = collect(module, [], {})
     for _ in range(50):  # until the write comes before the end of the copy
-        capture = snapshots.capture(identity(1), Role.LATEST, state)
+        capture = snapshots.capture(identity(1), TrustLevel.LATEST, state)
         with torch.no_grad():
             module["63"].add_(1)
         snapshots.fence()
@@ -354,7 +354,7 @@ def test_an_unreasonable_state_is_a_problem_too(snapshots: Snapshots):
     state = State({"not": object()}, {}, {})  # type: ignore[arg-type]
     meta = State(None, {"a": torch.empty(2, device="meta")}, {})
     for step, each in enumerate((state, meta)):
-        capture = snapshots.capture(identity(step), Role.LATEST, each)
+        capture = snapshots.capture(identity(step), TrustLevel.LATEST, each)
         snapshots.fence()
         assert not capture.wait(30)
         assert capture.problem
@@ -448,7 +448,9 @@ def test_odd_tensors_come_back(snapshots: Snapshots):
         def load_state_dict(self, state: Any) -> None:
             holder.update(state)
 
-    capture = snapshots.capture(identity(1), Role.LATEST, collect(nn.Module(), [], {"holder": Holder()}))
+    capture = snapshots.capture(
+        identity(1), TrustLevel.LATEST, collect(nn.Module(), [], {"holder": Holder()})
+    )
     assert capture.wait(30), capture.problem
     found = shards.load(capture.path).tree["registered"]["holder"]
     assert all(torch.equal(found[name], holder[name]) for name in holder)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from tests.support.states import Job, all_bits, interrupted, seed, through_bytes
-from torchscout.checkpoint.state import collect, expected_bytes, refuse_what_cannot_be_kept, restore
+from torchscout.checkpoint.state.restore import restore
+from torchscout.checkpoint.state.training_state import collect, expected_bytes, refuse_what_cannot_be_kept
 from torchscout.errors import CheckpointError
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchscout.checkpoint.tree import decode, encode
+from torchscout.checkpoint.storage.encoding import decode, encode
 from torchscout.errors import CheckpointError, DamagedError
 
 

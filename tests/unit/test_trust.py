@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from torchscout.checkpoint.happening import Outcome
-from torchscout.integration.trust import Trust
+from torchscout.checkpoint.certification import CertifiedSteps
+from torchscout.checkpoint.gate_state import Outcome
 
 
 def trusted_after(*outcomes: Outcome, recipes: int | None = None, idle: tuple[int, ...] = ()) -> int | None:
     """Checks at steps 10, 20 and so on, of which the ``idle`` ones go over nothing that counts."""
-    trust = Trust()
+    trust = CertifiedSteps()
     trust.go_by(recipes)
     for number, outcome in enumerate(outcomes, start=1):
         trust.checked(10 * number, outcome, counts=number not in idle)
@@ -40,7 +40,7 @@ def test_a_dense_job_is_certified_by_every_accepted_check_until_one_finds_corrup
 
 
 def test_what_may_have_changed_before_it_was_written_is_certified_no_more():
-    trust = Trust()
+    trust = CertifiedSteps()
     for step in (10, 20):
         trust.checked(step, HEALTHY, counts=True)
     trust.checked(21, Outcome.SDC, counts=True, doubted=True)

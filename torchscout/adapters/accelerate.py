@@ -18,7 +18,7 @@ from torchscout.config import Parallelism
 from torchscout.mesh import Mesh
 
 if TYPE_CHECKING:
-    from torchscout.checkpoint.state import Stateful
+    from torchscout.checkpoint.state.training_state import Stateful
 
 __all__ = ["AccelerateAdapter", "adapter_of"]
 

@@ -42,7 +42,7 @@ from torchscout.replay.recipes.working_copies import WorkingCopies
 from torchscout.replay.sharded_parameters import NOBODY, ParameterGatherers
 
 if TYPE_CHECKING:
-    from torchscout.checkpoint.state import Stateful
+    from torchscout.checkpoint.state.training_state import Stateful
 
 __all__ = ["DeepSpeedAdapter", "adapter_of", "lacking"]
 

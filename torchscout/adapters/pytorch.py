@@ -24,7 +24,7 @@ from torchscout.replay.sharded_parameters import ParameterGatherers, keepers_of
 from torchscout.utils.reentrancy import is_nested_step
 
 if TYPE_CHECKING:
-    from torchscout.checkpoint.state import Stateful
+    from torchscout.checkpoint.state.training_state import Stateful
 
 __all__ = ["PyTorchAdapter", "around_steps"]
 

@@ -22,7 +22,7 @@ from torchscout.mesh import AXES, LayerKind, Mesh
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchscout.checkpoint.state import Stateful
+    from torchscout.checkpoint.state.training_state import Stateful
 
 __all__ = ["TorchTitanAdapter", "adapter_of"]
 

@@ -1,6 +1,6 @@
 """Which checkpoints may be trusted: algorithm 3's saving half as a state machine (paper, section 8).
 
-Pure: ``after`` takes a frozen state and an event and gives the next state, and what is to be done about it.
+Pure: ``transition`` takes a frozen state and an event and gives the next state, and what is to be done about it.
 Every rank feeds it the same job-wide events in the same order and so arrives at the same state. Agreeing on
 those events, copying, writing and deleting are for others; which checkpoint a failed job loads is for
 ``recovery.retrieval``.
@@ -12,10 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torchscout.checkpoint.gate_state import CheckpointGate
-from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.happening import (
+from torchscout.checkpoint.gate_state import (
     Checked,
+    CheckpointGate,
     Effects,
     Event,
     Hung,
@@ -26,9 +25,10 @@ from torchscout.checkpoint.happening import (
     WriteFailed,
     Written,
 )
+from torchscout.checkpoint.generation import Generation
 from torchscout.decision.record import Manifestation
 
-__all__ = ["CheckpointGate", "after"]
+__all__ = ["CheckpointGate", "transition"]
 
 # [Note: what each event does to trust]
 #
@@ -65,7 +65,7 @@ __all__ = ["CheckpointGate", "after"]
 _Next = tuple[CheckpointGate, Effects]
 
 
-def after(gate: CheckpointGate, event: Event) -> tuple[CheckpointGate, Effects]:
+def transition(gate: CheckpointGate, event: Event) -> tuple[CheckpointGate, Effects]:
     """The next state, and what is to be done; a ``ValueError`` for an event that cannot follow."""
     following, effects = _TRANSITIONS[type(event)](gate, event)
     following = _pruned(following)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple
 
-__all__ = ["Generation", "Role", "is_number"]
+__all__ = ["Generation", "TrustLevel", "is_number"]
 
 
-class Role(str, Enum):
+class TrustLevel(str, Enum):
     """What a checkpoint is to recovery."""
 
     LATEST = "latest"

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchscout.checkpoint import shards
 from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation, is_number
-from torchscout.checkpoint.shard_format import digest
+from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.shard_format import digest
 from torchscout.errors import CheckpointError, DamagedError
 
 __all__ = [

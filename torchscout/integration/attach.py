@@ -223,7 +223,7 @@ def _keep(
     communicators: Communicators,
 ) -> None:
     """Put checkpoints into the session; what a user must change (folder, budget) fails on every rank."""
-    from torchscout.checkpoint.holdings import Holdings
+    from torchscout.checkpoint.state.training_state import StateParts
     from torchscout.integration.checkpointing import Checkpointing  # with it comes ZeroMQ
 
     model = adapter.model
@@ -238,7 +238,7 @@ def _keep(
         if each.data_ptr() not in shown
     }
     if adapter.owned():
-        besides += Holdings(model, optimizers, {}, owned).masters
+        besides += StateParts(model, optimizers, {}, owned).masters
     try:
         session.checkpointing = Checkpointing(job, config, communicators, model, optimizers, besides, owned)
     except ScoutError:

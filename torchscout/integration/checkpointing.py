@@ -19,20 +19,21 @@ import torch
 import xxhash
 
 from torchscout.adapters.structure import surface_of
-from torchscout.checkpoint import job_file, lock, placement, shards, state
-from torchscout.checkpoint.certify import Ballot, events_of
-from torchscout.checkpoint.fetch import Fetched, Links, fetch
-from torchscout.checkpoint.forgetting import forget_old
-from torchscout.checkpoint.gate import CheckpointGate, after
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.happening import Checked, Effects, Event, Lost, Outcome, Recovered
-from torchscout.checkpoint.inventory import Member, Tier
-from torchscout.checkpoint.ledger_keeping import LedgerKeeper
-from torchscout.checkpoint.ledger_tiers import LedgerTiers
-from torchscout.checkpoint.memory import check_budget, memory_folder
-from torchscout.checkpoint.outgoing import Outgoing
-from torchscout.checkpoint.snapshot import Capture, Snapshots
-from torchscout.checkpoint.state import OURS, Stateful
+from torchscout.checkpoint.background_writer import BackgroundWriter
+from torchscout.checkpoint.certification import CheckVote, events_of
+from torchscout.checkpoint.gate import CheckpointGate, transition
+from torchscout.checkpoint.gate_state import Checked, Effects, Event, Lost, Outcome, Recovered
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.ledger_tiers import LedgerKeeper, LedgerTiers
+from torchscout.checkpoint.replication import placement
+from torchscout.checkpoint.resume.fetch import Fetched, Links, fetch
+from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
+from torchscout.checkpoint.state import training_state
+from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, Stateful
+from torchscout.checkpoint.storage import job_file, lock, shards
+from torchscout.checkpoint.storage.forgetting import forget_old
+from torchscout.checkpoint.storage.inventory import Member, Tier
+from torchscout.checkpoint.storage.memory import check_budget, memory_folder
 from torchscout.communicators import Communicators, Job
 from torchscout.config import CheckpointConfig
 from torchscout.decision.fold import signed
@@ -79,7 +80,7 @@ class Checkpointing:
         self._unreplicated = {*unreplicated, *owned}
         self.keepsakes = SavedCalls()
         """What a sweep will replay, as far as there is room for it."""
-        self._registered: dict[str, Stateful] = {f"{OURS}keepsakes": self.keepsakes}
+        self._registered: dict[str, Stateful] = {f"{SCOUT_PREFIX}keepsakes": self.keepsakes}
         self._disk = Path(config.directory).absolute()
         self._member = Member(
             job=self._agreed_name(), mesh=job.mesh.summary(), world_size=len(job.mesh), rank=job.rank
@@ -118,11 +119,11 @@ class Checkpointing:
     def register(self, name: str, stateful: Stateful) -> None:
         if name in self._registered:
             raise ValueError(f"state is registered as {name!r} already")
-        if name.startswith(OURS):
-            raise ValueError(f"names that begin with {OURS!r} are not for others, got {name!r}")
+        if name.startswith(SCOUT_PREFIX):
+            raise ValueError(f"names that begin with {SCOUT_PREFIX!r} are not for others, got {name!r}")
         if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
             raise ValueError(f"{name!r} must have state_dict() and load_state_dict(), got {type(stateful)}")
-        state.refuse_what_cannot_be_kept(name, stateful)
+        training_state.refuse_what_cannot_be_kept(name, stateful)
         self._registered[name] = stateful
 
     def step_begins(self) -> None:
@@ -147,7 +148,7 @@ class Checkpointing:
 
     def _is_copied(self, name: str) -> bool:
         """Whether replicas hold the same tensor under this name, as far as is known."""
-        if (found := state.parameter_of(name)) is None or found[0] in self._unreplicated:
+        if (found := training_state.parameter_of(name)) is None or found[0] in self._unreplicated:
             return False
         parameter, slot = found
         surface = surface_of(parameter)
@@ -161,7 +162,7 @@ class Checkpointing:
         except CheckpointError:
             is_written, unwritten = False, True
         is_lost = differs or not self._is_captured()
-        return Ballot(outcome, self._gate.accepted, is_lost, not is_written, unwritten).votes()
+        return CheckVote(outcome, self._gate.accepted, is_lost, not is_written, unwritten).votes()
 
     def go_by(
         self, coverage: Coverage, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
@@ -170,7 +171,7 @@ class Checkpointing:
         self._coverage, self._covered = coverage, covered
         ownership = progress.get("ownership")
         self._ownership = ownership if isinstance(ownership, Ownership) else self._ownership
-        self._registered |= {f"{OURS}{name}": each for name, each in progress.items()}
+        self._registered |= {f"{SCOUT_PREFIX}{name}": each for name, each in progress.items()}
         self._gate = self._configured(self._gate)
 
     def decide(self, step: int, counted: Sequence[int], *, counts: bool = True) -> None:
@@ -183,7 +184,7 @@ class Checkpointing:
             )
         if self._capture is not None and self._capture.problem is not None:
             self._add_problems([self._capture.problem])
-        for event in events_of(self._gate, step, Ballot.counted(counted)):
+        for event in events_of(self._gate, step, CheckVote.counted(counted)):
             if counts or not (isinstance(event, Checked) and event.outcome.accepted):
                 self._carry_out(event)
         self._write_down()
@@ -222,7 +223,9 @@ class Checkpointing:
         self._add_problems(fetched.demoted)
         problem: str | None = f"{fetched.generation} could not be put back"
         try:
-            state.restore(self._model, self._optimizers, self._registered, fetched.value.tree, self._owned)
+            training_state.restore(
+                self._model, self._optimizers, self._registered, fetched.value.tree, self._owned
+            )
             problem = None
         except ScoutError as error:
             problem = str(error)
@@ -246,7 +249,7 @@ class Checkpointing:
         swept = loaded.swept
         return Resumption(
             fetched.step,
-            Role.VERIFIED if fetched.generation in self._gate.trusted else decision.role,
+            TrustLevel.VERIFIED if fetched.generation in self._gate.trusted else decision.role,
             fetched.plan.sources[self._member.rank].told(self._member.rank),
             f"{decision.reason} {fetched.plan.reason}.",
             None if swept is None else swept.sweep,
@@ -266,7 +269,7 @@ class Checkpointing:
             "directory": str(self._disk),
             **{
                 role.value: None if (each := getattr(self._gate, role.value)) is None else each.step
-                for role in Role
+                for role in TrustLevel
             },
             "capturing": None if self._gate.pending is None else self._gate.pending.step,
             "durable": [each.step for each in self._gate.durable],
@@ -327,7 +330,7 @@ class Checkpointing:
         if config.forget_after_days is not None:
             forget_old(self._memory.parent, self._memory, config.forget_after_days)
         copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
-        expected = state.expected_bytes(self._model, self._optimizers, self._owned)
+        expected = training_state.expected_bytes(self._model, self._optimizers, self._owned)
         allowed = check_budget(expected, copies, config.memory_budget, self._memory)
         # Of what its state will not need, though it should turn out twice as large.
         self.keepsakes.limit = max(0, allowed // copies - 2 * expected) if config.sweep else 0
@@ -353,7 +356,7 @@ class Checkpointing:
         wards = self._copying.connect([each["address"] for each in told])
         replicator = self._copying.replicator
         self._add_problems(filter(None, [self._copying.problem]))
-        self._outgoing = Outgoing(
+        self._outgoing = BackgroundWriter(
             self._member,
             self._memory,
             self._disk,
@@ -410,7 +413,7 @@ class Checkpointing:
 
     def _carry_out(self, event: Event) -> None:
         before = self._gate
-        self._gate, effects = after(before, event)
+        self._gate, effects = transition(before, event)
         self._reason = effects.reason
         if effects.capture is not None:
             self._take(effects.capture, effects)
@@ -419,11 +422,13 @@ class Checkpointing:
     def _take(self, generation: Generation, effects: Effects) -> None:
         """Note now what a loader draws from; the rest of the step is still to come."""
         self._awaited, self._capture, self._due = generation, None, None  # whatever becomes of it below
-        noted = state.note(self._model, self._optimizers, self._registered, self._owned)
-        role = Role.VERIFIED if self._gate.recipes is None else Role.LATEST
+        noted = training_state.note(self._model, self._optimizers, self._registered, self._owned)
+        role = TrustLevel.VERIFIED if self._gate.recipes is None else TrustLevel.LATEST
 
         def due() -> None:
-            found = state.collect(self._model, self._optimizers, self._registered, noted, self._owned)
+            found = training_state.collect(
+                self._model, self._optimizers, self._registered, noted, self._owned
+            )
             self._capture = self._snapshots.capture(self._member.at(generation), role, found)
             self._outgoing.take(self._capture, is_due=effects.persist == generation)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchscout.checkpoint import placement
-from torchscout.checkpoint.replicate import Replicator
+from torchscout.checkpoint.replication import placement
+from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.communicators import Job
 from torchscout.errors import ScoutError
 from torchscout.log import log
@@ -46,7 +46,7 @@ class Copying:
         if self.replicator is None:
             return ()
         self.replicator.connect([tuple(each) for each in addresses], self._job.hosts)
-        return placement.wards(self._job.hosts, self._job.rank)
+        return placement.held_ranks(self._job.hosts, self._job.rank)
 
     @property
     def newest(self) -> int | None:

@@ -14,10 +14,10 @@ from typing import Any
 from torchscout.checkpoint import ledger
 from torchscout.checkpoint.gate import CheckpointGate
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.inventory import Member
-from torchscout.checkpoint.shard_files import shard_files
+from torchscout.checkpoint.selection import Failure, Selection, select_checkpoint
+from torchscout.checkpoint.storage.inventory import Member
+from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.errors import CheckpointError, UnavailableError
-from torchscout.recovery.retrieval import Decision, Failure, retrieve
 
 __all__ = ["Former", "Remains"]
 
@@ -118,7 +118,7 @@ class Former:
         and nothing to be lost by beginning anew."""
         return self.obstacle is None and not self.gate.held and self.gate.poisoned is None
 
-    def chosen(self) -> tuple[Decision, list[Generation]]:
+    def chosen(self) -> tuple[Selection, list[Generation]]:
         """What to go back to, and should that be damaged, older ones; ``UnavailableError`` if there is none.
 
         Those are verified, but for the one before the latest, which must stand the same test as that.
@@ -130,7 +130,7 @@ class Former:
             failure = Failure.SDC
         elif not self.is_whole:
             failure = Failure.MACHINES_GONE
-        decision = retrieve(failure, self.gate)
+        decision = select_checkpoint(failure, self.gate)
         if (first := decision.generation) is None:
             raise UnavailableError(decision.reason)
         fit = {*self.gate.trusted, *(self.gate.captured if decision.tentative else ())}

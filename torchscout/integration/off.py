@@ -14,7 +14,7 @@ from torchscout.integration.session import Session
 from torchscout.log import log
 
 if TYPE_CHECKING:
-    from torchscout.checkpoint.state import Stateful
+    from torchscout.checkpoint.state.training_state import Stateful
 
 __all__ = ["VARIABLE", "Off", "is_off"]
 

@@ -11,9 +11,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from torchscout.checkpoint.certify import SEVERITY, outcome_of
-from torchscout.checkpoint.happening import Outcome
-from torchscout.checkpoint.state import Stateful
+from torchscout.checkpoint.certification import SEVERITY, CertifiedSteps, outcome_of
+from torchscout.checkpoint.gate_state import Outcome
+from torchscout.checkpoint.selection import SweepResult
+from torchscout.checkpoint.state.training_state import Stateful
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
 from torchscout.decision import c3
@@ -27,10 +28,8 @@ from torchscout.decision.straggler.timings import Measured, Timings
 from torchscout.decision.summary import SummaryRecorder
 from torchscout.integration.coverage import Coverage, Covered, covered_by
 from torchscout.integration.resumption import Swept
-from torchscout.integration.trust import Trust
 from torchscout.log import log
 from torchscout.mesh import Axis, LayerKind, Mesh
-from torchscout.recovery.retrieval import Sweep
 from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.replay.recipe import ABSENT, Comparison, Mode, Recipe, StandingRecipe
 from torchscout.replay.recipes.experts import ExpertsRecipe
@@ -51,7 +50,7 @@ EXPERTS = "experts"
 """The recipe that goes through a catalog of shapes: only an accepted check takes it further."""
 KEPT = "state/checkpoint"
 """What peers have captured of the state that they hold copies of."""
-_SWEPT = {Outcome.HEALTHY: Sweep.CLEAN, Outcome.SDC: Sweep.SDC}
+_SWEPT = {Outcome.HEALTHY: SweepResult.CLEAN, Outcome.SDC: SweepResult.SDC}
 
 
 class Certifier(Protocol):
@@ -134,7 +133,7 @@ class Replaying:
         """The step of the last check, after which something may have been captured."""
         self._revision, self._revisions = 0, 0
         self._certifier: Certifier | None = None
-        self.trust = Trust()
+        self.trust = CertifiedSteps()
         self._last: dict[str, dict[str, Any]] = {}
         self._unchecked: dict[str, str] = {}
         self._found: list[Incident] = []
@@ -241,7 +240,7 @@ class Replaying:
         compared = {each.layer for each in findings.records if each.verdict is not None}
         left = (each for each in findings.records if each.layer not in compared)
         unswept = next((f"{each.surface}: {each.reason}" for each in left), None)
-        return Swept(_SWEPT.get(SEVERITY[severity], Sweep.COULD_NOT_RUN), bool(is_state), unswept)
+        return Swept(_SWEPT.get(SEVERITY[severity], SweepResult.COULD_NOT_RUN), bool(is_state), unswept)
 
     def change(self, **settings: Any) -> None:
         """Other settings from the next check on; what rank 0 wants is done by all."""

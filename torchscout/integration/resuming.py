@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from torchscout.checkpoint.fetch import Fetched
-from torchscout.checkpoint.gate import CheckpointGate, after
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.happening import Lost
-from torchscout.checkpoint.shards import Restored
+from torchscout.checkpoint.gate import CheckpointGate, transition
+from torchscout.checkpoint.gate_state import Lost
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.resume.fetch import Fetched
+from torchscout.checkpoint.selection import Selection, SweepResult, confirm
+from torchscout.checkpoint.storage.shards import Restored
 from torchscout.errors import CheckpointError
 from torchscout.integration.resumption import Sweeping, Swept
-from torchscout.recovery.retrieval import Decision, Sweep, confirm
 
 __all__ = ["Loaded", "UnfitError", "load_what_is_fit"]
 
@@ -40,7 +40,7 @@ class UnfitError(CheckpointError):
 class Loaded:
     """What the model holds, and why."""
 
-    decision: Decision
+    decision: Selection
     fetched: Fetched[Restored]
     swept: Swept | None
     """Of everything; None if there was no need for that."""
@@ -50,7 +50,7 @@ class Loaded:
 
 def load_what_is_fit(
     gate: CheckpointGate,
-    decision: Decision,
+    decision: Selection,
     wanted: Sequence[Generation],
     load: Load,
     sweep: Sweeping | None,
@@ -73,7 +73,7 @@ def load_what_is_fit(
             return Loaded(decision, fetched, told, tuple(lost))
         else:
             decision = _confirmed(gate, lost, told)
-            if decision.role is Role.LATEST:
+            if decision.role is TrustLevel.LATEST:
                 return Loaded(decision, fetched, told, tuple(lost))
             reason = decision.reason
             older = [each for each in reversed(gate.trusted) if each < fetched.generation]
@@ -82,6 +82,6 @@ def load_what_is_fit(
         wanted = older
 
 
-def _confirmed(gate: CheckpointGate, lost: Sequence[Generation], swept: Swept | None) -> Decision:
-    found = reduce(lambda known, gone: after(known, Lost(gone))[0], lost, gate)
-    return confirm(found, Sweep.COULD_NOT_RUN if swept is None else swept.sweep)
+def _confirmed(gate: CheckpointGate, lost: Sequence[Generation], swept: Swept | None) -> Selection:
+    found = reduce(lambda known, gone: transition(known, Lost(gone))[0], lost, gate)
+    return confirm(found, SweepResult.COULD_NOT_RUN if swept is None else swept.sweep)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchscout.checkpoint.generation import Role
-from torchscout.recovery.retrieval import Sweep
+from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.selection import SweepResult
 
 __all__ = ["Resumption", "Sweeping", "Swept"]
 
@@ -20,13 +20,13 @@ class Resumption:
 
     step: int
     """Steps that are done; 0 if there was nothing to go back to."""
-    role: Role | None
+    role: TrustLevel | None
     """What the checkpoint was trusted for; None if there was none."""
     source: str | None
     """Where this rank got its state."""
     reason: str
     """Why this one, in words."""
-    swept: Sweep | None = None
+    swept: SweepResult | None = None
     """What a replay of everything has shown on these workers; None if there was no need for one."""
     unswept: str | None = None
     """What it could not replay on this rank, and why; one of several perhaps."""
@@ -36,7 +36,7 @@ class Resumption:
 class Swept:
     """What replay has found in a loaded state, before it is trained on; job-wide but for ``unswept``."""
 
-    sweep: Sweep
+    sweep: SweepResult
     is_state: bool
     """Whether replicas hold different state: then that is what was loaded, whoever computes well."""
     unswept: str | None

@@ -29,7 +29,7 @@ from torchscout.observer.monitor import HangMonitor
 from torchscout.observer.record.directory import End, RankEntry
 
 if TYPE_CHECKING:
-    from torchscout.checkpoint.state import Stateful
+    from torchscout.checkpoint.state.training_state import Stateful
     from torchscout.integration.checkpointing import Checkpointing
     from torchscout.integration.resumption import Resumption
 

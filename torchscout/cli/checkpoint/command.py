@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from torchscout.checkpoint import lock
-from torchscout.checkpoint.adoption import adopt as adopt_folder
-from torchscout.checkpoint.forgetting import forget as forget_job
-from torchscout.checkpoint.forgetting import kept_jobs
-from torchscout.checkpoint.memory import memory_root
+from torchscout.checkpoint.storage import lock
+from torchscout.checkpoint.storage.adoption import adopt as adopt_folder
+from torchscout.checkpoint.storage.forgetting import forget as forget_job
+from torchscout.checkpoint.storage.forgetting import kept_jobs
+from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.cli.checkpoint import explanation, listing, pruning
 from torchscout.cli.checkpoint.contents import Contents, contents_of
 from torchscout.cli.checkpoint.examination import Damage, examine

@@ -8,15 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchscout.checkpoint import ledger, lock, shards
+from torchscout.checkpoint import ledger
 from torchscout.checkpoint.gate_state import CheckpointGate
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.inventory import Tier
+from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.ledger import Ledger
-from torchscout.checkpoint.memory import memory_root
-from torchscout.checkpoint.owner import Owner
-from torchscout.checkpoint.shard_files import ShardFile, shard_files
-from torchscout.checkpoint.shard_format import Identity
+from torchscout.checkpoint.storage import lock, shards
+from torchscout.checkpoint.storage.inventory import Tier
+from torchscout.checkpoint.storage.memory import memory_root
+from torchscout.checkpoint.storage.owner import Owner
+from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
+from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.cli.mounts import is_in_memory
 from torchscout.errors import CheckpointError
 from torchscout.utils.text import listed
@@ -30,8 +31,8 @@ class Copy:
 
     file: ShardFile
     tier: Tier
-    identity: Identity | None = None
-    sealed_as: Role | None = None
+    identity: ShardIdentity | None = None
+    sealed_as: TrustLevel | None = None
     """Its role when it was written; the ledgers say what it is by now."""
     problem: str | None = None
     """Why it cannot be loaded, as far as its header tells."""

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from torchscout.checkpoint import shards
 from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.storage import shards
 from torchscout.cli.checkpoint.contents import Contents, Copy
 from torchscout.cli.checkpoint.listing import roles_of
 from torchscout.cli.checkpoint.wording import ranks_in_words, size_in_words

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchscout.checkpoint.gate_state import CheckpointGate
+from torchscout.checkpoint.selection import Failure, Selection, SweepResult, confirm, select_checkpoint
 from torchscout.cli.checkpoint.contents import Contents, memory_beside
 from torchscout.cli.checkpoint.examination import Broken, Damage, broken_lines, usable
 from torchscout.cli.checkpoint.listing import as_json, heading
 from torchscout.cli.checkpoint.wording import stacked
-from torchscout.recovery.retrieval import Decision, Failure, Sweep, confirm, retrieve
 
 __all__ = ["explanation"]
 
@@ -40,12 +40,12 @@ def explanation(contents: Contents, damaged: Sequence[Damage]) -> tuple[dict[str
 
 
 def _decided(failure: Failure, gate: CheckpointGate) -> dict[str, Any]:
-    decision = retrieve(failure, gate)
-    otherwise = _as_json(confirm(gate, Sweep.SDC)) if decision.tentative else None
+    decision = select_checkpoint(failure, gate)
+    otherwise = _as_json(confirm(gate, SweepResult.SDC)) if decision.tentative else None
     return {"failure": failure.value, **_as_json(decision), "otherwise": otherwise}
 
 
-def _as_json(decision: Decision) -> dict[str, Any]:
+def _as_json(decision: Selection) -> dict[str, Any]:
     return {
         "role": None if decision.role is None else decision.role.value,
         "generation": None if decision.generation is None else as_json(decision.generation),

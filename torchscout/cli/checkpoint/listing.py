@@ -10,7 +10,7 @@ from rich.table import Table
 from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.ledger import reconcile
-from torchscout.checkpoint.owner import Owner
+from torchscout.checkpoint.storage.owner import Owner
 from torchscout.cli.checkpoint.contents import Contents, Copy, Folder
 from torchscout.cli.checkpoint.wording import (
     counted,

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
-from torchscout.checkpoint import retention, shards
 from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.storage import retention, shards
 from torchscout.cli.checkpoint.contents import Contents
 from torchscout.cli.checkpoint.examination import Broken, Damage, broken_lines, usable
 from torchscout.cli.checkpoint.listing import as_json, heading, roles_of

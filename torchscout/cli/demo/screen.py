@@ -8,17 +8,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from torchscout.checkpoint.selection import SweepResult
 from torchscout.cli.columns import wrapped
 from torchscout.cli.demo.lives import Life, Played
 from torchscout.decision.record import Incident
-from torchscout.recovery.retrieval import Sweep
 
 __all__ = ["report_of", "screen"]
 
 _SWEPT = {
-    Sweep.CLEAN: "before it went on, every layer and update was replayed: clean",
-    Sweep.SDC: "before it went on, every layer and update was replayed: corruption",
-    Sweep.COULD_NOT_RUN: "before it went on, not every layer and update could be replayed",
+    SweepResult.CLEAN: "before it went on, every layer and update was replayed: clean",
+    SweepResult.SDC: "before it went on, every layer and update was replayed: corruption",
+    SweepResult.COULD_NOT_RUN: "before it went on, not every layer and update could be replayed",
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchscout.checkpoint.memory import memory_root
+from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.cli.doctor.checks import devices, installation, layout, network, repeats, storage, system
 from torchscout.cli.doctor.facts import Clock, Folder, Installed, Limits, Met, Reached, Stacks, TorchFacts
 from torchscout.cli.doctor.finding import Finding, skipped

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchscout.checkpoint.memory import budget_within
-from torchscout.checkpoint.placement import copies_beside
+from torchscout.checkpoint.replication.placement import copies_beside
+from torchscout.checkpoint.storage.memory import budget_within
 from torchscout.cli.checkpoint.wording import size_in_words
 from torchscout.cli.doctor.facts import Folder
 from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn

@@ -9,7 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from torchscout.checkpoint import lock
+from torchscout.checkpoint.storage import lock
 from torchscout.cli.doctor.facts import Folder
 from torchscout.cli.mounts import is_in_memory
 from torchscout.errors import CheckpointError

@@ -1,0 +1,1 @@
+"""A copy of each rank's state in another machine's memory."""

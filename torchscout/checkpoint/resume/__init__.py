@@ -1,0 +1,1 @@
+"""From folders to the state of every rank."""

@@ -1,0 +1,1 @@
+"""Asynchronous capture into shared memory."""

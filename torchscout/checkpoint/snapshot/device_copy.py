@@ -1,0 +1,189 @@
+"""Copies tensors into host memory while training goes on (paper, section 8).
+
+All that is particular to accelerators is in ``DeviceCopies`` and ``Pinning``: a side stream, events, and
+memory that a device can write to directly. Nothing waits for a whole device. When to copy what, and when
+training has to wait, is for ``snapshot``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from torchscout.checkpoint.storage.encoding import fill
+
+__all__ = ["Copies", "DeviceCopies", "Pinning", "Stage", "TensorCopy"]
+
+_CHUNK = 32 << 20
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+
+
+class TensorCopy(NamedTuple):
+    """One tensor, and where its bytes go."""
+
+    source: torch.Tensor
+    memory: torch.Tensor
+    """Bytes in host memory."""
+    first: int
+    """The place's first byte in it, a multiple of 64."""
+
+    @property
+    def place(self) -> torch.Tensor:
+        """Dense, and of the same dtype and shape."""
+        data = self.memory[self.first : self.first + self.source.nbytes]
+        return data.view(self.source.dtype).view(self.source.shape)
+
+
+class Copies:
+    """The copies of one snapshot, from host memory and from devices."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        """On training's thread, after the last update was issued."""
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        self.devices = DeviceCopies(devices) if devices else None
+
+    def issue(self, copies: Sequence[TensorCopy], pinned: bool) -> None:
+        """On a thread of ours: those from host memory are done afterwards, those from devices under way.
+
+        May be called again for more; ``fence`` is only about the first.
+        """
+        if self.devices is not None:
+            self.devices.issue([each for each in copies if not each.source.is_cpu], pinned)
+        for each in copies:
+            if each.source.is_cpu:
+                _copy_on_host(each)
+
+    def fence(self) -> None:
+        """On training's thread, after ``issue``: what it issues from here on comes after the copies."""
+        if self.devices is not None:
+            self.devices.fence()
+
+    def wait(self) -> None:
+        """On a thread of ours, after ``issue``: until everything has arrived."""
+        if self.devices is not None:
+            self.devices.wait()
+
+
+class DeviceCopies:
+    """Copies from accelerators, each on a stream of its own beside training's."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._sides = [_Side(device) for device in devices]
+
+    def issue(self, copies: Sequence[TensorCopy], pinned: bool) -> None:
+        for side in self._sides:
+            side.issue([each for each in copies if each.source.device == side.device], pinned)
+
+    def fence(self) -> None:
+        for side in self._sides:
+            side.module.current_stream(side.device).wait_event(side.done[0])
+
+    def wait(self) -> None:
+        for side in self._sides:
+            side.done[-1].synchronize()
+
+
+class _Side:
+    """The side stream of one device."""
+
+    _streams: ClassVar[dict[torch.device, Any]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.module = device, torch.get_device_module(device)
+        self.done: list[Any] = []
+        """After each batch of copies."""
+        self._ready = self.module.Event()
+        self._ready.record(self.module.current_stream(device))
+        if device not in self._streams:
+            self._streams[device] = self.module.Stream(device=device)
+        self._stream = self._streams[device]
+
+    def issue(self, copies: Sequence[TensorCopy], pinned: bool) -> None:
+        with self.module.device(self.device), self.module.stream(self._stream):
+            self._stream.wait_event(self._ready)
+            if pinned:
+                for each in copies:
+                    fill(each.place, each.source, wait=False)
+            else:
+                self._in_chunks(copies)
+            done = self.module.Event()
+            done.record(self._stream)
+        self.done.append(done)
+
+    def _in_chunks(self, copies: Sequence[TensorCopy]) -> None:
+        """Through a small pinned buffer: slower, and nothing of it is left to do afterwards."""
+        chunk = torch.empty(_CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
+        for source, memory, start in copies:
+            dense = torch.empty_like(source, memory_format=torch.contiguous_format)
+            fill(dense, source)
+            data, room = dense.view(-1).view(torch.uint8), memory[start : start + source.nbytes]
+            for first in range(0, len(data), _CHUNK):
+                piece = data[first : first + _CHUNK]
+                chunk[: len(piece)].copy_(piece, non_blocking=True)
+                self._stream.synchronize()
+                room[first : first + len(piece)] = chunk[: len(piece)]
+
+
+class Pinning:
+    """Mapped memory made known to CUDA, until ``undo``."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self.done = not int(self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+        if not self.done:
+            self._forget_error()
+
+    def undo(self) -> None:
+        if self.done:
+            self._runtime.cudaHostUnregister(self._memory.data_ptr())
+            self.done = False
+
+    @staticmethod
+    def _forget_error() -> None:
+        """The runtime would report the refusal once more, as the next kernel's failure on this thread."""
+        try:
+            torch.zeros(1, device="cuda")
+        except RuntimeError:
+            return
+
+
+class Stage:
+    """Memory for what must be copied at once; the same for every snapshot."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of these, valid until the next call; on devices, in training's own order."""
+        on_host = {name: each for name, each in tensors.items() if each.device.type == "cpu"}
+        needed = sum(_aligned(each.nbytes) for each in on_host.values())
+        if needed > len(self._memory):
+            self._memory = torch.empty(needed, dtype=torch.uint8, device="cpu")
+        staged: dict[str, torch.Tensor] = {}
+        offset = 0
+        for name, each in tensors.items():
+            if name not in on_host:
+                staged[name] = each.detach().clone()
+                continue
+            place = self._memory[offset : offset + each.nbytes].view(each.dtype).view(each.shape)
+            fill(place, each)
+            staged[name] = place
+            offset += _aligned(each.nbytes)
+        return staged
+
+
+def _copy_on_host(copy: TensorCopy) -> None:
+    source = copy.source
+    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        # One thread, without Python's lock, and without the threads that training computes with.
+        ctypes.memmove(copy.memory.data_ptr() + copy.first, source.data_ptr(), source.nbytes)
+    else:
+        fill(copy.place, source)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64

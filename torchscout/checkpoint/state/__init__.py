@@ -1,0 +1,1 @@
+"""What a rank's state is, and putting it back."""

@@ -1,0 +1,1 @@
+"""Shards as bytes, files and folders."""

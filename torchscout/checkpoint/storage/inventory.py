@@ -1,0 +1,100 @@
+"""Which shards a rank finds in its memory and on its disk (paper, sections 8 and 9).
+
+Only headers are read: whether a shard's every bit is what was sealed shows when it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.shard_files import shard_files
+from torchscout.checkpoint.storage.shard_format import ShardIdentity
+from torchscout.errors import CheckpointError
+
+__all__ = ["FoundShard", "Inventory", "Member", "Tier", "inventory"]
+
+
+class Tier(str, Enum):
+    """Where a shard lies; what is quicker comes first."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One rank of one job, as it takes part in a recovery."""
+
+    job: str
+    mesh: str
+    world_size: int
+    rank: int
+
+    def at(self, generation: Generation, rank: int | None = None) -> ShardIdentity:
+        """What identifies this rank's state, or another one's."""
+        owner = self.rank if rank is None else rank
+        return ShardIdentity(
+            job=self.job, mesh=self.mesh, world_size=self.world_size, rank=owner, generation=generation
+        )
+
+    def objection(self, identity: ShardIdentity) -> str | None:
+        """Why state of this identity is not of this member's job, with both values."""
+        for name in ("job", "world_size", "mesh"):
+            theirs, ours = getattr(identity, name), getattr(self, name)
+            if theirs != ours:
+                return f"it is of {name.replace('_', ' ')} {theirs!r:.100}, this job is of {ours!r:.100}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundShard:
+    """A shard with a whole header."""
+
+    identity: ShardIdentity
+    holder: int
+    """Whose file it is; another rank's than the state's own if this is a copy."""
+    tier: Tier
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All that one rank finds."""
+
+    found: tuple[FoundShard, ...]
+    problems: tuple[str, ...] = ()
+    """Files that should be shards and are not, in words."""
+
+    def without(self, path: Path, problem: str) -> Inventory:
+        """After this one turned out damaged."""
+        return Inventory(tuple(each for each in self.found if each.path != path), (*self.problems, problem))
+
+
+def inventory(memory: Path, disk: Path, wanted: Sequence[Generation] | None = None) -> Inventory:
+    """What lies in these two folders, of the wanted generations or of all; a missing folder holds nothing."""
+    found: list[FoundShard] = []
+    problems: list[str] = []
+    for tier, folder in ((Tier.MEMORY, memory), (Tier.DISK, disk)):
+        for file in shard_files(folder) if folder.is_dir() else ():
+            seen = _looked_at(file.path, file.holder, tier)
+            if isinstance(seen, str):
+                problems.append(seen)
+            elif wanted is None or seen.identity.generation in wanted:
+                found.append(seen)
+    return Inventory(tuple(found), tuple(problems))
+
+
+def _looked_at(path: Path, holder: int, tier: Tier) -> FoundShard | str:
+    try:
+        identity = shards.inspect(path).identity
+    except CheckpointError as error:
+        return f"in {tier.value}: {error}"
+    # A file under another one's name is nobody's: two could claim to be the same shard.
+    if shards.path_of(path.parent.parent, identity, holder) != path:
+        return f"in {tier.value}: {path} holds the state of rank {identity.rank} at {identity.generation}"
+    return FoundShard(identity, holder, tier, path)

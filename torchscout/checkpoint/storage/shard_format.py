@@ -1,0 +1,372 @@
+"""One rank's state as bytes: a header that says everything, then the tensors (paper, section 9).
+
+Pure and without torch: bytes in, bytes out, for files, shared memory and the network alike. Decoding believes
+nothing: every length, offset and shape is checked against the size of the whole before anything is read or
+allocated, and nothing is ever executed. Digests find damage; they are no defence against whoever forges them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from torchscout.checkpoint.generation import Generation, TrustLevel, is_number
+from torchscout.errors import DamagedError
+
+__all__ = [
+    "ITEM_BYTES",
+    "PREFIX_BYTES",
+    "Blob",
+    "Buffer",
+    "Entry",
+    "Header",
+    "Outline",
+    "ShardIdentity",
+    "check_header",
+    "check_padding",
+    "decode",
+    "digest",
+    "encode",
+    "outline",
+    "parse",
+    "probe",
+]
+
+# [Note: the layout of a shard]
+#
+#     prefix    8 bytes   magic
+#               4 bytes   schema version, little endian
+#               4 bytes   reserved, zero
+#               8 bytes   length of the header in bytes
+#              16 bytes   xxh3-128 of the 24 bytes before this and of the header
+#     header              JSON, perhaps with spaces after it
+#     tensors             each at the next multiple of 64 bytes, zeros between
+#
+# The last tensor's last byte ends the shard. Where every tensor lies follows from the lengths alone; the
+# header names the offsets nevertheless, for other readers, and they must be the ones that follow. So tensors
+# cannot overlap, every byte is covered by a digest or must be zero, and no bit can change unseen.
+MAGIC = b"SCOUT\x00\x1a\n"
+SCHEMA = 1
+ALIGNMENT = 64
+_PREFIX = struct.Struct("<8sIIQ16s")
+PREFIX_BYTES = _PREFIX.size
+_DIGESTED = PREFIX_BYTES - 16
+
+ITEM_BYTES = {
+    "bool": 1,
+    **dict.fromkeys(("uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"), 1),
+    **dict.fromkeys(("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Every dtype a shard can hold, by torch's name, and the size of one element."""
+
+_MAX_DIMENSIONS = 64
+_MAX_BYTES = 1 << 62
+_NO_DIGEST = "0" * 32
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardIdentity:
+    """Whose state, of which job, and when."""
+
+    job: str
+    mesh: str
+    """How the ranks are laid out, in words that differ when the layout does."""
+    world_size: int
+    rank: int
+    """The rank whose state this is; a replica that another rank holds has the same bytes."""
+    generation: Generation
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.job, str) and isinstance(self.mesh, str)):
+            raise ValueError(f"job and mesh are names, got {self.job!r:.40} and {self.mesh!r:.40}")
+        if not (is_number(self.rank) and is_number(self.world_size) and self.rank < self.world_size):
+            raise ValueError(f"there is no rank {self.rank!r} among {self.world_size!r}")
+        if not all(map(is_number, self.generation)):
+            raise ValueError(f"a generation is a step and a lineage, got {self.generation}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "job": self.job,
+            "mesh": self.mesh,
+            "world_size": self.world_size,
+            "rank": self.rank,
+            "generation": list(self.generation),
+        }
+
+    @classmethod
+    def from_json(cls, document: Any) -> ShardIdentity:
+        fields = _object(document, {"job", "mesh", "world_size", "rank", "generation"}, "identity")
+        return cls(**{**fields, "generation": Generation.from_json(fields["generation"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """One tensor's bytes, row-major; a view of memory is one of single bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Buffer
+    owner: object = None
+    """What the bytes belong to, kept alive while they are needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor lies in a shard."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """From the shard's first byte."""
+    length: int
+    digest: str
+    """xxh3-128, 32 hex digits."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """All but the tensors' bytes."""
+
+    identity: ShardIdentity
+    role: TrustLevel
+    """As of the moment the shard was sealed; the gate's state says what it is by now."""
+    document: Any
+    """Everything that is no tensor, as ``tree`` encodes it."""
+    entries: tuple[Entry, ...]
+    start: int
+    """Where the header ends."""
+    size: int
+    """Of the whole shard."""
+
+
+def digest(data: Buffer) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+class Outline:
+    """A shard before its tensors' bytes are known: where each will lie, and later the header."""
+
+    def __init__(self, fields: dict[str, Any], room: int) -> None:
+        self._fields = fields
+        self._rows: list[dict[str, Any]] = fields["tensors"]
+        # Digests have one length, so that the header has it before they are known.
+        self.header_bytes = max(len(self._json([_NO_DIGEST] * len(self._rows))), room)
+        self.start = PREFIX_BYTES + self.header_bytes
+        """Where the header ends."""
+        self.places = [_aligned(self.start) + row["offset"] for row in self._rows]
+        """Each tensor's first byte."""
+        self.ends = [place + row["length"] for place, row in zip(self.places, self._rows, strict=True)]
+        self.size = self.ends[-1] if self.ends else self.start
+        """Of the whole shard."""
+
+    def head(self, digests: Sequence[str]) -> bytes:
+        """Everything before the first tensor's padding."""
+        header = self._json(digests).ljust(self.header_bytes)
+        prefix = _PREFIX.pack(MAGIC, SCHEMA, 0, len(header), b"")[:_DIGESTED]
+        return prefix + xxhash.xxh3_128_digest(prefix + header) + header
+
+    def _json(self, digests: Sequence[str]) -> bytes:
+        rows = [{**row, "digest": each} for row, each in zip(self._rows, digests, strict=True)]
+        document = {**self._fields, "tensors": rows}
+        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+
+
+def outline(
+    identity: ShardIdentity,
+    role: TrustLevel,
+    document: Any,
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+    room: int = 0,
+) -> Outline:
+    """Lay out a shard of tensors given by name, dtype and shape.
+
+    The header has ``room`` bytes at least, so that tensors can lie where they lay in another shard.
+    """
+    if len({name for name, _, _ in tensors}) < len(tensors):
+        raise ValueError("two tensors of a shard have the same name")
+    # Offsets count from the header's end, rounded up, so that the header's own length does not change them.
+    table: list[dict[str, Any]] = []
+    offset = 0
+    for name, dtype, shape in tensors:
+        length = _bytes_of(dtype, shape)
+        offset = _aligned(offset)
+        row = {"name": name, "dtype": dtype, "shape": list(shape), "length": length, "offset": offset}
+        table.append(row)
+        offset += length
+    fields = {"identity": identity.to_json(), "role": role.value, "tensors": table, "document": document}
+    return Outline(fields, room)
+
+
+def encode(identity: ShardIdentity, role: TrustLevel, document: Any, blobs: Sequence[Blob]) -> list[Buffer]:
+    """The shard as pieces to be written one after the other; tensors are not copied."""
+    for blob in blobs:
+        _check_length(blob)
+    laid_out = outline(identity, role, document, [(blob.name, blob.dtype, blob.shape) for blob in blobs])
+    pieces: list[Buffer] = [laid_out.head([digest(blob.data) for blob in blobs])]
+    position = len(pieces[0])
+    for place, blob in zip(laid_out.places, blobs, strict=True):
+        pieces += [bytes(place - position), blob.data]
+        position = place + len(blob.data)
+    return pieces
+
+
+def probe(prefix: Buffer, size: int) -> int:
+    """How many bytes of a shard of this size ``parse`` needs, from the shard's first bytes."""
+    if len(prefix) < PREFIX_BYTES or size < PREFIX_BYTES:
+        raise DamagedError(f"not a shard: {size} bytes are too few")
+    magic, schema, _, length, _ = _PREFIX.unpack(prefix[:PREFIX_BYTES])
+    if magic != MAGIC:
+        raise DamagedError(f"not a shard: it begins with {bytes(magic)!r}")
+    if schema != SCHEMA:
+        raise DamagedError(f"a shard of schema {schema}, this version reads {SCHEMA}")
+    if length > size - PREFIX_BYTES:
+        raise DamagedError(f"the header of {length} bytes does not fit a shard of {size}")
+    return PREFIX_BYTES + int(length)
+
+
+def check_header(prefix: Buffer, pieces: Iterable[Buffer], size: int) -> None:
+    """Raise ``DamagedError`` unless these pieces, one after the other, are the header that was sealed.
+
+    For code that reads a shard in pieces: the header's length cannot be trusted before this check.
+    """
+    found = xxhash.xxh3_128(bytes(prefix[:_DIGESTED]))
+    length = 0
+    for piece in pieces:
+        found.update(piece)
+        length += len(piece)
+    is_whole = length == probe(prefix, size) - PREFIX_BYTES
+    if not is_whole or found.digest() != bytes(prefix[_DIGESTED:PREFIX_BYTES]):
+        raise DamagedError("the header is damaged: its digest does not match")
+
+
+def parse(start: Buffer, size: int) -> Header:
+    """The header, from the first ``probe`` bytes of a shard of this size; ``DamagedError`` if damaged."""
+    end = probe(start, size)
+    view = memoryview(start)
+    check_header(view, [view[PREFIX_BYTES:end]], size)
+    header = bytes(view[PREFIX_BYTES:end])
+    try:
+        return _header(_json(header), end, size)
+    except DamagedError:
+        raise
+    except ValueError as error:
+        raise DamagedError(f"the header is not a shard's: {error}") from error
+
+
+def decode(shard: Buffer) -> tuple[Header, dict[str, memoryview]]:
+    """The header and each tensor's bytes, without copies, all of them verified."""
+    view = memoryview(shard).cast("B")
+    header = parse(view, len(view))
+    check_padding(header, lambda offset, length: view[offset : offset + length])
+    tensors = {entry.name: view[entry.offset : entry.end] for entry in header.entries}
+    for entry in header.entries:
+        if digest(tensors[entry.name]) != entry.digest:
+            raise DamagedError(f"tensor {entry.name!r} is damaged: its digest does not match")
+    return header, tensors
+
+
+def check_padding(header: Header, read: Callable[[int, int], Buffer]) -> None:
+    """Raise ``DamagedError`` unless all bytes between the tensors are zero."""
+    position = header.start
+    for entry in header.entries:
+        if any(read(position, entry.offset - position)):
+            raise DamagedError(f"the bytes before tensor {entry.name!r} are damaged: they are not zero")
+        position = entry.end
+
+
+def _check_length(blob: Blob) -> None:
+    expected = _bytes_of(blob.dtype, blob.shape)
+    if len(blob.data) != expected:
+        raise ValueError(
+            f"tensor {blob.name!r}, {blob.dtype} of shape {blob.shape}, has {expected} bytes, "
+            f"not {len(blob.data)}"
+        )
+
+
+def _header(document: Any, start: int, size: int) -> Header:
+    fields = _object(document, {"identity", "role", "tensors", "document"}, "header")
+    identity = ShardIdentity.from_json(fields["identity"])
+    if not isinstance(fields["tensors"], list):
+        raise ValueError("tensors is not a list")
+    entries = tuple(_entries(fields["tensors"], start))
+    if len({entry.name for entry in entries}) < len(entries):
+        raise ValueError("two tensors have the same name")
+    end = entries[-1].end if entries else start
+    if end != size:
+        raise DamagedError(f"the shard has {size} bytes, but {end} are described")
+    return Header(identity, TrustLevel(fields["role"]), fields["document"], entries, start, size)
+
+
+def _entries(table: list[Any], start: int) -> Iterator[Entry]:
+    first = end = _aligned(start)
+    for row in table:
+        fields = _object(row, {"name", "dtype", "shape", "length", "offset", "digest"}, "tensor")
+        name, shape, value = fields["name"], fields["shape"], fields["digest"]
+        if not isinstance(name, str) or not isinstance(shape, list) or not isinstance(value, str):
+            raise ValueError(f"not a tensor's description: {row!r:.80}")
+        length = _bytes_of(fields["dtype"], shape)
+        if not is_number(fields["length"]) or fields["length"] != length:
+            raise ValueError(f"tensor {name!r:.80} has {length} bytes, not {fields['length']!r:.40}")
+        if not is_number(fields["offset"]) or first + fields["offset"] != _aligned(end):
+            raise ValueError(f"tensor {name!r:.80} does not lie at {fields['offset']!r:.40}")
+        entry = Entry(name, fields["dtype"], tuple(shape), _aligned(end), length, value)
+        end = entry.end
+        yield entry
+
+
+def _bytes_of(dtype: Any, shape: Sequence[Any]) -> int:
+    """The length of such a tensor; a ``ValueError`` for one that no machine could hold."""
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError(f"unknown dtype {dtype!r:.40}")
+    if len(shape) > _MAX_DIMENSIONS or not all(map(is_number, shape)):
+        raise ValueError(f"no shape of a tensor: {shape!r:.80}")
+    # Empty dimensions aside: strides must not overflow either.
+    if math.prod(max(size, 1) for size in shape) * ITEM_BYTES[dtype] > _MAX_BYTES:
+        raise ValueError(f"a tensor of shape {shape!r:.80} is too large")
+    return int(math.prod(shape)) * ITEM_BYTES[dtype]
+
+
+def _object(value: Any, keys: set[str], what: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or set(value) != keys:
+        raise ValueError(f"{what} must have {sorted(keys)}, got {value!r:.80}")
+    return value
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT

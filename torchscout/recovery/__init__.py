@@ -1,1 +1,0 @@
-"""What to do about an incident (paper, sections 4 and 8)."""
