@@ -181,5 +181,5 @@ def _in_words(result: dict[str, Any]) -> str:
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    preload("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "torchscout.integration.attach")
+    preload("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel", "torchscout.attach")
     main()

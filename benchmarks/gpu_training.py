@@ -107,5 +107,5 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    preload("torch.nn.parallel", "torchscout.integration.attach")
+    preload("torch.nn.parallel", "torchscout.attach")
     main()

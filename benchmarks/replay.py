@@ -32,11 +32,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from torchscout.attach import enable_resiliency
 from torchscout.cli.local_ranks import preload, run_ranks
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision import c3
 from torchscout.decision.channel import ProcessGroupChannel
-from torchscout.integration.attach import enable_resiliency
 from torchscout.mesh import Axis, PeerGroup
 from torchscout.replay.recipe import Observation, finish_signatures
 from torchscout.replay.recipes.layer import LayerRecipe
@@ -304,5 +304,5 @@ PARTS: dict[str, Callable[[], Figures]] = {
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    preload("torch.nn.parallel", "torchscout.integration.attach")
+    preload("torch.nn.parallel", "torchscout.attach")
     main()

@@ -10,14 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchscout.attach import enable_resiliency
     from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig
     from torchscout.decision.consensus import Status, Verdict
     from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
     from torchscout.decision.signature import signature, signatures
     from torchscout.errors import ScoutError
-    from torchscout.integration.attach import enable_resiliency
-    from torchscout.integration.session import Session
     from torchscout.mesh import Mesh, MeshAddress, PeerGroup
+    from torchscout.session.session import Session
 
 __version__ = "0.1.0"
 
@@ -35,10 +35,10 @@ _HOME = {
     "ReplayConfig": "config",
     "Scope": "decision.record",
     "ScoutError": "errors",
-    "Session": "integration.session",
+    "Session": "session.session",
     "Status": "decision.consensus",
     "Verdict": "decision.consensus",
-    "enable_resiliency": "integration.attach",
+    "enable_resiliency": "attach",
     "signature": "decision.signature",
     "signatures": "decision.signature",
 }

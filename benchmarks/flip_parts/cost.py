@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from torchscout.attach import enable_resiliency
 from torchscout.cli.local_ranks import run_ranks
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["cost"]
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from flip_parts.flip import Flip, Flipped, Held, digest_of, flip_a_bit
+from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["INTERVAL", "STEPS", "Asked", "Found", "Seen", "Work", "train_all"]
 

@@ -20,7 +20,6 @@ from torchscout.decision import c3, signature
 from torchscout.decision.channel import ProcessGroupChannel
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.decision.summary import SummaryRecorder
-from torchscout.integration.replaying import Replaying
 from torchscout.replay import replayer
 from torchscout.replay.capture import broadcast
 from torchscout.replay.capture.context import RngState
@@ -28,6 +27,7 @@ from torchscout.replay.capture.hooks import CallCapture
 from torchscout.replay.recipe import Observation
 from torchscout.replay.recipes import optimizer, process_groups, replicated_state
 from torchscout.replay.recipes.layer import LayerReplay
+from torchscout.session.replay_driver import ReplayDriver
 from training_parts.job import Job
 from training_parts.ledger import Ledger, Patches
 
@@ -78,7 +78,7 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
         return ledger.part("check")
 
     part, exchange = ledger.part, ledger.exchange
-    patches.around(Replaying, "step_finished", lambda *_: part("remainder", "check"))
+    patches.around(ReplayDriver, "step_finished", lambda *_: part("remainder", "check"))
     patches.around(replayer.Replayer, "check", keep_kinds)
     patches.around(replayer.Replayer, "begin", lambda *_: part("arm the next"))
     patches.around(replayer.Replayer, "_describe", lambda *_: part("describe"))
@@ -106,10 +106,10 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
     patches.around(replayer, "judged", lambda *_, **__: part("judge"))
     patches.around(Observation, "read", lambda *_: part("read clocks"))
     patches.around_function(broadcast, "captured", lambda *_: part("copy"))
-    patches.around(Replaying, "_conclude", lambda *_: part("diagnose"))
+    patches.around(ReplayDriver, "_conclude", lambda *_: part("diagnose"))
     patches.around(SummaryRecorder, "record", lambda *_: part("write records"))
     patches.around(JsonlRecorder, "record", lambda *_: part("write records"))
-    patches.around(Replaying, "_agree", lambda *_, **__: part("certify"))
+    patches.around(ReplayDriver, "_agree", lambda *_, **__: part("certify"))
     patches.around(c3, "compare", lambda *_, **__: exchange("gather signatures"))
     patches.around(PeerCommunicator, "broadcast", lambda _, tensor, **__: exchange(_broadcast(tensor)))
     patches.around(ProcessGroupChannel, "gather", lambda *_, **__: exchange("gather descriptions"))

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from torchscout.attach import enable_resiliency
 from torchscout.config import ObserverConfig, ReplayConfig
-from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.session import Session
+from torchscout.session.session import Session
 
 __all__ = ["MODELS", "Block", "Job", "Size", "Window"]
 

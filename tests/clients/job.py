@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import Incident
 from torchscout.faults.fault import since
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.session import Session
+from torchscout.session.session import Session
 
 __all__ = ["Job", "Report", "Trial", "local_of"]
 

@@ -20,7 +20,7 @@ from tests.support.deepspeed_layouts import (
 )
 from tests.support.ranks import LiveRanks, RankError, run_ranks
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.resumption import Sweep
+from torchscout.session.resumption import Sweep
 
 __all__ = ["answering"]
 

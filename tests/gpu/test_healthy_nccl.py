@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.support.gpu_models import Variant, batch, parallel
 from tests.support.ranks import run_ranks
+from torchscout.attach import enable_resiliency
 from torchscout.config import BaselineConfig, ObserverConfig, ReplayConfig, StragglerConfig
-from torchscout.integration.attach import enable_resiliency
 
 pytestmark = pytest.mark.gpu
 VARIANTS = {

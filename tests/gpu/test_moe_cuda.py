@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.ranks import run_ranks
+from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision.record import Scope
-from torchscout.integration.attach import enable_resiliency
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from tests.support.ranks import run_ranks
+from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 pytestmark = [
     pytest.mark.gpu,

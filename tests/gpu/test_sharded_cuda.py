@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.support.ranks import run_ranks
 from tests.support.sharded_jobs import Failing
+from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig, StragglerConfig
 from torchscout.faults.effects import FlipBit
-from torchscout.integration.attach import enable_resiliency
 
 # Ranks that share a device do not share it evenly: one of them may really be slower for a while.
 REPLAY = ReplayConfig(interval=1, straggler=StragglerConfig(material_ms=1000.0))

@@ -11,12 +11,12 @@ from torch import nn
 
 from tests.gpu.test_replay_cuda import RANKS, Net
 from tests.support.ranks import run_ranks
+from torchscout.attach import enable_resiliency
 from torchscout.checkpoint.gate_state import Outcome
 from torchscout.checkpoint.selection import SweepResult
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 from torchscout.replay.capture.saved_calls import SavedCalls
 
 pytestmark = [

@@ -23,8 +23,8 @@ from tests.support.hangs import QUICK, Net
 from tests.support.ranks import run_ranks
 from torchscout import Mesh
 from torchscout.adapters.base import mesh_from
+from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
-from torchscout.integration.attach import enable_resiliency
 from torchscout.observer.record.directory import read_ends
 
 RECORDS = Path(f"/dev/shm/torchscout-{os.getuid()}")
@@ -261,7 +261,7 @@ SCRIPT = """
 import os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torchscout.config import ObserverConfig
-from torchscout.integration.attach import enable_resiliency
+from torchscout.attach import enable_resiliency
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters())

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
+from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism
-from torchscout.integration.attach import enable_resiliency
 from torchscout.observer.record.directory import open_record, read_roster
 
 

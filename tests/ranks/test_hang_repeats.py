@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.ranks.test_hangs import TRAINING, communicating_job, ddp_job, fsdp_job
 from tests.support.hangs import FAULTY_STEP, QUICK, Net, incidents, wait_for_incident
 from tests.support.ranks import RankError, run_ranks
+from torchscout.attach import enable_resiliency
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 pytestmark = pytest.mark.slow
 

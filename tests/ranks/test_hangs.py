@@ -29,12 +29,12 @@ from tests.support.hangs import (
     wait_for_incident,
 )
 from tests.support.ranks import RankError, run_ranks
+from torchscout.attach import enable_resiliency
 from torchscout.collectives.interceptor import listen
 from torchscout.config import Parallelism
 from torchscout.decision.record import Action, Incident, Manifestation, Scope
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 from torchscout.mesh import Mesh
 
 STEP_PLACE = "step"

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.hangs import QUICK, STALL, Net
 from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job
+from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 STEPS, MOST_LINES = 1000, 10
 

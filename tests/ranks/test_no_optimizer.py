@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.hangs import FAULTY_STEP, QUICK, STEPS, Net, incidents, wait_for_incident
 from tests.support.ranks import run_ranks
-from torchscout.integration.attach import enable_resiliency
+from torchscout.attach import enable_resiliency
 
 PATIENT_AT_FIRST = replace(QUICK, start_seconds=600.0)
 

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.hangs import QUICK, Net, incidents
 from tests.support.ranks import run_ranks
+from torchscout.attach import enable_resiliency
 from torchscout.decision.record import Action, Incident, Manifestation, Scope
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 from torchscout.mesh import Mesh
 
 SOON = replace(QUICK, floor_seconds=5.0, repeat_seconds=0.5)

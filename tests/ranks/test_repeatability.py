@@ -15,11 +15,11 @@ from tests.support.ranks import run_ranks
 from tests.support.replay_jobs import Job, bytes_of, records
 from tests.support.replayed_job import REPLAY, batch
 from tests.support.restless_layers import net_of
+from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 STEPS = 16
 EVERY_STEP = ReplayConfig(interval=1, records="all")

@@ -24,8 +24,8 @@ from tests.support.replay_jobs import (
     steps_of,
 )
 from tests.support.replayed_job import Block, Net
+from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.integration.attach import enable_resiliency
 
 
 def changed_job(rank: int, changes: dict[int, int], run_dir: Path) -> tuple[list[int], list[str]]:

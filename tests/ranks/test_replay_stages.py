@@ -9,10 +9,10 @@ from torch import nn
 
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import Block, Net, batch
+from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 
 class Middle(nn.Module):

@@ -11,11 +11,11 @@ import torch
 from tests.support.ears import Ears
 from tests.support.ranks import run_ranks
 from tests.support.variations import VARIATIONS, Trained, train
+from torchscout.attach import enable_resiliency
 from torchscout.collectives.interceptor import listen
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import Stamped, read
-from torchscout.integration.attach import enable_resiliency
 
 STEPS, RANKS = 12, 3
 EVERY_STEP = ReplayConfig(interval=1, variants=(1.0, 0.1), records="all")

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import Net, batch
+from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.integration.attach import enable_resiliency
 
 
 class Moody:

@@ -110,7 +110,7 @@ def promises(
 def with_package(rank: int, folder: Path, run_dir: Path) -> dict[str, Any]:
     """A job of a framework whose adapter an installed package brings."""
     sys.path.insert(0, str(folder))
-    from torchscout.integration.attach import enable_resiliency
+    from torchscout.attach import enable_resiliency
     from toy_engine import Engine
 
     torch.manual_seed(0)

@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checkpoint_jobs import Loader, ddp
+from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.session import Session
+from torchscout.session.session import Session
 
 __all__ = ["INTERVAL", "Life", "alone"]
 

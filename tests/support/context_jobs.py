@@ -27,10 +27,10 @@ from torch.nn.functional import cross_entropy, gelu
 from tests.support.replay_jobs import EVERY_STEP
 from tests.support.replayed_job import VOCABULARY, WIDTH, batch
 from tests.support.tensor_jobs import Echo, Told, bits_of, told
+from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 HEADS, LENGTH = 2, 8
 

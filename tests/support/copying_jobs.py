@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.replayed_job import Net, batch
+from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision.record import Incident
 from torchscout.faults.effects import FlipBit
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["Copied", "Copying", "MasterAdamW", "copying"]
 

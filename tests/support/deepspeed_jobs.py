@@ -20,6 +20,7 @@ from tests.support.checkpoint_jobs import Loader, kill
 from tests.support.deepspeed_models import ACCUMULATED, KINDS, Work, quiet
 from tests.support.deepspeed_places import Places, ours, theirs, tidy_up
 from tests.support.findings import Findings
+from torchscout.attach import enable_resiliency
 from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
@@ -27,10 +28,9 @@ from torchscout.decision.recorder import read
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.resumption import Resumption
-from torchscout.integration.session import Session
 from torchscout.mesh import Mesh
+from torchscout.session.resumption import Resumption
+from torchscout.session.session import Session
 
 preload("deepspeed")
 

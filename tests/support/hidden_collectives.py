@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ears import Ears
 from tests.support.replayed_job import Block, Net, batch, device
+from torchscout.attach import enable_resiliency
 from torchscout.collectives.interceptor import listen
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Incident
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["HIDING", "Seen", "hiding_training"]
 

@@ -30,14 +30,14 @@ from transformers import (
 from tests.support.all_records import all_records
 from tests.support.checkpoint_jobs import kill
 from tests.support.findings import Findings
+from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.session import Session
 from torchscout.plugins.huggingface import ResiliencyCallback
+from torchscout.session.session import Session
 
 VOCABULARY, LENGTH = 64, 16
 

@@ -24,8 +24,8 @@ from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
-from torchscout.integration.resumption import Resumption
 from torchscout.mesh import LayerKind, Mesh
+from torchscout.session.resumption import Resumption
 
 __all__ = ["Told", "Trial", "answering", "train"]
 
@@ -99,7 +99,7 @@ def _told(told: Told, session: Any, rank: int, run_dir: Path) -> Told:
 
 
 def attached(job: Job, run_dir: Path) -> Any:
-    from torchscout.integration.attach import enable_resiliency
+    from torchscout.attach import enable_resiliency
 
     chunks = job.chunks if len(job.chunks) > 1 else job.chunks[0]
     trial, kept = job.trial, None

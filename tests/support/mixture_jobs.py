@@ -14,16 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.all_records import all_records
 from tests.support.findings import Findings
+from torchscout.attach import enable_resiliency
 from torchscout.cli.moe_job import group_of
 from torchscout.cli.moe_model import EXPERTS, MoeTransformer, batch, expert_names, share_gradients
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.resumption import Resumption
-from torchscout.integration.session import Session
 from torchscout.mesh import Mesh
+from torchscout.session.resumption import Resumption
+from torchscout.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)

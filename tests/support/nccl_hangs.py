@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.hangs import QUICK, incidents
+from torchscout.attach import enable_resiliency
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["CULPRIT", "STEPS", "Hang", "Seen", "has_fired", "late_in_a_check", "train"]
 

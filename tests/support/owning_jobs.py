@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.replayed_job import Block, Net, batch
+from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
 from torchscout.decision.record import Incident
 from torchscout.faults.effects import FlipBit
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["Owned", "Owning", "owning"]
 

@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.pipeline_stages import SCHEDULES, Layout, stages_of
 from tests.support.replayed_job import batch
+from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["REPLAY", "Piped", "train"]
 

@@ -13,5 +13,5 @@ preload(
     "torch.distributed.device_mesh",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
-    "torchscout.integration.attach",
+    "torchscout.attach",
 )

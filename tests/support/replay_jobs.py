@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from tests.support.all_records import all_records
 from tests.support.replayed_job import Net, batch
+from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import Stamped, read
-from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.session import Session
+from torchscout.session.session import Session
 from torchscout.utils.reentrancy import in_own_work
 
 __all__ = [

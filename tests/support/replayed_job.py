@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.all_records import all_records
+from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.recorder import Stamped, read
 from torchscout.decision.repeatability import MAX_REPLAYS
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = [
     "LAYERS",

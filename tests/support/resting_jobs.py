@@ -15,10 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.support.replayed_job import Net, batch, device
 from tests.support.sharded_jobs import SHARDINGS
+from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision.record import Incident
 from torchscout.faults.effects import FlipBit
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["Rested", "Resting", "resting"]
 

@@ -16,10 +16,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.replayed_job import Net, batch
+from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import Incident
-from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.session import Session
+from torchscout.session.session import Session
 
 __all__ = ["INTERVAL", "PARTS", "Part", "Soaked", "sizes_in", "train"]
 

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.replayed_job import Net, batch
+from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident
 from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 from torchscout.mesh import Mesh, MeshAddress
 
 ALL = None

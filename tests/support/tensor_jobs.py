@@ -27,11 +27,11 @@ from torch.distributed.tensor.parallel import (
 
 from tests.support.replay_jobs import EVERY_STEP, records
 from tests.support.replayed_job import Net, batch
+from torchscout.attach import enable_resiliency
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.session import Session
+from torchscout.session.session import Session
 from torchscout.utils.reentrancy import in_own_work
 
 AXES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}

@@ -41,6 +41,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from torchscout.adapters.torchtitan import TorchTitanAdapter
+from torchscout.attach import enable_resiliency
 from torchscout.collectives.call import SCOUT_GROUP, Call
 from torchscout.collectives.interceptor import listen
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
@@ -49,9 +50,8 @@ from torchscout.decision.recorder import read
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
-from torchscout.integration.session import Session
 from torchscout.mesh import LayerKind
+from torchscout.session.session import Session
 
 _NEW_HOST_NAME = 0x04000000  # from linux/sched.h
 OVERRIDE = "torchscout.plugins.torchtitan.resiliency"

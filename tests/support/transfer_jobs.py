@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.all_records import all_records
 from tests.support.findings import Findings
 from tests.support.replayed_job import Net, batch
+from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 from torchscout.mesh import Mesh
 
 __all__ = ["Job", "Told", "answering"]

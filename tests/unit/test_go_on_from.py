@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.integration.session import Session
+from torchscout.session.session import Session
 
 
 def test_steps_are_counted_on_from_there(tmp_path: Path):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import torchscout
-from torchscout.integration.off import Off
-from torchscout.integration.session import Session
+from torchscout.session.off import Off
+from torchscout.session.session import Session
 
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "watch_input": (([1, 2],), {}),

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_record import INCIDENT
-from torchscout.integration.news import News
-from torchscout.integration.session import Session
 from torchscout.observer.record.directory import End, RankEntry, read_ends
+from torchscout.session.incident_callback import IncidentCallback
+from torchscout.session.session import Session
 
 
 def session_of(run_dir: Path, rank: int = 0) -> Session:
     session = Session(run_dir, ExitStack(), rank)
     session.entry = RankEntry.own(rank, None, 1)
-    session.news = News(rank, None, session.failed)
+    session.news = IncidentCallback(rank, None, session.failed)
     session.step = 3
     return session
 

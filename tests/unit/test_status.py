@@ -21,8 +21,8 @@ from tests.unit.test_record import INCIDENT
 from torchscout.cli.main import app
 from torchscout.decision.record import Manifestation, Resolved
 from torchscout.decision.recorder import JsonlRecorder
-from torchscout.integration.recovered import add_run, mark_recovered
 from torchscout.observer.record.directory import End, How, RankEntry, read_roster
+from torchscout.session.ending import add_run, mark_recovered
 
 STRAGGLER = replace(INCIDENT, manifestation=Manifestation.STRAGGLER, sentence="rank 5 is slow")
 TRAINER = """

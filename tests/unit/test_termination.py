@@ -15,7 +15,7 @@ from tests.support.small_job import until
 ROOT = Path(__file__).parents[2]
 BEGIN = """
 import ctypes, os, pathlib, signal, sys, threading, time
-from torchscout.integration.termination import before_termination
+from torchscout.session.termination import before_termination
 here = pathlib.Path(sys.argv[1])
 def act():
     time.sleep(float(sys.argv[2]))

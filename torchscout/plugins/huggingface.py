@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from torchscout.integration.attach import enable_resiliency
+from torchscout.attach import enable_resiliency
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from torchscout.integration.session import Session
+    from torchscout.session.session import Session
 
 __all__ = ["ResiliencyCallback", "trusted_checkpoint"]
 

@@ -17,12 +17,12 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.config.override import derive, override
 from torchtitan.trainer import Trainer
 
+from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.integration.attach import enable_resiliency
 
 if TYPE_CHECKING:
-    from torchscout.integration.resumption import Resumption
-    from torchscout.integration.session import Session
+    from torchscout.session.resumption import Resumption
+    from torchscout.session.session import Session
 
 __all__ = ["Resiliency", "resiliency"]
 

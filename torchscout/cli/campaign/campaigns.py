@@ -30,7 +30,7 @@ MODULES = (
     "torchscout.cli.campaign.recovery",
     "torchscout.cli.campaign.routed_job",
     "torchscout.cli.campaign.warm",
-    "torchscout.integration.checkpointing",
+    "torchscout.session.checkpoint_manager",
 )
 """What ranks need; the server that they are forked from imports it once."""
 

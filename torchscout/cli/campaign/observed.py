@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from torchscout.attach import enable_resiliency
 from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.training import Training
 from torchscout.config import ObserverConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 from torchscout.observer.monitor import HangMonitor
 
 __all__ = ["QUICK", "READY", "TRAIN", "Told", "be_quiet", "firings_of", "observers_of", "steps", "train"]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchscout.attach import enable_resiliency
 from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.training import Training
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["STEPS", "Told", "train"]
 

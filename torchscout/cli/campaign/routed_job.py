@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from torchscout.attach import enable_resiliency
 from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.training import device_of
 from torchscout.cli.moe_job import MoeTraining
@@ -19,7 +20,6 @@ from torchscout.config import ReplayConfig, StragglerConfig
 from torchscout.experts.kernel import expert_layer as counted
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["PROGRAMS", "TILE", "Job", "Told", "train"]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
+from torchscout.attach import enable_resiliency
 from torchscout.cli.campaign.layout import Layout
 from torchscout.cli.campaign.training import Training
 from torchscout.config import ReplayConfig
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["EVERY_STEP", "Stretch", "Told", "train"]
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from torchscout.adapters.structure import surface_of
+from torchscout.attach import enable_resiliency
 from torchscout.cli.demo.model import Transformer, batch, parallelize
 from torchscout.cli.demo.stage import STEPS, Stage
 from torchscout.cli.moe_job import MoeTraining
@@ -24,7 +25,6 @@ from torchscout.cli.moe_model import MoeTransformer
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.integration.attach import enable_resiliency
 
 __all__ = ["Began", "Ended", "Stepped", "surfaces", "train", "train_alone"]
 

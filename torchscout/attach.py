@@ -33,17 +33,17 @@ from torchscout.decision.record import Incident, Surface
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.errors import CatalogError, ScoutError
 from torchscout.experts.coverage import Rows
-from torchscout.integration.coverage import NO_CATALOG, shapes_in
-from torchscout.integration.news import News
-from torchscout.integration.off import Off, is_off
-from torchscout.integration.recovered import add_run
-from torchscout.integration.replaying import Replaying
-from torchscout.integration.session import Session
 from torchscout.log import log, show_by_default
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.observer.device import device_of
 from torchscout.observer.monitor import start_monitor
 from torchscout.observer.record.directory import RankEntry, news_of
+from torchscout.session.coverage import NO_CATALOG, shapes_in
+from torchscout.session.ending import add_run
+from torchscout.session.incident_callback import IncidentCallback
+from torchscout.session.off import Off, is_off
+from torchscout.session.replay_driver import ReplayDriver
+from torchscout.session.session import Session
 
 __all__ = ["enable_resiliency"]
 
@@ -170,7 +170,7 @@ def _watch(
 def _enter(session: Session, job: Job, on_incident: Callable[[Incident], None] | None) -> None:
     """Let the session be seen in the run directory, and hear of incidents."""
     record = None if session.watching is None else session.watching.writer.path
-    session.news = News(
+    session.news = IncidentCallback(
         job.rank, on_incident, session.failed, path=None if record is None else news_of(record)
     )
     session.undo.callback(session.news.close)
@@ -224,7 +224,7 @@ def _keep(
 ) -> None:
     """Put checkpoints into the session; what a user must change (folder, budget) fails on every rank."""
     from torchscout.checkpoint.state.training_state import StateParts
-    from torchscout.integration.checkpointing import Checkpointing  # with it comes ZeroMQ
+    from torchscout.session.checkpoint_manager import CheckpointManager  # with it comes ZeroMQ
 
     model = adapter.model
     optimizers = adapter.optimizers()
@@ -240,7 +240,9 @@ def _keep(
     if adapter.owned():
         besides += StateParts(model, optimizers, {}, owned).masters
     try:
-        session.checkpointing = Checkpointing(job, config, communicators, model, optimizers, besides, owned)
+        session.checkpointing = CheckpointManager(
+            job, config, communicators, model, optimizers, besides, owned
+        )
     except ScoutError:
         session.close()
         raise
@@ -291,7 +293,7 @@ def _replay(
             return
     device = device_of_job(adapter)
     shapes, lacking = (None, _ALONE) if is_alone else _shapes(job, config, adapter, communicators)
-    replaying = Replaying(
+    replaying = ReplayDriver(
         config,
         recipes_for(adapter, config, job.mesh, job.rank, shapes, communicators, is_alone=is_alone),
         job.mesh,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from torchscout.integration.resumption import Resumption
-from torchscout.integration.session import Session
 from torchscout.log import log
+from torchscout.session.resumption import Resumption
+from torchscout.session.session import Session
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state.training_state import Stateful

@@ -12,12 +12,12 @@ from torchscout.decision.record import EvidenceRecord, Incident, Resolved
 from torchscout.decision.recorder import Follower, LogRecorder, Stamped
 from torchscout.log import log
 
-__all__ = ["News"]
+__all__ = ["IncidentCallback"]
 
 _POLL_SECONDS = 0.5
 
 
-class News:
+class IncidentCallback:
     """Every incident of the job, once on every rank: one rank logs it, each calls the user's function.
 
     What checks find, ranks tell each other (``add``). What observers find, the hub sends to all of them, and

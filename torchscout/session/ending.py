@@ -1,19 +1,49 @@
-"""Which runs had a checkpoint folder, so that corruption they found can be marked as recovered from."""
+"""How a session ended, and whether a later run recovered from the corruption that it found."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from torchscout.decision import recorder
 from torchscout.decision.record import Incident, Manifestation, Resolved
 from torchscout.decision.recorder import JsonlRecorder, Stamped
+from torchscout.observer.record.directory import How
 from torchscout.utils.private_files import open_file
+from torchscout.utils.text import listed
 
-__all__ = ["add_run", "mark_recovered", "unresolved"]
+__all__ = ["add_run", "closing_line", "how_ended", "mark_recovered", "unresolved"]
+
+_ASKED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+
+
+def how_ended(error: BaseException | None) -> How:
+    """From the exception that ends the program, if any."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, SystemExit):
+        if error.code in _ASKED:
+            return "interrupted"
+        return "failed" if error.code else "finished"
+    # A generator that is not run to its end is closed by this one.
+    return "finished" if error is None or isinstance(error, GeneratorExit) else "failed"
+
+
+def closing_line(
+    how: str, step: int, incidents: Sequence[Incident], certified: int | None, error: BaseException | None
+) -> str:
+    """What a rank says last."""
+    counts = Counter(each.manifestation.value for each in incidents)
+    told = f"incidents: {listed([f'{count} {kind}' for kind, count in sorted(counts.items())])}"
+    by = "" if how != "failed" or error is None else f" by {type(error).__name__}: {error}"
+    checked = "" if certified is None else f"; certified up to step {certified}"
+    return f"{how} after step {step}{by}; {told if counts else 'no incidents'}{checked}"
+
 
 _NAME = "runs.jsonl"
 

@@ -29,6 +29,7 @@ from torchscout.checkpoint.replication import placement
 from torchscout.checkpoint.resume.fetch import Fetched, Links, fetch
 from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
 from torchscout.checkpoint.state import training_state
+from torchscout.checkpoint.state.restore import restore
 from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, Stateful
 from torchscout.checkpoint.storage import job_file, lock, shards
 from torchscout.checkpoint.storage.forgetting import forget_old
@@ -39,25 +40,26 @@ from torchscout.config import CheckpointConfig
 from torchscout.decision.fold import signed
 from torchscout.decision.ownership import Ownership
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
-from torchscout.integration.copying import Copying
-from torchscout.integration.coverage import Coverage
-from torchscout.integration.former import Former, Remains
-from torchscout.integration.resuming import Loaded, UnfitError, load_what_is_fit
-from torchscout.integration.resumption import Resumption, Sweeping
-from torchscout.integration.termination import before_termination
 from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls
-
-__all__ = ["Checkpointing"]
-
-_WAYS_OUT = (
-    "To begin again without these checkpoints, call session.resume(start_over=True); to keep them, give "
-    "CheckpointConfig another directory. `scout checkpoint explain {folder}` shows what is there, and "
-    "`scout checkpoint adopt` lets a job take over another one's."
+from torchscout.session.copying import Copying
+from torchscout.session.coverage import RecipeCycle
+from torchscout.session.resumption import (
+    WAYS_OUT,
+    Loaded,
+    NoUsableCheckpointError,
+    PreviousRun,
+    RankRemains,
+    Resumption,
+    Sweeping,
+    load_first_usable,
 )
+from torchscout.session.termination import before_termination
+
+__all__ = ["CheckpointManager"]
 
 
-class Checkpointing:
+class CheckpointManager:
     """Checkpoints of a model and its optimizers, until ``close``."""
 
     def __init__(
@@ -85,11 +87,11 @@ class Checkpointing:
         self._member = Member(
             job=self._agreed_name(), mesh=job.mesh.summary(), world_size=len(job.mesh), rank=job.rank
         )
-        self._coverage = Coverage()
+        self._coverage = RecipeCycle()
         self._covered: Callable[[], str] = str
         self._ownership = Ownership()
         self._gate = self._configured(CheckpointGate())
-        self._former: Former | None = None
+        self._former: PreviousRun | None = None
         """What an earlier run has left, until this one goes back to it."""
         self._awaited: Generation | None = None
         """What was to be captured last."""
@@ -165,7 +167,7 @@ class Checkpointing:
         return CheckVote(outcome, self._gate.accepted, is_lost, not is_written, unwritten).votes()
 
     def go_by(
-        self, coverage: Coverage, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
+        self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
     ) -> None:
         """What checks go over, and how far they are; see ``integration.replaying.Certifier``."""
         self._coverage, self._covered = coverage, covered
@@ -200,14 +202,14 @@ class Checkpointing:
         try:
             decision, wanted = self._former.chosen()
             decision = replace(decision, is_swept=decision.is_swept and self._config.sweep)
-            loaded = load_what_is_fit(gate, decision, wanted, self._load, sweep)
+            loaded = load_first_usable(gate, decision, wanted, self._load, sweep)
         except UnavailableError as error:
             reason = f"{str(error).rstrip('.')}."
             if start_over:
                 self._start_over(gate)
                 return Resumption(0, None, None, f"{reason} The job begins again, as was asked for.")
-            raise UnavailableError(f"{reason} {_WAYS_OUT.format(folder=self._disk)}") from None
-        except UnfitError as error:
+            raise UnavailableError(f"{reason} {WAYS_OUT.format(folder=self._disk)}") from None
+        except NoUsableCheckpointError as error:
             self._gate = gate
             for each in dict.fromkeys(error.lost):
                 self._carry_out(Lost(each))
@@ -223,9 +225,7 @@ class Checkpointing:
         self._add_problems(fetched.demoted)
         problem: str | None = f"{fetched.generation} could not be put back"
         try:
-            training_state.restore(
-                self._model, self._optimizers, self._registered, fetched.value.tree, self._owned
-            )
+            restore(self._model, self._optimizers, self._registered, fetched.value.tree, self._owned)
             problem = None
         except ScoutError as error:
             problem = str(error)
@@ -345,7 +345,7 @@ class Checkpointing:
         self._undo.callback(self._snapshots.close)
         self._copying = Copying(job, self._memory, wanted=config.replicate)
         self._undo.callback(self._copying.close)
-        self._remains = Remains.found((self._memory, self._disk), self._member)
+        self._remains = RankRemains.found((self._memory, self._disk), self._member)
         self._ledgers = LedgerTiers(*self._remains.ledgers)
         self._add_problems(self._remains.problems)
 
@@ -369,7 +369,7 @@ class Checkpointing:
         self._keeper = LedgerKeeper(
             self._member, self._memory, self._disk, self._ledgers, self._snapshots, replicator
         )
-        self._former = Former.of([Remains.from_json(each["remains"]) for each in told])
+        self._former = PreviousRun.of([RankRemains.from_json(each["remains"]) for each in told])
         if self._former is not None and self._former.is_nothing:
             log.info("an earlier run ended before its first checkpoint was complete")
             self._start_over(self._former.gate)

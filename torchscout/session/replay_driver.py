@@ -26,8 +26,6 @@ from torchscout.decision.sdc import OpenIncidents, ReplayDiagnosis
 from torchscout.decision.straggler.diagnosis import Slowness, Stragglers
 from torchscout.decision.straggler.timings import Measured, Timings
 from torchscout.decision.summary import SummaryRecorder
-from torchscout.integration.coverage import Coverage, Covered, covered_by
-from torchscout.integration.resumption import Swept
 from torchscout.log import log
 from torchscout.mesh import Axis, LayerKind, Mesh
 from torchscout.replay.capture.saved_calls import SavedCalls
@@ -41,8 +39,10 @@ from torchscout.replay.replayer import Findings, Replayer
 from torchscout.replay.schedule import OverheadBudget, Rotation
 from torchscout.replay.sweep import sweep
 from torchscout.replay.verdicts import Context, judge
+from torchscout.session.coverage import Covered, RecipeCycle, covered_by
+from torchscout.session.resumption import SweepReport
 
-__all__ = ["Replaying"]
+__all__ = ["ReplayDriver"]
 
 CENSUS = ("census", "expert_census")
 """The recipes that compare what peers hold."""
@@ -72,7 +72,9 @@ class Certifier(Protocol):
         ``counts`` is true of certify anything."""
         ...
 
-    def go_by(self, coverage: Coverage, progress: Mapping[str, Stateful], covered: Callable[[], str]) -> None:
+    def go_by(
+        self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str]
+    ) -> None:
         """What checks go over; how far they are, and what they have learned, is to be kept too.
 
         ``covered`` says in words what they cover by now.
@@ -80,7 +82,7 @@ class Certifier(Protocol):
         ...
 
 
-class Replaying:
+class ReplayDriver:
     """Checks at the end of the steps at which they are due, until ``close``."""
 
     def __init__(
@@ -113,7 +115,7 @@ class Replaying:
         copies = links(LayerKind.EXPERT, False)
         self._copies = copies if {*copies.group.ranks} <= {*self._links.group.ranks} else None
         """Those who hold the same of everything, experts included; None where their dense parts differ."""
-        self._coverage = Coverage()
+        self._coverage = RecipeCycle()
         self._parameters: Collection[torch.Tensor] = ()
         self._has_reported = False
         self._rank = self._links.group.ranks[self._links.position]
@@ -200,7 +202,7 @@ class Replaying:
         self._parameters = parameters
         turns = [len(each.targets) for each in self._recipes if each.kind == EXPERTS]
         (most,) = self._communicators.highest([max(turns, default=0)])
-        self._coverage = Coverage(most if has_catalog and most else None, lacking)
+        self._coverage = RecipeCycle(most if has_catalog and most else None, lacking)
         self.trust.go_by(self._coverage.recipes)
 
     @property
@@ -223,7 +225,7 @@ class Replaying:
         certifier.go_by(self._coverage, progress, lambda: self.covered().sentence())
         self._replayer.keepsakes = certifier.keepsakes
 
-    def sweep(self, step: int, everything: bool) -> Swept:
+    def sweep(self, step: int, everything: bool) -> SweepReport:
         """Compare the state of this step, which was just loaded, and replay ``everything`` on it if asked to.
 
         Reported as in any check.
@@ -240,7 +242,7 @@ class Replaying:
         compared = {each.layer for each in findings.records if each.verdict is not None}
         left = (each for each in findings.records if each.layer not in compared)
         unswept = next((f"{each.surface}: {each.reason}" for each in left), None)
-        return Swept(_SWEPT.get(SEVERITY[severity], SweepResult.COULD_NOT_RUN), bool(is_state), unswept)
+        return SweepReport(_SWEPT.get(SEVERITY[severity], SweepResult.COULD_NOT_RUN), bool(is_state), unswept)
 
     def change(self, **settings: Any) -> None:
         """Other settings from the next check on; what rank 0 wants is done by all."""

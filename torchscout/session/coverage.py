@@ -27,7 +27,7 @@ from torchscout.replay.recipes.owned_state import OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.utils.text import listed
 
-__all__ = ["NO_CATALOG", "Coverage", "Covered", "covered_by", "left_out", "shapes_in"]
+__all__ = ["NO_CATALOG", "Covered", "RecipeCycle", "covered_by", "left_out", "shapes_in"]
 
 _BETWEEN = "Wrong numbers between two checks are found if they leave a trace in what is compared or watched."
 _MOST = 3
@@ -39,7 +39,7 @@ NO_CATALOG = (
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class RecipeCycle:
     """What accepted checks say about a mixture of experts."""
 
     recipes: int | None = None

@@ -1,31 +1,86 @@
-"""What an earlier run has left, as all ranks together see it, and what to go back to (paper, section 8).
+"""From what an earlier run left to a loaded state, as all ranks together see it (paper, section 8).
 
-Every rank tells what it finds written down; from the same answers all conclude alike. Loading is done by
-``integration.checkpointing``.
+Every rank reports what it finds in its ledgers, and from the same reports all conclude alike. What should
+be loaded is loaded, swept if need be, and exchanged for the next older generation if it is not fit. Until
+all of this has ended nothing is written, so that a job that is killed meanwhile finds everything as it
+was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from torchscout.checkpoint import ledger
-from torchscout.checkpoint.gate import CheckpointGate
-from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.selection import Failure, Selection, select_checkpoint
+from torchscout.checkpoint.gate import CheckpointGate, transition
+from torchscout.checkpoint.gate_state import Lost
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.resume.fetch import Fetched
+from torchscout.checkpoint.selection import Failure, Selection, SweepResult, confirm, select_checkpoint
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_files import shard_files
+from torchscout.checkpoint.storage.shards import Restored
 from torchscout.errors import CheckpointError, UnavailableError
 
-__all__ = ["Former", "Remains"]
+__all__ = [
+    "WAYS_OUT",
+    "Loaded",
+    "NoUsableCheckpointError",
+    "PreviousRun",
+    "RankRemains",
+    "Resumption",
+    "SweepReport",
+    "Sweeping",
+    "load_first_usable",
+]
+
+WAYS_OUT = (
+    "To begin again without these checkpoints, call session.resume(start_over=True); to keep them, give "
+    "CheckpointConfig another directory. `scout checkpoint explain {folder}` shows what is there, and "
+    "`scout checkpoint adopt` lets a job take over another one's."
+)
+
+Sweeping = Callable[[int, bool], "SweepReport"]
+"""See ``integration.replaying.Replaying.sweep``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Where a job goes on from."""
+
+    step: int
+    """Steps that are done; 0 if there was nothing to go back to."""
+    role: TrustLevel | None
+    """What the checkpoint was trusted for; None if there was none."""
+    source: str | None
+    """Where this rank got its state."""
+    reason: str
+    """Why this one, in words."""
+    swept: SweepResult | None = None
+    """What a replay of everything has shown on these workers; None if there was no need for one."""
+    unswept: str | None = None
+    """What it could not replay on this rank, and why; one of several perhaps."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What replay has found in a loaded state, before it is trained on; job-wide but for ``unswept``."""
+
+    sweep: SweepResult
+    is_state: bool
+    """Whether replicas hold different state: then that is what was loaded, whoever computes well."""
+    unswept: str | None
+    """What could not be replayed on this rank, and why; one of several perhaps."""
+
 
 _TOLD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Remains:
+class RankRemains:
     """What one rank finds."""
 
     gate: CheckpointGate | None
@@ -42,7 +97,7 @@ class Remains:
     """What each folder's ledger says; other ranks have no use for it."""
 
     @classmethod
-    def found(cls, folders: Sequence[Path], member: Member) -> Remains:
+    def found(cls, folders: Sequence[Path], member: Member) -> RankRemains:
         read = [_read(folder, member) for folder in folders]
         gates = [each for each in read if isinstance(each, CheckpointGate)]
         files = [each for folder in folders for each in shard_files(folder)]
@@ -72,7 +127,7 @@ class Remains:
         }
 
     @classmethod
-    def from_json(cls, told: Any) -> Remains:
+    def from_json(cls, told: Any) -> RankRemains:
         gate = None if told["gate"] is None else CheckpointGate.from_json(told["gate"])
         pending = tuple(map(int, told["pending"]))
         return cls(
@@ -81,7 +136,7 @@ class Remains:
 
 
 @dataclass(frozen=True, slots=True)
-class Former:
+class PreviousRun:
     """The earlier run of this job."""
 
     gate: CheckpointGate
@@ -92,7 +147,7 @@ class Former:
     """Why nobody can tell."""
 
     @classmethod
-    def of(cls, remains: Sequence[Remains]) -> Former | None:
+    def of(cls, remains: Sequence[RankRemains]) -> PreviousRun | None:
         """None if there was no earlier run."""
         gates = [each.gate for each in remains if each.gate is not None]
         if not gates:
@@ -144,7 +199,7 @@ def _read(folder: Path, member: Member) -> CheckpointGate | str | None:
         return str(error)
 
 
-def _obstacle(remains: Sequence[Remains]) -> str | None:
+def _obstacle(remains: Sequence[RankRemains]) -> str | None:
     """Without any ledger nobody knows what may be trusted; that is not the same as a new job."""
     told = [f"rank {rank}: {each}" for rank, found in enumerate(remains) for each in found.problems]
     count = max(found.shards for found in remains)
@@ -155,3 +210,69 @@ def _obstacle(remains: Sequence[Remains]) -> str | None:
         "Nothing can be recovered: there was an earlier run, and no rank can read which of its checkpoints "
         f"may be trusted ({'; '.join(told[:_TOLD])})."
     )
+
+
+Load = Callable[[Sequence[Generation]], Fetched[Restored]]
+"""The first of these that all ranks can have, put into the model."""
+
+
+class NoUsableCheckpointError(CheckpointError):
+    """What was loaded must not be trained on, and there is nothing else."""
+
+    def __init__(self, reason: str, lost: Sequence[Generation]) -> None:
+        super().__init__(
+            f"{reason} To begin again, start the job once more and call session.resume(start_over=True)."
+        )
+        self.lost = lost
+        """Those that new processes shall not try again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the model holds, and why."""
+
+    decision: Selection
+    fetched: Fetched[Restored]
+    swept: SweepReport | None
+    """Of everything; None if there was no need for that."""
+    lost: tuple[Generation, ...]
+    """Passed over: damaged, or unfit."""
+
+
+def load_first_usable(
+    gate: CheckpointGate,
+    decision: Selection,
+    wanted: Sequence[Generation],
+    load: Load,
+    sweep: Sweeping | None,
+) -> Loaded:
+    """Every rank comes to the same; ``NoUsableCheckpointError`` on all of them if nothing of it may be trained on."""
+    lost: list[Generation] = []
+    told: SweepReport | None = None
+    while True:
+        fetched = load(wanted)
+        lost += [passed for passed, _ in fetched.plan.passed]
+        swept = None if sweep is None else sweep(fetched.step, decision.is_swept)
+        if decision.is_swept:
+            told = swept
+        if swept is not None and swept.is_state:
+            # A copy went wrong after it was certified: the one before it need not have.
+            lost.append(fetched.generation)
+            reason = f"Replicas hold different numbers in {fetched.generation}."
+            older = [each for each in wanted if each < fetched.generation]
+        elif not decision.tentative or fetched.generation in gate.trusted:
+            return Loaded(decision, fetched, told, tuple(lost))
+        else:
+            decision = _confirmed(gate, lost, told)
+            if decision.role is TrustLevel.LATEST:
+                return Loaded(decision, fetched, told, tuple(lost))
+            reason = decision.reason
+            older = [each for each in reversed(gate.trusted) if each < fetched.generation]
+        if not older:
+            raise NoUsableCheckpointError(reason, [*gate.captured, *lost])
+        wanted = older
+
+
+def _confirmed(gate: CheckpointGate, lost: Sequence[Generation], swept: SweepReport | None) -> Selection:
+    found = reduce(lambda known, gone: transition(known, Lost(gone))[0], lost, gate)
+    return confirm(found, SweepResult.COULD_NOT_RUN if swept is None else swept.sweep)

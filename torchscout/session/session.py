@@ -1,4 +1,4 @@
-"""The handle a user holds (paper, section 9): what happens at a step, a fetch, a checkpoint, the end.
+"""The handle that a user holds (paper, section 9): what happens at a step, a fetch, a checkpoint, the end.
 
 A failure of SCOUT itself stops here: it is logged and counted, and training goes on.
 """
@@ -13,29 +13,55 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from torchscout.decision import recorder
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
-from torchscout.integration.ending import closing_line, how_ended
-from torchscout.integration.inputs import Announced
-from torchscout.integration.news import News
-from torchscout.integration.recovered import mark_recovered
-from torchscout.integration.replaying import Replaying
 from torchscout.log import log
 from torchscout.observer.monitor import HangMonitor
 from torchscout.observer.record.directory import End, RankEntry
+from torchscout.session.ending import closing_line, how_ended, mark_recovered
+from torchscout.session.incident_callback import IncidentCallback
+from torchscout.session.replay_driver import ReplayDriver
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state.training_state import Stateful
-    from torchscout.integration.checkpointing import Checkpointing
-    from torchscout.integration.resumption import Resumption
+    from torchscout.session.checkpoint_manager import CheckpointManager
+    from torchscout.session.resumption import Resumption
 
-__all__ = ["Session"]
+__all__ = ["InputHook", "Session"]
 
 _Batch = TypeVar("_Batch")
+
+
+class InputHook(Generic[_Batch]):
+    """The same batches, as often as one iterates over it; its attributes are the source's."""
+
+    def __init__(self, source: Iterable[_Batch], tell: Callable[[], None]) -> None:
+        self._source, self._tell = source, tell
+
+    def __iter__(self) -> Iterator[_Batch]:
+        self._tell()
+        batches = iter(self._source)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+            self._tell()
+
+    def __len__(self) -> int:
+        return len(self._source)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of a copy that is being made there is no source yet
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+
 _VERDICT_SECONDS = 2.0
 """How long rank 0 waits for the observers when an exception ends it, so that its log says why."""
 
@@ -50,9 +76,9 @@ class Session:
         self.failures: list[str] = []
         """What went wrong within SCOUT itself, and is therefore not checked."""
         self.watching: HangMonitor | None = None
-        self.replaying: Replaying | None = None
-        self.checkpointing: Checkpointing | None = None
-        self.news: News | None = None
+        self.replaying: ReplayDriver | None = None
+        self.checkpointing: CheckpointManager | None = None
+        self.news: IncidentCallback | None = None
         self.entry: RankEntry | None = None
         """This rank's, in the run directory."""
         self.not_replaying = "it was not asked for"
@@ -104,7 +130,7 @@ class Session:
     def watch_input(self, source: Iterable[_Batch]) -> Iterable[_Batch]:
         """The same batches; that one is being fetched is published, and how long it took."""
         watched = source if self.watching is None else self.watching.publisher.watch_input(source)
-        return watched if self.checkpointing is None else Announced(watched, self.step_begins)
+        return watched if self.checkpointing is None else InputHook(watched, self.step_begins)
 
     def checkpoint_io(self, kind: Literal["read", "write"]) -> AbstractContextManager[None]:
         """Around the reading or writing of a checkpoint: longer silence is then no hang."""
@@ -286,7 +312,7 @@ class Session:
             why = "" if error is None else f"{type(error).__name__}: {error}"
             End(entry.rank, how, self.step, entry.record, why).write(self.run_dir)
 
-    def _checkpoints(self) -> Checkpointing:
+    def _checkpoints(self) -> CheckpointManager:
         if self.checkpointing is None:
             raise ValueError("this session keeps no checkpoints; pass checkpoint=CheckpointConfig(...)")
         return self.checkpointing

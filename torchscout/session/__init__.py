@@ -1,0 +1,1 @@
+"""One rank's session: the orchestrators that join replay, observers and checkpoints."""
