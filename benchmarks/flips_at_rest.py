@@ -40,7 +40,7 @@ from flip_parts.job import STEPS, Asked, Found, train_all
 from flip_parts.layouts import LAYOUTS, RANKS
 from flip_parts.verdict import Result, counted, judged
 
-from torchscout.cli.local_ranks import LiveRanks, preload
+from torchscout.testing.local_ranks import LiveRanks, preload
 
 JOB_SECONDS = 240
 _ORDER = ("weight", "master", "exp_avg", "exp_avg_sq", "working copy")

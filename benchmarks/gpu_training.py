@@ -35,7 +35,7 @@ from training_parts.job import MODELS
 from training_parts.measure import PARTS, Plan, measure
 from training_parts.report import markdown, summary, table
 
-from torchscout.cli.local_ranks import preload, run_ranks
+from torchscout.testing.local_ranks import preload, run_ranks
 
 RANKS = 3
 

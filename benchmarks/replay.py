@@ -33,13 +33,13 @@ from torch import nn
 from torch.nn import functional
 
 from torchscout.attach import enable_resiliency
-from torchscout.cli.local_ranks import preload, run_ranks
 from torchscout.config import Parallelism, ReplayConfig
 from torchscout.decision import c3
 from torchscout.decision.channel import ProcessGroupChannel
 from torchscout.mesh import Axis, PeerGroup
 from torchscout.replay.recipe import Observation, finish_signatures
 from torchscout.replay.recipes.layer import LayerRecipe
+from torchscout.testing.local_ranks import preload, run_ranks
 
 CUDA = torch.cuda.is_available()
 VARIANTS = (0.1, 1.0, 10.0)

@@ -32,8 +32,8 @@ TORCH_IN_DECISION = {"channel.py", "fold.py", "fold_kernel.py", "signature.py"}
 # what a listener raises in the middle of a collective must not reach training, neither may what the
 # session suffers, and a user's callback or function may raise anything.
 BROAD_EXCEPT = {
-    "cli/discover/kernels.py": 1,
-    "cli/local_ranks.py": 2,
+    "cli/discover_plan.py": 1,
+    "testing/local_ranks.py": 2,
     "collectives/interceptor.py": 1,
     "replay/capture/hooks.py": 1,
     "replay/guard.py": 1,

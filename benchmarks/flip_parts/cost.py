@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from torchscout.attach import enable_resiliency
-from torchscout.cli.local_ranks import run_ranks
 from torchscout.config import Parallelism, ReplayConfig
+from torchscout.testing.local_ranks import run_ranks
 
 __all__ = ["cost"]
 

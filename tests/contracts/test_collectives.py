@@ -24,9 +24,9 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 from tests.support.ears import Ears, Heard
 from tests.support.ranks import run_ranks
-from torchscout.cli.local_ranks import preload
 from torchscout.collectives.call import Splits, operators
 from torchscout.collectives.interceptor import listen
+from torchscout.testing.local_ranks import preload
 
 preload("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 

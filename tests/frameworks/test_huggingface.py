@@ -16,10 +16,10 @@ from tests.support.hangs import QUICK, STALL
 from tests.support.huggingface_jobs import Trial, answering, train
 from tests.support.ranks import LiveRanks, RankError, run_ranks
 from tests.support.scripts import EXAMPLES, torchrun
-from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.faults.plan import FaultPlan
 from torchscout.plugins.huggingface import ResiliencyCallback, trusted_checkpoint
+from torchscout.testing.local_ranks import preload
 
 preload("tests.support.huggingface_jobs")
 

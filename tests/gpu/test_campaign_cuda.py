@@ -17,22 +17,18 @@ import pytest
 import torch
 
 from tests.support import ranks  # noqa: F401  what the ranks of all tests preload
-from torchscout.cli.campaign.campaigns import MODULES, paper_on
-from torchscout.cli.campaign.cell import Cell, Processes
-from torchscout.cli.campaign.fitting import fitted
-from torchscout.cli.campaign.grading import Flaw
-from torchscout.cli.campaign.kernel_bench import run_kernel
-from torchscout.cli.campaign.layout import Hardware
-from torchscout.cli.campaign.numerical import REPLAYED
-from torchscout.cli.campaign.observed_bench import graded
-from torchscout.cli.campaign.observed_run import observe
-from torchscout.cli.campaign.recovery_bench import run_recovery
-from torchscout.cli.campaign.routed_bench import run_routed
-from torchscout.cli.campaign.slow import SLOW, slow_layers
-from torchscout.cli.campaign.warm_bench import run_warm
-from torchscout.cli.local_ranks import preload
+from torchscout.campaign.campaigns import MODULES, paper_on, run_kernel
+from torchscout.campaign.cell import Cell, Hardware, Processes
+from torchscout.campaign.grading import Flaw
+from torchscout.campaign.machine import fitted
+from torchscout.campaign.moe import run_routed
+from torchscout.campaign.observed import graded, observe
+from torchscout.campaign.paper_cells import REPLAYED, SLOW, slow_layers
+from torchscout.campaign.recovery import run_recovery
+from torchscout.campaign.warm import run_warm
 from torchscout.faults.effects import DeviceSpin
 from torchscout.faults.plan import FaultPlan
+from torchscout.testing.local_ranks import preload
 
 pytestmark = pytest.mark.gpu
 preload(*MODULES)

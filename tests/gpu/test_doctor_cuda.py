@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchscout.cli.doctor.checks import devices, repeats
-from torchscout.cli.doctor.finding import Grade
+from torchscout.cli.doctor.facts import Grade
 from torchscout.cli.doctor.probes.torch_facts import ask_torch
 
 ROOT = Path(__file__).parents[2]

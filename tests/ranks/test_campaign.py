@@ -17,26 +17,21 @@ from pathlib import Path
 import pytest
 import typer
 
-from torchscout.cli.campaign.campaigns import MODULES, PAPER
-from torchscout.cli.campaign.cell import Cell, Processes
-from torchscout.cli.campaign.command import answer, run_campaign
-from torchscout.cli.campaign.grading import Flaw
-from torchscout.cli.campaign.kernel_bench import run_kernel
-from torchscout.cli.campaign.numerical import REPLAYED
-from torchscout.cli.campaign.observed import QUICK, train
-from torchscout.cli.campaign.observed_bench import graded
-from torchscout.cli.campaign.observed_run import observe
-from torchscout.cli.campaign.result import Result
-from torchscout.cli.campaign.routed_bench import run_routed
-from torchscout.cli.campaign.rows import ROWS
-from torchscout.cli.campaign.warm import EVERY_STEP
-from torchscout.cli.campaign.warm_bench import run_warm
-from torchscout.cli.local_ranks import preload
-from torchscout.cli.moe_model import experts_at
+from torchscout.campaign.campaigns import MODULES, PAPER, run_kernel
+from torchscout.campaign.cell import ROWS, Cell, Processes
+from torchscout.campaign.grading import Flaw
+from torchscout.campaign.moe import run_routed
+from torchscout.campaign.observed import QUICK, graded, observe, train
+from torchscout.campaign.paper_cells import REPLAYED
+from torchscout.campaign.results import Result
+from torchscout.campaign.warm import EVERY_STEP, run_warm
+from torchscout.cli.campaign import answer, run_campaign
 from torchscout.config import StragglerConfig
 from torchscout.faults.fault import since
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import LayerKind
+from torchscout.testing.local_ranks import preload
+from torchscout.testing.moe_model import experts_at
 
 preload(*MODULES)
 ROOT = Path(__file__).parents[2]

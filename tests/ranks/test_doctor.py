@@ -136,7 +136,7 @@ def in_small_memory(folder: Path, before: str, code: str) -> str:
 MEMORY = """
 from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.cli.doctor.checks.storage import memory
-from torchscout.cli.doctor.plan import Plan
+from torchscout.cli.doctor.facts import Plan
 from torchscout.cli.doctor.probes.storage import folder_at
 for state_bytes in (None, 100_000, 200_000):
     found = memory(folder_at(memory_root()), Plan(1, 1, state_bytes))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import LiveRanks, RankError, run_ranks
-from torchscout.cli.local_ranks import _die_with_parent
+from torchscout.testing.local_ranks import _die_with_parent
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,7 +138,7 @@ def test_a_killed_parent_takes_its_ranks_along(tmp_path: Path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, sys\n"
-        "from torchscout.cli.local_ranks import run_ranks\n"
+        "from torchscout.testing.local_ranks import run_ranks\n"
         "from tests.ranks.test_harness import writing_its_pid\n"
         "if __name__ == '__main__':\n"
         "    run_ranks(writing_its_pid, 1, sys.argv[1])\n"

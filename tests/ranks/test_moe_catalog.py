@@ -11,11 +11,10 @@ from tests.support.mixture_jobs import Told, Trial, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.selection import SweepResult
-from torchscout.cli.moe_catalog import catalog_for
-from torchscout.cli.moe_model import EXPERTS
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Scope
 from torchscout.faults.plan import FaultPlan
+from torchscout.testing.moe_model import EXPERTS, catalog_for
 
 LAYERS = ("layer.0.mixture.experts", "layer.1.mixture.experts")
 TURNS = [(rows, place) for rows in (128, 512) for place in (0, 1)]

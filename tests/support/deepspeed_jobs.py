@@ -21,7 +21,6 @@ from tests.support.deepspeed_models import ACCUMULATED, KINDS, Work, quiet
 from tests.support.deepspeed_places import Places, ours, theirs, tidy_up
 from tests.support.findings import Findings
 from torchscout.attach import enable_resiliency
-from torchscout.cli.local_ranks import preload
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
@@ -31,6 +30,7 @@ from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 from torchscout.session.resumption import Resumption
 from torchscout.session.session import Session
+from torchscout.testing.local_ranks import preload
 
 preload("deepspeed")
 

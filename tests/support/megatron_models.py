@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from torchscout.cli.local_ranks import preload
 from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.faults.plan import FaultPlan
+from torchscout.testing.local_ranks import preload
 
 __all__ = ["Job", "Trial", "build", "called", "inner", "leave", "one_step"]
 

@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.all_records import all_records
 from tests.support.findings import Findings
 from torchscout.attach import enable_resiliency
-from torchscout.cli.moe_job import group_of
-from torchscout.cli.moe_model import EXPERTS, MoeTransformer, batch, expert_names, share_gradients
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
@@ -24,6 +22,14 @@ from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 from torchscout.session.resumption import Resumption
 from torchscout.session.session import Session
+from torchscout.testing.moe_model import (
+    EXPERTS,
+    MoeTransformer,
+    batch,
+    expert_names,
+    group_of,
+    share_gradients,
+)
 
 
 @dataclass(frozen=True, slots=True)

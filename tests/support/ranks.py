@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchscout.cli.local_ranks import LiveRanks, RankError, preload, run_ranks
+from torchscout.testing.local_ranks import LiveRanks, RankError, preload, run_ranks
 
 __all__ = ["LiveRanks", "RankError", "run_ranks"]
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.ranks import LiveRanks
 from tests.support.titan_jobs import Trial, make_assets
-from torchscout.cli.local_ranks import preload
 from torchscout.config import ObserverConfig
+from torchscout.testing.local_ranks import preload
 
 __all__ = [
     "CONTEXT",

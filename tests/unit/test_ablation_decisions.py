@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from torchscout.cli.campaign.ablation.decisions import (
+from torchscout.campaign.ablation.variants import (
+    Claim,
+    Outcome,
     RawStepTimes,
     coordinate_vote,
     first_to_differ,
     first_to_time_out,
+    judged,
     unconfirmed,
 )
-from torchscout.cli.campaign.ablation.outcome import Claim, Outcome, judged
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.progress import Phase, Process, Progress, RankStatus

@@ -7,20 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from torchscout.cli.campaign.ablation.cells import ablation_cells
-from torchscout.cli.campaign.ablation.pieces import pieces_for
-from torchscout.cli.campaign.campaigns import PAPER
-from torchscout.cli.campaign.cell import Cell
-from torchscout.cli.campaign.layout import BLOCKS
-from torchscout.cli.campaign.paper import paper_cells
-from torchscout.cli.campaign.routed import SHAPES, WORK, Turns
-from torchscout.cli.campaign.rows import ROWS
-from torchscout.cli.campaign.schedule import WARMUP, planned, scheduled
-from torchscout.cli.campaign.selection import chosen, sampled
-from torchscout.cli.campaign.training import Transformer
-from torchscout.cli.moe_model import LAYERS, MoeTransformer
+from torchscout.campaign.ablation.variants import ablation_cells, pieces_for
+from torchscout.campaign.campaigns import PAPER, chosen, sampled
+from torchscout.campaign.cell import BLOCKS, ROWS, Cell
+from torchscout.campaign.paper_cells import SHAPES, WORK, Turns, paper_cells
+from torchscout.campaign.training import Transformer
+from torchscout.campaign.warm import WARMUP, planned, scheduled
 from torchscout.decision.record import Manifestation, Scope
 from torchscout.faults.plan import FaultPlan
+from torchscout.testing.moe_model import LAYERS, MoeTransformer
 
 CELLS = paper_cells(0)
 

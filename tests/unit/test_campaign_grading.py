@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchscout.cli.campaign.grading import Flaw, Grade, grade, unfired
+from torchscout.campaign.grading import Flaw, Grade, grade, unfired
 from torchscout.decision.consensus import exact
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.faults.ground_truth import GroundTruth

@@ -11,28 +11,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torchscout.cli.campaign import machine
-from torchscout.cli.campaign.campaigns import PAPER, paper_on
-from torchscout.cli.campaign.cell import Cell
-from torchscout.cli.campaign.command import app, run_campaign
-from torchscout.cli.campaign.fitting import fitted
-from torchscout.cli.campaign.grading import Flaw, Grade
-from torchscout.cli.campaign.layout import LAYOUTS, Hardware
-from torchscout.cli.campaign.machine import hardware_for
-from torchscout.cli.campaign.markdown import markdown
-from torchscout.cli.campaign.page import page
-from torchscout.cli.campaign.paper import paper_cells
-from torchscout.cli.campaign.result import Result
-from torchscout.cli.campaign.selection import sampled
-from torchscout.cli.campaign.starting import is_busy, retried
-from torchscout.cli.campaign.store import Store
-from torchscout.cli.campaign.training import Transformer
-from torchscout.cli.local_ranks import RankError
-from torchscout.cli.moe_model import MoeTransformer
+from torchscout.campaign import machine
+from torchscout.campaign.campaigns import PAPER, paper_on, sampled
+from torchscout.campaign.cell import LAYOUTS, Cell, Hardware
+from torchscout.campaign.grading import Flaw, Grade
+from torchscout.campaign.machine import fitted, hardware_for
+from torchscout.campaign.observed import is_busy, retried
+from torchscout.campaign.page import page
+from torchscout.campaign.paper_cells import paper_cells
+from torchscout.campaign.results import Result, Store
+from torchscout.campaign.tables import markdown
+from torchscout.campaign.training import Transformer
+from torchscout.cli.campaign import app, run_campaign
 from torchscout.decision.record import Scope
 from torchscout.faults.effects import DeviceSpin, Sleep
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.testing.local_ranks import RankError
+from torchscout.testing.moe_model import MoeTransformer
 
 CUDA = Hardware("cuda", "nccl", 4)
 CELLS = paper_cells(0)

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from torchscout.cli.campaign.grading import Flaw, Grade
-from torchscout.cli.campaign.recovery import STEPS, Counter, Told
-from torchscout.cli.campaign.recovery_bench import recovered
+from torchscout.campaign.grading import Flaw, Grade
+from torchscout.campaign.recovery import STEPS, Counter, RecoveryRankResult, recovered
 
-CORRUPTED = [Told([], [], 3, 0, {1: "a", 2: f"b{rank}", 3: "spoilt"}) for rank in range(2)]
-GOING_ON = [Told([], [], None, 2, {2: f"b{rank}", 3: "c", 4: "d", STEPS: "e"}) for rank in range(2)]
+CORRUPTED = [RecoveryRankResult([], [], 3, 0, {1: "a", 2: f"b{rank}", 3: "spoilt"}) for rank in range(2)]
+GOING_ON = [
+    RecoveryRankResult([], [], None, 2, {2: f"b{rank}", 3: "c", 4: "d", STEPS: "e"}) for rank in range(2)
+]
 
 
 def test_a_job_that_goes_on_from_the_step_before_is_recovered():

@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.cli.campaign.ablation.pieces import PIECES
-from torchscout.cli.campaign.ablation.summary import ablations, screen_of
-from torchscout.cli.campaign.cell import Cell
-from torchscout.cli.campaign.grading import Flaw, Grade
-from torchscout.cli.campaign.page import page
-from torchscout.cli.campaign.paper import paper_cells
-from torchscout.cli.campaign.result import Found, Result
-from torchscout.cli.campaign.rows import ROWS
-from torchscout.cli.campaign.store import Store
-from torchscout.cli.campaign.summary import as_report, summarized
-from torchscout.cli.campaign.table import screen_of as screen_of_rows
-from torchscout.cli.campaign.tally import interval, percentile
+from torchscout.campaign.ablation.variants import PIECES, ablations, screen_of
+from torchscout.campaign.cell import ROWS, Cell
+from torchscout.campaign.grading import Flaw, Grade
+from torchscout.campaign.page import page
+from torchscout.campaign.paper_cells import paper_cells
+from torchscout.campaign.results import Found, Result, Store, as_report, interval, percentile, summarized
+from torchscout.campaign.tables import screen_of as screen_of_rows
 
 CELLS = paper_cells(0)
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from torchscout.cli.campaign.cell import Cell
-from torchscout.cli.campaign.grading import Flaw, Grade
-from torchscout.cli.campaign.routed import Turns
-from torchscout.cli.campaign.routed_bench import in_its_turn
-from torchscout.cli.campaign.routed_job import Told
+from torchscout.campaign.cell import Cell
+from torchscout.campaign.grading import Flaw, Grade
+from torchscout.campaign.moe import MoeRankResult, in_its_turn
+from torchscout.campaign.paper_cells import Turns
 from torchscout.decision.consensus import exact
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.faults.plan import FaultPlan
@@ -18,7 +17,7 @@ from torchscout.faults.plan import FaultPlan
 TURNS = Turns((128, 512), 2)
 FAULTY = Cell("r", "n", "ep4", faults=FaultPlan().flip_bit(rank=15, at="layer.0/w", step=7, bit=3))
 CLEAN = Cell("r", "n", "ep4")
-TOLD = [Told([], [], 1, 0)] * 3
+TOLD = [MoeRankResult([], [], 1, 0)] * 3
 
 
 def found(step: int, layer: str) -> Incident:
@@ -65,5 +64,8 @@ def test_another_step_shape_or_layer_does_not(step: int, layer: str):
 
 @pytest.mark.parametrize(("cell", "cycles"), [(FAULTY, 0), (FAULTY, 2), (CLEAN, 1)])
 def test_a_cycle_that_is_missing_on_one_rank_proves_nothing(cell: Cell, cycles: int):
-    told = [*(replace(each, cycles=1 if cell.faults else 2) for each in TOLD), Told([], [], cycles, 0)]
+    told = [
+        *(replace(each, cycles=1 if cell.faults else 2) for each in TOLD),
+        MoeRankResult([], [], cycles, 0),
+    ]
     assert in_its_turn(cell, told, [], TURNS).flaw is Flaw.BROKEN

@@ -20,16 +20,14 @@ from typer.testing import CliRunner
 import torchscout
 from tests.support.checkpoint_folders import make_disk, put_ledgers
 from tests.unit.test_explain_command import late_rank, write_json
-from torchscout.cli.campaign.campaigns import PAPER
-from torchscout.cli.campaign.cell import Cell
-from torchscout.cli.campaign.command import run_campaign
-from torchscout.cli.campaign.grading import Grade
-from torchscout.cli.campaign.result import Result
-from torchscout.cli.campaign.rows import ROWS
-from torchscout.cli.campaign.summary import RowSummary
-from torchscout.cli.campaign.table import HEADS, screen_of
-from torchscout.cli.demo.stage import Stage
-from torchscout.cli.demo.view import Picture
+from torchscout.campaign.campaigns import PAPER
+from torchscout.campaign.cell import ROWS, Cell
+from torchscout.campaign.grading import Grade
+from torchscout.campaign.results import Result, RowSummary
+from torchscout.campaign.tables import HEADS, screen_of
+from torchscout.cli.campaign import run_campaign
+from torchscout.cli.demo.runner import Picture
+from torchscout.cli.demo.scenario import Scenario
 from torchscout.cli.main import app
 
 ROOT = Path(torchscout.__file__).parent.parent
@@ -275,10 +273,10 @@ def test_what_needs_triton_is_skipped_and_counted_without_it(
     told = refused("campaign paper", "--quick --cells moe-kernel", places)
     assert "none of these cells can run here: the expert kernel needs Triton: pip install triton" in told
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", None)
-    from torchscout.cli.campaign import command
-    from torchscout.cli.campaign.layout import Hardware
+    from torchscout.campaign.cell import Hardware
+    from torchscout.cli import campaign
 
-    wanted, skipped = command._wanted(PAPER, command.AskedPaper(quick=True), Hardware())
+    wanted, skipped = campaign._wanted(PAPER, campaign.AskedPaper(quick=True), Hardware())
     assert {each.row for each in skipped} == {"moe-kernel"}
     assert {row.key for row in ROWS} - {cell.row for cell in wanted} == {"moe-kernel"}
     done = replace(PAPER, run=lambda cells, *_: (passed(cell) for cell in cells))
@@ -300,7 +298,7 @@ def test_an_interrupted_campaign_says_what_is_kept_and_repeats_all_options(
         yield passed(cells[0])
         raise KeyboardInterrupt
 
-    campaigns = importlib.import_module("torchscout.cli.campaign.campaigns")
+    campaigns = importlib.import_module("torchscout.campaign.campaigns")
     monkeypatch.setattr(campaigns, "PAPER", replace(PAPER, run=interrupted))
     folder, page = places["folder"], places["gone"].with_suffix(".html")
     options = ["--json", "--html", str(page), "--seed", "3", "--cells", "hang*", "--jobs", "2", "--quick"]
@@ -331,8 +329,8 @@ def drawn(picture: Picture, width: int = 80, height: int = 24) -> list[str]:
     return text.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("stage", [Stage(4, 2), Stage(16, 4)])
-def test_the_sick_rank_stays_in_the_demos_table(stage: Stage):
+@pytest.mark.parametrize("stage", [Scenario(4, 2), Scenario(16, 4)])
+def test_the_sick_rank_stays_in_the_demos_table(stage: Scenario):
     picture = Picture(stage, Console(file=io.StringIO(), width=80, height=24))
     last = stage.ranks - 1
     picture.mark([last], "sdc: layer.2.attention.query/weight")
@@ -346,8 +344,8 @@ def test_the_sick_rank_stays_in_the_demos_table(stage: Stage):
 
 
 def test_tensor_parallel_ranks_are_not_called_shards():
-    assert Stage(4, 2).place_of(5) == "replica 2, tensor 1"
-    assert Stage(4, 2).told.endswith("4 replicas x 2 tensor-parallel ranks.")
+    assert Scenario(4, 2).place_of(5) == "replica 2, tensor 1"
+    assert Scenario(4, 2).told.endswith("4 replicas x 2 tensor-parallel ranks.")
 
 
 def test_a_campaigns_table_has_whole_words_at_80_columns(monkeypatch: pytest.MonkeyPatch):

@@ -9,10 +9,8 @@ import pytest
 from rich.console import Console
 
 from tests.support.tiled_matmul import LOADS, TiledMatmul
-from torchscout.cli.discover.kernels import Kernel
-from torchscout.cli.discover.plan import Plan, layers_in, rows_in
-from torchscout.cli.discover.screen import Screen, screen_of
-from torchscout.cli.discover.work import discovered
+from torchscout.cli.discover import Screen, screen_of
+from torchscout.cli.discover_plan import DiscoveryPlan, Kernel, discovered, layers_in, rows_in
 from torchscout.experts.catalog import Catalog
 from torchscout.experts.templates import Routings
 
@@ -23,8 +21,8 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def planned(routings: Routings | None = None) -> Plan:
-    return Plan(
+def planned(routings: Routings | None = None) -> DiscoveryPlan:
+    return DiscoveryPlan(
         rows=rows_in("0:9"),
         domain="0:9",
         hidden=3,

@@ -8,9 +8,21 @@ from pathlib import Path
 import pytest
 
 from torchscout.cli.doctor.checks import devices, installation, layout, network, repeats, storage, system
-from torchscout.cli.doctor.facts import Clock, Folder, Installed, Limits, Met, Reached, Stacks, TorchFacts
-from torchscout.cli.doctor.finding import Finding, Grade
-from torchscout.cli.doctor.plan import Plan, laid_out, mesh_of
+from torchscout.cli.doctor.facts import (
+    Clock,
+    Finding,
+    Folder,
+    Grade,
+    Installed,
+    JobDescription,
+    Limits,
+    Met,
+    Reached,
+    Stacks,
+    TorchFacts,
+    laid_out,
+    mesh_of,
+)
 from torchscout.cli.doctor.probes.run_records import not_repeating
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import JsonlRecorder
@@ -140,15 +152,19 @@ def test_clock_signal_and_limits():
 
 
 def test_memory_must_hold_three_snapshots_of_each_rank_and_others_copies():
-    holds(storage.memory(MEMORY, Plan(1)), "ok", "80.0 GiB of 100.0 GiB free")
-    holds(storage.memory(MEMORY, Plan(2, 1, 6 * GIB)), "ok", "6 copies of 6.0 GiB fit")
-    holds(storage.memory(MEMORY, Plan(2, 1, 7 * GIB)), "fail", "6 x 7 GiB = 42 GiB", "--shm-size")
+    holds(storage.memory(MEMORY, JobDescription(1)), "ok", "80.0 GiB of 100.0 GiB free")
+    holds(storage.memory(MEMORY, JobDescription(2, 1, 6 * GIB)), "ok", "6 copies of 6.0 GiB fit")
+    holds(storage.memory(MEMORY, JobDescription(2, 1, 7 * GIB)), "fail", "6 x 7 GiB = 42 GiB", "--shm-size")
     holds(
-        storage.memory(MEMORY, Plan(2, 2, 3 * GIB)), "fail", "14 x 3 GiB"
+        storage.memory(MEMORY, JobDescription(2, 2, 3 * GIB)), "fail", "14 x 3 GiB"
     )  # four of each neighbour's besides
-    holds(storage.memory(replace(MEMORY, size=64 << 20, free=64 << 20), Plan(1)), "warn", "containers")
-    holds(storage.memory(replace(MEMORY, in_memory=False), Plan(1)), "warn", "this is a disk")
-    holds(storage.memory(replace(MEMORY, problem="/dev/shm: read-only"), Plan(1)), "fail", "read-only")
+    holds(
+        storage.memory(replace(MEMORY, size=64 << 20, free=64 << 20), JobDescription(1)), "warn", "containers"
+    )
+    holds(storage.memory(replace(MEMORY, in_memory=False), JobDescription(1)), "warn", "this is a disk")
+    holds(
+        storage.memory(replace(MEMORY, problem="/dev/shm: read-only"), JobDescription(1)), "fail", "read-only"
+    )
 
 
 def test_what_is_kept_in_memory_is_its_owners_alone():
@@ -160,15 +176,17 @@ def test_what_is_kept_in_memory_is_its_owners_alone():
 
 def test_files_need_room_for_three_generations_of_the_machines_ranks():
     disk = replace(MEMORY, path=Path("/data"), in_memory=False)
-    holds(storage.directory(None, Plan(1)), "skipped", "--checkpoint")
-    holds(storage.directory(disk, Plan(1)), "ok", "/data, 80.0 GiB free")
-    holds(storage.directory(replace(disk, exists=False), Plan(1)), "ok", "it can be made")
-    holds(storage.directory(disk, Plan(8, 1, 3 * GIB)), "ok")
-    holds(storage.directory(disk, Plan(8, 1, 4 * GIB)), "warn", "96.0 GiB")
-    holds(storage.directory(disk, Plan(8, 1, 11 * GIB)), "fail", "264.0 GiB")
-    holds(storage.directory(replace(disk, locks=False), Plan(1)), "warn", "no locks")
-    holds(storage.directory(replace(disk, holder="job 'x'"), Plan(1)), "fail", "in use by job 'x'")
-    holds(storage.directory(replace(disk, problem="/data: Read-only"), Plan(1)), "fail", "Read-only")
+    holds(storage.directory(None, JobDescription(1)), "skipped", "--checkpoint")
+    holds(storage.directory(disk, JobDescription(1)), "ok", "/data, 80.0 GiB free")
+    holds(storage.directory(replace(disk, exists=False), JobDescription(1)), "ok", "it can be made")
+    holds(storage.directory(disk, JobDescription(8, 1, 3 * GIB)), "ok")
+    holds(storage.directory(disk, JobDescription(8, 1, 4 * GIB)), "warn", "96.0 GiB")
+    holds(storage.directory(disk, JobDescription(8, 1, 11 * GIB)), "fail", "264.0 GiB")
+    holds(storage.directory(replace(disk, locks=False), JobDescription(1)), "warn", "no locks")
+    holds(storage.directory(replace(disk, holder="job 'x'"), JobDescription(1)), "fail", "in use by job 'x'")
+    holds(
+        storage.directory(replace(disk, problem="/data: Read-only"), JobDescription(1)), "fail", "Read-only"
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,10 +242,10 @@ def test_ranks_and_machines_follow_from_mesh_and_devices():
 
 
 def test_a_mesh_that_does_not_fill_the_machines_devices_is_questioned():
-    (finding,) = layout.fits(Plan(*laid_out(12, None, None, 8), mesh=mesh_of("replica=12")))
+    (finding,) = layout.fits(JobDescription(*laid_out(12, None, None, 8), mesh=mesh_of("replica=12")))
     holds(finding, "warn", "the mesh has 12 ranks", "2 machines", "8 CUDA devices have 16", "--ranks")
-    assert layout.fits(Plan(*laid_out(16, None, None, 8), mesh=mesh_of("replica=16"))) == []
-    assert layout.fits(Plan(8, 2)) == []
+    assert layout.fits(JobDescription(*laid_out(16, None, None, 8), mesh=mesh_of("replica=16"))) == []
+    assert layout.fits(JobDescription(8, 2)) == []
 
 
 def test_restarts_of_torchrun_need_a_setting_with_one_torch():

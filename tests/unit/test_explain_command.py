@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from tests.support.flight_recorder import Recorders, write_json, write_pickles
 from torchscout.cli.explain import dump_files
-from torchscout.cli.explain.plain_pickle import PickleRefusedError, load
+from torchscout.cli.explain.dump_files import PickleRefusedError, load
 from torchscout.cli.main import app
 
 

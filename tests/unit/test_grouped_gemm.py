@@ -36,7 +36,7 @@ PERTURBED = (18, 20, (0, 7, 18), 2)
 
 
 def run_cases() -> dict[str, Any]:
-    from torchscout.cli.campaign.interpreter import hasten
+    from torchscout.campaign.moe import hasten
 
     hasten()
     return {
@@ -300,8 +300,8 @@ def test_a_kernel_that_falls_ill_computes_one_tile_wrong_and_says_so(interpreted
 
 
 def test_a_qualification_in_which_something_was_missed_does_not_pass():
-    from torchscout.cli.campaign.grading import Flaw
-    from torchscout.cli.campaign.kernel_work import grade_of
+    from torchscout.campaign.grading import Flaw
+    from torchscout.campaign.kernel_process import grade_of
     from torchscout.experts.kernel.grouped_gemm import Perturbation
     from torchscout.experts.kernel.perturbation import Injected, Qualification
     from torchscout.experts.kernel.work_items import Pass

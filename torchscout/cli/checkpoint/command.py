@@ -1,28 +1,161 @@
-"""The commands of `scout checkpoint`."""
+"""``scout checkpoint``: list, verify, explain, prune, forget."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from torchscout.checkpoint.storage import lock
+from torchscout.checkpoint.gate_state import CheckpointGate
+from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.selection import Failure, Selection, SweepResult, confirm, select_checkpoint
+from torchscout.checkpoint.storage import lock, retention, shards
 from torchscout.checkpoint.storage.adoption import adopt as adopt_folder
 from torchscout.checkpoint.storage.forgetting import forget as forget_job
 from torchscout.checkpoint.storage.forgetting import kept_jobs
 from torchscout.checkpoint.storage.memory import memory_root
-from torchscout.cli.checkpoint import explanation, listing, pruning
-from torchscout.cli.checkpoint.contents import Contents, contents_of
-from torchscout.cli.checkpoint.examination import Damage, examine
-from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked
+from torchscout.cli.checkpoint import listing
+from torchscout.cli.checkpoint.contents import Contents, contents_of, memory_beside
+from torchscout.cli.checkpoint.listing import as_json, heading, roles_of
+from torchscout.cli.checkpoint.verification import Broken, Damage, broken_lines, examine, usable
+from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
 from torchscout.cli.document import as_document
 from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 
-__all__ = ["app"]
+__all__ = ["app", "delete", "explanation", "pruning_plan", "pruning_screen"]
+
+_AFTER = {
+    Failure.SDC: "corruption",
+    Failure.HANG: "a hang",
+    Failure.MACHINES_GONE: "a lost machine",
+    Failure.STRAGGLER: "a straggler",
+    Failure.OTHER: "a crash",
+}
+
+
+def explanation(contents: Contents, damaged: Sequence[Damage]) -> tuple[dict[str, Any], str]:
+    """The document and the screen."""
+    named = contents.gate
+    gate, broken = usable(contents, named or CheckpointGate(), damaged)
+    report = {
+        "job": contents.job,
+        "world_size": contents.world_size,
+        "has_ledger": named is not None,
+        "poisoned": gate.poisoned,
+        "coverage": contents.coverage,
+        "unusable": [each.to_json() for each in broken],
+        "decisions": [_decided(failure, gate) for failure in _AFTER],
+    }
+    return report, _screen(contents, report, broken)
+
+
+def _decided(failure: Failure, gate: CheckpointGate) -> dict[str, Any]:
+    decision = select_checkpoint(failure, gate)
+    otherwise = _as_json(confirm(gate, SweepResult.SDC)) if decision.tentative else None
+    return {"failure": failure.value, **_as_json(decision), "otherwise": otherwise}
+
+
+def _as_json(decision: Selection) -> dict[str, Any]:
+    return {
+        "role": None if decision.role is None else decision.role.value,
+        "generation": None if decision.generation is None else as_json(decision.generation),
+        "tentative": decision.tentative,
+        "reason": decision.reason,
+    }
+
+
+def _screen(contents: Contents, report: dict[str, Any], broken: Sequence[Broken]) -> str:
+    lines = [*heading(contents), ""]
+    if not report["has_ledger"]:
+        lines += ["No ledger is here: nobody has written down which generations may be trusted.", ""]
+    if report["coverage"]:
+        lines += [f"Checks cover: {report['coverage']}", ""]
+    lines += broken_lines(broken, contents.world_size)
+    for failure, decided in zip(_AFTER.values(), report["decisions"], strict=True):
+        lines += [f"After {failure}:", f"  {decided['reason']}"]
+        if decided["otherwise"]:
+            lines.append(f"  If they find corruption: {decided['otherwise']['reason']}")
+    lines += ["", "Only what lies in these folders was considered."]
+    if (memory := memory_beside(contents)) is not None:
+        lines.append(f"This machine's memory has more of this job: {memory}")
+    return stacked(lines)
+
+
+def pruning_plan(
+    contents: Contents, damaged: Sequence[Damage], keep: int
+) -> tuple[dict[str, Any], list[Broken]]:
+    """What stays and why, and what goes; a ``ValueError`` where nobody says what is trusted."""
+    gate = contents.gate
+    if gate is None:
+        raise ValueError("no ledger is here, so that nobody says which generations are needed")
+    left, broken = usable(contents, gate, damaged)
+    kept = _wanted(contents, [gate, left, *(found.gate for found in contents.ledgers)], keep)
+    described = {}
+    for each in contents.generations:
+        files = [copy.file for copy in contents.copies if copy.file.generation == each]
+        described[each] = {**as_json(each), "files": len(files), "bytes": sum(file.size for file in files)}
+    report = {
+        "job": contents.job,
+        "kept": [{**each, "why": kept[name]} for name, each in described.items() if name in kept],
+        "removed": [each for name, each in described.items() if name not in kept],
+        "unusable": [each.to_json() for each in broken],
+    }
+    return report, broken
+
+
+def _wanted(contents: Contents, gates: Sequence[CheckpointGate], keep: int) -> dict[Generation, str]:
+    """With the reasons. What any rank needs stays: unlike in a recovery, a doubt is a reason to keep."""
+    reasons: dict[Generation, str] = {}
+    for gate in gates:
+        for generation in contents.generations:
+            if roles := [role for role in roles_of(generation, gate) if role != "older verified"]:
+                reasons.setdefault(generation, ", ".join(roles))
+    trusted = {generation for gate in gates for generation in gate.trusted}
+    rest = [each for each in contents.generations if each not in reasons]
+    rest.sort(key=lambda each: (each in trusted, not contents.missing(each), each.lineage, each.step))
+    more = rest[max(0, len(rest) - keep) :]
+    return reasons | {each: "older verified" if each in trusted else "one more" for each in more}
+
+
+def delete(contents: Contents, report: dict[str, Any]) -> None:
+    """What the plan says, and what killed writers have left."""
+    unwanted = {Generation(each["step"], each["lineage"]) for each in report["removed"]}
+    retention.remove(copy.file for copy in contents.copies if copy.file.generation in unwanted)
+    for folder in contents.folders:
+        shards.clean(folder.path)
+
+
+def pruning_screen(
+    contents: Contents, report: dict[str, Any], broken: Sequence[Broken], *, done: bool
+) -> str:
+    gone, verb = report["removed"], "deleted" if done else "would be deleted"
+    rows = [_row(each, f"stays: {each['why']}") for each in report["kept"]]
+    rows += [_row(each, verb) for each in gone]
+    files, size = (sum(each[name] for each in gone) for name in ("files", "bytes"))
+    warning = broken_lines(broken, contents.world_size)
+    parts: list[Table | str] = [
+        *heading(contents),
+        "",
+        *warning,
+        table(["generation", "size", "what"], rows),
+        "",
+    ]
+    parts.append(f"{counted(files, 'file')}, {size_in_words(size)} {verb}." if gone else "Nothing to delete.")
+    if gone and not done:
+        parts.append("Nothing was deleted. Add --yes to delete.")
+    return stacked(parts)
+
+
+def _row(described: dict[str, Any], what: str) -> list[str]:
+    generation = Generation(described["step"], described["lineage"])
+    return [str(generation), size_in_words(described["bytes"]), what]
+
 
 app = typer.Typer(
     help="What lies in a job's checkpoint folders, and what a recovery would make of it.",
@@ -87,7 +220,7 @@ def explain(
 ) -> None:
     """Say what a recovery would choose, and why."""
     contents = _contents(folders, job, world_size)
-    report, screen = explanation.explanation(contents, _needed(contents, bits=not quick))
+    report, screen = explanation(contents, _needed(contents, bits=not quick))
     as_document(report, screen, as_json=as_json, output=output)
 
 
@@ -112,12 +245,12 @@ def prune(
             _claim(contents, held)
             contents = _contents(folders, job, world_size)
         try:
-            report, broken = pruning.plan(contents, _needed(contents, bits=not quick), keep)
+            report, broken = pruning_plan(contents, _needed(contents, bits=not quick), keep)
             if yes:
-                pruning.delete(contents, report)
+                delete(contents, report)
         except (ValueError, CheckpointError) as error:
             raise _refused(error) from error
-    screen = pruning.screen(contents, report, broken, done=yes)
+    screen = pruning_screen(contents, report, broken, done=yes)
     as_document({**report, "dry_run": not yes}, screen, as_json=as_json, output=output)
 
 

@@ -22,11 +22,11 @@ from torchscout.cli.mounts import is_in_memory
 from torchscout.errors import CheckpointError
 from torchscout.utils.text import listed
 
-__all__ = ["Contents", "Copy", "Folder", "contents_of", "memory_beside"]
+__all__ = ["Contents", "Folder", "StoredShard", "contents_of", "memory_beside"]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class StoredShard:
     """One shard in one folder."""
 
     file: ShardFile
@@ -44,7 +44,7 @@ class Folder:
 
     path: Path
     tier: Tier
-    copies: tuple[Copy, ...]
+    copies: tuple[StoredShard, ...]
     ledgers: tuple[Ledger, ...]
     problems: tuple[str, ...]
     """Ledgers that cannot be read, in words."""
@@ -68,7 +68,7 @@ class Contents:
     folders: tuple[Folder, ...]
 
     @property
-    def copies(self) -> list[Copy]:
+    def copies(self) -> list[StoredShard]:
         return [copy for folder in self.folders for copy in folder.copies]
 
     @property
@@ -163,13 +163,13 @@ def _looks_like_one(folder: Path) -> bool:
         return False
 
 
-def _copy(file: ShardFile, tier: Tier) -> Copy:
+def _copy(file: ShardFile, tier: Tier) -> StoredShard:
     try:
         header = shards.inspect(file.path)
     except CheckpointError as error:
-        return Copy(file, tier, problem=str(error).removeprefix(f"{file.path}: "))
+        return StoredShard(file, tier, problem=str(error).removeprefix(f"{file.path}: "))
     told = header.identity
-    copy = Copy(file, tier, told, header.role)
+    copy = StoredShard(file, tier, told, header.role)
     if (told.generation, told.rank, told.world_size) != (file.generation, file.rank, file.world_size):
         whose = f"rank {told.rank} of {told.world_size} at {told.generation}"
         return replace(copy, problem=f"it is not what its name says, but the shard of {whose}")

@@ -11,7 +11,7 @@ from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.ledger import reconcile
 from torchscout.checkpoint.storage.owner import Owner
-from torchscout.cli.checkpoint.contents import Contents, Copy, Folder
+from torchscout.cli.checkpoint.contents import Contents, Folder, StoredShard
 from torchscout.cli.checkpoint.wording import (
     counted,
     numbers_in_words,
@@ -82,7 +82,7 @@ def _owner(owner: Owner) -> dict[str, Any]:
     return {"job": owner.job, "host": owner.host, "pid": owner.pid, "since": owner.since}
 
 
-def _shard(copy: Copy) -> dict[str, Any]:
+def _shard(copy: StoredShard) -> dict[str, Any]:
     return {
         "rank": copy.file.rank,
         "holder": copy.file.holder,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from torchscout.cli.demo.stage import MOST_RANKS, Kind, Memory, Stage, plan
+from torchscout.cli.demo.scenario import MOST_RANKS, Kind, Memory, Scenario, plan
 from torchscout.cli.document import as_document
 from torchscout.cli.paths import made_folder
 
@@ -52,15 +52,13 @@ def demo(
     stage = _stage(ranks, mesh)
     memory = Memory(_rank(rank, stage), at or stage.weight)
 
-    from torchscout.cli.local_ranks import preload
+    from torchscout.testing.local_ranks import preload
 
     preload("torchscout.cli.demo.job")
-    from torchscout.cli.campaign.leftovers import nothing_left
     from torchscout.cli.demo.job import surfaces
-    from torchscout.cli.demo.lives import play
-    from torchscout.cli.demo.screen import report_of, screen
-    from torchscout.cli.demo.view import view_for
+    from torchscout.cli.demo.runner import play, report_of, screen, view_for
     from torchscout.cli.interruption import interruptible
+    from torchscout.testing.leftovers import nothing_left
 
     if memory.at not in (known := surfaces(stage)):
         near = ", ".join(difflib.get_close_matches(memory.at, known, n=3, cutoff=0.0))
@@ -87,16 +85,16 @@ def _kinds(given: list[Kind] | None) -> tuple[Kind, ...]:
     return kinds
 
 
-def _stage(ranks: int | None, mesh: str | None) -> Stage:
+def _stage(ranks: int | None, mesh: str | None) -> Scenario:
     given = {"--mesh": mesh, "--ranks": ranks}
     try:
-        return Stage.read(ranks, mesh)
+        return Scenario.read(ranks, mesh)
     except ValueError as error:
         hint = ", ".join(option for option, value in given.items() if value is not None)
         raise typer.BadParameter(str(error), param_hint=hint) from error
 
 
-def _rank(given: int | None, stage: Stage) -> int:
+def _rank(given: int | None, stage: Scenario) -> int:
     last = stage.ranks - 1
     if given is not None and given > last:
         raise typer.BadParameter(f"there are ranks 0 to {last}, got {given}", param_hint="--rank")

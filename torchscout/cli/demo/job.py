@@ -1,4 +1,4 @@
-"""What each of the demo's ranks runs: training, with torchscout attached."""
+"""What each rank of the demo trains."""
 
 from __future__ import annotations
 
@@ -12,21 +12,108 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812  as everybody writes it
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torchscout.adapters.structure import surface_of
 from torchscout.attach import enable_resiliency
-from torchscout.cli.demo.model import Transformer, batch, parallelize
-from torchscout.cli.demo.stage import STEPS, Stage
-from torchscout.cli.moe_job import MoeTraining
-from torchscout.cli.moe_model import MoeTransformer
+from torchscout.cli.demo.scenario import STEPS, Scenario
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.testing.moe_model import MoeTraining, MoeTransformer
 
-__all__ = ["Began", "Ended", "Stepped", "surfaces", "train", "train_alone"]
+__all__ = [
+    "Began",
+    "Ended",
+    "Stepped",
+    "Transformer",
+    "batch",
+    "parallelize",
+    "surfaces",
+    "train",
+    "train_alone",
+]
+
+VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 64, 32, 64, 4, 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.value = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def heads(projected: torch.Tensor) -> torch.Tensor:  # this rank's heads only
+            return projected.view(*projected.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
+
+        mixed = F.scaled_dot_product_attention(
+            heads(self.query(x)), heads(self.key(x)), heads(self.value(x)), is_causal=True
+        )
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        out: torch.Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return out
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Embedding(LENGTH, WIDTH)
+        self.layer = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(LENGTH))
+        for layer in self.layer:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def parallelize(model: Transformer, tensor: DeviceMesh) -> None:
+    """Split heads and hidden units over the tensor-parallel ranks, as Megatron does."""
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {
+        "attention.query": columns,
+        "attention.key": columns,
+        "attention.value": columns,
+        "attention.out": rows,
+        "up": columns,
+        "down": rows,
+    }
+    for layer in model.layer:
+        parallelize_module(layer, tensor, plan)
+
+
+def batch(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counting sequences with a random start and stride; every replica gets its own."""
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    start = torch.randint(VOCABULARY, (8, 1), generator=generator)
+    stride = torch.randint(1, 4, (8, 1), generator=generator)
+    tokens = (start + stride * torch.arange(LENGTH + 1)) % VOCABULARY
+    return tokens[:, :-1], tokens[:, 1:]
+
 
 OBSERVER = ObserverConfig(floor_seconds=3.0, start_seconds=120.0, grace_seconds=3.0)
 
@@ -61,7 +148,7 @@ class Ended:
 
 
 def train(
-    rank: int, questions: Iterator[str], stage: Stage, faults: FaultPlan, run_dir: Path
+    rank: int, questions: Iterator[str], stage: Scenario, faults: FaultPlan, run_dir: Path
 ) -> Iterator[Began | Stepped | Ended]:
     """Train while asked for steps; torchscout checks after each, and keeps what it certifies."""
     _be_quiet(run_dir)
@@ -93,7 +180,7 @@ def train(
                 yield Ended(training.digest(), session.status(), session.failures)
 
 
-def train_alone(rank: int, stage: Stage) -> str:  # noqa: ARG001  as all ranks are started
+def train_alone(rank: int, stage: Scenario) -> str:  # noqa: ARG001  as all ranks are started
     """The same training, uninterrupted and without torchscout."""
     training = _training(stage)
     for step in range(1, STEPS + 1):
@@ -101,20 +188,20 @@ def train_alone(rank: int, stage: Stage) -> str:  # noqa: ARG001  as all ranks a
     return training.digest()
 
 
-def surfaces(stage: Stage) -> list[str]:
+def surfaces(stage: Scenario) -> list[str]:
     """Every weight the replicas vote on."""
     model = MoeTransformer() if stage.has_experts else Transformer()
     return [surface_of(name) for name, _ in model.named_parameters()]
 
 
-def _training(stage: Stage) -> _Training | MoeTraining:
+def _training(stage: Scenario) -> _Training | MoeTraining:
     return MoeTraining(stage.mesh()) if stage.has_experts else _Training(stage)
 
 
 class _Training:
     """Ordinary PyTorch, and nothing in it knows of torchscout."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Scenario) -> None:
         names = ("replica", "tensor")
         self.parallelism = init_device_mesh("cpu", (stage.replica, stage.tensor), mesh_dim_names=names)
         torch.manual_seed(0)

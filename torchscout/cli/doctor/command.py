@@ -1,28 +1,161 @@
-"""The command `scout doctor`: what it is asked, what it tries, what it says."""
+"""``scout doctor``: options, order of the checks, output."""
 
 from __future__ import annotations
 
 import math
+import os
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchscout.cli.checkpoint.wording import counted
-from torchscout.cli.doctor import screen
-from torchscout.cli.doctor.finding import Grade
-from torchscout.cli.doctor.probes.installation import own_versions
+from torchscout.checkpoint.storage.memory import memory_root
+from torchscout.cli.checkpoint.wording import counted, stacked, table
+from torchscout.cli.doctor.checks import devices, installation, layout, network, repeats, storage, system
+from torchscout.cli.doctor.facts import (
+    Clock,
+    Finding,
+    Folder,
+    Grade,
+    Installed,
+    JobDescription,
+    Limits,
+    Met,
+    Reached,
+    Stacks,
+    TorchFacts,
+    skipped,
+)
+from torchscout.cli.doctor.probes import system as kernel
+from torchscout.cli.doctor.probes.installation import FRAMEWORKS, installed, own_versions
+from torchscout.cli.doctor.probes.run_records import not_repeating
+from torchscout.cli.doctor.probes.storage import folder_at
+from torchscout.cli.doctor.probes.torch_facts import ask_torch
 from torchscout.cli.document import as_document
 from torchscout.cli.options import taking
+from torchscout.config import ObserverConfig
 from torchscout.errors import ScoutError
+from torchscout.observer.record.directory import records_home
 
 if TYPE_CHECKING:
-    from torchscout.cli.doctor.plan import Plan
+    from torchscout.cli.doctor.facts import JobDescription
 
-__all__ = ["doctor"]
+__all__ = ["Facts", "doctor", "findings_of", "gathered", "screen"]
+
+
+def screen(findings: Sequence[Finding], counts: Mapping[Grade, int]) -> str:
+    rows: list[list[str]] = []
+    for each in findings:
+        rows.append([each.status.value, each.name, each.what])
+        if each.fix is not None:
+            rows.append(["", "", f"-> {each.fix}"])
+    return stacked([table(["status", "check", "found"], rows), "", _summary(counts)])
+
+
+def _summary(counts: Mapping[Grade, int]) -> str:
+    failed, warned = counts[Grade.FAIL], counts[Grade.WARN]
+    worth = f"{counted(warned, 'warning')}." if warned else ""
+    if failed:
+        return (
+            f"{counted(failed, 'check')} failed: do what the arrows say before a long run. {worth}".rstrip()
+        )
+    return f"This machine is fit for a long run. {worth}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that was found out about this machine."""
+
+    installed: Installed
+    torch: TorchFacts
+    reached: Reached | None
+    """None where ZeroMQ cannot do what a board needs."""
+    met: Met | None
+    """The other machine, if one was to be asked."""
+    stacks: Stacks
+    clock: Clock
+    limits: Limits
+    memory: Folder
+    records: Folder
+    directory: Folder | None
+    """Of checkpoints, if it was named."""
+    not_repeating: Mapping[str, str] | None = None
+    """Surfaces that a run has left out of comparisons, if it was named and has records."""
+
+
+def gathered(
+    checkpoint: Path | None,
+    address: str,
+    port: int,
+    other: tuple[str, int] | None,
+    run_dir: Path | None = None,
+) -> Facts:
+    packages, reached, met = installed(), None, None
+    if packages.curve:
+        from torchscout.cli.doctor.probes.network import meet, reach_own_board
+
+        reached = reach_own_board(address, port)
+        met = None if other is None else meet(other, packages.versions)
+    return Facts(
+        packages,
+        ask_torch(),
+        reached,
+        met,
+        kernel.own_stacks(ObserverConfig().stack_signal),
+        kernel.clock(),
+        kernel.limits(),
+        folder_at(memory_root()),
+        folder_at(records_home()),
+        None if checkpoint is None else folder_at(checkpoint),
+        None if run_dir is None else not_repeating(run_dir),
+    )
+
+
+def findings_of(facts: Facts, plan: JobDescription) -> list[Finding]:
+    """In the order in which one would fix them."""
+    return [
+        installation.python(facts.installed),
+        installation.torch(facts.installed, facts.torch),
+        installation.restarts(facts.torch, os.environ),
+        devices.backends(facts.torch),
+        devices.cuda(facts.torch),
+        devices.triton(facts.torch),
+        repeats.attention(facts.torch),
+        installation.frameworks(facts.installed, FRAMEWORKS),
+        installation.curve(facts.installed),
+        *_connections(facts, plan),
+        system.stacks(facts.stacks),
+        system.monotonic(facts.clock),
+        system.open_files(facts.limits, plan.world_size),
+        system.file_size(facts.limits, plan.state_bytes),
+        storage.memory(facts.memory, plan),
+        storage.private([facts.records, facts.memory]),
+        storage.directory(facts.directory, plan),
+        repeats.surfaces(facts.not_repeating),
+        *layout.fits(plan),
+        *layout.peers(plan.mesh, has_experts=plan.has_experts),
+    ]
+
+
+def _connections(facts: Facts, plan: JobDescription) -> list[Finding]:
+    if facts.reached is None:
+        return [skipped("board", "it needs pyzmq with CURVE")]
+    own = network.board(facts.reached, plan.machines)
+    if facts.met is None:
+        return [
+            own,
+            skipped("other machine", "run scout doctor --listen there, and --connect HOST:PORT here"),
+        ]
+    return [
+        own,
+        network.other_machine(facts.met),
+        network.other_versions(facts.met, facts.installed.versions),
+        network.other_clock(facts.met),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +205,7 @@ def doctor(asked: Asked) -> None:
     if asked.listen:
         _listen(asked)
         return
-    from torchscout.cli.doctor.examination import findings_of, gathered  # other commands do without numpy
+    # moved  # other commands do without numpy
 
     other = None if asked.connect is None else _address_of(asked.connect)
     _plan(asked, devices=0)  # a mistake shows before anything is tried
@@ -84,7 +217,7 @@ def doctor(asked: Asked) -> None:
         "host": socket.gethostname(),
         "findings": [asdict(each) for each in findings],
     }
-    as_document(report, screen.screen(findings, counts), as_json=asked.as_json, output=asked.output)
+    as_document(report, screen(findings, counts), as_json=asked.as_json, output=asked.output)
     raise typer.Exit(0 if report["fit"] else 1)
 
 
@@ -105,8 +238,8 @@ def _refuse_contradictions(asked: Asked) -> None:
         )
 
 
-def _plan(asked: Asked, *, devices: int) -> Plan:
-    from torchscout.cli.doctor.plan import BYTES_PER_PARAMETER, Plan, laid_out, mesh_of
+def _plan(asked: Asked, *, devices: int) -> JobDescription:
+    from torchscout.cli.doctor.facts import BYTES_PER_PARAMETER, JobDescription, laid_out, mesh_of
 
     if asked.state_bytes is not None and asked.parameters is not None:
         raise typer.BadParameter("give --state-bytes or --parameters, not both", param_hint="--parameters")
@@ -127,7 +260,7 @@ def _plan(asked: Asked, *, devices: int) -> Plan:
         ranks, machines = laid_out(None if mesh is None else len(mesh), asked.ranks, asked.machines, devices)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=hint) from error
-    return Plan(ranks, machines, state_bytes, mesh, asked.experts > 1)
+    return JobDescription(ranks, machines, state_bytes, mesh, asked.experts > 1)
 
 
 def _address_of(told: str) -> tuple[str, int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torchscout.cli.doctor.facts import TorchFacts
-from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
+from torchscout.cli.doctor.facts import Finding, TorchFacts, fail, ok, skipped, warn
 from torchscout.utils.text import listed
 
 __all__ = ["backends", "cuda", "triton"]

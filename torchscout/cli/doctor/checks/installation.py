@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 
 from torchscout.adapters.versions import unknown
-from torchscout.cli.doctor.facts import Installed, TorchFacts
-from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
+from torchscout.cli.doctor.facts import Finding, Installed, TorchFacts, fail, ok, skipped, warn
 from torchscout.utils.text import listed
 
 __all__ = ["curve", "frameworks", "python", "restarts", "torch"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
-from torchscout.cli.doctor.plan import Plan
+from torchscout.cli.doctor.facts import Finding, JobDescription, fail, ok, skipped, warn
 from torchscout.mesh import LayerKind, Mesh, PeerGroup
 
 __all__ = ["fits", "peers"]
 
 
-def fits(plan: Plan) -> list[Finding]:
+def fits(plan: JobDescription) -> list[Finding]:
     """Nothing to say where the mesh fills its machines."""
     room = plan.ranks * plan.machines
     if plan.mesh is None or room == len(plan.mesh):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torchscout.cli.doctor.facts import Met, Reached
-from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
+from torchscout.cli.doctor.facts import Finding, Met, Reached, fail, ok, skipped, warn
 from torchscout.config import ObserverConfig
 
 __all__ = ["board", "other_clock", "other_machine", "other_versions"]

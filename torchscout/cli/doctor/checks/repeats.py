@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torchscout.cli.doctor.facts import TorchFacts
-from torchscout.cli.doctor.finding import Finding, ok, skipped, warn
+from torchscout.cli.doctor.facts import Finding, TorchFacts, ok, skipped, warn
 from torchscout.utils.text import listed
 
 __all__ = ["attention", "surfaces"]

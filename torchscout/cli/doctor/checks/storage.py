@@ -5,9 +5,7 @@ from __future__ import annotations
 from torchscout.checkpoint.replication.placement import copies_beside
 from torchscout.checkpoint.storage.memory import budget_within
 from torchscout.cli.checkpoint.wording import size_in_words
-from torchscout.cli.doctor.facts import Folder
-from torchscout.cli.doctor.finding import Finding, fail, ok, skipped, warn
-from torchscout.cli.doctor.plan import Plan
+from torchscout.cli.doctor.facts import Finding, Folder, JobDescription, fail, ok, skipped, warn
 from torchscout.errors import CheckpointError
 
 __all__ = ["directory", "memory", "private"]
@@ -18,7 +16,7 @@ _GENERATIONS = 3
 """In files: the newest, an older one, and one that is being written."""
 
 
-def memory(folder: Folder, plan: Plan) -> Finding:
+def memory(folder: Folder, plan: JobDescription) -> Finding:
     """Room for snapshots of all ranks of this machine, and for copies of others' if there are others."""
     name = "shared memory"
     where = f"{folder.path}, {size_in_words(folder.free)} of {size_in_words(folder.size)} free"
@@ -63,7 +61,7 @@ def private(folders: list[Folder]) -> Finding:
     )
 
 
-def directory(folder: Folder | None, plan: Plan) -> Finding:
+def directory(folder: Folder | None, plan: JobDescription) -> Finding:
     """Of ``CheckpointConfig.directory``."""
     name = "checkpoint folder"
     if folder is None:

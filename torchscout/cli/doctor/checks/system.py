@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from torchscout.cli.checkpoint.wording import size_in_words
-from torchscout.cli.doctor.facts import Clock, Limits, Stacks
-from torchscout.cli.doctor.finding import Finding, fail, ok, warn
+from torchscout.cli.doctor.facts import Clock, Finding, Limits, Stacks, fail, ok, warn
 
 __all__ = ["file_size", "monotonic", "open_files", "stacks"]
 

@@ -1,0 +1,1 @@
+"""The method with one component missing."""

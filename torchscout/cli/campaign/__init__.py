@@ -1,1 +1,0 @@
-"""`scout campaign`: real faults in real jobs, cell by cell, and what was found of them (paper)."""

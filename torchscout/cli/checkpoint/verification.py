@@ -1,0 +1,138 @@
+"""Looking at every bit of shards, and what is left to a recovery after that (paper, section 8)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from torchscout.checkpoint.gate_state import CheckpointGate
+from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.storage import shards
+from torchscout.cli.checkpoint.contents import Contents, StoredShard
+from torchscout.cli.checkpoint.listing import roles_of
+from torchscout.cli.checkpoint.wording import ranks_in_words, size_in_words
+
+__all__ = ["Broken", "Damage", "broken_lines", "examine", "usable"]
+
+_EVERY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A shard that cannot be loaded."""
+
+    copy: StoredShard
+    tensors: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A generation that the ledgers name and that cannot be loaded from these folders."""
+
+    generation: Generation
+    roles: tuple[str, ...]
+    missing: tuple[int, ...]
+    """Ranks of whose state there is no whole copy."""
+    damaged: tuple[Damage, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        files = [{"file": str(each.copy.file.path), "problems": list(each.problems)} for each in self.damaged]
+        return {
+            "step": self.generation.step,
+            "lineage": self.generation.lineage,
+            "roles": list(self.roles),
+            "missing": list(self.missing),
+            "damaged": files,
+        }
+
+
+def examine(copies: Sequence[StoredShard], *, bits: bool = True) -> list[Damage]:
+    """What is damaged among these; without ``bits``, only as far as headers and lengths tell."""
+    suspects = [copy for copy in copies if copy.problem is not None]
+    damaged = {copy.file.path: Damage(copy, (), (copy.problem or "",)) for copy in suspects}
+    rest = [copy for copy in copies if copy.problem is None] if bits else []
+    with _watched(sum(copy.file.size for copy in rest), len(rest)) as told:
+        for copy in rest:
+            report = shards.verify(copy.file.path)
+            if not report.whole:
+                problems = tuple(each.removeprefix(f"{report.path}: ") for each in report.problems)
+                damaged[report.path] = Damage(copy, report.damaged, problems)
+            told(copy.file.size)
+    return [damaged[copy.file.path] for copy in copies if copy.file.path in damaged]
+
+
+def usable(
+    contents: Contents, gate: CheckpointGate, damaged: Sequence[Damage]
+) -> tuple[CheckpointGate, list[Broken]]:
+    """The gate without the generations that cannot be loaded, and those."""
+    paths = [each.copy.file.path for each in damaged]
+    broken = [
+        Broken(
+            generation,
+            tuple(roles_of(generation, gate)),
+            tuple(missing),
+            tuple(each for each in damaged if each.copy.file.generation == generation),
+        )
+        for generation in sorted(gate.held)
+        if (missing := contents.missing(generation, paths))
+    ]
+    gone = {each.generation for each in broken}
+    left = replace(
+        gate,
+        captured=tuple(each for each in gate.captured if each not in gone),
+        trusted=tuple(each for each in gate.trusted if each not in gone),
+        durable=tuple(each for each in gate.durable if each not in gone),
+        candidate=None if gate.candidate in gone else gate.candidate,
+        writing=None if gate.writing in gone else gate.writing,
+    )
+    return left, broken
+
+
+def broken_lines(broken: Sequence[Broken], world_size: int) -> list[str]:
+    lines = []
+    for each in broken:
+        whose = ranks_in_words(each.missing, world_size)
+        name = f"{each.generation} ({', '.join(each.roles)})" if each.roles else str(each.generation)
+        lines.append(f"{name} cannot be loaded: no whole shard of {whose} is here.")
+        lines += [f"  {file.copy.file.path}: {'; '.join(file.problems)}" for file in each.damaged]
+    return [*lines, ""] if lines else []
+
+
+class _Told(Protocol):
+    def __call__(self, size: int, /) -> None: ...
+
+
+@contextmanager
+def _watched(size: int, count: int) -> Iterator[_Told]:
+    """Tell standard error how far the work is: a bar on a terminal, a line now and then elsewhere."""
+    if sys.stderr.isatty():
+        columns = TextColumn("verifying"), BarColumn(), DownloadColumn(binary_units=True)
+        with Progress(
+            *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+        ) as progress:
+            task = progress.add_task("", total=size)
+            yield lambda done: progress.advance(task, done)
+    else:
+        yield _Lines(size, count)
+
+
+class _Lines:
+    def __init__(self, size: int, count: int) -> None:
+        self._size, self._count = size, count
+        self._done = self._files = 0
+        self._spoke = time.monotonic()
+
+    def __call__(self, size: int, /) -> None:
+        self._done, self._files = self._done + size, self._files + 1
+        if time.monotonic() - self._spoke >= _EVERY_SECONDS and self._files < self._count:
+            self._spoke = time.monotonic()
+            of = f"{size_in_words(self._done)} of {size_in_words(self._size)}"
+            print(f"verified {self._files} of {self._count} shards, {of}", file=sys.stderr, flush=True)

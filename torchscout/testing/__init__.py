@@ -1,0 +1,1 @@
+"""Real ranks and small models, for the demo, the campaign and tests."""
