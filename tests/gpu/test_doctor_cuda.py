@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchscout.cli.doctor.checks import devices, repeats
+from torchscout.cli.doctor import software_checks
 from torchscout.cli.doctor.facts import Grade
-from torchscout.cli.doctor.probes.torch_facts import ask_torch
+from torchscout.cli.doctor.probes import ask_torch
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -28,7 +28,12 @@ def test_devices_nccl_and_the_fused_signature_are_found():
     assert facts.nccl
     assert (facts.fused, facts.fused_problem) == (True, None)
     assert max(facts.attention.values()) == 1, "as replay runs them, they repeat"
-    for check in (devices.backends, devices.cuda, devices.triton, repeats.attention):
+    for check in (
+        software_checks.backends,
+        software_checks.cuda,
+        software_checks.triton,
+        software_checks.attention,
+    ):
         assert check(facts).status is Grade.OK
 
 

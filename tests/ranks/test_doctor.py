@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import torchscout
 from torchscout.checkpoint.storage.lock import claim
-from torchscout.cli.doctor.probes import system
-from torchscout.cli.doctor.probes.network import meet, reach_own_board
-from torchscout.cli.doctor.probes.storage import folder_at
+from torchscout.cli.doctor import probes
+from torchscout.cli.doctor.network import meet, reach_own_board
+from torchscout.cli.doctor.probes import folder_at
 from torchscout.cli.main import app
 
 SCOUT = Path(sys.executable).with_name("scout")
@@ -135,9 +135,9 @@ def in_small_memory(folder: Path, before: str, code: str) -> str:
 
 MEMORY = """
 from torchscout.checkpoint.storage.memory import memory_root
-from torchscout.cli.doctor.checks.storage import memory
+from torchscout.cli.doctor.machine_checks import memory
 from torchscout.cli.doctor.facts import Plan
-from torchscout.cli.doctor.probes.storage import folder_at
+from torchscout.cli.doctor.probes import folder_at
 for state_bytes in (None, 100_000, 200_000):
     found = memory(folder_at(memory_root()), Plan(1, 1, state_bytes))
     print(found.status.value, found.what)
@@ -226,7 +226,7 @@ def test_a_folder_that_is_not_to_be_written_to_is_found(tmp_path: Path):
     folder = tmp_path / "folder"
     code = f"""
 from pathlib import Path
-from torchscout.cli.doctor.probes.storage import folder_at
+from torchscout.cli.doctor.probes import folder_at
 print(folder_at(Path({str(folder)!r})).problem)
 """
     told = in_small_memory(folder, f"mount -o remount,ro {folder} &&", code)
@@ -241,13 +241,13 @@ def test_a_folder_without_the_right_to_write_is_found(tmp_path: Path):
 
 def test_a_signal_that_is_taken_or_blocked_is_found():
     number = 46
-    assert system.own_stacks(number).problem is None
+    assert probes.own_stacks(number).problem is None
     before = signal.signal(number, lambda *_: None)
     try:
-        assert "in use" in str(system.own_stacks(number).problem)
+        assert "in use" in str(probes.own_stacks(number).problem)
     finally:
         signal.signal(number, before)
-    assert system.own_stacks(number).problem is None
+    assert probes.own_stacks(number).problem is None
     # In a process of one thread: elsewhere another one would get it.
     blocked = (
         "import signal; from torchscout.cli.doctor.probes import system; "

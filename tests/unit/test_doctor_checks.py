@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchscout.cli.doctor.checks import devices, installation, layout, network, repeats, storage, system
+from torchscout.cli.doctor import machine_checks, software_checks
 from torchscout.cli.doctor.facts import (
     Clock,
     Finding,
@@ -23,7 +23,7 @@ from torchscout.cli.doctor.facts import (
     laid_out,
     mesh_of,
 )
-from torchscout.cli.doctor.probes.run_records import not_repeating
+from torchscout.cli.doctor.probes import not_repeating
 from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.decision.recorder import JsonlRecorder
 
@@ -49,7 +49,7 @@ def holds(finding: Finding, grade: str, *words: str) -> None:
     ("version", "grade"), [("3.9.18", "fail"), ("3.10.0", "ok"), ("3.11.7", "ok"), ("3.14.0rc1", "ok")]
 )
 def test_python_must_be_new_enough(version: str, grade: str):
-    holds(installation.python(Installed({"Python": version}, curve=True)), grade, version)
+    holds(software_checks.python(Installed({"Python": version}, curve=True)), grade, version)
 
 
 @pytest.mark.parametrize(
@@ -62,130 +62,169 @@ def test_python_must_be_new_enough(version: str, grade: str):
     ],
 )
 def test_torch_must_be_one_that_was_tried(version: str, grade: str, word: str):
-    holds(installation.torch(HERE, TorchFacts(version=version)), grade, word)
+    holds(software_checks.torch(HERE, TorchFacts(version=version)), grade, word)
 
 
 def test_torch_that_is_missing_or_broken_is_told_apart():
-    holds(installation.torch(Installed({}, curve=True), TorchFacts(problem="gone")), "fail", "not installed")
     holds(
-        installation.torch(HERE, TorchFacts(problem="libcudart")),
+        software_checks.torch(Installed({}, curve=True), TorchFacts(problem="gone")), "fail", "not installed"
+    )
+    holds(
+        software_checks.torch(HERE, TorchFacts(problem="libcudart")),
         "fail",
         "2.13.0 cannot be used",
         "libcudart",
     )
-    for check in (devices.backends, devices.cuda, devices.triton):
+    for check in (software_checks.backends, software_checks.cuda, software_checks.triton):
         holds(check(TorchFacts(problem="libcudart")), "skipped")
 
 
 def test_ranks_vote_over_gloo_and_devices_over_nccl():
-    holds(devices.backends(TORCH), "ok", "Gloo; no NCCL")
-    holds(devices.backends(CUDA), "ok", "Gloo and NCCL")
-    holds(devices.backends(replace(TORCH, gloo=False)), "fail", "no Gloo")
-    holds(devices.backends(replace(CUDA, nccl=False)), "warn", "no NCCL")
+    holds(software_checks.backends(TORCH), "ok", "Gloo; no NCCL")
+    holds(software_checks.backends(CUDA), "ok", "Gloo and NCCL")
+    holds(software_checks.backends(replace(TORCH, gloo=False)), "fail", "no Gloo")
+    holds(software_checks.backends(replace(CUDA, nccl=False)), "warn", "no NCCL")
 
 
 def test_cuda_is_missed_only_where_torch_was_built_for_it():
-    holds(devices.cuda(TORCH), "skipped")
-    holds(devices.cuda(CUDA), "ok", "8 x H200")
-    holds(devices.cuda(replace(TORCH, built_for="13.0")), "warn", "13.0", "nvidia-smi")
+    holds(software_checks.cuda(TORCH), "skipped")
+    holds(software_checks.cuda(CUDA), "ok", "8 x H200")
+    holds(software_checks.cuda(replace(TORCH, built_for="13.0")), "warn", "13.0", "nvidia-smi")
 
 
 def test_triton_is_judged_by_what_its_kernel_gives():
-    holds(devices.triton(TORCH), "skipped")
-    holds(devices.triton(CUDA), "ok")
-    holds(devices.triton(replace(CUDA, has_triton=False, fused=None)), "warn", "slower")
-    holds(devices.triton(replace(CUDA, fused=False, fused_problem="no gcc")), "fail", "no gcc", "C compiler")
-    holds(devices.triton(replace(CUDA, fused=False)), "fail", "do not train on this machine")
+    holds(software_checks.triton(TORCH), "skipped")
+    holds(software_checks.triton(CUDA), "ok")
+    holds(software_checks.triton(replace(CUDA, has_triton=False, fused=None)), "warn", "slower")
+    holds(
+        software_checks.triton(replace(CUDA, fused=False, fused_problem="no gcc")),
+        "fail",
+        "no gcc",
+        "C compiler",
+    )
+    holds(software_checks.triton(replace(CUDA, fused=False)), "fail", "do not train on this machine")
 
 
 def test_what_encrypts_must_be_there():
-    holds(installation.curve(HERE), "ok", "27.0, with CURVE")
-    holds(installation.curve(replace(HERE, curve=False)), "fail", "without CURVE")
-    holds(installation.curve(Installed({}, curve=False)), "fail", "pip install pyzmq")
+    holds(software_checks.curve(HERE), "ok", "27.0, with CURVE")
+    holds(software_checks.curve(replace(HERE, curve=False)), "fail", "without CURVE")
+    holds(software_checks.curve(Installed({}, curve=False)), "fail", "pip install pyzmq")
 
 
 def test_frameworks_are_named_with_their_versions():
     names = ("torchtitan", "deepspeed", "transformers")
-    holds(installation.frameworks(HERE, names), "skipped", "neither torchtitan, deepspeed nor transformers")
+    holds(
+        software_checks.frameworks(HERE, names), "skipped", "neither torchtitan, deepspeed nor transformers"
+    )
     some = Installed({"deepspeed": "0.19.9", "transformers": "5.1"}, curve=True)
     told = "deepspeed 0.19.9 and transformers 5.1; absent: torchtitan"
-    holds(installation.frameworks(some, names), "ok", told)
+    holds(software_checks.frameworks(some, names), "ok", told)
     older = Installed({"deepspeed": "0.18.2"}, curve=True)
-    holds(installation.frameworks(older, names), "warn", "deepspeed 0.18.2 is not known here, 0.19 is")
+    holds(software_checks.frameworks(older, names), "warn", "deepspeed 0.18.2 is not known here, 0.19 is")
 
 
 def test_a_board_that_only_this_machine_reaches_is_no_board_for_several():
-    holds(network.board(REACHED, 2), "ok", "10.0.0.4:41234", "1.0 ms")
+    holds(machine_checks.board(REACHED, 2), "ok", "10.0.0.4:41234", "1.0 ms")
     local = replace(REACHED, is_local=True)
-    holds(network.board(local, 1), "warn", "ObserverConfig.address")
-    holds(network.board(local, 2), "fail", "ObserverConfig.address")
+    holds(machine_checks.board(local, 1), "warn", "ObserverConfig.address")
+    holds(machine_checks.board(local, 2), "fail", "ObserverConfig.address")
     silent = Reached("10.0.0.4", 41234, None, "no message came through in 5 s")
-    holds(network.board(silent, 1), "fail", "no message", "let TCP through")
+    holds(machine_checks.board(silent, 1), "fail", "no message", "let TCP through")
 
 
 def test_the_other_machine_must_answer_quickly_run_the_same_and_know_the_time():
-    holds(network.other_machine(MET), "ok", "node2")
-    holds(network.other_machine(Met("node2:1", "cannot connect: refused")), "fail", "refused", "--listen")
-    holds(network.other_machine(replace(MET, seconds=0.8)), "warn", "0.80 s", "failover_seconds above 0.8")
-    holds(network.other_versions(MET, HERE.versions), "ok", "node2")
+    holds(machine_checks.other_machine(MET), "ok", "node2")
+    holds(
+        machine_checks.other_machine(Met("node2:1", "cannot connect: refused")), "fail", "refused", "--listen"
+    )
+    holds(
+        machine_checks.other_machine(replace(MET, seconds=0.8)),
+        "warn",
+        "0.80 s",
+        "failover_seconds above 0.8",
+    )
+    holds(machine_checks.other_versions(MET, HERE.versions), "ok", "node2")
     other = replace(MET, versions={**HERE.versions, "torch": "2.12.0"})
-    holds(network.other_versions(other, HERE.versions), "warn", "torch 2.13.0 here, 2.12.0 there")
-    holds(network.other_clock(MET), "ok", "0.020 s ahead")
-    holds(network.other_clock(replace(MET, offset=-90.0)), "warn", "90.000 s behind", "NTP")
-    holds(network.other_clock(replace(MET, offset=1.5, seconds=2.0)), "ok")  # it cannot be told so exactly
-    for check in (network.other_clock, lambda met: network.other_versions(met, HERE.versions)):
+    holds(machine_checks.other_versions(other, HERE.versions), "warn", "torch 2.13.0 here, 2.12.0 there")
+    holds(machine_checks.other_clock(MET), "ok", "0.020 s ahead")
+    holds(machine_checks.other_clock(replace(MET, offset=-90.0)), "warn", "90.000 s behind", "NTP")
+    holds(
+        machine_checks.other_clock(replace(MET, offset=1.5, seconds=2.0)), "ok"
+    )  # it cannot be told so exactly
+    for check in (machine_checks.other_clock, lambda met: machine_checks.other_versions(met, HERE.versions)):
         holds(check(Met("node2:1", "refused")), "skipped")
 
 
 def test_clock_signal_and_limits():
-    holds(system.monotonic(Clock(True, 1e-9, 0.021, 0.02)), "ok", "1 ns")
-    holds(system.monotonic(Clock(True, 1e-9, 0.0, 0.02)), "fail", "0.000 s", "clock source")
-    holds(system.stacks(Stacks(46, None)), "ok", "46")
-    holds(system.stacks(Stacks(46, "signal 46 is in use here")), "warn", "ObserverConfig.stack_signal")
-    holds(system.open_files(Limits(1024, None), 768), "ok", "768")
-    holds(system.open_files(Limits(1024, None), 769), "fail", "1025", "ulimit -Hn")
-    holds(system.open_files(Limits(None, None), 10**6), "ok")
-    holds(system.file_size(Limits(None, None), GIB), "ok")
-    holds(system.file_size(Limits(None, GIB), GIB), "ok")
-    holds(system.file_size(Limits(None, GIB), GIB + 1), "fail", "ulimit -f")
-    holds(system.file_size(Limits(None, GIB), None), "warn", "1.0 GiB")
+    holds(machine_checks.monotonic(Clock(True, 1e-9, 0.021, 0.02)), "ok", "1 ns")
+    holds(machine_checks.monotonic(Clock(True, 1e-9, 0.0, 0.02)), "fail", "0.000 s", "clock source")
+    holds(machine_checks.stacks(Stacks(46, None)), "ok", "46")
+    holds(
+        machine_checks.stacks(Stacks(46, "signal 46 is in use here")), "warn", "ObserverConfig.stack_signal"
+    )
+    holds(machine_checks.open_files(Limits(1024, None), 768), "ok", "768")
+    holds(machine_checks.open_files(Limits(1024, None), 769), "fail", "1025", "ulimit -Hn")
+    holds(machine_checks.open_files(Limits(None, None), 10**6), "ok")
+    holds(machine_checks.file_size(Limits(None, None), GIB), "ok")
+    holds(machine_checks.file_size(Limits(None, GIB), GIB), "ok")
+    holds(machine_checks.file_size(Limits(None, GIB), GIB + 1), "fail", "ulimit -f")
+    holds(machine_checks.file_size(Limits(None, GIB), None), "warn", "1.0 GiB")
 
 
 def test_memory_must_hold_three_snapshots_of_each_rank_and_others_copies():
-    holds(storage.memory(MEMORY, JobDescription(1)), "ok", "80.0 GiB of 100.0 GiB free")
-    holds(storage.memory(MEMORY, JobDescription(2, 1, 6 * GIB)), "ok", "6 copies of 6.0 GiB fit")
-    holds(storage.memory(MEMORY, JobDescription(2, 1, 7 * GIB)), "fail", "6 x 7 GiB = 42 GiB", "--shm-size")
+    holds(machine_checks.memory(MEMORY, JobDescription(1)), "ok", "80.0 GiB of 100.0 GiB free")
+    holds(machine_checks.memory(MEMORY, JobDescription(2, 1, 6 * GIB)), "ok", "6 copies of 6.0 GiB fit")
     holds(
-        storage.memory(MEMORY, JobDescription(2, 2, 3 * GIB)), "fail", "14 x 3 GiB"
+        machine_checks.memory(MEMORY, JobDescription(2, 1, 7 * GIB)),
+        "fail",
+        "6 x 7 GiB = 42 GiB",
+        "--shm-size",
+    )
+    holds(
+        machine_checks.memory(MEMORY, JobDescription(2, 2, 3 * GIB)), "fail", "14 x 3 GiB"
     )  # four of each neighbour's besides
     holds(
-        storage.memory(replace(MEMORY, size=64 << 20, free=64 << 20), JobDescription(1)), "warn", "containers"
+        machine_checks.memory(replace(MEMORY, size=64 << 20, free=64 << 20), JobDescription(1)),
+        "warn",
+        "containers",
     )
-    holds(storage.memory(replace(MEMORY, in_memory=False), JobDescription(1)), "warn", "this is a disk")
     holds(
-        storage.memory(replace(MEMORY, problem="/dev/shm: read-only"), JobDescription(1)), "fail", "read-only"
+        machine_checks.memory(replace(MEMORY, in_memory=False), JobDescription(1)), "warn", "this is a disk"
+    )
+    holds(
+        machine_checks.memory(replace(MEMORY, problem="/dev/shm: read-only"), JobDescription(1)),
+        "fail",
+        "read-only",
     )
 
 
 def test_what_is_kept_in_memory_is_its_owners_alone():
     new = replace(MEMORY, exists=False)
-    holds(storage.private([MEMORY, new]), "ok", "/dev/shm/x")
-    holds(storage.private([MEMORY, replace(MEMORY, is_private=False)]), "fail", "chmod 0700 /dev/shm/x")
-    holds(storage.private([replace(new, is_private=False)]), "fail", "a file system that keeps owners")
+    holds(machine_checks.private([MEMORY, new]), "ok", "/dev/shm/x")
+    holds(
+        machine_checks.private([MEMORY, replace(MEMORY, is_private=False)]), "fail", "chmod 0700 /dev/shm/x"
+    )
+    holds(machine_checks.private([replace(new, is_private=False)]), "fail", "a file system that keeps owners")
 
 
 def test_files_need_room_for_three_generations_of_the_machines_ranks():
     disk = replace(MEMORY, path=Path("/data"), in_memory=False)
-    holds(storage.directory(None, JobDescription(1)), "skipped", "--checkpoint")
-    holds(storage.directory(disk, JobDescription(1)), "ok", "/data, 80.0 GiB free")
-    holds(storage.directory(replace(disk, exists=False), JobDescription(1)), "ok", "it can be made")
-    holds(storage.directory(disk, JobDescription(8, 1, 3 * GIB)), "ok")
-    holds(storage.directory(disk, JobDescription(8, 1, 4 * GIB)), "warn", "96.0 GiB")
-    holds(storage.directory(disk, JobDescription(8, 1, 11 * GIB)), "fail", "264.0 GiB")
-    holds(storage.directory(replace(disk, locks=False), JobDescription(1)), "warn", "no locks")
-    holds(storage.directory(replace(disk, holder="job 'x'"), JobDescription(1)), "fail", "in use by job 'x'")
+    holds(machine_checks.directory(None, JobDescription(1)), "skipped", "--checkpoint")
+    holds(machine_checks.directory(disk, JobDescription(1)), "ok", "/data, 80.0 GiB free")
+    holds(machine_checks.directory(replace(disk, exists=False), JobDescription(1)), "ok", "it can be made")
+    holds(machine_checks.directory(disk, JobDescription(8, 1, 3 * GIB)), "ok")
+    holds(machine_checks.directory(disk, JobDescription(8, 1, 4 * GIB)), "warn", "96.0 GiB")
+    holds(machine_checks.directory(disk, JobDescription(8, 1, 11 * GIB)), "fail", "264.0 GiB")
+    holds(machine_checks.directory(replace(disk, locks=False), JobDescription(1)), "warn", "no locks")
     holds(
-        storage.directory(replace(disk, problem="/data: Read-only"), JobDescription(1)), "fail", "Read-only"
+        machine_checks.directory(replace(disk, holder="job 'x'"), JobDescription(1)),
+        "fail",
+        "in use by job 'x'",
+    )
+    holds(
+        machine_checks.directory(replace(disk, problem="/data: Read-only"), JobDescription(1)),
+        "fail",
+        "Read-only",
     )
 
 
@@ -202,7 +241,7 @@ def test_files_need_room_for_three_generations_of_the_machines_ranks():
     ],
 )
 def test_a_mesh_is_told_whom_it_can_name_for_each_role(mesh: str, experts: int, found: dict[str, str]):
-    findings = layout.peers(mesh_of(mesh, experts), has_experts=experts > 1)
+    findings = machine_checks.peers(mesh_of(mesh, experts), has_experts=experts > 1)
     assert {each.name: each.status.value for each in findings} == found
     for each in findings:
         holds(each, each.status.value)
@@ -242,32 +281,34 @@ def test_ranks_and_machines_follow_from_mesh_and_devices():
 
 
 def test_a_mesh_that_does_not_fill_the_machines_devices_is_questioned():
-    (finding,) = layout.fits(JobDescription(*laid_out(12, None, None, 8), mesh=mesh_of("replica=12")))
+    (finding,) = machine_checks.fits(JobDescription(*laid_out(12, None, None, 8), mesh=mesh_of("replica=12")))
     holds(finding, "warn", "the mesh has 12 ranks", "2 machines", "8 CUDA devices have 16", "--ranks")
-    assert layout.fits(JobDescription(*laid_out(16, None, None, 8), mesh=mesh_of("replica=16"))) == []
-    assert layout.fits(JobDescription(8, 2)) == []
+    assert machine_checks.fits(JobDescription(*laid_out(16, None, None, 8), mesh=mesh_of("replica=16"))) == []
+    assert machine_checks.fits(JobDescription(8, 2)) == []
 
 
 def test_restarts_of_torchrun_need_a_setting_with_one_torch():
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    holds(installation.restarts(TORCH, {}), "warn", "Connection refused", "without torchscout", f"{name}=1")
-    holds(installation.restarts(TORCH, {name: "0"}), "warn")
-    holds(installation.restarts(TORCH, {name: "1"}), "ok", f"{name}=1")
-    holds(installation.restarts(TorchFacts(version="2.12.1"), {}), "skipped", "2.13")
-    holds(installation.restarts(TorchFacts(problem="gone"), {}), "skipped")
+    holds(
+        software_checks.restarts(TORCH, {}), "warn", "Connection refused", "without torchscout", f"{name}=1"
+    )
+    holds(software_checks.restarts(TORCH, {name: "0"}), "warn")
+    holds(software_checks.restarts(TORCH, {name: "1"}), "ok", f"{name}=1")
+    holds(software_checks.restarts(TorchFacts(version="2.12.1"), {}), "skipped", "2.13")
+    holds(software_checks.restarts(TorchFacts(problem="gone"), {}), "skipped")
 
 
 def test_attention_backends_repeat_or_are_said_not_to():
-    holds(repeats.attention(TORCH), "skipped", "CUDA devices only")
-    holds(repeats.attention(CUDA), "warn", "could not be tried")
+    holds(software_checks.attention(TORCH), "skipped", "CUDA devices only")
+    holds(software_checks.attention(CUDA), "warn", "could not be tried")
     tried = replace(CUDA, attention={"flash": 1, "cuDNN": 0, "memory-efficient": 1})
-    holds(repeats.attention(tried), "ok", "flash and memory-efficient repeat")
+    holds(software_checks.attention(tried), "ok", "flash and memory-efficient repeat")
     noisy = replace(CUDA, attention={"flash": 9, "memory-efficient": 1})
-    holds(repeats.attention(noisy), "warn", "flash attention does not repeat", "another backend")
+    holds(software_checks.attention(noisy), "warn", "flash attention does not repeat", "another backend")
 
 
 def test_surfaces_of_a_run_that_do_not_repeat_are_listed(tmp_path: Path):
-    holds(repeats.surfaces(not_repeating(tmp_path)), "skipped", "--run-dir")
+    holds(software_checks.surfaces(not_repeating(tmp_path)), "skipped", "--run-dir")
     reason = "nondeterministic kernel: replayed twice, ranks 0 and 1 did not repeat the same numbers"
     unlike = {"layers.0/grad_input": reason, "layers.0/output": "it returns no tensor"}
     recorder = JsonlRecorder(tmp_path, 1)
@@ -279,5 +320,5 @@ def test_surfaces_of_a_run_that_do_not_repeat_are_listed(tmp_path: Path):
         )
     recorder.close()
     assert not_repeating(tmp_path) == {"layers.0/grad_input": reason}
-    holds(repeats.surfaces(not_repeating(tmp_path)), "warn", "1 of this run", reason, "require")
-    holds(repeats.surfaces({}), "ok", "repeats")
+    holds(software_checks.surfaces(not_repeating(tmp_path)), "warn", "1 of this run", reason, "require")
+    holds(software_checks.surfaces({}), "ok", "repeats")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.support.small_job import until
 from tests.unit.test_record import INCIDENT
-from torchscout.cli.doctor.probes import network
+from torchscout.cli.doctor import network
 from torchscout.cli.main import app
 from torchscout.decision.recorder import JsonlRecorder
 from torchscout.observer import protocol

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from torchscout.campaign.machine import caption
 from torchscout.campaign.results import Result, RowSummary, percentile
-from torchscout.cli.columns import WIDEST, columns, wrapped
+from torchscout.utils.text import WIDEST, columns, wrapped
 
 __all__ = ["Screen", "markdown", "printed", "screen_of"]
 

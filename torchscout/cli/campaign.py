@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from torchscout.cli.columns import wrapped
-from torchscout.cli.document import as_document, written
-from torchscout.cli.options import repeated, taking
-from torchscout.cli.paths import made_folder
+from torchscout.cli.console import as_document, made_folder, repeated, taking, written
+from torchscout.utils.text import wrapped
 
 if TYPE_CHECKING:
     from torchscout.campaign.campaigns import Campaign
@@ -192,7 +190,7 @@ def _run_all(campaign: Campaign, cells: Sequence[Cell], store: Store, seed: int,
 
     from torchscout.campaign.campaigns import MODULES
     from torchscout.campaign.tables import Screen
-    from torchscout.cli.interruption import interruptible
+    from torchscout.cli.console import interruptible
     from torchscout.testing.leftovers import nothing_left
     from torchscout.testing.local_ranks import preload
 

@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
+from torchscout.cli.console import made_folder, repeated, taking
 from torchscout.cli.discover_plan import KERNELS, REGIMES, DiscoveryPlan, layers_in, rows_in
-from torchscout.cli.options import repeated, taking
-from torchscout.cli.paths import made_folder
 from torchscout.errors import CatalogError
 from torchscout.experts.catalog import Catalog
 from torchscout.experts.coverage import Observed, Table
@@ -179,9 +178,10 @@ def discover(asked: Asked) -> None:
 def _run(asked: Asked, plan: DiscoveryPlan, kernels: Sequence[Kernel], folder: Path) -> None:
     from rich.console import Console
 
+    from torchscout.cli.console import interruptible
+
     # moved
     from torchscout.cli.discover_plan import discovered
-    from torchscout.cli.interruption import interruptible
     from torchscout.experts.catalog import save, text_of
 
     print(f"What was executed is kept in {folder}", file=sys.stderr, flush=True)

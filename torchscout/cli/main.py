@@ -10,11 +10,11 @@ from typer.core import TyperGroup
 import torchscout
 from torchscout.cli.campaign import app as campaign
 from torchscout.cli.checkpoint.command import app as checkpoint
+from torchscout.cli.console import checked
 from torchscout.cli.demo.command import demo
 from torchscout.cli.discover import discover
 from torchscout.cli.doctor.command import doctor
 from torchscout.cli.explain.command import explain
-from torchscout.cli.options import checked
 from torchscout.cli.status import status
 
 __all__ = ["app"]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchscout.cli.document import as_document
+from torchscout.cli.console import as_document
 from torchscout.decision import recorder
 from torchscout.decision.progress import Process, Progress
 from torchscout.decision.record import Incident, Manifestation, Resolved

@@ -1,10 +1,14 @@
-"""Ranks and names in words, cut short where a list would become too long."""
+"""Ranks and names in words, and lines wrapped to the width of the screen."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 
-__all__ = ["listed", "named"]
+__all__ = ["WIDEST", "columns", "listed", "named", "wrapped"]
 
 
 def listed(items: Iterable[object], *, most: int = 4) -> str:
@@ -18,3 +22,31 @@ def listed(items: Iterable[object], *, most: int = 4) -> str:
 def named(ranks: Sequence[int]) -> str:
     """``rank 5``, or ``ranks 1, 3 and 5``."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, most=8)}"
+
+
+WIDEST = 150
+"""Of tables where there is no terminal."""
+
+
+def columns() -> int | None:
+    """Of the terminal that standard output goes to, or as COLUMNS says; None where neither is."""
+    told = os.environ.get("COLUMNS", "")
+    if sys.stdout.isatty() or (told.isdigit() and int(told)):
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def wrapped(line: str, indent: int = 11) -> str:
+    """The line as it is, or on several lines if it is wider than the screen; long words stay whole."""
+    width = columns()
+    if width is None or len(line) <= width:
+        return line
+    first = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        line.lstrip(),
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

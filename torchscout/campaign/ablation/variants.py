@@ -13,7 +13,6 @@ from torchscout.campaign.cell import BLOCKS, LAYOUTS, Cell, Processes, Row
 from torchscout.campaign.paper_cells import FAULTY, SLOW, hang_cells, numerical_cells, slow_layers
 from torchscout.campaign.results import Result, interval
 from torchscout.campaign.tables import printed
-from torchscout.cli.columns import wrapped
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.progress import RankStatus
@@ -24,6 +23,7 @@ from torchscout.decision.straggler.persistence import Times
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
+from torchscout.utils.text import wrapped
 
 __all__ = [
     "EVERYTHING",

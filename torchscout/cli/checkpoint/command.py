@@ -24,7 +24,7 @@ from torchscout.cli.checkpoint.contents import Contents, contents_of, memory_bes
 from torchscout.cli.checkpoint.listing import as_json, heading, roles_of
 from torchscout.cli.checkpoint.verification import Broken, Damage, broken_lines, examine, usable
 from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
-from torchscout.cli.document import as_document
+from torchscout.cli.console import as_document
 from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 

@@ -18,8 +18,8 @@ from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.checkpoint.storage.owner import Owner
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
-from torchscout.cli.mounts import is_in_memory
 from torchscout.errors import CheckpointError
+from torchscout.utils.mounts import is_in_memory
 from torchscout.utils.text import listed
 
 __all__ = ["Contents", "Folder", "StoredShard", "contents_of", "memory_beside"]

@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
+from torchscout.cli.console import as_document, made_folder
 from torchscout.cli.demo.scenario import MOST_RANKS, Kind, Memory, Scenario, plan
-from torchscout.cli.document import as_document
-from torchscout.cli.paths import made_folder
 
 __all__ = ["demo"]
 
@@ -55,9 +54,9 @@ def demo(
     from torchscout.testing.local_ranks import preload
 
     preload("torchscout.cli.demo.job")
+    from torchscout.cli.console import interruptible
     from torchscout.cli.demo.job import surfaces
     from torchscout.cli.demo.runner import play, report_of, screen, view_for
-    from torchscout.cli.interruption import interruptible
     from torchscout.testing.leftovers import nothing_left
 
     if memory.at not in (known := surfaces(stage)):

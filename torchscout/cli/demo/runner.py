@@ -24,12 +24,12 @@ from rich.text import Text
 
 from torchscout.campaign.grading import Grade, Reports, grade
 from torchscout.checkpoint.selection import SweepResult
-from torchscout.cli.columns import wrapped
 from torchscout.cli.demo.job import Began, Ended, train, train_alone
 from torchscout.cli.demo.scenario import STEPS, Kind, Scenario
 from torchscout.decision.record import Incident, Manifestation
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import LiveRanks, run_ranks
+from torchscout.utils.text import wrapped
 
 __all__ = ["Attempt", "Lines", "Picture", "Played", "View", "play", "report_of", "screen", "view_for"]
 

@@ -15,7 +15,9 @@ import typer
 
 from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.cli.checkpoint.wording import counted, stacked, table
-from torchscout.cli.doctor.checks import devices, installation, layout, network, repeats, storage, system
+from torchscout.cli.console import as_document, taking
+from torchscout.cli.doctor import machine_checks, software_checks
+from torchscout.cli.doctor import probes as kernel
 from torchscout.cli.doctor.facts import (
     Clock,
     Finding,
@@ -30,13 +32,14 @@ from torchscout.cli.doctor.facts import (
     TorchFacts,
     skipped,
 )
-from torchscout.cli.doctor.probes import system as kernel
-from torchscout.cli.doctor.probes.installation import FRAMEWORKS, installed, own_versions
-from torchscout.cli.doctor.probes.run_records import not_repeating
-from torchscout.cli.doctor.probes.storage import folder_at
-from torchscout.cli.doctor.probes.torch_facts import ask_torch
-from torchscout.cli.document import as_document
-from torchscout.cli.options import taking
+from torchscout.cli.doctor.probes import (
+    FRAMEWORKS,
+    ask_torch,
+    folder_at,
+    installed,
+    not_repeating,
+    own_versions,
+)
 from torchscout.config import ObserverConfig
 from torchscout.errors import ScoutError
 from torchscout.observer.record.directory import records_home
@@ -96,7 +99,7 @@ def gathered(
 ) -> Facts:
     packages, reached, met = installed(), None, None
     if packages.curve:
-        from torchscout.cli.doctor.probes.network import meet, reach_own_board
+        from torchscout.cli.doctor.network import meet, reach_own_board
 
         reached = reach_own_board(address, port)
         met = None if other is None else meet(other, packages.versions)
@@ -118,33 +121,33 @@ def gathered(
 def findings_of(facts: Facts, plan: JobDescription) -> list[Finding]:
     """In the order in which one would fix them."""
     return [
-        installation.python(facts.installed),
-        installation.torch(facts.installed, facts.torch),
-        installation.restarts(facts.torch, os.environ),
-        devices.backends(facts.torch),
-        devices.cuda(facts.torch),
-        devices.triton(facts.torch),
-        repeats.attention(facts.torch),
-        installation.frameworks(facts.installed, FRAMEWORKS),
-        installation.curve(facts.installed),
+        software_checks.python(facts.installed),
+        software_checks.torch(facts.installed, facts.torch),
+        software_checks.restarts(facts.torch, os.environ),
+        software_checks.backends(facts.torch),
+        software_checks.cuda(facts.torch),
+        software_checks.triton(facts.torch),
+        software_checks.attention(facts.torch),
+        software_checks.frameworks(facts.installed, FRAMEWORKS),
+        software_checks.curve(facts.installed),
         *_connections(facts, plan),
-        system.stacks(facts.stacks),
-        system.monotonic(facts.clock),
-        system.open_files(facts.limits, plan.world_size),
-        system.file_size(facts.limits, plan.state_bytes),
-        storage.memory(facts.memory, plan),
-        storage.private([facts.records, facts.memory]),
-        storage.directory(facts.directory, plan),
-        repeats.surfaces(facts.not_repeating),
-        *layout.fits(plan),
-        *layout.peers(plan.mesh, has_experts=plan.has_experts),
+        machine_checks.stacks(facts.stacks),
+        machine_checks.monotonic(facts.clock),
+        machine_checks.open_files(facts.limits, plan.world_size),
+        machine_checks.file_size(facts.limits, plan.state_bytes),
+        machine_checks.memory(facts.memory, plan),
+        machine_checks.private([facts.records, facts.memory]),
+        machine_checks.directory(facts.directory, plan),
+        software_checks.surfaces(facts.not_repeating),
+        *machine_checks.fits(plan),
+        *machine_checks.peers(plan.mesh, has_experts=plan.has_experts),
     ]
 
 
 def _connections(facts: Facts, plan: JobDescription) -> list[Finding]:
     if facts.reached is None:
         return [skipped("board", "it needs pyzmq with CURVE")]
-    own = network.board(facts.reached, plan.machines)
+    own = machine_checks.board(facts.reached, plan.machines)
     if facts.met is None:
         return [
             own,
@@ -152,9 +155,9 @@ def _connections(facts: Facts, plan: JobDescription) -> list[Finding]:
         ]
     return [
         own,
-        network.other_machine(facts.met),
-        network.other_versions(facts.met, facts.installed.versions),
-        network.other_clock(facts.met),
+        machine_checks.other_machine(facts.met),
+        machine_checks.other_versions(facts.met, facts.installed.versions),
+        machine_checks.other_clock(facts.met),
     ]
 
 
@@ -272,8 +275,8 @@ def _address_of(told: str) -> tuple[str, int]:
 
 def _listen(asked: Asked) -> None:
     """Nothing is examined here: the doctors that ask say what they find."""
-    from torchscout.cli.doctor.probes.network import address_for_others, serve  # with it comes ZeroMQ
-    from torchscout.cli.interruption import interruptible
+    from torchscout.cli.console import interruptible
+    from torchscout.cli.doctor.network import address_for_others, serve  # with it comes ZeroMQ
 
     def ready(port: int) -> None:
         where = f"{address_for_others(asked.address)}:{port}"

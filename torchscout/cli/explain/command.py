@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from torchscout.cli.checkpoint.wording import counted, numbers_in_words, stacked, table
-from torchscout.cli.document import as_document
+from torchscout.cli.console import as_document
 from torchscout.cli.explain.dump_files import DumpFile, DumpFilesError, files_in, read_files
 from torchscout.decision.hang.flight_recorder import Dump, State
 from torchscout.decision.hang.flight_recorder_diagnosis import Explanation

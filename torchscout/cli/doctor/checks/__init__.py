@@ -1,1 +1,0 @@
-"""What facts mean, as findings. Pure: ``probes`` finds the facts out."""
