@@ -180,7 +180,7 @@ def verdict() -> Figures:
     The trainers are records that this process writes. Time and again one rank stops before a
     collective that the others have issued, another one each time, and then goes on.
     """
-    config = ObserverConfig(floor_seconds=1.0, address="127.0.0.1")
+    config = ObserverConfig(min_silence_seconds=1.0, address="127.0.0.1")
     seconds, named = [], 0
     with a_job(16, config) as (trainers, incidents):
         for turn in range(10):
@@ -194,7 +194,7 @@ def verdict() -> Figures:
                 trainer.begin_step(joins=rank != late)
             incident = line_of(incidents, 2 * turn)
             # A step of ten milliseconds leaves the floor as the threshold.
-            seconds.append(incident.monotonic - begin - config.floor_seconds)
+            seconds.append(incident.monotonic - begin - config.min_silence_seconds)
             named += incident.item.ranks == (late,)
             for trainer in trainers:
                 trainer.step()

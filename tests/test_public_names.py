@@ -34,8 +34,11 @@ PUBLIC = [
     "signatures",
 ]
 PACKAGE = Path(torchscout.__file__).parent
-WITH_TORCH = {"channel", "fold", "fold_kernel", "signature"}
-DECISION = {path.stem for path in (PACKAGE / "decision").glob("[!_]*.py")}
+WITH_TORCH = {"channel", "fold", "fold_triton", "signature"}
+DECISION = {
+    ".".join(path.relative_to(PACKAGE / "decision").with_suffix("").parts)
+    for path in (PACKAGE / "decision").rglob("[!_]*.py")
+}
 TORCH_FREE = [
     "torchscout",
     "torchscout.mesh",

@@ -85,7 +85,7 @@ def enable_resiliency(
     adapter = _adapter(model, optimizer, parallelism)
     _refuse_mistakes(adapter, replay, checkpoint)
     with ExitStack() as undo:
-        communicators = Communicators() if replay is None else Communicators(replay.patience_seconds)
+        communicators = Communicators() if replay is None else Communicators(replay.timeout_seconds)
         undo.callback(communicators.close)
         job = _agree(adapter, communicators, run_dir, "*" if observer is None else observer.address)
         session = Session(job.run_dir, undo.pop_all(), job.rank)
@@ -95,7 +95,7 @@ def enable_resiliency(
         _watch(session, job, observer, adapter, communicators)
     _enter(session, job, on_incident)
     if adapter.optimizers():
-        session.undo.callback(adapter.at_updates(session.before_update, session.step_finished))
+        session.undo.callback(adapter.hook_updates(session.before_update, session.step_finished))
     if replay is not None:
         session.guarded(lambda: _replay(session, job, replay, adapter, communicators))
     if job.rank == 0:
@@ -118,7 +118,7 @@ def _adapter(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parall
 def _refuse_mistakes(
     adapter: Adapter, replay: ReplayConfig | None, checkpoint: CheckpointConfig | None
 ) -> None:
-    """A user's show before anything is attached."""
+    """Reject invalid arguments before attaching."""
     obstacle = adapter.obstacle
     if checkpoint is not None and (replay is None or not adapter.optimizers()):
         raise ValueError("checkpoint= needs an optimizer, and replay=, which certifies what is kept")
@@ -158,18 +158,18 @@ def _watch(
     except ScoutError as error:
         session.failed(error, is_shared=True)
         return
-    session.watching = watching
+    session.hang_monitor = watching
     layers = adapter.layers()
     watching.publisher.watch_layers(layers)
     if adapter.optimizers():
-        watching.publisher.watch_updates(adapter.at_updates, device_of(layers))
+        watching.publisher.watch_updates(adapter.hook_updates, device_of(layers))
     elif layers:
         watching.publisher.watch_steps(layers[0], session.step_finished)
 
 
 def _enter(session: Session, job: Job, on_incident: Callable[[Incident], None] | None) -> None:
     """Let the session be seen in the run directory, and hear of incidents."""
-    record = None if session.watching is None else session.watching.writer.path
+    record = None if session.hang_monitor is None else session.hang_monitor.writer.path
     session.news = IncidentCallback(
         job.rank, on_incident, session.failed, path=None if record is None else news_of(record)
     )
@@ -190,15 +190,15 @@ def _announce(
     ranks, hosts = len(job.mesh), len(set(job.hosts))
     size = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} machine{'s' * (hosts > 1)}"
     log.info("attached to %s; run directory: %s", size, job.run_dir)
-    if session.watching is None or observer is None:
+    if session.hang_monitor is None or observer is None:
         why = "observer=None" if observer is None else session.failures[-1]
         log.warning("hangs are not watched: %s", why)
     else:
-        limits = observer.floor_seconds, observer.multiple
+        limits = observer.min_silence_seconds, observer.silence_multiple
         log.info(
             "hangs are watched: silence counts after %g s, or %g times a step if that is longer", *limits
         )
-    replaying = session.replaying
+    replaying = session.replay_driver
     if replaying is None or replay is None:
         why = "replay=None" if replay is None else session.not_replaying
         log.warning("wrong numbers and slow ranks are not looked for: %s", why)
@@ -240,7 +240,7 @@ def _keep(
     if adapter.owned():
         besides += StateParts(model, optimizers, {}, owned).masters
     try:
-        session.checkpointing = CheckpointManager(
+        session.checkpoint_manager = CheckpointManager(
             job, config, communicators, model, optimizers, besides, owned
         )
     except ScoutError:
@@ -301,19 +301,19 @@ def _replay(
         _links(job, communicators, device),
         JsonlRecorder(job.run_dir, job.rank),
         session.guarded,
-        adapter.settle,
+        adapter.finish_update,
     )
     parameters = adapter.parameters().values()
     replaying.cover(lacking, has_catalog=shapes is not None, parameters=parameters)
-    if session.checkpointing is not None:
-        replaying.serve(session.checkpointing)
-    if (watching := session.watching) is not None:
+    if session.checkpoint_manager is not None:
+        replaying.serve(session.checkpoint_manager)
+    if (watching := session.hang_monitor) is not None:
         replaying.tell(lambda: watching.writer.advance(Phase.IDLE))
     if session.news is not None:
         replaying.report_to(session.news.add)
     replaying.look_before_training()
     replaying.begin(1)
-    session.replaying = replaying
+    session.replay_driver = replaying
 
 
 def _shapes(

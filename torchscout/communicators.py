@@ -28,8 +28,8 @@ _groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
 class Communicators:
     """SCOUT's own groups of this rank. Every rank makes one at the same point, and closes it there."""
 
-    def __init__(self, patience_seconds: float = 120.0) -> None:
-        self._patience = datetime.timedelta(seconds=patience_seconds)
+    def __init__(self, timeout_seconds: float = 120.0) -> None:
+        self._patience = datetime.timedelta(seconds=timeout_seconds)
         # Gloo whatever training uses: what is exchanged lives in host memory.
         self._group: dist.ProcessGroup = dist.new_group(
             backend="gloo", timeout=self._patience, group_desc=SCOUT_GROUP
@@ -95,7 +95,7 @@ class Communicators:
 
 
 class PeerCommunicator:
-    """What replay needs of the other ranks: see ``evidence.replay.peers``."""
+    """What replay needs of the other ranks: see ``replay.recipe``."""
 
     def __init__(
         self,

@@ -72,16 +72,16 @@ class StragglerConfig:
 
     kappa: float = KAPPA
     """Robust scales above the peers' median; larger is less sensitive."""
-    material_ratio: float = MATERIAL_RATIO
+    min_slowdown_ratio: float = MATERIAL_RATIO
     """A slowdown below this ratio to the median is never reported."""
-    material_ms: float = 1.0
+    min_slowdown_ms: float = 1.0
     """Nor is one below this many milliseconds."""
     host_material_ms: float = 100.0
     """Nor one below this many, where the host's clock times the work: not all that its scheduler gives to
     others can be left out. Work on a CUDA device is timed by the device."""
     confirmations: int = 2
     """Consecutive rounds a rank must be slow; noisy jobs need more, and get it by themselves."""
-    chance: float = 1 / 4000
+    false_alarm_rate: float = 1 / 4000
     """Incidents per round that coincidence may cause at most; smaller asks noisy jobs for more rounds."""
     history: int = 128
     """Rounds per surface over which a job's ordinary noise is estimated."""
@@ -90,22 +90,22 @@ class StragglerConfig:
         _require_numbers(self)
         if self.kappa <= 0:
             raise ValueError(f"kappa must be positive, got {self.kappa}")
-        if self.material_ratio < 1:
-            raise ValueError(f"material_ratio must be at least 1, got {self.material_ratio}")
-        if self.material_ms < 0:
-            raise ValueError(f"material_ms must not be negative, got {self.material_ms}")
+        if self.min_slowdown_ratio < 1:
+            raise ValueError(f"min_slowdown_ratio must be at least 1, got {self.min_slowdown_ratio}")
+        if self.min_slowdown_ms < 0:
+            raise ValueError(f"min_slowdown_ms must not be negative, got {self.min_slowdown_ms}")
         if self.host_material_ms < 0:
             raise ValueError(f"host_material_ms must not be negative, got {self.host_material_ms}")
         if self.confirmations < 1:
             raise ValueError(f"confirmations must be at least 1, got {self.confirmations}")
-        if not 0 < self.chance < 1:
-            raise ValueError(f"chance must lie between 0 and 1, got {self.chance}")
+        if not 0 < self.false_alarm_rate < 1:
+            raise ValueError(f"false_alarm_rate must lie between 0 and 1, got {self.false_alarm_rate}")
         if self.history < 1:
             raise ValueError(f"history must be at least 1 round, got {self.history}")
 
     def on_host(self) -> StragglerConfig:
         """For times that the host's clock takes."""
-        return replace(self, material_ms=max(self.material_ms, self.host_material_ms))
+        return replace(self, min_slowdown_ms=max(self.min_slowdown_ms, self.host_material_ms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class BaselineConfig:
 
     kappa: float = KAPPA
     """Robust scales of the clean history above its median; larger is less sensitive."""
-    material_ratio: float = 1.2
+    min_slowdown_ratio: float = 1.2
     """A slowdown below this ratio to the clean history is never reported."""
-    material_ms: float = 1.0
+    min_slowdown_ms: float = 1.0
     """Nor is one below this many milliseconds."""
     host_material_ms: float = 100.0
     """Nor one below this many, where the host's clock times the work."""
@@ -131,10 +131,10 @@ class BaselineConfig:
         _require_numbers(self)
         if self.kappa <= 0:
             raise ValueError(f"kappa must be positive, got {self.kappa}")
-        if self.material_ratio < 1:
-            raise ValueError(f"material_ratio must be at least 1, got {self.material_ratio}")
-        if self.material_ms < 0:
-            raise ValueError(f"material_ms must not be negative, got {self.material_ms}")
+        if self.min_slowdown_ratio < 1:
+            raise ValueError(f"min_slowdown_ratio must be at least 1, got {self.min_slowdown_ratio}")
+        if self.min_slowdown_ms < 0:
+            raise ValueError(f"min_slowdown_ms must not be negative, got {self.min_slowdown_ms}")
         if self.host_material_ms < 0:
             raise ValueError(f"host_material_ms must not be negative, got {self.host_material_ms}")
         if self.confirmations < 1:
@@ -144,7 +144,7 @@ class BaselineConfig:
 
     def on_host(self) -> BaselineConfig:
         """For times that the host's clock takes."""
-        return replace(self, material_ms=max(self.material_ms, self.host_material_ms))
+        return replace(self, min_slowdown_ms=max(self.min_slowdown_ms, self.host_material_ms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Parallelism:
     """Context-parallel ranks."""
     expert: int = 1
     """Expert partitions, where they are an axis of their own."""
-    carved_experts: int = 1
+    expert_within_data: int = 1
     """Expert partitions that are carved out of the replicas (of the shards, where there is one replica): so
     many neighbours share the experts of a mixture, and are replicas of everything else."""
 
@@ -212,7 +212,7 @@ class ReplayConfig:
     watched: float = 1.0
     """The share of that state that must have been watched since the last check for a check to certify: what
     changes unwatched becomes the truth with the next update."""
-    patience_seconds: float = 120.0
+    timeout_seconds: float = 120.0
     """How long a rank waits for another one in a check before replay is given up, and training goes on."""
     straggler: StragglerConfig = StragglerConfig()
     """When a rank or a process group that is slower than others in replay is worth an incident."""
@@ -236,8 +236,8 @@ class ReplayConfig:
                 f"require names kinds of results ({', '.join(RESULTS)}) or surfaces such as "
                 f"'layers.*/grad_input', got {unknown}"
             )
-        if not 0 < self.patience_seconds < float("inf"):
-            raise ValueError(f"patience_seconds must be positive and finite, got {self.patience_seconds}")
+        if not 0 < self.timeout_seconds < float("inf"):
+            raise ValueError(f"timeout_seconds must be positive and finite, got {self.timeout_seconds}")
         if self.records not in RECORDS:
             raise ValueError(f"records is one of {', '.join(RECORDS)}, got {self.records!r}")
         for name, kind in {"straggler": StragglerConfig, "baseline": BaselineConfig}.items():
@@ -283,11 +283,11 @@ class ReplayConfig:
 class ObserverConfig:
     """When silence is too long, and how observers confer about it."""
 
-    floor_seconds: float = 5.0
+    min_silence_seconds: float = 5.0
     """A rank that published nothing for a shorter time is never called silent."""
-    multiple: float = 3.0
+    silence_multiple: float = 3.0
     """Nor is one silent for less than this many of its own recent (99th percentile) steps."""
-    start_seconds: float = 600.0
+    startup_seconds: float = 600.0
     """Silence allowed until the first step is done: loading, compiling, first connections."""
     checkpoint_read_seconds: float = 600.0
     """Silence allowed while a checkpoint is read."""
@@ -330,8 +330,8 @@ class ObserverConfig:
             value = getattr(self, field.name)
             if field.name.endswith("_seconds") and not 0 < value < float("inf"):
                 raise ValueError(f"{field.name} must be positive and finite, got {value}")
-        if self.multiple < 1:
-            raise ValueError(f"multiple must be at least 1, got {self.multiple}")
+        if self.silence_multiple < 1:
+            raise ValueError(f"silence_multiple must be at least 1, got {self.silence_multiple}")
         if not 0 < self.phase_share < 1:
             raise ValueError(f"phase_share must lie between 0 and 1, got {self.phase_share}")
         if not 0 <= self.phase_ms < float("inf"):
@@ -369,7 +369,7 @@ class CheckpointConfig:
     keep the inputs with which each layer was replayed last."""
     keep: int = 1
     """Older verified checkpoints kept in files, should the newest turn out damaged."""
-    patience_seconds: float = 120.0
+    timeout_seconds: float = 120.0
     """How long a rank waits for others to agree on a checkpoint before that is given up; training goes on.
     When the job ends, how long it waits for files to be written."""
     job: str | None = None
@@ -398,5 +398,5 @@ class CheckpointConfig:
         _require_numbers(self)
         if self.forget_after_days is not None and self.forget_after_days <= 0:
             raise ValueError(f"forget_after_days must be positive, or None, got {self.forget_after_days}")
-        if not 0 < self.patience_seconds < float("inf"):
-            raise ValueError(f"patience_seconds must be positive and finite, got {self.patience_seconds}")
+        if not 0 < self.timeout_seconds < float("inf"):
+            raise ValueError(f"timeout_seconds must be positive and finite, got {self.timeout_seconds}")

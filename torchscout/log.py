@@ -42,7 +42,7 @@ class _WithoutSetup(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def show_by_default() -> None:
-    """Let messages be seen in a program that has set up no logging; again is no mistake."""
+    """Let messages be seen in a program that has set up no logging; idempotent."""
     if not log.hasHandlers():
         log.addHandler(_WithoutSetup())
         if log.level == logging.NOTSET:

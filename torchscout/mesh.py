@@ -175,8 +175,8 @@ class Mesh:
     def layer_peers_of(self, rank: int, role: LayerKind | str | None = None) -> PeerGroup:
         """Those who compute the same layer, once its parameters are gathered.
 
-        Natural replicas; where there are only two, who cannot settle a difference, and each is sharded, the
-        shards too: they start from different state and end up with the same parameters.
+        Natural replicas; where there are only two, who cannot finish_update a difference, and each is
+        sharded, the shards too: they start from different state and end up with the same parameters.
         """
         peers = self.peers_of(rank, role)
         if len(peers) != 2 or peers.axis is Axis.SHARD or self.degree(Axis.SHARD, role) == 1:

@@ -103,7 +103,7 @@ def _train(rank: int, job: Asked, make: Callable[[int], Work]) -> Found:
             flipped[0] if flipped else None,
             [_seen(each) for each in session.incidents],
             [str(each) for each in session.failures],
-            session.certified,
+            session.certified_step,
             status["checkpoint"]["verified"],
             status["replay"]["watched"],
             digest_of(work.held()),

@@ -19,12 +19,13 @@ Key = tuple[str, str]
 class Ledger:
     """Charges the time since the last change to the innermost open part.
 
-    ``settle`` is called at every change: with a device it waits for it, so that the device's time is charged
-    to the part that caused it. ``meet`` lets all ranks come before an exchange begins; that is ``waiting``.
+    ``finish_update`` is called at every change: with a device it waits for it, so that the device's time is
+    charged to the part that caused it. ``meet`` lets all ranks come before an exchange begins; that is
+    ``waiting``.
     """
 
-    def __init__(self, settle: Callable[[], None], meet: Callable[[], None]) -> None:
-        self._settle, self._meet = settle, meet
+    def __init__(self, finish_update: Callable[[], None], meet: Callable[[], None]) -> None:
+        self._settle, self._meet = finish_update, meet
         self._open: list[Key] = []
         self._since = 0.0
         self.seconds: Counter[Key] = Counter()

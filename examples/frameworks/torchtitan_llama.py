@@ -18,7 +18,7 @@ from torchtitan.trainer import Trainer
 
 SETTINGS = {
     "replay": {"interval": 5},  # steps from one check to the next
-    "observer": {"floor_seconds": 30.0},  # shorter silence is no hang
+    "observer": {"min_silence_seconds": 30.0},  # shorter silence is no hang
     "checkpoint": {"directory": "outputs/certified"},  # what checks have certified; a restart goes on from it
     "run_dir": "outputs/scout",
 }

@@ -34,7 +34,7 @@ from torchscout.session.session import Session
 __all__ = ["Job", "Report", "Trial", "local_of"]
 
 SLEEP_SECONDS = 8.0
-"""How long a late rank sleeps: longer than ``floor_seconds`` of a trial with a late rank."""
+"""How long a late rank sleeps: longer than ``min_silence_seconds`` of a trial with a late rank."""
 SLOW_SECONDS = 0.3
 """What a slow rank needs more for each of its layers; on a CPU less than 0.1 s is not an incident."""
 
@@ -47,7 +47,7 @@ class Trial:
     run_dir: Path | None = None
     """None trains without torchscout."""
     interval: int = 5
-    floor_seconds: float = 30.0
+    min_silence_seconds: float = 30.0
     """No healthy step of these clients takes as long, whatever else the machine does."""
     attach_after: int = 0
     """Steps that are trained before torchscout is attached."""
@@ -193,7 +193,7 @@ class Job:
         self.report.bits[step] = self._digest()
         if self.session is None:
             return
-        if (certified := self.session.certified) is not None and certified != self.report.certified:
+        if (certified := self.session.certified_step) is not None and certified != self.report.certified:
             self.report.certified = self.report.certified_at[step] = certified
         if step == self._trial.close_after:
             self._close()
@@ -219,7 +219,7 @@ class Job:
             self._model,
             self._optimizer,
             replay=ReplayConfig(interval=trial.interval),
-            observer=ObserverConfig(floor_seconds=trial.floor_seconds, address="127.0.0.1"),
+            observer=ObserverConfig(min_silence_seconds=trial.min_silence_seconds, address="127.0.0.1"),
             checkpoint=kept,
             run_dir=trial.run_dir,
             **self._settings,
@@ -229,14 +229,14 @@ class Job:
                 session.register_state(name, state)
             self.report.resumed = session.resume().step
         elif trial.attach_after:
-            session.go_on_from(trial.attach_after)
+            session.start_from(trial.attach_after)
 
     def _close(self) -> None:
         session, self.session = self.session, None
         assert session is not None
         report = self.report
         report.incidents, report.status = session.incidents, dict(session.status())
-        report.certified = session.certified
+        report.certified = session.certified_step
         session.close()
         report.failures = list(session.failures)
         report.hooks_left = self._count_hooks() - self._hooks

@@ -138,14 +138,14 @@ def slow(name: str, folder: Path, _: int) -> Result:
 
 def late(name: str, folder: Path, _: int) -> Result:
     """One rank sleeps before a step, and goes on: the others wait for it."""
-    trial = Trial(steps=30, run_dir=folder / "run", sleep=(FAULTY, 17), floor_seconds=3.0)
+    trial = Trial(steps=30, run_dir=folder / "run", sleep=(FAULTY, 17), min_silence_seconds=3.0)
     trained = _train(name, trial)
     return _problem(name, trained, trial.steps) or _named(trained.incidents, Manifestation.HANG)
 
 
 def killed(name: str, folder: Path, _: int) -> Result:
     """One rank is killed. The others may wait or fail; observers must say which one it was."""
-    trial = Trial(run_dir=folder / "run", kill=(FAULTY, 17), floor_seconds=3.0)
+    trial = Trial(run_dir=folder / "run", kill=(FAULTY, 17), min_silence_seconds=3.0)
     with LiveRanks(answering, CLIENTS[name].ranks, backend=BACKEND) as ranks:
         ranks.tell((name, trial))
         deadline = time.monotonic() + SECONDS * CLIENTS[name].patience

@@ -47,22 +47,22 @@ class Worse:
 
 
 def too_often(adapter: Adapter) -> Worse:
-    def at_updates(before, after):
-        leaving = [adapter.at_updates(before, after), adapter.at_updates(before, after)]
+    def hook_updates(before, after):
+        leaving = [adapter.hook_updates(before, after), adapter.hook_updates(before, after)]
         return lambda: [each() for each in leaving]
 
-    return Worse(adapter, "at_updates", at_updates)
+    return Worse(adapter, "hook_updates", hook_updates)
 
 
 def too_early(adapter: Adapter) -> Worse:
-    def at_updates(before, after):
+    def hook_updates(before, after):
         def both():
             before()
             after()
 
-        return adapter.at_updates(both, lambda: None)
+        return adapter.hook_updates(both, lambda: None)
 
-    return Worse(adapter, "at_updates", at_updates)
+    return Worse(adapter, "hook_updates", hook_updates)
 
 
 def too_few(adapter: Adapter) -> Worse:
@@ -84,7 +84,7 @@ def too_different(adapter: Adapter) -> Worse:
 @pytest.mark.parametrize(
     ("worse", "sentence"),
     [
-        (too_often, "at_updates must call before and after once a step"),
+        (too_often, "hook_updates must call before and after once a step"),
         (too_early, "after must come when parameters are new"),
         (too_few, "parameters() must have all of the model's, and lacks module.tokens.weight"),
         (too_strange, "layers() must be modules of model, and Linear are not"),

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import datetime
 import struct
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-import zmq
 
 from tests.support.ranks import run_ranks
-from torchscout.config import ObserverConfig
 from torchscout.decision import c3
 from torchscout.decision.channel import PeerChannel, ProcessGroupChannel, ThreadChannel
 from torchscout.decision.consensus import Status
 from torchscout.errors import ChannelError
-from torchscout.evidence.observer.board_channel import BoardChannel
 from torchscout.mesh import Axis, PeerGroup
-from torchscout.observer.hub import Hub
-from torchscout.observer.protocol import Client
-from torchscout.utils import network
 
 Body = Callable[..., Any]
 
@@ -45,36 +38,7 @@ def on_a_gloo_rank(rank: int, body: Body, args: tuple[Any, ...]) -> Any:
     )
 
 
-def over_board(body: Body, size: int, *args: Any) -> list[Any]:
-    peers, token = PeerGroup(tuple(range(size)), Axis.REPLICA), network.new_token()
-    with zmq.Context() as context, ThreadPoolExecutor(size + 1) as pool:
-        config = ObserverConfig(address="127.0.0.1")
-        hub = Hub(
-            context,
-            size=size,
-            token=token,
-            config=config,
-            conclude=lambda *_: None,
-            compare=lambda _: [],
-            record=lambda _: None,
-        )
-
-        def on_a_board_rank(rank: int) -> Any:
-            client = Client(context, rank, token, [("127.0.0.1", hub.port)])
-            try:
-                return body(BoardChannel(peers, rank, client, name="contract", timeout=2.0), *args)
-            finally:
-                client.close()
-
-        ranks = [pool.submit(on_a_board_rank, rank) for rank in range(size)]
-        while not all(rank.done() for rank in ranks):
-            hub.socket.poll(5)
-            hub.tick(time.monotonic())
-        hub.close()
-        return [rank.result() for rank in ranks]
-
-
-@pytest.fixture(params=[over_threads, over_gloo, over_board], ids=["threads", "gloo", "board"])
+@pytest.fixture(params=[over_threads, over_gloo], ids=["threads", "gloo"])
 def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     return request.param
 

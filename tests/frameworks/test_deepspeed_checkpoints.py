@@ -19,8 +19,8 @@ from tests.support.deepspeed_layouts import (
     weight,
 )
 from tests.support.ranks import LiveRanks, RankError, run_ranks
+from torchscout.checkpoint.selection import SweepResult
 from torchscout.faults.plan import FaultPlan
-from torchscout.session.resumption import Sweep
 
 __all__ = ["answering"]
 
@@ -75,7 +75,7 @@ def goes_on(plan: Plan, whole: Told, found: Told) -> None:
     if "fp16" in plan.settings:  # a scaler that begins anew would show
         assert whole.scales[done] != 2.0 ** plan.settings["fp16"]["initial_scale_power"]
     if plan.kind != "mixture":  # whose many parts have not all had their turn by then
-        assert (found.resumed.swept, found.resumed.unswept) == (Sweep.CLEAN, None)
+        assert (found.resumed.swept, found.resumed.unswept) == (SweepResult.CLEAN, None)
     assert found.bits == {step: whole.bits[step] for step in range(done + 1, 8)}
 
 

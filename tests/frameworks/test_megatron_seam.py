@@ -93,7 +93,7 @@ def test_graphs_and_eight_bits_are_one_sentence(one: LiveRanks):
 def gradient(adapter: Any, _chunk: Any) -> dict[str, Any]:
     layer, given = StandInForTELinear(), torch.randn(5, 4)
     weight, kept = layer.weight, layer.weight.main_grad
-    with adapter.keepers(layer).around() as elsewhere:
+    with adapter.gatherers(layer).around() as elsewhere:
         torch.autograd.grad(layer(given).sum(), [weight])
         replayed = elsewhere(weight)
     plain = torch.nn.functional.linear(given, weight).sum()
@@ -155,7 +155,7 @@ def scale(adapter: Any, _chunk: Any) -> Any:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     layer = StandInForTELinear()
-    with adapter.keepers(layer).around():
+    with adapter.gatherers(layer).around():
         output = MoEAuxLossAutoScaler.apply(layer(torch.randn(5, 4)), layer.weight.square().sum())
         torch.autograd.grad(output.sum(), [layer.weight])
     return MoEAuxLossAutoScaler.main_loss_backward_scale
@@ -172,9 +172,9 @@ def sharded() -> dict[str, bool]:
 
     adapter = MegatronAdapter(job.chunks, job.optimizer)
     one_step(job)  # after which whole parameters are shown
-    adapter.settle()
+    adapter.finish_update()
     layer = adapter.layers()[0]
-    (keeper,) = adapter.keepers(layer).modules
+    (keeper,) = adapter.gatherers(layer).modules
     before = hooks_of(layer)
     keeper.unshard()
     found = {

@@ -162,7 +162,6 @@ def messages_to_a_hub(posts: list[dict[str, Any]], rank: int, number: int) -> li
         {"kind": "leave", "post": posts[rank]},
         {"kind": "moved", "seconds": 1.5},
         {"kind": "elsewhere", "round": number},
-        {"kind": "share", "channel": "c", "number": 1, "payload": "x", "peers": [0, 1, 2]},
     ]
 
 

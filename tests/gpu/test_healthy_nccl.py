@@ -31,8 +31,8 @@ INTERVAL = 5
 # Ranks that share a device do not share it evenly: one of them may really be slower for a while.
 REPLAY = ReplayConfig(
     interval=INTERVAL,
-    straggler=StragglerConfig(material_ms=1000.0),
-    baseline=BaselineConfig(material_ms=1000.0),
+    straggler=StragglerConfig(min_slowdown_ms=1000.0),
+    baseline=BaselineConfig(min_slowdown_ms=1000.0),
 )
 
 
@@ -68,7 +68,7 @@ def train(rank: int, run_dir: Path | None, variant: Variant, steps: int) -> Resu
             loss.item()
     status, certified, incidents = {}, None, []
     if session:
-        status, certified = session.status(), session.certified
+        status, certified = session.status(), session.certified_step
         session.close()
         incidents = [each.sentence for each in session.incidents]
     return Result(_bits(model, optimizer), incidents, status, certified)

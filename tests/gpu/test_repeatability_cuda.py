@@ -157,7 +157,9 @@ def train(rank: int, kind: str, run_dir: Path | None, faults: FaultPlan, steps: 
         assert session.failures == []
         wrong = [each for each in session.incidents if each.manifestation is Manifestation.SDC]
         told = [(each.ranks, each.sentence) for each in wrong]
-        return Found(bits, told, session.certified, dict(session.status()["replay"]), len(injector.fired))
+        return Found(
+            bits, told, session.certified_step, dict(session.status()["replay"]), len(injector.fired)
+        )
 
 
 def run(kind: str, run_dir: Path, faults: FaultPlan = FaultPlan(), *, steps: int = STEPS) -> list[Found]:  # noqa: B008

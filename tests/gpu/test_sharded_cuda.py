@@ -23,7 +23,7 @@ from torchscout.config import ReplayConfig, StragglerConfig
 from torchscout.faults.effects import FlipBit
 
 # Ranks that share a device do not share it evenly: one of them may really be slower for a while.
-REPLAY = ReplayConfig(interval=1, straggler=StragglerConfig(material_ms=1000.0))
+REPLAY = ReplayConfig(interval=1, straggler=StragglerConfig(min_slowdown_ms=1000.0))
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(4)]
 STEPS, FLIPPED_AT, VOCABULARY, WIDTH = 12, 5, 96, 64
 

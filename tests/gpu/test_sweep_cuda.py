@@ -30,8 +30,8 @@ class Keeper:
     """As checkpoints have to do with checks, without files."""
 
     def __init__(self) -> None:
-        self.keepsakes = SavedCalls()
-        self.keepsakes.limit = 1 << 30
+        self.saved_calls = SavedCalls()
+        self.saved_calls.limit = 1 << 30
 
     def signature(self) -> None:
         """Nothing is captured."""
@@ -62,8 +62,8 @@ def swept(
             parallelism=Parallelism(replica=RANKS),
             run_dir=run_dir,
         )
-        assert session.replaying is not None
-        session.replaying.serve(keeper)
+        assert session.replay_driver is not None
+        session.replay_driver.serve(keeper)
         for step in range(STEPS):
             tokens = torch.randint(100, (4, 17), generator=torch.Generator().manual_seed(step)).cuda()
             logits = model(tokens[:, :-1])
@@ -71,9 +71,11 @@ def swept(
             nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
         before = bits(model, optimizer)
-        found = session.replaying.sweep(STEPS, everything=True)
+        found = session.replay_driver.sweep(STEPS, everything=True)
         is_same = bits(model, optimizer) == before
-    in_host_memory = all(each.is_cpu for key in keeper.keepsakes for each in keeper.keepsakes[key].tensors)
+    in_host_memory = all(
+        each.is_cpu for key in keeper.saved_calls for each in keeper.saved_calls[key].tensors
+    )
     named = [each.ranks for each in session.incidents]
     return found.sweep, found.unswept, is_same, named, in_host_memory, len(injector.fired)
 

@@ -85,10 +85,10 @@ def attach_and_close(rank: int, run_dir: Path) -> list[int]:
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
     session = enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir)
-    observer = session.watching.observer.pid
+    observer = session.hang_monitor.observer.pid
     with pytest.raises(ValueError, match="attached to this model already"):
         enable_resiliency(model, optimizer, run_dir=run_dir)
-    record = session.watching.writer.path
+    record = session.hang_monitor.writer.path
     assert record.exists()
     session.close()
     session.close()
@@ -156,7 +156,7 @@ def elsewhere(rank: int, run_dir: Path) -> tuple[int | None, list[str]]:
         for _ in range(3):
             model(torch.ones(2, 16, device="cpu")).sum().backward()
             optimizer.step()
-        return session.certified, list(session.failures)
+        return session.certified_step, list(session.failures)
 
 
 def test_the_default_device_of_the_program_does_not_matter(tmp_path: Path):
@@ -265,7 +265,8 @@ from torchscout.attach import enable_resiliency
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters())
-session = enable_resiliency(model, optimizer, run_dir=sys.argv[1], observer=ObserverConfig(floor_seconds=1.0))
+observer = ObserverConfig(min_silence_seconds=1.0)
+session = enable_resiliency(model, optimizer, run_dir=sys.argv[1], observer=observer)
 for step in range(3):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
@@ -313,7 +314,7 @@ def signal_in_use(rank: int, run_dir: Path) -> list[str]:
     model = DistributedDataParallel(Net())
     with enable_resiliency(model, observer=QUICK, run_dir=run_dir) as session:
         model(torch.ones(1, 16)).sum().backward()  # training goes on, unwatched
-        assert session.watching is None
+        assert session.hang_monitor is None
         return session.failures
 
 

@@ -149,7 +149,12 @@ def test_cells_fail_when_the_detector_is_broken_and_when_nothing_was_injected(tm
 def test_a_cell_fails_when_more_is_reported_than_is_wrong(tmp_path: Path):
     """By a detector that calls a rank slow at the first chance."""
     hasty = StragglerConfig(
-        kappa=1e-9, material_ratio=1.0, material_ms=0.0, host_material_ms=0.0, confirmations=1, chance=0.9
+        kappa=1e-9,
+        min_slowdown_ratio=1.0,
+        min_slowdown_ms=0.0,
+        host_material_ms=0.0,
+        confirmations=1,
+        false_alarm_rate=0.9,
     )
     cell = Cell("numerical-sdc", "output", "ddp-4", faults=OUTPUT)
     (found,) = run_warm([cell], tmp_path, 0, replay=replace(EVERY_STEP, straggler=hasty))
@@ -161,7 +166,7 @@ def test_a_cell_fails_when_more_is_reported_than_is_wrong(tmp_path: Path):
 def test_a_hang_that_nobody_notices_fails_its_cell(tmp_path: Path):
     faults = FaultPlan().stall(rank=1, at="step", step=3, seconds=2.0)
     cell = Cell("hang", "late", "ddp-4", Processes.OBSERVED, faults)
-    deaf = partial(train, observer=replace(QUICK, floor_seconds=60.0))
+    deaf = partial(train, observer=replace(QUICK, min_silence_seconds=60.0))
     seen = observe(cell, tmp_path / "run", threading.Event(), body=deaf)
     assert [firing["rank"] for firing in seen.fired] == [1]
     assert graded(cell, seen).grade.flaw is Flaw.MISSED

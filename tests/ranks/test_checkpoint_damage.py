@@ -90,7 +90,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Left:
         directory=root / "there" / "checkpoints",
         memory=root / "there" / "memory",
         run_dir=root / "run",
-        patience_seconds=10.0,
+        timeout_seconds=10.0,
     )
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(train, 2, replace(plan, steps=STEPS + 1, killed={0: STEPS + 1, 1: STEPS + 1}), timeout=60)

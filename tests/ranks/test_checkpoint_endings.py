@@ -53,7 +53,7 @@ def planned(tmp_path: Path, steps: int = 6) -> Plan:
         directory=tmp_path / "checkpoints",
         memory=tmp_path / "memory",
         run_dir=tmp_path / "run",
-        patience_seconds=20.0,
+        timeout_seconds=20.0,
     )
 
 

@@ -27,7 +27,7 @@ def planned(tmp_path: Path) -> Plan:
         interval=1,
         directory=tmp_path / "checkpoints",
         memory=tmp_path / "memory",
-        patience_seconds=10.0,
+        timeout_seconds=10.0,
     )
 
 

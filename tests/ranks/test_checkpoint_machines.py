@@ -17,7 +17,7 @@ from torchscout.checkpoint.generation import TrustLevel
 pytestmark = pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible()))
 
 # Each machine has a shared-memory file system of its own: the checkpoints' files lie there, too.
-PLAN = Plan("ddp", 12, directory=Path("/dev/shm/disk"), memory=Path("/dev/shm/memory"), patience_seconds=20.0)
+PLAN = Plan("ddp", 12, directory=Path("/dev/shm/disk"), memory=Path("/dev/shm/memory"), timeout_seconds=20.0)
 
 
 def killed(hosts: Sequence[Machine], plan: Plan, folder: Path, step: int) -> list[dict[int, str]]:

@@ -32,7 +32,7 @@ def planned(tmp_path: Path, steps: int = 12) -> Plan:
         directory=tmp_path / "checkpoints",
         memory=tmp_path / "memory",
         run_dir=tmp_path / "run",
-        patience_seconds=10.0,
+        timeout_seconds=10.0,
     )
 
 

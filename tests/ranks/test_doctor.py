@@ -136,10 +136,10 @@ def in_small_memory(folder: Path, before: str, code: str) -> str:
 MEMORY = """
 from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.cli.doctor.machine_checks import memory
-from torchscout.cli.doctor.facts import Plan
+from torchscout.cli.doctor.facts import JobDescription
 from torchscout.cli.doctor.probes import folder_at
 for state_bytes in (None, 100_000, 200_000):
-    found = memory(folder_at(memory_root()), Plan(1, 1, state_bytes))
+    found = memory(folder_at(memory_root()), JobDescription(1, 1, state_bytes))
     print(found.status.value, found.what)
 """
 
@@ -250,8 +250,8 @@ def test_a_signal_that_is_taken_or_blocked_is_found():
     assert probes.own_stacks(number).problem is None
     # In a process of one thread: elsewhere another one would get it.
     blocked = (
-        "import signal; from torchscout.cli.doctor.probes import system; "
-        f"signal.pthread_sigmask(signal.SIG_BLOCK, {{{number}}}); print(system.own_stacks({number}).problem)"
+        "import signal; from torchscout.cli.doctor import probes; "
+        f"signal.pthread_sigmask(signal.SIG_BLOCK, {{{number}}}); print(probes.own_stacks({number}).problem)"
     )
     done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=True)
     assert "no stack was written" in done.stdout

@@ -103,7 +103,9 @@ def faulty_job(rank: int, folder: Path) -> tuple[list[tuple[str, tuple[int, ...]
         job.attach(
             folder / "run",
             ReplayConfig(interval=1),
-            observer=replace(QUICK, floor_seconds=2.5),  # checks at every step take long on a busy machine
+            observer=replace(
+                QUICK, min_silence_seconds=2.5
+            ),  # checks at every step take long on a busy machine
             on_incident=lambda each: told.append((each.manifestation.value, each.ranks)),
         ) as session,
     ):

@@ -15,7 +15,7 @@ from tests.support.hangs import FAULTY_STEP, QUICK, STEPS, Net, incidents, wait_
 from tests.support.ranks import run_ranks
 from torchscout.attach import enable_resiliency
 
-PATIENT_AT_FIRST = replace(QUICK, start_seconds=600.0)
+PATIENT_AT_FIRST = replace(QUICK, startup_seconds=600.0)
 
 
 class Checkpointed(Net):

@@ -77,7 +77,7 @@ def with_a_full_disk() -> None:
 
 
 def test_how_each_trainer_ended_is_on_record(tmp_path: Path):
-    with small_job(6, tmp_path, floor_seconds=60.0) as job:
+    with small_job(6, tmp_path, min_silence_seconds=60.0) as job:
         job.order(1, do="exit", status=1)
         job.order(2, do="exit", status=0)
         job.order(3, do="finish")

@@ -40,14 +40,14 @@ def goes_on(job: SmallJob) -> None:
 
 
 def test_a_healthy_job_is_silent_and_a_late_rank_is_named_until_it_moves(tmp_path: Path):
-    with small_job(3, tmp_path, floor_seconds=30.0, grace_seconds=120.0) as job:
+    with small_job(3, tmp_path, min_silence_seconds=30.0, grace_seconds=120.0) as job:
         goes_on(job)
         statuses = [job.ask(rank, do="status") for rank in range(3)]
         assert [status["messages"] for status in statuses] == [0, 0, 0]
         assert [status["connected"] for status in statuses] == [[True, True]] * 3
         assert statuses[0]["threshold_seconds"] == 30.0
         for rank in range(3):
-            job.order(rank, do="change", floor_seconds=0.6)
+            job.order(rank, do="change", min_silence_seconds=0.6)
         until(lambda: job.ask(0, do="status")["threshold_seconds"] == 0.6, "the new threshold holds")
         job.order(1, do="sleep", seconds=3.0)
         incident = incident_of(job)
@@ -76,7 +76,7 @@ def test_a_healthy_job_is_silent_and_a_late_rank_is_named_until_it_moves(tmp_pat
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_trainer_is_named_though_nobody_is_silent(tmp_path: Path, rank: int):
-    with small_job(3, tmp_path, floor_seconds=60.0) as job:
+    with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
         job.trainers[rank].kill()
         incident = incident_of(job)
         assert incident.ranks == (rank,)
@@ -274,13 +274,13 @@ def observer(assignment: ObserverSpec) -> Iterator[ObserverHandle]:
 
 def test_settings_are_changed_where_they_are_valid(observer: ObserverHandle):
     observer.configure([("127.0.0.1", observer.port)])
-    observer.change(start_seconds=42.0)
-    assert observer.config.start_seconds == 42.0
+    observer.change(startup_seconds=42.0)
+    assert observer.config.startup_seconds == 42.0
     status = observer.status(timeout=20)
-    assert (status["threshold_seconds"], status["config"]["start_seconds"]) == (42.0, 42.0)
-    with pytest.raises(ValueError, match="multiple must be at least 1, got 0"):
-        observer.change(multiple=0)
-    assert observer.status(timeout=20)["config"]["multiple"] == QUICK.multiple
+    assert (status["threshold_seconds"], status["config"]["startup_seconds"]) == (42.0, 42.0)
+    with pytest.raises(ValueError, match="silence_multiple must be at least 1, got 0"):
+        observer.change(silence_multiple=0)
+    assert observer.status(timeout=20)["config"]["silence_multiple"] == QUICK.silence_multiple
 
 
 def test_an_observer_is_in_a_session_of_its_own(observer: ObserverHandle):
@@ -304,7 +304,7 @@ def test_a_stopped_observer_does_not_hold_its_trainer_up(observer: ObserverHandl
 
 def fill_its_pipe(observer: ObserverHandle) -> None:
     while True:
-        observer.change(timeout=0.01, floor_seconds=5.0)
+        observer.change(timeout=0.01, min_silence_seconds=5.0)
 
 
 def test_a_killed_observer_is_an_error_to_whoever_asks(observer: ObserverHandle):
@@ -355,14 +355,14 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(observer: O
     os.kill(observer.pid, signal.SIGSTOP)
     with pytest.raises(ObserverError, match="does not answer"):
         observer.status(timeout=0.1)
-    observer.change(start_seconds=42.0)
+    observer.change(startup_seconds=42.0)
     os.kill(observer.pid, signal.SIGCONT)
-    assert observer.status(timeout=20)["config"]["start_seconds"] == 42.0
+    assert observer.status(timeout=20)["config"]["startup_seconds"] == 42.0
 
 
 def test_a_trainer_that_leaves_without_a_word_is_named_and_not_whoever_it_takes_along(tmp_path: Path):
     """``os._exit(0)`` on one rank; the others fail soon after, as they do when a connection is lost."""
-    with small_job(3, tmp_path, floor_seconds=60.0) as job:
+    with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
         job.order(1, do="exit", status=0, suddenly=True)
         until(lambda: not is_alive(job.trainers[1].pid) or is_zombie(job.trainers[1].pid), "it has left")
         time.sleep(0.5)
@@ -372,7 +372,7 @@ def test_a_trainer_that_leaves_without_a_word_is_named_and_not_whoever_it_takes_
 
 
 def test_trainers_that_all_leave_without_a_word_are_no_incident(tmp_path: Path):
-    with small_job(3, tmp_path, floor_seconds=60.0) as job:
+    with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
         for rank in range(3):
             job.order(rank, do="exit", status=0, suddenly=True)
         until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
@@ -381,7 +381,7 @@ def test_trainers_that_all_leave_without_a_word_are_no_incident(tmp_path: Path):
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_how_an_interpreter_ends_is_told_by_its_status(tmp_path: Path, status: int):
-    with small_job(3, tmp_path, floor_seconds=60.0) as job:
+    with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
         job.order(1, do="exit", status=status)
         if status:
             assert incident_of(job).ranks == (1,)
@@ -410,7 +410,7 @@ def test_an_observer_that_dies_is_started_again_where_it_was_and_not_for_ever(
         for times in (1, 2, 3):
             os.kill(observer.pid, signal.SIGKILL)
             until(lambda times=times: observer.restarts == times and observer.is_running, "it is back")
-            assert observer.status(timeout=20)["config"]["floor_seconds"] == QUICK.floor_seconds
+            assert observer.status(timeout=20)["config"]["min_silence_seconds"] == QUICK.min_silence_seconds
             assert observer.port == port
             until(lambda: observer.status(timeout=20)["connected"] == [True], "it reaches its hub")
         os.kill(observer.pid, signal.SIGKILL)
@@ -436,7 +436,7 @@ def test_an_observer_that_is_let_go_is_not_started_again(
 
 
 def test_with_hub_and_standby_killed_both_come_back_and_a_hang_is_found(tmp_path: Path):
-    with small_job(3, tmp_path, floor_seconds=2.0) as job:
+    with small_job(3, tmp_path, min_silence_seconds=2.0) as job:
         for rank in range(3):
             job.order(rank, do="keep")
         goes_on(job)
@@ -467,7 +467,7 @@ def test_an_observer_that_cannot_be_started_again_for_want_of_descriptors_is_gon
     with pytest.raises(ObserverError, match="is gone"):
         observer.status()
     with pytest.raises(ObserverError, match="is gone"):
-        observer.change(floor_seconds=5.0)
+        observer.change(min_silence_seconds=5.0)
     observer.close()
 
 

@@ -20,7 +20,7 @@ from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 
-SOON = replace(QUICK, floor_seconds=5.0, repeat_seconds=0.5)
+SOON = replace(QUICK, min_silence_seconds=5.0, repeat_seconds=0.5)
 """Surveys follow each other quickly, and no step is long enough for a hang."""
 SLOW, STEPS = 0.3, 20
 PURPOSES = {

@@ -63,7 +63,7 @@ def trained(
             ],
             [] if config is None else records(run_dir, rank),
             dict(session.status()["replay"]),
-            session.certified,
+            session.certified_step,
             bytes_of(job.net.parameters()),
             list(restless_layers.attempts),
             (
@@ -184,7 +184,7 @@ def sharded(rank: int, kind: str, run_dir: Path) -> Found:
             [(each.ranks, each.sentence) for each in incidents],
             records(run_dir, rank),
             dict(session.status()["replay"]),
-            session.certified,
+            session.certified_step,
             b"",
             list(restless_layers.attempts),
             (False, False),

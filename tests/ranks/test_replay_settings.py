@@ -59,7 +59,7 @@ def mistaken_job(rank: int, run_dir: Path) -> tuple[list[int], list[int]]:
             ({"budget": 2.0}, "between 0 and 1"),
             ({"recipes": ("optimizer",)}, r"\['optimizer'\] were not there"),
             ({"recipes": ()}, "nothing would be checked"),
-            ({"patience_seconds": 1.0}, "patience_seconds"),
+            ({"timeout_seconds": 1.0}, "timeout_seconds"),
         ]:
             with pytest.raises(ValueError, match=told):
                 session.change_replay(**settings)

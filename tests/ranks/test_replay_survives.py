@@ -171,7 +171,7 @@ def test_without_a_run_directory_checks_and_training_go_on(tmp_path: Path):
 def dying_job(rank: int, run_dir: Path, observer: ObserverConfig | None) -> None:
     """Ends with the step in which rank 2 dies; who survives writes down where it stands."""
     job = Job(rank)
-    config = ReplayConfig(interval=1, patience_seconds=2.5)
+    config = ReplayConfig(interval=1, timeout_seconds=2.5)
     session = job.attach(run_dir, config, observer=observer)
     faults = in_replayed_layer(2, Signal(signal.SIGKILL))
     with Injector(faults, rank, job.net, job.optimizer):
@@ -199,7 +199,7 @@ def late_job(rank: int, run_dir: Path) -> tuple[str, int, list[str], bytes]:
     job = Job(rank)
     with (
         Injector(in_replayed_layer(1, Sleep(6.0)), rank, job.net, job.optimizer),
-        job.attach(run_dir, ReplayConfig(interval=1, patience_seconds=2.5)) as session,
+        job.attach(run_dir, ReplayConfig(interval=1, timeout_seconds=2.5)) as session,
     ):
         job.train(STEPS)
         weights = bytes_of(job.net.parameters())

@@ -33,7 +33,7 @@ PLAN = Plan(
     memory=Path("/dev/shm/memory"),
     persist_every=1000,
     burden=dict.fromkeys(range(RANKS), BURDEN),
-    patience_seconds=20.0,
+    timeout_seconds=20.0,
 )
 
 

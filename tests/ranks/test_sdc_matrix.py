@@ -22,7 +22,8 @@ from tests.support.replayed_job import (
     due_parameter,
 )
 from torchscout.decision.record import EvidenceRecord, Manifestation
-from torchscout.faults.plan import FaultPlan, Truth
+from torchscout.faults.ground_truth import GroundTruth
+from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 
 RANKS, SAMPLED = 4, 13
@@ -115,7 +116,7 @@ def differing(records: Iterable[EvidenceRecord], step: int) -> dict[str, tuple[i
     return {record.surface: record.ranks for record in records if record.step == step and record.scope}
 
 
-def check(wanted: Sequence[Cell], found: Sequence[Found], truths: Sequence[Truth]) -> None:
+def check(wanted: Sequence[Cell], found: Sequence[Found], truths: Sequence[GroundTruth]) -> None:
     for rank, told in enumerate(found):
         assert told.failures == []
         assert told.unfired == 0

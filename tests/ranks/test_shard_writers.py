@@ -17,19 +17,19 @@ from torchscout.checkpoint.storage.shards import clean, verify
 WRITER = """
 import sys
 from pathlib import Path
-from torchscout.checkpoint.generation import Generation, Role
-from torchscout.checkpoint.storage.shard_format import Blob, Identity, encode
+from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, encode
 from torchscout.checkpoint.storage.shards import write
 from torchscout.errors import CheckpointError
 
 folder, size, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 for step in range(count):
-    identity = Identity(job="job", mesh="none", world_size=1, rank=0, generation=Generation(step))
+    identity = ShardIdentity(job="job", mesh="none", world_size=1, rank=0, generation=Generation(step))
     blob = Blob("t", "uint8", (size,), bytes([step % 256]) * size)
     if not step:
         print("writing", flush=True)
     try:
-        write(folder / f"{step}", encode(identity, Role.LATEST, None, [blob]))
+        write(folder / f"{step}", encode(identity, TrustLevel.LATEST, None, [blob]))
     except CheckpointError as error:
         print(error, flush=True)
 assert "torch" not in sys.modules

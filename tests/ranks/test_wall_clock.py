@@ -33,7 +33,7 @@ def hours_ahead(clock: float) -> int:
 @pytest.mark.slow
 def test_jumps_of_the_wall_clock_neither_make_nor_hide_a_hang(tmp_path: Path):
     clock = WallClock(tmp_path)
-    with small_job(3, tmp_path, variables=clock.variables, floor_seconds=FLOOR_SECONDS) as job:
+    with small_job(3, tmp_path, variables=clock.variables, min_silence_seconds=FLOOR_SECONDS) as job:
         for hours in (1, -1):
             clock.shift(hours * HOUR)
             assert [hours_ahead(job.ask(rank, do="time")["time"]) for rank in range(3)] == [hours] * 3

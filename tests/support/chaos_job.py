@@ -48,7 +48,7 @@ _PERF = "/tmp/perf-N.map"
 """A file that training opens without SCOUT as well."""
 _EXHAUSTED_STEPS = 2 * INTERVAL + 2
 """For so many steps no file can be opened: at least two checks are among them."""
-OBSERVER = ObserverConfig(floor_seconds=8.0, grace_seconds=6.0, election_seconds=4.0)
+OBSERVER = ObserverConfig(min_silence_seconds=8.0, grace_seconds=6.0, election_seconds=4.0)
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ def train(rank: int, life: Life) -> None:
     session = enable_resiliency(
         model,
         optimizer,
-        replay=ReplayConfig(interval=INTERVAL, patience_seconds=30.0),
+        replay=ReplayConfig(interval=INTERVAL, timeout_seconds=30.0),
         observer=OBSERVER,
-        checkpoint=CheckpointConfig(life.directory, persist_every=2, patience_seconds=30.0),
+        checkpoint=CheckpointConfig(life.directory, persist_every=2, timeout_seconds=30.0),
         run_dir=life.run_dir,
         on_incident=lambda incident: diary.write(
             incident=incident.manifestation.value, ranks=incident.ranks, sentence=incident.sentence

@@ -111,7 +111,7 @@ class Plan:
     faults: FaultPlan = field(default_factory=FaultPlan)
     after_checks: bool = False
     """What befalls parameters does so after the check of their step, when it is due to be captured."""
-    patience_seconds: float = 30.0
+    timeout_seconds: float = 30.0
     memory: Path | None = None
     """Where this job's memory is; None is where it always is."""
 
@@ -315,7 +315,7 @@ def train(rank: int, plan: Plan) -> Told:
             roles[step] = _roles(session)
     if session is None:
         return Told(bits, roles, None, {}, [], [], [], len(injector.unfired))
-    status, incidents, certified = session.status()["checkpoint"], session.incidents, session.certified
+    status, incidents, certified = session.status()["checkpoint"], session.incidents, session.certified_step
     session.close()
     told = [(each.manifestation.value, each.step) for each in incidents]
     named = [each.ranks for each in incidents]
@@ -444,13 +444,13 @@ def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Sessi
         keep=plan.keep,
         recipes=plan.recipes,
         sweep=plan.sweep,
-        patience_seconds=plan.patience_seconds,
+        timeout_seconds=plan.timeout_seconds,
         **({} if plan.job is None else {"job": plan.job}),
     )
     return enable_resiliency(
         work.model,
         optimizer,
-        replay=ReplayConfig(interval=plan.interval, patience_seconds=plan.patience_seconds),
+        replay=ReplayConfig(interval=plan.interval, timeout_seconds=plan.timeout_seconds),
         observer=None,
         checkpoint=checkpoint,
         parallelism=work.parallelism,

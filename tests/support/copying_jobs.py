@@ -96,7 +96,7 @@ def _train(rank: int, job: Copying) -> Copied:
     found = Copied(
         session.incidents,
         list(session.failures),
-        session.certified,
+        session.certified_step,
         replay["watched"],
         replay["covered"],
         has_flipped,

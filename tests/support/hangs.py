@@ -29,7 +29,11 @@ __all__ = [
 ]
 
 QUICK = ObserverConfig(
-    floor_seconds=1.0, multiple=1.5, start_seconds=8.0, checkpoint_write_seconds=1.0, grace_seconds=8.0
+    min_silence_seconds=1.0,
+    silence_multiple=1.5,
+    startup_seconds=8.0,
+    checkpoint_write_seconds=1.0,
+    grace_seconds=8.0,
 )
 STEPS, FAULTY_STEP, STALL = 8, 5, 5.0
 """A stall outlasts the threshold by far, and ends: the job then goes on and ends in order."""

@@ -210,7 +210,7 @@ def _train(rank: int, hiding: Hiding, steps: int, config: ReplayConfig | None, r
         session.incidents,
         list(session.failures),
         replay.get("not_checked", {}),
-        session.certified,
+        session.certified_step,
         collectives,
         bits,
     )

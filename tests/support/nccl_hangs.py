@@ -31,7 +31,7 @@ STALL = 7.0
 """Seconds; outlasts the threshold by far, and ends: the job then goes on and ends in order."""
 CYCLES = 1_900_000_000
 """Of the device, in about a second."""
-CONFIG = replace(QUICK, floor_seconds=2.0, start_seconds=30.0)
+CONFIG = replace(QUICK, min_silence_seconds=2.0, startup_seconds=30.0)
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class _LateOnce:
 def late_in_a_check(rank: int, run_dir: Path) -> Seen:
     """The culprit is late inside a check, longer than replay waits for a rank on the host."""
     job = _Job(rank, Hang(), run_dir)
-    replay = ReplayConfig(interval=1, patience_seconds=STALL)
+    replay = ReplayConfig(interval=1, timeout_seconds=STALL)
     with (
         enable_resiliency(
             job.model, job.optimizer, replay=replay, observer=CONFIG, run_dir=run_dir

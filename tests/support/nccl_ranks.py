@@ -41,7 +41,9 @@ STEPS, FAULTY_STEP, STALL = 12, 6, 10.0
 """A stall outlasts the threshold by far, and ends: the job then goes on."""
 CHECKED = ReplayConfig(interval=2)
 # Quick, for a hang that is there; a healthy job is watched as by default.
-WATCHED = ObserverConfig(floor_seconds=2.0, multiple=2.0, start_seconds=120.0, grace_seconds=8.0)
+WATCHED = ObserverConfig(
+    min_silence_seconds=2.0, silence_multiple=2.0, startup_seconds=120.0, grace_seconds=8.0
+)
 
 
 @dataclass(frozen=True)
@@ -121,4 +123,4 @@ def went_on(told: list[Seen], run_dir: Path) -> None:
     assert [(each.status["step"], each.failures) for each in told] == [(STEPS, [])] * len(told)
     (resolved,) = resolutions(run_dir)
     assert resolved.ranks == (1,)
-    assert resolved.stalled_seconds > WATCHED.floor_seconds
+    assert resolved.stalled_seconds > WATCHED.min_silence_seconds

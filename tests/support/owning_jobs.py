@@ -126,7 +126,7 @@ def _train(rank: int, job: Owning) -> Owned:
     found = Owned(
         session.incidents,
         list(session.failures),
-        session.certified,
+        session.certified_step,
         replay["not_checked"],
         replay["covered"],
         (session.status()["checkpoint"] or {}).get("verified"),

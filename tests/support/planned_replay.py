@@ -31,7 +31,7 @@ class Planned:
     ) -> None:
         self.rank, self.act, self.kind, self.varies = rank, act, kind, varies
         self.targets = ("a", "b")
-        self.is_gathered, self.is_swept, self.vouches = False, True, True
+        self.is_gathered, self.is_swept, self.is_required = False, True, True
         self.role, self.is_dynamic = LayerKind.DENSE, False
         self.calls: list[tuple[str, Any]] = []
         self.milliseconds: Callable[[], float] = lambda: 1.0

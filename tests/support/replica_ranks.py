@@ -32,7 +32,7 @@ from torchscout.checkpoint.replication.replicator import Replicator
 
 rank, memory, token, port, patience = sys.argv[1:]
 replicator = Replicator(int(rank), Path(memory), token, listens=("127.0.0.1", int(port)),
-                        patience_seconds=float(patience))
+                        timeout_seconds=float(patience))
 assert "torch" not in sys.modules
 print(json.dumps(replicator.address), flush=True)
 for line in sys.stdin:

@@ -85,7 +85,7 @@ def _train(rank: int, job: Resting) -> Rested:
     found = Rested(
         session.incidents,
         list(session.failures),
-        session.certified,
+        session.certified_step,
         replay["watched"],
         replay["held_up"],
         replay["covered"],

@@ -163,7 +163,7 @@ def train(
     bits = _bits(net, optimizer)
     if not session:
         return Sharded(bits, [], [], [], len(injector.fired), [])
-    incidents, certified = session.incidents, session.certified
+    incidents, certified = session.incidents, session.certified_step
     session.close()
     lines = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
     records = [each for each in lines if each.manifestation is Manifestation.SDC]

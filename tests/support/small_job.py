@@ -34,7 +34,7 @@ from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks
 from torchscout.utils.network import new_token
 
 QUICK = ObserverConfig(
-    floor_seconds=0.6,
+    min_silence_seconds=0.6,
     repeat_seconds=1.0,
     poll_seconds=0.05,
     grace_seconds=10.0,

@@ -213,7 +213,7 @@ def told(rank: int, bits: bytes, session: Session | None, fired: int) -> Told:
         return Told(bits, [], [], [], fired, [])
     dist.barrier()  # whoever has something to report has done so
     incidents = [each for each in session.incidents if each.manifestation is Manifestation.SDC]
-    certified = session.certified
+    certified = session.certified_step
     session.close()
     found = [each for each in records(session.run_dir, rank) if each.manifestation is Manifestation.SDC]
     brief = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]

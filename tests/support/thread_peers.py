@@ -32,7 +32,7 @@ class CountedChannel:
 
 
 class ThreadPeers:
-    """One rank's end; see ``evidence.replay.peers``. Its peers share one channel, the whole job another."""
+    """One rank's end; see ``replay.recipe``. Its peers share one channel, the whole job another."""
 
     def __init__(self, peers: PeerChannel, job: PeerChannel) -> None:
         self.group, self.position = peers.peers, peers.position

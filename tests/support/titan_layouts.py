@@ -36,7 +36,9 @@ __all__ = [
 
 preload("tests.support.titan_jobs")
 
-PATIENT = ObserverConfig(floor_seconds=2.0, multiple=3.0, start_seconds=120.0, grace_seconds=8.0)
+PATIENT = ObserverConfig(
+    min_silence_seconds=2.0, silence_multiple=3.0, startup_seconds=120.0, grace_seconds=8.0
+)
 REPLICATE = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1}
 HSDP = {"data_parallel_replicate_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}

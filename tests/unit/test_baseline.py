@@ -156,8 +156,8 @@ def test_several_layers_in_a_round_are_one_round():
     "wrong",
     [
         {"kappa": 0.0},
-        {"material_ratio": 0.9},
-        {"material_ms": -1.0},
+        {"min_slowdown_ratio": 0.9},
+        {"min_slowdown_ms": -1.0},
         {"confirmations": 0},
         {"warmup": 0},
         {"warmup": 65},

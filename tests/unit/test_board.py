@@ -364,7 +364,6 @@ def test_a_wrong_token_is_refused(board: Board):
         b'{"kind": "post", "round": 1, "post": 7}',
         b'{"kind": "moved", "seconds": []}',
         b'{"kind": "stack", "round": 1, "stack": "", "waiting": "perhaps"}',
-        b'{"kind": "share", "channel": "c", "number": 1, "peers": [0, 2], "payload": ""}',
         json.dumps({"kind": "leave", "post": post(2)}).encode(),
         b"[" * 100_000,
     ],
@@ -428,7 +427,7 @@ def test_both_ends_derive_the_same_keys_from_the_token_and_nothing_else_does():
         network.hub_keys("short")
 
 
-def test_a_survey_asks_everybody_and_tells_nobody(board: Board):
+def test_a_survey_asks_everybody_and_tells_what_it_found(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
     board.clients[2].send(0, "survey")
@@ -437,7 +436,7 @@ def test_a_survey_asks_everybody_and_tells_nobody(board: Board):
     assert sorted(board.surveys[0]) == [0, 1, 2]
     assert board.written == [incident(2)]
     assert board.rounds == []
-    assert [board.kinds(rank) for rank in range(3)] == [["sample"]] * 3, "no stacks, no outcome"
+    assert [board.kinds(rank) for rank in range(3)] == [["sample", "news"]] * 3, "no stacks, no outcome"
 
 
 def test_announcements_that_cross_are_one_survey(board: Board):

@@ -29,8 +29,8 @@ def test_a_folder_is_all_that_is_needed(tmp_path: Path):
         ({"recipes": 0}, "recipes must be at least 1, or None, got 0"),
         ({"sweep": 1}, "sweep is True or False, got 1"),
         ({"keep": -1}, "keep must not be negative, got -1"),
-        ({"patience_seconds": 0}, "patience_seconds must be positive and finite, got 0"),
-        ({"patience_seconds": float("inf")}, "patience_seconds must be"),
+        ({"timeout_seconds": 0}, "timeout_seconds must be positive and finite, got 0"),
+        ({"timeout_seconds": float("inf")}, "timeout_seconds must be"),
     ],
 )
 def test_nonsense_is_refused_with_its_value(fields: dict[str, Any], message: str):

@@ -359,7 +359,7 @@ def test_one_off_slow_collective_is_silent():
 def test_immaterial_slowness_is_silent():
     mesh, fault = figure(), [shard(4, 5), tensor(4, 12)]
     assert watch(GroupDiagnosis(mesh, DEFAULTS), [times(mesh, fault, factor=1.08)] * ROUNDS) == []
-    lenient = StragglerConfig(material_ms=100.0)
+    lenient = StragglerConfig(min_slowdown_ms=100.0)
     assert watch(GroupDiagnosis(mesh, lenient), [times(mesh, fault)] * ROUNDS) == []
 
 

@@ -30,7 +30,7 @@ def test_the_model_and_the_optimizer_inside_are_used():
 def test_hooks_see_the_steps_of_the_optimizer_outside():
     _, _, outer, stepped = wrapped()
     seen: list[str] = []
-    undo = adapter_for(outer, stepped, None).at_updates(
+    undo = adapter_for(outer, stepped, None).hook_updates(
         lambda: seen.append("before"), lambda: seen.append("after")
     )
     outer(torch.ones(1, 2)).sum().backward()

@@ -244,8 +244,8 @@ def test_a_killed_process_is_still_seen_to_have_been_killed(tmp_path: Path):
 KILLED = """
 import signal, sys, pathlib
 from tests.unit.test_faults import train
-from torchscout.faults.plan import Faults
-train(Faults().signal(rank=0, step=2, number=signal.SIGKILL), log=pathlib.Path(sys.argv[1]))
+from torchscout.faults.plan import FaultPlan
+train(FaultPlan().signal(rank=0, step=2, number=signal.SIGKILL), log=pathlib.Path(sys.argv[1]))
 """
 
 

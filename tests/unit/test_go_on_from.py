@@ -12,7 +12,7 @@ from torchscout.session.session import Session
 
 def test_steps_are_counted_on_from_there(tmp_path: Path):
     with Session(tmp_path, ExitStack()) as session:
-        session.go_on_from(40)
+        session.start_from(40)
         session.step_finished()
         assert session.step == 41
 
@@ -20,6 +20,6 @@ def test_steps_are_counted_on_from_there(tmp_path: Path):
 def test_once_training_has_begun_it_is_too_late(tmp_path: Path):
     with Session(tmp_path, ExitStack()) as session:
         session.step_finished()
-        with pytest.raises(ValueError, match=r"go_on_from\(40\) before training; 1 steps are done"):
-            session.go_on_from(40)
+        with pytest.raises(ValueError, match=r"start_from\(40\) before training; 1 steps are done"):
+            session.start_from(40)
         assert session.step == 1

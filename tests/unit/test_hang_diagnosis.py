@@ -40,7 +40,7 @@ def test_rank_that_has_not_entered_is_named(stacks: bool, phase: Phase):
     assert incident.step == 7
     assert incident.sentence == (
         f"rank 5 on node-2 has not entered {ALL_REDUCE} number 4 of group world; "
-        f"it is in {phase.value.replace('_', ' ')} since 6.2 s; 7 ranks wait for it"
+        f"it has been in {phase.value.replace('_', ' ')} for 6.2 s; 7 ranks wait for it"
     )
 
 
@@ -248,7 +248,7 @@ def test_two_sources_at_once_are_both_named(stacks: bool):
     job.gone(5)
     incident = found(job)
     assert (incident.scope, incident.ranks) == (Scope.RANK, (2, 5))
-    for part in ("rank 2 on node-1 has not entered", "it is in input", "its process is gone"):
+    for part in ("rank 2 on node-1 has not entered", "it has been in input", "its process is gone"):
         assert part in incident.sentence
     assert "6 ranks wait for them" in incident.sentence
 

@@ -163,7 +163,7 @@ def test_trainer_that_waits_for_something_unseen_is_said_to():
     job.waiting[1] = True
     incident = found(job)
     assert incident.ranks == (1,)
-    assert "waits for a communication that was not observed" in incident.sentence
+    assert "waiting for a communication that was not observed" in incident.sentence
 
 
 # Machines and observers.

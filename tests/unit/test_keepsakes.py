@@ -26,15 +26,15 @@ def call(*args: Any, **kwargs: Any) -> Invocation:
 
 
 def kept(made: Invocation, limit: int = 1 << 20) -> SavedCalls:
-    keepsakes = SavedCalls()
-    keepsakes.limit = limit
-    keepsakes.keep(KEY, made)
-    return keepsakes
+    saved_calls = SavedCalls()
+    saved_calls.limit = limit
+    saved_calls.keep(KEY, made)
+    return saved_calls
 
 
-def saved(keepsakes: SavedCalls, limit: int = 1 << 20) -> SavedCalls:
+def saved(saved_calls: SavedCalls, limit: int = 1 << 20) -> SavedCalls:
     """As another process loads them."""
-    document, tensors = encoding.encode(keepsakes.state_dict())
+    document, tensors = encoding.encode(saved_calls.state_dict())
     loaded = SavedCalls()
     loaded.limit = limit
     loaded.load_state_dict(encoding.decode(json.loads(json.dumps(document)), tensors))
@@ -103,16 +103,16 @@ def in_a_ring() -> Invocation:
     ],
 )
 def test_what_cannot_be_kept_says_why_and_takes_the_place_of_what_was(made: Any, limit: int, reason: str):
-    keepsakes = kept(call(torch.ones(2)))
-    keepsakes.limit = limit
-    keepsakes.keep(KEY, made())
-    assert keepsakes[KEY] is None
-    assert re.search(reason, keepsakes.problems[KEY])
-    keepsakes.drop(KEY)
-    assert not keepsakes.problems
+    saved_calls = kept(call(torch.ones(2)))
+    saved_calls.limit = limit
+    saved_calls.keep(KEY, made())
+    assert saved_calls[KEY] is None
+    assert re.search(reason, saved_calls.problems[KEY])
+    saved_calls.drop(KEY)
+    assert not saved_calls.problems
 
 
 def test_without_room_nothing_is_kept_or_loaded():
-    keepsakes = kept(call(torch.ones(2)))
-    assert list(saved(keepsakes)) == [KEY]
-    assert list(saved(keepsakes, limit=0)) == list(kept(call(torch.ones(2)), limit=0)) == []
+    saved_calls = kept(call(torch.ones(2)))
+    assert list(saved(saved_calls)) == [KEY]
+    assert list(saved(saved_calls, limit=0)) == list(kept(call(torch.ones(2)), limit=0)) == []

@@ -66,7 +66,7 @@ def events_for(rank: Rank) -> Iterator[Event]:
 
 
 def follow(rank: Rank, event: Event, memory_works: bool, disk_works: bool) -> Rank:
-    """As ``integration.checkpointing`` does it, with a look after every change."""
+    """As ``session.checkpoint_manager`` does it, with a look after every change."""
     gate, effects = transition(rank.gate, event)
     tiers = LedgerTiers(rank.memory, rank.disk)
     left = rank.gate.in_memory.union(effects.retire) - gate.in_memory

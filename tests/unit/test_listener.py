@@ -45,7 +45,7 @@ def come_and_wait(stack: ExitStack, address: tuple[str, int], count: int = STRAN
 
 @pytest.fixture
 def replicator(tmp_path: Path) -> Iterator[Replicator]:
-    replicator = Replicator(1, tmp_path / "b", TOKEN, patience_seconds=20)
+    replicator = Replicator(1, tmp_path / "b", TOKEN, timeout_seconds=20)
     replicator.connect([("127.0.0.1", 9), replicator.address], "ab")
     yield replicator
     replicator.close()
@@ -70,7 +70,7 @@ _VICTIM = """
 import os, resource, sys, time
 from pathlib import Path
 from torchscout.checkpoint.replication.replicator import Replicator
-replicator = Replicator(1, Path(sys.argv[1]), sys.argv[2], patience_seconds=20)
+replicator = Replicator(1, Path(sys.argv[1]), sys.argv[2], timeout_seconds=20)
 replicator.connect([("127.0.0.1", 9), replicator.address], "ab")
 limit = len(os.listdir("/proc/self/fd")) + 60
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -124,7 +124,7 @@ from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.observer.protocol import listen_limited
 folder, token, what, free = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])
 if what == "trainer":
-    replicator = Replicator(1, folder, token, patience_seconds=20)
+    replicator = Replicator(1, folder, token, timeout_seconds=20)
     replicator.connect([("127.0.0.1", 9), replicator.address], "ab")
     port = replicator.address[1]
 else:

@@ -127,7 +127,7 @@ def test_all_peer_groups_of_131072_ranks():
         (lambda: Mesh.grid(replica=4).peers_of(4), "rank 4 is not in a mesh of 4 ranks"),
         (lambda: Mesh.grid(replica=4).peers_of(-1), "rank -1 is not"),
         (lambda: Mesh.grid().groups_along("batch"), "unknown mesh axis 'batch'; the axes are replica, shard"),
-        (lambda: Mesh.grid(replica=4).peers_of(0, role="sparse"), "'sparse' is not a valid Role"),
+        (lambda: Mesh.grid(replica=4).peers_of(0, role="sparse"), "'sparse' is not a valid LayerKind"),
         (
             lambda: Mesh.grid(replica=4).carve_experts(3),
             "cannot carve 3 expert partitions out of 4 along replica",

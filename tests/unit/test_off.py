@@ -18,8 +18,8 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "watch_input": (([1, 2],), {}),
     "checkpoint_io": (("read",), {}),
     "register_state": (("schedule", object()), {}),
-    "go_on_from": ((7,), {}),
-    "change_observer": ((), {"floor_seconds": 10}),
+    "start_from": ((7,), {}),
+    "change_observer": ((), {"min_silence_seconds": 10}),
     "change_replay": ((), {"interval": 5}),
     "failed": ((ValueError("something"),), {}),
     "stop_replay": (("why",), {}),
@@ -75,7 +75,7 @@ def test_a_script_goes_on_as_without_torchscout(session: Session, caplog: pytest
         with session.pause_observer(), session.evaluation():
             pass
         assert session.incidents == []
-        assert session.certified is None
+        assert session.certified_step is None
         assert "TORCHSCOUT" in session.status()["replay"]["off"]
     assert session.failures == []
 

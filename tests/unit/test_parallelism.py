@@ -158,11 +158,11 @@ def test_a_description_of_another_number_of_ranks_is_refused():
 
 
 def test_experts_are_carved_out_of_replicas_or_of_the_shards_of_the_only_one():
-    mesh = mesh_from(Parallelism(replica=4, tensor=2, carved_experts=2), WORLD, HOSTS)
+    mesh = mesh_from(Parallelism(replica=4, tensor=2, expert_within_data=2), WORLD, HOSTS)
     assert mesh.peers_of(0, "dense").ranks == (0, 2, 4, 6)
     assert mesh.peers_of(0, "expert").ranks == (0, 4)
-    sharded = mesh_from(Parallelism(shard=8, carved_experts=4), WORLD, HOSTS)
+    sharded = mesh_from(Parallelism(shard=8, expert_within_data=4), WORLD, HOSTS)
     assert sharded.peers_of(1, "expert").ranks == (1, 5)
     assert sharded.ranks_along("expert", 0, "expert") == (0, 1, 2, 3)
     with pytest.raises(ValueError, match="cannot carve 3 expert partitions out of 8 along replica"):
-        mesh_from(Parallelism(replica=8, carved_experts=3), WORLD, HOSTS)
+        mesh_from(Parallelism(replica=8, expert_within_data=3), WORLD, HOSTS)

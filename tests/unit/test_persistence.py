@@ -219,10 +219,12 @@ def test_behind_is_not_yet_slow():
 
 @pytest.mark.parametrize(("chance", "rounds"), [(1e-3, 2), (1e-8, 4)])
 def test_the_tolerated_chance_is_the_users_to_set(chance, rounds):
-    assert run(Persistence(StragglerConfig(chance=chance)), [steady(8, {1})] * 10) == [(rounds, 1)]
+    assert run(Persistence(StragglerConfig(false_alarm_rate=chance)), [steady(8, {1})] * 10) == [(rounds, 1)]
 
 
-@pytest.mark.parametrize("wrong", [{"chance": 0.0}, {"chance": 1.0}, {"history": 0}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"false_alarm_rate": 0.0}, {"false_alarm_rate": 1.0}, {"history": 0}], ids=str
+)
 def test_a_wrong_setting_is_refused(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name} .*{value}"):

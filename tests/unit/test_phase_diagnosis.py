@@ -14,7 +14,7 @@ from torchscout.observer.protocol import RankReport
 from torchscout.observer.round_diagnosis import compare_phases
 
 HOSTS = ["node-0", "node-0", "node-1", "node-1"]
-CONFIG = StragglerConfig(material_ms=10.0)
+CONFIG = StragglerConfig(min_slowdown_ms=10.0)
 
 
 def diagnosis(size: int = 4) -> PhaseDiagnosis:

@@ -244,7 +244,7 @@ def test_communication_is_the_last_event_until_something_else_is_published(write
 
 def test_a_job_that_goes_on_counts_on(writer: ProgressWriter):
     reader = ProgressReader(writer.path)
-    writer.go_on_from(40)
+    writer.start_from(40)
     assert (reader.read().step, reader.read().phase) == (40, Phase.START)
     writer.next_step()
     assert reader.read().step == writer.step == 41

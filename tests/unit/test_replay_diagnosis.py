@@ -59,7 +59,7 @@ def test_a_wrong_result_names_the_rank_its_host_and_the_vote():
     assert (incident.ranks, incident.hosts, incident.step) == ((2,), ("b",), 120)
     assert (incident.action, incident.records) == (Action.REPLACE, (record,))
     assert incident.sentence == (
-        "Rank 2 on b has other numbers than its peers in layer.3/output (of 3) at step 120: "
+        "Rank 2 on b disagrees with its peers in layer.3/output (of 3) at step 120: "
         "3 of 4 peers agree against it."
     )
 
@@ -238,9 +238,9 @@ def test_outliers_that_do_not_matter_are_silent(times):
 
 def test_materiality_is_the_users_to_set():
     quiet = [[50.0, 50.1, 54.0, 49.9]] * 2
-    assert feed(diagnosis(material_ratio=1.05), quiet)[1][0].ranks == (2,)
+    assert feed(diagnosis(min_slowdown_ratio=1.05), quiet)[1][0].ranks == (2,)
     short = [[2.0, 2.01, 2.9, 1.99]] * 2
-    assert feed(diagnosis(material_ms=0.5), short)[1][0].ranks == (2,)
+    assert feed(diagnosis(min_slowdown_ms=0.5), short)[1][0].ranks == (2,)
     patient = feed(diagnosis(confirmations=4), [SLOW] * 4)
     assert [len(incidents) for incidents in patient] == [0, 0, 0, 1]
 

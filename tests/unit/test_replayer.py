@@ -446,7 +446,11 @@ class OneAtATime:
 
     def __init__(self, recipe: Recipe, lock: threading.Lock) -> None:
         self.kind, self.targets, self.varies = recipe.kind, recipe.targets, recipe.varies
-        self.is_gathered, self.is_swept, self.vouches = recipe.is_gathered, recipe.is_swept, recipe.vouches
+        self.is_gathered, self.is_swept, self.is_required = (
+            recipe.is_gathered,
+            recipe.is_swept,
+            recipe.is_required,
+        )
         self.role, self.kept_as, self.is_dynamic = recipe.role, recipe.kept_as, recipe.is_dynamic
         self._recipe, self._lock = recipe, lock
 

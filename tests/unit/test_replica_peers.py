@@ -51,7 +51,7 @@ class Peer:
 @pytest.fixture
 def replicator(tmp_path: Path) -> Iterator[Replicator]:
     """Rank 1, which holds for rank 0."""
-    replicator = Replicator(1, tmp_path / "b", TOKEN, patience_seconds=0.5)
+    replicator = Replicator(1, tmp_path / "b", TOKEN, timeout_seconds=0.5)
     yield replicator
     replicator.close()
 

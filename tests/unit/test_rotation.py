@@ -110,7 +110,7 @@ def test_without_a_budget_or_without_measurements_intervals_stay():
         ({"variants": (1.0, float("nan"))}, "finite factors"),
         ({"variants": (1.0, 1.0)}, "differ from each other"),
         ({"budget": 1.5}, "between 0 and 1, got 1.5"),
-        ({"patience_seconds": 0}, "positive and finite"),
+        ({"timeout_seconds": 0}, "positive and finite"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_value(settings: dict, message: str):

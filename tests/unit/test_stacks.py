@@ -66,7 +66,7 @@ def test_the_topmost_frame_decides(file: str, function: str, expected: bool | No
 def test_what_stands_between_a_wait_and_its_caller_is_looked_through():
     dispatcher = (f"{TORCH}/_ops.py", "__call__")
     wait = (f"{TORCH}/distributed/_functional_collectives.py", "wait_tensor")
-    ours = ("/env/lib/python3.11/site-packages/torchscout/evidence/collectives.py", "kernel")
+    ours = ("/env/lib/python3.11/site-packages/torchscout/collectives/interceptor.py", "kernel")
     barrier = (f"{TORCH}/distributed/distributed_c10d.py", "monitored_barrier")
     assert stacks.is_waiting(thread(dispatcher, wait, MINE)) is True
     assert stacks.is_waiting(thread(dispatcher, ours, barrier, MINE)) is True
@@ -117,7 +117,7 @@ def test_trimming_keeps_whole_threads_and_above_all_the_main_one():
 TRAINER = """
 import ctypes, sys, time
 from pathlib import Path
-from torchscout.evidence.observer import stacks
+from torchscout.observer import stacks
 registration = stacks.register(Path(sys.argv[1]), {signal})
 def business():
     print(registration.path, flush=True)

@@ -29,12 +29,12 @@ TRAINER = """
 import sys, time
 from pathlib import Path
 from torchscout.observer.record.writer import ProgressWriter
-from torchscout.observer.record.directory import Entry
+from torchscout.observer.record.directory import RankEntry
 run_dir = Path(sys.argv[1])
 writer = ProgressWriter.create(run_dir / "records", 0) if sys.argv[2] == "observer" else None
 if writer:
     writer.next_step()
-Entry.own(0, writer and writer.path, 1).write(run_dir)
+RankEntry.own(0, writer and writer.path, 1).write(run_dir)
 print(flush=True)
 time.sleep(600)
 """

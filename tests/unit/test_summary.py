@@ -18,7 +18,7 @@ from torchscout.decision.record import Agreements, EvidenceRecord, Manifestation
 from torchscout.decision.recorder import JsonlRecorder, Problem, Recordable, Stamped, read
 from torchscout.decision.summary import SummaryRecorder
 
-CONFIG = StragglerConfig(material_ratio=1.1, material_ms=1.0)
+CONFIG = StragglerConfig(min_slowdown_ratio=1.1, min_slowdown_ms=1.0)
 RECORDS = Path("records") / "rank-0.jsonl"
 
 

@@ -256,7 +256,7 @@ def test_tensor_partners_may_be_far_apart():
 def test_a_pair_is_compared_by_the_ratio_that_was_asked_for(ratio: float, found: list[object]):
     """Six percent and six milliseconds."""
     rounds = [[module(100.0), module(106.0)]] * 6
-    assert observed(Mesh.grid(replica=2), rounds, StragglerConfig(material_ratio=ratio)) == found
+    assert observed(Mesh.grid(replica=2), rounds, StragglerConfig(min_slowdown_ratio=ratio)) == found
 
 
 @pytest.mark.parametrize(("kappa", "status"), [(2.0, Status.ATTRIBUTED), (5.0, Status.AGREE)])

@@ -14,15 +14,15 @@ from torchscout.config import ObserverConfig
 from torchscout.observer.protocol import RankReport
 from torchscout.observer.trainer import TrainerView
 
-CONFIG = ObserverConfig(floor_seconds=1.2)
+CONFIG = ObserverConfig(min_silence_seconds=1.2)
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from torchscout.decision.progress import Line, Phase
+from torchscout.decision.progress import CommGroup, Phase
 from torchscout.observer.record.writer import ProgressWriter
 
 writer = ProgressWriter.create(Path(sys.argv[1]), 0)
-line = writer.declare(Line("world", (0, 1), "world", timeout=float(sys.argv[4])))
+line = writer.declare(CommGroup("world", (0, 1), "world", timeout=float(sys.argv[4])))
 writer.issue(line, writer.phrase("all_reduce", 1))
 writer.device_entered(line, sys.argv[3] == "waits")
 print(writer.path, flush=True)

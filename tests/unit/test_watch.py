@@ -10,7 +10,9 @@ from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Phase, Progress
 from torchscout.observer.silence import SilenceDetector, allowance, threshold
 
-CONFIG = ObserverConfig(floor_seconds=5, multiple=3, start_seconds=300, repeat_seconds=10, poll_seconds=1)
+CONFIG = ObserverConfig(
+    min_silence_seconds=5, silence_multiple=3, startup_seconds=300, repeat_seconds=10, poll_seconds=1
+)
 STEADY = [1.0] * 20
 
 
@@ -116,16 +118,16 @@ def test_a_poll_that_is_a_little_late_changes_nothing():
 def test_settings_can_change_while_it_watches():
     clock = Clock()
     assert clock.due_until(4) == []
-    clock.watch.config = replace(CONFIG, floor_seconds=2.0, multiple=1.0)
+    clock.watch.config = replace(CONFIG, min_silence_seconds=2.0, silence_multiple=1.0)
     assert clock.due_until(5) == [5]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"floor_seconds": 0.0}, "floor_seconds must be positive and finite, got 0.0"),
+        ({"min_silence_seconds": 0.0}, "min_silence_seconds must be positive and finite, got 0.0"),
         ({"evaluation_seconds": float("inf")}, "evaluation_seconds must be positive and finite, got inf"),
-        ({"multiple": 0.5}, "multiple must be at least 1, got 0.5"),
+        ({"silence_multiple": 0.5}, "silence_multiple must be at least 1, got 0.5"),
         ({"stack_signal": 10}, "stack_signal must be a real-time signal, 35 to 64, got 10"),
         ({"port": 65529}, "port must lie between 0 and 65528, got 65529"),
     ],

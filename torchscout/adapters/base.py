@@ -53,8 +53,8 @@ def mesh_from(
         mesh = parallelism
     elif isinstance(parallelism, Parallelism):
         mesh = Mesh.grid(**{axis: getattr(parallelism, axis) for axis in AXES})
-        if parallelism.carved_experts > 1:
-            mesh = mesh.carve_experts(parallelism.carved_experts, out_of=mesh.peer_axis())
+        if parallelism.expert_within_data > 1:
+            mesh = mesh.carve_experts(parallelism.expert_within_data, out_of=mesh.peer_axis())
     else:
         mesh = mesh_along(parallelism, _axes_of(parallelism, sharded))
     if len(mesh) != world_size:
@@ -133,7 +133,7 @@ class Adapter(Protocol):
         optimizers update in its place are named after it, as ``layer.2.up/weight.main``."""
         ...
 
-    def keepers(self, module: torch.nn.Module) -> ParameterGatherers:
+    def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
         """Who must gather this module's parameters before it can be called; nobody where they are whole."""
         ...
 
@@ -152,15 +152,15 @@ class Adapter(Protocol):
 
     def working_copies(self) -> WorkingCopies:
         """Parameters that each update writes anew from what optimizers update in their place, as they are
-        now; asked after every update. ``integration.updates.overwritten`` finds most of them."""
+        now; asked after every update. ``adapters.base.overwritten`` finds most of them."""
         ...
 
-    def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    def hook_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Call ``before`` and ``after`` around every update of the job, a training step each, until what is
         returned is called. ``after`` comes when the model has its new parameters."""
         ...
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Called on every rank before a check: what an update leaves to the next pass must be done now."""
         ...
 

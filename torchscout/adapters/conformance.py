@@ -103,12 +103,12 @@ def _updates(adapter: Adapter, train_step: Callable[[], None]) -> Iterator[str]:
 
     def after() -> None:
         heard["first"].append("after")
-        adapter.settle()
+        adapter.finish_update()
         seen["after"] = _bits(adapter)
 
-    leave = adapter.at_updates(before, after)
+    leave = adapter.hook_updates(before, after)
     other = heard["second"]
-    leave_too = adapter.at_updates(lambda: other.append("before"), lambda: other.append("after"))
+    leave_too = adapter.hook_updates(lambda: other.append("before"), lambda: other.append("after"))
     train_step()
     if (own := _bits(adapter)) != seen.get("after", own):
         late = sorted(name for name, each in own.items() if seen["after"].get(name) != each)
@@ -121,7 +121,7 @@ def _updates(adapter: Adapter, train_step: Callable[[], None]) -> Iterator[str]:
     train_step()
     for who, steps in (("first", 1), ("second", 2)):
         if heard[who] != ["before", "after"] * steps:
-            yield f"at_updates must call before and after once a step: of {steps} it told {heard[who]}"
+            yield f"hook_updates must call before and after once a step: of {steps} it told {heard[who]}"
 
 
 def _bits(adapter: Adapter) -> dict[str, int]:
@@ -135,13 +135,13 @@ def _bits(adapter: Adapter) -> dict[str, int]:
 
 def _keepers(adapter: Adapter) -> Iterator[str]:
     for layer in adapter.layers()[:1]:
-        keepers, own = adapter.keepers(layer), _bits(adapter)
-        if keepers.obstacle is None:
-            with gathered(keepers, nullcontext()):
+        gatherers, own = adapter.gatherers(layer), _bits(adapter)
+        if gatherers.obstacle is None:
+            with gathered(gatherers, nullcontext()):
                 if empty := [name for name, each in layer.named_parameters() if not each.numel()]:
-                    yield f"keepers() must gather a layer whole, and leaves {', '.join(empty)} empty"
+                    yield f"gatherers() must gather a layer whole, and leaves {', '.join(empty)} empty"
         if _bits(adapter) != own:
-            yield "keepers() must leave parameters as they were"
+            yield "gatherers() must leave parameters as they were"
 
 
 def _state(adapter: Adapter) -> Iterator[str]:

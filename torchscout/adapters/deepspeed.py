@@ -170,7 +170,7 @@ class DeepSpeedAdapter:
         own = {surface_of(name): each for name, each in self.model.named_parameters()}
         return own if self._is_partitioned else {**own, **self._masters("master")}
 
-    def keepers(self, module: torch.nn.Module) -> ParameterGatherers:
+    def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
         return NOBODY if self._stage < 3 else ParameterGatherers((_Keeper(self._engine, module),))
 
     def unreplicated(self) -> Collection[Surface]:
@@ -207,11 +207,11 @@ class DeepSpeedAdapter:
             unwatched |= dict.fromkeys([f"{name}.secondary" for name in every], _SECONDARY)
         return WorkingCopies(resting, unwatched)
 
-    def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    def hook_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Around the outermost optimizer: inside it, only this rank's part is new when PyTorch's is done."""
         return self._updates.tell(before, after)
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """The optimizer's step leaves nothing to the next pass."""
 
     def state(self) -> Mapping[str, Stateful]:

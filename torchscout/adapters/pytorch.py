@@ -20,7 +20,7 @@ from torchscout.config import Parallelism
 from torchscout.decision.record import Surface
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.recipes.working_copies import WorkingCopies
-from torchscout.replay.sharded_parameters import ParameterGatherers, keepers_of
+from torchscout.replay.sharded_parameters import ParameterGatherers, gatherers_of
 from torchscout.utils.reentrancy import is_nested_step
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class PyTorchAdapter:
     def parameters(self) -> Mapping[Surface, torch.Tensor]:
         return {surface_of(name): parameter for name, parameter in self._model.named_parameters()}
 
-    def keepers(self, module: torch.nn.Module) -> ParameterGatherers:
-        return keepers_of(self._model, module)
+    def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
+        return gatherers_of(self._model, module)
 
     def unreplicated(self) -> Collection[Surface]:
         if not isinstance(self._wrapper, DistributedDataParallel):
@@ -96,10 +96,10 @@ class PyTorchAdapter:
     def working_copies(self) -> WorkingCopies:
         return WorkingCopies(self._copies)
 
-    def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    def hook_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         return around_steps(self._optimizers, before, after)
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Nothing is left."""
 
     def state(self) -> Mapping[str, Stateful]:

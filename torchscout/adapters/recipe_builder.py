@@ -206,9 +206,9 @@ class _Job:
         return recipe
 
     def modules(self, kind: str, parts: Sequence[Part]) -> Recipe:
-        keepers = partial(self._keepers, role=LayerKind.DENSE, reduces=kind == "layer")
+        gatherers = partial(self._keepers, role=LayerKind.DENSE, reduces=kind == "layer")
         recipe = LayerRecipe(
-            kind, _named(parts), self._surfaces, self.device, keepers, compiled=self._compiled
+            kind, _named(parts), self._surfaces, self.device, gatherers, compiled=self._compiled
         )
         recipe.is_owned = self.ownership.is_owned
         if self._refusal is not None:
@@ -216,11 +216,11 @@ class _Job:
         return recipe
 
     def experts(self, parts: Sequence[Part], shapes: Mapping[str, Sequence[Rows]]) -> Recipe:
-        keepers = partial(self._keepers, role=LayerKind.EXPERT, reduces=False)
-        return ExpertsRecipe(_named(parts), shapes, self._surfaces, self.device, keepers, self._compiled)
+        gatherers = partial(self._keepers, role=LayerKind.EXPERT, reduces=False)
+        return ExpertsRecipe(_named(parts), shapes, self._surfaces, self.device, gatherers, self._compiled)
 
     def _keepers(self, module: torch.nn.Module, *, role: LayerKind, reduces: bool) -> ParameterGatherers:
-        found, mesh, rank = self._adapter.keepers(module), self._mesh, self._rank
+        found, mesh, rank = self._adapter.gatherers(module), self._mesh, self._rank
         if mesh is None:
             return found
         is_mixed = mesh.layer_peers_of(rank, role) != mesh.peers_of(rank, role)

@@ -82,7 +82,7 @@ class TorchTitanAdapter(PyTorchAdapter):
         _check(mesh, dims)
         return mesh
 
-    def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    def hook_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         def updated() -> None:
             self._progress.note()
             after()

@@ -151,7 +151,7 @@ class Cell:
     """The hidden layer that replay must be at when the fault happens, where that matters."""
     seed: int = 0
     hardware: Hardware = field(default_factory=Hardware)
-    """See ``fitting`` for how a cell is adapted to it."""
+    """See ``machine`` for how a cell is adapted to it."""
     coarser: str = ""
     """What must be reported with fewer ranks, where that is less precise than what was planned."""
 

@@ -72,7 +72,7 @@ class Job:
     @property
     def replay(self) -> ReplayConfig:
         """Experts alone, shape by shape. A kernel that falls ill is another program, and not as fast."""
-        straggler = StragglerConfig(material_ms=_EVER) if self.is_kernel else StragglerConfig()
+        straggler = StragglerConfig(min_slowdown_ms=_EVER) if self.is_kernel else StragglerConfig()
         return ReplayConfig(interval=1, recipes=("experts",), catalog=self.catalog, straggler=straggler)
 
 

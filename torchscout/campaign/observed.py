@@ -97,7 +97,7 @@ def _released(fault: Fault, report: str) -> Fault:
 
 
 STEPS = 6
-QUICK = ObserverConfig(floor_seconds=1.0, start_seconds=20.0, grace_seconds=3.0)
+QUICK = ObserverConfig(min_silence_seconds=1.0, startup_seconds=20.0, grace_seconds=3.0)
 READY, TRAIN = "ready", "train"
 """What ranks are asked: to say that they have started, then to train."""
 _MEETING_SECONDS = 5.0
@@ -139,9 +139,9 @@ def train(
         ) as session,
         Injector(faults, rank, training.net, training.optimizer, log=log) as injector,
     ):
-        if session.watching is not None:
-            (observers_of(run_dir) / str(rank)).write_text(str(session.watching.observer.pid))
-            _await_hubs(session.watching)
+        if session.hang_monitor is not None:
+            (observers_of(run_dir) / str(rank)).write_text(str(session.hang_monitor.observer.pid))
+            _await_hubs(session.hang_monitor)
         for question in questions:
             if question == TRAIN:
                 steps(training, session.watch_input(injector.input(training.batches())))
@@ -275,7 +275,7 @@ def observe(
     finally:
         if not told:
             _end_observers(run_dir)  # first: they would report that their trainers are killed
-        ranks.close(patience_seconds=_LEAVE_SECONDS if told else 0.0)
+        ranks.close(timeout_seconds=_LEAVE_SECONDS if told else 0.0)
         _await_observers(run_dir)
     failures += [failure for each in told for failure in each.failures]
     return Seen([*found, *reports.new()], _fired(run_dir), failures, time.monotonic() - begin)
@@ -289,7 +289,7 @@ def _started(cell: Cell, run_dir: Path, body: Callable[..., Iterator[ObservedRan
     layout, faults = cell.place, released(cell.faults, run_dir / "incidents.jsonl")
     with ExitStack() as undo:
         ranks = LiveRanks(body, layout.ranks, layout, faults, run_dir, backend=layout.backend)
-        undo.callback(ranks.close, patience_seconds=0.0)
+        undo.callback(ranks.close, timeout_seconds=0.0)
         undo.callback(_end_observers, run_dir)  # first: they would report that their trainers are killed
         if layout.device == "cuda":  # which may refuse new processes: then the cell has not begun
             ranks.ask(READY, timeout=_START_SECONDS)
@@ -345,7 +345,7 @@ def _is_alive(number: int) -> bool:
 
 def _is_undisturbed(run_dir: Path) -> bool:
     fired = _fired(run_dir)
-    return bool(fired) and time.monotonic() - fired[0]["monotonic"] < QUICK.floor_seconds
+    return bool(fired) and time.monotonic() - fired[0]["monotonic"] < QUICK.min_silence_seconds
 
 
 def _end_observers(run_dir: Path) -> None:

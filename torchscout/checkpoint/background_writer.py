@@ -62,11 +62,11 @@ class BackgroundWriter:
         snapshots: Snapshots,
         replicator: Replicator | None,
         wards: Sequence[int],
-        patience_seconds: float,
+        timeout_seconds: float,
     ) -> None:
         self._member, self._memory, self._disk = member, memory, disk
         self._snapshots, self._replicator, self._wards = snapshots, replicator, wards
-        self._patience = patience_seconds
+        self._patience = timeout_seconds
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._pending: set[Generation] = set()
         """Taken, and not yet looked at."""

@@ -1,8 +1,8 @@
 """What every rank votes at the end of a check, and what the job concludes from it (paper, sections 8 and 9).
 
 Votes are combined across the job before anything moves: each rank casts a ballot of whole numbers, the
-highest of each counts, and from that all ranks derive the same events for the gate. ``Trust`` keeps the
-step up to which a job is certified, for checkpoints that it writes itself. Pure: nothing is exchanged
+highest of each counts, and from that all ranks derive the same events for the gate. ``CertifiedSteps`` keeps
+the step up to which a job is certified, for checkpoints that it writes itself. Pure: nothing is exchanged
 here.
 """
 

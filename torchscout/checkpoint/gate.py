@@ -1,9 +1,9 @@
 """Which checkpoints may be trusted: algorithm 3's saving half as a state machine (paper, section 8).
 
-Pure: ``transition`` takes a frozen state and an event and gives the next state, and what is to be done about it.
-Every rank feeds it the same job-wide events in the same order and so arrives at the same state. Agreeing on
-those events, copying, writing and deleting are for others; which checkpoint a failed job loads is for
-``recovery.retrieval``.
+Pure: ``transition`` takes a frozen state and an event and gives the next state, and what is to be done about
+it. Every rank feeds it the same job-wide events in the same order and so arrives at the same state. Agreeing
+on those events, copying, writing and deleting are for others; which checkpoint a failed job loads is for
+``checkpoint.selection``.
 """
 
 from __future__ import annotations

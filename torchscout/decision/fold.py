@@ -1,6 +1,6 @@
 """The fold: all bytes of a tensor as one 64-bit number that every flipped bit changes (paper, section 5.2).
 
-Here it is defined, proven and written in torch operations, which serve any device; ``fold_kernel`` is the
+Here it is defined, proven and written in torch operations, which serve any device; ``fold_triton`` is the
 same as one pass over CUDA memory. What else makes a signature is ``signature``'s business.
 """
 

@@ -278,7 +278,7 @@ class Follower:
                 yield _parsed(self._path, self._number, line)
 
     def close(self) -> None:
-        """Again is no mistake."""
+        """Idempotent."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

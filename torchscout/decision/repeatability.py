@@ -2,7 +2,7 @@
 
 Pure, and fed with gathered evidence only, so that all peers conclude alike. It decides who may be named after
 how many replays, and remembers for the whole job which surfaces do not repeat. Running the replays is for
-``evidence.replay.replayer``, what is concluded for ``replay_diagnosis``.
+``replay.replayer``, what is concluded for ``sdc``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the comparisons of a replay mean: silent data corruption, or a slow rank (paper, sections 5.3, 5.4 and
 6.1).
 
-Every peer receives the same records and reaches the same conclusion. Wrong numbers are reported at once,
-and once: a weight that stays wrong is not reported at every check (``Ongoing``). A slow rank is reported
+Every peer receives the same records and reaches the same conclusion. Wrong numbers are reported at once, and
+once: a weight that stays wrong is not reported at every check (``OpenIncidents``). A slow rank is reported
 when ``straggler.persistence`` confirms it. Communication times are left to ``straggler.groups``, slowdowns
 that all peers share to ``straggler.diagnosis``.
 """
@@ -257,8 +257,8 @@ def _work(record: EvidenceRecord) -> Hashable:
 
 def _has(ranks: Sequence[int], *, attributed: bool) -> str:
     if not attributed:
-        return "have different numbers"
-    return "has other numbers than its peers" if len(ranks) == 1 else "have other numbers than their peers"
+        return "disagree with each other"
+    return "disagrees with its peers" if len(ranks) == 1 else "disagree with their peers"
 
 
 def _vote(record: EvidenceRecord) -> str:

@@ -359,7 +359,7 @@ class HoldInterpreter(ProcessEffect):
 class PerturbKernel(ProcessEffect):
     """From here on this process computes one work item wrong, in each launch that has such a one.
 
-    For experts whose kernel is a ``SickGemm``.
+    For experts whose kernel is a ``FaultyGemm``.
     """
 
     tile: int = 0

@@ -1,6 +1,6 @@
 """The grouped GEMM on a device that may be sick: it perturbs itself once a fault says so (paper, evaluation).
 
-Healthy ranks run it too, so that all have the same kernel. Who falls ill is planned in ``kernel_effects``.
+Healthy ranks run it too, so that all have the same kernel. Who falls ill is planned in ``effects``.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class FaultPlan:
     def perturb_kernel(
         self, *, rank: int, at: str, step: Steps, tile: int = 0, within: int = -1
     ) -> FaultPlan:
-        """Experts on a ``SickGemm`` compute a tile, or a step ``within`` it, wrong from MODULE/forward on."""
+        """Experts on a ``FaultyGemm`` compute a tile, or a step ``within`` it, wrong from then on."""
         return self._add(rank, at, step, PerturbKernel(tile, within), _SDC, None)
 
     def delay(

@@ -14,9 +14,8 @@ and asked for by ``sample``; no stacks are shown and no outcome is told, since t
 has precedence over it.
 
 Besides, ``present`` asks nothing and is not answered: it shows who is connected. ``leave`` is the last
-word of an observer, with its last post, ``moved`` says that a rank that was named goes on, and ``share``
-carries the exchanges of ``BoardChannel``. Between rounds nothing is sent. Nobody is waited for longer than a
-round's deadline: absence is evidence.
+word of an observer, with its last post, and ``moved`` says that a rank that was named goes on. Between rounds
+nothing is sent. Nobody is waited for longer than a round's deadline: absence is evidence.
 
 The standby is a hub like the other, which is only asked when that one does not answer. Further hubs are
 elected when neither does, see ``Election``.
@@ -34,7 +33,6 @@ import zmq
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Shared
 from torchscout.decision.record import Incident, Resolved
-from torchscout.evidence.observer.exchange import Exchanges
 from torchscout.observer.protocol import (
     HUBS_AT_FIRST,
     LIMIT,
@@ -146,7 +144,6 @@ class Hub:
         self._left: dict[int, tuple[RankReport, float]] = {}
         self._shared: Shared = {}  # what their last posts have in common
         self._docket = ReportedIncidents()
-        self._exchanges = Exchanges()
         if not self.is_elected:
             self.open()
 
@@ -230,9 +227,6 @@ class Hub:
                 self._say_goodbye(rank, _post_of(rank, message, self._shared, self._size), now)
             case "moved":
                 self._resolve(rank, float(message["seconds"]))
-            case "share":
-                for peer, fields in self._exchanges.add(rank, message, now):
-                    self._send(peer, "shared", **fields)
             case kind:
                 raise ValueError(f"unknown kind {kind}")
 

@@ -194,7 +194,7 @@ class ObserverHandle:
             self._lock.release()
 
     def close(self, *, timeout: float = 1.0) -> None:
-        """Let it go. It leaves by itself, at once or, with a hub, after the others; again is no mistake."""
+        """Let it go. It leaves by itself, at once or, with a hub, after the others; idempotent."""
         self._closing = True
         if self._input.closed:
             return

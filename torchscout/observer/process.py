@@ -248,7 +248,7 @@ class ObserverProcess:
         assert self._assignment.mesh is not None
         try:
             if self._phases is None:
-                config = StragglerConfig(material_ms=self.config.phase_ms)
+                config = StragglerConfig(min_slowdown_ms=self.config.phase_ms)
                 self._phases = PhaseDiagnosis(mesh_from(self._assignment.mesh), config)
             return compare_phases(posts, self._phases)
         except MISTAKES as error:
@@ -300,7 +300,7 @@ class ObserverProcess:
         )
 
     def _tell_trainer(self, item: Recordable) -> None:
-        """By a file in memory, which is there without a run directory; see ``integration.news``."""
+        """By a file in memory, which is there without a run directory; see ``session.incident_callback``."""
         path = news_of(Path(self._assignment.record))
         with suppress(OSError), path.open("ab") as file:  # the trainer may have left and removed the folder
             file.write(line_of(item))

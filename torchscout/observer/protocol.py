@@ -264,7 +264,6 @@ class Client:
         self.sockets = [self._connect(address) for address in hubs[:HUBS_AT_FIRST]]
         self._candidates = list(hubs[HUBS_AT_FIRST:])
         """Where hubs will listen that may be elected yet, in their order."""
-        self._set_aside: list[tuple[int, Message]] = []
 
     def connect_next(self) -> bool:
         """Connect to the next candidate's hub as well; False where there is none left."""
@@ -293,17 +292,11 @@ class Client:
 
     def receive(self) -> Iterator[tuple[int, Message]]:
         """All that has arrived, each message with the hub it is from."""
-        aside, self._set_aside = self._set_aside, []
-        yield from aside
         for hub, socket in enumerate(self.sockets):
             while socket.poll(0, zmq.POLLIN):
                 message = decode(socket.recv(zmq.NOBLOCK), self.tally)
                 if message is not None:
                     yield hub, message
-
-    def set_aside(self, hub: int, message: Message) -> None:
-        """Keep a message that was not for the caller, for the next ``receive``."""
-        self._set_aside.append((hub, message))
 
     def close(self) -> None:
         for socket in self.sockets:

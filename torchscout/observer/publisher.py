@@ -211,7 +211,7 @@ class Publisher:
     ) -> None:
         """Publish the optimizer's boundary, at which a step ends; see ``watch_updates``."""
 
-        def at_updates(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        def hook_updates(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
             hooks = (
                 optimizer.register_step_pre_hook(lambda *_: before()),
                 optimizer.register_step_post_hook(lambda *_: after()),
@@ -223,15 +223,15 @@ class Publisher:
 
             return undo
 
-        self.watch_updates(at_updates, device)
+        self.watch_updates(hook_updates, device)
 
     def watch_updates(
         self,
-        at_updates: Callable[[Callable[[], None], Callable[[], None]], Callable[[], None]],
+        hook_updates: Callable[[Callable[[], None], Callable[[], None]], Callable[[], None]],
         device: torch.device | None = None,
     ) -> None:
-        """Publish where a step ends. ``at_updates`` has two functions called around every update, until what
-        it returns is called.
+        """Publish where a step ends. ``hook_updates`` has two functions called around every update, until
+        what it returns is called.
 
         With a CUDA device it is also published how many of the steps that one has finished.
         """
@@ -245,11 +245,11 @@ class Publisher:
             if progress is not None:
                 progress.step_finished(self._writer.step)
 
-        self._undo.append(at_updates(before_step, after_step))
+        self._undo.append(hook_updates(before_step, after_step))
 
-    def go_on_from(self, step: int) -> None:
+    def start_from(self, step: int) -> None:
         """The job goes on from a checkpoint of this step."""
-        self._writer.go_on_from(step)
+        self._writer.start_from(step)
         if self._device is not None:
             self._device.step_finished(step)
 

@@ -1,7 +1,7 @@
 """From the posts of one round to an incident, or to none (paper, section 7). Pure.
 
 It knows what a diagnosis of a single round cannot: who is moving, who is excused and who was gone first.
-Who holds the job up is for ``hang_diagnosis`` to say. Only hubs import this, and only when they must.
+Who holds the job up is for ``hang.diagnosis`` to say. Only hubs import this, and only when they must.
 """
 
 from __future__ import annotations

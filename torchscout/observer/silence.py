@@ -22,14 +22,14 @@ _REMEMBERED = 64
 
 def threshold(config: ObserverConfig, phase: Phase, step_seconds: Sequence[float]) -> float:
     """Seconds of silence that are not yet remarkable, given the recent steps' durations."""
-    usual = max(config.floor_seconds, config.multiple * _p99(step_seconds))
+    usual = max(config.min_silence_seconds, config.silence_multiple * _p99(step_seconds))
     return max(usual, allowance(config, phase, step_seconds) or 0.0)
 
 
 def allowance(config: ObserverConfig, phase: Phase, step_seconds: Sequence[float]) -> float | None:
     """What a rank is granted beyond the usual for what it is doing; None where that is nothing special."""
     granted = {
-        Phase.START: config.start_seconds,
+        Phase.START: config.startup_seconds,
         Phase.CHECKPOINT_READ: config.checkpoint_read_seconds,
         Phase.CHECKPOINT_WRITE: config.checkpoint_write_seconds,
         Phase.EVALUATION: config.evaluation_seconds,
@@ -37,7 +37,7 @@ def allowance(config: ObserverConfig, phase: Phase, step_seconds: Sequence[float
     if step_seconds:
         return granted
     # The first step compiles and connects in whatever phase it is.
-    return max(config.start_seconds, granted or 0.0)
+    return max(config.startup_seconds, granted or 0.0)
 
 
 class SilenceDetector:
@@ -76,7 +76,7 @@ class SilenceDetector:
         ``is_pressed`` if the library will soon end the trainer for waiting: whoever is behind it must be
         found before that, whatever its silence is allowed to be.
         """
-        late = max(self.config.floor_seconds, self.config.poll_seconds + _SUSPENDED_SECONDS)
+        late = max(self.config.min_silence_seconds, self.config.poll_seconds + _SUSPENDED_SECONDS)
         suspended = self._last_poll is not None and now - self._last_poll > late
         self._last_poll = now
         if paused or suspended:

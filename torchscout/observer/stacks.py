@@ -38,7 +38,7 @@ class Registration:
         self._registered = True
 
     def unregister(self) -> None:
-        """Take it back; again is no mistake."""
+        """Take it back; idempotent."""
         if not self._registered:
             return
         self._registered = False

@@ -243,7 +243,7 @@ class TrainerView:
             standing,
             self._lines(),
             operations=self._operations(standing),
-            moving=silent_seconds < config.floor_seconds / 2,
+            moving=silent_seconds < config.min_silence_seconds / 2,
             excused=self._is_excused(config, silent_seconds),
             stalled=self._stalled(config, now),
             is_pressed=self.is_pressed,
@@ -300,7 +300,7 @@ class TrainerView:
         lasted, passed = stall.until - stall.since, now - stall.until
         limit = _KILL_SECONDS if self._was_killed else _WATCHDOG_SECONDS
         is_over = self.ending is not None or passed > 2 * config.poll_seconds
-        return stall.progress if lasted > config.floor_seconds and passed < limit and is_over else None
+        return stall.progress if lasted > config.min_silence_seconds and passed < limit and is_over else None
 
     def _operations(self, standing: RankStatus) -> Mapping[str, Any] | None:
         return None if standing.progress is None else self.reader.operations(standing.progress.step)
@@ -311,7 +311,7 @@ class TrainerView:
     def _read(self) -> Progress | None:
         try:
             return self.reader.read()
-        except TornRecordError:  # it publishes faster than one can read: it is well
+        except TornRecordError:  # torn read; the trainer is alive
             return self.progress
 
     def _is_excused(self, config: ObserverConfig, silent_seconds: float) -> bool:

@@ -49,7 +49,7 @@ class ResiliencyCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         trainer = self._trainer
         self._unmarked.clear()
         self.session = enable_resiliency(trainer.model_wrapped, trainer.optimizer, **self._settings)
-        self.session.go_on_from(state.global_step)
+        self.session.start_from(state.global_step)
 
     def on_step_end(self, _: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:
         self._mark(state)
@@ -86,7 +86,7 @@ class ResiliencyCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def _mark(self, state: TrainerState) -> None:
         """Certification says nothing of the files themselves: what a disk does to them is not seen."""
-        certified = None if self.session is None else self.session.certified
+        certified = None if self.session is None else self.session.certified_step
         for step in [each for each in self._unmarked if certified is not None and each <= certified]:
             folder = self._unmarked.pop(step)
             if state.is_world_process_zero and folder.is_dir():

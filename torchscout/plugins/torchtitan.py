@@ -62,12 +62,12 @@ class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is 
         """What checks have certified comes last, and wins over what TorchTitan has written itself."""
         with self.session.checkpoint_io("read"):
             is_loaded = bool(self.manager.load(step))
-        if self.session.checkpointing is not None:
+        if self.session.checkpoint_manager is not None:
             self.resumption = self.session.resume()
         if self.resumption is not None and self.resumption.role is not None:
             return True
         if is_loaded:
-            self.session.go_on_from(self._trainer.step)
+            self.session.start_from(self._trainer.step)
         return is_loaded
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:

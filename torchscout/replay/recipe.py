@@ -2,7 +2,7 @@
 
 A recipe knows one kind of work and the targets that it rotates over. A replay is one execution of it at
 the end of one training step. ``replayer`` makes the calls, in the order in which they are numbered.
-``Peers`` and ``Everybody`` are what a replay needs of the other ranks; ``integration.communicators`` has
+``Peers`` and ``JobExchange`` are what a replay needs of the other ranks; ``communicators`` has
 the process groups behind them.
 """
 
@@ -226,7 +226,7 @@ class Recipe(Protocol):
         ...
 
     @property
-    def vouches(self) -> bool:
+    def is_required(self) -> bool:
         """Whether a check is incomplete without it: scratch data that were sent say nothing about state."""
         ...
 

@@ -84,7 +84,7 @@ class Findings:
     elsewhere: set[int] = field(default_factory=set)
     """Ranks of other peer groups that were named for wrong results in the same check."""
     targets: list[str] = field(default_factory=list)
-    """What was due on this rank and vouches for its state, whether or not it could be replayed."""
+    """What was due on this rank and is_required for its state, whether or not it could be replayed."""
     measured: list[Measured] = field(default_factory=list)
     """What the replays took, this rank's own; without those that were run for the first time."""
 
@@ -121,7 +121,7 @@ class Replayer:
         self._warm: set[Hashable] = set()
         """What has been run before."""
         self.variants: tuple[float, ...] = (1.0,)
-        self.keepsakes = SavedCalls()
+        self.saved_calls = SavedCalls()
         self.history = SurfaceHistory()
         self.doubted: Callable[[int, Sequence[Measured]], Collection[str | None]] = lambda *_: ()
         """Given a step and what this rank measured in it: targets for which a rank would be reported as slow.
@@ -178,7 +178,7 @@ class Replayer:
             if differing := self._first_round(ready, runs):
                 self._repeat(differing, runs, findings)
             for place, begun in enumerate(self._begun):
-                if begun.recipe.vouches and begun.due.target is not None:
+                if begun.recipe.is_required and begun.due.target is not None:
                     findings.targets.append(begun.target)
                 if (run := runs.get(place)) is not None:
                     self._conclude(begun, run, findings)
@@ -378,9 +378,9 @@ class Replayer:
         assert begun.due.target is not None, "what was replayed has a target"
         key = (begun.due.kind, begun.recipe.kept_as(begun.due.target))
         if (call := replay.invocation()) is None:
-            self.keepsakes.drop(key)
+            self.saved_calls.drop(key)
         else:
-            attempt(_bound(self.keepsakes.keep, key, call))
+            attempt(_bound(self.saved_calls.keep, key, call))
 
     def _gather(self, runs: Mapping[int, Run], *, in_full: bool = False) -> None:
         """Exchange what was seen, once among each group of peers."""
@@ -390,7 +390,7 @@ class Replayer:
 
     def _observe(self, places: Sequence[int], runs: Mapping[int, Run]) -> None:
         """See [Note: a lost rank is met on our own groups]. Devices are waited for once, at the end."""
-        ordered = sorted(places, key=lambda place: self._begun[place].recipe.vouches)
+        ordered = sorted(places, key=lambda place: self._begun[place].recipe.is_required)
         for place in ordered:
             if self._meets and place != ordered[0]:
                 self._job.highest([0])

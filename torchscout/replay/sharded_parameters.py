@@ -36,7 +36,7 @@ __all__ = [
     "awaken",
     "gathered",
     "gathered_again",
-    "keepers_of",
+    "gatherers_of",
     "reduce_scatter",
     "route_of",
 ]
@@ -177,24 +177,24 @@ class ParameterGatherers:
 NOBODY = ParameterGatherers()
 
 
-def keepers_of(model: nn.Module, module: nn.Module) -> ParameterGatherers:
+def gatherers_of(model: nn.Module, module: nn.Module) -> ParameterGatherers:
     around = [each for each in _path(model, module) if isinstance(each, FSDPModule)]
     inside = [each for each in module.modules() if isinstance(each, FSDPModule)]
     nearest = [] if isinstance(module, FSDPModule) else around[-1:]
     return ParameterGatherers((*nearest, *inside), next(iter([*around, *inside]), None))
 
 
-def awaken(keepers: ParameterGatherers) -> None:
+def awaken(gatherers: ParameterGatherers) -> None:
     """Let FSDP find out which module is the outermost, as it does in the first pass over the whole model.
 
     A part that is called before that would take itself for the whole. A ``ReplayError`` says if it cannot.
     """
-    if keepers.root is not None:
-        fsdp_state.initialize(keepers.root)
+    if gatherers.root is not None:
+        fsdp_state.initialize(gatherers.root)
 
 
 @contextmanager
-def gathered(keepers: ParameterGatherers, gathering: AbstractContextManager[None]) -> Iterator[None]:
+def gathered(gatherers: ParameterGatherers, gathering: AbstractContextManager[None]) -> Iterator[None]:
     """In this block the kept parameters are whole; afterwards they are shards again, and FSDP has forgotten.
 
     It counts which of several modules that are kept as one were called: were only one of them replayed, it
@@ -202,50 +202,50 @@ def gathered(keepers: ParameterGatherers, gathering: AbstractContextManager[None
     being gathered.
     """
     with gathering, announced():
-        for keeper in keepers.modules:
+        for keeper in gatherers.modules:
             keeper.unshard()
     try:
-        with fsdp_state.without_prefetch(keepers.modules):
+        with fsdp_state.without_prefetch(gatherers.modules):
             yield
     finally:
         with announced():
-            for keeper in keepers.modules:
+            for keeper in gatherers.modules:
                 keeper.reshard()
-        _forget(keepers)
+        _forget(gatherers)
 
 
 @contextmanager
-def gathered_again(keepers: ParameterGatherers) -> Iterator[None]:
+def gathered_again(gatherers: ParameterGatherers) -> Iterator[None]:
     """Around a forward pass: afterwards the parameters are gathered once more, even if it has failed.
 
     FSDP may let go of them after a forward pass and gather them in backward, to which a rank that has failed
     would not come. So it is done here, by all ranks alike, and backward finds them there.
     """
     try:
-        with _forgetting_failures(keepers):
+        with _forgetting_failures(gatherers):
             yield
     finally:
         with announced():
-            for keeper in keepers.modules:
+            for keeper in gatherers.modules:
                 keeper.reshard()
                 keeper.unshard()
 
 
 @contextmanager
-def _forgetting_failures(keepers: ParameterGatherers) -> Iterator[None]:
+def _forgetting_failures(gatherers: ParameterGatherers) -> Iterator[None]:
     is_over = False
     try:
         yield
         is_over = True
     finally:
         if not is_over:
-            _forget(keepers)
+            _forget(gatherers)
 
 
-def _forget(keepers: ParameterGatherers) -> None:
+def _forget(gatherers: ParameterGatherers) -> None:
     """Nothing of training's own is under way right after an update, so that nothing is lost."""
-    if keepers.root is not None:
-        fsdp_state.reset(keepers.root)
+    if gatherers.root is not None:
+        fsdp_state.reset(gatherers.root)
 
 
 def _path(model: nn.Module, module: nn.Module) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """Replays everything there is, without a training step: before new workers train on (paper, section 8).
 
 Every recipe and every target, one after the other, on the calls that were kept when they were last replayed.
-What comes of it for a checkpoint is for ``recovery.retrieval`` to say.
+What comes of it for a checkpoint is for ``checkpoint.selection`` to say.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _kept(replayer: Replayer, recipe: Recipe, count: int) -> list[_Calls]:
     """What peers have, for each target; nothing where this rank has no such target."""
     own = {}
     for target in range(len(recipe.targets)):
-        if (kept := replayer.keepsakes[recipe.kind, recipe.kept_as(target)]) is not None:
+        if (kept := replayer.saved_calls[recipe.kind, recipe.kept_as(target)]) is not None:
             own[target] = kept.call
     gathered = replayer.peers_for(recipe).metadata.gather(json.dumps(own).encode())
     told = [json.loads(each) for each in gathered]
@@ -72,7 +72,7 @@ def _begun(replayer: Replayer, recipe: Recipe, target: int, calls: _Calls) -> Be
     if target >= len(recipe.targets):
         return Begun(Due(recipe.kind, None), "", recipe, peers, 0, None, None)
     source = min(calls, default=0)
-    own = replayer.keepsakes[recipe.kind, recipe.kept_as(target)]
+    own = replayer.saved_calls[recipe.kind, recipe.kept_as(target)]
     is_source = peers.position == source
     tensors = own.tensors if own is not None and is_source else None
     given = Given(is_source, calls.get(source), tensors)

@@ -13,7 +13,7 @@ thread computes, and what it sleeps or waits for, is counted. The waits of other
 with (``torch.set_num_threads``) are not known, and none are where the system does not report them.
 Collectives are timed with all waits: others do the transfer meanwhile.
 
-Not seen: what ``evidence.collectives`` does not see. Whose fault a time is, is not decided here.
+Not seen: what ``collectives.interceptor`` does not see. Whose fault a time is, is not decided here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def timed(
         end = clock.mark()
 
     def read() -> None:
-        clock.settle()
+        clock.finish_update()
         for call, marks in ear.laps:
             milliseconds = clock.milliseconds(*marks)
             seen.lap(communication.format(call.operation), call.members, call.elements, milliseconds)
@@ -80,7 +80,7 @@ def lapped(
     end = clock.mark()
 
     def read() -> None:
-        clock.settle()
+        clock.finish_update()
         seen.lap(surface, members, elements, clock.milliseconds(begin, end))
 
     seen.unread.append(read)
@@ -146,7 +146,7 @@ def _is_done(pending: Pending | None, *, is_bounded: bool) -> bool:
 class _Clock(Protocol[_Mark]):
     def mark(self) -> _Mark: ...
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Before marks are compared."""
         ...
 
@@ -177,7 +177,7 @@ class _HostClock:
                 break
         return _HostMark(now, waited)
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """The host knows its marks at once."""
 
     def milliseconds(self, begin: _HostMark, end: _HostMark) -> float:
@@ -206,7 +206,7 @@ class _DeviceClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         torch.cuda.synchronize(self._device)
 
     def milliseconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:

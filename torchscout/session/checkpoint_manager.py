@@ -80,9 +80,9 @@ class CheckpointManager:
         self._job, self._config, self._communicators = job, config, communicators
         self._model, self._optimizers, self._owned = model, optimizers, owned
         self._unreplicated = {*unreplicated, *owned}
-        self.keepsakes = SavedCalls()
+        self.saved_calls = SavedCalls()
         """What a sweep will replay, as far as there is room for it."""
-        self._registered: dict[str, Stateful] = {f"{SCOUT_PREFIX}keepsakes": self.keepsakes}
+        self._registered: dict[str, Stateful] = {f"{SCOUT_PREFIX}keepsakes": self.saved_calls}
         self._disk = Path(config.directory).absolute()
         self._member = Member(
             job=self._agreed_name(), mesh=job.mesh.summary(), world_size=len(job.mesh), rank=job.rank
@@ -157,7 +157,7 @@ class CheckpointManager:
         return not any(map(self._ownership.is_owned, (surface, f"{surface}.{slot}")))
 
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
-        """What this rank says at the end of a check; see ``integration.replaying.Certifier``."""
+        """What this rank says at the end of a check; see ``session.replay_driver.Certifier``."""
         writing, unwritten = self._gate.writing, False
         try:
             is_written = writing is None or self._outgoing.is_written(writing)
@@ -169,7 +169,7 @@ class CheckpointManager:
     def go_by(
         self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
     ) -> None:
-        """What checks go over, and how far they are; see ``integration.replaying.Certifier``."""
+        """What checks go over, and how far they are; see ``session.replay_driver.Certifier``."""
         self._coverage, self._covered = coverage, covered
         ownership = progress.get("ownership")
         self._ownership = ownership if isinstance(ownership, Ownership) else self._ownership
@@ -301,8 +301,8 @@ class CheckpointManager:
         Without the other ranks, which may be anywhere: what all of them know to be sealed comes first, then
         what was captured last. Returns whether all is there. Any thread may call.
         """
-        gate, deadline = self._gate, time.monotonic() + self._config.patience_seconds
-        is_captured = self._capture is not None and self._capture.wait(self._config.patience_seconds)
+        gate, deadline = self._gate, time.monotonic() + self._config.timeout_seconds
+        is_captured = self._capture is not None and self._capture.wait(self._config.timeout_seconds)
         wanted = [*gate.captured, *([gate.pending] if is_captured and gate.pending is not None else [])]
         wanted = [each for each in wanted if each not in gate.durable]
         if not wanted:
@@ -333,13 +333,13 @@ class CheckpointManager:
         expected = training_state.expected_bytes(self._model, self._optimizers, self._owned)
         allowed = check_budget(expected, copies, config.memory_budget, self._memory)
         # Of what its state will not need, though it should turn out twice as large.
-        self.keepsakes.limit = max(0, allowed // copies - 2 * expected) if config.sweep else 0
+        self.saved_calls.limit = max(0, allowed // copies - 2 * expected) if config.sweep else 0
         self._snapshots = Snapshots(
             self._memory,
             job.rank,
             copies=placement.SNAPSHOTS,
             limit=allowed // copies,
-            patience_seconds=config.patience_seconds,
+            timeout_seconds=config.timeout_seconds,
             protected=lambda: self._ledgers.named(Tier.MEMORY) | self._gate.in_memory,
         )
         self._undo.callback(self._snapshots.close)
@@ -363,7 +363,7 @@ class CheckpointManager:
             self._snapshots,
             replicator,
             wards,
-            self._config.patience_seconds,
+            self._config.timeout_seconds,
         )
         self._undo.callback(self._outgoing.close)
         self._keeper = LedgerKeeper(
@@ -376,7 +376,7 @@ class CheckpointManager:
         self._undo.callback(before_termination(self.flush))
 
     def _agreed_name(self) -> str:
-        """The job's: see ``checkpoint.job_file``."""
+        """The job's: see ``checkpoint.storage.job_file``."""
         found, name, problem = None, None, None
         try:
             found = job_file.name_in(self._disk)
@@ -401,7 +401,7 @@ class CheckpointManager:
         """Whether what the gate counts on is there; the one before it may be given up then, by any rank."""
         if self._awaited is None:
             return True
-        return self._capture is not None and self._capture.wait(self._config.patience_seconds)
+        return self._capture is not None and self._capture.wait(self._config.timeout_seconds)
 
     def _start_over(self, gate: CheckpointGate) -> None:
         self._gate, self._former = gate, None

@@ -48,7 +48,7 @@ class Off(Session):
         """There is nothing to go back to."""
         return Resumption(0, None, None, f"There is no checkpoint to go back to: {_REASON}.")
 
-    def go_on_from(self, step: int) -> None:
+    def start_from(self, step: int) -> None:
         """Nothing is counted."""
 
     def change_observer(self, **settings: float) -> None:

@@ -56,7 +56,7 @@ _SWEPT = {Outcome.HEALTHY: SweepResult.CLEAN, Outcome.SDC: SweepResult.SDC}
 class Certifier(Protocol):
     """What checkpoints have to do with a check."""
 
-    keepsakes: SavedCalls
+    saved_calls: SavedCalls
 
     def signature(self) -> int | None:
         """Of what the last check let it capture, as far as peers should have the same; None if nothing."""
@@ -94,10 +94,10 @@ class ReplayDriver:
         links: Callable[[LayerKind, bool], PeerCommunicator],
         recorder: Recorder,
         guard: Callable[[Callable[[], Any]], Any],
-        settle: Callable[[], None],
+        finish_update: Callable[[], None],
     ) -> None:
-        """``links`` to this rank's peers: see ``evidence.replay.replayer.PeersFor``."""
-        self._guard, self._settle = guard, settle
+        """``links`` to this rank's peers: see ``replay.replayer.PeersFor``."""
+        self._guard, self._settle = guard, finish_update
         self._config, self._wanted = config, config
         _keep_common(recipes, links)
         self._recipes, self._kinds = recipes, {each.kind for each in recipes}
@@ -223,7 +223,7 @@ class ReplayDriver:
         self._certifier = certifier
         progress: dict[str, Stateful] = {"rotation": self._rotation, "ownership": self._ownership}
         certifier.go_by(self._coverage, progress, lambda: self.covered().sentence())
-        self._replayer.keepsakes = certifier.keepsakes
+        self._replayer.saved_calls = certifier.saved_calls
 
     def sweep(self, step: int, everything: bool) -> SweepReport:
         """Compare the state of this step, which was just loaded, and replay ``everything`` on it if asked to.

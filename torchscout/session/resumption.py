@@ -44,7 +44,7 @@ WAYS_OUT = (
 )
 
 Sweeping = Callable[[int, bool], "SweepReport"]
-"""See ``integration.replaying.Replaying.sweep``."""
+"""See ``session.replay_driver.ReplayDriver.sweep``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def load_first_usable(
     load: Load,
     sweep: Sweeping | None,
 ) -> Loaded:
-    """Every rank comes to the same; ``NoUsableCheckpointError`` on all of them if nothing of it may be trained on."""
+    """Return the same on every rank; raise ``NoUsableCheckpointError`` on all if none may be trained on."""
     lost: list[Generation] = []
     told: SweepReport | None = None
     while True:

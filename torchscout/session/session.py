@@ -75,9 +75,9 @@ class Session:
         self.run_dir, self.rank = run_dir, rank
         self.failures: list[str] = []
         """What went wrong within SCOUT itself, and is therefore not checked."""
-        self.watching: HangMonitor | None = None
-        self.replaying: ReplayDriver | None = None
-        self.checkpointing: CheckpointManager | None = None
+        self.hang_monitor: HangMonitor | None = None
+        self.replay_driver: ReplayDriver | None = None
+        self.checkpoint_manager: CheckpointManager | None = None
         self.news: IncidentCallback | None = None
         self.entry: RankEntry | None = None
         """This rank's, in the run directory."""
@@ -107,30 +107,30 @@ class Session:
 
     def status(self) -> dict[str, Any]:
         """Where this rank stands and what watches over it."""
-        observer = self.guarded(self.watching.status) if self.watching else None
-        replaying = self.replaying
+        observer = self.guarded(self.hang_monitor.status) if self.hang_monitor else None
+        replaying = self.replay_driver
         replay = self.guarded(replaying.status) if replaying else {"off": self.not_replaying}
         return {
             "step": self.step,
             "run_dir": str(self.run_dir),
             "observer": observer,
             "replay": replay,
-            "checkpoint": self.guarded(self.checkpointing.status) if self.checkpointing else None,
+            "checkpoint": self.guarded(self.checkpoint_manager.status) if self.checkpoint_manager else None,
             "failures": list(self.failures),
         }
 
     @property
-    def certified(self) -> int | None:
+    def certified_step(self) -> int | None:
         """The newest step whose state checks have certified, on every rank; None if there is none yet.
 
         A checkpoint that the job wrote itself can be trusted if it is of this step or an earlier one.
         """
-        return None if self.replaying is None else self.replaying.trust.step
+        return None if self.replay_driver is None else self.replay_driver.trust.step
 
     def watch_input(self, source: Iterable[_Batch]) -> Iterable[_Batch]:
         """The same batches; that one is being fetched is published, and how long it took."""
-        watched = source if self.watching is None else self.watching.publisher.watch_input(source)
-        return watched if self.checkpointing is None else InputHook(watched, self.step_begins)
+        watched = source if self.hang_monitor is None else self.hang_monitor.publisher.watch_input(source)
+        return watched if self.checkpoint_manager is None else InputHook(watched, self.step_begins)
 
     def checkpoint_io(self, kind: Literal["read", "write"]) -> AbstractContextManager[None]:
         """Around the reading or writing of a checkpoint: longer silence is then no hang."""
@@ -146,14 +146,14 @@ class Session:
     @contextmanager
     def pause_observer(self) -> Iterator[None]:
         """While in this block no silence is a hang: a debugger, a long export, anything."""
-        if self.watching is None:
+        if self.hang_monitor is None:
             yield
             return
-        self.watching.writer.pause()
+        self.hang_monitor.writer.pause()
         try:
             yield
         finally:
-            self.watching.writer.resume()
+            self.hang_monitor.writer.resume()
 
     def register_state(self, name: str, stateful: Stateful) -> None:
         """Let checkpoints keep this too: a scheduler, a scaler, the position of a data loader.
@@ -170,7 +170,7 @@ class Session:
         """
         if self.step:
             raise ValueError(f"call resume() before training; {self.step} steps are done")
-        sweep = None if self.replaying is None else self.replaying.sweep
+        sweep = None if self.replay_driver is None else self.replay_driver.sweep
         resumed = self._checkpoints().resume(sweep, start_over=start_over)
         self._begin_after(resumed.step)
         self.guarded(lambda: self._note_resumption(resumed))
@@ -182,41 +182,41 @@ class Session:
             log.info("resume: step %d: %s", resumed.step, resumed.reason)
             mark_recovered(Path(self._checkpoints().status()["directory"]), resumed.step)
 
-    def go_on_from(self, step: int) -> None:
+    def start_from(self, step: int) -> None:
         """The job has loaded a checkpoint of its own: count on from the step that it holds.
 
         Call it on every rank, before training; beside ``resume`` only where that found nothing.
         """
         if self.step:
-            raise ValueError(f"call go_on_from({step}) before training; {self.step} steps are done")
+            raise ValueError(f"call start_from({step}) before training; {self.step} steps are done")
         self._begin_after(step)
 
     def _begin_after(self, step: int) -> None:
         self.step = step
-        if step and self.replaying is not None:
-            self.replaying.start_after(step)
-        if self.watching is not None:
-            self.watching.publisher.go_on_from(step)
+        if step and self.replay_driver is not None:
+            self.replay_driver.start_after(step)
+        if self.hang_monitor is not None:
+            self.hang_monitor.publisher.start_from(step)
 
     def change_observer(self, **settings: float) -> None:
         """Change fields of ``ObserverConfig`` while the job runs, on this rank."""
-        if self.watching is None:
+        if self.hang_monitor is None:
             raise ValueError("this session has no observer")
-        self.watching.observer.change(**settings)
+        self.hang_monitor.observer.change(**settings)
 
     def change_replay(self, **settings: Any) -> None:
         """Change ``interval``, ``recipes``, ``variants`` or ``budget`` of replay while the job runs.
 
         Rank 0's word counts, for all ranks, from the end of the next check on.
         """
-        if self.replaying is None:
+        if self.replay_driver is None:
             raise ValueError("this session has no replay")
-        self.replaying.change(**settings)
+        self.replay_driver.change(**settings)
 
     def step_finished(self) -> None:
         """Called by the optimizer's hook, right after the update."""
         self.step += 1
-        if (replaying := self.replaying) is not None:
+        if (replaying := self.replay_driver) is not None:
             # A rank that cannot go on leaves; the others notice that it is gone, and leave too.
             self.guarded(
                 lambda: replaying.step_finished(self.step),
@@ -225,29 +225,29 @@ class Session:
 
     def step_begins(self) -> None:
         """Called when a batch is asked for, or else when the model is called."""
-        if self.checkpointing is not None:
-            self.guarded(self.checkpointing.step_begins)
+        if self.checkpoint_manager is not None:
+            self.guarded(self.checkpoint_manager.step_begins)
 
     def before_update(self) -> None:
         """Called by the optimizers' hooks: what the last check captured must be copied by now."""
-        if self.checkpointing is not None:
-            self.guarded(self.checkpointing.fence)
-        if self.replaying is not None:
-            self.guarded(self.replaying.update_begins)
+        if self.checkpoint_manager is not None:
+            self.guarded(self.checkpoint_manager.fence)
+        if self.replay_driver is not None:
+            self.guarded(self.replay_driver.update_begins)
 
     def close(self) -> None:
-        """Detach: nothing of SCOUT stays on this rank. Again is no mistake; every rank must call it."""
+        """Detach: nothing of SCOUT stays on this rank. Idempotent; every rank must call it."""
         atexit.unregister(self._at_exit)
         if os.getpid() != self._pid:
             return  # a forked child: all of this is its parent's
         error = sys.exc_info()[1]
-        ending = partial(self._end, self.certified, None if error is self._handled else error)
+        ending = partial(self._end, self.certified_step, None if error is self._handled else error)
         self.stop_replay("the session is closed")
-        checkpointing, self.checkpointing = self.checkpointing, None
+        checkpointing, self.checkpoint_manager = self.checkpoint_manager, None
         if checkpointing is not None:
             self.guarded(checkpointing.close)
         self.guarded(ending)
-        watching, self.watching = self.watching, None
+        watching, self.hang_monitor = self.hang_monitor, None
         if watching is not None:
             self.guarded(watching.close)
         self.guarded(self.undo.close)
@@ -270,7 +270,7 @@ class Session:
             )
 
     def stop_replay(self, why: str) -> None:
-        replaying, self.replaying = self.replaying, None
+        replaying, self.replay_driver = self.replay_driver, None
         if replaying is not None:
             self.not_replaying = f"it has stopped: {why}"
             self.guarded(replaying.close)
@@ -282,11 +282,11 @@ class Session:
         error = getattr(sys, "last_value", None)
         if error is not None and self.news is not None and self.rank == 0:
             self.news.wait(_VERDICT_SECONDS)
-        if self.checkpointing is not None:
-            self.guarded(self.checkpointing.finish)
-        self.guarded(lambda: self._end(self.certified, error, is_exiting=True))
-        if self.watching is not None and error is None:
-            self.guarded(self.watching.leave)
+        if self.checkpoint_manager is not None:
+            self.guarded(self.checkpoint_manager.finish)
+        self.guarded(lambda: self._end(self.certified_step, error, is_exiting=True))
+        if self.hang_monitor is not None and error is None:
+            self.guarded(self.hang_monitor.leave)
 
     def _end(self, certified: int | None, error: BaseException | None, *, is_exiting: bool = False) -> None:
         """Say how the session ended, in the log and in the run directory.
@@ -308,20 +308,20 @@ class Session:
             log.log(
                 level, "rank %d: %s", self.rank, closing_line(word, self.step, incidents, certified, error)
             )
-        if (entry := self.entry) is not None and not (is_open and self.watching is not None):
+        if (entry := self.entry) is not None and not (is_open and self.hang_monitor is not None):
             why = "" if error is None else f"{type(error).__name__}: {error}"
             End(entry.rank, how, self.step, entry.record, why).write(self.run_dir)
 
     def _checkpoints(self) -> CheckpointManager:
-        if self.checkpointing is None:
+        if self.checkpoint_manager is None:
             raise ValueError("this session keeps no checkpoints; pass checkpoint=CheckpointConfig(...)")
-        return self.checkpointing
+        return self.checkpoint_manager
 
     def _during(self, phase: Phase) -> AbstractContextManager[None]:
-        return nullcontext() if self.watching is None else self.watching.publisher.during(phase)
+        return nullcontext() if self.hang_monitor is None else self.hang_monitor.publisher.during(phase)
 
     def guarded(self, action: Callable[[], Any], *, on_failure: Callable[[], Any] | None = None) -> Any:
-        """The boundary: what SCOUT suffers is SCOUT's own affair."""
+        """Run an action of SCOUT's own; its failure is logged and never propagates into training."""
         try:
             return action()
         except Exception as error:  # noqa: BLE001  see the docstring

@@ -57,7 +57,7 @@ class _Waiting:
         os.close(self._reader)
 
     def undo(self) -> None:
-        """Again is no mistake."""
+        """Idempotent."""
         self._action = _nothing
         # Elsewhere handlers cannot be changed; then SIGTERM still ends the process, by this thread.
         if threading.current_thread() is threading.main_thread() and self in _waiting:

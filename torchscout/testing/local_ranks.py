@@ -145,9 +145,9 @@ class LiveRanks:
         """What was told, by every rank in order."""
         return _values(_collect(self._ranks, timeout))
 
-    def close(self, patience_seconds: float = _LEAVE_SECONDS) -> None:
-        """End all ranks; those that have not come to their end by then are killed. Again is no mistake."""
-        _end(self._ranks, patience_seconds)
+    def close(self, timeout_seconds: float = _LEAVE_SECONDS) -> None:
+        """End all ranks; those that have not come to their end by then are killed. Idempotent."""
+        _end(self._ranks, timeout_seconds)
         self._ranks = []
         self._folder.cleanup()
 
@@ -238,10 +238,10 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[_Answer]:
     return [answers[index] for index in range(len(ranks))]
 
 
-def _end(ranks: Sequence[_Rank], patience_seconds: float = _LEAVE_SECONDS) -> None:
+def _end(ranks: Sequence[_Rank], timeout_seconds: float = _LEAVE_SECONDS) -> None:
     for rank in ranks:
         rank.tell(_LEAVE)
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + timeout_seconds
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
     for rank in ranks:

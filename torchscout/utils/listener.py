@@ -136,7 +136,7 @@ class Listener:
             self._selector.close()
 
     def close(self, seconds: float = 0.0) -> None:
-        """Accept no more; connections have so long to be closed by the ZeroMQ socket. Again is no mistake."""
+        """Accept no more; connections have so long to be closed by the ZeroMQ socket. Idempotent."""
         if self._ends_at is not None:
             return
         self._ends_at = time.monotonic() + seconds

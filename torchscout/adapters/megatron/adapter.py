@@ -169,7 +169,7 @@ class MegatronAdapter:
                 found[f"{surface_of(name)}.main"] = copy
         return found
 
-    def keepers(self, module: torch.nn.Module) -> ParameterGatherers:
+    def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
         chunks = [each for each in self._sharded() if any(part is module for part in each.modules())]
         among = (gathered_among(each) for each in self._chunks if gathers_late(each))
         return ParameterGatherers(
@@ -208,7 +208,7 @@ class MegatronAdapter:
         resting = {name: each for name, each in self._copies.items() if name not in unwatched}
         return WorkingCopies({**resting, **own_parts(late)}, unwatched)
 
-    def at_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    def hook_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Parameters are copied and gathered after the inner optimizers have stepped, so that the outermost
         ``step`` is the update; one that is skipped, for a gradient that is not finite, ends a step too."""
 
@@ -218,7 +218,7 @@ class MegatronAdapter:
 
         return self._updates.tell(before, updated)
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Parameters may be gathered as late as the next forward pass needs them."""
         for chunk in self._chunks:
             if isinstance(chunk, FullyShardedDataParallel):

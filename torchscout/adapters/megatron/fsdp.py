@@ -1,4 +1,4 @@
-"""Megatron-FSDP: parameters that ``integration.megatron`` finds in shards (paper, section 9).
+"""Megatron-FSDP: parameters that ``adapters.megatron.adapter`` finds in shards (paper, section 9).
 
 What is private of it is used here alone, and ``obstacle_of`` looks whether it is there.
 """

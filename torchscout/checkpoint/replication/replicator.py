@@ -44,12 +44,12 @@ class Replicator:
         token: str,
         *,
         listens: wire.Address = ("127.0.0.1", 0),
-        patience_seconds: float = 30.0,
+        timeout_seconds: float = 30.0,
     ) -> None:
         """``listens`` where wards reach this rank (port 0: any); ``CheckpointError`` if it cannot."""
         self.holder: int | None = None
         self._rank, self._memory, self._token = rank, memory, token
-        self._patience = patience_seconds
+        self._patience = timeout_seconds
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         name = f"torchscout-{secrets.token_hex(16)}"
         try:
@@ -60,7 +60,7 @@ class Replicator:
             raise CheckpointError(f"cannot listen at {listens[0]}:{listens[1]}: {error}") from error
         self.address: wire.Address = (listens[0], self._listener.port)
         """For the other ranks; a host that stands for every interface must be replaced by a real one."""
-        self._inbox = ReplicaReceiver(socket, rank, memory, patience_seconds)
+        self._inbox = ReplicaReceiver(socket, rank, memory, timeout_seconds)
         self._outbox: ReplicaSender | None = None
         self._words: deque[Callable[[], None]] = deque()
         self._problems: deque[str] = deque(maxlen=_KEPT_PROBLEMS)
@@ -112,7 +112,7 @@ class Replicator:
         return said
 
     def close(self, seconds: float = 5.0) -> None:
-        """Stop; what is not copied by now is not copied. Again is no mistake."""
+        """Stop; what is not copied by now is not copied. Idempotent."""
         if self._closing:
             return
         self._closing = True

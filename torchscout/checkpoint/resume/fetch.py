@@ -179,7 +179,7 @@ def fetch(
         if plan.passed:
             log.error("%s", plan.reason)
         desk.attempt(plan)
-        damaged = desk.settle(plan)
+        damaged = desk.finish_update(plan)
         if not damaged:
             path, value = desk.result()
             return Fetched(plan, path, value, tuple(demoted))
@@ -238,7 +238,7 @@ class _Desk(Generic[T]):
         if self._damaged is None and self._fatal is None:
             self._open(self._best(plan))
 
-    def settle(self, plan: RestorePlan) -> list[str]:
+    def finish_update(self, plan: RestorePlan) -> list[str]:
         """What was damaged on any rank, and is no longer counted on; an error on all if one cannot go on."""
         assert plan.generation is not None
         told = self._links.exchange([self._damaged, self._fatal])

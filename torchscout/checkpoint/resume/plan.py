@@ -2,7 +2,7 @@
 
 A pure decision from what every rank has found: all ranks make it for themselves, from the same lists, and so
 make the same. Reading the folders is for ``inventory``, moving shards for ``fetch``; which generations may be
-taken at all is decided before, by ``recovery.retrieval``.
+taken at all is decided before, by ``checkpoint.selection``.
 """
 
 from __future__ import annotations

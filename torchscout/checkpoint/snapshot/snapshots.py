@@ -89,7 +89,7 @@ class Snapshots:
         *,
         copies: int = 3,
         limit: int | None = None,
-        patience_seconds: float = 120.0,
+        timeout_seconds: float = 120.0,
         protected: Callable[[], frozenset[Generation]] = frozenset,
     ) -> None:
         """``copies`` files are filled in turn, so that all but one are whole; ``limit`` is one's size.
@@ -99,7 +99,7 @@ class Snapshots:
         if copies < 2:
             raise ValueError(f"copies must be at least 2, one whole and one being written, got {copies}")
         self._folder, self._rank = Path(folder), rank
-        self._limit, self._patience = limit, patience_seconds
+        self._limit, self._patience = limit, timeout_seconds
         self._slots = BufferPool(self._folder, rank, copies, protected)
         self._stage = Stage()
         self._header_room = 0
@@ -166,7 +166,7 @@ class Snapshots:
         self._slots.retire(generation)
 
     def close(self) -> None:
-        """Let a capture that is under way end, and give back all but what is sealed. Again is no mistake."""
+        """Let a capture that is under way end, and give back all but what is sealed. Idempotent."""
         if not self._closed:
             self._closed = True
             self._work.put(None)

@@ -212,7 +212,7 @@ class State:
     """A rank's state at one instant: all that is no tensor is copied, the tensors are training's own."""
 
     document: Any
-    """What ``tree.decode`` needs, with the tensors, to give the tree that ``restore`` takes."""
+    """What ``storage.encoding.decode`` needs, with the tensors, to give the tree that ``restore`` takes."""
     live: Mapping[str, torch.Tensor]
     """Changed by the next optimizer update at the earliest; until then they may be copied."""
     prompt: Mapping[str, torch.Tensor]

@@ -52,7 +52,7 @@ class Lock:
         self.release()
 
     def release(self) -> None:
-        """Again is no mistake."""
+        """Idempotent."""
         if self in _held:
             _held.remove(self)
             self._give_back()

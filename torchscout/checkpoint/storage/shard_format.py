@@ -149,7 +149,7 @@ class Header:
     role: TrustLevel
     """As of the moment the shard was sealed; the gate's state says what it is by now."""
     document: Any
-    """Everything that is no tensor, as ``tree`` encodes it."""
+    """Everything that is no tensor, as ``encoding`` encodes it."""
     entries: tuple[Entry, ...]
     start: int
     """Where the header ends."""

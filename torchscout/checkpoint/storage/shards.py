@@ -378,7 +378,7 @@ class IncomingShard:
         return self.path
 
     def discard(self) -> None:
-        """Forget it, unless it is sealed; again is no mistake."""
+        """Forget it, unless it is sealed; idempotent."""
         if self._open:
             self._open = False
             self._temporary.unlink(missing_ok=True)

@@ -115,7 +115,7 @@ def batch(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-OBSERVER = ObserverConfig(floor_seconds=3.0, start_seconds=120.0, grace_seconds=3.0)
+OBSERVER = ObserverConfig(min_silence_seconds=3.0, startup_seconds=120.0, grace_seconds=3.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def train(
             if question == "begin":
                 resumed = session.resume(start_over=True)
                 injector.step = session.step + 1
-                watching = session.watching
+                watching = session.hang_monitor
                 yield Began(asdict(resumed), None if watching is None else watching.observer.pid)
             elif question == "step":
                 loss = training.step(session.step + 1)

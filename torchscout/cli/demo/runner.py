@@ -100,8 +100,8 @@ def _live(
             ranks.tell("step")
             if _hangs(ranks, view, heard):
                 _end_observers(began)  # first: they would report that their trainers are killed
-                ranks.close(patience_seconds=0.0)
-                view.say("stopped    everybody waits for one that will not come: the job is ended")
+                ranks.close(timeout_seconds=0.0)
+                view.say("stopped    the job is hung; stopping it")
                 life.end = "hung"
                 return life, []
             told = ranks.answers()

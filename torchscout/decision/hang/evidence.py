@@ -1,9 +1,9 @@
 """What the ranks reported in one round of the observers, as columns (paper, section 7).
 
-``Standings`` holds all reports as arrays, so that a diagnosis costs little per rank: a rank is its own
+``StatusColumns`` holds all reports as arrays, so that a diagnosis costs little per rank: a rank is its own
 index, a process group's line the index of its key, an operation the index of what was issued. A rank that
-has not answered, or not published, has zeros. ``RollCall`` says what an absence means, and who of a line's
-members has issued what. Facts only: nothing is compared or concluded here.
+has not answered, or not published, has zeros. ``HangEvidence`` says what an absence means, and who of a
+line's members has issued what. Facts only: nothing is compared or concluded here.
 """
 
 from __future__ import annotations

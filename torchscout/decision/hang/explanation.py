@@ -152,7 +152,7 @@ def _standing(call: HangEvidence, rank: int) -> dict[str, Any]:
     return known
 
 
-_DOING = {Phase.IDLE: "is between steps"}
+_DOING = {Phase.IDLE: "between steps"}
 _SHOWN = 2
 """Ranks that are described one by one."""
 
@@ -256,10 +256,10 @@ def _state(call: HangEvidence, rank: int) -> str:
         return standing.doing
     if progress is None:
         return "it has published nothing yet"
-    doing = _DOING.get(progress.phase, f"is in {progress.phase.value.replace('_', ' ')}")
+    doing = _DOING.get(progress.phase, f"in {progress.phase.value.replace('_', ' ')}")
     if standing.waiting:
-        doing = "waits for a communication that was not observed"
-    return f"it {doing} since {progress.silent_seconds:.1f} s"
+        doing = "waiting for a communication that was not observed"
+    return f"it has been {doing} for {progress.silent_seconds:.1f} s"
 
 
 def _operation(call: HangEvidence, issued: IssuedOp) -> str:

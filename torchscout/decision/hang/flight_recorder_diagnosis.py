@@ -1,6 +1,6 @@
 """Dumps of the Flight Recorder -> why the job hangs (paper, section 7; ``scout explain``).
 
-The dumps become what observers would have posted, and ``hang_diagnosis`` decides as it does for them. It
+The dumps become what observers would have posted, and ``diagnosis`` decides as it does for them. It
 knows less here: no stacks, no processes and no silence. That the job hung is for the caller to know: of one
 that was dumped while it moved, this tells who was last at that moment.
 """

@@ -110,8 +110,8 @@ class _Level:
         if math.isinf(self._usual):
             return math.inf
         return max(
-            (self._config.material_ratio - 1) * self._usual,
-            self._config.material_ms,
+            (self._config.min_slowdown_ratio - 1) * self._usual,
+            self._config.min_slowdown_ms,
             self._config.kappa * robust_scale(self._clean),
         )
 
@@ -209,7 +209,7 @@ class PhaseDiagnosis:
             surface=f"time/{compared.phase.value}",
             manifestation=Manifestation.STRAGGLER,
             peers=timed,
-            verdict=statistical(values, kappa=self._config.kappa, ratio=self._config.material_ratio),
+            verdict=statistical(values, kappa=self._config.kappa, ratio=self._config.min_slowdown_ratio),
         )
         history = self._histories.setdefault(compared, Persistence(self._config))
         return [self._incident(compared.phase, run, step) for run in history.observe([record])]

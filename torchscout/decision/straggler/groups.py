@@ -4,7 +4,7 @@ A collective holds up all its members, so its time names a process group and nev
 Here corresponding groups are compared round after round; those that stay slow are handed to
 ``localization``, and what it finds becomes an incident.
 
-Nothing is timed or gathered here, module times are ``replay_diagnosis``, and how often a group must
+Nothing is timed or gathered here, module times are ``decision.sdc``, and how often a group must
 be slow is ``persistence``.
 """
 
@@ -120,7 +120,7 @@ class GroupDiagnosis:
             return  # too few were measured this time for a majority
         peers = tuple(known.setdefault(group, len(known)) for group in members)
         verdict = statistical(
-            list(members.values()), kappa=self._config.kappa, ratio=self._config.material_ratio
+            list(members.values()), kappa=self._config.kappa, ratio=self._config.min_slowdown_ratio
         )
         record = EvidenceRecord(
             step=step,

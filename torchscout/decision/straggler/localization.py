@@ -1,7 +1,7 @@
 """What slow process groups have in common: a machine, the network, or the job (paper, section 6.1.2).
 
 Pure set logic over the groups found slow and the groups measured. Groups are told apart by what they
-span, one machine or several, and not by the name of their axis. What is slow is ``cross_group``'s to
+span, one machine or several, and not by the name of their axis. What is slow is ``groups``'s to
 say; which link or switch of the network is at fault is left to the network's own tools.
 """
 

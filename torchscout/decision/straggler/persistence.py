@@ -3,7 +3,7 @@
 The one place that knows direction (only slow counts), materiality and persistence. It remembers the
 recent warm rounds of one surface among one peer group and says which ranks stayed slow until chance
 no longer explains it. It does not compare peers, which is ``consensus``, and it concludes nothing,
-which is ``replay_diagnosis``.
+which is ``decision.sdc``.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Times:
 
     def slower(self, config: StragglerConfig) -> list[int]:
         """Ranks that are materially slower than the reference."""
-        floor = max(config.material_ratio * self.reference, self.reference + config.material_ms)
+        floor = max(config.min_slowdown_ratio * self.reference, self.reference + config.min_slowdown_ms)
         return [rank for rank, time in self.of_rank.items() if time >= floor]
 
     def excess(self, rank: int) -> float:
@@ -229,7 +229,7 @@ class Persistence:
         others = sum(other != rank for past in self._rounds for other in past.begun)
         seen = sum(past.measured - 1 for past in self._rounds)
         rate = (_PRIOR_SLOW + others) / (_PRIOR_SEEN + seen)
-        repeats = math.log(peers / self._config.chance) / -math.log(rate)
+        repeats = math.log(peers / self._config.false_alarm_rate) / -math.log(rate)
         return max(self._config.confirmations, math.ceil(repeats))
 
 

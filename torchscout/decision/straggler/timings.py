@@ -141,7 +141,7 @@ class Timings:
                     verdict=consensus.statistical(
                         [values[each].milliseconds for each in having],
                         kappa=self._config.kappa,
-                        ratio=self._config.material_ratio,
+                        ratio=self._config.min_slowdown_ratio,
                     ),
                     layer=value.layer or None,
                     shape=value.shape,

@@ -1,6 +1,6 @@
 """What the work inside a grouped GEMM can be (paper, section 6.2, opportunity).
 
-Names and their order only; ``grouped_gemm_kernel`` sees and counts them.
+Names and their order only; ``triton_kernel`` sees and counts them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The observer's end of a trainer's progress record, which ``progress_writer`` publishes (paper, section 7).
+"""The observer's end of a trainer's progress record, which ``writer`` publishes (paper, section 7).
 
 It never waits for the trainer: see ``layout``, [Note: never torn]. What a coordinate means for a hang, and
 when silence is too long, is decided elsewhere.

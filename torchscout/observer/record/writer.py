@@ -1,4 +1,4 @@
-"""The trainer's end of its progress record, which ``progress_reader`` reads (paper, section 7).
+"""The trainer's end of its progress record, which ``reader`` reads (paper, section 7).
 
 What may block is published before it is entered, into shared memory; so the record stays readable
 and true while the trainer is blocked, stopped or dead. Neither end waits for the other, see
@@ -84,7 +84,7 @@ class ProgressWriter:
         """How far the host is, as ``Progress.coordinate`` has it."""
         return self._step, self._operation
 
-    def go_on_from(self, step: int) -> None:
+    def start_from(self, step: int) -> None:
         """So many steps were done before this process began."""
         with self._lock:
             self._step = step

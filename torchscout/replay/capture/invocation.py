@@ -4,7 +4,7 @@ Tensors and random states are broadcast. Plain values (numbers, strings, None) c
 Any other argument stays the peer's own and must look alike everywhere, as must the mesh of a DTensor and
 the attention that a block around the call has put in place.
 
-``Rerouting`` makes a captured call of experts over for other numbers of rows (section 6.2, "Online
+``RowResize`` makes a captured call of experts over for other numbers of rows (section 6.2, "Online
 replay"). Rows are taken in turn from those that were captured, so that an expert sees real activations at
 any shape. An expert that received no row in that step gets random ones, so that an unpopular expert is
 checked too.

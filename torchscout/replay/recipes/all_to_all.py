@@ -92,7 +92,7 @@ class AllToAllRecipe:
     is_gathered = False
     is_dynamic = True
     is_swept = False
-    vouches = False
+    is_required = False
 
     def __init__(self, members: tuple[int, ...], device: torch.device) -> None:
         """``members`` hold the experts of one replica, this rank's."""

@@ -35,11 +35,11 @@ class ExpertsRecipe(LayerRecipe):
         shapes: Mapping[str, Sequence[Rows]],
         surfaces: Mapping[torch.Tensor, Surface],
         device: torch.device,
-        keepers: Callable[[nn.Module], ParameterGatherers] = lambda _: NOBODY,
+        gatherers: Callable[[nn.Module], ParameterGatherers] = lambda _: NOBODY,
         compiled: CompiledCode | None = None,
     ) -> None:
         """``shapes`` of each module; one that has none is replayed as it was called."""
-        super().__init__("experts", modules, surfaces, device, keepers, LayerKind.EXPERT, compiled)
+        super().__init__("experts", modules, surfaces, device, gatherers, LayerKind.EXPERT, compiled)
         chosen: dict[str, Sequence[Rows | None]] = {name: shapes.get(name) or [None] for name in modules}
         most = max(map(len, chosen.values()), default=0)
         self._turns: list[tuple[int, Rows | None]] = [

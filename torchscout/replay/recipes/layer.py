@@ -58,7 +58,7 @@ class LayerRecipe:
     is_gathered = True
     is_dynamic = False
     is_swept = True
-    vouches = True
+    is_required = True
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class LayerRecipe:
         modules: Mapping[str, nn.Module],
         surfaces: Mapping[torch.Tensor, Surface],
         device: torch.device,
-        keepers: Callable[[nn.Module], ParameterGatherers] = lambda _: NOBODY,
+        gatherers: Callable[[nn.Module], ParameterGatherers] = lambda _: NOBODY,
         role: LayerKind = LayerKind.DENSE,
         compiled: CompiledCode | None = None,
     ) -> None:
         self.kind, self.role = kind, role
         self.targets = self._names = tuple(modules)
         self._modules, self._surfaces, self._device = tuple(modules.values()), surfaces, device
-        self._keepers, self._compiled = keepers, compiled
+        self._keepers, self._compiled = gatherers, compiled
         if compiled is not None:
             compiled.expect(self._modules)
         self._determinism = [Determinism() for _ in self._modules]
@@ -119,9 +119,9 @@ class LayerRecipe:
         if owned := [surface for surface in surfaces if self.is_owned(surface)]:
             raise ReplayError(f"peers hold different ones of {owned[0]} by design")
         named = {f"{self._surfaces[each]}.grad": path for path, each in trained.items()}
-        keepers = self._keepers(module)
+        gatherers = self._keepers(module)
         # Where parameters are gathered, an eager pass over a whole model would communicate.
-        compiled = None if keepers.modules else self._compiled
+        compiled = None if gatherers.modules else self._compiled
         is_eager = compiled is not None and compiled.has_inside(module)
         if compiled is not None and is_eager and call is None:
             call = compiled.call_of(module, is_source=is_source)
@@ -131,7 +131,7 @@ class LayerRecipe:
             named,
             self._device,
             is_source=is_source,
-            keepers=keepers,
+            gatherers=gatherers,
             kind=self.kind,
             call=call,
         )
@@ -151,7 +151,7 @@ class LayerReplay:
         device: torch.device,
         *,
         is_source: bool,
-        keepers: ParameterGatherers = NOBODY,
+        gatherers: ParameterGatherers = NOBODY,
         kind: str = "layer",
         call: Invocation | EagerCall | None = None,
     ) -> None:
@@ -159,14 +159,14 @@ class LayerReplay:
         self._name, self._module, self._device, self._is_source = name, module, device, is_source
         self._parameters = gradients
         """Those whose gradients are compared: their paths in the module, by surface."""
-        self._keepers = keepers
-        self._compares_shards = bool(keepers.modules) and keepers.copies
+        self._keepers = gatherers
+        self._compares_shards = bool(gatherers.modules) and gatherers.copies
         """Whether this rank's shards are compared before what is gathered from them."""
         self._shards: PendingSignatures | None = None
         self._reduction: Reduction | None = None
         self._work = f"time/{'module' if kind == 'layer' else kind}"
         self._communication = "time/" if kind == "layer" else f"time/{kind}_"
-        self._refusal = keepers.obstacle or refusal(module)
+        self._refusal = gatherers.obstacle or refusal(module)
         self.rerouting: RowResize | None = None
         """With which numbers of rows it is replayed, if not as it was called."""
         self.determinism = Determinism()
@@ -179,7 +179,7 @@ class LayerReplay:
         """This rank's call; until it is over, None."""
         self._capture: CallCapture | EagerCall | None = call if isinstance(call, EagerCall) else None
         if call is None and not self._refusal:
-            self._capture = CallCapture(module, device, keep=is_source, expected=keepers.expected)
+            self._capture = CallCapture(module, device, keep=is_source, expected=gatherers.expected)
         self._call: Invocation | None = None
         """The source's call: room for it first, its values once aligned."""
         self._buffers: dict[str, torch.Tensor] = {}
@@ -202,7 +202,7 @@ class LayerReplay:
         if list(told["buffers"]) != list(own):
             raise ReplayError(f"its buffers are {list(own)} here and {list(told['buffers'])} on the source")
         if other := sorted(self._parameters.keys() ^ set(told["parameters"])):
-            raise ReplayError(f"only here or only on the source there are gradients {other}")
+            raise ReplayError(f"gradient names differ from the source: {other}")
         if self._compares_shards:
             self._shards = PendingSignatures(self._module.parameters())
         if self._keepers.route is not None and self._parameters:

@@ -68,7 +68,7 @@ class OptimizerRecipe:
     is_gathered = False
     is_dynamic = False
     is_swept = True
-    vouches = True
+    is_required = True
 
     def __init__(
         self,

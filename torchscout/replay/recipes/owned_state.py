@@ -57,7 +57,7 @@ class OwnedStateRecipe:
     is_gathered = False
     is_dynamic = False
     is_swept = False
-    vouches = True
+    is_required = True
 
     def __init__(
         self,

@@ -234,7 +234,7 @@ class ProcessGroupRecipe:
     is_gathered = False
     is_dynamic = False
     is_swept = False
-    vouches = False
+    is_required = False
 
     def __init__(self, everybody: JobExchange, device: torch.device) -> None:
         self._device, self._heard, self._agreement = device, CommunicationLog(device), _Agreement(everybody)

@@ -54,7 +54,7 @@ class ReplicatedStateRecipe:
     is_gathered = False
     is_dynamic = False
     is_swept = True
-    vouches = True
+    is_required = True
 
     def __init__(
         self,
