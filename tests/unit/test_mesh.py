@@ -83,7 +83,7 @@ def test_experts_carved_out_of_shards():
     assert mesh.groups_along("shard", role="expert") == [(0, 2), (1, 3), (4, 6), (5, 7)]
 
 
-def test_a_role_without_carved_experts_is_the_only_table():
+def test_a_kind_without_experts_within_data_is_the_only_table():
     mesh = Mesh.grid(replica=3, expert=2)
     assert mesh.peers_of(0, role="dense") == mesh.peers_of(0, role="expert") == mesh.peers_of(0)
 
