@@ -250,8 +250,8 @@ def test_a_signal_that_is_taken_or_blocked_is_found():
     assert probes.own_stacks(number).problem is None
     # In a process of one thread: elsewhere another one would get it.
     blocked = (
-        "import signal; from torchscout.cli.doctor import probes; "
-        f"signal.pthread_sigmask(signal.SIG_BLOCK, {{{number}}}); print(probes.own_stacks({number}).problem)"
+        f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {{{number}}}); "  # for later threads, too
+        f"from torchscout.cli.doctor import probes; print(probes.own_stacks({number}).problem)"
     )
     done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=True)
     assert "no stack was written" in done.stdout
