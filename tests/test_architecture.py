@@ -178,6 +178,13 @@ def test_every_module_says_what_it_is_for():
     assert [module for module in MODULES if not ast.get_docstring(tree_of(module))] == []
 
 
+def test_slow_variants_are_those_of_tests_that_exist():
+    tests = Path(__file__).parent
+    for line in (tests / "slow_variants.txt").read_text().splitlines():
+        path, _, name = line.partition("[")[0].partition("::")
+        assert f"def {name}(" in (tests.parent / path).read_text(), line
+
+
 def test_only_time_stamps_and_names_read_the_wall_clock():
     """A wall clock that jumps must change no decision: everything else is monotonic.
 

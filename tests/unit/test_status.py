@@ -120,7 +120,7 @@ def test_a_job_that_finished_on_corrupt_state_does_not_look_healthy(tmp_path: Pa
     JsonlRecorder(tmp_path, 0).record(INCIDENT)
     done = ask(tmp_path)
     assert done.exit_code == 1
-    assert "finished, step 12; its state is corrupt and was not recovered; 1 open incidents" in done.output
+    assert "finished, step 12; its state is corrupt and was not recovered; 1 open incident" in done.output
 
 
 def test_corruption_that_was_recovered_from_says_so_in_the_run_that_found_it(tmp_path: Path):

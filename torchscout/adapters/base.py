@@ -134,7 +134,7 @@ class Adapter(Protocol):
         ...
 
     def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
-        """Who must gather this module's parameters before it can be called; nobody where they are whole."""
+        """What gathers this module's parameters before it can be called; empty if they are not sharded."""
         ...
 
     def unreplicated(self) -> Collection[Surface]:

@@ -134,7 +134,7 @@ def sentence(
     still_open = [each for each in incidents if each["state"] == "open"]
     if any(each["manifestation"] == Manifestation.SDC.value for each in still_open):
         parts.append("its state is corrupt and was not recovered")
-    parts.append(f"{len(still_open)} open incidents" if still_open else "no open incidents")
+    parts.append(f"{len(still_open) or 'no'} open incident{'s' * (len(still_open) != 1)}")
     if missing:
         parts.append(f"nothing is known here of {named(missing)}: the run directory is not shared")
     return "; ".join(parts)

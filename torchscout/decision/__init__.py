@@ -1,4 +1,5 @@
 """Compare evidence and interpret the outcome (paper, section 5).
 
-Everything here is pure but for ``channel``; torch is imported only there and in the signature.
+Everything here is pure except ``channel`` and ``recorder``. Only ``channel``, ``signature`` and the folds
+import torch.
 """

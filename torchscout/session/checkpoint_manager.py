@@ -42,8 +42,8 @@ from torchscout.decision.ownership import Ownership
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls
-from torchscout.session.copying import Copying
 from torchscout.session.coverage import RecipeCycle
+from torchscout.session.replication import StateReplication
 from torchscout.session.resumption import (
     WAYS_OUT,
     Loaded,
@@ -244,8 +244,8 @@ class CheckpointManager:
         self._write_down()
         gate = self._gate
         self._outgoing.later(lambda: self._keeper.tidy(gate))
-        if self._copying.replicator is not None:  # whoever held the copy may be new, and have none
-            self._copying.replicator.send(fetched.path)
+        if self._replication.replicator is not None:  # whoever held the copy may be new, and have none
+            self._replication.replicator.send(fetched.path)
         swept = loaded.swept
         return Resumption(
             fetched.step,
@@ -274,7 +274,7 @@ class CheckpointManager:
             "capturing": None if self._gate.pending is None else self._gate.pending.step,
             "durable": [each.step for each in self._gate.durable],
             "poisoned": self._gate.poisoned,
-            "copied": self._copying.newest,
+            "copied": self._replication.newest,
             "held_seconds": None if self._capture is None else self._capture.held_seconds,
             "reason": self._reason,
             "lacking": self._coverage.lacking,
@@ -343,19 +343,19 @@ class CheckpointManager:
             protected=lambda: self._ledgers.named(Tier.MEMORY) | self._gate.in_memory,
         )
         self._undo.callback(self._snapshots.close)
-        self._copying = Copying(job, self._memory, wanted=config.replicate)
-        self._undo.callback(self._copying.close)
+        self._replication = StateReplication(job, self._memory, wanted=config.replicate)
+        self._undo.callback(self._replication.close)
         self._remains = RankRemains.found((self._memory, self._disk), self._member)
         self._ledgers = LedgerTiers(*self._remains.ledgers)
         self._add_problems(self._remains.problems)
 
     def _meet(self) -> None:
         """Tell each other where copies go, and what an earlier run has left."""
-        here = {"address": self._copying.address, "remains": self._remains.to_json()}
+        here = {"address": self._replication.address, "remains": self._remains.to_json()}
         told = self._communicators.exchange(here)
-        wards = self._copying.connect([each["address"] for each in told])
-        replicator = self._copying.replicator
-        self._add_problems(filter(None, [self._copying.problem]))
+        wards = self._replication.connect([each["address"] for each in told])
+        replicator = self._replication.replicator
+        self._add_problems(filter(None, [self._replication.problem]))
         self._outgoing = BackgroundWriter(
             self._member,
             self._memory,

@@ -13,10 +13,10 @@ from torchscout.errors import ScoutError
 from torchscout.log import log
 from torchscout.utils.network import listening_address
 
-__all__ = ["Copying"]
+__all__ = ["StateReplication"]
 
 
-class Copying:
+class StateReplication:
     """This rank's part in it. A job whose machines do not find each other goes without copies."""
 
     def __init__(self, job: Job, memory: Path, *, wanted: bool) -> None:
