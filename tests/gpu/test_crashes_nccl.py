@@ -21,7 +21,7 @@ WITHOUT_ABORT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 def broken(run_dir: Path, hang: Hang, environment: dict[str, str], *, only: bool = True) -> Incident:
     """The incident of a job that may or may not survive."""
     with suppress(RankError):
-        run_ranks(train, RANKS, run_dir, hang, timeout=45, backend="nccl", environment=environment)
+        run_ranks(train, RANKS, run_dir, hang, timeout=45 + hang.stall, backend="nccl", environment=environment)
     assert has_fired(run_dir)
     wait_for_incident(run_dir)
     incident, *others = incidents(run_dir)
@@ -63,6 +63,8 @@ WATCHDOGS = {
     "before the verdict": (Hang("late_first", timeout=6.0), {}),
     "after the verdict": (Hang("late_forward", timeout=5.0), {}),
     "without abort": (Hang("late_forward", timeout=5.0), WITHOUT_ABORT),
+    "thirty seconds": (Hang("late_forward", timeout=30.0, stall=45.0), {}),
+    "thirty seconds, without abort": (Hang("late_forward", timeout=30.0, stall=45.0), WITHOUT_ABORT),
 }
 
 

@@ -47,6 +47,8 @@ class Hang:
     """Otherwise every rank aborts its communicators once there is an incident."""
     timeout: float | None = None
     """Of a process group that training uses, after which the watchdog of NCCL ends the process."""
+    stall: float = STALL
+    """Seconds for which a host that is late sleeps."""
 
 
 @dataclass(frozen=True)
@@ -231,8 +233,8 @@ def _impatient(seconds: float) -> dist.ProcessGroup:
     return dist.new_group(timeout=datetime.timedelta(seconds=seconds), group_desc="training")
 
 
-def _sleep(_: _Job) -> None:
-    time.sleep(STALL)
+def _sleep(job: _Job) -> None:
+    time.sleep(job.hang.stall)
 
 
 def _stop(_: _Job) -> None:
