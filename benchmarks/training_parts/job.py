@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import time
@@ -18,10 +19,15 @@ from torch import nn
 from torch.nn import functional
 
 from torchscout.attach import enable_resiliency
-from torchscout.config import ObserverConfig, ReplayConfig
+from torchscout.config import BaselineConfig, ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.session.session import Session
 
 __all__ = ["MODELS", "Block", "Job", "Size", "Window"]
+
+# Ranks that share a device delay each other, and a layer that seems slow is timed again. Ranks with a device
+# each do not, so that this is left out of what a check costs.
+_NEVER_SLOW = StragglerConfig(min_slowdown_ms=1e6)
+_NEVER_SLOWER = BaselineConfig(min_slowdown_ms=1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +165,8 @@ class Job:
     @contextmanager
     def attached(self, replay: ReplayConfig | None, observer: ObserverConfig | None) -> Iterator[Session]:
         self._sessions += 1
+        if replay is not None:
+            replay = dataclasses.replace(replay, straggler=_NEVER_SLOW, baseline=_NEVER_SLOWER)
         session = enable_resiliency(
             self.model,
             self.optimizer,
