@@ -304,8 +304,7 @@ class Replayer:
         trials = {place: self._trials(runs[place]) for place in differing if place in runs}
         places = differing
         while places:
-            with host_ahead():
-                now = {place: runs[place].again() for place in places if place in runs}
+            now = {place: runs[place].again() for place in places if place in runs}
             self._observe(places, now)
             self._gather(now, in_full=True)
             for place, run in now.items():
@@ -357,9 +356,9 @@ class Replayer:
         places = [place for place, yes in zip(ready, self._job.highest(wanted), strict=True) if yes]
         for _ in range(_TIMES):
             time.sleep(_PAUSE_SECONDS)
+            now = {place: runs[place].again() for place in places if place in runs}
             with host_ahead():
-                now = {place: runs[place].again() for place in places if place in runs}
-            self._observe(places, now)
+                self._observe(places, now)
             for place, run in now.items():
                 seen.get(place, []).extend(run.seen.values())
             self.still_here()
