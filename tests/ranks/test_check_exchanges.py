@@ -15,7 +15,9 @@ from torchscout.config import ReplayConfig
 STEPS = 4
 ONE_CHECK = {
     "all_gather": 3,  # descriptions, evidence, times
-    "all_reduce": 4,  # who is ready, on which groups training communicates, who differs, what it is worth
+    # Which ranks are ready, which have the inputs, on which groups training communicates, which differ, and
+    # what the check is worth.
+    "all_reduce": 5,
     "broadcast": 1,  # what the source has captured
 }
 

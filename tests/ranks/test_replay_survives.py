@@ -26,6 +26,8 @@ from tests.support.replay_jobs import (
     steps_of,
 )
 from tests.support.replayed_job import REPLAY, Block, Net
+from torchscout.collectives.call import Call
+from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope
 from torchscout.faults.effects import ProcessEffect, Signal, Sleep
@@ -215,6 +217,44 @@ def alone_job(rank: int) -> bytes:
 def test_a_check_that_outlasts_patience_is_given_up_and_training_is_what_it_would_have_been(tmp_path: Path):
     results = run_ranks(late_job, 3, tmp_path, timeout=90)
     for off, step, failures, weights in results:
+        assert off.startswith("it has stopped: ChannelError")
+        assert (step, len(failures)) == (STEPS, 1)
+        assert weights == results[0][-1]
+    assert run_ranks(alone_job, 3, timeout=60) == [weights for *_, weights in results]
+
+
+class LateForInputs:
+    """Delays one rank before it receives the inputs of a check, longer than its peers wait."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self.has_fired = job, False
+
+    def before(self, call: Call) -> None:
+        if self._job.rank == 1 and call.group.is_scouts and call.operation == "broadcast" and self._is_turn():
+            self.has_fired = True
+            time.sleep(6.0)
+
+    def issued(self, call: Call, token: object, pending: Pending | None) -> None:
+        """Nothing is done after a collective."""
+
+    def _is_turn(self) -> bool:
+        return self._job.step == FAULTY_STEP and not self.has_fired
+
+
+def late_for_inputs_job(rank: int, run_dir: Path) -> tuple[bool, str, int, list[str], bytes]:
+    job = Job(rank)
+    late = LateForInputs(job)
+    with job.attach(run_dir, ReplayConfig(interval=1, timeout_seconds=2.5)) as session, listen(late):
+        job.train(STEPS)
+        off = session.status()["replay"]["off"]
+        return late.has_fired, off, session.step, session.failures, bytes_of(job.net.parameters())
+
+
+def test_a_rank_that_is_late_for_the_inputs_of_a_check_does_not_divide_the_ranks(tmp_path: Path):
+    # The source sends the inputs and goes on, or times out. Some ranks would check, others would train.
+    results = run_ranks(late_for_inputs_job, 3, tmp_path, timeout=90)
+    assert [fired for fired, *_ in results] == [False, True, False]
+    for _, off, step, failures, weights in results:
         assert off.startswith("it has stopped: ChannelError")
         assert (step, len(failures)) == (STEPS, 1)
         assert weights == results[0][-1]
