@@ -85,7 +85,7 @@ def test_later_training_does_not_change_what_is_kept():
 
 
 class Mask:
-    """What a file cannot hold."""
+    """An object that cannot be saved."""
 
 
 def in_a_ring() -> Invocation:
@@ -97,9 +97,9 @@ def in_a_ring() -> Invocation:
 @pytest.mark.parametrize(
     ("made", "limit", "reason"),
     [
-        (lambda: call(torch.ones(2), Mask()), 1 << 20, "argument 1 is .*Mask, which a file cannot hold"),
+        (lambda: call(torch.ones(2), Mask()), 1 << 20, "argument 1 is .*Mask, which cannot be saved"),
         (in_a_ring, 1 << 20, "context_parallel block"),
-        (lambda: call(torch.ones(2)), 40, "bytes would be kept, and 40 are allowed"),
+        (lambda: call(torch.ones(2)), 40, "saved calls would need .* bytes, and 40 are allowed"),
     ],
 )
 def test_what_cannot_be_kept_says_why_and_takes_the_place_of_what_was(made: Any, limit: int, reason: str):

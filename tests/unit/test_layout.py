@@ -218,10 +218,10 @@ class TestGradientsOfParameters:
         self, of_gradient: Placement, of_parameter: Placement
     ):
         parameter = laid(of_parameter, source_mesh())
-        with pytest.raises(ReplayError, match="not divided as its parameter is"):
+        with pytest.raises(ReplayError, match="not placed as its parameter is"):
             gradient_of(laid(of_gradient, source_mesh()), parameter)
 
     def test_a_gradient_on_another_mesh_is_refused(self):
         parameter = laid(Replicate(), source_mesh())
-        with pytest.raises(ReplayError, match="not divided as its parameter is"):
+        with pytest.raises(ReplayError, match="not placed as its parameter is"):
             gradient_of(laid(Partial(), peer_mesh()), parameter)
