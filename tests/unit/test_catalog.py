@@ -40,7 +40,6 @@ def test_the_representatives_are_those_of_both_projections_without_duplicates():
     assert up.admitted == 20
     assert 1 < len(up.selected) < 10
     assert catalog.representatives("layer.1", 2) == up.representatives == down.representatives
-    assert len(list(catalog.places[0])) == 2 * 2 * 3
 
 
 @pytest.mark.parametrize(("layer", "position"), [("layer.2", 0), ("layer.0", 3), ("layer.0", -1)])
@@ -64,7 +63,7 @@ def test_shapes_without_a_stable_profile_are_all_retained_with_the_reason():
 
 def test_a_saved_catalog_is_loaded_as_it_was(tmp_path: Path):
     profiler = TiledMatmul(experts=2, uncountable=frozenset({(3, 3)}))
-    catalog = replace(made(profiler), gaps=("uneven routings: nobody asked",))
+    catalog = replace(made(profiler), gaps=("uneven routings: not requested",))
     save(catalog, tmp_path / "catalog.json")
     assert load(tmp_path / "catalog.json") == catalog
     assert list(tmp_path.iterdir()) == [tmp_path / "catalog.json"]
