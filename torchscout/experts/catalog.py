@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchscout.errors import CatalogError
-from torchscout.experts.coverage import Observed, Representative, Retained, Rows, ShapeProfile, Table, by_size
+from torchscout.experts.coverage import Observed, Rows, ShapeProfile, Table, by_size
 from torchscout.utils.text import listed
 
 if TYPE_CHECKING:
@@ -167,19 +167,27 @@ def catalog_from_json(value: Any) -> Catalog:
 
 
 def observed_to_json(seen: Observed) -> dict[str, Any]:
-    if seen.profile is None:
-        return {"rows": list(seen.rows), "reason": seen.reason}
-    return {"rows": list(seen.rows), **_profile_to_json(seen.profile)}
+    rows, profile = list(seen.rows), seen.profile
+    if profile is None:
+        return {"rows": rows, "reason": seen.reason}
+    return {"rows": rows, "fingerprint": profile.fingerprint, "counts": dict(profile.path_counts)}
 
 
 def observed_from_json(value: Any) -> Observed:
     """Raises the same errors as ``catalog_from_json``."""
-    rows = _rows(value["rows"])
-    if "reason" in value:
-        if not (reason := _text(value["reason"])):
-            raise ValueError(f"no reason for {rows}")
-        return Observed(rows, None, reason)
-    return Observed(rows, _profile_from_json(value))
+    return _unprofiled_from_json(value) if "reason" in value else _profiled_from_json(value)
+
+
+def _unprofiled_from_json(value: Any) -> Observed:
+    rows, reason = _rows(value["rows"]), _text(value["reason"])
+    if not reason:
+        raise ValueError(f"no reason for {rows}")
+    return Observed(rows, None, reason)
+
+
+def _profiled_from_json(value: Any) -> Observed:
+    counts = {_text(path): _number(count) for path, count in value["counts"].items()}
+    return Observed(_rows(value["rows"]), ShapeProfile.of(_text(value["fingerprint"]), counts))
 
 
 def _table_to_json(table: Table) -> dict[str, Any]:
@@ -188,8 +196,8 @@ def _table_to_json(table: Table) -> dict[str, Any]:
         "facts": dict(table.facts),
         "domain": table.domain,
         "admitted": table.admitted,
-        "selected": [{"rows": list(each.rows), **_profile_to_json(each.profile)} for each in table.selected],
-        "retained": [{"rows": list(each.rows), "reason": each.reason} for each in table.retained],
+        "selected": [observed_to_json(each) for each in table.selected],
+        "retained": [observed_to_json(each) for each in table.retained],
         "occurrences": table.occurrences,
         "covered": table.covered,
     }
@@ -201,10 +209,8 @@ def _table_from_json(value: Any) -> Table:
         facts={_text(name): _text(fact) for name, fact in value["facts"].items()},
         domain=_text(value["domain"]),
         admitted=_number(value["admitted"]),
-        selected=tuple(
-            Representative(_rows(each["rows"]), _profile_from_json(each)) for each in value["selected"]
-        ),
-        retained=tuple(Retained(_rows(each["rows"]), _text(each["reason"])) for each in value["retained"]),
+        selected=tuple(_profiled_from_json(each) for each in value["selected"]),
+        retained=tuple(_unprofiled_from_json(each) for each in value["retained"]),
         occurrences=_number(value["occurrences"]),
         covered=_number(value["covered"]),
     )
@@ -217,15 +223,6 @@ def _places_from_json(value: Any) -> Places:
         positions=_number(value["positions"]),
         tables=tuple(map(_number, value["tables"])),
     )
-
-
-def _profile_to_json(profile: ShapeProfile) -> dict[str, Any]:
-    return {"fingerprint": profile.fingerprint, "counts": dict(profile.path_counts)}
-
-
-def _profile_from_json(value: Any) -> ShapeProfile:
-    counts = {_text(path): _number(count) for path, count in value["counts"].items()}
-    return ShapeProfile.of(_text(value["fingerprint"]), counts)
 
 
 def _rows(value: Any) -> Rows:

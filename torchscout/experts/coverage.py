@@ -19,12 +19,9 @@ from numpy.typing import NDArray
 from torchscout.utils.text import listed
 
 __all__ = [
-    "EXECUTIONS",
     "CoverCheck",
     "Observed",
     "Profiler",
-    "Representative",
-    "Retained",
     "Rows",
     "ShapeProfile",
     "Table",
@@ -254,22 +251,6 @@ def check_cover(profiles: Mapping[Rows, ShapeProfile], representatives: Iterable
 
 
 @dataclass(frozen=True, slots=True)
-class Representative:
-    """A shape that is replayed for all shapes that it covers."""
-
-    rows: Rows
-    profile: ShapeProfile
-
-
-@dataclass(frozen=True, slots=True)
-class Retained:
-    """A shape that is replayed for itself only, because it has no profile."""
-
-    rows: Rows
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """The representatives of all admitted shapes of one projection."""
 
@@ -281,9 +262,9 @@ class Table:
     """The admitted shapes in words."""
     admitted: int
     """Number of admitted shapes."""
-    selected: tuple[Representative, ...]
+    selected: tuple[Observed, ...]
     """The minimum cover of shapes with a profile."""
-    retained: tuple[Retained, ...]
+    retained: tuple[Observed, ...]
     """All shapes without a profile."""
     occurrences: int
     """Executions of all paths by all shapes with a profile."""
@@ -311,8 +292,8 @@ def tabulated(name: str, facts: Mapping[str, str], domain: str, seen: Iterable[O
         facts=dict(facts),
         domain=domain,
         admitted=len(seen),
-        selected=tuple(Representative(rows, profiles[rows]) for rows in chosen),
-        retained=tuple(Retained(rows, reasons[rows]) for rows in sorted(reasons, key=by_size)),
+        selected=tuple(Observed(rows, profiles[rows]) for rows in chosen),
+        retained=tuple(Observed(rows, None, reasons[rows]) for rows in sorted(reasons, key=by_size)),
         occurrences=check.occurrences,
         covered=check.covered,
     )

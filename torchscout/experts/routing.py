@@ -142,13 +142,15 @@ RegimeOf = Callable[[tuple[int, ...], Rows], str]
 
 @dataclass(frozen=True, slots=True)
 class RoutingPoint:
-    """Maximal counts: no routing exceeds them."""
+    """A routing with its counts: a point of the Pareto set, or a template that covers some."""
 
     rows: Rows
-    """A routing with these counts."""
     counts: Counts
     """As the columns of ``ExpertCounts``."""
     regime: str
+
+    def covers(self, point: RoutingPoint) -> bool:
+        return self.regime == point.regime and bool((self.counts >= point.counts).all())
 
 
 @dataclass(frozen=True, slots=True)

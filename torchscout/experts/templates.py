@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from torchscout.experts.coverage import (
     CoverCheck,
     Observed,
-    Representative,
     Rows,
     ShapeProfile,
     Table,
     by_size,
     check_cover,
-    known,
 )
 from torchscout.experts.discovery import Executions
 from torchscout.experts.routing import (
@@ -45,10 +43,8 @@ from torchscout.experts.routing import (
 )
 
 __all__ = [
-    "SAMPLES",
     "Routed",
     "Routings",
-    "Template",
     "Templates",
     "first_shapes",
     "routed",
@@ -58,22 +54,11 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
-    """A routing that is replayed for others; it may have more rows than they."""
-
-    rows: Rows
-    counts: Counts
-    regime: str
-
-    def covers(self, point: RoutingPoint) -> bool:
-        return self.regime == point.regime and bool((self.counts >= point.counts).all())
-
-
-@dataclass(frozen=True, slots=True)
 class Templates:
     """A cover of the Pareto set, with a lower bound of its size."""
 
-    chosen: tuple[Template, ...]
+    chosen: tuple[RoutingPoint, ...]
+    """They may have more rows than what they cover."""
     least: int
     """Lower bound: the number of routings found of which no two can share a template."""
 
@@ -92,7 +77,7 @@ def templates_for(
     """Return routings of any number of rows that cover all these points, each in its own regime."""
     regimes = {table.load_of(point.counts): point.regime for point in points}
     candidates = _Candidates(table, experts, regime, regimes)
-    chosen: list[Template] = []
+    chosen: list[RoutingPoint] = []
     least = 0
     for where in sorted({point.regime for point in points}):
         alike = [point for point in points if point.regime == where]
@@ -100,7 +85,9 @@ def templates_for(
         covers = periods >= 0
         for number, covered in _greedy(covers).items():
             count = int(periods[number, covered].max())
-            chosen.append(Template(candidates.rows(number, count), candidates.counts(number, count), where))
+            chosen.append(
+                RoutingPoint(candidates.rows(number, count), candidates.counts(number, count), where)
+            )
         least += _packed(covers)
     return Templates(tuple(sorted(chosen, key=lambda each: by_size(each.rows))), least)
 
@@ -267,26 +254,28 @@ def routed(
         if seen.profile is None:
             return Routed(None, f"{rows}: {seen.reason}")
         profiles[rows] = seen.profile
-    before = None
+    before, regime = None, _regime(executions)
     while True:
         adds = additivity(profiles, admitted.experts, admitted.tokens, loads)
         if adds.table is None:
             return Routed(None, adds.reason, adds)
-        points = _points(adds.table, admitted, executions)
+        points = pareto_set(adds.table, admitted.experts, admitted.tokens, regime, at_most=admitted.at_most)
         surprise = _executed(adds.table, points, executions, profiles)
         if not surprise:
             break
         if adds.adding == before:
             return Routed(None, surprise, adds)
         before = adds.adding
-    fewest = templates_for(adds.table, admitted.experts, points, _regime(executions))
+    fewest = templates_for(adds.table, admitted.experts, points, regime)
     # More rows than admitted may select another kernel; routings of the Pareto set do not have more.
-    plain = Templates(tuple(Template(each.rows, each.counts, each.regime) for each in points), 0)
     reasons = []
-    for found in (fewest, plain):
+    for found in (fewest, Templates(points, 0)):
         checked = _checked(adds.table, admitted, found, executions, profiles)
         if isinstance(checked, CoverCheck):
-            table = _table(name, facts, admitted, found, executions, checked)
+            count = routings(admitted.tokens, admitted.experts, at_most=admitted.at_most)
+            chosen = tuple(map(executions.of, dict.fromkeys(each.rows for each in found.chosen)))
+            covered = (checked.occurrences, checked.covered)
+            table = Table(name, dict(facts), str(admitted), count, chosen, (), *covered)
             return Routed(table, "", adds, len(points), found.least)
         reasons.append(checked)
     return Routed(None, reasons[0], adds)
@@ -300,14 +289,9 @@ def _regime(executions: Executions) -> RegimeOf:
     return regime
 
 
-def _points(table: ExpertCounts, admitted: Routings, executions: Executions) -> tuple[RoutingPoint, ...]:
-    regime = _regime(executions)
-    return pareto_set(table, admitted.experts, admitted.tokens, regime, at_most=admitted.at_most)
-
-
 def _executed(
     table: ExpertCounts,
-    derived: Sequence[RoutingPoint | Template],
+    derived: Sequence[RoutingPoint],
     executions: Executions,
     profiles: dict[Rows, ShapeProfile],
 ) -> str:
@@ -337,28 +321,7 @@ def _checked(
     return check if check.complete else f"the templates do not cover {check.uncovered[0]}"
 
 
-def _table(
-    name: str,
-    facts: Mapping[str, str],
-    admitted: Routings,
-    found: Templates,
-    executions: Executions,
-    check: CoverCheck,
-) -> Table:
-    profiles = known(executions.of(each.rows) for each in found.chosen)
-    return Table(
-        name=name,
-        facts=dict(facts),
-        domain=str(admitted),
-        admitted=routings(admitted.tokens, admitted.experts, at_most=admitted.at_most),
-        selected=tuple(Representative(rows, profile) for rows, profile in profiles.items()),
-        retained=(),
-        occurrences=check.occurrences,
-        covered=check.covered,
-    )
-
-
-def _unexpected(table: ExpertCounts, meant: RoutingPoint | Template, profile: ShapeProfile) -> str:
+def _unexpected(table: ExpertCounts, meant: RoutingPoint, profile: ShapeProfile) -> str:
     if profile.fingerprint != meant.regime:
         return f"{meant.rows} ran in another regime than expected: {profile.fingerprint}"
     counts = dict(profile.path_counts)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,6 @@ _TIMEOUT_SECONDS = 5.0
 _READS = 8
 """How often a clock is read again if the thread had to wait for a core in between."""
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
-_Mark = TypeVar("_Mark")
 
 
 @contextmanager
@@ -50,7 +49,7 @@ def timed(
     ``communication`` has a placeholder for the operation: ``time/{}_backward``. A block that fails is not
     timed.
     """
-    clock = _clock_of(device)
+    clock = _DeviceClock(device) if device.type == "cuda" else _HostClock()
     listener = _Stopwatch(clock, device)
     with listen(listener, outermost=True):
         begin = clock.mark()
@@ -74,7 +73,7 @@ def lapped(
     device: torch.device, seen: Observation, surface: Surface, members: tuple[int, ...], elements: int
 ) -> Iterator[None]:
     """Record the time of this block, one transfer among ``members``, when ``seen`` is read."""
-    clock = _clock_of(device)
+    clock = _DeviceClock(device) if device.type == "cuda" else _HostClock()
     begin = clock.mark()
     yield
     end = clock.mark()
@@ -95,7 +94,7 @@ class _Collective(NamedTuple):
 class _Stopwatch:
     """Times the collectives of one block."""
 
-    def __init__(self, clock: _Clock[Any], device: torch.device) -> None:
+    def __init__(self, clock: _HostClock, device: torch.device) -> None:
         self.laps: list[tuple[_Collective, tuple[Any, Any]]] = []
         self.is_separable = True
         """Whether every communication could be waited for."""
@@ -139,24 +138,6 @@ def _is_done(pending: Pending | None, *, is_bounded: bool) -> bool:
     return True
 
 
-class _Clock(Protocol[_Mark]):
-    def mark(self) -> _Mark: ...
-
-    def synchronize(self) -> None:
-        """Called before marks are compared."""
-        ...
-
-    def milliseconds(self, begin: _Mark, end: _Mark) -> float: ...
-
-    def own_milliseconds(self, begin: _Mark, end: _Mark) -> float:
-        """Without the time in which the thread waited for a core."""
-        ...
-
-
-def _clock_of(device: torch.device) -> _Clock[Any]:
-    return _DeviceClock(device) if device.type == "cuda" else _HostClock()
-
-
 class _HostMark(NamedTuple):
     at: float
     waited: float
@@ -164,7 +145,7 @@ class _HostMark(NamedTuple):
 
 
 class _HostClock:
-    def mark(self) -> _HostMark:
+    def mark(self) -> Any:
         waited = _waited_for_a_core()
         for _ in range(_READS):
             now, before = time.perf_counter(), waited
@@ -174,13 +155,14 @@ class _HostClock:
         return _HostMark(now, waited)
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Called before marks are compared."""
 
-    def milliseconds(self, begin: _HostMark, end: _HostMark) -> float:
-        return 1e3 * (end.at - begin.at)
+    def milliseconds(self, begin: Any, end: Any) -> float:
+        return 1e3 * float(end.at - begin.at)
 
-    def own_milliseconds(self, begin: _HostMark, end: _HostMark) -> float:
-        return 1e3 * (end.at - begin.at - (end.waited - begin.waited))
+    def own_milliseconds(self, begin: Any, end: Any) -> float:
+        """Without the time in which the thread waited for a core."""
+        return self.milliseconds(begin, end) - 1e3 * float(end.waited - begin.waited)
 
 
 def _waited_for_a_core() -> float:
@@ -191,7 +173,7 @@ def _waited_for_a_core() -> float:
         return 0.0
 
 
-class _DeviceClock:
+class _DeviceClock(_HostClock):
     """Records events on the current stream; a collective is issued from its own stream."""
 
     def __init__(self, device: torch.device) -> None:
