@@ -98,10 +98,10 @@ def test_what_collectives_write_twice_is_left_out():
     job.step(1, receive)
     assert job.check() == []
     assert job.recipe.unwatched() == {"a/weight": "a collective writes to it between updates"}
-    assert "a/weight" in job.recipe.held()
+    assert "a/weight" in job.recipe.watched_state()
     job.step(2, receive)
     job.check()
-    assert "a/weight" not in job.recipe.held()
+    assert "a/weight" not in job.recipe.watched_state()
     job.step(3, job.flip)
     assert job.check() == []
     assert job.recipe.unwatched() == {"a/weight": "a collective writes to it between updates"}

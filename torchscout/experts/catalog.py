@@ -160,7 +160,15 @@ def catalog_from_json(value: Any) -> Catalog:
     tables = tuple(_table_from_json(table) for table in value["tables"])
     if not tables:
         raise ValueError("it has no tables")
-    places = tuple(_places_from_json(each) for each in value["places"])
+    places = tuple(
+        Places(
+            layers=tuple(map(_text, each["layers"])),
+            experts=_number(each["experts"]),
+            positions=_number(each["positions"]),
+            tables=tuple(map(_number, each["tables"])),
+        )
+        for each in value["places"]
+    )
     if any(number >= len(tables) for each in places for number in each.tables):
         raise ValueError("a place refers to a table that does not exist")
     return Catalog(tables, places, tuple(map(_text, value["gaps"])))
@@ -213,15 +221,6 @@ def _table_from_json(value: Any) -> Table:
         retained=tuple(_unprofiled_from_json(each) for each in value["retained"]),
         occurrences=_number(value["occurrences"]),
         covered=_number(value["covered"]),
-    )
-
-
-def _places_from_json(value: Any) -> Places:
-    return Places(
-        layers=tuple(map(_text, value["layers"])),
-        experts=_number(value["experts"]),
-        positions=_number(value["positions"]),
-        tables=tuple(map(_number, value["tables"])),
     )
 
 

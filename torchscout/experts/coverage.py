@@ -1,5 +1,4 @@
-"""Finds the fewest expert shapes whose execution paths cover those of all admitted shapes (paper, section
-6.2).
+"""Finds the fewest expert shapes that cover the execution paths of all admitted ones (paper, section 6.2).
 
 A profiler executes each shape several times (``observe``) and returns a ``ShapeProfile``. A shape whose
 executions differ has no profile, and is retained. ``tabulated`` finds the representatives of all other shapes
@@ -77,16 +76,14 @@ class Profiler(Protocol):
     """Runs the production expert implementation and counts its execution paths."""
 
     def facts(self) -> Mapping[str, str]:
-        """Return what determines which kernel runs: device, driver, versions, kernel source, dimensions,
-        dtype.
+        """Return what determines which kernel runs, such as device, versions, dimensions and dtype.
 
         Called before the first shape; never changes.
         """
         ...
 
     def profile(self, rows: Rows) -> ShapeProfile | None:
-        """Execute this shape once: forward, input gradient, weight gradient. Called several times for each
-        shape.
+        """Execute all passes of this shape once. Called several times for each shape.
 
         Return None if its paths cannot be counted; an optional attribute ``reason`` then has the reason.
         """

@@ -25,9 +25,7 @@ __all__ = [
     "Additivity",
     "Counts",
     "ExpertCounts",
-    "Kind",
     "Loads",
-    "Mixture",
     "RegimeOf",
     "RoutingPoint",
     "additivity",
@@ -204,7 +202,8 @@ def pareto_set(
     return tuple(
         RoutingPoint(mixture.routing(kinds, rest, whole), counts, where)
         for where in sorted(found)
-        for counts, mixture, rest, whole in _greatest(found[where])
+        for place in sorted(maximal(np.stack([each[0] for each in found[where]])))
+        for counts, mixture, rest, whole in [found[where][place]]
     )
 
 
@@ -223,10 +222,6 @@ def _lengths(mixture: Mixture, tokens: int, period: int, *, at_most: bool) -> It
         for rest in range(tokens % period, min(tokens, mixture.sums.bit_length()) + 1, period):
             if mixture.sums >> rest & 1:
                 yield rest, (tokens - rest) // period
-
-
-def _greatest(found: list[_Found]) -> list[_Found]:
-    return [found[place] for place in sorted(maximal(np.stack([each[0] for each in found])))]
 
 
 def period_of(table: ExpertCounts) -> tuple[int, Counts]:

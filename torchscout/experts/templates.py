@@ -45,10 +45,8 @@ from torchscout.experts.routing import (
 __all__ = [
     "Routed",
     "Routings",
-    "Templates",
     "first_shapes",
     "routed",
-    "samples",
     "templates_for",
 ]
 

@@ -30,7 +30,6 @@ __all__ = [
     "UNREPEATABLE",
     "Comparison",
     "JobExchange",
-    "Laps",
     "Mode",
     "Observation",
     "Peers",
@@ -117,14 +116,13 @@ class Observation:
             lambda found: self.signatures.update(zip(names, found, strict=True)),
         )
 
-    def sign_as_one(self, surface: Surface, tensors: Sequence[torch.Tensor]) -> None:
+    def sign_as_one(self, surface: Surface, tensors: Sequence[torch.Tensor] | PendingSignatures) -> None:
         """Record one ``digest`` for all tensors, or ``ABSENT`` if there are none."""
-        if tensors:
-            self.when_signed(
-                PendingSignatures(tensors), lambda found: self.signatures.update({surface: digest(found)})
-            )
-        else:
+        if not tensors:
             self.signatures[surface] = ABSENT
+            return
+        pending = tensors if isinstance(tensors, PendingSignatures) else PendingSignatures(tensors)
+        self.when_signed(pending, lambda found: self.signatures.update({surface: digest(found)}))
 
     def when_signed(self, pending: PendingSignatures, then: Callable[[list[int]], None]) -> None:
         """Call ``then`` with the signatures: immediately, or once a device has computed them."""

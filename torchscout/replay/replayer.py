@@ -131,7 +131,8 @@ class Replayer:
         for due in self._rotation.due(step):
             recipe = self._recipes[due.kind]
             peers = self.peers_for(recipe)
-            source = self._source(peers)
+            # One position for all peer groups, so that no tensor-parallel group mixes replicas.
+            source = self._rotation.rounds % len(peers.group)
             if due.target is None:  # such as a pipeline stage without embedding
                 self._active.append(ActiveReplay(due, "", recipe, peers, source, None, None))
                 continue
@@ -193,10 +194,6 @@ class Replayer:
             if (replay := self._active.pop().replay) is not None:
                 replay.release()
 
-    def _source(self, peers: Peers) -> int:
-        """Return one position for all peer groups, so that no tensor-parallel group mixes replicas."""
-        return self._rotation.rounds % len(peers.group)
-
     def _describe(self) -> None:
         """Exchange descriptions of what was captured; allocate memory for the source's values."""
         inside = "the optimizer steps inside the backward pass" if in_backward() else None
@@ -257,8 +254,7 @@ class Replayer:
             run.context = replace(run.context, left_out=left_out)
 
     def _first_round(self, places: Sequence[int], runs: Mapping[int, Run]) -> list[int]:
-        """Replay and compare everything once; return the places at which any rank of the job found a
-        difference.
+        """Replay and compare everything once; return the places at which any rank found a difference.
 
         ``places`` are identical on all ranks; ``runs`` are those that this rank has.
         """
@@ -398,8 +394,7 @@ class Replayer:
 
 
 def _votes(run: Run | None) -> tuple[int, int, int]:
-    """Return whether to replay without strict determinism, whether peers differ, and ``_HEIGHT`` less the
-    depth of the lowest premise that differs or failed, or 0."""
+    """Return whether strict determinism was refused, whether peers differ, and how high a premise broke."""
     if run is None:
         return 0, 0, 0
     depth = 0 if run.has_failed else broken_depth(run.comparisons, run.records)

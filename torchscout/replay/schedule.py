@@ -1,5 +1,4 @@
-"""Decides what is replayed at the end of which step, and how often (paper, section 6.1 and "System
-overhead").
+"""Decides what is replayed at the end of which step (paper, section 6.1 and "System overhead").
 
 Pure arithmetic over step numbers and measured times. Every rank computes the same rotation; changes are made
 on all ranks at the same step. Ranks measure different times, of which the longest counts.

@@ -1,5 +1,4 @@
-"""Gathers sharded parameters for a replay and reduces gradients on scratch tensors (paper, algorithm 2, line
-8; sections 6.1.2 and 9).
+"""Gathers sharded parameters for a replay, and reduces its gradients (paper, sections 6.1.2 and 9).
 
 Gathering uses the calls and process groups of FSDP, or of another framework, as training does. The reduction
 is a reduce-scatter among the shards and, if replicas have the same shards, an all-reduce among those. It uses
@@ -29,10 +28,8 @@ from torchscout.replay.guard import announced
 __all__ = [
     "NOBODY",
     "Elsewhere",
-    "ParameterGatherer",
     "ParameterGatherers",
     "Reduction",
-    "Route",
     "gathered",
     "gathered_again",
     "gatherers_of",

@@ -1,5 +1,4 @@
-"""Compares the results of one check among peers in one exchange, and returns evidence records (paper,
-section 5.1).
+"""Compares the results of one check among peers, and returns evidence records (paper, section 5.1).
 
 Of many values that usually agree, such as all state, peers first exchange one digest, and the values only if
 the digests differ. Only ranks that have a value vote. What could not be compared is ``not_checked`` with its
@@ -29,12 +28,10 @@ __all__ = [
     "gather",
     "has_failed",
     "is_left_out",
-    "is_unanimous",
     "judge",
     "judged",
     "named_for_results",
     "not_checked",
-    "summarized",
     "withhold",
 ]
 
@@ -277,7 +274,8 @@ class Run:
 
     def values_of(self, record: EvidenceRecord) -> tuple[list[int], list[int]]:
         """Return the peers that did not fail, and their values of the record's surface and variant."""
-        variant = next(each for each in self.variants if _is_of(record, each))
+        suffix = (record.mode or "").partition(" ")[2]  # see ``Context.mode``
+        variant = next(each for each in self.variants if suffix == ("" if each == 1 else f"x{each:g}"))
         return _without_failures(self.context.peers, self.gathered[variant][record.surface])
 
 
@@ -362,15 +360,10 @@ def _parts(run: Run, variant: float) -> list[_Part]:
     groups: dict[tuple[Surface, bool], list[Comparison]] = {}
     for each in run.comparisons:
         groups.setdefault((each.summary or each.surface, each.summary is not None), []).append(each)
-    return [_Part(prefix, every, [_value(seen, each) for each in every]) for every in groups.values()]
-
-
-def _value(seen: Observation, comparison: Comparison) -> int:
-    if comparison.surface in seen.unrepeatable:
-        return UNREPEATABLE
-    return seen.signatures.get(comparison.surface, POISON)
-
-
-def _is_of(record: EvidenceRecord, variant: float) -> bool:
-    """Whether a record is about this variant of the input, as ``Context.mode`` spells it."""
-    return (record.mode or "").partition(" ")[2] == ("" if variant == 1 else f"x{variant:g}")
+    values = {
+        each.surface: UNREPEATABLE
+        if each.surface in seen.unrepeatable
+        else seen.signatures.get(each.surface, POISON)
+        for each in run.comparisons
+    }
+    return [_Part(prefix, every, [values[each.surface] for each in every]) for every in groups.values()]

@@ -28,7 +28,6 @@ __all__ = [
     "Tiling",
     "programs_of",
     "runs_on",
-    "tiling_for",
 ]
 
 H200_PROCESSORS = 132

@@ -89,7 +89,7 @@ class DTensorLayout:
         if mesh is None:
             form = _form_in_words(description["mesh"])
             raise ReplayError(f"a DTensor was on {form}, and there is no such mesh here")
-        placements = tuple(_placement(*each) for each in description["placements"])
+        placements = tuple(_PLACEMENTS[kind](*detail) for kind, *detail in description["placements"])
         return cls(mesh, placements, tuple(description["size"]), tuple(description["stride"]))
 
     def wrap(self, local: torch.Tensor) -> DTensor:
@@ -126,10 +126,7 @@ def _placement_to_json(placement: Placement) -> list[Any] | None:
     return None
 
 
-def _placement(kind: str, *detail: Any) -> Placement:
-    kinds: dict[str, type[Placement]] = {"replicate": Replicate, "shard": Shard, "partial": Partial}
-    return kinds[kind](*detail)
-
+_PLACEMENTS: dict[str, type[Placement]] = {"replicate": Replicate, "shard": Shard, "partial": Partial}
 
 Broadcast = Callable[[torch.Tensor], None]
 """Requests the source's values for a contiguous tensor, on every peer; they arrive before the computation."""
@@ -175,7 +172,7 @@ def described(tensor: torch.Tensor) -> dict[str, Any]:
     return {
         "dtype": str(local.dtype).removeprefix("torch."),
         "size": list(local.shape),
-        "stride": list(_dense_stride(local)),
+        "stride": list(torch.empty_like(local, device="meta").stride()),  # of a dense copy
         "device": local.device.type,
         **({} if layout is None else {"layout": layout.describe()}),
     }
@@ -249,8 +246,3 @@ def _laid_out(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if again._spec != like._spec:
         raise ReplayError(f"a DTensor with the unusual shard order {like._spec} cannot be described to peers")
     return again
-
-
-def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a copy: the tensor's own if it is dense, else the same order without gaps."""
-    return torch.empty_like(tensor, device="meta").stride()

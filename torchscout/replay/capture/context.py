@@ -1,5 +1,4 @@
-"""Context managers that set up training's conditions for a replay, and restore everything afterwards (paper,
-section 6.1.1).
+"""Sets up training's conditions for a replay, and restores everything afterwards (paper, section 6.1.1).
 
 Autocast and attention are as in training's call, kernels are deterministic, and random numbers are the same
 on every peer. After a replay all random streams of the process are restored, including NumPy's and Python's,
@@ -46,7 +45,6 @@ __all__ = [
     "Attention",
     "Determinism",
     "RngState",
-    "RngTracker",
     "autocast_as",
     "autocast_now",
     "buffers_of",
@@ -342,7 +340,7 @@ _PASSES = ("forward", "backward")
 def autocast_now(device: torch.device) -> dict[str, str | None]:
     """Return autocast's dtype for the CPU and the accelerator; None where autocast is off."""
     return {
-        kind: _name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        kind: str(torch.get_autocast_dtype(kind))[6:] if torch.is_autocast_enabled(kind) else None
         for kind in dict.fromkeys(("cpu", device.type))
     }
 
@@ -408,7 +406,3 @@ def deterministic(*, strict: bool = True) -> Iterator[None]:
         switch(mode, warn_only=warn_only)
         memory.fill_uninitialized_memory = fill
         torch.backends.cudnn.benchmark = benchmark
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

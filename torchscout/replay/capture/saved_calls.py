@@ -52,7 +52,8 @@ class SavedCall:
             spec = treespec_dumps(invocation.spec)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise ReplayError(f"the structure of its arguments cannot be saved: {error}") from error
-        return cls({**call, "spec": spec}, tuple(_copied(each) for each in invocation.tensors()))
+        copies = (local_part(each).detach().to("cpu", copy=True) for each in invocation.tensors())
+        return cls({**call, "spec": spec}, tuple(copies))
 
     @property
     def nbytes(self) -> int:
@@ -128,11 +129,6 @@ def recalled(
         if saved.numel():
             flat(local_part(room)).copy_(flat(saved))
     return filled
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    local = local_part(tensor).detach()
-    return local.clone() if local.is_cpu else local.cpu()
 
 
 def _meshes_of(module: nn.Module) -> list[DeviceMesh]:

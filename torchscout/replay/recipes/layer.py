@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchscout.decision.record import Surface
-from torchscout.decision.signature import PendingSignatures, digest
+from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ReplayError
 from torchscout.mesh import LayerKind
 from torchscout.replay.capture import broadcast as wire
@@ -261,8 +261,7 @@ class LayerReplay(Replay):
         besides = [*call.tensors()[len(inputs) :], *self._buffers.values()]
         seen.sign_as_one(f"{self._name}/input", [*inputs.values(), *besides])
         if self._shards is not None:
-            surface = f"{self._name}/shards"
-            seen.when_signed(self._shards, lambda found: seen.signatures.update({surface: digest(found)}))
+            seen.sign_as_one(f"{self._name}/shards", self._shards)
         seen.sign_as_one(f"{self._name}/parameters", weights)
         call.randomness.apply(self._device)
         # Copies: a module may write to its arguments, which autograd forbids for leaves.
@@ -381,11 +380,7 @@ class LayerReplay(Replay):
                 with gathering, announced():
                     found = self._reduction.run()
                 for surface, pending in zip(self._reduced_surfaces(), found, strict=False):
-                    seen.when_signed(pending, _signer(seen, surface))
-
-
-def _signer(seen: Observation, surface: Surface) -> Callable[[list[int]], None]:
-    return lambda found: seen.signatures.update({surface: found[0]})
+                    seen.sign_as_one(surface, pending)
 
 
 def _inputs(call: Invocation, variant: float) -> dict[int, torch.Tensor]:

@@ -166,7 +166,10 @@ class _Target:
         parts = Parts(
             parameter=self.local(),
             gradient=gradient_of(gradient, self.parameter),
-            state={name: self._slot(value) for name, value in self._state().items()},
+            state={
+                name: local_of(value, self.parameter) if isinstance(value, torch.Tensor) else value
+                for name, value in self._state().items()
+            },
         )
         refuse(parts.gradient)
         if not parts.parameter.numel():
@@ -183,9 +186,6 @@ class _Target:
         gradient = self.parameter.grad
         is_sum = gradient is not None and is_unreduced(gradient, self.parameter)
         return captured(gradient) if gradient is not None and is_sum else None
-
-    def _slot(self, value: Any) -> Any:
-        return local_of(value, self.parameter) if isinstance(value, torch.Tensor) else value
 
     def _state(self) -> Mapping[str, Any]:
         state = self.optimizer.state.get(self.parameter, {})

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import captured, is_dense, refuse
@@ -28,15 +29,10 @@ __all__ = [
     "FAILURES",
     "Blueprint",
     "Parts",
-    "Placeholder",
-    "Settings",
-    "TensorExtractor",
     "blueprint_of",
     "build",
-    "canonical",
     "give_gradient",
     "group_of",
-    "insert",
     "update",
 ]
 
@@ -128,13 +124,13 @@ def _is_stateless(value: Any) -> bool:
 
 def insert(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the value with tensors in place of their placeholders, in new containers."""
-    if isinstance(value, Placeholder):
-        return tensors[value.number]
-    if type(value) in (list, tuple):
-        return type(value)([insert(item, tensors) for item in value])
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, insert(item, tensors)) for key, item in value.items())
-    return set(value) if type(value) is set else value
+
+    def inserted(leaf: Any) -> Any:
+        if isinstance(leaf, Placeholder):
+            return tensors[leaf.number]
+        return set(leaf) if type(leaf) is set else leaf
+
+    return tree_map(inserted, value)
 
 
 def canonical(value: Any) -> str:
@@ -184,30 +180,22 @@ class Blueprint:
     """An optimizer of one parameter, without its tensors. The first two are parameter and gradient."""
 
     kind: type[Optimizer]
-    attributes: Settings
     hooks: tuple[str, ...]
     """Names of the attributes that contain hooks, which a clone has none of."""
-    group: Settings
-    state: Settings
-    shared: Settings
-    """Entries of ``Optimizer.state`` whose keys are strings instead of parameters."""
+    parts: Mapping[str, Settings]
+    """``attribute``, ``group``, ``state``, and ``shared``: the state under string keys."""
     names: tuple[str, ...]
     """Names of the tensors, in order."""
 
     @property
     def slots(self) -> list[str]:
         """Names of the tensors in the parameter's state."""
-        return [name for name, value in self.state.items() if isinstance(value, Placeholder)]
+        return [name for name, value in self.parts["state"].items() if isinstance(value, Placeholder)]
 
     def settings(self) -> dict[str, str]:
         """Return everything except tensors as text that is equal on ranks with equal values."""
-        parts = {
-            "attribute": self.attributes,
-            "group": self.group,
-            "state": self.state,
-            "shared": self.shared,
-        }
-        return {f"{part} {key}": canonical(parts[part][key]) for part in parts for key in parts[part]}
+        parts = self.parts.items()
+        return {f"{part} {key}": canonical(value) for part, values in parts for key, value in values.items()}
 
 
 def blueprint_of(
@@ -219,23 +207,23 @@ def blueprint_of(
     clone that needs such an object fails instead of changing training.
     """
     attributes = vars(optimizer)
+    everything: dict[Any, Any] = optimizer.state
     hooks = tuple(name for name in attributes if name.startswith("_optimizer_") and name.endswith("_hooks"))
     own = {name: attributes[name] for name in attributes.keys() - {*hooks, *_REPLACED}}
-    everything: dict[Any, Any] = optimizer.state
+    group = group_of(optimizer, parameter)
+    settings = {key: group[key] for key in group.keys() - {"params", "param_names"}}
     extractor = TensorExtractor()
     extractor.extract(parts.parameter, "parameter")
     extractor.extract(parts.gradient, "gradient")
-    blueprint = Blueprint(
-        kind=type(optimizer),
-        attributes=extractor.extract_possible(own, "attribute"),
-        hooks=hooks,
-        group=extractor.extract_possible(_settings_of(optimizer, parameter), "group"),
-        state=extractor.extract_all(parts.state, "state"),
-        shared=extractor.extract_possible(
+    extracted = {
+        "attribute": extractor.extract_possible(own, "attribute"),
+        "group": extractor.extract_possible(settings, "group"),
+        "state": extractor.extract_all(parts.state, "state"),
+        "shared": extractor.extract_possible(
             {key: everything[key] for key in everything if type(key) is str}, "shared"
         ),
-        names=tuple(extractor.names),
-    )
+    }
+    blueprint = Blueprint(type(optimizer), hooks, extracted, tuple(extractor.names))
     # A copy is always dense, so a description must be of a dense tensor, too.
     return blueprint, [tensor if is_dense(tensor) else tensor.contiguous() for tensor in extractor.tensors]
 
@@ -243,19 +231,19 @@ def blueprint_of(
 def build(blueprint: Blueprint, tensors: Sequence[torch.Tensor]) -> tuple[Optimizer, torch.nn.Parameter]:
     """Return a clone that updates its own copies of the tensors, and its parameter with the gradient set."""
     copies = [captured(tensor) for tensor in tensors]
+    parts = {part: insert(values, copies) for part, values in blueprint.parts.items()}
     # Not copy.copy: it calls __setstate__, which writes defaults to groups that it shares with training.
     clone: Optimizer = object.__new__(blueprint.kind)
-    vars(clone).update(insert(blueprint.attributes, copies))
+    vars(clone).update(parts["attribute"])
     vars(clone).update({name: OrderedDict() for name in blueprint.hooks})
-    # A differentiable update is recorded by autograd, which forbids in-place writes to a leaf that requires
-    # gradients.
+    # Autograd records a differentiable update, and forbids in-place writes to a leaf that requires gradients.
     leaf = torch.nn.Parameter(copies[0], requires_grad=not clone.defaults.get("differentiable", False))
     give_gradient(leaf, copies[1])
-    state: defaultdict[Any, Any] = defaultdict(dict, insert(blueprint.shared, copies))
-    if blueprint.state:
-        state[leaf] = insert(blueprint.state, copies)
+    state: defaultdict[Any, Any] = defaultdict(dict, parts["shared"])
+    if parts["state"]:
+        state[leaf] = parts["state"]
     clone.state = state
-    clone.param_groups = [{**insert(blueprint.group, copies), "params": [leaf]}]
+    clone.param_groups = [{**parts["group"], "params": [leaf]}]
     return clone, leaf
 
 
@@ -283,15 +271,6 @@ def group_of(optimizer: Optimizer, parameter: torch.Tensor) -> Settings:
         # do.
         return optimizer.param_groups[0]
     raise ReplayError("the optimizer no longer owns the parameter")
-
-
-def _settings_of(optimizer: Optimizer, parameter: torch.Tensor) -> Settings:
-    """Return the parameter's group, without lists of one entry per parameter."""
-    return {
-        key: value
-        for key, value in group_of(optimizer, parameter).items()
-        if key not in ("params", "param_names")
-    }
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from torchscout.replay.recipes.optimizer_clone import (
 )
 
 __all__ = [
-    "SLICE",
     "Separability",
     "Slice",
     "gradient_of",

@@ -63,8 +63,7 @@ class OwnedStateRecipe(Recipe):
         copies: Callable[[], WorkingCopies] = WorkingCopies,
         passes: Sequence[torch.nn.Module] = (),
     ) -> None:
-        """``state`` returns what only this rank has; ``is_learned`` tells whether that is known to be
-        anything.
+        """``state`` returns what only this rank has; ``is_learned`` returns whether there is any.
 
         ``copies`` returns what the next update overwrites; ``passes`` are the modules that a forward pass
         calls. ``budget`` is the share of a step's time that watching may take; None watches everything.
@@ -95,7 +94,7 @@ class OwnedStateRecipe(Recipe):
         self.changed: list[tuple[int, Surface]] = []
         """Changes that the last check found: the step of the update before each, and the surface."""
 
-    def held(self) -> Mapping[Surface, torch.Tensor]:
+    def watched_state(self) -> Mapping[Surface, torch.Tensor]:
         """Return what is watched, regardless of the budget."""
         return {**self._copies.resting(), **self._state()}
 
