@@ -97,8 +97,8 @@ class Observation:
     """One for each comparison, ``ABSENT`` where there was no tensor."""
     times: dict[Surface, float] = field(default_factory=dict)
     """Milliseconds that this rank spent by itself."""
-    laps: dict[tuple[Surface, tuple[int, ...]], Laps] = field(default_factory=dict)
-    """Time spent in collectives, by surface and members of the process group."""
+    laps: dict[tuple[Surface, tuple[int, ...]], list[tuple[int, float]]] = field(default_factory=dict)
+    """Elements and milliseconds of each collective, by surface and members of the process group."""
     unrepeatable: dict[Surface, str] = field(default_factory=dict)
     """Surfaces computed by an operator without a deterministic version, with the reason."""
     refused: list[str] = field(default_factory=list)
@@ -141,9 +141,8 @@ class Observation:
     ) -> None:
         """Add one collective; ignored if the members of its group are not known."""
         if members is not None:
-            laps = self.laps.setdefault((surface, tuple(sorted(members))), Laps())
-            laps.elements += elements
-            laps.milliseconds.append(milliseconds)
+            key = (surface, tuple(sorted(members)))
+            self.laps.setdefault(key, []).append((elements, milliseconds))
 
 
 def finish_signatures(observations: Iterable[Observation]) -> None:
@@ -155,15 +154,6 @@ def finish_signatures(observations: Iterable[Observation]) -> None:
         then(found)
 
 
-@dataclass(slots=True)
-class Laps:
-    """The collectives of one kind that one replay issued on one process group, in order."""
-
-    elements: int = 0
-    """Of all of them together."""
-    milliseconds: list[float] = field(default_factory=list)
-
-
 def measured(target: str, shape: tuple[int, ...], seen: Sequence[Observation]) -> Measured:
     """Return the times of a replay: the shortest over its variants and repetitions, which are equal work."""
     surfaces = dict.fromkeys(surface for each in seen for surface in each.times)
@@ -172,7 +162,7 @@ def measured(target: str, shape: tuple[int, ...], seen: Sequence[Observation]) -
     }
     # From one variant, the same on all ranks: the members of a group must report the same transfer.
     laps = [
-        Lap(surface, members, each.elements, tuple(each.milliseconds))
+        Lap(surface, members, sum(elements for elements, _ in each), tuple(ms for _, ms in each))
         for (surface, members), each in seen[0].laps.items()
     ]
     return Measured(target, shape, times, laps)

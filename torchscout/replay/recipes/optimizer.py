@@ -7,6 +7,7 @@ by ``replicated_state``.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -224,13 +225,11 @@ class OptimizerReplay(Replay):
         swept: bool = False,
     ) -> None:
         """With ``swept`` there is no real update to capture or to compare with."""
-        self._target = target
-        self._device = device
+        self._target, self._device = target, device
         self._is_source, self._is_owned, self._is_swept = is_source, owned, swept
         self._failure: str | None = f"the optimizer did not step {target.name} in this training step"
         self._hook: Any = None
-        self._slice: Slice | None = None
-        self._blueprint: Blueprint | None = None
+        self._captured: tuple[Slice, Blueprint] | None = None
         self._descriptions: dict[str, Any] = {}
         self._tensors: list[torch.Tensor] = []
         self._communication: StepCommunication | None = None
@@ -288,7 +287,7 @@ class OptimizerReplay(Replay):
             },
         )
         blueprint, tensors = blueprint_of(self._target.optimizer, self._target.parameter, cut)
-        self._slice, self._blueprint = part, blueprint
+        self._captured = part, blueprint
         self._descriptions = dict(zip(blueprint.names, map(described, tensors), strict=True))
         self._tensors = [captured(tensor) for tensor in tensors] if self._is_source else []
         self._unreduced = None if self._is_swept else self._target.unreduced()
@@ -300,16 +299,14 @@ class OptimizerReplay(Replay):
             self._communication.refuse()
         if self._failure is not None:
             raise ReplayError(self._failure)
-        assert self._blueprint is not None
-        assert self._slice is not None
-        if self._separability is not None and not self._slice.whole:
+        part, kind = self._slice, self._blueprint.kind
+        if self._separability is not None and not part.whole:
             obstacle = self._separability.obstacle(self._target.optimizer, self._target.parameter)
             if obstacle is not None:
                 raise ReplayError(f"{obstacle}, so it is replayed as a whole from the next check on")
-        kind = self._blueprint.kind
         return {
             "class": {"of the optimizer": f"{kind.__module__}.{kind.__qualname__}"},
-            "slice": {self._target.name: [self._slice.start, self._slice.end, self._slice.whole]},
+            "slice": {self._target.name: [part.start, part.end, part.whole]},
             "setting": self._blueprint.settings(),
             "tensor": self._descriptions,
         }
@@ -317,15 +314,18 @@ class OptimizerReplay(Replay):
     def prepare(self, descriptions: Sequence[Any], source: int, /) -> None:
         # Owned parts of one parameter may have different sizes.
         alike = ("class", "setting") if self._is_owned else tuple(descriptions[source])
-        for peer, description in enumerate(descriptions):
-            _require_equal(description, descriptions[source], peer, alike)
+        for peer, part in itertools.product(range(len(descriptions)), alike):
+            found, expected = descriptions[peer][part], descriptions[source][part]
+            for key in sorted(found.keys() | expected.keys()):
+                here, there = found.get(key), expected.get(key)
+                if here != there:
+                    raise ReplayError(f"{part} {key!r} differs: {here} on peer {peer}, {there} on the source")
         if not self._is_source:
             wanted = descriptions[source]["tensor"].values()
             self._tensors = [room_for(description, self._device) for description in wanted]
 
     def align(self, broadcast: Broadcast, /) -> None:
         if self._unreduced is not None:
-            assert self._slice is not None
             # Not in the hook: only here do all ranks that have a summand take part.
             whole = reduce(self._unreduced, self._target.parameter)
             if self._is_source:
@@ -360,8 +360,6 @@ class OptimizerReplay(Replay):
         ]
 
     def observe(self, seen: Observation) -> None:
-        assert self._blueprint is not None
-        assert self._slice is not None
         seen.sign_as_one(INPUT, self._tensors)
         clone, leaf = build(self._blueprint, self._tensors)
         if seen.variant != 1.0 and leaf.grad is not None:
@@ -393,8 +391,18 @@ class OptimizerReplay(Replay):
 
     def release(self) -> None:
         self._unhook()
-        self._blueprint = self._slice = None
-        self._tensors, self._descriptions, self._unreduced = [], {}, None
+        self._captured = self._unreduced = None
+        self._tensors, self._descriptions = [], {}
+
+    @property
+    def _slice(self) -> Slice:
+        assert self._captured is not None, "captured first"
+        return self._captured[0]
+
+    @property
+    def _blueprint(self) -> Blueprint:
+        assert self._captured is not None, "captured first"
+        return self._captured[1]
 
     def _unhook(self) -> None:
         if self._hook is not None:
@@ -403,7 +411,6 @@ class OptimizerReplay(Replay):
 
     def _slot_surfaces(self) -> dict[str, Surface]:
         """Return surfaces of slots that existed before the step; a first step creates them."""
-        assert self._blueprint is not None
         return {name: Surface(f"optimizer/slot.{name}") for name in self._blueprint.slots}
 
 
@@ -414,14 +421,3 @@ def _is_frozen(parameter: torch.Tensor) -> bool:
 
 def _fits(value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape
-
-
-def _require_equal(
-    description: Mapping[str, Any], source: Mapping[str, Any], peer: int, kinds: Sequence[str]
-) -> None:
-    for kind in kinds:
-        found, expected = description[kind], source[kind]
-        for key in sorted(found.keys() | expected.keys()):
-            here, there = found.get(key), expected.get(key)
-            if here != there:
-                raise ReplayError(f"{kind} {key!r} differs: {here} on peer {peer}, {there} on the source")
