@@ -30,13 +30,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from torchscout.errors import ReplayError, describe_error
 from torchscout.replay.capture.broadcast import described, refuse, room_for
 from torchscout.replay.capture.context import autocast_as, buffers_of, preserved, refusal, unmoved
 from torchscout.replay.capture.hooks import WRITES, CallCapture
-from torchscout.replay.capture.invocation import Invocation, is_floating
+from torchscout.replay.capture.invocation import Invocation, is_floating, tensors_in
 
 __all__ = ["CompiledCode", "EagerCall", "compiled_around", "eagerly", "is_compiled"]
 
@@ -184,7 +183,9 @@ class _Compiled:
         self._passes += 1
         leaves = enumerate(zip(call.leaves, call.requires_grad, strict=True))
         given = {
-            place: leaf.requires_grad_(needs).clone() for place, (leaf, needs) in leaves if _is_tensor(leaf)
+            place: leaf.requires_grad_(needs).clone()
+            for place, (leaf, needs) in leaves
+            if isinstance(leaf, torch.Tensor)
         }
         args, kwargs = call.arguments(given)
         versions = [each._version for each in inside.parameters()]
@@ -224,10 +225,8 @@ class _Compiled:
     def _after(self, target: nn.Module, _: Any, output: Any) -> None:
         if (call := self._open.pop(target, None)) is None:
             return
-        tensors = [leaf for leaf in tree_leaves(output) if _is_tensor(leaf)]
-        needing = {
-            place: each for place, each in enumerate(tensors) if each.requires_grad and is_floating(each)
-        }
+        tensors = enumerate(tensors_in(output))
+        needing = {place: each for place, each in tensors if each.requires_grad and is_floating(each)}
         for each in needing.values():
             refuse(each)
         self._saved[target] = _Saved(call, {place: described(each) for place, each in needing.items()})
@@ -238,9 +237,8 @@ class _Compiled:
         """Remember why a pass failed, for later checks."""
         if isinstance(error, Exception):
             self.disarm()
-            self._problem = (
-                f"the eager pass over the compiled module around it failed: {describe_error(error)}"
-            )
+            failed = "the eager pass over the compiled module around it failed"
+            self._problem = f"{failed}: {describe_error(error)}"
 
 
 def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
@@ -276,10 +274,6 @@ def _has_compiler() -> bool:
 
 def _compiler() -> Any:
     return sys.modules["torch._dynamo"]
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _never(_: Any) -> Any:

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from torchscout.errors import ReplayError, describe_error
 from torchscout.replay.capture.broadcast import DTensorLayout, captured, obstacle
 from torchscout.replay.capture.context import buffers_of
-from torchscout.replay.capture.invocation import Invocation
+from torchscout.replay.capture.invocation import Invocation, tensors_in
 from torchscout.replay.guard import Communication
 from torchscout.utils.reentrancy import in_backward, in_own_work
 
@@ -137,8 +136,7 @@ class CallCapture:
             if any(each._version != version for each, version in versions.items()):
                 begun.problem = begun.problem or WRITES
             begun.problem = begun.problem or begun.hidden_tensors()
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            for place, tensor in enumerate(tensors):
+            for place, tensor in enumerate(tensors_in(output)):
                 if (layout := DTensorLayout.of(tensor)) is not None:
                     begun.outputs[place] = layout
                 if tensor.requires_grad:

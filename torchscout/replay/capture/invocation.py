@@ -25,7 +25,7 @@ from torchscout.experts.coverage import Rows
 from torchscout.replay.capture.broadcast import DTensorLayout, captured, densely, described, refuse, room_for
 from torchscout.replay.capture.context import Attention, RngState, autocast_now
 
-__all__ = ["Invocation", "RowResize", "is_floating"]
+__all__ = ["Invocation", "RowResize", "is_floating", "tensors_in"]
 
 _PLAIN = (bool, int, float, str, type(None))
 _COUNTS = (torch.int32, torch.int64)
@@ -141,6 +141,11 @@ class Invocation:
         """Return everything to broadcast, in the same order on all peers."""
         inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         return [*inputs, *self.gradients.values(), *self.randomness.states.values()]
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a module's output, in order."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def is_floating(leaf: Any) -> bool:

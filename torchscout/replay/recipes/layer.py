@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from torchscout.decision.record import Surface
 from torchscout.decision.signature import PendingSignatures
@@ -22,7 +21,7 @@ from torchscout.mesh import LayerKind
 from torchscout.replay.capture import broadcast as wire
 from torchscout.replay.capture import context
 from torchscout.replay.capture.hooks import WRITES, CallCapture
-from torchscout.replay.capture.invocation import Invocation, RowResize, is_floating
+from torchscout.replay.capture.invocation import Invocation, RowResize, is_floating, tensors_in
 from torchscout.replay.capture.saved_calls import recalled
 from torchscout.replay.compiled import CompiledCode, EagerCall, eagerly, is_compiled
 from torchscout.replay.guard import UnannouncedError, announced
@@ -267,8 +266,7 @@ class LayerReplay(Replay):
         # Copies: a module may write to its arguments, which autograd forbids for leaves.
         args, kwargs = call.arguments({place: each.clone() for place, each in inputs.items()})
         with context.autocast_as(call.autocast), self._timed(seen), announced(self._gatherers.together):
-            output = self._module(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            outputs = tensors_in(self._module(*args, **kwargs))
         if versions != [each._version for each in weights]:
             raise ReplayError(WRITES)
         seen.sign_as_one(f"{self._name}/output", outputs)
