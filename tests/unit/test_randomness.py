@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.replay_by_hand import CPU
-from torchscout.replay.capture.context import RngState, register_tracker, seeded, unmoved
+from torchscout.replay.capture.context import RngState, preserved_rng, register_tracker, seeded
 
 
 class Streams:
@@ -72,7 +72,7 @@ def test_a_tracker_may_hand_out_its_own_memory():
     tracker = Live()
     forget = register_tracker("live", tracker)
     try:
-        with unmoved(CPU):
+        with preserved_rng(CPU):
             tracker.state.add_(1)
     finally:
         forget()
@@ -114,7 +114,7 @@ def standing(streams: Streams) -> tuple:
 
 def test_what_is_drawn_inside_moves_nothing_outside(streams: Streams):
     expected = standing(streams)
-    with unmoved(CPU):
+    with preserved_rng(CPU):
         RngState.now(CPU).apply(CPU)
         everything(streams)
     assert everything(streams) == expected
@@ -124,7 +124,7 @@ def test_an_exception_inside_moves_nothing_either(streams: Streams):
     expected = standing(streams)
 
     def failing() -> None:
-        with unmoved(CPU):
+        with preserved_rng(CPU):
             everything(streams)
             raise RuntimeError("in the layer")
 

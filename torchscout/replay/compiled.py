@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.errors import ReplayError, describe_error
 from torchscout.replay.capture.broadcast import described, refuse, room_for
-from torchscout.replay.capture.context import autocast_as, buffers_of, preserved, refusal, unmoved
+from torchscout.replay.capture.context import autocast_as, buffers_of, preserved, preserved_rng, refusal
 from torchscout.replay.capture.hooks import WRITES, CallCapture
 from torchscout.replay.capture.invocation import Invocation, is_floating, tensors_in
 
@@ -191,7 +191,7 @@ class _Compiled:
         versions = [each._version for each in inside.parameters()]
         with ExitStack() as around:
             around.push(self._remember)
-            around.enter_context(unmoved(self.device))
+            around.enter_context(preserved_rng(self.device))
             around.enter_context(preserved(inside, buffers_of(inside), call.randomness.seed))
             around.enter_context(call.attention.applied())
             around.enter_context(eagerly())

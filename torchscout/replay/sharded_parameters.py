@@ -26,8 +26,7 @@ from torchscout.replay import fsdp_state
 from torchscout.replay.guard import announced
 
 __all__ = [
-    "NOBODY",
-    "Elsewhere",
+    "GradientLookup",
     "ParameterGatherers",
     "Reduction",
     "gathered",
@@ -120,7 +119,7 @@ def _whole_size(parameter: torch.Tensor, route: Route) -> int:
     return math.prod(sizes)
 
 
-Elsewhere = Callable[[torch.Tensor], torch.Tensor | None]
+GradientLookup = Callable[[torch.Tensor], torch.Tensor | None]
 """Returns the gradient of a parameter, if backward does not return it."""
 
 
@@ -153,7 +152,7 @@ class ParameterGatherers:
     """How its gradients are reduced, if that is replayed too."""
     together: frozenset[int] = frozenset()
     """The ranks that execute one call of the module together, in tensor or context parallelism."""
-    around: Callable[[], AbstractContextManager[Elsewhere | None]] = nullcontext
+    around: Callable[[], AbstractContextManager[GradientLookup | None]] = nullcontext
     """Entered around each replay of the module: restores what its passes write elsewhere."""
     kept_among: frozenset[int] = frozenset()
     """The ranks among which shards are gathered and gradients reduced, as far as known."""
@@ -168,9 +167,6 @@ class ParameterGatherers:
         """Why a replay could harm training: FSDP would take a failed call for an unfinished pass."""
         lacking = None if self.root is None else fsdp_state.missing(self.root)
         return lacking and f"FSDP's state cannot be reset after a replay: this PyTorch has no {lacking}"
-
-
-NOBODY = ParameterGatherers()
 
 
 def gatherers_of(model: nn.Module, module: nn.Module) -> ParameterGatherers:

@@ -32,7 +32,7 @@ from torchscout.decision.record import Surface
 from torchscout.replay.recipe import Observation
 from torchscout.utils.reentrancy import in_backward
 
-__all__ = ["lapped", "timed"]
+__all__ = ["timed", "timed_transfer"]
 
 _TIMEOUT_SECONDS = 5.0
 _READS = 8
@@ -69,7 +69,7 @@ def timed(
 
 
 @contextmanager
-def lapped(
+def timed_transfer(
     device: torch.device, seen: Observation, surface: Surface, members: tuple[int, ...], elements: int
 ) -> Iterator[None]:
     """Record the time of this block, one transfer among ``members``, when ``seen`` is read."""

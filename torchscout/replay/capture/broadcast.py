@@ -21,8 +21,8 @@ from torchscout.errors import ReplayError
 __all__ = [
     "Broadcast",
     "DTensorLayout",
+    "as_dense",
     "captured",
-    "densely",
     "described",
     "flat",
     "is_dense",
@@ -160,7 +160,7 @@ def obstacle(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def densely(tensor: torch.Tensor) -> torch.Tensor:
+def as_dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without gaps or overlaps in memory: itself if possible, else a copy."""
     plain = local_part(tensor).resolve_conj().resolve_neg()
     return _laid_out(plain if is_dense(plain) else plain.clone(), tensor)

@@ -51,10 +51,10 @@ __all__ = [
     "deterministic",
     "disturbed_by_cudnn",
     "preserved",
+    "preserved_rng",
     "refusal",
     "register_tracker",
     "seeded",
-    "unmoved",
 ]
 
 
@@ -127,7 +127,7 @@ class RngState:
 
 
 @contextmanager
-def unmoved(device: torch.device) -> Iterator[None]:
+def preserved_rng(device: torch.device) -> Iterator[None]:
     """Restore all random streams after this block."""
     torch_states, python_state, numpy_state = RngState.now(device), random.getstate(), np.random.get_state()
     try:

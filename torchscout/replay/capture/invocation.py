@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from torchscout.errors import ReplayError
 from torchscout.experts.coverage import Rows
-from torchscout.replay.capture.broadcast import DTensorLayout, captured, densely, described, refuse, room_for
+from torchscout.replay.capture.broadcast import DTensorLayout, as_dense, captured, described, refuse, room_for
 from torchscout.replay.capture.context import Attention, RngState, autocast_now
 
 __all__ = ["Invocation", "RowResize", "is_floating", "tensors_in"]
@@ -135,7 +135,7 @@ class Invocation:
 
     def densified(self) -> Invocation:
         """Return the same call with dense gradients; an expanded one is not dense."""
-        return replace(self, gradients={place: densely(each) for place, each in self.gradients.items()})
+        return replace(self, gradients={place: as_dense(each) for place, each in self.gradients.items()})
 
     def tensors(self) -> list[torch.Tensor]:
         """Return everything to broadcast, in the same order on all peers."""

@@ -22,7 +22,7 @@ from torchscout.replay.capture.broadcast import flat, local_part
 from torchscout.replay.capture.context import Attention
 from torchscout.replay.capture.invocation import Invocation
 
-__all__ = ["SavedCall", "SavedCalls", "recalled"]
+__all__ = ["SavedCall", "SavedCalls", "restored"]
 
 Key = tuple[str, str]
 """A recipe's kind and its target."""
@@ -114,7 +114,7 @@ class SavedCalls:
         self._kept = kept if self.limit else {}
 
 
-def recalled(
+def restored(
     call: Mapping[str, Any],
     module: nn.Module,
     device: torch.device,

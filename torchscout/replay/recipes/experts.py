@@ -19,7 +19,7 @@ from torchscout.replay.capture.invocation import RowResize
 from torchscout.replay.compiled import CompiledCode
 from torchscout.replay.recipe import SavedInput
 from torchscout.replay.recipes.layer import LayerRecipe, LayerReplay
-from torchscout.replay.sharded_parameters import NOBODY, ParameterGatherers
+from torchscout.replay.sharded_parameters import ParameterGatherers
 
 __all__ = ["ExpertsRecipe"]
 
@@ -35,7 +35,7 @@ class ExpertsRecipe(LayerRecipe):
         shapes: Mapping[str, Sequence[Rows]],
         surfaces: Mapping[torch.Tensor, Surface],
         device: torch.device,
-        gatherers: Callable[[nn.Module], ParameterGatherers] = lambda _: NOBODY,
+        gatherers: Callable[[nn.Module], ParameterGatherers] = lambda _: ParameterGatherers(),
         compiled: CompiledCode | None = None,
     ) -> None:
         """A module without ``shapes`` is replayed as it was called."""

@@ -22,13 +22,12 @@ from torchscout.replay.capture import broadcast as wire
 from torchscout.replay.capture import context
 from torchscout.replay.capture.hooks import WRITES, CallCapture
 from torchscout.replay.capture.invocation import Invocation, RowResize, is_floating, tensors_in
-from torchscout.replay.capture.saved_calls import recalled
+from torchscout.replay.capture.saved_calls import restored
 from torchscout.replay.compiled import CompiledCode, EagerCall, eagerly, is_compiled
 from torchscout.replay.guard import UnannouncedError, announced
 from torchscout.replay.recipe import ABSENT, Comparison, Mode, Observation, Recipe, Replay, SavedInput
 from torchscout.replay.sharded_parameters import (
-    NOBODY,
-    Elsewhere,
+    GradientLookup,
     ParameterGatherers,
     Reduction,
     gathered,
@@ -68,7 +67,7 @@ class LayerRecipe(Recipe):
         modules: Mapping[str, nn.Module],
         surfaces: Mapping[torch.Tensor, Surface],
         device: torch.device,
-        gatherers: Callable[[nn.Module], ParameterGatherers] = lambda _: NOBODY,
+        gatherers: Callable[[nn.Module], ParameterGatherers] = lambda _: ParameterGatherers(),
         role: LayerKind = LayerKind.DENSE,
         compiled: CompiledCode | None = None,
     ) -> None:
@@ -99,7 +98,7 @@ class LayerRecipe(Recipe):
             if saved.call is None:
                 raise ReplayError("no call of it was saved")
             initialize(gatherers)
-            call = recalled(saved.call, module, self._device, saved.tensors)
+            call = restored(saved.call, module, self._device, saved.tensors)
         gradients = self._gradients(module)
         # With gathered parameters, an eager pass over a whole model would communicate.
         compiled = None if gatherers.modules else self._compiled
@@ -277,7 +276,7 @@ class LayerReplay(Replay):
         given: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         seen: Observation,
-        elsewhere: Elsewhere | None,
+        elsewhere: GradientLookup | None,
     ) -> None:
         call, inputs = self._input, [x for x in given if x.requires_grad]
         wanted = [*inputs, *self._weights()]
@@ -345,7 +344,13 @@ class LayerReplay(Replay):
         call = self._input
         untouched = context.preserved(self._module, self._buffers, call.randomness.seed)
         stance = eagerly() if self.is_eager else nullcontext()
-        with stance, context.unmoved(self._device), untouched, call.attention.applied(), torch.enable_grad():
+        with (
+            stance,
+            context.preserved_rng(self._device),
+            untouched,
+            call.attention.applied(),
+            torch.enable_grad(),
+        ):
             yield
 
     @property

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import captured, is_dense, refuse
-from torchscout.replay.capture.context import unmoved
+from torchscout.replay.capture.context import preserved_rng
 from torchscout.replay.guard import guarded
 
 __all__ = [
@@ -276,7 +276,7 @@ def group_of(optimizer: Optimizer, parameter: torch.Tensor) -> Settings:
 @contextmanager
 def _own_randomness(device: torch.device) -> Iterator[None]:
     """Give all ranks the same random numbers, for optimizers with stochastic rounding."""
-    with unmoved(device):
+    with preserved_rng(device):
         torch.default_generator.manual_seed(_SEED)
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed(_SEED)

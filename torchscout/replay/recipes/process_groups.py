@@ -28,7 +28,7 @@ from torchscout.replay.capture.broadcast import Broadcast
 from torchscout.replay.guard import CallListener, announced
 from torchscout.replay.recipe import ABSENT, Comparison, JobExchange, Mode, Observation, Recipe, Replay
 from torchscout.replay.sharded_parameters import reduce_scatter
-from torchscout.replay.timing import lapped
+from torchscout.replay.timing import timed_transfer
 
 __all__ = ["SEND", "CommunicationLog", "GroupUse", "ProcessGroupRecipe", "ScratchBuffers", "agreed"]
 
@@ -255,7 +255,10 @@ class _Transfers(Replay):
         for use in self._uses:
             transfer = self._buffers.transfer(use, self._groups[use])
             surface = f"time/{ProcessGroupRecipe.kind}_{use.operation}@"
-            with lapped(self._device, seen, surface, use.members, self._buffers.elements), announced():
+            with (
+                timed_transfer(self._device, seen, surface, use.members, self._buffers.elements),
+                announced(),
+            ):
                 transfer.run()
             # Equal numbers have equal bytes here: no value that is sent has two representations, as zero has.
             pending.append(PendingSignatures([transfer.received, transfer.expected]))
