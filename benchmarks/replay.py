@@ -139,8 +139,8 @@ def _captured(
 def _check(replay: Any, variants: tuple[float, ...], channel: ProcessGroupChannel) -> None:
     evidence = {}
     for variant in variants:
-        seen = Observation()
-        replay.observe(variant, seen)
+        seen = Observation(variant)
+        replay.observe(seen)
         finish_signatures([seen])
         evidence |= {f"{surface} {variant}": value for surface, value in seen.signatures.items()}
     c3.compare(channel, exact=evidence)

@@ -36,7 +36,7 @@ __all__ = ["breakdown"]
 _REPLAYS = {
     LayerReplay: None,  # its kind is that of the recipe
     optimizer.OptimizerReplay: "optimizer",
-    replicated_state._Census: "census",
+    replicated_state._StateComparison: "census",
     process_groups._Transfers: "transfers",
 }
 
@@ -74,7 +74,7 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
         return lambda *args, **__: ledger.part(part, _kind_of(args))
 
     def keep_kinds(self: Any, *_: Any) -> Any:
-        kinds.update({id(each.replay): each.due.kind for each in self._begun})
+        kinds.update({id(each.replay): each.due.kind for each in self._active})
         return ledger.part("check")
 
     part, exchange = ledger.part, ledger.exchange
@@ -129,7 +129,7 @@ def _broadcast(tensor: torch.Tensor) -> str:
 
 def _kind_of(arguments: Any) -> str | None:
     for each in arguments:
-        if isinstance(each, replayer.Begun):
+        if isinstance(each, replayer.ActiveReplay):
             return each.due.kind
     return None
 

@@ -182,7 +182,3 @@ def test_closed_kernels_are_named_and_not_compressed():
     assert profiler.profile((64, 32)) is None
     assert "closed kernels do not count their paths" in profiler.reason
     assert "grid" in profiler.reason
-    by_geometry = LaunchProfiler(expert, 256, geometry_only=True)
-    small, large = by_geometry.profile((64,)), by_geometry.profile((64,))
-    assert small == large
-    assert small.path_counts

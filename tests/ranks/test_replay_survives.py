@@ -117,7 +117,7 @@ def odd_job(rank: int, manner: str, run_dir: Path) -> tuple[list[str], list[Evid
     ("manner", "told"),
     [
         ("behind its hooks", "rank 1: it was not called in this step"),
-        ("by name", "rank 1: arguments have another form than the source's"),
+        ("by name", "rank 1: arguments have a different structure than the source's"),
         ("with what cannot be described", "rank 1: RuntimeError: not to be described"),
     ],
 )

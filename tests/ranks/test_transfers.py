@@ -118,18 +118,18 @@ def test_a_job_that_says_nothing_is_certified_all_the_same(six: LiveRanks, tmp_p
         assert told.status["replay"]["certified"] == 3
 
 
-def heard_on(rank: int, device: str) -> set[GroupUse]:
-    heard = CommunicationLog(torch.device(device))
-    heard.listen()
+def logged_on(rank: int, device: str) -> set[GroupUse]:
+    log = CommunicationLog(torch.device(device))
+    log.start()
     dist.all_reduce(torch.ones(2))
     dist.all_gather_object([None, None], rank, group=dist.new_group(group_desc=SCOUT_GROUP))
     dist.barrier()
-    heard.rest()
+    log.stop()
     dist.broadcast(torch.ones(2), src=0)
-    return {*heard.links()}
+    return {*log.groups()}
 
 
-def test_what_does_not_travel_between_the_devices_that_compute_is_not_heard():
-    for heard in run_ranks(heard_on, 2, "cpu", timeout=60):
-        assert {link[:2] for link in heard} == {("all_reduce", (0, 1))}
-    assert run_ranks(heard_on, 2, "cuda", timeout=60) == [set(), set()]
+def test_communication_on_another_device_type_is_not_logged():
+    for uses in run_ranks(logged_on, 2, "cpu", timeout=60):
+        assert {use[:2] for use in uses} == {("all_reduce", (0, 1))}
+    assert run_ranks(logged_on, 2, "cuda", timeout=60) == [set(), set()]

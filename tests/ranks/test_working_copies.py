@@ -11,7 +11,7 @@ from tests.support.copying_jobs import Copying, copying
 from tests.support.ranks import LiveRanks
 
 WEIGHT = "stack.1.up/weight"
-REASON = "not watched between updates: a collective writes it between updates"
+REASON = "not watched between updates: a collective writes to it between updates"
 
 
 @pytest.fixture(scope="module")

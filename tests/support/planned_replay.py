@@ -10,9 +10,8 @@ import torch
 from tests.support.thread_peers import ThreadPeers, on_threads
 from torchscout.decision.record import EvidenceRecord
 from torchscout.errors import ReplayError
-from torchscout.mesh import LayerKind
 from torchscout.replay.capture.broadcast import Broadcast
-from torchscout.replay.recipe import Comparison, Given, Mode, Observation, Recipe
+from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay, SavedInput
 from torchscout.replay.replayer import Findings, Replayer
 from torchscout.replay.schedule import Rotation
 from torchscout.utils.reentrancy import in_own_work
@@ -20,7 +19,7 @@ from torchscout.utils.reentrancy import in_own_work
 Act = Callable[[int, str, float], Any]
 
 
-class Planned:
+class Planned(Recipe):
     """A recipe whose replays compare two numbers, and do at each call what the test plans for a rank.
 
     ``act(rank, call, variant)`` may raise; what it returns for ``observe`` is added to the output.
@@ -30,9 +29,7 @@ class Planned:
         self, rank: int, act: Act = lambda *_: None, *, kind: str = "layer", varies: bool = True
     ) -> None:
         self.rank, self.act, self.kind, self.varies = rank, act, kind, varies
-        self.targets = ("a", "b")
-        self.is_gathered, self.is_swept, self.is_required = False, True, True
-        self.role, self.is_dynamic = LayerKind.DENSE, False
+        self.targets, self.is_swept = ("a", "b"), True
         self.calls: list[tuple[str, Any]] = []
         self.milliseconds: Callable[[], float] = lambda: 1.0
         """What the present run takes."""
@@ -43,24 +40,21 @@ class Planned:
         self.calls.append((call, detail))
         return self.act(self.rank, call, variant)
 
-    def kept_as(self, target: int) -> str:
-        return self.targets[target]
-
     def begin(self, target: int, *, is_source: bool) -> PlannedReplay:
         replay = PlannedReplay(self, self.targets[target])
         self.say("begin", (target, is_source))
         return replay
 
-    def again(self, target: int, given: Given) -> PlannedReplay:
+    def replay_saved(self, target: int, saved: SavedInput) -> PlannedReplay:
         replay = PlannedReplay(self, self.targets[target])
-        self.say("again", (target, given.is_source))
+        self.say("replay_saved", (target, saved.is_source))
         return replay
 
     def said(self) -> list[str]:
         return [call for call, _ in self.calls]
 
 
-class PlannedReplay:
+class PlannedReplay(Replay):
     def __init__(self, recipe: Planned, target: str) -> None:
         self._recipe, self._target = recipe, target
         self._value = torch.tensor([recipe.rank + 10], dtype=torch.int64)
@@ -85,15 +79,13 @@ class PlannedReplay:
         given = f"{self._target}/input"
         return [Comparison(given, Mode.INPUT), Comparison(f"{self._target}/output", Mode.FORWARD, (given,))]
 
-    def observe(self, variant: float, seen: Observation) -> None:
+    def observe(self, seen: Observation) -> None:
+        variant = seen.variant
         seen.signatures[f"{self._target}/input"] = self._value.item()
         self._recipe.received.append(int(self._value.item()))
         seen.times["time/module"] = self._recipe.milliseconds()
         wrong = self._recipe.say("observe", variant, variant)
         seen.signatures[f"{self._target}/output"] = int(self._value.item() * variant * 100) + (wrong or 0)
-
-    def invocation(self) -> None:
-        """No sweep needs it."""
 
     def release(self) -> None:
         self._recipe.say("release")

@@ -53,9 +53,9 @@ def receiver(sent: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], None]:
 
 def observe(replay: Replay, variant: float = 1.0) -> dict[str, int]:
     """As the replayer does: with SCOUT's own hooks inert."""
-    seen = Observation()
+    seen = Observation(variant)
     with own_work():
-        replay.observe(variant, seen)
+        replay.observe(seen)
     finish_signatures([seen])
     return seen.signatures
 

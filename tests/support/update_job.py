@@ -41,8 +41,8 @@ class Rank:
 
 
 def observed(replay: Replay, variant: float = 1.0) -> Mapping[str, int]:
-    seen = Observation()
-    replay.observe(variant, seen)
+    seen = Observation(variant)
+    replay.observe(seen)
     finish_signatures([seen])
     return seen.signatures
 

@@ -16,7 +16,7 @@ def stepped(state: dict[str, torch.Tensor]) -> OwnedStateRecipe:
     recipe = OwnedStateRecipe(lambda: state, [optimizer])
     recipe.start()
     for step in range(2):
-        recipe.rest(step)
+        recipe.watch_after(step)
         weight.grad = torch.ones(4)
         optimizer.step()
     return recipe

@@ -47,7 +47,7 @@ def test_what_was_in_place_is_there_again_and_then_gone():
     with block(enable_load_balance=False):
         inside, attention = state(), Attention.now()
     assert attention.is_ring
-    with attention.again():
+    with attention.applied():
         function, handlers, options = state()
         assert function is inside[0]
         assert handlers.keys() == inside[1].keys() > outside[1].keys()
@@ -59,7 +59,7 @@ def test_it_is_gone_even_if_the_replay_fails():
     outside = state()
     with block(enable_load_balance=False):
         attention = Attention.now()
-    with pytest.raises(ZeroDivisionError), attention.again():
+    with pytest.raises(ZeroDivisionError), attention.applied():
         1 / 0  # noqa: B018
     assert state() == outside
 
@@ -69,7 +69,7 @@ def test_plain_attention_is_in_place_in_a_block_of_another():
     assert not plain.is_ring
     with block():
         inside = state()
-        with plain.again():
+        with plain.applied():
             assert functional.scaled_dot_product_attention is plain.function
             assert not state()[1].keys() & ring.custom_ops.keys()
         assert (state()[0], state()[2]) == (inside[0], inside[2])

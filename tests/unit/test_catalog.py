@@ -40,7 +40,6 @@ def test_the_representatives_are_those_of_both_projections_without_duplicates():
     assert up.admitted == 20
     assert 1 < len(up.selected) < 10
     assert catalog.representatives("layer.1", 2) == up.representatives == down.representatives
-    assert len(list(catalog.places[0])) == 2 * 2 * 3
 
 
 @pytest.mark.parametrize(("layer", "position"), [("layer.2", 0), ("layer.0", 3), ("layer.0", -1)])
@@ -64,7 +63,7 @@ def test_shapes_without_a_stable_profile_are_all_retained_with_the_reason():
 
 def test_a_saved_catalog_is_loaded_as_it_was(tmp_path: Path):
     profiler = TiledMatmul(experts=2, uncountable=frozenset({(3, 3)}))
-    catalog = replace(made(profiler), gaps=("uneven routings: nobody asked",))
+    catalog = replace(made(profiler), gaps=("uneven routings: not requested",))
     save(catalog, tmp_path / "catalog.json")
     assert load(tmp_path / "catalog.json") == catalog
     assert list(tmp_path.iterdir()) == [tmp_path / "catalog.json"]
@@ -153,13 +152,13 @@ def test_a_fact_that_only_one_side_knows_is_drift():
     ]
 
 
-def test_a_catalog_that_says_more_than_it_can_is_refused_whatever_its_digest(tmp_path: Path):
-    """It would be read without what it says."""
+def test_a_catalog_with_unknown_fields_is_refused_even_with_a_valid_digest(tmp_path: Path):
+    """They would be ignored."""
     whole = document(made())
     for change in ({"extra": 1}, {"gaps": "ab"}):
         body = {**whole["body"], **change}
         digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
         text = json.dumps({**whole, "body": body, "digest": digest}, sort_keys=True, separators=(",", ":"))
         (tmp_path / "catalog.json").write_text(text + "\n")
-        with pytest.raises(CatalogError, match="says more than"):
+        with pytest.raises(CatalogError, match="fields that this version does not know"):
             load(tmp_path / "catalog.json")

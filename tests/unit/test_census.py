@@ -159,9 +159,9 @@ def test_a_tensor_that_all_held_and_one_lost_is_no_design():
     replays = [rank.begin() for rank in ranks]
     told = [replay.describe() for replay in replays]
     for replay in replays:
-        with pytest.raises(ReplayError, match="all names are compared next"):
+        with pytest.raises(ReplayError, match="the next check exchanges all names"):
             replay.prepare(told, 0)
-    with pytest.raises(ReplayError, match=r"0.weight.exp_avg was held by all .* by peers \[1\]"):
+    with pytest.raises(ReplayError, match=r"all peers had model/0.weight.exp_avg, and peers \[1\] no longer"):
         prepare([rank.begin() for rank in ranks])
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.replay_by_hand import CPU, align, observe
 from torchscout.errors import ReplayError
 from torchscout.replay.compiled import CompiledCode, compiled_around, is_compiled
-from torchscout.replay.recipe import Given
+from torchscout.replay.recipe import SavedInput
 from torchscout.replay.recipes.layer import LayerRecipe, LayerReplay
 
 
@@ -281,7 +281,7 @@ def test_a_call_that_was_kept_is_replayed_eagerly_without_a_pass():
     again_net, again_model = made()
     again_net.load_state_dict(net.state_dict())
     later, _ = replays_of(again_net, again_model)
-    replay = later.again(1, Given(is_source=True, call=kept.call, tensors=kept.tensors))
+    replay = later.replay_saved(1, SavedInput(is_source=True, call=kept.call, tensors=kept.tensors))
     assert replay.is_eager
     assert not again_model._forward_pre_hooks
     align([replay])

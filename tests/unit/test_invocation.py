@@ -160,7 +160,7 @@ def test_an_object_that_differs_is_refused_with_its_place(here: Any, there: Any)
     [((torch.ones(1), 1), {}), ((), {"x": torch.ones(1)}), (([torch.ones(1)],), {})],
 )
 def test_another_form_of_arguments_is_refused(args: tuple, kwargs: dict):
-    with pytest.raises(ReplayError, match="arguments have another form than the source's"):
+    with pytest.raises(ReplayError, match="arguments have a different structure than the source's"):
         call(*args, **kwargs).like(told(call(torch.ones(1))), CPU)
 
 

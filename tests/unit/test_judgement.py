@@ -158,7 +158,7 @@ def test_another_rank_is_news():
 
 
 def test_whoever_differs_from_what_is_known_to_be_right_is_named_whatever_others_have():
-    at_rest = [Comparison("state/at_rest", Mode.STATE, right=1)]
+    at_rest = [Comparison("state/at_rest", Mode.STATE, expected=1)]
     assert judged([1, 1, 1, 1], comparisons=at_rest)["state/at_rest"].scope is None
     found = judged([5, 1, 5, 5], comparisons=at_rest)["state/at_rest"]
     assert (found.scope, found.ranks) == (Scope.RANK, (0, 4, 6))

@@ -14,7 +14,7 @@ from tests.support.replay_by_hand import CPU
 from torchscout.checkpoint.storage import encoding
 from torchscout.replay.capture.context import Attention
 from torchscout.replay.capture.invocation import Invocation
-from torchscout.replay.capture.saved_calls import SavedCalls, recalled
+from torchscout.replay.capture.saved_calls import SavedCalls, restored
 
 KEY = ("layer", "layer.3")
 
@@ -48,7 +48,7 @@ def test_a_call_comes_back_bit_for_bit_with_its_arguments_as_they_were():
     state = torch.get_rng_state()
     found = saved(kept(made))[KEY]
     assert found is not None
-    again = recalled(found.call, nn.Linear(2, 2), CPU, found.tensors)
+    again = restored(found.call, nn.Linear(2, 2), CPU, found.tensors)
     args, kwargs = again.arguments({})
     assert torch.equal(args[0], x)
     assert args[0].stride() == x.stride()
@@ -64,7 +64,7 @@ def test_a_rank_that_keeps_nothing_makes_room_from_the_description_alone():
     made = call(torch.randn(4, 3), 7)
     found = kept(made)[KEY]
     assert found is not None
-    room = recalled(found.call, nn.Linear(2, 2), CPU).like(found.call, CPU)
+    room = restored(found.call, nn.Linear(2, 2), CPU).like(found.call, CPU)
     assert [(each.shape, each.dtype) for each in room.tensors()] == [
         (each.shape, each.dtype) for each in made.tensors()
     ]
@@ -79,13 +79,13 @@ def test_later_training_does_not_change_what_is_kept():
     assert found is not None
     gradient.add_(1)
     made.leaves[0].add_(1)
-    again = recalled(found.call, nn.Linear(2, 2), CPU, found.tensors)
+    again = restored(found.call, nn.Linear(2, 2), CPU, found.tensors)
     assert torch.equal(again.gradients[0], torch.zeros(4))
     assert torch.equal(again.leaves[0], torch.ones(2))
 
 
 class Mask:
-    """What a file cannot hold."""
+    """An object that cannot be saved."""
 
 
 def in_a_ring() -> Invocation:
@@ -97,9 +97,9 @@ def in_a_ring() -> Invocation:
 @pytest.mark.parametrize(
     ("made", "limit", "reason"),
     [
-        (lambda: call(torch.ones(2), Mask()), 1 << 20, "argument 1 is .*Mask, which a file cannot hold"),
+        (lambda: call(torch.ones(2), Mask()), 1 << 20, "argument 1 is .*Mask, which cannot be saved"),
         (in_a_ring, 1 << 20, "context_parallel block"),
-        (lambda: call(torch.ones(2)), 40, "bytes would be kept, and 40 are allowed"),
+        (lambda: call(torch.ones(2)), 40, "saved calls would need .* bytes, and 40 are allowed"),
     ],
 )
 def test_what_cannot_be_kept_says_why_and_takes_the_place_of_what_was(made: Any, limit: int, reason: str):

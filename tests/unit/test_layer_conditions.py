@@ -118,7 +118,7 @@ def test_a_module_that_raises_is_not_hidden_and_leaves_all_as_it_was():
     stream, flags, filters = torch.get_rng_state(), switches(), list(warnings.filters)
     seen = Observation()
     with pytest.raises(RuntimeError, match="a broken kernel"), own_work():
-        replays[1].observe(1.0, seen)
+        replays[1].observe(seen)
     assert list(seen.signatures) == [f"{NAME}/input", f"{NAME}/parameters"], "what was seen before counts"
     assert torch.equal(stream, torch.get_rng_state())
     assert switches() == flags
@@ -219,7 +219,7 @@ def refused(replay: Any) -> Observation:
     """What is seen of a replay that strict mode ends."""
     seen, flags = Observation(), switches()
     with pytest.raises(RuntimeError), own_work():
-        replay.observe(1.0, seen)
+        replay.observe(seen)
     assert switches() == flags
     return seen
 
@@ -236,7 +236,7 @@ def test_a_forward_pass_that_strict_mode_refuses_is_replayed_without_and_marked(
     assert message.startswith(PUT)
     seen = Observation()
     with own_work():
-        replay.observe(1.0, seen)
+        replay.observe(seen)
     assert seen.refused == []
     computed = {f"{NAME}/output", f"{NAME}/grad_input", f"{NAME}.weight.grad"}
     assert seen.unrepeatable == dict.fromkeys(computed, PUT)
@@ -267,7 +267,7 @@ def test_a_backward_pass_that_strict_mode_refuses_leaves_the_forward_pass_strict
     assert refused(replay).refused == [message]
     seen = Observation()
     with own_work():
-        replay.observe(1.0, seen)
+        replay.observe(seen)
     assert seen.unrepeatable == {f"{NAME}/grad_input": PUT, f"{NAME}.weight.grad": PUT}
     assert replay.determinism.relaxed == {Mode.BACKWARD}
 
@@ -278,7 +278,7 @@ def test_matrix_products_without_a_workspace_setting_are_replayed_without_and_st
     assert refused(replay).refused == [message]
     seen = Observation()
     with own_work():
-        replay.observe(1.0, seen)
+        replay.observe(seen)
     assert seen.unrepeatable == {}
     assert f"{NAME}/grad_input" in seen.signatures
 

@@ -44,7 +44,7 @@ def test_a_module_that_writes_to_its_parameters_only_in_replay_is_told():
     job.modules[0].writes = True
     seen = Observation()
     with pytest.raises(ReplayError, match="writes to its own parameters"), own_work():
-        replay.observe(1.0, seen)
+        replay.observe(seen)
     assert f"{NAME}/output" not in seen.signatures, "its record is what carries the reason"
 
 

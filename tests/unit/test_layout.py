@@ -21,8 +21,8 @@ from torchscout.decision.signature import signature
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import (
     DTensorLayout,
+    as_dense,
     captured,
-    densely,
     described,
     local_part,
     receive,
@@ -109,7 +109,7 @@ def test_a_captured_dtensor_requires_and_gets_gradients():
 
 def test_gaps_in_a_local_part_are_closed():
     sliced = torch.arange(12.0).view(2, 6)[:, ::2]
-    dense = densely(laid(Shard(0), source_mesh(), sliced))
+    dense = as_dense(laid(Shard(0), source_mesh(), sliced))
     assert isinstance(dense, DTensor)
     assert local_part(dense).is_contiguous()
     assert torch.equal(local_part(dense), sliced)
@@ -218,10 +218,10 @@ class TestGradientsOfParameters:
         self, of_gradient: Placement, of_parameter: Placement
     ):
         parameter = laid(of_parameter, source_mesh())
-        with pytest.raises(ReplayError, match="not divided as its parameter is"):
+        with pytest.raises(ReplayError, match="not placed as its parameter is"):
             gradient_of(laid(of_gradient, source_mesh()), parameter)
 
     def test_a_gradient_on_another_mesh_is_refused(self):
         parameter = laid(Replicate(), source_mesh())
-        with pytest.raises(ReplayError, match="not divided as its parameter is"):
+        with pytest.raises(ReplayError, match="not placed as its parameter is"):
             gradient_of(laid(Partial(), peer_mesh()), parameter)

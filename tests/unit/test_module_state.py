@@ -265,7 +265,7 @@ def test_an_exception_on_the_way_in_puts_everything_back():
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_weights_that_are_renormalized_when_called_are_refused(kind: type[nn.Module]):
     assert refusal(nn.Sequential(kind(3, 2, max_norm=1.0))) == (
-        "0 renormalizes its weights in place (max_norm) whenever it is called"
+        "0 renormalizes its weights in place (max_norm) in every call"
     )
     assert refusal(kind(3, 2, max_norm=1.0)).startswith("it renormalizes")
     assert refusal(nn.Sequential(kind(3, 2), nn.Linear(2, 2))) is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.replay_by_hand import CPU
-from torchscout.replay.capture.context import RngState, lend, register_tracker, unmoved
+from torchscout.replay.capture.context import RngState, preserved_rng, register_tracker, seeded
 
 
 class Streams:
@@ -72,7 +72,7 @@ def test_a_tracker_may_hand_out_its_own_memory():
     tracker = Live()
     forget = register_tracker("live", tracker)
     try:
-        with unmoved(CPU):
+        with preserved_rng(CPU):
             tracker.state.add_(1)
     finally:
         forget()
@@ -114,7 +114,7 @@ def standing(streams: Streams) -> tuple:
 
 def test_what_is_drawn_inside_moves_nothing_outside(streams: Streams):
     expected = standing(streams)
-    with unmoved(CPU):
+    with preserved_rng(CPU):
         RngState.now(CPU).apply(CPU)
         everything(streams)
     assert everything(streams) == expected
@@ -124,7 +124,7 @@ def test_an_exception_inside_moves_nothing_either(streams: Streams):
     expected = standing(streams)
 
     def failing() -> None:
-        with unmoved(CPU):
+        with preserved_rng(CPU):
             everything(streams)
             raise RuntimeError("in the layer")
 
@@ -134,7 +134,7 @@ def test_an_exception_inside_moves_nothing_either(streams: Streams):
 
 
 def test_a_name_is_registered_once_and_can_be_taken_back(streams: Streams):
-    with pytest.raises(ValueError, match="'framework' is registered already"):
+    with pytest.raises(ValueError, match="'framework' is already registered"):
         register_tracker("framework", Streams())
     forget = register_tracker("another", Streams(one=1))
     assert "another/one" in RngState.now(CPU).states
@@ -148,7 +148,7 @@ def test_a_name_is_registered_once_and_can_be_taken_back(streams: Streams):
 
 @pytest.mark.parametrize("name", ["", "framework/model"])
 def test_a_name_that_cannot_be_told_from_a_stream_is_refused(name: str):
-    with pytest.raises(ValueError, match=f"without '/', got '{name}'"):
+    with pytest.raises(ValueError, match=f"contain no '/', got '{name}'"):
         register_tracker(name, Streams())
 
 
@@ -176,7 +176,7 @@ def test_a_lent_stream_draws_from_the_shared_seed_and_goes_back(kind: str):
     make, draw = STREAMS[kind]
     twin, one, other = make(1), make(1), make(2)
     draw(twin), draw(one)
-    backs = [lend(one, 77), lend(other, 77)]
+    backs = [seeded(one, 77), seeded(other, 77)]
     assert [draw(one) for _ in range(3)] == [draw(other) for _ in range(3)]
     for back in backs:
         back()
@@ -184,4 +184,4 @@ def test_a_lent_stream_draws_from_the_shared_seed_and_goes_back(kind: str):
 
 
 def test_what_is_no_stream_is_not_lent():
-    assert [lend(value, 1) for value in (None, 3, "text", torch.rand(2), random)] == [None] * 5
+    assert [seeded(value, 1) for value in (None, 3, "text", torch.rand(2), random)] == [None] * 5

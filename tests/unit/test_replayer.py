@@ -15,7 +15,7 @@ from tests.support.update_job import flip_lowest_bit
 from torchscout.decision.repeatability import MAX_REPLAYS, Repeatability
 from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ChannelError, ReplayError
-from torchscout.replay.recipe import Given, Mode, Observation, Recipe, Replay
+from torchscout.replay.recipe import Mode, Observation, Recipe, Replay
 from torchscout.replay.recipes.layer import LayerRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.replay.replayer import Findings, Replayer
@@ -300,9 +300,9 @@ class Signed(Planned):
         replay: Any = super().begin(target, is_source=is_source)
         observe = replay.observe
 
-        def later(variant: float, seen: Observation) -> None:
-            found = Observation()
-            observe(variant, found)
+        def later(seen: Observation) -> None:
+            found = Observation(seen.variant)
+            observe(found)
             pending: Any = PendingSignatures([torch.zeros(3)], algorithm="fold")
             if self.rank == self.broken:
                 pending.folds = {torch.device("cpu"): torch.empty(1, device="meta")}
@@ -436,29 +436,21 @@ class Alone:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._replay, name)
 
-    def observe(self, variant: float, seen: Observation) -> None:
+    def observe(self, seen: Observation) -> None:
         with self._lock:
-            self._replay.observe(variant, seen)
+            self._replay.observe(seen)
 
 
-class OneAtATime:
+class OneAtATime(Recipe):
     """A recipe whose replays are alone when they compute."""
 
     def __init__(self, recipe: Recipe, lock: threading.Lock) -> None:
         self.kind, self.targets, self.varies = recipe.kind, recipe.targets, recipe.varies
-        self.is_gathered, self.is_swept, self.is_required = (
-            recipe.is_gathered,
-            recipe.is_swept,
-            recipe.is_required,
-        )
-        self.role, self.kept_as, self.is_dynamic = recipe.role, recipe.kept_as, recipe.is_dynamic
+        self.is_gathered, self.is_swept = recipe.is_gathered, recipe.is_swept
         self._recipe, self._lock = recipe, lock
 
-    def begin(self, target: int, *, is_source: bool) -> Alone:
-        return Alone(self._recipe.begin(target, is_source=is_source), self._lock)
-
-    def again(self, target: int, given: Given) -> Alone:
-        return Alone(self._recipe.again(target, given), self._lock)
+    def new_replay(self, *arguments: Any) -> Any:
+        return Alone(self._recipe.new_replay(*arguments), self._lock)
 
 
 def test_a_real_layer_and_all_state_name_the_rank_with_a_wrong_weight():

@@ -68,9 +68,9 @@ def test_an_expert_that_nobody_asked_gets_the_same_random_rows_everywhere():
 
 
 def test_a_shape_for_another_number_of_experts_is_refused():
-    with pytest.raises(ReplayError, match="its call is for 2 experts, the shape for 3"):
+    with pytest.raises(ReplayError, match="its call has 2 experts, the shape 3"):
         RowResize((1, 1, 1)).require(call(X, torch.tensor([4, 2])))
-    with pytest.raises(ReplayError, match="no argument of it has rows"):
+    with pytest.raises(ReplayError, match="none of its arguments has rows"):
         RowResize((1,)).require(call(torch.tensor([4, 2])))
 
 

@@ -124,7 +124,7 @@ def test_updates_of_single_elements_are_separable(kind, settings, shape):
     ("kind", "reason"),
     [
         (torch.optim.Adafactor, "Adafactor (updates|keeps)"),
-        (Lamb, "Lamb updates the parameter of a slice otherwise"),
+        (Lamb, "Lamb updates the parameter of a slice differently"),
         (OnlyMatrices, "OnlyMatrices updates the parameter"),
         (getattr(torch.optim, "Muon", Lamb), "(Muon cannot step a slice|Lamb)"),
     ],
@@ -144,7 +144,7 @@ def test_state_of_another_shape_says_so_itself():
     optimizer, parameter = single(torch.optim.Adafactor)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert "row_var of another shape" in Separability().obstacle(optimizer, parameter)
+    assert "row_var in a different shape" in Separability().obstacle(optimizer, parameter)
 
 
 def test_measuring_happens_once_and_changes_nothing():
@@ -335,9 +335,9 @@ class TestTensorParallel:
         assert found["optimizer/reproduced"] == REPRODUCED
 
     def test_an_update_that_needs_the_whole_parameter_is_not(self):
-        with pytest.raises(ReplayError, match=r"Lamb updates .* holds only a part of w"):
+        with pytest.raises(ReplayError, match=r"Lamb updates .* has only a part of w"):
             self.replay(Lamb)
 
-    def test_a_gradient_that_is_divided_otherwise_is_refused(self):
-        with pytest.raises(ReplayError, match="not divided as its parameter"):
+    def test_a_gradient_with_another_placement_is_refused(self):
+        with pytest.raises(ReplayError, match="not placed as its parameter"):
             self.replay(torch.optim.SGD, gradient_dimension=1)

@@ -34,7 +34,7 @@ class Job:
         return WorkingCopies({} if self.late else {"a/weight": self.copy}, self.late)
 
     def step(self, number: int, between: Callable[[], object] = lambda: None) -> None:
-        self.recipe.rest(number)
+        self.recipe.watch_after(number)
         between()
         self.recipe.update_begins()
         self.copy.add_(1)
@@ -97,14 +97,14 @@ def test_what_collectives_write_twice_is_left_out():
 
     job.step(1, receive)
     assert job.check() == []
-    assert job.recipe.unwatched() == {"a/weight": "a collective writes it between updates"}
-    assert "a/weight" in job.recipe.held()
+    assert job.recipe.unwatched() == {"a/weight": "a collective writes to it between updates"}
+    assert "a/weight" in job.recipe.watched_state()
     job.step(2, receive)
     job.check()
-    assert "a/weight" not in job.recipe.held()
+    assert "a/weight" not in job.recipe.watched_state()
     job.step(3, job.flip)
     assert job.check() == []
-    assert job.recipe.unwatched() == {"a/weight": "a collective writes it between updates"}
+    assert job.recipe.unwatched() == {"a/weight": "a collective writes to it between updates"}
     assert job.recipe.share == 1.0
     job.recipe.close()
 

@@ -39,7 +39,7 @@ from torchscout.decision.record import Surface
 from torchscout.mesh import AXES, LayerKind, Mesh
 from torchscout.replay.capture.context import register_tracker
 from torchscout.replay.recipes.working_copies import WorkingCopies
-from torchscout.replay.sharded_parameters import NOBODY, ParameterGatherers
+from torchscout.replay.sharded_parameters import ParameterGatherers
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state.training_state import Stateful
@@ -171,7 +171,9 @@ class DeepSpeedAdapter:
         return own if self._is_partitioned else {**own, **self._masters("master")}
 
     def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
-        return NOBODY if self._stage < 3 else ParameterGatherers((_Keeper(self._engine, module),))
+        return (
+            ParameterGatherers() if self._stage < 3 else ParameterGatherers((_Keeper(self._engine, module),))
+        )
 
     def unreplicated(self) -> Collection[Surface]:
         if self._spreads() <= {1}:

@@ -1,8 +1,8 @@
-"""The fewest expert shapes whose execution paths cover those of every admitted shape (paper, section 6.2).
+"""Finds the fewest expert shapes that cover the execution paths of all admitted ones (paper, section 6.2).
 
-A profiler executes each shape several times (``observe``) and returns a ``ShapeProfile``. A shape that did
-not do the same each time has no profile, and is retained by itself. ``tabulated`` finds the
-representatives of all others and proves that they cover them. Nothing here touches a device.
+A profiler executes each shape several times (``observe``) and returns a ``ShapeProfile``. A shape whose
+executions differ has no profile, and is retained. ``tabulated`` finds the representatives of all other shapes
+and verifies that they cover them. Nothing here uses a device.
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ from numpy.typing import NDArray
 from torchscout.utils.text import listed
 
 __all__ = [
-    "EXECUTIONS",
     "CoverCheck",
     "Observed",
     "Profiler",
-    "Representative",
-    "Retained",
     "Rows",
     "ShapeProfile",
     "Table",
@@ -39,31 +36,31 @@ __all__ = [
 ]
 
 Rows = tuple[int, ...]
-"""The rows of each expert in one execution of the kernel."""
+"""The number of rows of each expert in one execution of the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeProfile:
-    """The paper's F and c of one shape."""
+    """Fingerprint *F* and path counts *c* of one shape, as in the paper."""
 
     fingerprint: str
-    """Canonical text: equal text is the same kernel, configuration, schedule and pressure regime."""
+    """Canonical text: equal for the same kernel, configuration, schedule and pressure regime."""
     path_counts: tuple[tuple[str, int], ...]
-    """How often each execution path ran, sorted by path; a path that never ran is not listed."""
+    """How often each execution path ran, sorted by path, without paths that did not run."""
 
     def __post_init__(self) -> None:
         counts = dict(self.path_counts)
         assert len(counts) == len(self.path_counts), f"a path is listed twice: {self.path_counts}"
-        assert all(count >= 0 for count in counts.values()), f"a path ran less than never: {counts}"
+        assert all(count >= 0 for count in counts.values()), f"a count is negative: {counts}"
         ran = tuple(sorted((path, count) for path, count in counts.items() if count))
-        object.__setattr__(self, "path_counts", ran)  # equal executions are equal profiles, however listed
+        object.__setattr__(self, "path_counts", ran)  # makes profiles of equal executions equal
 
     @classmethod
     def of(cls, fingerprint: str, counts: Mapping[str, int]) -> ShapeProfile:
         return cls(fingerprint, tuple(counts.items()))
 
     def covers(self, other: ShapeProfile) -> bool:
-        """Whether every path that ``other`` takes is taken here in the same regime, at least as often."""
+        """Whether every path of ``other`` runs here in the same regime, at least as often."""
         if self.fingerprint != other.fingerprint:
             return False
         here = dict(self.path_counts)
@@ -71,31 +68,30 @@ class ShapeProfile:
 
     @property
     def occurrences(self) -> int:
-        """Times that any path ran."""
+        """The sum of all counts."""
         return sum(count for _, count in self.path_counts)
 
 
 class Profiler(Protocol):
-    """Runs the production expert implementation and sees what it does."""
+    """Runs the production expert implementation and counts its execution paths."""
 
     def facts(self) -> Mapping[str, str]:
-        """What decides which kernel runs: device, driver, versions, kernel source, dimensions, dtype.
+        """Return what determines which kernel runs, such as device, versions, dimensions and dtype.
 
-        Called before the first shape; the same answer as long as the profiler lives.
+        Called before the first shape; never changes.
         """
         ...
 
     def profile(self, rows: Rows) -> ShapeProfile | None:
-        """Execute this shape once: forward, input gradient, weight gradient.
+        """Execute all passes of this shape once. Called several times for each shape.
 
-        Called several times for each shape. None where the paths taken cannot be counted; an attribute
-        ``reason``, where a profiler has one, then says why.
+        Return None if its paths cannot be counted; an optional attribute ``reason`` then has the reason.
         """
         ...
 
 
 def uniform(rows: int, experts: int) -> Rows:
-    """The shape that gives each expert the same number of rows."""
+    """Return the shape with the same number of rows for each expert."""
     return (rows,) * experts
 
 
@@ -107,20 +103,20 @@ _UNCOUNTED = "its paths cannot be counted here"
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What is known of one shape: its profile, or why it has none that can be relied on."""
+    """The profile of one shape, or why it has none."""
 
     rows: Rows
     profile: ShapeProfile | None
-    """The one that every execution gave; None if it is unknown or unstable."""
+    """The profile of every execution; None if it is unknown or unstable."""
     reason: str = ""
-    """Why there is none; such a shape stands for itself."""
+    """Why there is none."""
 
     def __post_init__(self) -> None:
-        assert (self.profile is None) == bool(self.reason), "no profile without a reason, nor the reverse"
+        assert (self.profile is None) == bool(self.reason), "either a profile or a reason"
 
 
 def observe(profiler: Profiler, rows: Rows) -> Observed:
-    """Execute this shape until its profile is known or can no longer be."""
+    """Execute this shape ``EXECUTIONS`` times, or until its profile is known to be unstable."""
     first = profiler.profile(rows)
     for execution in range(2, EXECUTIONS + 1):
         if first is None:
@@ -136,12 +132,12 @@ def observe(profiler: Profiler, rows: Rows) -> Observed:
 
 
 def known(seen: Iterable[Observed]) -> dict[Rows, ShapeProfile]:
-    """The shapes that may stand for others, or be stood for."""
+    """Return the profiles of shapes that have one."""
     return {each.rows: each.profile for each in seen if each.profile is not None}
 
 
 def unknown(seen: Iterable[Observed]) -> dict[Rows, str]:
-    """The shapes that must all be retained, and why."""
+    """Return the shapes without a profile, with the reasons."""
     return {each.rows: each.reason for each in seen if each.profile is None}
 
 
@@ -154,21 +150,21 @@ def _difference(first: ShapeProfile, again: ShapeProfile, execution: int) -> str
         for path in sorted({*before, *after})
         if before.get(path, 0) != after.get(path, 0)
     ]
-    return f"in execution {execution} other counts, {listed(changed)}"
+    return f"execution {execution} had different counts, {listed(changed)}"
 
 
 # [Note: the minimum cover needs no search]
 #
-# Covering is reflexive and transitive, and two shapes that cover each other have the same profile: on
-# distinct profiles it is a partial order. There are finitely many, so above each profile lies a maximal one,
-# and the maximal ones together cover everything. A maximal profile is covered by itself alone, so every cover
-# contains, for each maximal profile, a shape that has it; different profiles need different shapes. A cover
-# therefore has at least as many shapes as there are maximal profiles, and one shape for each of them is a
-# cover: a minimum one, and the only one but for the choice between shapes of equal profile.
+# Covering is reflexive and transitive, and two shapes that cover each other have the same profile, so it is a
+# partial order on distinct profiles. There are finitely many, so each profile is covered by a maximal one,
+# and the maximal ones together cover everything. Only itself covers a maximal profile, so every cover
+# contains a shape of each maximal profile, and different profiles need different shapes. One shape for each
+# maximal profile is therefore a minimum cover, and the only one except for the choice among shapes of equal
+# profile.
 
 
 def minimum_cover(profiles: Mapping[Rows, ShapeProfile]) -> tuple[Rows, ...]:
-    """One shape for each maximal profile: the smallest that has it; see [Note: the minimum cover ...]."""
+    """Return the smallest shape of each maximal profile; see [Note: the minimum cover needs no search]."""
     smallest: dict[ShapeProfile, Rows] = {}
     for rows in sorted(profiles, key=by_size):
         smallest.setdefault(profiles[rows], rows)
@@ -180,13 +176,13 @@ def minimum_cover(profiles: Mapping[Rows, ShapeProfile]) -> tuple[Rows, ...]:
 
 
 def by_size(rows: Rows) -> tuple[int, Rows]:
-    """The order of shapes: fewest rows in all, then fewest in the first expert, and so on."""
+    """Sort key of shapes: fewest rows in total, then fewest of the first expert, and so on."""
     return sum(rows), rows
 
 
 def maximal(counts: NDArray[np.int64]) -> list[int]:
-    """The places of those rows that no other row equals or exceeds in every column; rows are distinct."""
-    # Whoever exceeds a row has a larger sum, so each row need be held only against those kept before it.
+    """Return the places of rows that no other row equals or exceeds in every column; rows are distinct."""
+    # A row that exceeds another one has a larger sum, so each row is compared only with those kept before it.
     order = np.argsort(-counts.sum(axis=1), kind="stable")
     kept = np.empty_like(counts)
     places: list[int] = []
@@ -198,7 +194,7 @@ def maximal(counts: NDArray[np.int64]) -> list[int]:
 
 
 def _table(profiles: Sequence[ShapeProfile]) -> NDArray[np.int64]:
-    """A row for each profile, a column for each path that any of them takes."""
+    """Return a row for each profile, with a column for each path of any of them."""
     paths = {path: None for profile in profiles for path, _ in profile.path_counts}
     column = {path: place for place, path in enumerate(paths)}
     table = np.zeros((len(profiles), len(paths)), dtype=np.int64)
@@ -210,18 +206,18 @@ def _table(profiles: Sequence[ShapeProfile]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class CoverCheck:
-    """What a set of representatives covers, counted shape by shape."""
+    """What a set of representatives covers."""
 
     admitted: int
-    """Shapes that were held against the representatives."""
+    """Number of shapes that were checked."""
     uncovered: tuple[Rows, ...]
-    """Those that no single representative covers."""
+    """Shapes that no single representative covers."""
     occurrences: int
-    """Executions of any path by any admitted shape: the n-th one of a path in a shape is one occurrence."""
+    """Executions of all paths by all shapes: the n-th execution of a path in a shape is one occurrence."""
     covered: int
-    """Occurrences for which some representative takes that path, in that regime, at least n times."""
+    """Occurrences for which a representative runs that path, in that regime, at least n times."""
     redundant: tuple[Rows, ...]
-    """Representatives that another one covers; without any the representatives are as few as can be."""
+    """Representatives that another one covers. If there are none, no smaller cover exists."""
 
     @property
     def complete(self) -> bool:
@@ -229,7 +225,7 @@ class CoverCheck:
 
 
 def check_cover(profiles: Mapping[Rows, ShapeProfile], representatives: Iterable[Rows]) -> CoverCheck:
-    """Hold every admitted shape against the representatives, knowing nothing of how they were found."""
+    """Check every admitted shape against the representatives, independently of how they were found."""
     shapes = list(representatives)
     chosen = [profiles[rows] for rows in shapes]
     most: dict[tuple[str, str], int] = defaultdict(int)
@@ -252,51 +248,35 @@ def check_cover(profiles: Mapping[Rows, ShapeProfile], representatives: Iterable
 
 
 @dataclass(frozen=True, slots=True)
-class Representative:
-    """A shape that stands for all those it covers."""
-
-    rows: Rows
-    profile: ShapeProfile
-
-
-@dataclass(frozen=True, slots=True)
-class Retained:
-    """A shape that stands only for itself, because nothing reliable is known of what it does."""
-
-    rows: Rows
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
-    """All admitted shapes of one projection, compressed."""
+    """The representatives of all admitted shapes of one projection."""
 
     name: str
-    """Of the projection, such as ``6144x10752``."""
+    """Name of the projection, such as ``6144x10752``."""
     facts: Mapping[str, str]
-    """What the profiler said of device, software, kernel and dimensions."""
+    """The profiler's facts about device, software, kernel and dimensions."""
     domain: str
     """The admitted shapes in words."""
     admitted: int
-    """How many they are."""
-    selected: tuple[Representative, ...]
-    """The minimum cover of those whose profile is known."""
-    retained: tuple[Retained, ...]
-    """All the others."""
+    """Number of admitted shapes."""
+    selected: tuple[Observed, ...]
+    """The minimum cover of shapes with a profile."""
+    retained: tuple[Observed, ...]
+    """All shapes without a profile."""
     occurrences: int
-    """Executions of any path by any shape whose profile is known."""
+    """Executions of all paths by all shapes with a profile."""
     covered: int
-    """Those of them that a representative repeats."""
+    """Occurrences that a representative covers."""
 
     @property
     def representatives(self) -> tuple[Rows, ...]:
-        """Every shape that has to be replayed, smallest first."""
+        """All shapes to replay, smallest first."""
         shapes = [each.rows for each in self.selected] + [each.rows for each in self.retained]
         return tuple(sorted(shapes, key=by_size))
 
 
 def tabulated(name: str, facts: Mapping[str, str], domain: str, seen: Iterable[Observed]) -> Table:
-    """Compress what was seen; whether the result covers it is checked, not believed."""
+    """Return a verified minimum cover of the observed shapes."""
     seen = list(seen)
     profiles, reasons = known(seen), unknown(seen)
     assert len(profiles) + len(reasons) == len(seen), "a shape was observed twice"
@@ -309,8 +289,8 @@ def tabulated(name: str, facts: Mapping[str, str], domain: str, seen: Iterable[O
         facts=dict(facts),
         domain=domain,
         admitted=len(seen),
-        selected=tuple(Representative(rows, profiles[rows]) for rows in chosen),
-        retained=tuple(Retained(rows, reasons[rows]) for rows in sorted(reasons, key=by_size)),
+        selected=tuple(Observed(rows, profiles[rows]) for rows in chosen),
+        retained=tuple(Observed(rows, None, reasons[rows]) for rows in sorted(reasons, key=by_size)),
         occurrences=check.occurrences,
         covered=check.covered,
     )

@@ -1,7 +1,7 @@
-"""Executes every admitted shape before training, and keeps a log of it (paper, section 6.2, discovery).
+"""Executes every admitted shape before training, and logs the results (paper, section 6.2, discovery).
 
-The log has one line of facts, then one for each shape, each under its own digest, so that an interrupted
-discovery can go on. A log made under other facts is refused.
+The log has one line of facts and one line for each shape, each with its digest, so that an interrupted
+discovery can be resumed. A log with other facts is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchscout.errors import CatalogError
-from torchscout.experts.catalog import drift, drift_in_words, observed_from_json, observed_to_json
+from torchscout.experts.catalog import canonical, drift, observed_from_json, observed_to_json
 from torchscout.experts.coverage import Observed, Profiler, Rows, observe
 
 __all__ = ["DiscoveryLog", "Executions", "discover"]
@@ -22,17 +22,16 @@ __all__ = ["DiscoveryLog", "Executions", "discover"]
 _KIND = "torchscout discovery"
 _SCHEMA = 2
 _WITHOUT_DIGESTS = 1
-"""The schema whose lines have no digests; such files are still read, and continued with lines that have."""
+"""The schema without digests. Such files are still read, and continued with lines that have digests."""
 _DAMAGE = (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
-"""What reading a line raises that this version did not write."""
+"""What reading a line may raise if this version did not write it."""
 
 
 class DiscoveryLog:
-    """A file that grows by one line for each shape."""
+    """A file with one line for each shape."""
 
     def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
-        """Begin the file, or go on with it; a ``CatalogError`` where it was written under other facts, or is
-        damaged."""
+        """Create or continue the file. Raise ``CatalogError`` if it has other facts or is damaged."""
         self.path = path
         self.seen: dict[Rows, Observed] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +48,7 @@ class DiscoveryLog:
         whole = self.path.read_bytes()
         *lines, rest = whole.split(b"\n")
         if not lines:
-            raise CatalogError(f"{self.path} is not a discovery's journal")
+            raise CatalogError(f"{self.path} is not a discovery log")
         schema = self._require(lines[0], facts)
         for number, line in enumerate(lines[1:], start=2):
             try:
@@ -57,23 +56,23 @@ class DiscoveryLog:
             except _DAMAGE as error:
                 raise CatalogError(f"{self.path}:{number} is damaged: {error!r:.300}") from error
             self.seen[seen.rows] = seen
-        if rest:  # cut short in the middle of a line, whose shape is executed again
+        if rest:  # an incomplete last line, whose shape is executed again
             os.truncate(self.path, len(whole) - len(rest))
 
     def _require(self, line: bytes, facts: Mapping[str, str]) -> int:
-        """The schema of the file; a ``CatalogError`` where it cannot be continued."""
+        """Return the schema of the file; raise ``CatalogError`` if it cannot be continued."""
         try:
             head = _opened(line, may_lack_digest=True)
             kind, schema = head["kind"], head["schema"]
             drifted = drift(dict(head["facts"]), facts)
         except _DAMAGE as error:
-            raise CatalogError(f"{self.path} is not a discovery's journal: {error!r:.300}") from error
+            raise CatalogError(f"{self.path} is not a discovery log: {error!r:.300}") from error
         lowest = _SCHEMA if "digest" in head else _WITHOUT_DIGESTS
         if kind != _KIND or schema != lowest:
-            raise CatalogError(f"{self.path} is not a journal of this version")
+            raise CatalogError(f"{self.path} is not a discovery log of this version")
         if drifted:
-            told = drift_in_words(drifted)
-            raise CatalogError(f"{self.path} belongs to another discovery: {told}. Begin a new one")
+            changes = "; ".join(map(str, drifted))
+            raise CatalogError(f"{self.path} belongs to another discovery: {changes}. Use a new file")
         return lowest
 
     def _write(self, document: dict[str, Any]) -> None:
@@ -82,12 +81,12 @@ class DiscoveryLog:
 
 
 def _sealed(document: Mapping[str, Any]) -> bytes:
-    digest = hashlib.sha256(_canonical(document)).hexdigest()
-    return _canonical({**document, "digest": digest})
+    digest = hashlib.sha256(canonical(document)).hexdigest()
+    return canonical({**document, "digest": digest})
 
 
 def _opened(line: bytes, *, may_lack_digest: bool) -> dict[str, Any]:
-    """``ValueError`` if it is not byte for byte what was written."""
+    """Return the document; raise ``ValueError`` if the line is not exactly what was written."""
     document = json.loads(line)
     if not isinstance(document, dict):
         raise ValueError("not an object")
@@ -101,27 +100,24 @@ def _opened(line: bytes, *, may_lack_digest: bool) -> dict[str, Any]:
     return document
 
 
-def _canonical(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-
-
 class Executions:
-    """What each shape did, which is executed when it is first asked for."""
+    """The results of shapes, each of which is executed on first use."""
 
     def __init__(self, profiler: Profiler, resume_from: Path | None = None) -> None:
-        """With ``resume_from`` each shape is written to that journal as soon as it is known.
+        """``resume_from`` is a discovery log: shapes in it are not executed again, new ones are added to it.
 
-        Those that are there already are not executed again; a ``CatalogError`` if it has other facts.
+        Raises ``CatalogError`` if it has other facts.
         """
         self._profiler = profiler
-        self._journal = None if resume_from is None else DiscoveryLog(resume_from, profiler.facts())
-        self._seen: dict[Rows, Observed] = {} if self._journal is None else dict(self._journal.seen)
+        self._log = None if resume_from is None else DiscoveryLog(resume_from, profiler.facts())
+        self._seen: dict[Rows, Observed] = {} if self._log is None else dict(self._log.seen)
 
     def of(self, rows: Rows) -> Observed:
+        """Return the result of this shape."""
         if rows not in self._seen:
             self._seen[rows] = observe(self._profiler, rows)
-            if self._journal is not None:
-                self._journal.add(self._seen[rows])
+            if self._log is not None:
+                self._log.add(self._seen[rows])
         return self._seen[rows]
 
 
@@ -132,7 +128,7 @@ def discover(
     on_progress: Callable[[Observed], None] = lambda _: None,
     resume_from: Path | None = None,
 ) -> tuple[Observed, ...]:
-    """What each shape does, in the order of ``shapes``; see ``Executions`` for ``resume_from``."""
+    """Execute all shapes and return the results in order; see ``Executions`` for ``resume_from``."""
     executions = Executions(profiler, resume_from)
     found: list[Observed] = []
     for rows in dict.fromkeys(shapes):

@@ -1,15 +1,14 @@
-"""What can be seen of kernels whose paths cannot be counted: their names and launches (paper, section 6.2).
+"""Records names and launches of kernels whose paths cannot be counted (paper, section 6.2).
 
-For expert layers made of any operations. A closed kernel does not show what its tiles do, so there are no
-path counts and shapes are not compressed. To cover by launch geometry alone must be asked for, and needs
-CUDA. ``facts_of`` returns what a catalog of an expert module is bound to, without running the module.
+For expert layers made of any operations. A closed kernel does not count its paths, so every shape is
+retained. ``facts_of`` returns the facts that a catalog of an expert module is bound to, without running the
+module.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ __all__ = ["KernelLaunch", "LaunchProfiler", "closed_facts", "facts_of"]
 
 
 def facts_of(module: nn.Module, device: torch.device, regime: str = "pressure") -> list[dict[str, str]]:
-    """Those of each projection, where its kernel counts its paths; else of the module as a whole."""
+    """Return the facts of each projection if its kernel counts paths, else those of the whole module."""
     if not isinstance(module, Experts):
         return [closed_facts(module, device)]
     from torchscout.experts.kernel.profiler import kernel_facts
@@ -38,16 +37,16 @@ def facts_of(module: nn.Module, device: torch.device, regime: str = "pressure") 
 
 
 def closed_facts(module: nn.Module, device: torch.device) -> dict[str, str]:
-    """Of a module whose kernels do not say what they do: its code by name, and the form of what it holds."""
+    """Return the facts of a module with closed kernels: its class and its parameters."""
     kind = type(module)
-    held = [
+    parameters = [
         f"{name} {'x'.join(map(str, each.shape))} {str(each.dtype).removeprefix('torch.')}"
         for name, each in module.named_parameters()
     ]
     return {
         **device_facts(device),
         "kernel": f"closed, {kind.__module__}.{kind.__qualname__}",
-        "parameters": ", ".join(held),
+        "parameters": ", ".join(parameters),
     }
 
 
@@ -63,48 +62,31 @@ class KernelLaunch(NamedTuple):
 
 
 class LaunchProfiler:
-    """Executes a module for the rows of each expert in turn, or where it is ``grouped`` for all at once."""
+    """Executes a module for each expert in turn or, if ``grouped``, for all experts at once."""
 
     def __init__(
-        self,
-        expert: nn.Module,
-        hidden: int,
-        *,
-        device: torch.device | str = "cuda",
-        grouped: bool = False,
-        geometry_only: bool = False,
+        self, expert: nn.Module, hidden: int, *, device: torch.device | str = "cuda", grouped: bool = False
     ) -> None:
-        """A ``grouped`` module takes all rows, sorted by expert, and a tensor of how many are whose."""
+        """A ``grouped`` module takes all rows, sorted by expert, and a tensor of their numbers."""
         self._device = torch.device(device)
-        if geometry_only and self._device.type != "cuda":
-            raise ValueError(f"launches are recorded on CUDA, got device={str(device)!r}")
         self._expert = expert.to(self._device)
         self._hidden, self._is_grouped = hidden, grouped
-        self._geometry_only = geometry_only
         self._dtype = next(expert.parameters()).dtype
         self.reason = ""
-        """Why the last profile was None."""
+        """Why the last ``profile`` was None."""
 
     def facts(self) -> dict[str, str]:
-        facts = closed_facts(self._expert, self._device)
-        return {**facts, "cover": "launch geometry only"} if self._geometry_only else facts
+        return closed_facts(self._expert, self._device)
 
     def profile(self, rows: Rows) -> ShapeProfile | None:
-        """None, and ``reason`` names what ran, unless launch geometry was asked for."""
-        launches = self.launches(rows)
-        if not self._geometry_only:
-            ran = "; ".join(map(str, launches)) or f"on the {self._device.type}, where they are not seen"
-            self.reason = f"closed kernels do not count their paths: {ran}"
-            return None
-        kernels = sorted({f"{launch.name} block {launch.block}" for launch in launches})
-        blocks: Counter[str] = Counter()
-        for launch in launches:
-            blocks[f"{launch.name}/launches"] += 1
-            blocks[f"{launch.name}/blocks"] += _product(launch.grid)
-        return ShapeProfile("launch geometry only: " + "; ".join(kernels), tuple(sorted(blocks.items())))
+        """Execute this shape, set ``reason`` to the kernels that ran, and return None."""
+        launches = "; ".join(map(str, self.launches(rows)))
+        ran = launches or f"on the {self._device.type}, where launches are not recorded"
+        self.reason = f"closed kernels do not count their paths: {ran}"
+        return None
 
     def launches(self, rows: Rows) -> list[KernelLaunch]:
-        """The kernels of one forward and backward, in the order in which they began."""
+        """Return the kernels of one forward and backward pass, in order of their start."""
         calls = self._calls(rows)
         if self._device.type != "cuda":
             self._execute(calls)
@@ -136,13 +118,6 @@ class LaunchProfiler:
         return [(each,) for each in given]
 
     def _execute(self, calls: list[tuple[torch.Tensor, ...]]) -> None:
-        for x, *others in calls:
-            out = self._expert(x, *others)
+        for x, *counts in calls:
+            out = self._expert(x, *counts)
             torch.autograd.grad(out, [x, *self._expert.parameters()], torch.ones_like(out))
-
-
-def _product(grid: tuple[int, ...]) -> int:
-    blocks = 1
-    for length in grid:
-        blocks *= length
-    return blocks

@@ -1,11 +1,11 @@
-"""What every way of routing T rows to E experts can make a kernel do (beyond the paper's section 6.2).
+"""Computes the maximal path counts over all routings of T rows to E experts (beyond the paper's section 6.2).
 
-Where path counts add up over experts, the exact Pareto set of all routings follows from what one expert
-does with each number of rows. ``additivity`` decides by measurements whether they add up: the count of a
-path in every routing that was executed must be the sum of what each expert does alone, and what does not
-add up must follow from the load. Pure: the executions are given. ``templates`` covers the set.
+If path counts are additive over experts, the exact Pareto set of all routings follows from the counts of one
+expert for each number of rows. ``additivity`` tests that on measurements: the count of a path in every
+executed routing must be the sum over its experts alone, and counts that are not additive must be a function
+of the load. Nothing is executed here. ``templates`` covers the set.
 
-Sets of numbers are bits of an integer: bit n stands for n.
+Sets of numbers are integers: bit n is set if n is in the set.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ __all__ = [
     "Additivity",
     "Counts",
     "ExpertCounts",
-    "Kind",
     "Loads",
-    "Mixture",
     "RegimeOf",
     "RoutingPoint",
     "additivity",
@@ -39,20 +37,12 @@ __all__ = [
     "pareto_set",
     "period_of",
     "routings",
-    "set_of",
     "sums",
 ]
 
 
-def set_of(members: Iterable[int]) -> int:
-    found = 0
-    for number in members:
-        found |= 1 << number
-    return found
-
-
 def numbers(bits: int) -> Iterator[int]:
-    """Smallest first."""
+    """Yield the members of a set, smallest first."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
@@ -60,7 +50,7 @@ def numbers(bits: int) -> Iterator[int]:
 
 
 def sums(left: int, right: int) -> int:
-    """Every number that is one of ``left`` plus one of ``right``."""
+    """Return the set of all sums of a member of ``left`` and a member of ``right``."""
     found = 0
     for start, length in _runs(right):
         found |= _smeared(left, length) << start
@@ -68,12 +58,12 @@ def sums(left: int, right: int) -> int:
 
 
 def chosen(total: int, sets: Sequence[int]) -> list[int]:
-    """One member of each set, together ``total``; there must be such a choice."""
-    reached = [1]
+    """Return one member of each set, which add up to ``total``; there must be such a choice."""
+    relevanted = [1]
     for bits in sets:
-        reached.append(sums(reached[-1], bits))
+        relevanted.append(sums(relevanted[-1], bits))
     picked = []
-    for before, bits in zip(reached[-2::-1], reversed(sets), strict=True):
+    for before, bits in zip(relevanted[-2::-1], reversed(sets), strict=True):
         number = next(each for each in numbers(bits) if each <= total and before >> (total - each) & 1)
         picked.append(number)
         total -= number
@@ -82,7 +72,7 @@ def chosen(total: int, sets: Sequence[int]) -> list[int]:
 
 
 def _runs(bits: int) -> Iterator[tuple[int, int]]:
-    """The stretches of consecutive members, each with its start and length."""
+    """Yield the runs of consecutive members, as start and length."""
     start = 0
     while bits:
         zeros = (bits & -bits).bit_length() - 1
@@ -94,7 +84,7 @@ def _runs(bits: int) -> Iterator[tuple[int, int]]:
 
 
 def _smeared(bits: int, length: int) -> int:
-    """Shifted by 0, 1 and so on up to ``length - 1``, all together."""
+    """Return the union of the set shifted by 0 to ``length - 1``."""
     done = 1
     while done < length:
         shift = min(done, length - done)
@@ -107,38 +97,37 @@ Counts = NDArray[np.int64]
 
 # [Note: all routings by their mixtures]
 #
-# What an expert does with m rows is measured for m = 0 to T. From m = 1 on it repeats with some period P: P
-# more rows add the same counts F, wherever they are added (a tile's worth of whole tiles). This is looked for
-# in the table, not assumed; without a period P = T. So a nonempty expert has m = aP + r with 1 <= r <= P and
-# counts aF + g(r), and the r with equal g(r) are one *kind* of expert; no rows at all are a kind of their
-# own. The counts of a routing are AF + (the sum of its experts' g), where A is the sum of all a: they depend
-# only on how many experts are of each kind, its *mixture*, and on A = (T - s) / P, where s is the sum of all
-# r. There are few mixtures, and for each the sums s that its experts can have are a set, kept exactly. Two
-# mixtures of equally many experts, with the same sums and the same load, go on alike whatever the other
-# experts are; so the one with fewer counts may be dropped at once.
+# The counts of one expert are measured for m = 0 to T rows. From m = 1 on they are periodic: P more rows
+# always add the same counts F (such as one more row of whole tiles). P is determined from the table; without
+# a period P = T. So a nonempty expert has m = aP + r rows with 1 <= r <= P and counts aF + g(r). All r with
+# equal g(r) are one *kind* of expert; an empty expert is a kind of its own. The counts of a routing are AF +
+# (the sum of its experts' g), where A is the sum of all a. They depend only on how many experts are of each
+# kind, its *mixture*, and on A = (T - s) / P, where s is the sum of all r. There are few mixtures, and the
+# possible sums s of each are kept as an exact set. Two mixtures of equally many experts with the same sums
+# and the same load can be extended in the same ways, so the one with smaller counts can be dropped.
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCounts:
-    """What one expert adds to a kernel's counts, for each number of rows."""
+    """The contribution of one expert to a kernel's counts, for each number of rows."""
 
     paths: tuple[str, ...]
-    """The paths that add up over experts, one for each of the first columns."""
+    """The additive paths, one for each of the first columns."""
     loads: tuple[str, ...]
-    """What else adds up and decides the rest (regime, waves): tiles of each pass, in the last columns."""
+    """Passes, whose numbers of tiles are the last columns; they determine regime and waves."""
     counts: Counts
-    """A row for each number of rows, from 0 on."""
+    """One row for each number of rows, starting with 0."""
 
     def __post_init__(self) -> None:
         assert self.counts.shape[1] == len(self.paths) + len(self.loads), self.counts.shape
-        assert self.counts.shape[0] > 1, "what one row does must be known"
+        assert self.counts.shape[0] > 1, "the counts of one row must be known"
 
     @property
     def most_rows(self) -> int:
         return len(self.counts) - 1
 
     def of(self, rows: Rows) -> Counts:
-        """The counts of a routing, up to ``most_rows`` for each expert."""
+        """Return the counts of a routing with at most ``most_rows`` for each expert."""
         return self.counts[list(rows)].sum(axis=0)  # type: ignore[no-any-return]
 
     def load_of(self, counts: Counts) -> tuple[int, ...]:
@@ -146,67 +135,64 @@ class ExpertCounts:
 
 
 RegimeOf = Callable[[tuple[int, ...], Rows], str]
-"""The fingerprint of whatever has this load, and of which these rows are an example."""
+"""Returns the fingerprint of routings with this load, given an example."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingPoint:
-    """Counts that some routing has and none exceeds."""
+    """A routing with its counts: a point of the Pareto set, or a template that covers some."""
 
     rows: Rows
-    """Such a routing."""
     counts: Counts
     """As the columns of ``ExpertCounts``."""
     regime: str
 
+    def covers(self, point: RoutingPoint) -> bool:
+        return self.regime == point.regime and bool((self.counts >= point.counts).all())
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Numbers of rows that differ only in how many periods they hold."""
+    """Numbers of rows with equal counts except for whole periods."""
 
     counts: Counts
     residues: int
-    """The numbers of rows in the first period, as a set of ``residues``."""
-    is_empty: bool = False
+    """The set of these numbers in the first period."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How many experts are of each kind."""
+    """The number of experts of each kind."""
 
     members: tuple[int, ...]
     counts: Counts
-    """Together, without whole periods."""
+    """The sum over all experts, without whole periods."""
     sums: int
-    """What their rows can be together, without whole periods; a set of ``residues``."""
+    """The set of possible numbers of rows in total, without whole periods."""
 
     def routing(self, kinds: Sequence[Kind], total: int, periods: int) -> Rows:
-        """One with these rows besides whole periods, all of which the fullest expert gets."""
+        """Return a routing with ``total`` rows, plus ``periods`` rows for the largest expert."""
         sets = [kind.residues for kind, count in zip(kinds, self.members, strict=True) for _ in range(count)]
-        first, *others = sorted(chosen(total, sets), reverse=True)
-        return (first + periods, *others)
+        first, *rest = sorted(chosen(total, sets), reverse=True)
+        return (first + periods, *rest)
 
 
 def routings(tokens: int, experts: int, *, at_most: bool = False) -> int:
-    """How many ways there are."""
+    """Return the number of routings of ``tokens`` rows, or of at most as many."""
     return comb(tokens + experts, experts) if at_most else comb(tokens + experts - 1, experts - 1)
 
 
 def pareto_set(
     table: ExpertCounts, experts: int, tokens: int, regime: RegimeOf, *, at_most: bool = False
 ) -> tuple[RoutingPoint, ...]:
-    """For each regime the counts that no routing exceeds, each with a routing that has them.
-
-    The routings are those of ``tokens`` rows, or with ``at_most`` those of fewer, too.
-    """
+    """Return the maximal counts in each regime, over all routings of (``at_most``) ``tokens`` rows."""
     assert experts > 0, experts
     assert 0 <= tokens <= table.most_rows, f"{tokens} rows, known up to {table.most_rows}"
     period, more = period_of(table)
     kinds = kinds_of(table, period)
     regimes: dict[tuple[int, ...], str] = {}
     found: dict[str, list[_Found]] = defaultdict(list)
-    reach = _fewest if at_most else _all_of_them
-    for mixture in mixtures(kinds, experts, len(table.paths), reach):
+    for mixture in mixtures(kinds, experts, len(table.paths), lambda sums: sums & -sums if at_most else sums):
         for rest, periods in _lengths(mixture, tokens, period, at_most=at_most):
             counts = mixture.counts + periods * more
             load = table.load_of(counts)
@@ -216,7 +202,8 @@ def pareto_set(
     return tuple(
         RoutingPoint(mixture.routing(kinds, rest, whole), counts, where)
         for where in sorted(found)
-        for counts, mixture, rest, whole in _greatest(found[where])
+        for place in sorted(maximal(np.stack([each[0] for each in found[where]])))
+        for counts, mixture, rest, whole in [found[where][place]]
     )
 
 
@@ -224,7 +211,7 @@ _Found = tuple[Counts, Mixture, int, int]
 
 
 def _lengths(mixture: Mixture, tokens: int, period: int, *, at_most: bool) -> Iterator[tuple[int, int]]:
-    """The rows a mixture may have, besides whole periods, and how many of those."""
+    """Yield the possible rows of a mixture without whole periods, and the number of periods."""
     if mixture.sums == 1:  # all experts are empty
         if at_most or not tokens:
             yield 0, 0
@@ -237,12 +224,8 @@ def _lengths(mixture: Mixture, tokens: int, period: int, *, at_most: bool) -> It
                 yield rest, (tokens - rest) // period
 
 
-def _greatest(found: list[_Found]) -> list[_Found]:
-    return [found[place] for place in sorted(maximal(np.stack([each[0] for each in found])))]
-
-
 def period_of(table: ExpertCounts) -> tuple[int, Counts]:
-    """The fewest rows that add the same counts wherever they are added, and those counts."""
+    """Return the smallest number of rows that always adds the same counts, and those counts."""
     counts = table.counts[1:]
     for period in range(1, len(counts) // 2 + 1):
         more = counts[period] - counts[0]
@@ -252,28 +235,20 @@ def period_of(table: ExpertCounts) -> tuple[int, Counts]:
 
 
 def kinds_of(table: ExpertCounts, period: int) -> list[Kind]:
-    """The empty expert, then all kinds of others."""
+    """Return the kind of empty experts, then all kinds of nonempty ones."""
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rows in range(1, period + 1):
         alike[tuple(table.counts[rows])].append(rows)
-    nonempty = [Kind(table.counts[rows[0]], set_of(rows)) for rows in alike.values()]
-    return [Kind(table.counts[0], set_of([0]), is_empty=True), *nonempty]
-
-
-def _all_of_them(sums: int) -> int:
-    return sums
-
-
-def _fewest(sums: int) -> int:
-    return sums & -sums
+    nonempty = [Kind(table.counts[rows[0]], sum(1 << each for each in rows)) for rows in alike.values()]
+    return [Kind(table.counts[0], 1), *nonempty]
 
 
 def mixtures(
-    kinds: Sequence[Kind], experts: int, loads_from: int, reach: Callable[[int], int]
+    kinds: Sequence[Kind], experts: int, loads_from: int, relevant: Callable[[int], int]
 ) -> list[Mixture]:
-    """All that no other one makes needless; see [Note: all routings by their mixtures].
+    """Return all mixtures except for those that can be dropped; see [Note: all routings by their mixtures].
 
-    ``reach`` is what matters of the numbers of rows that a mixture can have.
+    ``relevant`` returns the part of a mixture's set of sums that matters.
     """
     width = len(kinds[0].counts)
     states = [Mixture((), np.zeros(width, dtype=np.int64), 1)]
@@ -289,14 +264,14 @@ def mixtures(
                 together = sums(state.sums, folded[count])
                 counts = state.counts + count * kind.counts
                 longer.append(Mixture((*state.members, count), counts, together))
-        states = _needed(longer, loads_from, reach)
+        states = _needed(longer, loads_from, relevant)
     return states
 
 
-def _needed(states: Iterable[Mixture], loads_from: int, reach: Callable[[int], int]) -> list[Mixture]:
+def _needed(states: Iterable[Mixture], loads_from: int, relevant: Callable[[int], int]) -> list[Mixture]:
     alike: dict[tuple[int, int, bytes], list[Mixture]] = defaultdict(list)
     for state in states:
-        alike[sum(state.members), reach(state.sums), state.counts[loads_from:].tobytes()].append(state)
+        alike[sum(state.members), relevant(state.sums), state.counts[loads_from:].tobytes()].append(state)
     return [
         group[place]
         for group in alike.values()
@@ -305,29 +280,29 @@ def _needed(states: Iterable[Mixture], loads_from: int, reach: Callable[[int], i
 
 
 Loads = Mapping[str, Sequence[str]]
-"""For each pass the paths whose counts together are its tiles."""
+"""For each pass, the paths whose counts add up to its number of tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Additivity:
-    """Which paths add up over experts."""
+    """Which paths are additive over experts."""
 
     adding: tuple[str, ...]
     by_load: tuple[str, ...]
-    """Those that do not, and are decided by the tiles of each pass: more tiles, no fewer of them."""
+    """Paths that are not, but are monotonic functions of the tiles of each pass."""
     reason: str = ""
-    """Why the routings' counts do not follow from those of single experts; empty if they do."""
+    """Why the counts of routings do not follow from those of single experts; empty if they do."""
     table: ExpertCounts | None = None
-    """What a single expert adds, where all is well."""
+    """The contribution of a single expert, if there is no ``reason``."""
 
 
 def alone(rows: int, experts: int) -> Rows:
-    """The routing that gives all rows to one expert."""
+    """Return the routing that sends all rows to one expert."""
     return (rows, *[0] * (experts - 1))
 
 
 def additivity(profiles: Mapping[Rows, ShapeProfile], experts: int, tokens: int, loads: Loads) -> Additivity:
-    """``profiles`` hold every ``alone(m, experts)`` up to ``tokens``, and the routings to try the sums on."""
+    """Test additivity on ``profiles``: all ``alone(m, experts)`` up to ``tokens``, and other routings."""
     paths = sorted({path for profile in profiles.values() for path, _ in profile.path_counts})
     columns = _Columns(paths, loads)
     single = np.stack([columns.of(profiles[alone(rows, experts)]) for rows in range(tokens + 1)])
@@ -341,18 +316,18 @@ def additivity(profiles: Mapping[Rows, ShapeProfile], experts: int, tokens: int,
             against.update((path, rows) for path, now in zip(paths, adds & ~equal, strict=False) if now)
             adds &= equal
     adding = tuple(path for path, does in zip(paths, adds, strict=False) if does)
-    others = tuple(path for path in paths if path not in adding)
+    by_load = tuple(path for path in paths if path not in adding)
     uneven = [name for name, does in zip(loads, adds[len(paths) :], strict=True) if not does]
     if uneven:
-        return Additivity(adding, others, f"the tiles of {listed(uneven)} do not add up over experts")
-    if reason := _not_by_load(profiles, others, columns, against):
-        return Additivity(adding, others, reason)
+        return Additivity(adding, by_load, f"the tiles of {listed(uneven)} do not add up over experts")
+    if reason := _not_by_load(profiles, by_load, columns, against):
+        return Additivity(adding, by_load, reason)
     kept = np.flatnonzero(adds)
-    return Additivity(adding, others, "", ExpertCounts(adding, tuple(loads), single[:, kept]))
+    return Additivity(adding, by_load, "", ExpertCounts(adding, tuple(loads), single[:, kept]))
 
 
 class _Columns:
-    """A profile as numbers: its paths, then its loads."""
+    """Converts a profile to numbers: its path counts, then its loads."""
 
     def __init__(self, paths: Sequence[str], loads: Loads) -> None:
         self._paths, self._loads = paths, loads
@@ -373,7 +348,7 @@ def _not_by_load(
     columns: _Columns,
     against: Mapping[str, Rows],
 ) -> str:
-    """Why regime or counts do not follow from the load, or nothing."""
+    """Return why regime or counts are not functions of the load; empty if they are."""
     found: dict[tuple[int, ...], tuple[Rows, ShapeProfile]] = {}
     for rows, profile in profiles.items():
         example, before = found.setdefault(columns.load(profile), (rows, profile))

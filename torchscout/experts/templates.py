@@ -1,8 +1,8 @@
-"""Few routings that together do whatever any routing of T rows can do (beyond the paper's section 6.2).
+"""Finds few routings that together cover all routings of T rows (beyond the paper's section 6.2).
 
-``templates_for`` finds them by computation. ``routed`` executes them and checks that each does what is
-expected of it. Where path counts do not add up over experts there is no table but a reason; then only
-uniform shapes are covered.
+``templates_for`` computes them. ``routed`` executes them and checks that each has the expected counts. If
+path counts are not additive over experts, there is a reason instead of a table, and only uniform shapes are
+covered.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from torchscout.experts.coverage import (
     CoverCheck,
     Observed,
-    Representative,
     Rows,
     ShapeProfile,
     Table,
     by_size,
     check_cover,
-    known,
 )
 from torchscout.experts.discovery import Executions
 from torchscout.experts.routing import (
@@ -45,70 +43,55 @@ from torchscout.experts.routing import (
 )
 
 __all__ = [
-    "SAMPLES",
     "Routed",
     "Routings",
-    "Template",
-    "Templates",
     "first_shapes",
     "routed",
-    "samples",
     "templates_for",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
-    """A routing that stands for others; it may have more rows than they."""
-
-    rows: Rows
-    counts: Counts
-    """As the columns of ``ExpertCounts``."""
-    regime: str
-
-    def covers(self, point: RoutingPoint) -> bool:
-        return self.regime == point.regime and bool((self.counts >= point.counts).all())
-
-
-@dataclass(frozen=True, slots=True)
 class Templates:
-    """A cover of the Pareto set, and how far from the smallest it can be."""
+    """A cover of the Pareto set, with a lower bound of its size."""
 
-    chosen: tuple[Template, ...]
+    chosen: tuple[RoutingPoint, ...]
+    """They may have more rows than what they cover."""
     least: int
-    """No cover has fewer: so many routings of the Pareto set have, two by two, no template in common."""
+    """Lower bound: the number of routings found of which no two can share a template."""
 
 
 # [Note: how many periods a template needs]
 #
-# A mixture with A whole periods does AF + g, so it covers a routing's counts c if g >= c wherever F is 0, and
-# if A is at least (c - g) / F elsewhere. The least such A is the best one: loads only grow with A, the load
-# is among the counts, and a regime is a stretch of loads. If the least A is in the routing's regime, then so
-# is the greatest of the least A's of several routings of that regime. A template therefore covers together
-# whatever it covers one by one.
+# A mixture with A whole periods has counts AF + g, so it covers a routing's counts c if g >= c wherever F is
+# 0, and if A is at least (c - g) / F elsewhere. The least such A is the best one: loads grow with A, the load
+# is among the counts, and a regime is a range of loads. If the least A of each of several routings is in
+# their regime, then so is the greatest of these. So a template that covers each of them covers all of them.
 
 
 def templates_for(
     table: ExpertCounts, experts: int, points: Sequence[RoutingPoint], regime: RegimeOf
 ) -> Templates:
-    """Routings of any number of rows that cover all these points, each in its own regime."""
+    """Return routings of any number of rows that cover all these points, each in its own regime."""
     regimes = {table.load_of(point.counts): point.regime for point in points}
-    offer = _Offer(table, experts, regime, regimes)
-    chosen: list[Template] = []
+    candidates = _Candidates(table, experts, regime, regimes)
+    chosen: list[RoutingPoint] = []
     least = 0
     for where in sorted({point.regime for point in points}):
         alike = [point for point in points if point.regime == where]
-        periods = np.stack([offer.periods_for(point) for point in alike], axis=1)
+        periods = np.stack([candidates.periods_for(point) for point in alike], axis=1)
         covers = periods >= 0
         for number, covered in _greedy(covers).items():
             count = int(periods[number, covered].max())
-            chosen.append(Template(offer.rows(number, count), offer.counts(number, count), where))
+            chosen.append(
+                RoutingPoint(candidates.rows(number, count), candidates.counts(number, count), where)
+            )
         least += _packed(covers)
     return Templates(tuple(sorted(chosen, key=lambda each: by_size(each.rows))), least)
 
 
-class _Offer:
-    """Every mixture of experts that a template could be, with any number of whole periods."""
+class _Candidates:
+    """All possible templates: mixtures of experts with any number of whole periods."""
 
     def __init__(
         self, table: ExpertCounts, experts: int, regime: RegimeOf, regimes: dict[tuple[int, ...], str]
@@ -125,34 +108,34 @@ class _Offer:
         return self._counts[number] + periods * self._more  # type: ignore[no-any-return]
 
     def rows(self, number: int, periods: int) -> Rows:
-        """The routing with the fewest rows that is this mixture."""
+        """Return the routing of this mixture with the fewest rows."""
         mixture = self._mixtures[number]
         return mixture.routing(self._kinds, next(numbers(mixture.sums)), periods * self._period)
 
     def periods_for(self, point: RoutingPoint) -> NDArray[np.int64]:
-        """For each mixture the fewest whole periods with which it covers this point, or -1."""
+        """Return, for each mixture, the fewest whole periods with which it covers this point, or -1."""
         lacking = point.counts - self._counts
         grows = self._more > 0
         needed = -(-lacking[:, grows] // self._more[grows])
         periods = np.maximum(needed.max(axis=1, initial=0), 0)
         unmet = (lacking[:, ~grows] > 0).any(axis=1)
-        # Whole periods are rows of some expert: where all are empty there is none that could hold them.
-        homeless = np.array([mixture.sums == 1 for mixture in self._mixtures]) & (periods > 0)
-        possible = np.flatnonzero(~(unmet | homeless))
+        # Whole periods are rows of an expert, so a mixture of empty experts has none.
+        empty = np.array([mixture.sums == 1 for mixture in self._mixtures]) & (periods > 0)
+        possible = np.flatnonzero(~(unmet | empty))
         alike = self._in_regime(possible, periods[possible], point.regime)
         found = np.full(len(periods), -1, dtype=np.int64)
         found[possible[alike]] = periods[possible[alike]]
         return found
 
     def _in_regime(
-        self, offered: NDArray[np.int64], periods: NDArray[np.int64], regime: str
+        self, possible: NDArray[np.int64], periods: NDArray[np.int64], regime: str
     ) -> NDArray[np.bool_]:
         first = self._loads_from
-        loads = self._counts[offered, first:] + periods[:, None] * self._more[first:]
+        loads = self._counts[possible, first:] + periods[:, None] * self._more[first:]
         distinct, example, which = np.unique(loads, axis=0, return_index=True, return_inverse=True)
         for load, place in zip(map(tuple, distinct.tolist()), example, strict=True):
             if load not in self._regimes:
-                self._regimes[load] = self._ask(load, self.rows(int(offered[place]), int(periods[place])))
+                self._regimes[load] = self._ask(load, self.rows(int(possible[place]), int(periods[place])))
         alike = np.array(
             [self._regimes[load] == regime for load in map(tuple, distinct.tolist())], dtype=bool
         )
@@ -160,20 +143,20 @@ class _Offer:
 
 
 def _greedy(covers: NDArray[np.bool_]) -> dict[int, NDArray[np.int64]]:
-    """The mixture that covers most, then the one that covers most of the rest; each with what it is for."""
+    """Return the mixture that covers most, then the one that covers most of the rest, and so on."""
     picked: dict[int, NDArray[np.int64]] = {}
     left = np.ones(covers.shape[1], dtype=bool)
     while left.any():
         number = int((covers & left).sum(axis=1).argmax())
-        mine = covers[number] & left
-        assert mine.any(), "every routing of the Pareto set is a template for itself"
-        picked[number] = np.flatnonzero(mine)
-        left &= ~mine
+        covered = covers[number] & left
+        assert covered.any(), "every routing of the Pareto set covers itself"
+        picked[number] = np.flatnonzero(covered)
+        left &= ~covered
     return picked
 
 
 def _packed(covers: NDArray[np.bool_]) -> int:
-    """Points that pairwise share no mixture, taken as they come, those with fewest mixtures first."""
+    """Count points of which no two share a mixture, greedily from those with the fewest mixtures."""
     taken = np.zeros(covers.shape[0], dtype=bool)
     count = 0
     for place in np.argsort(covers.sum(axis=0), kind="stable"):
@@ -184,32 +167,32 @@ def _packed(covers: NDArray[np.bool_]) -> int:
 
 
 SAMPLES = 200
-"""Routings that are executed to try the sums on, and then the templates."""
+"""Number of random routings that are executed to test additivity and templates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What is known of a kernel's routings."""
+    """The result for all routings of a kernel."""
 
     table: Table | None
     reason: str = ""
     """Why there is no table."""
     additivity: Additivity | None = None
     pareto: int = 0
-    """Counts that no routing exceeds."""
+    """Size of the Pareto set."""
     least: int = 0
-    """No set of templates is smaller; 0 where only routings of the admitted rows will do as templates."""
+    """Lower bound for the number of templates; 0 if templates must be routings of the admitted rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routings:
-    """The routings to cover."""
+    """A set of routings to cover."""
 
     experts: int
     tokens: int
-    """Rows that the experts get together."""
+    """Rows of all experts together."""
     at_most: bool = False
-    """Whether they may also get fewer."""
+    """Whether fewer rows are included."""
 
     def __str__(self) -> str:
         return f"every routing of {'at most ' * self.at_most}{self.tokens} rows to {self.experts} experts"
@@ -219,7 +202,7 @@ class Routings:
 
 
 def samples(admitted: Routings, count: int = SAMPLES, seed: int = 0) -> Iterator[Rows]:
-    """From even to lopsided routings, with empty experts and cuts beside round numbers."""
+    """Yield random routings, even and uneven, with empty experts and boundaries at round numbers."""
     drawing = random.Random(seed)
     experts = admitted.experts
     for _ in range(count):
@@ -239,17 +222,17 @@ def _cut(drawing: random.Random, tokens: int) -> int:
 
 
 def first_shapes(admitted: Routings) -> list[Rows]:
-    """What is executed before anything can be derived: single experts, and routings to try the sums on."""
+    """Return the shapes to execute first: single experts, and routings to test additivity."""
     single = (alone(rows, admitted.experts) for rows in range(admitted.tokens + 1))
     return list(dict.fromkeys([*single, *samples(admitted)]))
 
 
 # [Note: what the Pareto set teaches]
 #
-# A path can add up in every routing that was drawn and not in the extreme ones: last tiles do until there are
-# more tiles than programs. The Pareto set holds the extremes, so it is executed as a whole. A routing that
-# contradicts the sums is one more execution to try them on; its path is then left to the load, and the set is
-# derived again from the paths that remain, as long as they become fewer.
+# A path can be additive in all random routings and not in extreme ones: last tiles are, until there are more
+# tiles than programs. The Pareto set contains the extremes, so all of it is executed. A routing that
+# contradicts additivity is added to the tests; its path is then a function of the load, and the set is
+# computed again from the remaining paths, as long as their number decreases.
 
 
 def routed(
@@ -261,7 +244,7 @@ def routed(
     executions: Executions,
     on_progress: Callable[[Observed], None] = lambda _: None,
 ) -> Routed:
-    """Measure single experts, try whether they add up, derive the templates, execute those, and check."""
+    """Measure single experts, test additivity, compute the templates, execute and check them."""
     profiles: dict[Rows, ShapeProfile] = {}
     for rows in first_shapes(admitted):
         seen = executions.of(rows)
@@ -269,26 +252,28 @@ def routed(
         if seen.profile is None:
             return Routed(None, f"{rows}: {seen.reason}")
         profiles[rows] = seen.profile
-    before = None
+    before, regime = None, _regime(executions)
     while True:
         adds = additivity(profiles, admitted.experts, admitted.tokens, loads)
         if adds.table is None:
             return Routed(None, adds.reason, adds)
-        points = _points(adds.table, admitted, executions)
+        points = pareto_set(adds.table, admitted.experts, admitted.tokens, regime, at_most=admitted.at_most)
         surprise = _executed(adds.table, points, executions, profiles)
         if not surprise:
             break
         if adds.adding == before:
             return Routed(None, surprise, adds)
         before = adds.adding
-    few = templates_for(adds.table, admitted.experts, points, _regime(executions))
-    # More rows than were admitted may bring another kernel; the routings of the Pareto set have no more.
-    plain = Templates(tuple(Template(each.rows, each.counts, each.regime) for each in points), 0)
+    fewest = templates_for(adds.table, admitted.experts, points, regime)
+    # More rows than admitted may select another kernel; routings of the Pareto set do not have more.
     reasons = []
-    for found in (few, plain):
+    for found in (fewest, Templates(points, 0)):
         checked = _checked(adds.table, admitted, found, executions, profiles)
         if isinstance(checked, CoverCheck):
-            table = _table(name, facts, admitted, found, executions, checked)
+            count = routings(admitted.tokens, admitted.experts, at_most=admitted.at_most)
+            chosen = tuple(map(executions.of, dict.fromkeys(each.rows for each in found.chosen)))
+            covered = (checked.occurrences, checked.covered)
+            table = Table(name, dict(facts), str(admitted), count, chosen, (), *covered)
             return Routed(table, "", adds, len(points), found.least)
         reasons.append(checked)
     return Routed(None, reasons[0], adds)
@@ -302,18 +287,13 @@ def _regime(executions: Executions) -> RegimeOf:
     return regime
 
 
-def _points(table: ExpertCounts, admitted: Routings, executions: Executions) -> tuple[RoutingPoint, ...]:
-    regime = _regime(executions)
-    return pareto_set(table, admitted.experts, admitted.tokens, regime, at_most=admitted.at_most)
-
-
 def _executed(
     table: ExpertCounts,
-    derived: Sequence[RoutingPoint | Template],
+    derived: Sequence[RoutingPoint],
     executions: Executions,
     profiles: dict[Rows, ShapeProfile],
 ) -> str:
-    """Execute what was derived, adding to ``profiles``, and say what is not as expected, if anything."""
+    """Execute these, add them to ``profiles``, and return the first unexpected result, or ''."""
     surprise = ""
     for each in derived:
         seen = executions.of(each.rows)
@@ -331,7 +311,7 @@ def _checked(
     executions: Executions,
     profiles: Mapping[Rows, ShapeProfile],
 ) -> CoverCheck | str:
-    """Nothing derived is believed: templates must do what they are meant to, and cover what was executed."""
+    """Verify by execution that templates have the expected counts and cover everything executed."""
     executed = {rows: profile for rows, profile in profiles.items() if admitted.admit(rows)}
     if surprise := _executed(table, found.chosen, executions, executed):
         return surprise
@@ -339,28 +319,7 @@ def _checked(
     return check if check.complete else f"the templates do not cover {check.uncovered[0]}"
 
 
-def _table(
-    name: str,
-    facts: Mapping[str, str],
-    admitted: Routings,
-    found: Templates,
-    executions: Executions,
-    check: CoverCheck,
-) -> Table:
-    profiles = known(executions.of(each.rows) for each in found.chosen)
-    return Table(
-        name=name,
-        facts=dict(facts),
-        domain=str(admitted),
-        admitted=routings(admitted.tokens, admitted.experts, at_most=admitted.at_most),
-        selected=tuple(Representative(rows, profile) for rows, profile in profiles.items()),
-        retained=(),
-        occurrences=check.occurrences,
-        covered=check.covered,
-    )
-
-
-def _unexpected(table: ExpertCounts, meant: RoutingPoint | Template, profile: ShapeProfile) -> str:
+def _unexpected(table: ExpertCounts, meant: RoutingPoint, profile: ShapeProfile) -> str:
     if profile.fingerprint != meant.regime:
         return f"{meant.rows} ran in another regime than expected: {profile.fingerprint}"
     counts = dict(profile.path_counts)

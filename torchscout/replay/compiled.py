@@ -1,16 +1,16 @@
-"""Finds what modules inside compiled code are called with (paper, section 6.1).
+"""Captures the inputs of modules inside compiled code (paper, section 6.1).
 
-``torch.compile(model)`` turns a whole model into code of its own, in which hooks on inner modules do not
-run: the calls of its layers cannot be captured. Such a layer is replayed eagerly, with its current weights,
-on an input that was saved once:
+``torch.compile(model)`` compiles a whole model, and hooks on the modules inside do not run, so the calls of
+its layers cannot be captured. Such a layer is replayed eagerly, with its current weights, on an input saved
+once:
 
 1. In a step at whose end a layer is due, the call of the compiled module around it is captured.
-2. After that step the same call is made again, eagerly, by the modules that were compiled. Hooks save the
-   input of every module that replay knows; modules of one kind share one saved input.
-3. Later checks use what was saved. Gradients of outputs are random numbers, made when they are needed.
+2. After that step the same call is repeated eagerly. Hooks save the input of every module that is replayed;
+   modules of one kind share one saved input.
+3. Later checks use the saved inputs. Gradients of outputs are random numbers.
 
-Peers receive the source's values, so that these need not be training's own. Compiled code is neither called
-nor compiled again: see ``eagerly``.
+Peers receive the source's values, so these need not be training's own. Compiled code is neither called nor
+compiled again: see ``eagerly``.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from torchscout.errors import ReplayError, describe_error
 from torchscout.replay.capture.broadcast import described, refuse, room_for
-from torchscout.replay.capture.context import autocast_as, buffers_of, preserved, refusal, unmoved
+from torchscout.replay.capture.context import autocast_as, buffers_of, preserved, preserved_rng, refusal
 from torchscout.replay.capture.hooks import WRITES, CallCapture
-from torchscout.replay.capture.invocation import Invocation, is_floating
+from torchscout.replay.capture.invocation import Invocation, is_floating, tensors_in
 
 __all__ = ["CompiledCode", "EagerCall", "compiled_around", "eagerly", "is_compiled"]
 
 _MAX_PASSES = 3
-"""Eager passes over one compiled module, of which one is enough if it succeeds and calls every target."""
+"""Eager passes over one compiled module. One is enough if it succeeds and calls every target."""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -50,7 +49,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_around(model: nn.Module, module: nn.Module) -> nn.Module | None:
-    """The outermost module of ``model`` that is compiled together with this module inside it."""
+    """Return the outermost compiled module of ``model`` that contains this module, or None."""
     if not _has_compiler():
         return None
     compiled = (each for each in model.modules() if each is not module and _is_compiled_itself(each))
@@ -58,13 +57,13 @@ def compiled_around(model: nn.Module, module: nn.Module) -> nn.Module | None:
 
 
 def eagerly() -> AbstractContextManager[None]:
-    """In this block nothing is compiled, and what was compiled before runs eagerly."""
+    """Run everything eagerly in this block, including what is already compiled."""
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 class CompiledCode:
-    """What is compiled in one model, and the calls that were saved for the modules inside it."""
+    """The compiled modules of one model, with the calls saved for modules inside them."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -72,16 +71,16 @@ class CompiledCode:
         self._found: dict[nn.Module, _Compiled] = {}
 
     def expect(self, modules: Iterable[nn.Module]) -> None:
-        """These modules are replayed: one eager pass saves the input of all of them."""
+        """Declare that these modules are replayed, so that one eager pass saves the inputs of all of them."""
         self._targets.update(dict.fromkeys(modules))
 
     def has_inside(self, module: nn.Module) -> bool:
-        """Whether hooks do not see the calls of a module, and an eager pass can: it must not communicate."""
+        """Whether the module is inside compiled code, and an eager pass would not communicate."""
         around = compiled_around(self._model, module)
         return around is not None and not any(isinstance(each, DTensor) for each in around.parameters())
 
     def call_of(self, module: nn.Module, *, is_source: bool) -> EagerCall:
-        """What a module inside compiled code is called with."""
+        """Return the call of a module inside compiled code."""
         around = compiled_around(self._model, module)
         assert around is not None, "it is inside"
         if around not in self._found:
@@ -97,7 +96,7 @@ class EagerCall:
         compiled.arm(module)
 
     def invocation(self) -> Invocation:
-        """What was saved, by an eager pass if need be; a ``ReplayError`` says why there is nothing."""
+        """Return the saved call, after an eager pass if necessary; raise ``ReplayError`` if there is none."""
         saved = self._compiled.saved(self._module)
         if not self._is_source:
             return saved.call
@@ -109,7 +108,7 @@ class EagerCall:
 
 
 class _ArgumentsOnly(CallCapture):
-    """Does not hold on to gradients: those of a whole model's output may be large, and are not needed."""
+    """Keeps no gradients: those of a whole model's output may be large, and are not needed."""
 
     def _await_gradient(self, begun: Invocation, place: int, tensor: torch.Tensor) -> None:
         pass
@@ -117,15 +116,15 @@ class _ArgumentsOnly(CallCapture):
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What replays of one module start from."""
+    """The saved input of one module."""
 
     call: Invocation
-    """Without gradients; shared by modules of one kind."""
+    """The call without gradients; shared by modules of one kind."""
     outputs: Mapping[int, Mapping[str, Any]]
-    """Descriptions of the output's tensors that need a gradient, by place."""
+    """Descriptions of the output's tensors that require gradients, by place."""
 
     def gradients(self, device: torch.device) -> dict[int, torch.Tensor]:
-        """Random numbers, the same in every check. Each tensor's norm is about 1, so that none overflow."""
+        """Return random numbers, the same in every check. Each tensor's norm is about 1: none overflow."""
         gradients = {}
         for place, description in self.outputs.items():
             room = room_for(description, device)
@@ -135,7 +134,7 @@ class _Saved:
 
 
 class _Compiled:
-    """One compiled module, and what was saved of the calls inside it."""
+    """One compiled module, with the calls saved for modules inside it."""
 
     def __init__(self, module: nn.Module, targets: Mapping[nn.Module, None], device: torch.device) -> None:
         self.device = device
@@ -145,13 +144,13 @@ class _Compiled:
         self._problem = "the eager pass over the compiled module around it did not call it with gradients"
         self._kinds: dict[tuple[Any, ...], Invocation] = {}
         self._open: dict[nn.Module, Invocation] = {}
-        """Of modules that the eager pass is calling."""
+        """Calls in progress in the eager pass."""
         self._saved: dict[nn.Module, _Saved] = {}
 
     def arm(self, target: nn.Module) -> None:
-        """Capture training's next call, if nothing was saved for the target and another pass may be made."""
+        """Capture training's next call, if nothing is saved for the target and another pass is allowed."""
         if target not in self._saved and self._passes < _MAX_PASSES and self._capture is None:
-            # What DDP sends around a model's call is not sent in an eager pass, which begins inside of it.
+            # An eager pass runs inside of DDP, and does not repeat its communication.
             around = [each for each in _wrappers(self._module) if isinstance(each, DistributedDataParallel)]
             expected = [rank for each in around for rank in get_process_group_ranks(each.process_group)]
             self._capture = _ArgumentsOnly(self._module, self.device, keep=True, expected=expected)
@@ -162,7 +161,7 @@ class _Compiled:
             self._capture = None
 
     def saved(self, target: nn.Module) -> _Saved:
-        # Targets that are due together need one pass. It is over, or has failed, if hooks are gone.
+        # One pass serves all targets that are due together. Without hooks, it has finished or failed.
         if target not in self._saved and self._capture is not None:
             self._run_eagerly(self._captured(self._capture))
             self.disarm()
@@ -177,25 +176,27 @@ class _Compiled:
             raise ReplayError(f"the compiled module around it cannot be run eagerly: {error}") from error
 
     def _run_eagerly(self, call: Invocation) -> None:
-        """Make the captured call once more; training is left as it was, and no activation is kept."""
-        inside = _inside(self._module)
+        """Repeat the captured call without any effect on training, and without keeping activations."""
+        inside = [*_wrappers(self._module)][-1]
         if (found := refusal(inside) or _synchronizing(inside)) is not None:
             raise ReplayError(f"the compiled module around it cannot be run eagerly: {found}")
         self._passes += 1
         leaves = enumerate(zip(call.leaves, call.requires_grad, strict=True))
         given = {
-            place: leaf.requires_grad_(needs).clone() for place, (leaf, needs) in leaves if _is_tensor(leaf)
+            place: leaf.requires_grad_(needs).clone()
+            for place, (leaf, needs) in leaves
+            if isinstance(leaf, torch.Tensor)
         }
         args, kwargs = call.arguments(given)
         versions = [each._version for each in inside.parameters()]
         with ExitStack() as around:
             around.push(self._remember)
-            around.enter_context(unmoved(self.device))
+            around.enter_context(preserved_rng(self.device))
             around.enter_context(preserved(inside, buffers_of(inside), call.randomness.seed))
-            around.enter_context(call.attention.again())
+            around.enter_context(call.attention.applied())
             around.enter_context(eagerly())
             around.enter_context(autocast_as(call.autocast))
-            # Which tensors need gradients is known in this mode only; what backward would need is dropped.
+            # Needed to know which tensors require gradients; tensors saved for backward are dropped.
             around.enter_context(torch.enable_grad())
             around.enter_context(saved_tensors_hooks(lambda _: None, _never))
             self._watch(inside, around)
@@ -224,10 +225,8 @@ class _Compiled:
     def _after(self, target: nn.Module, _: Any, output: Any) -> None:
         if (call := self._open.pop(target, None)) is None:
             return
-        tensors = [leaf for leaf in tree_leaves(output) if _is_tensor(leaf)]
-        needing = {
-            place: each for place, each in enumerate(tensors) if each.requires_grad and is_floating(each)
-        }
+        tensors = enumerate(tensors_in(output))
+        needing = {place: each for place, each in tensors if each.requires_grad and is_floating(each)}
         for each in needing.values():
             refuse(each)
         self._saved[target] = _Saved(call, {place: described(each) for place, each in needing.items()})
@@ -235,16 +234,15 @@ class _Compiled:
     def _remember(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
-        """Why a pass has failed, for the checks after which no other is made."""
+        """Remember why a pass failed, for later checks."""
         if isinstance(error, Exception):
             self.disarm()
-            self._problem = (
-                f"the eager pass over the compiled module around it failed: {describe_error(error)}"
-            )
+            failed = "the eager pass over the compiled module around it failed"
+            self._problem = f"{failed}: {describe_error(error)}"
 
 
 def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and what it wraps, from the outside in: through compilers and DDP."""
+    """Yield a module and what it wraps (as compiler or DDP), outermost first."""
     yield module
     if isinstance(module, DistributedDataParallel):
         yield from _wrappers(module.module)
@@ -252,19 +250,12 @@ def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
         yield from _wrappers(module._orig_mod)
 
 
-def _inside(module: nn.Module) -> nn.Module:
-    """What is compiled, without wrappers whose calls start communication."""
-    return [*_wrappers(module)][-1]
-
-
 def _synchronizing(module: nn.Module) -> str | None:
-    """What in the module would wait for a backward pass after an eager one, or communicate in it."""
+    """Return why an eager pass would communicate, or leave state that expects a backward pass; else None."""
     for name, each in module.named_modules():
         # The method is that of FSDP2 and of ``replicate``.
         if isinstance(each, DistributedDataParallel) or hasattr(each, "set_requires_gradient_sync"):
-            return (
-                f"{name or 'it'} synchronizes gradients, and would count an eager pass as one of training's"
-            )
+            return f"{name or 'it'} synchronizes gradients, and would count an eager pass as training's"
     return None
 
 
@@ -272,14 +263,12 @@ def _is_compiled_itself(module: nn.Module) -> bool:
     return (
         isinstance(module, _compiler().OptimizedModule)
         or module._compiled_call_impl is not None
-        or hasattr(
-            getattr(module, "forward", None), "_torchdynamo_orig_callable"
-        )  # a method that was compiled
+        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")  # a compiled method
     )
 
 
 def _has_compiler() -> bool:
-    """Whether the compiler was imported: importing it costs seconds, and nothing is compiled without."""
+    """Whether the compiler is imported. Importing it takes seconds, and without it nothing is compiled."""
     return "torch._dynamo" in sys.modules
 
 
@@ -287,9 +276,5 @@ def _compiler() -> Any:
     return sys.modules["torch._dynamo"]
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
-
-
 def _never(_: Any) -> Any:
-    raise AssertionError("nothing goes back through an eager pass")
+    raise AssertionError("an eager pass has no backward pass")

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps about the iteration under way: prepared before the first one, reset after a replay.
+"""Initializes and resets what FSDP2 records about the current iteration.
 
 Every private attribute of FSDP that SCOUT needs is used in this module only. PyTorch 2.13 has a public reset;
 for 2.10 to 2.12 this module does the same with the attributes that those versions have.

@@ -1,14 +1,14 @@
-"""Keeps a replay from communicating in a way that its recipe did not announce (paper, section 6.1).
+"""Stops a replay from issuing collectives that its recipe did not announce (paper, section 6.1).
 
-A module, an optimizer or a hook may issue collectives that nobody expects. Repeated on some ranks and not on
-others, they would make a healthy job hang. So whatever a replay runs is examined at the dispatcher, before
-anything is sent: SCOUT's own groups are free, a recipe announces what it or a framework issues, and every
+A module, an optimizer or a hook may issue collectives of its own. If a replay repeated them on some ranks
+only, a healthy job would hang. So every collective of a replay is examined in the dispatcher before anything
+is sent: SCOUT's own groups are always allowed, a recipe announces what it or a framework issues, and any
 other collective raises ``UnannouncedError``, which ends the replay of that target on all ranks.
 
-Examined are the thread that replays, threads that begin during the replay, and backward passes, which may
-run on threads of PyTorch's own. Other threads belong to training: an asynchronous checkpoint may communicate
-at any time. A collective that a module hands to a thread pool which is older than the replay is therefore
-not refused here; ``Communication`` recognizes it while training itself runs the module.
+Examined are the thread that replays, threads started during the replay, and backward passes, which may run on
+PyTorch's own threads. All other threads belong to training: an asynchronous checkpoint may communicate at any
+time. So a collective that a module hands to an older thread pool is not refused here; ``Communication``
+detects it while training itself runs the module.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torchscout.errors import ChannelError, ReplayError, describe_error
 from torchscout.utils.reentrancy import in_backward, in_own_work, is_nested_step, is_stepping, own_work
 
 __all__ = [
+    "CallListener",
     "Communication",
     "Refusal",
     "StepCommunication",
@@ -45,21 +46,21 @@ class UnannouncedError(ReplayError):
 
 @dataclass(slots=True)
 class _Replay:
-    """What is running on the thread that replays."""
+    """One replay on the thread that runs it."""
 
     thread: int = field(default_factory=threading.get_ident)
-    others: frozenset[int] = field(
+    older_threads: frozenset[int] = field(
         default_factory=lambda: frozenset(each.ident for each in threading.enumerate() if each.ident)
     )
-    """The threads that were there when it began, and belong to training."""
+    """Threads that existed when the replay began. They belong to training."""
     announced: list[frozenset[int] | None] = field(default_factory=list)
-    """Among which ranks collectives are expected, innermost last; None among any."""
+    """Ranks among which collectives are expected, innermost block last; None for any ranks."""
 
     def examine(self, call: Call) -> None:
-        group, here = call.group, threading.get_ident()
+        group, thread = call.group, threading.get_ident()
         if group.is_scouts or group.size == 1:
             return
-        if here != self.thread and here in self.others and not in_backward():
+        if thread != self.thread and thread in self.older_threads and not in_backward():
             return
         expected = self.announced[-1] if self.announced else frozenset()
         if expected is None or (group.members is not None and expected.issuperset(group.members)):
@@ -72,7 +73,7 @@ _running: list[_Replay] = []
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Refuse collectives in this block, except those of a block of ``announced`` inside it."""
+    """Refuse collectives in this block, except inside of ``announced``."""
     if _running and _running[-1].thread == threading.get_ident() and not _running[-1].announced:
         yield
         return
@@ -86,27 +87,27 @@ def guarded() -> Iterator[None]:
 
 
 class Refusal(str):
-    """Why something is not replayed at all; any other string says what has failed."""
+    """Why something is never replayed. Any other string describes a failure."""
 
     __slots__ = ()
 
 
 def attempt(work: Callable[[], _Value]) -> tuple[_Value | None, str | None]:
-    """The result, or in words why there is none."""
+    """Return the result of ``work`` and None, or None and a description of the error."""
     try:
         with own_work(), guarded():
             return work(), None
     except ChannelError:
-        raise  # the exchange itself is broken: there is nobody left to be in step with
+        raise  # ranks can no longer exchange anything, so they cannot stay in step
     except ReplayError as error:
         return None, Refusal(describe_error(error))
-    except Exception as error:  # noqa: BLE001  see [Note: no rank is stranded] in ``replayer``; the user's modules run in here
+    except Exception as error:  # noqa: BLE001  runs users' modules; see [Note: no rank is stranded] in ``replayer``
         return None, describe_error(error)
 
 
 @contextmanager
 def announced(ranks: Collection[int] | None = None) -> Iterator[None]:
-    """Let collectives pass in this block: those among some or all of these ranks; any, if None are given."""
+    """Allow collectives in this block: among any of these ranks, or all collectives if ``ranks`` is None."""
     replay = next((each for each in reversed(_running) if each.thread == threading.get_ident()), None)
     if replay is None:
         yield
@@ -118,24 +119,42 @@ def announced(ranks: Collection[int] | None = None) -> Iterator[None]:
         replay.announced.pop()
 
 
-class Communication:
-    """Listens to what training itself issues while it runs something that may be replayed later."""
+class CallListener:
+    """Base class of listeners to this process's collectives that can be switched on and off."""
 
-    def __init__(self, expected: Collection[int] = ()) -> None:
-        """Collectives among some or all of the ``expected`` ranks are not noted."""
-        self._expected = frozenset(expected)
-        self._handle: Handle | None = None
-        self.found: str | None = None
-        """The first collective that a replay must not repeat, in words."""
+    _handle: Handle | None = None
 
-    def begin(self) -> None:
+    @property
+    def is_listening(self) -> bool:
+        return self._handle is not None
+
+    def listen(self) -> None:
+        """Idempotent."""
         if self._handle is None:
             self._handle = listen(self)
 
-    def end(self) -> None:
+    def stop(self) -> None:
+        """Idempotent."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+    def before(self, call: Call) -> None:
+        """Called before a collective is issued."""
+        raise NotImplementedError
+
+    def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
+        """Not needed: ``before`` has the same call."""
+
+
+class Communication(CallListener):
+    """Detects collectives of training in code that may be replayed later."""
+
+    def __init__(self, expected: Collection[int] = ()) -> None:
+        """Collectives among any of the ``expected`` ranks are ignored."""
+        self._expected = frozenset(expected)
+        self.found: str | None = None
+        """Description of the first collective that a replay must not repeat."""
 
     def before(self, call: Call) -> None:
         group = call.group
@@ -143,48 +162,46 @@ class Communication:
         if self.found is None and not (group.is_scouts or group.size == 1 or is_expected or in_own_work()):
             self.found = _described(call)
 
-    def issued(self, call: Call, token: None, pending: Pending | None) -> None:
-        """What is issued is known before."""
 
+class StepCommunication(CallListener):
+    """Detects collectives in an optimizer's ``step``: in its first step and in those that are to be replayed.
 
-class StepCommunication:
-    """Whether an optimizer's ``step`` issues collectives, found out in its first step and in those that are
-    to be replayed. Such an update is never repeated: ranks would not issue the same."""
+    An update that communicates is never replayed, because ranks would not issue the same collectives.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._communication = Communication()
         self._thread = 0
-        """On which it steps."""
-        self._handle: Handle | None = None
+        """The thread that steps."""
         self._is_wanted = True
         """Whether to listen to the next step."""
-        self._has_heard = False
-        """Whether a step was listened to, or is right now."""
+        self._was_observed = False
+        """Whether a step has been listened to, or is being listened to."""
         self._hook: Any = None
         self.refusal: str | None = None
-        """Why its update is not to be repeated for another reason, if so."""
+        """Another reason not to replay its update, if there is one."""
 
     def start(self) -> None:
-        # No hook after the step: replay may end in one, and PyTorch does not permit that one be removed then.
-        self._hook = self._optimizer.register_step_pre_hook(lambda *_: self._begin())
+        # No post-step hook: replay may end inside of one, and PyTorch does not allow removing it there.
+        self._hook = self._optimizer.register_step_pre_hook(lambda *_: self._step_begins())
 
     def close(self) -> None:
-        self._end()
+        self.stop()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Collectives among some or all of these ranks are a DTensor's own, and a clone makes none."""
+        """Ignore collectives among any of these ranks: DTensor issues them, and a clone does not."""
         self._communication = Communication(ranks)
 
     @property
     def may_be_tried(self) -> bool:
-        """Whether it is known by now that it does not communicate, or nobody is to find out."""
-        return self._has_heard or self._hook is None
+        """Whether a step was observed, or none will be because ``start`` was not called."""
+        return self._was_observed or self._hook is None
 
-    def listen(self) -> None:
+    def observe_next(self) -> None:
         """Listen to the next step."""
         self._is_wanted = True
 
@@ -193,35 +210,27 @@ class StepCommunication:
         return self._communication.found is not None
 
     def refuse(self) -> None:
-        """Raise a ``ReplayError`` if its update is not to be repeated."""
+        """Raise ``ReplayError`` if its update must not be replayed."""
         if self.refusal is not None:
             raise ReplayError(self.refusal)
         if (found := self._communication.found) is not None:
             kind = type(self._optimizer).__name__
             raise ReplayError(f"the step of {kind} issues {found}, which a replay must not repeat")
 
-    def _begin(self) -> None:
+    def _step_begins(self) -> None:
         if is_nested_step(self._optimizer):
             return
-        self._end()
+        self.stop()
         if self._is_wanted:
-            self._is_wanted, self._has_heard = False, True
+            self._is_wanted, self._was_observed = False, True
             self._thread = threading.get_ident()
-            self._handle = listen(self)
-
-    def _end(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+            self.listen()
 
     def before(self, call: Call) -> None:
         if is_stepping(self._optimizer, self._thread):
             self._communication.before(call)
         else:
-            self._end()
-
-    def issued(self, call: Call, token: None, pending: Pending | None) -> None:
-        """What is issued is known before."""
+            self.stop()
 
 
 def _described(call: Call) -> str:

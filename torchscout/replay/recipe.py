@@ -1,16 +1,15 @@
-"""What can be replayed, and what a replay returns (paper, section 6.1).
+"""Base classes of what can be replayed, and what a replay returns (paper, section 6.1).
 
-A recipe knows one kind of work and the targets that it rotates over. A replay is one execution of it at
-the end of one training step. ``replayer`` makes the calls, in the order in which they are numbered.
-``Peers`` and ``JobExchange`` are what a replay needs of the other ranks; ``communicators`` has
-the process groups behind them.
+A ``Recipe`` covers one kind of work and rotates over its targets. A ``Replay`` is one execution of it at the
+end of one training step; ``replayer`` calls its methods in the order in which they are numbered. ``Peers``
+and ``JobExchange`` define how a replay reaches the other ranks; ``communicators`` implements them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -30,16 +29,13 @@ __all__ = [
     "POISON",
     "UNREPEATABLE",
     "Comparison",
-    "Given",
     "JobExchange",
-    "Laps",
-    "LearningReplay",
     "Mode",
     "Observation",
     "Peers",
     "Recipe",
     "Replay",
-    "StandingRecipe",
+    "SavedInput",
     "finish_signatures",
     "measured",
 ]
@@ -47,18 +43,18 @@ __all__ = [
 ABSENT = signed(xxhash.xxh3_64_intdigest(b"torchscout: there is nothing to compare here"))
 """In place of a signature: this rank has no such tensor. Not checked if no peer has it, else a difference."""
 POISON = signed(xxhash.xxh3_64_intdigest(b"torchscout: this rank failed in replay"))
-"""In place of a signature: this rank could not compute it. Never evidence against anybody."""
+"""In place of a signature: this rank could not compute it. Never evidence against a rank."""
 UNREPEATABLE = signed(xxhash.xxh3_64_intdigest(b"torchscout: computed by an operator that does not repeat"))
-"""In place of a signature: an operator without a deterministic version has computed it on this rank."""
+"""In place of a signature: this rank computed it with an operator that has no deterministic version."""
 
 
 class Mode:
-    """What a comparison is about, as records spell it."""
+    """What a comparison is about, as written in records."""
 
     INPUT = INPUT
     """Whether peers started from the same values."""
     STATE = STATE
-    """What a rank holds: weights, optimizer slots."""
+    """Stored state: weights, optimizer slots."""
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
@@ -66,271 +62,230 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One thing the peers will compare; known before anything is computed, and the same on all of them."""
+    """One surface that peers compare. Known before anything is computed, and identical on all peers."""
 
     surface: Surface
     mode: str
     premises: tuple[Surface, ...] = ()
-    """Surfaces of the same replay that must agree first: a result says nothing if the inputs differed."""
+    """Surfaces of the same replay that must agree first: a result says nothing if its inputs differed."""
     summary: Surface | None = None
-    """Under this name agreeing comparisons are recorded as one: a census has thousands."""
+    """Agreeing comparisons with the same summary are recorded as one under this name."""
     absent: str = "there was nothing to compare"
-    """The reason to give where no peer had anything."""
+    """Reason to record if no peer has a value."""
     tie: str | None = None
-    """The reason to give where there is no majority, if that is another comparison's to report."""
-    right: int | None = None
-    """What a rank must have, where that is known without a vote: each is its own witness then."""
+    """Reason to record if there is no majority, where another comparison reports that case."""
+    expected: int | None = None
+    """The only correct value, if it is known without a vote. Each rank then proves its own fault."""
     is_new: bool = False
-    """Whether peers have never compared this state: they may hold different ones by design."""
+    """Whether peers have never compared this state: it may differ by design."""
     is_local: bool = False
-    """Whether it is known that they do, should it still differ."""
+    """Whether a difference in this state is known to be by design."""
 
     @property
-    def is_held(self) -> bool:
-        """Whether it is read and not computed in the replay, so that no kernel can make it differ."""
-        return not self.premises or self.right is not None or self.mode in (Mode.STATE, Mode.INPUT)
+    def is_stored(self) -> bool:
+        """Whether the value is read, not computed in the replay, so that no kernel can make it differ."""
+        return not self.premises or self.expected is not None or self.mode in (Mode.STATE, Mode.INPUT)
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one replay produces on this rank, filled in as it goes: what was seen before a failure counts."""
+    """What one replay produces on this rank. Filled in step by step: results before a failure count."""
 
+    variant: float = 1.0
+    """The factor by which floating-point inputs are scaled."""
     signatures: dict[Surface, int] = field(default_factory=dict)
     """One for each comparison, ``ABSENT`` where there was no tensor."""
     times: dict[Surface, float] = field(default_factory=dict)
-    """What this rank spent by itself, in milliseconds."""
-    laps: dict[tuple[Surface, tuple[int, ...]], Laps] = field(default_factory=dict)
-    """What it spent in collectives, by surface and members of the process group."""
+    """Milliseconds that this rank spent by itself."""
+    laps: dict[tuple[Surface, tuple[int, ...]], list[tuple[int, float]]] = field(default_factory=dict)
+    """Elements and milliseconds of each collective, by surface and members of the process group."""
     unrepeatable: dict[Surface, str] = field(default_factory=dict)
-    """What an operator without a deterministic version has computed, with the reason."""
+    """Surfaces computed by an operator without a deterministic version, with the reason."""
     refused: list[str] = field(default_factory=list)
-    """Why strict deterministic algorithms have ended this replay: it can be made again without them."""
+    """Why strict deterministic algorithms ended this replay; it can be repeated without them."""
     unread: list[Callable[[], None]] = field(default_factory=list)
-    """Clocks that have not been read: a device is not to be waited for in the middle of its work."""
+    """Clocks that have not been read, because reading one synchronizes with the device."""
     unsigned: list[tuple[PendingSignatures, Callable[[list[int]], None]]] = field(default_factory=list)
-    """Signatures that a device may still compute, and what to do with them; see ``finish_signatures``."""
+    """Signatures that a device may still be computing, with their callbacks; see ``finish_signatures``."""
 
     def sign(self, tensors: Mapping[Surface, torch.Tensor]) -> None:
-        """Fill in the signature of each."""
+        """Record the signature of each tensor."""
         names = list(tensors)
         self.when_signed(
             PendingSignatures(tensors.values()),
             lambda found: self.signatures.update(zip(names, found, strict=True)),
         )
 
-    def sign_as_one(self, surface: Surface, tensors: Iterable[torch.Tensor]) -> None:
-        """Fill in one number for all of them; see ``digest``."""
-        self.when_signed(
-            PendingSignatures(tensors), lambda found: self.signatures.update({surface: digest(found)})
-        )
+    def sign_as_one(self, surface: Surface, tensors: Sequence[torch.Tensor] | PendingSignatures) -> None:
+        """Record one ``digest`` for all tensors, or ``ABSENT`` if there are none."""
+        if not tensors:
+            self.signatures[surface] = ABSENT
+            return
+        pending = tensors if isinstance(tensors, PendingSignatures) else PendingSignatures(tensors)
+        self.when_signed(pending, lambda found: self.signatures.update({surface: digest(found)}))
 
     def when_signed(self, pending: PendingSignatures, then: Callable[[list[int]], None]) -> None:
-        """Call ``then`` with the signatures: at once, or when a device has computed them."""
+        """Call ``then`` with the signatures: immediately, or once a device has computed them."""
         if pending.folds:
             self.unsigned.append((pending, then))
         else:
             then(pending.read())
 
     def read(self) -> None:
-        """Fill in the times, once the work is done."""
+        """Read the clocks, once the work is done."""
         while self.unread:
             self.unread.pop(0)()
 
     def lap(
         self, surface: Surface, members: tuple[int, ...] | None, elements: int, milliseconds: float
     ) -> None:
-        """One more collective; one of a group that nobody knows is left out."""
+        """Add one collective; ignored if the members of its group are not known."""
         if members is not None:
-            laps = self.laps.setdefault((surface, tuple(sorted(members))), Laps())
-            laps.elements += elements
-            laps.milliseconds.append(milliseconds)
+            key = (surface, tuple(sorted(members)))
+            self.laps.setdefault(key, []).append((elements, milliseconds))
 
 
-def finish_signatures(every: Iterable[Observation]) -> None:
-    """Wait for the devices once, and fill in what they have signed."""
-    waiting = [each for seen in every for each in seen.unsigned]
-    for seen in every:
+def finish_signatures(observations: Iterable[Observation]) -> None:
+    """Wait for the devices once, and record the signatures that they have computed."""
+    waiting = [each for seen in observations for each in seen.unsigned]
+    for seen in observations:
         seen.unsigned.clear()
     for (_, then), found in zip(waiting, read_signatures([each for each, _ in waiting]), strict=True):
         then(found)
 
 
-@dataclass(slots=True)
-class Laps:
-    """The collectives of one kind that one replay made on one process group, in order."""
-
-    elements: int = 0
-    """Of all of them together."""
-    milliseconds: list[float] = field(default_factory=list)
-
-
 def measured(target: str, shape: tuple[int, ...], seen: Sequence[Observation]) -> Measured:
-    """What a replay took; of its variants and repetitions, which are equal work, the shortest time."""
+    """Return the times of a replay: the shortest over its variants and repetitions, which are equal work."""
     surfaces = dict.fromkeys(surface for each in seen for surface in each.times)
     times = {
         surface: min(each.times[surface] for each in seen if surface in each.times) for surface in surfaces
     }
-    # Of one variant, the same on all ranks: the members of a group must tell of one and the same transfer.
+    # From one variant, the same on all ranks: the members of a group must report the same transfer.
     laps = [
-        Lap(surface, members, each.elements, tuple(each.milliseconds))
+        Lap(surface, members, sum(elements for elements, _ in each), tuple(ms for _, ms in each))
         for (surface, members), each in seen[0].laps.items()
     ]
     return Measured(target, shape, times, laps)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class SavedInput:
     """What a replay without a training step starts from."""
 
     is_source: bool
     call: Mapping[str, Any] | None = None
-    """The source's, described; None if no peer has kept one."""
+    """Description of the source's call; None if no peer has saved one."""
     tensors: Sequence[torch.Tensor] | None = None
-    """Its values, on the source."""
+    """The values of that call; only on the source."""
 
 
-class Recipe(Protocol):
-    """One kind of work: the embedding, hidden layers, the output layer, the optimizer, all state."""
+class Recipe:
+    """Base class: one kind of work, such as hidden layers, the optimizer, or all state."""
 
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def targets(self) -> Sequence[str]:
-        """What the rotation goes through, by name; the same on every peer."""
-        ...
-
-    @property
-    def varies(self) -> bool:
-        """Whether scaled inputs make sense; otherwise it is observed once, as captured."""
-        ...
-
-    @property
-    def role(self) -> LayerKind:
-        """Whose replicas compare it: those of dense layers, or those of experts."""
-        ...
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether it computes on gathered parameters: then ranks with other shards do the same work too."""
-        ...
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether sizes change from call to call: then another size does not run for the first time."""
-        ...
-
-    @property
-    def is_swept(self) -> bool:
-        """Whether it can be replayed without a training step; the same on every rank."""
-        ...
-
-    @property
-    def is_required(self) -> bool:
-        """Whether a check is incomplete without it: scratch data that were sent say nothing about state."""
-        ...
-
-    def begin(self, target: int, *, is_source: bool) -> Replay:
-        """Called before the training step at whose end the target is due: start to capture.
-
-        Only the source's values will be needed; the others may keep descriptions alone.
-        """
-        ...
-
-    def kept_as(self, target: int) -> str:
-        """The name under which the call of a target is kept for a sweep; targets may have one in common."""
-        ...
-
-    def again(self, target: int, given: Given) -> Replay:
-        """Called between training steps, in a sweep. ``ReplayError`` says why it cannot be replayed."""
-        ...
-
-
-@runtime_checkable
-class LearningReplay(Protocol):
-    """A replay that takes something from what was found, for later checks."""
-
-    def learn(self, records: Sequence[EvidenceRecord]) -> None:
-        """Called with the records of the first comparison, the same on every peer, if no peer has failed."""
-        ...
-
-
-@runtime_checkable
-class StandingRecipe(Protocol):
-    """A recipe that follows training all the time, and not only in steps at whose end it is due."""
+    kind: str
+    targets: Sequence[str] = ("",)
+    """What the rotation goes through, by name; identical on every peer."""
+    role: LayerKind = LayerKind.DENSE
+    """Whose replicas compare it: those of dense layers or those of experts."""
+    varies: bool = False
+    """Whether it is also replayed on scaled inputs."""
+    is_gathered: bool = False
+    """Whether it computes on gathered parameters: ranks with other shards then do the same work."""
+    is_dynamic: bool = False
+    """Whether sizes change from call to call: a new size is then not treated as a first, cold run."""
+    is_swept: bool = False
+    """Whether it can be replayed without a training step; identical on every rank."""
+    is_required: bool = True
+    """Whether a check without it is incomplete. Transfers of scratch data prove nothing about state."""
 
     def start(self) -> None:
-        """Called once, before training."""
-        ...
+        """Attach to training's objects. Called once, before training."""
 
     def close(self) -> None:
-        """Called when replay ends: nothing may stay on training's objects."""
-        ...
+        """Detach from training's objects. Called once, when replay ends."""
+
+    def begin(self, target: int, *, is_source: bool) -> Replay:
+        """Start to capture the training step at whose end this target is due.
+
+        Only the source's values are needed; other ranks may keep descriptions only.
+        """
+        return self.new_replay(target, is_source, None)
+
+    def replay_saved(self, target: int, saved: SavedInput) -> Replay:
+        """Replay in a sweep, between training steps, if ``is_swept``. May raise ``ReplayError``."""
+        return self.new_replay(target, saved.is_source, saved)
+
+    def new_replay(self, target: int, is_source: bool, saved: SavedInput | None, /) -> Replay:
+        """Create the replay that ``begin`` or, with ``saved``, ``replay_saved`` returns."""
+        raise NotImplementedError
+
+    def saved_name(self, target: int) -> str:
+        """Return the name under which the call of a target is saved; several targets may share one."""
+        return self.targets[target]
 
 
-class Replay(Protocol):
-    """One execution. Every peer makes the same calls in this order; only 3 communicates."""
+class Replay:
+    """Base class: one execution. All peers make the same calls in this order; only ``align`` communicates."""
 
     def describe(self) -> Any:
-        """1. After the update: what this rank has captured, as JSON. May raise ``ReplayError``."""
-        ...
+        """1. After the update: return what this rank has captured, as JSON. May raise ``ReplayError``."""
 
-    def prepare(self, descriptions: Sequence[Any], source: int) -> None:
-        """2. With every peer's description, in peer order: make room for the source's values.
+    def prepare(self, descriptions: Sequence[Any], source: int, /) -> None:
+        """2. With the descriptions of all peers, in peer order: allocate memory for the source's values.
 
-        Everything that may fail belongs here. May raise ``ReplayError``.
+        Everything that can fail belongs here or in ``describe``. May raise ``ReplayError``.
         """
-        ...
 
-    def align(self, broadcast: Broadcast) -> None:
-        """3. Ask for the source's values, which are there when 5 is called; called on all peers or none."""
-        ...
+    def align(self, broadcast: Broadcast, /) -> None:
+        """3. Request the source's values, which arrive before 5. Called on all peers or none."""
 
     @property
     def work(self) -> tuple[str, tuple[int, ...]]:
-        """What is run, and how large it is, once prepared. The first time, its times do not count."""
-        ...
+        """Name and size of the work, once prepared. The first run of each is not timed."""
+        return "", ()
 
     def comparisons(self) -> Sequence[Comparison]:
-        """4. What ``observe`` will find, in order; the same on every peer."""
-        ...
+        """4. Return what ``observe`` will fill in, in order; identical on every peer."""
+        raise NotImplementedError
 
-    def observe(self, variant: float, seen: Observation) -> None:
-        """5. Compute, with floating inputs scaled by ``variant``, and fill in what was seen. Called once for
-        each variant, and again for each further replay: it must leave the aligned values as they are, and
-        training untouched."""
-        ...
+    def observe(self, seen: Observation) -> None:
+        """5. Compute, with floating-point inputs scaled by ``seen.variant``, and fill in ``seen``.
+
+        Called for each variant and for each repetition: must change neither the aligned values nor training.
+        """
+        raise NotImplementedError
+
+    def learn(self, records: Sequence[EvidenceRecord]) -> None:
+        """6. Remember results for later checks. Called with the same records on all peers, if none failed."""
 
     def invocation(self) -> Invocation | None:
-        """6. The call that was replayed, on the source; None if a sweep needs none."""
-        ...
+        """7. Return the replayed call on the source, or None if a sweep needs none."""
 
     def release(self) -> None:
-        """7. Let go of everything, whether or not any other call was made."""
-        ...
+        """8. Release everything, whether or not any other method was called."""
 
 
 class JobExchange(Protocol):
-    """The whole job. Every rank of it makes the same calls in the same order."""
+    """Exchanges among all ranks of the job. Every rank makes the same calls in the same order."""
 
     size: int
-    """How many ranks it has."""
+    """Number of ranks."""
 
     def highest(self, values: Sequence[int]) -> list[int]:
-        """Each value's maximum over all ranks."""
+        """Return the maximum of each value over all ranks."""
         ...
 
     def first_problems(self, problems: Sequence[str | None]) -> list[str | None]:
-        """For each piece of work what stands in its way on whichever rank, or None."""
+        """Return, for each piece of work, a problem that some rank has with it, or None."""
         ...
 
     def exchange(self, document: Any) -> list[Any]:
-        """Every rank's JSON document, by rank. For what is rare: it grows with the job."""
+        """Return every rank's JSON document, by rank. For rare use: the cost grows with the job."""
         ...
 
 
 class Peers(JobExchange, Protocol):
-    """One rank's connections."""
+    """One rank's connections to its peers."""
 
     group: PeerGroup
     position: int
@@ -338,8 +293,8 @@ class Peers(JobExchange, Protocol):
     metadata: PeerChannel
     """Among peers, in host memory: descriptions."""
     evidence: PeerChannel
-    """Among peers, over the accelerator's own network where there is one: signatures and times."""
+    """Among peers, over the accelerator's network if there is one: signatures and times."""
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
-        """Fill the tensor with what the peer at position ``source`` holds in its own."""
+        """Overwrite the tensor with that of the peer at position ``source``."""
         ...

@@ -1,21 +1,21 @@
-"""Carries out what is due at the end of a step, in step with every other rank (paper, section 6.1).
+"""Runs the replays that are due at the end of a step, in lockstep with all other ranks (paper, section 6.1).
 
-[Note: no rank is stranded] All that may fail on one rank alone (clones, allocations) happens before one
-job-wide vote; work that is not ready everywhere is done nowhere. After the vote a rank that fails still
-takes part in every exchange, with a poison in place of its signatures.
+[Note: no rank is stranded] Everything that can fail on one rank alone (clones, allocations) happens before
+one job-wide vote; work that is not ready on every rank is done on none. After the vote, a rank that fails
+still takes part in every exchange, with a poison in place of its signatures.
 
-[Note: a lost rank is met on our own groups] A rank may sleep or die while it computes. The others must then
-wait for it on SCOUT's groups, where patience ends, and not on training's. So scratch data are sent over
-training's groups first, right after all have met; and where replays communicate, which only those of pure
-data-parallel jobs do not, all meet before each of them.
+[Note: waiting on SCOUT's groups] A rank may sleep or die while it computes. All other ranks must then wait
+for it on SCOUT's groups, which have a timeout, and not on training's. So scratch data are sent over
+training's groups first, right after a job-wide exchange; and if replays communicate, which only those of pure
+data-parallel jobs do not, there is such an exchange before each of them.
 
-[Note: as many rounds everywhere] How often a target is replayed in a check is agreed by the whole job after
-each round: layers may be sharded, and ranks of other peer groups compute together with this one. A round is
-repeated without strict determinism where an operator refused it on any rank, and after a disagreement there
-are further rounds until ``decision.repeatability`` has decided on every rank, or may not ask for more.
+[Note: equally many rounds on all ranks] The whole job agrees after each round on how often a target is
+replayed, because layers may be sharded, so that ranks of other peer groups compute together with this one. A
+round is repeated without strict determinism if an operator refused it on any rank. After a disagreement there
+are further rounds until ``decision.repeatability`` has decided on every rank, or has used up its rounds.
 
-[Note: timed again] Before anybody is reported as slow, what was slow is run several times more, with pauses,
-and the shortest time counts. A slow rank is slow each time. One that had to wait for a core, or for a device
+[Note: timed again] Before a rank is reported as slow, the slow work is run several more times, with pauses,
+and the shortest time counts. A slow rank is slow every time. One that had to wait for a core, or for a device
 that it shares, is not.
 """
 
@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -37,15 +37,7 @@ from torchscout.mesh import Axis, LayerKind, PeerGroup
 from torchscout.replay.capture.broadcast import receive_together
 from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.replay.guard import Refusal, attempt
-from torchscout.replay.recipe import (
-    LearningReplay,
-    Observation,
-    Peers,
-    Recipe,
-    Replay,
-    finish_signatures,
-    measured,
-)
+from torchscout.replay.recipe import Observation, Peers, Recipe, Replay, finish_signatures, measured
 from torchscout.replay.schedule import Due, Rotation
 from torchscout.replay.timing import host_ahead
 from torchscout.replay.verdicts import (
@@ -62,37 +54,36 @@ from torchscout.replay.verdicts import (
 )
 from torchscout.utils.reentrancy import in_backward
 
-__all__ = ["Begun", "Findings", "PeersFor", "Replayer"]
+__all__ = ["ActiveReplay", "Findings", "PeersFor", "Replayer"]
 
 _TIMES, _PAUSE_SECONDS = 4, 0.01
-"""How often, and how far apart, what looks slow is run again."""
+"""How often slow work is run again, and the pause before each run."""
 _HEIGHT = 8
-"""More than the comparisons that build upon each other."""
-_Value = TypeVar("_Value")
+"""More than the longest chain of premises."""
 
 PeersFor = Callable[[LayerKind, bool], Peers]
-"""Who compares what: of a role, what ranks hold, or what they compute on gathered parameters."""
+"""Returns the peers for a role, and for stored state or for computation on gathered parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What one check produced, the same on every peer."""
+    """The results of one check, identical on every peer."""
 
     records: list[EvidenceRecord] = field(default_factory=list)
-    """As they are to be kept: what does not repeat has no verdict."""
+    """For the log: what does not repeat has no verdict."""
     repeats: list[Repeated] = field(default_factory=list)
-    """What further replays said, where a disagreement called for them."""
+    """Results of the repetitions after disagreements."""
     elsewhere: set[int] = field(default_factory=set)
-    """Ranks of other peer groups that were named for wrong results in the same check."""
+    """Ranks of other peer groups whose results were wrong in the same check."""
     targets: list[str] = field(default_factory=list)
-    """What was due on this rank and is_required for its state, whether or not it could be replayed."""
+    """Required targets that were due on this rank, whether or not they could be replayed."""
     measured: list[Measured] = field(default_factory=list)
-    """What the replays took, this rank's own; without those that were run for the first time."""
+    """This rank's times, without those of first runs."""
 
 
 @dataclass(slots=True)
-class Begun:
-    """One replay on its way."""
+class ActiveReplay:
+    """One replay from the start of capturing to its release."""
 
     due: Due
     target: str
@@ -102,161 +93,156 @@ class Begun:
     """The position of the peer whose values are used."""
     replay: Replay | None
     problem: str | None
-    """Why it cannot go on, on this rank or, after the vote, on any."""
+    """Why it cannot be replayed: on this rank or, after the vote, on any."""
     is_refused: bool = False
-    """Whether that is a rule, such as an optimizer that communicates, and not a failure."""
+    """Whether the problem is permanent, such as an optimizer that communicates, and not a failure."""
 
 
 class Replayer:
-    """The recipes of one rank."""
+    """Runs the recipes of one rank."""
 
     def __init__(self, recipes: Sequence[Recipe], rotation: Rotation, peers: PeersFor) -> None:
         self._recipes = {recipe.kind: recipe for recipe in recipes}
         self._rotation, self._peers_for = rotation, peers
         self._job: Peers = peers(LayerKind.DENSE, False)
-        """Any of them: for what concerns the whole job."""
-        everybody = PeerGroup(tuple(range(self._job.size)), Axis.REPLICA)
-        self._meets = any(peers.group != everybody for peers in self._everybody())
-        """Whether replays may communicate: see [Note: a lost rank is met on our own groups]."""
-        self._begun: list[Begun] = []
+        """Used for exchanges among the whole job."""
+        all_ranks = PeerGroup(tuple(range(self._job.size)), Axis.REPLICA)
+        self._may_communicate = any(peers.group != all_ranks for peers in self._all_peers())
+        """Whether replays may communicate: see [Note: waiting on SCOUT's groups]."""
+        self._active: list[ActiveReplay] = []
         self._warm: set[Hashable] = set()
-        """What has been run before."""
+        """Work that has been run before."""
         self.variants: tuple[float, ...] = (1.0,)
         self.saved_calls = SavedCalls()
         self.history = SurfaceHistory()
         self.doubted: Callable[[int, Sequence[Measured]], Collection[str | None]] = lambda *_: ()
-        """Given a step and what this rank measured in it: targets for which a rank would be reported as slow.
+        """Returns the targets for which a rank would be reported as slow, given a step and this rank's times.
 
-        Every rank calls this in every check, and all get the same answer. See [Note: timed again].
+        Called on every rank in every check, with the same result. See [Note: timed again].
         """
         self.still_here: Callable[[], None] = lambda: None
-        """Called in each further round of a disagreement: those may take longer than a step."""
+        """Called in each repetition, since these may take longer than a step."""
 
     @property
     def is_due(self) -> bool:
-        return bool(self._begun)
+        return bool(self._active)
 
     def begin(self, step: int) -> None:
-        """Before the step: start to capture what is due at its end; mostly nothing."""
+        """Before the step: start to capture what is due at its end, usually nothing."""
         for due in self._rotation.due(step):
             recipe = self._recipes[due.kind]
             peers = self.peers_for(recipe)
-            source = self._source(peers)
-            if due.target is None:  # a pipeline stage without embedding, say
-                self._begun.append(Begun(due, "", recipe, peers, source, None, None))
+            # One position for all peer groups, so that no tensor-parallel group mixes replicas.
+            source = self._rotation.rounds % len(peers.group)
+            if due.target is None:  # such as a pipeline stage without embedding
+                self._active.append(ActiveReplay(due, "", recipe, peers, source, None, None))
                 continue
-            replay, problem = attempt(_bound(recipe.begin, due.target, is_source=peers.position == source))
+            replay, problem = attempt(partial(recipe.begin, due.target, is_source=peers.position == source))
             name, is_refused = recipe.targets[due.target], isinstance(problem, Refusal)
-            self._begun.append(Begun(due, name, recipe, peers, source, replay, problem, is_refused))
+            self._active.append(ActiveReplay(due, name, recipe, peers, source, replay, problem, is_refused))
 
     def check(self, step: int) -> Findings:
-        """At the end of the step: replay, compare, and let go of everything."""
+        """At the end of the step: replay, compare, and release everything."""
         findings = Findings()
-        if not self._begun:
+        if not self._active:
             return findings
         try:
-            self._carry_out(step, findings)
+            self._run_all(step, findings)
         finally:
             self._rotation.finished(step)
         return findings
 
-    def check_besides(self, begun: Begun, step: int, findings: Findings) -> None:
-        """One replay that no rotation has asked for, on every rank of the job."""
-        assert not self._begun, "no step is under way"
-        self._begun = [begun]
-        self._carry_out(step, findings, is_timed=False)
+    def check_one(self, active: ActiveReplay, step: int, findings: Findings) -> None:
+        """Run one replay outside of the rotation, on every rank of the job."""
+        assert not self._active, "no step is in progress"
+        self._active = [active]
+        self._run_all(step, findings, is_timed=False)
 
     def peers_for(self, recipe: Recipe) -> Peers:
         return self._peers_for(recipe.role, recipe.is_gathered)
 
-    def _carry_out(self, step: int, findings: Findings, *, is_timed: bool = True) -> None:
+    def _run_all(self, step: int, findings: Findings, *, is_timed: bool = True) -> None:
         try:
             self._describe()
             self._vote()
-            ready = [place for place, begun in enumerate(self._begun) if begun.problem is None]
-            runs = {place: self._run(place, step) for place in ready if self._is_here(place)}
+            ready = [place for place, active in enumerate(self._active) if active.problem is None]
+            runs = {
+                place: self._run(self._active[place], step)
+                for place in ready
+                if self._active[place].due.target is not None
+            }
             self._align(runs)
             if differing := self._first_round(ready, runs):
                 self._repeat(differing, runs, findings)
-            for place, begun in enumerate(self._begun):
-                if begun.recipe.is_required and begun.due.target is not None:
-                    findings.targets.append(begun.target)
+            for place, active in enumerate(self._active):
+                if active.due.target is None:
+                    continue
+                if active.recipe.is_required:
+                    findings.targets.append(active.target)
                 if (run := runs.get(place)) is not None:
-                    self._conclude(begun, run, findings)
-                elif begun.due.target is not None:
-                    context = Context(step, begun.peers.group.ranks, begun.target)
-                    surface = "/".join(filter(None, (begun.target, begun.due.kind)))
-                    reason = f"{REFUSED}: {begun.problem}" if begun.is_refused else str(begun.problem)
-                    findings.records.append(not_checked(context, surface, reason))
+                    findings.records.extend(run.records)
+                    self._keep(active, run.replay)
+                else:
+                    findings.records.append(_unreplayed(active, step))
             if is_timed:
                 findings.measured.extend(self._measure(step, ready, runs))
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Let go of what was begun, whatever became of it."""
-        while self._begun:
-            if (replay := self._begun.pop().replay) is not None:
+        """Release all active replays."""
+        while self._active:
+            if (replay := self._active.pop().replay) is not None:
                 replay.release()
 
-    def _source(self, peers: Peers) -> int:
-        """One position for all peer groups of the job, so that no tensor-parallel group mixes replicas."""
-        return self._rotation.rounds % len(peers.group)
-
     def _describe(self) -> None:
-        """Tell the peers what was captured; make room for what the source has."""
+        """Exchange descriptions of what was captured; allocate memory for the source's values."""
         inside = "the optimizer steps inside the backward pass" if in_backward() else None
-        for peers in self._everybody():
-            begun = [each for each in self._begun if each.peers is peers]
-            own = [_description(each, inside) for each in begun]
+        for peers in self._all_peers():
+            active = [each for each in self._active if each.peers is peers]
+            own = [_description(each, inside) for each in active]
             gathered = [json.loads(each) for each in peers.metadata.gather(json.dumps(own).encode())]
-            for place, each in enumerate(begun):
-                self._prepare(each, [told[place] for told in gathered])
+            for place, each in enumerate(active):
+                self._prepare(each, [descriptions[place] for descriptions in gathered])
 
-    def _everybody(self) -> Iterable[Peers]:
-        """All that this rank has, in the same order on every rank, whatever is due on it."""
+    def _all_peers(self) -> Iterable[Peers]:
+        """Return all peers of this rank, in the same order on every rank, regardless of what is due."""
         return dict.fromkeys(
             self._peers_for(role, gathered) for role in LayerKind for gathered in (False, True)
         )
 
-    def _prepare(self, begun: Begun, told_by: Sequence[Any]) -> None:
-        is_sound = begun.problem is None and not any(each["problem"] for each in told_by)
-        if is_sound and begun.replay is not None:
-            documents = [json.loads(each["document"]) for each in told_by]
-            prepare = _bound(begun.replay.prepare, documents, begun.source)
-            _, begun.problem = attempt(prepare)
+    def _prepare(self, active: ActiveReplay, descriptions: Sequence[Any]) -> None:
+        is_ready = active.problem is None and not any(each["problem"] for each in descriptions)
+        if is_ready and active.replay is not None:
+            documents = [json.loads(each["document"]) for each in descriptions]
+            _, active.problem = attempt(partial(active.replay.prepare, documents, active.source))
 
     def _vote(self) -> None:
-        """Work that is not ready everywhere is done nowhere."""
-        agreed = self._job.first_problems([begun.problem for begun in self._begun])
+        """Agree on problems: work that is not ready on every rank is done on none."""
+        agreed = self._job.first_problems([active.problem for active in self._active])
         if not any(agreed):
             return
-        is_failed = [begun.problem is not None and not begun.is_refused for begun in self._begun]
+        is_failed = [active.problem is not None and not active.is_refused for active in self._active]
         anywhere = self._job.highest(is_failed)
-        for begun, problem, failed in zip(self._begun, agreed, anywhere, strict=True):
-            begun.problem, begun.is_refused = problem, not failed
+        for active, problem, failed in zip(self._active, agreed, anywhere, strict=True):
+            active.problem, active.is_refused = problem, not failed
 
-    def _is_here(self, place: int) -> bool:
-        """Otherwise others replay what this rank has not."""
-        return self._begun[place].due.target is not None
-
-    def _run(self, place: int, step: int) -> Run:
-        begun = self._begun[place]
-        assert begun.replay is not None, "what all are ready for was begun"
-        variants = self.variants if begun.recipe.varies else (1.0,)
-        context = Context(step, begun.peers.group.ranks, begun.target)
-        return Run(begun.due.kind, begun.replay, context, variants)
+    def _run(self, active: ActiveReplay, step: int) -> Run:
+        assert active.replay is not None, "begun, since all ranks are ready for it"
+        variants = self.variants if active.recipe.varies else (1.0,)
+        context = Context(step, active.peers.group.ranks, active.target)
+        return Run(active.due.kind, active.replay, context, variants)
 
     def _align(self, runs: Mapping[int, Run]) -> None:
-        """Give every rank the source's values, those of all replays together."""
+        """Broadcast the source's values, those of all replays together."""
         wanted: dict[int, list[torch.Tensor]] = {}
         for place, run in runs.items():
             run.replay.align(wanted.setdefault(place, []).append)
-        for peers in self._everybody():
+        for peers in self._all_peers():
             sources: dict[int, list[torch.Tensor]] = {}
             for place, tensors in wanted.items():
-                if self._begun[place].peers is peers:
-                    sources.setdefault(self._begun[place].source, []).extend(tensors)
+                if self._active[place].peers is peers:
+                    sources.setdefault(self._active[place].source, []).extend(tensors)
             for source, tensors in sources.items():
                 receive_together(tensors, partial(peers.broadcast, source=source))
         # A broadcast may fail on its source and succeed elsewhere. Without this exchange, some ranks would then
@@ -272,9 +258,9 @@ class Replayer:
             run.context = replace(run.context, left_out=left_out)
 
     def _first_round(self, places: Sequence[int], runs: Mapping[int, Run]) -> list[int]:
-        """Replay everything once, compare and judge it; where anybody in the job found a difference.
+        """Replay and compare everything once; return the places at which any rank found a difference.
 
-        Of ``places``, which are the same on all ranks, this one has ``runs``.
+        ``places`` are identical on all ranks; ``runs`` are those that this rank has.
         """
         differing: list[int] = []
         while places:
@@ -293,9 +279,9 @@ class Replayer:
                     run.records = withhold(run.comparisons, run.records, _HEIGHT - height)
             found = zip(places, refused, differs, strict=True)
             differing += [place for place, is_refused, yes in found if yes and not is_refused]
-            places = [place for place, again in zip(places, refused, strict=True) if again]
+            places = [place for place, is_refused in zip(places, refused, strict=True) if is_refused]
         for run in runs.values():
-            if isinstance(run.replay, LearningReplay) and not has_failed(run.records):
+            if not has_failed(run.records):
                 run.replay.learn(run.records)
             for each in run.records:
                 if is_left_out(each) and each.surface not in run.context.left_out:
@@ -303,11 +289,11 @@ class Replayer:
         return sorted(differing)
 
     def _repeat(self, differing: Sequence[int], runs: Mapping[int, Run], findings: Findings) -> None:
-        """Replay until it is known whose fault disagreements are; the records are then as they are kept."""
+        """Replay until it is known which rank is at fault, and update the records."""
         trials = {place: self._trials(runs[place]) for place in differing if place in runs}
         places = differing
         while places:
-            now = {place: runs[place].again() for place in places if place in runs}
+            now = {place: runs[place].restarted() for place in places if place in runs}
             self._observe(places, now)
             self._gather(now, in_full=True)
             for place, run in now.items():
@@ -327,30 +313,29 @@ class Replayer:
             named_for_results(runs[place].comparisons, runs[place].records) if place in runs else []
             for place in differing
         ]
-        told = self._job.exchange(named)
+        named_by_rank = self._job.exchange(named)
         for column, place in enumerate(differing):
             if place in runs:
-                elsewhere = {rank for ranks in told for rank in ranks[column]}
+                elsewhere = {rank for ranks in named_by_rank for rank in ranks[column]}
                 findings.elsewhere.update(elsewhere - set(runs[place].context.peers))
 
     def _trials(self, run: Run) -> dict[int, Trial]:
-        """Of the run's disagreements, by the place of the record."""
+        """Return a trial for each disagreement of the run, by the number of its record."""
         named = {each.surface: each for each in run.comparisons}
-        among = len(run.comparisons) * len(run.variants) * len(self._begun)
+        among = len(run.comparisons) * len(run.variants) * len(self._active)
         return {
             number: self.history.trial(
-                record, among=among, is_held=named[record.surface].is_held, right=named[record.surface].right
+                record,
+                among=among,
+                is_held=named[record.surface].is_stored,
+                right=named[record.surface].expected,
             )
             for number, record in enumerate(run.records)
             if record.scope is not None
         }
 
-    def _conclude(self, begun: Begun, run: Run, findings: Findings) -> None:
-        findings.records.extend(run.records)
-        self._keep(begun, run.replay)
-
     def _measure(self, step: int, ready: Sequence[int], runs: Mapping[int, Run]) -> list[Measured]:
-        """What replays took. See [Note: timed again]."""
+        """Return the times of replays. See [Note: timed again]."""
         seen = {place: [*run.seen.values()] for place, run in runs.items() if self._is_warm(place, run)}
         found = {place: self._measured(place, runs[place], each) for place, each in seen.items()}
         if not (doubted := self.doubted(step, [*found.values()])):
@@ -359,7 +344,7 @@ class Replayer:
         places = [place for place, yes in zip(ready, self._job.highest(wanted), strict=True) if yes]
         for _ in range(_TIMES):
             time.sleep(_PAUSE_SECONDS)
-            now = {place: runs[place].again() for place in places if place in runs}
+            now = {place: runs[place].restarted() for place in places if place in runs}
             with host_ahead():
                 self._observe(places, now)
             for place, run in now.items():
@@ -368,54 +353,53 @@ class Replayer:
         return [self._measured(place, runs[place], each) for place, each in seen.items()]
 
     def _is_warm(self, place: int, run: Run) -> bool:
-        """Whether this work was run before. The first time, kernels are compiled and memory is allocated."""
-        begun, (name, shape) = self._begun[place], run.replay.work
-        key = (begun.due.kind, name, () if begun.recipe.is_dynamic else shape)
+        """Whether this work was run before. The first run compiles kernels and allocates memory."""
+        active, (name, shape) = self._active[place], run.replay.work
+        key = (active.due.kind, name, () if active.recipe.is_dynamic else shape)
         is_warm = key in self._warm
         self._warm.add(key)
         return is_warm
 
     def _measured(self, place: int, run: Run, seen: Sequence[Observation]) -> Measured:
-        return measured(self._begun[place].target, run.replay.work[1], seen)
+        return measured(self._active[place].target, run.replay.work[1], seen)
 
-    def _keep(self, begun: Begun, replay: Replay) -> None:
-        """Whoever's call was replayed keeps it for a sweep, in place of what another peer had kept."""
-        assert begun.due.target is not None, "what was replayed has a target"
-        key = (begun.due.kind, begun.recipe.kept_as(begun.due.target))
+    def _keep(self, active: ActiveReplay, replay: Replay) -> None:
+        """Save the source's call for a sweep; other peers drop the call that they had saved."""
+        assert active.due.target is not None, "what was replayed has a target"
+        key = (active.due.kind, active.recipe.saved_name(active.due.target))
         if (call := replay.invocation()) is None:
             self.saved_calls.drop(key)
         else:
-            attempt(_bound(self.saved_calls.keep, key, call))
+            attempt(partial(self.saved_calls.keep, key, call))
 
     def _gather(self, runs: Mapping[int, Run], *, in_full: bool = False) -> None:
-        """Exchange what was seen, once among each group of peers."""
-        for peers in self._everybody():
-            mine = [run for place, run in runs.items() if self._begun[place].peers is peers]
+        """Exchange results, once in each peer group."""
+        for peers in self._all_peers():
+            mine = [run for place, run in runs.items() if self._active[place].peers is peers]
             gather(peers.evidence, mine, in_full=in_full)
 
     def _observe(self, places: Sequence[int], runs: Mapping[int, Run]) -> None:
-        """See [Note: a lost rank is met on our own groups]. Devices are waited for once, at the end."""
-        ordered = sorted(places, key=lambda place: self._begun[place].recipe.is_required)
+        """Run each replay once; see [Note: waiting on SCOUT's groups]. Waits for devices once, at the end."""
+        ordered = sorted(places, key=lambda place: self._active[place].recipe.is_required)
         for place in ordered:
-            if self._meets and place != ordered[0]:
+            if self._may_communicate and place != ordered[0]:
                 self._job.highest([0])
             if (run := runs.get(place)) is None:
                 continue
             for variant, seen in run.seen.items():
-                _, run.problems[variant] = attempt(_bound(run.replay.observe, variant, seen))
+                _, run.problems[variant] = attempt(partial(run.replay.observe, seen))
         every = [seen for run in runs.values() for seen in run.seen.values()]
-        _, problem = attempt(_bound(finish_signatures, every))
+        _, problem = attempt(partial(finish_signatures, every))
         for run in runs.values() if problem is not None else ():
             for variant, seen in run.seen.items():
                 run.problems[variant] = problem
                 seen.signatures.clear()
         for seen in every:
-            attempt(seen.read)  # a device that cannot be asked is not timed
+            attempt(seen.read)  # if reading fails, there are no times
 
 
 def _votes(run: Run | None) -> tuple[int, int, int]:
-    """Whether it is to be replayed without strict determinism, whether peers differ, and how far below the
-    top something broke that others build upon."""
+    """Return whether strict determinism was refused, whether peers differ, and how high a premise broke."""
     if run is None:
         return 0, 0, 0
     depth = 0 if run.has_failed else broken_depth(run.comparisons, run.records)
@@ -424,18 +408,17 @@ def _votes(run: Run | None) -> tuple[int, int, int]:
     return int(is_refused), int(differs), 0 if depth is None else _HEIGHT - depth
 
 
-def _description(begun: Begun, inside: str | None) -> dict[str, Any]:
-    document = None
-    if begun.replay is not None and begun.problem is None:
-        document, begun.problem = attempt(_bound(_spelled, begun.replay))
-        begun.is_refused = isinstance(begun.problem, Refusal)
-    begun.problem = begun.problem or inside
-    return {"problem": begun.problem, "document": document}
+def _unreplayed(active: ActiveReplay, step: int) -> EvidenceRecord:
+    context = Context(step, active.peers.group.ranks, active.target)
+    surface = "/".join(filter(None, (active.target, active.due.kind)))
+    reason = f"{REFUSED}: {active.problem}" if active.is_refused else str(active.problem)
+    return not_checked(context, surface, reason)
 
 
-def _spelled(replay: Replay) -> str:
-    return json.dumps(replay.describe())
-
-
-def _bound(function: Callable[..., _Value], *args: Any, **kwargs: Any) -> Callable[[], _Value]:
-    return lambda: function(*args, **kwargs)
+def _description(active: ActiveReplay, inside: str | None) -> dict[str, Any]:
+    document, replay = None, active.replay
+    if replay is not None and active.problem is None:
+        document, active.problem = attempt(lambda: json.dumps(replay.describe()))
+        active.is_refused = isinstance(active.problem, Refusal)
+    active.problem = active.problem or inside
+    return {"problem": active.problem, "document": document}

@@ -1,9 +1,7 @@
-"""What is due at the end of which step, and how often replay may run (paper, section 6.1 and "System
-overhead").
+"""Decides what is replayed at the end of which step (paper, section 6.1 and "System overhead").
 
-Pure arithmetic over step numbers and measured times. Every rank computes the same rotation, whatever
-happened to it locally; changes are made on all ranks at the same step. Ranks measure different times, and
-the slowest one counts.
+Pure arithmetic over step numbers and measured times. Every rank computes the same rotation; changes are made
+on all ranks at the same step. Ranks measure different times, of which the longest counts.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ class Due:
 
     kind: str
     target: int | None
-    """Which of the recipe's targets; None where this rank has none, and only joins in the job's votes."""
+    """Index of the target; None if this rank has none, and only takes part in votes."""
 
 
 class Rotation:
-    """Each recipe has its own interval and goes through its own targets."""
+    """Each recipe has its own interval and rotates over its own targets."""
 
     def __init__(self, targets: Mapping[str, int], intervals: Mapping[str, int]) -> None:
         self._targets = {kind: count for kind, count in targets.items() if kind in intervals}
@@ -39,15 +37,15 @@ class Rotation:
         self._last = dict.fromkeys(self._targets, 0)
         """The step of each recipe's last turn."""
         self.rounds = 0
-        """Checks so far; the source replica rotates with it."""
+        """Number of checks so far; selects the source replica."""
 
     def start_after(self, step: int) -> None:
-        """Count from this step on: a job that goes on from a checkpoint."""
+        """Count from this step on, after a checkpoint was loaded."""
         self._last = dict.fromkeys(self._last, step)
         self._next = {kind: step + interval * self._stretch for kind, interval in self._intervals.items()}
 
     def due(self, step: int) -> list[Due]:
-        """What is to be replayed at the end of this step; mostly nothing."""
+        """Return what to replay at the end of this step, usually nothing."""
         return [
             Due(kind, self._turns[kind] % self._targets[kind] if self._targets[kind] else None)
             for kind, when in self._next.items()
@@ -58,7 +56,7 @@ class Rotation:
         return self._next.get(kind) == step
 
     def finished(self, step: int) -> None:
-        """The check at the end of this step is over, with whatever outcome."""
+        """Advance. Called after the check at the end of this step, regardless of its outcome."""
         for due in self.due(step):
             self._turns[due.kind] += 1
             self._last[due.kind] = step
@@ -66,7 +64,7 @@ class Rotation:
         self.rounds += 1
 
     def take_back(self, kind: str, step: int) -> None:
-        """The turn that a recipe had at this step was not accepted: it comes again."""
+        """Repeat a recipe's turn at this step, which was not accepted."""
         if self._last.get(kind) == step and self._turns[kind]:
             self._turns[kind] -= 1
 
@@ -74,16 +72,16 @@ class Rotation:
         return {"turns": dict(self._turns)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another run was, with those recipes that it had too."""
+        """Continue the rotation of an earlier run, for the recipes that it had."""
         self._turns |= {kind: int(turns) for kind, turns in state["turns"].items() if kind in self._turns}
 
     def change(self, intervals: Mapping[str, int], stretch: int, step: int) -> None:
-        """From this step on, other intervals, all of them ``stretch`` times as long; who has none rests."""
+        """Use these intervals times ``stretch`` from now on; a recipe without an interval is not replayed."""
         wanted = {kind: interval for kind, interval in intervals.items() if kind in self._targets}
         if wanted == self._intervals and stretch == self._stretch:
             return
         self._intervals, self._stretch = wanted, stretch
-        # From each one's own last turn: a cadence that changes often must not put a rare recipe off for ever.
+        # From each recipe's last turn: frequent changes must not postpone a rare recipe forever.
         self._next = {
             kind: max(step + 1, self._last[kind] + interval * stretch) for kind, interval in wanted.items()
         }
@@ -93,7 +91,7 @@ class Rotation:
         return self._stretch
 
     def coverage(self) -> dict[str, dict[str, int]]:
-        """For each recipe: its targets, how many were visited, whole cycles, and the interval in force."""
+        """Return each recipe's targets, how many were visited, whole cycles, and the current interval."""
         return {
             kind: {
                 "targets": count,
@@ -111,28 +109,28 @@ _REMEMBERED = 32
 
 
 class OverheadBudget:
-    """What steps and checks cost on this rank."""
+    """Measures what steps and checks cost on this rank."""
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
         self._checks: deque[float] = deque(maxlen=_REMEMBERED)
 
     def step_took(self, seconds: float) -> None:
-        """Training alone, without the check at its end."""
+        """Record the time of a step without its check."""
         self._steps.append(seconds)
 
     def check_took(self, seconds: float) -> None:
         self._checks.append(seconds)
 
     def share(self, interval: float) -> float | None:
-        """The part of the time that checks take when one is made every ``interval`` steps."""
+        """Return the share of time spent in checks every ``interval`` steps; None if not known yet."""
         if not self._steps or not self._checks:
             return None
         check, training = statistics.median(self._checks), interval * statistics.median(self._steps)
         return check / (check + training)
 
     def stretch(self, interval: float, budget: float | None) -> int:
-        """By how much intervals must grow to stay within the budget; 1 where there is none."""
+        """Return the factor for intervals to stay within the budget; 1 without a budget."""
         if budget is None or not self._steps or not self._checks:
             return 1
         check, step = statistics.median(self._checks), statistics.median(self._steps)

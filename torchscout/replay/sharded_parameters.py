@@ -1,17 +1,16 @@
-"""Gathers sharded parameters for a replay and reduces gradients on scratch tensors (paper, algorithm 2, line
-8; sections 6.1.2 and 9).
+"""Gathers sharded parameters for a replay, and reduces its gradients (paper, sections 6.1.2 and 9).
 
-Gathering uses the calls and process groups of FSDP, or of another framework, as training does. The
-reduction is a reduce-scatter among the shards and, where replicas hold the same shards, an all-reduce
-among those, on training's own groups and as large as training's; one of each for a whole layer, however
-many parts FSDP keeps apart. No gradient of training is touched.
+Gathering uses the calls and process groups of FSDP, or of another framework, as training does. The reduction
+is a reduce-scatter among the shards and, if replicas have the same shards, an all-reduce among those. It uses
+training's own groups and sizes; one of each for a whole layer, even if FSDP divides it into several groups.
+No gradient of training is changed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,39 +26,36 @@ from torchscout.replay import fsdp_state
 from torchscout.replay.guard import announced
 
 __all__ = [
-    "NOBODY",
-    "Elsewhere",
-    "ParameterGatherer",
+    "GradientLookup",
     "ParameterGatherers",
     "Reduction",
-    "Route",
-    "awaken",
     "gathered",
     "gathered_again",
     "gatherers_of",
+    "initialize",
     "reduce_scatter",
     "route_of",
 ]
 
-# Renamed in PyTorch 2.13, where the former name warns.
+# Renamed in PyTorch 2.13, where the old name warns.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The groups that the gradients of this rank's shards go over."""
+    """The process groups that reduce the gradients of this rank's shards."""
 
     shard: dist.ProcessGroup
     replica: dist.ProcessGroup | None
-    """None where each shard has one owner."""
+    """None if each shard has a single owner."""
     dimension: int
-    """Which axis of the parameters' device mesh the shards lie along."""
+    """The sharded dimension of the parameters' device mesh."""
 
 
 def route_of(
     parameters: Sequence[torch.Tensor], mesh: Mesh, rank: int, role: LayerKind = LayerKind.DENSE
 ) -> Route | None:
-    """None where parameters are not sharded as the mesh says, or not all alike."""
+    """Return None if parameters are not all sharded in the same way, or not as the mesh says."""
     meshes = {each.device_mesh for each in parameters if isinstance(each, DTensor)}
     if len(meshes) != 1 or not all(isinstance(each, DTensor) for each in parameters):
         return None
@@ -78,7 +74,7 @@ def route_of(
 
 
 class Reduction:
-    """Of one layer's gradients. Its memory is taken when it is made, so that ``run`` finds it there."""
+    """Reduces one layer's gradients. Allocates memory on construction, so that ``run`` needs none."""
 
     def __init__(self, route: Route, parameters: Sequence[torch.Tensor]) -> None:
         self._route = route
@@ -90,11 +86,11 @@ class Reduction:
 
     @property
     def has_copies(self) -> bool:
-        """Whether other replicas end up with the same shards of gradients."""
+        """Whether other replicas compute the same shards of gradients."""
         return self._route.replica is not None
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """What is to be reduced. Without it zeros are: a rank that failed still takes part."""
+        """Set the gradients to reduce. Zeros are reduced without this call: a failed rank takes part."""
         place = 0
         for each in gradients:
             if each is not None:
@@ -103,7 +99,7 @@ class Reduction:
                 place += flat.numel()
 
     def run(self) -> list[PendingSignatures]:
-        """Signatures of this rank's shard: reduced among the shards, then also among the replicas."""
+        """Return signatures of this rank's shard: reduced among the shards, then also among the replicas."""
         reduce_scatter(self._got, self._given, op=dist.ReduceOp.AVG, group=self._route.shard)
         scattered = PendingSignatures([self._got])
         self._given.zero_()
@@ -114,7 +110,7 @@ class Reduction:
 
 
 def _whole_size(parameter: torch.Tensor, route: Route) -> int:
-    """Elements of a gathered parameter, or somewhat more: tensor parallelism may cut unevenly."""
+    """Return the elements of a gathered parameter, rounded up: tensor parallelism may divide it unevenly."""
     sizes = list(parameter.shape)
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
@@ -123,133 +119,120 @@ def _whole_size(parameter: torch.Tensor, route: Route) -> int:
     return math.prod(sizes)
 
 
-Elsewhere = Callable[[torch.Tensor], torch.Tensor | None]
-"""Where the gradient of a parameter is, if backward does not return it."""
+GradientLookup = Callable[[torch.Tensor], torch.Tensor | None]
+"""Returns the gradient of a parameter, if backward does not return it."""
 
 
 class ParameterGatherer(Protocol):
-    """Who gathers parameters: an FSDP module, or what does so for another framework."""
+    """Gathers parameters: an FSDP module, or its equivalent in another framework."""
 
     def unshard(self) -> Any:
-        """Let a module be called: on every rank, or on none."""
+        """Gather the parameters. Called on every rank or on none."""
         ...
 
     def reshard(self) -> Any:
-        """Be as before that."""
+        """Undo ``unshard``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterGatherers:
-    """Those who keep one module's parameters."""
+    """What gathers the parameters of one module."""
 
     modules: tuple[ParameterGatherer, ...] = ()
-    """It, those inside it, or else the nearest around it: an embedding or output layer is mostly kept by the
-    whole model, which gathers only what no part of it keeps."""
+    """The FSDP modules inside the module, and the nearest one around it if it is none itself: an embedding or
+    output layer usually belongs to the root, which gathers only what no module inside it gathers."""
     root: FSDPModule | None = None
     """The outermost FSDP module around it."""
     copies: bool = True
-    """Whether peers keep the same shards."""
+    """Whether peers have the same shards."""
     is_mixed: bool = False
-    """Whether peers gather from the shards of several replicas, each from those of its own."""
+    """Whether peers belong to several replicas, and gather from the shards of their own replica."""
     route: Route | None = None
-    """Which way its gradients go, where that is replayed too."""
+    """How its gradients are reduced, if that is replayed too."""
     together: frozenset[int] = frozenset()
-    """The ranks that compute one call of the module together, in tensor or context parallelism."""
-    around: Callable[[], AbstractContextManager[Elsewhere | None]] = nullcontext
-    """Entered around each replay of the module: puts back what its passes write besides."""
-
+    """The ranks that execute one call of the module together, in tensor or context parallelism."""
+    around: Callable[[], AbstractContextManager[GradientLookup | None]] = nullcontext
+    """Entered around each replay of the module: restores what its passes write elsewhere."""
     kept_among: frozenset[int] = frozenset()
-    """The ranks among which shards are gathered and gradients reduced, as far as that is known."""
+    """The ranks among which shards are gathered and gradients reduced, as far as known."""
 
     @property
     def expected(self) -> frozenset[int]:
-        """The ranks with which training itself communicates while it runs the module."""
+        """The ranks with which training communicates while it runs the module."""
         return self.together | self.kept_among
 
     @property
     def obstacle(self) -> str | None:
-        """Why calling a kept module could harm training: a failed call would look like a pass under way."""
+        """Why a replay could harm training: FSDP would take a failed call for an unfinished pass."""
         lacking = None if self.root is None else fsdp_state.missing(self.root)
-        return lacking and f"FSDP cannot forget a replayed pass: this PyTorch has no {lacking}"
-
-
-NOBODY = ParameterGatherers()
+        return lacking and f"FSDP's state cannot be reset after a replay: this PyTorch has no {lacking}"
 
 
 def gatherers_of(model: nn.Module, module: nn.Module) -> ParameterGatherers:
+    """Return the FSDP modules that gather the parameters of ``module``, a part of ``model``."""
     around = [each for each in _path(model, module) if isinstance(each, FSDPModule)]
     inside = [each for each in module.modules() if isinstance(each, FSDPModule)]
     nearest = [] if isinstance(module, FSDPModule) else around[-1:]
     return ParameterGatherers((*nearest, *inside), next(iter([*around, *inside]), None))
 
 
-def awaken(gatherers: ParameterGatherers) -> None:
-    """Let FSDP find out which module is the outermost, as it does in the first pass over the whole model.
-
-    A part that is called before that would take itself for the whole. A ``ReplayError`` says if it cannot.
-    """
+def initialize(gatherers: ParameterGatherers) -> None:
+    """Initialize FSDP before the first training step; see ``fsdp_state.initialize``."""
     if gatherers.root is not None:
         fsdp_state.initialize(gatherers.root)
 
 
 @contextmanager
 def gathered(gatherers: ParameterGatherers, gathering: AbstractContextManager[None]) -> Iterator[None]:
-    """In this block the kept parameters are whole; afterwards they are shards again, and FSDP has forgotten.
+    """Gather the parameters for this block; afterwards reshard them and reset FSDP's state.
 
-    It counts which of several modules that are kept as one were called: were only one of them replayed, it
-    would reduce the next step's gradients in other portions. ``gathering`` is entered while parameters are
-    being gathered.
+    FSDP records which modules of a group were called. If only one of them was replayed, it would reduce the
+    next step's gradients in other portions. ``gathering`` is entered only while parameters are gathered.
     """
     with gathering, announced():
-        for keeper in gatherers.modules:
-            keeper.unshard()
+        for gatherer in gatherers.modules:
+            gatherer.unshard()
     try:
         with fsdp_state.without_prefetch(gatherers.modules):
             yield
     finally:
         with announced():
-            for keeper in gatherers.modules:
-                keeper.reshard()
-        _forget(gatherers)
+            for gatherer in gatherers.modules:
+                gatherer.reshard()
+        _reset(gatherers)
 
 
 @contextmanager
 def gathered_again(gatherers: ParameterGatherers) -> Iterator[None]:
-    """Around a forward pass: afterwards the parameters are gathered once more, even if it has failed.
+    """Gather the parameters again after this block, which runs a forward pass, even if the pass fails.
 
-    FSDP may let go of them after a forward pass and gather them in backward, to which a rank that has failed
-    would not come. So it is done here, by all ranks alike, and backward finds them there.
+    FSDP may reshard them after a forward pass and gather them in backward, which a failed rank would not
+    reach. So all ranks gather them here.
     """
-    try:
-        with _forgetting_failures(gatherers):
-            yield
-    finally:
+
+    def gather_again() -> None:
         with announced():
-            for keeper in gatherers.modules:
-                keeper.reshard()
-                keeper.unshard()
+            for gatherer in gatherers.modules:
+                gatherer.reshard()
+                gatherer.unshard()
 
-
-@contextmanager
-def _forgetting_failures(gatherers: ParameterGatherers) -> Iterator[None]:
-    is_over = False
-    try:
+    with ExitStack() as finally_do:
+        finally_do.callback(gather_again)
+        on_failure = finally_do.enter_context(ExitStack())
+        on_failure.callback(_reset, gatherers)
         yield
-        is_over = True
-    finally:
-        if not is_over:
-            _forget(gatherers)
+        on_failure.pop_all()
 
 
-def _forget(gatherers: ParameterGatherers) -> None:
-    """Nothing of training's own is under way right after an update, so that nothing is lost."""
+def _reset(gatherers: ParameterGatherers) -> None:
+    """Loses nothing: right after an update, FSDP is not in the middle of a pass of training."""
     if gatherers.root is not None:
         fsdp_state.reset(gatherers.root)
 
 
 def _path(model: nn.Module, module: nn.Module) -> list[nn.Module]:
-    """The modules that contain a module, from the outside in."""
+    """Return the modules that contain a module, outermost first."""
     dotted = next((name for name, each in model.named_modules() if each is module), "")
     parts = dotted.split(".") if dotted else []
     return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]

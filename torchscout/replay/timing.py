@@ -1,23 +1,22 @@
-"""Times what a replay computes apart from what it communicates (paper, section 6.1.2).
+"""Measures computation and communication of a replay separately (paper, section 6.1.2).
 
-[Note: apart] A collective is waited for where it is issued, as if it were synchronous: what is between two
-collectives is then this rank's own work, and a rank that waits for a slow partner does not itself look
-slow. The wait is bounded, because a program may rely on issuing a second collective before the first is
-done. Sends and receives are never waited for, since a ring of them would not get any further; what a pass
-computes cannot be told apart from them, and is not timed.
+[Note: separate timers] A collective is waited for where it is issued, as if it were synchronous. The time
+between two collectives is then this rank's own work, and a rank that waits for a slow partner does not look
+slow. The wait is bounded, because a program may rely on issuing a second collective before the first has
+finished. Sends and receives are never waited for, since a ring of them would deadlock; computation cannot be
+separated from them, and is not timed then.
 
-[Note: waiting for a core] Where the host's clock times the work, a machine with more to do than it has cores
-delays now this rank and now that one, by far more than a slow layer would. A rank is not slow by itself for
-that: the time in which its thread could run and the scheduler gave the cores to others is left out. What the
-thread computes, and what it sleeps or waits for, is counted. The waits of other threads that PyTorch computes
-with (``torch.set_num_threads``) are not known, and none are where the system does not report them.
-Collectives are timed with all waits: others do the transfer meanwhile.
+[Note: waiting for a core] On the host, a machine with more threads than cores delays ranks at random, by far
+more than a slow layer would. So the time in which a thread was runnable but had no core is subtracted. What
+the thread computes, sleeps or waits for is counted. Such waits of PyTorch's other threads
+(``torch.set_num_threads``) are not known, and none are if the system does not report them. Times of
+collectives include these waits, because the transfer goes on meanwhile.
 
 [Note: the host's lead] Small kernels take less time than it takes to launch them. The clock of a device that
 waits for its host shows the host's pace, and a host is often late by chance. Where it matters
 (``host_ahead``), the device is kept busy before the block begins, so that the host is up to 10 ms ahead.
 
-Not seen: what ``collectives.interceptor`` does not see. Whose fault a time is, is not decided here.
+Collectives that ``collectives.interceptor`` does not see are not timed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,15 +36,14 @@ from torchscout.decision.record import Surface
 from torchscout.replay.recipe import Observation
 from torchscout.utils.reentrancy import in_backward
 
-__all__ = ["host_ahead", "lapped", "timed"]
+__all__ = ["host_ahead", "timed", "timed_transfer"]
 
-_PATIENCE_SECONDS = 5.0
+_TIMEOUT_SECONDS = 5.0
 _READS = 8
-"""How often a clock is read again because the thread had to wait for a core meanwhile."""
+"""How often a clock is read again if the thread had to wait for a core in between."""
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _LEAD_CYCLES = 20_000_000
-"""Of a device's clock: about 10 ms."""
-_Mark = TypeVar("_Mark")
+"""Cycles of a device's clock: about 10 ms."""
 _gives_lead = False
 
 
@@ -64,13 +62,14 @@ def host_ahead() -> Iterator[None]:
 def timed(
     device: torch.device, seen: Observation, *, work: Surface | None, communication: str
 ) -> Iterator[None]:
-    """What this block takes is ``seen`` when that is read: its own ``work``, and each collective by its name.
+    """Record the times of this block when ``seen`` is read: its own ``work``, and each collective.
 
-    ``communication`` has a place for the operation: ``time/{}_backward``. A block that fails says nothing.
+    ``communication`` has a placeholder for the operation: ``time/{}_backward``. A block that fails is not
+    timed.
     """
-    clock = _clock_of(device)
-    ear = _Ear(clock, device)
-    with listen(ear, outermost=True):
+    clock = _DeviceClock(device) if device.type == "cuda" else _HostClock()
+    listener = _Stopwatch(clock, device)
+    with listen(listener, outermost=True):
         if _gives_lead and device.type == "cuda":
             torch.cuda._sleep(_LEAD_CYCLES)  # type: ignore[no-untyped-call]
         begin = clock.mark()
@@ -78,83 +77,79 @@ def timed(
         end = clock.mark()
 
     def read() -> None:
-        clock.finish_update()
-        for call, marks in ear.laps:
+        clock.synchronize()
+        for call, marks in listener.laps:
             milliseconds = clock.milliseconds(*marks)
             seen.lap(communication.format(call.operation), call.members, call.elements, milliseconds)
-        if work is not None and ear.is_separable:
-            laps = sum(clock.own_milliseconds(*marks) for _, marks in ear.laps)
+        if work is not None and listener.is_separable:
+            laps = sum(clock.own_milliseconds(*marks) for _, marks in listener.laps)
             seen.times[work] = max(0.0, clock.own_milliseconds(begin, end) - laps)
 
     seen.unread.append(read)
 
 
 @contextmanager
-def lapped(
+def timed_transfer(
     device: torch.device, seen: Observation, surface: Surface, members: tuple[int, ...], elements: int
 ) -> Iterator[None]:
-    """This block is one transfer among ``members``, and what it takes is ``seen`` when that is read."""
-    clock = _clock_of(device)
+    """Record the time of this block, one transfer among ``members``, when ``seen`` is read."""
+    clock = _DeviceClock(device) if device.type == "cuda" else _HostClock()
     begin = clock.mark()
     yield
     end = clock.mark()
 
     def read() -> None:
-        clock.finish_update()
+        clock.synchronize()
         seen.lap(surface, members, elements, clock.milliseconds(begin, end))
 
     seen.unread.append(read)
 
 
-class _Heard:
-    """What is kept of a collective."""
-
-    __slots__ = ("elements", "members", "operation")
-
-    def __init__(self, call: Call) -> None:
-        self.operation = call.operation
-        self.members = call.group.members
-        self.elements = sum(tensor.numel() for tensor in call.tensors)
+class _Collective(NamedTuple):
+    operation: str
+    members: tuple[int, ...] | None
+    elements: int
 
 
-class _Ear:
-    """Hears the collectives of one block."""
+class _Stopwatch:
+    """Times the collectives of one block."""
 
-    def __init__(self, clock: _Clock[Any], device: torch.device) -> None:
-        self.laps: list[tuple[_Heard, tuple[Any, Any]]] = []
+    def __init__(self, clock: _HostClock, device: torch.device) -> None:
+        self.laps: list[tuple[_Collective, tuple[Any, Any]]] = []
         self.is_separable = True
-        """Whether all that was communicated could be waited for."""
+        """Whether every communication could be waited for."""
         self._clock = clock
         self._thread = threading.get_ident()
         self._has_workers = device.type != "cpu"
-        """Whether autograd has threads of its own for the device."""
+        """Whether autograd runs on threads of its own for this device."""
 
-    def before(self, call: Call) -> Any:  # noqa: ARG002  when is all that counts
+    def before(self, _: Call, /) -> Any:
         return self._clock.mark() if self._is_in_block() else None
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
         if token is None or call.group.size == 1:
             return
-        # Gloo does a reduce-scatter only while somebody waits for it.
+        # Gloo executes a reduce-scatter only while it is waited for.
         is_bounded = call.is_async is not False and call.operation != "reduce_scatter"
         if call.operation in POINT_TO_POINT or not _is_done(pending, is_bounded=is_bounded):
             self.is_separable = False
         else:
-            self.laps.append((_Heard(call), (token, self._clock.mark())))
+            end, elements = self._clock.mark(), sum(tensor.numel() for tensor in call.tensors)
+            self.laps.append((_Collective(call.operation, call.group.members, elements), (token, end)))
 
     def _is_in_block(self) -> bool:
-        """Others' threads communicate too, such as one that writes a checkpoint."""
+        """Whether the caller is not another thread of training, such as one that writes a checkpoint."""
         return threading.get_ident() == self._thread or (self._has_workers and in_backward())
 
 
 def _is_done(pending: Pending | None, *, is_bounded: bool) -> bool:
-    """Wait, though not for ever where the caller would not. Without ``pending`` its stream waits already."""
+    """Wait, with a time limit if ``is_bounded``. Without ``pending`` the stream already waits."""
     if pending is None:
         return True
     if not is_bounded:
         pending.wait()
         return True
-    deadline, pause = time.monotonic() + _PATIENCE_SECONDS, 1e-5
+    deadline, pause = time.monotonic() + _TIMEOUT_SECONDS, 1e-5
     while not pending.is_completed():
         if time.monotonic() > deadline:
             return False
@@ -163,60 +158,43 @@ def _is_done(pending: Pending | None, *, is_bounded: bool) -> bool:
     return True
 
 
-class _Clock(Protocol[_Mark]):
-    def mark(self) -> _Mark: ...
-
-    def finish_update(self) -> None:
-        """Before marks are compared."""
-        ...
-
-    def milliseconds(self, begin: _Mark, end: _Mark) -> float: ...
-
-    def own_milliseconds(self, begin: _Mark, end: _Mark) -> float:
-        """Without what this rank spent waiting for a core: see [Note: waiting for a core]."""
-        ...
-
-
-def _clock_of(device: torch.device) -> _Clock[Any]:
-    return _DeviceClock(device) if device.type == "cuda" else _HostClock()
-
-
 class _HostMark(NamedTuple):
     at: float
     waited: float
-    """Seconds for a core, by then."""
+    """Seconds that the thread has waited for a core so far."""
 
 
 class _HostClock:
-    def mark(self) -> _HostMark:
+    def mark(self) -> Any:
         waited = _waited_for_a_core()
         for _ in range(_READS):
             now, before = time.perf_counter(), waited
             waited = _waited_for_a_core()
-            if waited == before:  # it did not wait between the two readings, so that they fit each other
+            if waited == before:  # no wait between the two readings, so they belong together
                 break
         return _HostMark(now, waited)
 
-    def finish_update(self) -> None:
-        """The host knows its marks at once."""
+    def synchronize(self) -> None:
+        """Called before marks are compared."""
 
-    def milliseconds(self, begin: _HostMark, end: _HostMark) -> float:
-        return 1e3 * (end.at - begin.at)
+    def milliseconds(self, begin: Any, end: Any) -> float:
+        return 1e3 * float(end.at - begin.at)
 
-    def own_milliseconds(self, begin: _HostMark, end: _HostMark) -> float:
-        return 1e3 * (end.at - begin.at - (end.waited - begin.waited))
+    def own_milliseconds(self, begin: Any, end: Any) -> float:
+        """Without the time in which the thread waited for a core."""
+        return self.milliseconds(begin, end) - 1e3 * float(end.waited - begin.waited)
 
 
 def _waited_for_a_core() -> float:
-    """Seconds in which this thread could have run and had no core, since it began; 0 if that is not known."""
+    """Return the seconds in which this thread was runnable without a core so far; 0 if that is not known."""
     try:
         return int(_SCHEDSTAT.read_bytes().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
 
 
-class _DeviceClock:
-    """Marks on the stream that is current where they are made: a collective is issued from its own."""
+class _DeviceClock(_HostClock):
+    """Records events on the current stream; a collective is issued from its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -226,7 +204,7 @@ class _DeviceClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def finish_update(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
     def milliseconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:

@@ -1,10 +1,8 @@
-"""Compares what one check has seen with the peers in one exchange, and turns it into evidence records (paper,
-section 5.1).
+"""Compares the results of one check among peers, and returns evidence records (paper, section 5.1).
 
-Of many values that mostly agree, such as all state, one digest is exchanged first, and the values
-themselves only where digests differ. A comparison is a verdict only among ranks that had something to
-compare. What could not be compared is ``not_checked`` with its reason, which is neither a disagreement nor
-clean evidence.
+Of many values that usually agree, such as all state, peers first exchange one digest, and the values only if
+the digests differ. Only ranks that have a value vote. What could not be compared is ``not_checked`` with its
+reason, which is neither a disagreement nor clean evidence.
 """
 
 from __future__ import annotations
@@ -30,39 +28,37 @@ __all__ = [
     "gather",
     "has_failed",
     "is_left_out",
-    "is_sound",
     "judge",
     "judged",
     "named_for_results",
     "not_checked",
-    "summed",
     "withhold",
 ]
 
-_OWNED = f"{BY_DESIGN}: peers did not hold it equal when it was compared for the first time"
+_OWNED = f"{BY_DESIGN}: it was not equal on all peers when it was first compared"
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all records of one replay have in common."""
+    """What all records of one replay share."""
 
     step: int
     peers: tuple[int, ...]
     target: str
-    """What was replayed; empty for state in general."""
+    """What was replayed; empty for all state."""
     variant: float = 1.0
     problem: str | None = None
-    """What went wrong on this rank, if it is one that failed."""
+    """Why this rank failed, if it did."""
     left_out: Mapping[Surface, str] = field(default_factory=dict)
-    """Surfaces that are known not to repeat, with the reasons: they are not compared."""
+    """Surfaces that are not compared because they are known not to repeat, with the reasons."""
     unrepeatable: Mapping[Surface, str] = field(default_factory=dict)
-    """What this rank has computed without a deterministic operator, with the reasons."""
+    """Surfaces that this rank computed without a deterministic operator, with the reasons."""
 
     def mode(self, mode: str) -> str:
         return mode if self.variant == 1 else f"{mode} x{self.variant:g}"
 
     def record(self, comparison: Comparison) -> EvidenceRecord:
-        """Of a comparison that has not been made."""
+        """Return the record of a comparison before it is made."""
         return EvidenceRecord(
             step=self.step,
             surface=comparison.surface,
@@ -75,49 +71,60 @@ class Context:
 
 
 def not_checked(context: Context, surface: Surface, reason: str) -> EvidenceRecord:
-    """Of work that could not be replayed at all."""
+    """Return the record of work that could not be replayed."""
     return replace(context.record(Comparison(surface, "replay")), reason=reason)
 
 
 def judge(
     context: Context, comparisons: Sequence[Comparison], gathered: Mapping[Surface, Sequence[int]]
 ) -> list[EvidenceRecord]:
-    """The records of one replay: each surface's own, and one for all that agree under one summary."""
+    """Return one record for each surface, and one for all that agree under the same summary."""
     records: dict[Surface, EvidenceRecord] = {}
     differing: set[Surface] = set()
     left_out = dict(context.left_out)
     failures: list[EvidenceRecord] = []
-    sums: dict[Surface, list[Comparison]] = {}
+    summaries: dict[Surface, list[Comparison]] = {}
     owned = _owned(comparisons, gathered)
     for comparison in comparisons:
         values = gathered[comparison.surface]
         if comparison.surface in owned:
             records[comparison.surface] = replace(context.record(comparison), reason=_OWNED)
             continue
-        if comparison.summary is not None and is_sound(values):  # state, which needs no kernel
-            sums.setdefault(comparison.summary, []).append(comparison)
+        if comparison.summary is not None and is_unanimous(values):  # state, which no kernel computes
+            summaries.setdefault(comparison.summary, []).append(comparison)
             continue
         record = _judge(context, comparison, values, differing, left_out)
         if record.scope is not None:
             differing.add(comparison.surface)
         if is_left_out(record):
             left_out[comparison.surface] = str(record.reason)
-        records[comparison.surface] = _without_tie(comparison, record)
-        if failed := [rank for rank, value in zip(context.peers, values, strict=True) if value == POISON]:
-            failures.append(_failure(context, comparison, failed))
-    agreeing = [summed(context, each[0], _whole(each, gathered)) for each in sums.values()]
+        if comparison.tie is not None and record.scope is Scope.PEER_GROUP:
+            record = replace(record, verdict=None, reason=comparison.tie)
+        records[comparison.surface] = record
+        if failed := _ranks_with(POISON, context.peers, values):
+            problem = "" if context.problem is None else f": {context.problem}"
+            reason = f"{FAILED} on {named(failed)}{problem}"
+            failures.append(replace(context.record(comparison), peers=tuple(failed), reason=reason))
+    agreeing = [
+        summarized(context, group[0], digest([gathered[each.surface][0] for each in group]))
+        for group in summaries.values()
+    ]
     return [*agreeing, *records.values(), *failures]
+
+
+def _ranks_with(value: int, ranks: Sequence[int], values: Sequence[int]) -> list[int]:
+    return [rank for rank, each in zip(ranks, values, strict=True) if each == value]
 
 
 def _owned(
     comparisons: Sequence[Comparison], gathered: Mapping[Surface, Sequence[int]]
 ) -> frozenset[Surface]:
-    """What each peer keeps for itself, of the state that is compared for the first time."""
+    """Return the state that differs by design, among what is compared for the first time."""
     new = [each for each in comparisons if each.is_new]
     differing, agreeing = dict[Surface, Sequence[int]](), list[Surface]()
     for each in new:
         values = gathered[each.surface]
-        if POISON in values or is_sound(values):
+        if POISON in values or is_unanimous(values):
             agreeing.append(each.surface)
         else:
             differing[each.surface] = values
@@ -126,12 +133,12 @@ def _owned(
 
 
 def has_failed(records: Sequence[EvidenceRecord]) -> bool:
-    """Whether a peer could not compute what was to be compared."""
+    """Whether a peer failed to compute a value."""
     return any(each.reason is not None and each.reason.startswith(FAILED) for each in records)
 
 
 def depths(comparisons: Sequence[Comparison]) -> dict[Surface, int]:
-    """How many comparisons each one builds upon, one on top of the other."""
+    """Return the length of the longest chain of premises below each comparison."""
     found: dict[Surface, int] = {}
     for each in comparisons:  # premises come first
         found[each.surface] = 1 + max((found[premise] for premise in each.premises), default=-1)
@@ -139,11 +146,11 @@ def depths(comparisons: Sequence[Comparison]) -> dict[Surface, int]:
 
 
 def broken_depth(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> int | None:
-    """The lowest depth at which peers differ in what others build upon; None if they do nowhere."""
+    """Return the lowest depth of a premise in which peers differ, or None."""
     ties = {comparison.tie for comparison in comparisons} - {None}
     differing = [each.surface for each in records if each.scope is not None or each.reason in ties]
     differing += [each.surface for each in records if is_left_out(each)]
-    if not differing:  # nearly always, and a census has thousands of comparisons
+    if not differing:  # the usual case, and there may be thousands of comparisons
         return None
     found = depths(comparisons)
     premises = {premise for comparison in comparisons for premise in comparison.premises}
@@ -151,12 +158,12 @@ def broken_depth(comparisons: Sequence[Comparison], records: Sequence[EvidenceRe
 
 
 def is_left_out(record: EvidenceRecord) -> bool:
-    """Whether a surface was not compared because it does not repeat."""
+    """Whether the surface was not compared because it does not repeat."""
     return record.reason is not None and record.reason.startswith(NONDETERMINISTIC)
 
 
 def named_for_results(comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord]) -> list[int]:
-    """The ranks whose results differ, though they started from the same."""
+    """Return the ranks whose results differ although their inputs agree."""
     following = {comparison.surface for comparison in comparisons if comparison.premises}
     return sorted({rank for record in records if record.surface in following for rank in record.ranks})
 
@@ -164,12 +171,13 @@ def named_for_results(comparisons: Sequence[Comparison], records: Sequence[Evide
 def withhold(
     comparisons: Sequence[Comparison], records: Sequence[EvidenceRecord], depth: int
 ) -> list[EvidenceRecord]:
-    """The records, without blame for what builds upon something that is broken at ``depth`` on any rank.
+    """Return the records, without verdicts above ``depth``, at which some rank differs or failed.
 
-    A tensor-parallel rank computes with what its partners compute; a partner's wrong weight is not its fault.
+    A tensor-parallel rank computes with results of its partners, so a partner's wrong weight is not its
+    fault.
     """
     found = depths(comparisons)
-    reason = "what it builds upon differs, or failed, on a rank that may compute together with this one"
+    reason = "its premises differ, or failed, on a rank that may compute together with this one"
     return [
         replace(record, verdict=None, reason=reason)
         if record.scope is not None and found[record.surface] > depth
@@ -191,65 +199,50 @@ def _judge(
             return replace(record, reason=f"{premise} differs among peers already")
     for premise in comparison.premises:
         if premise in left_out:
-            reason = f"{NONDETERMINISTIC}: it is computed from {premise}, which does not repeat"
-            return replace(record, reason=reason)
-    if (unfit := left_out.get(comparison.surface) or _unrepeatable(context, comparison, values)) is not None:
-        return replace(record, reason=unfit)
-    having = [(rank, value) for rank, value in zip(context.peers, values, strict=True) if value != POISON]
-    if having and all(value == ABSENT for _, value in having):
+            derived = f"{NONDETERMINISTIC}: computed from {premise}, which does not repeat"
+            return replace(record, reason=derived)
+    if reason := left_out.get(comparison.surface) or _unrepeatable(context, comparison, values):
+        return replace(record, reason=reason)
+    ranks, compared = _without_failures(context.peers, values)
+    if ranks and all(value == ABSENT for value in compared):
         return replace(record, reason=comparison.absent)
-    right = comparison.right
-    if len(having) < (2 if right is None else 1):
-        return replace(record, reason="fewer than two peers had anything to compare")
-    ranks, compared = zip(*having, strict=True)
-    verdict = consensus.exact(compared) if right is None else consensus.known(compared, right)
-    return replace(record, peers=ranks, verdict=verdict, reason=None)
+    expected = comparison.expected
+    if len(ranks) < (2 if expected is None else 1):
+        return replace(record, reason="fewer than two peers had a value to compare")
+    verdict = consensus.exact(compared) if expected is None else consensus.known(compared, expected)
+    return replace(record, peers=tuple(ranks), verdict=verdict, reason=None)
+
+
+def _without_failures(ranks: Sequence[int], values: Sequence[int]) -> tuple[list[int], list[int]]:
+    pairs = [(rank, value) for rank, value in zip(ranks, values, strict=True) if value != POISON]
+    return [rank for rank, _ in pairs], [value for _, value in pairs]
 
 
 def _unrepeatable(context: Context, comparison: Comparison, values: Sequence[int]) -> str | None:
-    """Why values cannot be compared, if a rank had to compute them without a deterministic operator."""
-    if UNREPEATABLE not in values:
+    """Return why values cannot be compared, if a rank computed them without a deterministic operator."""
+    if not (marked := _ranks_with(UNREPEATABLE, context.peers, values)):
         return None
-    marked = [rank for rank, value in zip(context.peers, values, strict=True) if value == UNREPEATABLE]
     elsewhere = f"an operator on {named(marked)} has no deterministic version"
     return f"{NONDETERMINISTIC}: {context.unrepeatable.get(comparison.surface, elsewhere)}"
 
 
-def _without_tie(comparison: Comparison, record: EvidenceRecord) -> EvidenceRecord:
-    if comparison.tie is None or record.scope is not Scope.PEER_GROUP:
-        return record
-    return replace(record, verdict=None, reason=comparison.tie)
-
-
-def _failure(context: Context, comparison: Comparison, failed: Sequence[int]) -> EvidenceRecord:
-    reason = f"{FAILED} on {named(failed)}"
-    if context.problem is not None:
-        reason += f": {context.problem}"
-    return replace(context.record(comparison), peers=tuple(failed), reason=reason)
-
-
-def is_sound(values: Sequence[int]) -> bool:
-    """Whether several peers have something to compare, and all have the same."""
+def is_unanimous(values: Sequence[int]) -> bool:
+    """Whether there are several peers, and all have the same value."""
     first = values[0]
     return len(values) > 1 and first not in (ABSENT, POISON) and all(value == first for value in values)
 
 
-def summed(context: Context, first: Comparison, whole: int) -> EvidenceRecord:
-    """One record for many that agree, the first of which is given; ``whole`` is the digest of them all."""
+def summarized(context: Context, first: Comparison, whole: int) -> EvidenceRecord:
+    """Return one record for agreeing comparisons, given the first one and the digest of all values."""
     record = context.record(replace(first, surface=first.summary or ""))
     return replace(record, verdict=consensus.exact([whole] * len(context.peers)), reason=None)
 
 
-def _whole(found: Sequence[Comparison], gathered: Mapping[Surface, Sequence[int]]) -> int:
-    return digest([gathered[comparison.surface][0] for comparison in found])
-
-
 @dataclass(slots=True)
 class Run:
-    """A replay that every rank is ready for, and what came of it."""
+    """A replay that every rank is ready for, with its results."""
 
     kind: str
-    """Of the recipe."""
     replay: Replay
     context: Context
     variants: Sequence[float]
@@ -259,38 +252,37 @@ class Run:
     problems: dict[float, str | None] = field(default_factory=dict)
     """Why this rank failed, by variant."""
     gathered: dict[float, dict[Surface, Sequence[int]]] = field(default_factory=dict)
-    """What every peer has, by variant and surface; without what agrees as a whole."""
+    """The values of all peers, by variant and surface, except for agreeing summaries."""
     agreeing: dict[float, list[tuple[Comparison, int]]] = field(default_factory=dict)
-    """By variant: what agrees as a whole, as the first of its comparisons and the digest of all."""
+    """Agreeing summaries, by variant: the first comparison and the digest of all values."""
     records: list[EvidenceRecord] = field(default_factory=list)
 
     def start(self) -> None:
-        """Forget what was seen."""
-        self.seen = {variant: Observation() for variant in self.variants}
+        """Discard earlier observations."""
+        self.seen = {variant: Observation(variant) for variant in self.variants}
         self.problems = dict.fromkeys(self.variants)
 
     @property
     def has_failed(self) -> bool:
         return any(problem is not None for problem in self.problems.values())
 
-    def again(self) -> Run:
-        """The same, with nothing seen yet."""
+    def restarted(self) -> Run:
+        """Return a new run of the same replay."""
         run = Run(self.kind, self.replay, self.context, self.variants, self.comparisons)
         run.start()
         return run
 
     def values_of(self, record: EvidenceRecord) -> tuple[list[int], list[int]]:
-        """The peers that did not fail, and what they had of what a record is about."""
-        of_variant = next(each for each in self.variants if _is_of(record, each))
-        values = zip(self.context.peers, self.gathered[of_variant][record.surface], strict=True)
-        having = [(rank, value) for rank, value in values if value != POISON]
-        return [rank for rank, _ in having], [value for _, value in having]
+        """Return the peers that did not fail, and their values of the record's surface and variant."""
+        suffix = (record.mode or "").partition(" ")[2]  # see ``Context.mode``
+        variant = next(each for each in self.variants if suffix == ("" if each == 1 else f"x{each:g}"))
+        return _without_failures(self.context.peers, self.gathered[variant][record.surface])
 
 
 def gather(channel: PeerChannel, runs: Sequence[Run], *, in_full: bool = False) -> None:
-    """Fill in what peers have seen in these runs, which all of them have, in the same order.
+    """Exchange the results of these runs among peers, all of which pass the same runs in the same order.
 
-    ``in_full`` without digests first: where it is known that something differs.
+    With ``in_full``, values are exchanged at once instead of digests first.
     """
     if not runs:
         return
@@ -298,19 +290,19 @@ def gather(channel: PeerChannel, runs: Sequence[Run], *, in_full: bool = False) 
     every = [part for some in parts.values() for part in some]
     if in_full:
         detail = {key: value for part in every for key, value in part.detail().items()}
-        values, sound = _gathered(channel, detail), set[Surface]()
+        values, unanimous = _gathered(channel, detail), set[Surface]()
     else:
         values = _gathered(channel, {part.key: part.whole for part in every})
-        sound = {part.key for part in every if part.is_summary and is_sound(values[part.key])}
-        # All peers have gathered the same, and so all of them need the same details.
-        if unsound := [part for part in every if part.is_summary and part.key not in sound]:
-            detail = {key: value for part in unsound for key, value in part.detail().items()}
+        unanimous = {part.key for part in every if part.is_summary and is_unanimous(values[part.key])}
+        # All peers have gathered the same values, so all of them request the same details.
+        if differing := [part for part in every if part.is_summary and part.key not in unanimous]:
+            detail = {key: value for part in differing for key, value in part.detail().items()}
             values |= _gathered(channel, detail)
     for run in runs:
         for variant in run.variants:
             some = parts[id(run), variant]
-            whole = [part for part in some if part.key in sound]
-            apart = [part for part in some if part.key not in sound]
+            whole = [part for part in some if part.key in unanimous]
+            apart = [part for part in some if part.key not in unanimous]
             run.agreeing[variant] = [(part.comparisons[0], values[part.key][0]) for part in whole]
             run.gathered[variant] = {
                 each.surface: values[f"{part.prefix} {each.surface}"]
@@ -320,12 +312,12 @@ def gather(channel: PeerChannel, runs: Sequence[Run], *, in_full: bool = False) 
 
 
 def judged(run: Run) -> list[EvidenceRecord]:
-    """The records of all variants, once what peers have seen is gathered."""
+    """Return the records of all variants, once results are gathered."""
     records: list[EvidenceRecord] = []
     for variant, seen in run.seen.items():
         problem, gathered = run.problems[variant], run.gathered[variant]
         here = replace(run.context, variant=variant, problem=problem, unrepeatable=seen.unrepeatable)
-        records += [summed(here, first, whole) for first, whole in run.agreeing[variant]]
+        records += [summarized(here, first, whole) for first, whole in run.agreeing[variant]]
         records += judge(here, [each for each in run.comparisons if each.surface in gathered], gathered)
     return records
 
@@ -337,7 +329,7 @@ def _gathered(channel: PeerChannel, evidence: Mapping[Surface, int]) -> dict[Sur
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One value of the exchange: of one comparison, or of all that have one summary."""
+    """One value of the exchange: of one comparison, or of all with the same summary."""
 
     prefix: str
     comparisons: Sequence[Comparison]
@@ -368,15 +360,10 @@ def _parts(run: Run, variant: float) -> list[_Part]:
     groups: dict[tuple[Surface, bool], list[Comparison]] = {}
     for each in run.comparisons:
         groups.setdefault((each.summary or each.surface, each.summary is not None), []).append(each)
-    return [_Part(prefix, every, [_value(seen, each) for each in every]) for every in groups.values()]
-
-
-def _value(seen: Observation, comparison: Comparison) -> int:
-    if comparison.surface in seen.unrepeatable:
-        return UNREPEATABLE
-    return seen.signatures.get(comparison.surface, POISON)
-
-
-def _is_of(record: EvidenceRecord, variant: float) -> bool:
-    """Whether a record is about this variant of the input, as ``Context.mode`` spells it."""
-    return (record.mode or "").partition(" ")[2] == ("" if variant == 1 else f"x{variant:g}")
+    values = {
+        each.surface: UNREPEATABLE
+        if each.surface in seen.unrepeatable
+        else seen.signatures.get(each.surface, POISON)
+        for each in run.comparisons
+    }
+    return [_Part(prefix, every, [values[each.surface] for each in every]) for every in groups.values()]

@@ -128,7 +128,7 @@ def covered_by(
     compared = [
         each for recipe in recipes if isinstance(recipe, ReplicatedStateRecipe) for each in recipe.compared()
     ]
-    watched = [tensor for recipe in at_rest for tensor in recipe.held().values()]
+    watched = [tensor for recipe in at_rest for tensor in recipe.watched_state().values()]
     updating = [each for each in recipes if isinstance(each, OptimizerRecipe)]
     return Covered(
         compared=_share(compared, parameters),

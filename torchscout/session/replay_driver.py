@@ -29,7 +29,7 @@ from torchscout.decision.summary import SummaryRecorder
 from torchscout.log import log
 from torchscout.mesh import Axis, LayerKind, Mesh
 from torchscout.replay.capture.saved_calls import SavedCalls
-from torchscout.replay.recipe import ABSENT, Comparison, Mode, Recipe, StandingRecipe
+from torchscout.replay.recipe import ABSENT, Comparison, Mode, Recipe
 from torchscout.replay.recipes.experts import ExpertsRecipe
 from torchscout.replay.recipes.layer import LayerRecipe
 from torchscout.replay.recipes.optimizer import OptimizerRecipe
@@ -107,8 +107,7 @@ class ReplayDriver:
         censuses = [each for each in recipes if isinstance(each, ReplicatedStateRecipe)]
         self._ownership = censuses[0].ownership if censuses else Ownership()
         self._at_rest = [each for each in recipes if isinstance(each, OwnedStateRecipe)]
-        self._standing = [each for each in recipes if isinstance(each, StandingRecipe)]
-        for each in self._standing:
+        for each in recipes:
             each.start()
         self._mesh, self._communicators = mesh, communicators
         self._links = links(LayerKind.DENSE, False)
@@ -148,7 +147,7 @@ class ReplayDriver:
         """Before a step: capture what is due at its end, and watch what must not change until its update."""
         self._replayer.begin(step)
         for each in self._at_rest:
-            each.rest(step - 1)
+            each.watch_after(step - 1)
 
     def look_before_training(self) -> None:
         """Compare state before the first update: what differs then, ranks keep for themselves."""
@@ -283,7 +282,7 @@ class ReplayDriver:
 
     def close(self) -> None:
         self._replayer.abandon()
-        for each in self._standing:
+        for each in self._recipes:
             each.close()
         self._recorder.close()
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 
 from torchscout.adapters.megatron.fsdp import room_for
-from torchscout.replay.sharded_parameters import Elsewhere
+from torchscout.replay.sharded_parameters import GradientLookup
 
 __all__ = ["Losses", "Streams", "lent"]
 
@@ -27,7 +27,7 @@ _FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
 
 
 @contextmanager
-def lent(module: torch.nn.Module) -> Iterator[Elsewhere]:
+def lent(module: torch.nn.Module) -> Iterator[GradientLookup]:
     """Around a replayed call: what it writes besides the module itself is put back.
 
     A backward pass that accumulates gradients by itself writes them to ``main_grad``, and returns memory that

@@ -1,6 +1,6 @@
-"""Expert layers on the grouped GEMM whose paths can be counted, for training (paper, section 6.2).
+"""Trainable expert layers on the grouped GEMM (paper, section 6.2).
 
-A drop-in where rows are already sorted by expert: routing, and the exchange among ranks, are not done here.
+Rows must already be sorted by expert: routing and the exchange among ranks are not included.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["Experts", "Gemms", "grouped_linear", "standard_gemm"]
 
 Gemms = Callable[[int, int, torch.device], "GroupedGemm"]
-"""Makes the kernel of one projection, from its hidden and intermediate features and where it runs."""
+"""Returns the kernel of one projection, given its hidden and intermediate features and its device."""
 
 
 def standard_gemm(hidden: int, intermediate: int, device: torch.device) -> GroupedGemm:
-    """As many programs as the device has multiprocessors, and tiles that are fast there."""
+    """Return a kernel with one program for each multiprocessor and the default tiling."""
     from torchscout.experts.kernel.grouped_gemm import GroupedGemm, programs_of
 
     return GroupedGemm(hidden, intermediate, programs=programs_of(device))
@@ -33,10 +33,10 @@ def standard_gemm(hidden: int, intermediate: int, device: torch.device) -> Group
 def grouped_linear(
     x: Tensor, weights: Tensor, rows: Sequence[int] | Tensor, gemm: Gemms = standard_gemm
 ) -> Tensor:
-    """``x @ weights[expert]`` for the rows of each expert, which lie in ``x`` one expert after another.
+    """Return ``x @ weights[expert]`` for the rows of each expert; ``x`` is sorted by expert.
 
-    ``weights`` are [experts, hidden, intermediate]; ``rows`` says how many rows each expert has. As a tensor
-    on the device it costs no synchronization; that it adds up to the rows of ``x`` is checked there.
+    ``weights`` are [experts, hidden, intermediate]; ``rows`` has the number of rows of each expert. A tensor
+    on the device needs no synchronization: the device checks that it adds up to the rows of ``x``.
     """
     made = _made_for(x, weights, gemm)
     placed = _rows_on(rows, x, weights.shape[0])
@@ -75,7 +75,7 @@ class Experts(nn.Module):
             nn.init.uniform_(weights, -bound, bound)
 
     def forward(self, x: Tensor, rows: Sequence[int] | Tensor) -> Tensor:
-        """What the experts make of their rows, in the order and dtype of ``x``; computed in bfloat16."""
+        """Return the experts' outputs in the order and dtype of ``x``; computed in bfloat16."""
         up, down = self.up.to(torch.bfloat16), self.down.to(torch.bfloat16)
         between = self.activation(grouped_linear(x.to(torch.bfloat16), up, rows, self.gemm))
         return grouped_linear(between, down, rows, self.gemm).to(x.dtype)
@@ -123,11 +123,9 @@ def _made_for(x: Tensor, weights: Tensor, gemm: Gemms) -> GroupedGemm:
 
 
 def _rows_on(rows: Sequence[int] | Tensor, x: Tensor, experts: int) -> Tensor:
-    """The row counts where the kernel reads them."""
+    """Return the validated row counts on the device of ``x``."""
     if len(rows) != experts:
-        raise ValueError(
-            f"rows must say how many rows each of {experts} experts has, got {len(rows)} numbers"
-        )
+        raise ValueError(f"rows must have one number for each of {experts} experts, got {len(rows)} numbers")
     if isinstance(rows, Tensor) and rows.device == x.device and x.device.type != "cpu":
         torch._assert_async((rows >= 0).all() & (rows.sum() == x.shape[0]))
         return rows.to(torch.int32)

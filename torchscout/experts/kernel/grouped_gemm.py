@@ -1,9 +1,9 @@
 """The grouped GEMM of an expert layer, which can count its own execution paths (paper, section 6.2).
 
-Rows lie one expert after another, and each expert has its own weights. There are three passes: the output,
-the gradient of the input and the gradient of the weights, in bfloat16 with sums in float32. ``Projection``
-holds operands for any shape; its buffers grow with the largest one. Import this module on first use,
-because Triton is optional. Autograd is in ``expert_layer``.
+Rows are sorted by expert, and each expert has its own weights. There are three passes: the output, the
+gradient of the input and the gradient of the weights, in bfloat16 with sums in float32. ``Projection`` has
+operands for any shape; its buffers grow with the largest one. Import this module on first use, because Triton
+is optional. Autograd is in ``expert_layer``.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ __all__ = [
     "Tiling",
     "programs_of",
     "runs_on",
-    "tiling_for",
 ]
 
 H200_PROCESSORS = 132
 
 
 class Tiling(NamedTuple):
-    """How a pass is cut into work items; part of what a profile is taken of."""
+    """How a pass is divided into work items. Part of a profile's fingerprint."""
 
     rows: int = 128
     columns: int = 256
     step: int = 64
-    """Of the reduction."""
+    """Elements of one step of the reduction."""
     group: int = 8
-    """Row tiles that are done together, column by column, so that they share the L2 cache."""
+    """Row tiles that are computed together, column by column, to share the L2 cache."""
     warps: int = 8
     stages: int = 3
 
@@ -55,19 +54,19 @@ WIDE, NARROW = Tiling(), Tiling(columns=128, stages=4)
 
 
 def tiling_for(columns: int) -> Tiling:
-    """By the columns of the result alone: whatever the rows, the same kernel runs."""
+    """Depends on the columns of the result only, so that the same kernel runs for any number of rows."""
     return WIDE if columns > NARROW.columns else NARROW
 
 
 def programs_of(device: torch.device) -> int:
-    """One for each multiprocessor; the interpreter has none and stands for an H200."""
+    """Return one program for each multiprocessor; for the interpreter, as many as an H200 has."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return H200_PROCESSORS
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernel can run on tensors there; Triton's interpreter takes any."""
+    """Whether the kernel can run on this device; Triton's interpreter runs on any."""
     return INTERPRETED or device.type == "cuda"
 
 
@@ -75,14 +74,14 @@ class Perturbation(NamedTuple):
     """One perturbed work item."""
 
     tile: int
-    """In the order in which programs take tiles; -1 for none."""
+    """Index of the tile; -1 for none."""
     step: int = -1
-    """Of the tile's reduction; -1 is the finished tile."""
+    """Step of the tile's reduction; -1 for the finished tile."""
 
 
 FAULT_WORDS = 8
-"""A fault's integers on the device: tile and step, then what the kernel writes: times fired, role of the
-tile, role of the step (0 for none). The rest keeps the next fault aligned."""
+"""Integers of a fault on the device: tile and step, then the kernel's results: times fired, path of the tile,
+path of the step (0 for none). The rest aligns the next fault."""
 
 
 class GroupedGemm:
@@ -104,19 +103,19 @@ class GroupedGemm:
         }
 
     def forward(self, x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
-        """``x @ weights[expert]`` over the rows of each expert; ``rows`` says how many it has."""
+        """Return ``x @ weights[expert]`` for the rows of each expert, whose numbers are ``rows``."""
         out = x.new_empty(x.shape[0], self.intermediate)
         self.launch(Pass.FORWARD, (x, weights, out), rows)
         return out
 
     def input_gradient(self, gradient: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
-        """``gradient @ weights[expert].T`` over the rows of each expert."""
+        """Return ``gradient @ weights[expert].T`` for the rows of each expert."""
         out = gradient.new_empty(gradient.shape[0], self.hidden)
         self.launch(Pass.INPUT_GRADIENT, (gradient, weights, out), rows)
         return out
 
     def weight_gradient(self, x: Tensor, gradient: Tensor, rows: Tensor) -> Tensor:
-        """``x.T @ gradient`` over the rows of each expert: zeros where it has none."""
+        """Return ``x.T @ gradient`` over the rows of each expert; zeros if it has none."""
         out = x.new_empty(rows.shape[0], self.hidden, self.intermediate)
         self.launch(Pass.WEIGHT_GRADIENT, (x, gradient, out), rows)
         return out
@@ -130,9 +129,9 @@ class GroupedGemm:
         counters: Tensor | None = None,
         fault: Tensor | None = None,
     ) -> Any:
-        """Run one pass on two operands and a result; gives the compiled kernel, None from the interpreter.
+        """Run one pass on two operands and a result. Return the compiled kernel; None in the interpreter.
 
-        ``counters`` are one int32 for each role and are added to; ``fault`` are FAULT_WORDS of int32.
+        Adds to ``counters``, one int32 for each ``WorkItem``. ``fault`` has ``FAULT_WORDS`` of int32.
         """
         assert all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in operands)
         assert rows.dtype == torch.int32, rows.dtype
@@ -152,14 +151,14 @@ class GroupedGemm:
             GROUP=tiling.group,
             COUNT=counters is not None,
             INJECT=fault is not None,
-            WIDEN=INTERPRETED,  # the interpreter would multiply the bits of bfloat16 as integers
+            WIDEN=INTERPRETED,  # the interpreter would multiply bfloat16 bits as integers
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
 
 
 class Projection:
-    """``experts`` matrices of ``hidden`` by ``intermediate``, and rows for them."""
+    """``experts`` matrices of ``hidden`` by ``intermediate``, with random rows for them."""
 
     def __init__(
         self,
@@ -172,12 +171,12 @@ class Projection:
         tiling: Tiling | None = None,
     ) -> None:
         if experts < 1:
-            raise ValueError(f"a projection needs an expert at least, got experts={experts}")
+            raise ValueError(f"a projection needs at least one expert, got experts={experts}")
         self.device = torch.device(device)
         if not runs_on(self.device):
             raise ValueError(
-                f"the grouped GEMM runs on CUDA, got device={str(device)!r}: name a CUDA device, or set "
-                "TRITON_INTERPRET=1 before Triton is imported to have it interpreted"
+                f"the grouped GEMM runs on CUDA, got device={str(device)!r}: use a CUDA device, or set "
+                "TRITON_INTERPRET=1 before Triton is imported"
             )
         self.experts = experts
         self.gemm = GroupedGemm(
@@ -188,20 +187,20 @@ class Projection:
         self._capacity = 0
 
     def place(self, rows: Rows) -> Tensor:
-        """The row counts on the device; makes room for them all."""
+        """Return the row counts on the device, and allocate operands for them."""
         if len(rows) != self.experts or min(rows) < 0:
-            raise ValueError(f"a shape here has {self.experts} row counts, none negative, got {rows}")
+            raise ValueError(f"a shape needs {self.experts} row counts, none negative, got {rows}")
         self._reserve(sum(rows))
         return torch.tensor(rows, dtype=torch.int32, device=self.device)
 
     def execute(
         self, which: Pass, rows: Tensor, *, counters: Tensor | None = None, fault: Tensor | None = None
     ) -> Any:
-        """Run one pass on rows that were placed; gives the compiled kernel."""
+        """Run one pass on ``rows`` from ``place``. Return the compiled kernel."""
         return self.gemm.launch(which, self._operands(which), rows, counters=counters, fault=fault)
 
     def result(self, which: Pass, rows: Rows) -> Tensor:
-        """What the last execution of a pass on this shape wrote; overwritten by the next."""
+        """Return the result of the last execution of a pass on this shape; overwritten by the next one."""
         whole = self._operands(which)[2]
         return whole if which is Pass.WEIGHT_GRADIENT else whole[: sum(rows)]
 
@@ -216,14 +215,13 @@ class Projection:
         if self._capacity and rows <= self._capacity:
             return
         self._capacity = max(rows, 2 * self._capacity, 1)
-        # The gradient is small, so that sums over many rows stay near 1 and every fault shows in bfloat16.
+        # A small gradient keeps sums over many rows near 1, so that every fault is visible in bfloat16.
         self._x = self._random(self._capacity, self.gemm.hidden)
         self._gradient = self._random(self._capacity, self.gemm.intermediate, scale=0.125)
         self._output, self._input_gradient = torch.empty_like(self._gradient), torch.empty_like(self._x)
 
     def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(
-            len(shape) + round(1 / scale)
-        )  # unlike the others
+        seed = len(shape) + round(1 / scale)  # different for each operand
+        generator = torch.Generator(self.device).manual_seed(seed)
         values = torch.randn(shape, dtype=torch.bfloat16, device=self.device, generator=generator)
         return values.mul_(scale)

@@ -1,7 +1,7 @@
-"""Whether each piece of a shape's work shows in a result: one perturbation at a time (paper, section 6.2).
+"""Tests that a fault in any work item of a shape changes a result (paper, section 6.2).
 
-Faults are perturbed inside the kernel, never in its operands or results. That the perturbed work items are
-all there is, is checked against the kernel's own counters: every counted tile and step was perturbed once.
+Work items are perturbed one at a time inside the kernel, never in its operands or results. The kernel's own
+counters prove that none was missed: every counted tile and step must have been perturbed once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["Injected", "Qualification", "qualify"]
 
 _COUNTED = tuple(role for role in WorkItem if role.value <= WorkItem.STEP_TAIL.value)
-"""The roles that a perturbed work item can have; those of turns are other counts of the same tiles."""
+"""The paths that a perturbed work item can have; the remaining ones count the same tiles in another way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """One perturbation and where it was."""
+    """One perturbation of one pass on one shape."""
 
     rows: Rows
     which: Pass
@@ -41,17 +41,17 @@ class Injected:
 
 @dataclass(slots=True)
 class Qualification:
-    """What became of the perturbations."""
+    """The results of all perturbations."""
 
     injected: int = 0
     fired: int = 0
-    """Those that the kernel says it applied, exactly once."""
+    """Perturbations that the kernel applied exactly once."""
     changed: int = 0
-    """Those that fired and changed a bit of the pass's result."""
+    """Perturbations that fired and changed the result of the pass."""
     missed: Injected | None = None
-    """The first that did not fire or changed nothing."""
+    """The first perturbation that did not fire or changed nothing."""
     unaccounted: list[str] = field(default_factory=list)
-    """Where the roles of perturbed work items are not those that the kernel counted."""
+    """Paths that were not perturbed as often as the kernel counted them."""
 
     @property
     def complete(self) -> bool:
@@ -59,7 +59,7 @@ class Qualification:
 
 
 def qualify(projection: Projection, shapes: Iterable[Rows], *, most: int | None = None) -> Qualification:
-    """Perturb every tile and every step of these shapes, or at most ``most`` of each pass, evenly spread."""
+    """Perturb every tile and step of these shapes, or ``most`` of each pass, evenly distributed."""
     found = Qualification()
     for rows in shapes:
         for which in Pass:
@@ -88,7 +88,7 @@ def _qualify_pass(
 
 
 def _all_faults(projection: Projection, rows: Rows, which: Pass, counted: list[int]) -> list[Perturbation]:
-    """Every tile that programs took, and every step of each."""
+    """Return a perturbation of every tile, and of every step of each."""
     tiles = counted[WorkItem.LAST_TILE.value] + counted[WorkItem.FOLLOWING_TILE.value]
     gemm, step = projection.gemm, projection.gemm.tilings[which].step
     faults = []
@@ -96,7 +96,9 @@ def _all_faults(projection: Projection, rows: Rows, which: Pass, counted: list[i
         length = {
             Pass.FORWARD: gemm.hidden,
             Pass.INPUT_GRADIENT: gemm.intermediate,
-            Pass.WEIGHT_GRADIENT: rows[tile * len(rows) // tiles],  # each expert has as many tiles there
+            Pass.WEIGHT_GRADIENT: rows[
+                tile * len(rows) // tiles
+            ],  # all experts have equally many tiles in this pass
         }[which]
         faults += [Perturbation(tile), *(Perturbation(tile, place) for place in range(-(-length // step)))]
     return faults
@@ -105,11 +107,11 @@ def _all_faults(projection: Projection, rows: Rows, which: Pass, counted: list[i
 def _run(
     projection: Projection, rows: Rows, which: Pass, faults: list[Perturbation]
 ) -> tuple[list[list[int]], list[bool]]:
-    """What the kernel wrote about each fault, and whether the result then differs; read back once."""
+    """Return the words of each fault after its run, and whether the result differs; read back once."""
     placed = projection.place(rows)
     none = torch.full((FAULT_WORDS,), -1, dtype=torch.int32, device=projection.device)
     projection.execute(which, placed, fault=none)
-    # As integers: a NaN must differ from itself nowhere, and zeros of either sign from each other.
+    # As integers: equal NaNs must compare equal, and zeros of different signs must not.
     result = projection.result(which, rows).view(torch.int16)
     clean = result.clone()
     words = [[*fault, *(0,) * (FAULT_WORDS - len(fault))] for fault in faults]
@@ -126,13 +128,13 @@ def _run(
 
 
 def _unaccounted(rows: Rows, which: Pass, witnesses: list[list[int]], counted: list[int]) -> list[str]:
-    """The roles that were not perturbed as often as the kernel counted them."""
+    """Return the paths that were not perturbed as often as the kernel counted them."""
     seen: Counter[int] = Counter()
     for _, step, fired, tile_role, step_role, *_ in witnesses:
         seen[tile_role if step < 0 else step_role] += fired
     expected = {role: counted[role.value] for role in _COUNTED}
     if which is not Pass.WEIGHT_GRADIENT:
-        del expected[WorkItem.EMPTY]  # an expert that is passed by has no work to perturb
+        del expected[WorkItem.EMPTY]  # an expert without rows has no work item to perturb
     return [
         f"rows {rows}, {which.word}: {role.word} perturbed {seen[role.value]} times, counted {count} times"
         for role, count in expected.items()

@@ -1,7 +1,7 @@
-"""Profiles of the grouped GEMM, from the counters that it adds while it runs (paper, section 6.2).
+"""Profiles the grouped GEMM with the counters that it increments while it runs (paper, section 6.2).
 
-Each profile is one real execution of the three passes of one projection; an expert of two projections has two
-catalogs. Nothing is worked out from the shape.
+Each profile is one real execution of the three passes of one projection; an expert with two projections has
+two tables. Nothing is derived from the shape.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 __all__ = ["KernelProfiler", "Regime", "kernel_facts"]
 
 Regime = Literal["pressure", "waves"]
-"""What of the pressure on the device two executions must share to be compared, in each pass: whether any
-multiprocessor had nothing to do; or, more strictly, how many tiles the busiest one did."""
+"""Which pressure two executions must share to be compared, in each pass: whether any multiprocessor was idle;
+or, more strictly, the number of tiles of the busiest one."""
 
 _COUNTERS = 16
-"""Integers for each pass: the roles, and room to keep the next pass aligned."""
+"""Integers for each pass: one for each ``WorkItem``, and padding to align the next pass."""
 
 
 class KernelProfiler:
-    """Counts the paths of one projection; on CUDA, or wherever Triton's interpreter runs."""
+    """Counts the paths of one projection, on CUDA or in Triton's interpreter."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class KernelProfiler:
         self._counters = torch.zeros(len(Pass), _COUNTERS, dtype=torch.int32, device=self.projection.device)
 
     def facts(self) -> dict[str, str]:
-        """What the profiles depend on besides the rows."""
+        """Return what profiles depend on besides the rows."""
         return kernel_facts(
             self.projection.gemm, self.projection.experts, self.projection.device, self._regime
         )
 
     def profile(self, rows: Rows) -> ShapeProfile:
-        """Execute this shape once, all three passes, and read the counters back."""
+        """Execute all three passes of this shape once, and read the counters."""
         placed = self.projection.place(rows)
         self._counters.zero_()
         kernels = [
@@ -91,12 +91,12 @@ class KernelProfiler:
     def _pressure(self, counted: Sequence[int]) -> str:
         if self._regime == "waves":
             return f"waves={counted[WorkItem.WAVES.value]}"
-        # A program that did any tile did a last one.
+        # Every program that computed a tile has computed a last one.
         return "full" if counted[WorkItem.LAST_TILE.value] == self.projection.gemm.programs else "idle"
 
 
 def kernel_facts(gemm: GroupedGemm, experts: int, device: torch.device, regime: str) -> dict[str, str]:
-    """What the profiles of a projection depend on besides the rows."""
+    """Return what profiles of a projection depend on besides the rows."""
     return {
         **device_facts(device),
         "kernel": _source_digest(),
@@ -111,7 +111,7 @@ def kernel_facts(gemm: GroupedGemm, experts: int, device: torch.device, regime: 
 
 
 def _source_digest() -> str:
-    """Of the files that make the kernel what it is."""
+    """Return the digest of the kernel's source files."""
     digest = hashlib.sha256()
     for module in (grouped_gemm, triton_kernel):
         assert module.__file__ is not None

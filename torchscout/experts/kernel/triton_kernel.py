@@ -1,8 +1,8 @@
-"""The grouped GEMM in Triton, for all three passes (paper, section 6.2).
+"""The Triton kernel of the grouped GEMM, for all three passes (paper, section 6.2).
 
-It computes, and on request counts its paths or perturbs one work item; shapes, dtypes and buffers are
-looked after in ``grouped_gemm``. Results are the same with and without counters: no result is ever added to
-by two programs. What is counted is said in [Note: the roles of work].
+On request it counts its execution paths (see [Note: the execution paths]) or perturbs one work item.
+``grouped_gemm`` handles shapes, dtypes and buffers. Counters do not change results: only one program writes
+to each result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchscout.experts.kernel.work_items import Pass, WorkItem
 
 __all__ = ["INTERPRETED", "grouped_gemm_kernel"]
 
-# A kernel takes what a launch and its constants give it, and a constant is decided apart from a value.
+# A kernel takes operands, sizes and constants one by one, and conditions on constants are separate.
 # ruff: noqa: N803, PLR0913, PLR0917, SIM102
 
 
@@ -27,7 +27,7 @@ _STEP_TAIL = tl.constexpr(WorkItem.STEP_TAIL.value)
 _LAST_TILE = tl.constexpr(WorkItem.LAST_TILE.value)
 _FOLLOWING_TILE = tl.constexpr(WorkItem.FOLLOWING_TILE.value)
 _WAVES = tl.constexpr(WorkItem.WAVES.value)
-_WHOLE_TILE = tl.constexpr(-1)  # a fault in no step, but in the finished tile
+_WHOLE_TILE = tl.constexpr(-1)  # a fault in the finished tile instead of a step
 _NOWHERE = tl.constexpr(-2)
 
 
@@ -51,11 +51,11 @@ def grouped_gemm_kernel(
     INJECT: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """Walk the experts, and do every tile whose turn it is: program p does tiles p, p + programs, ..."""
+    """Compute every tile of this program: program p computes tiles p, p + programs, ..."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     column_tiles = ((hidden if PASS == _INPUT else intermediate) + COLUMNS - 1) // COLUMNS
     first_row = tl.full([], 0, tl.int64)
-    matrix = tl.full([], 0, tl.int64)  # where the expert's weights begin
+    matrix = tl.full([], 0, tl.int64)  # offset of the expert's weights
     begin = tl.full([], 0, tl.int32)
     taken = tl.full([], 0, tl.int32)
     mine = program
@@ -81,14 +81,14 @@ def grouped_gemm_kernel(
             )  # fmt: skip
             taken += 1
             if INJECT:
-                _bear_witness(fault, at, role, seen)
+                _record_fault(fault, at, role, seen)
             if COUNT:
                 tl.atomic_add(counters + role, 1, sem="relaxed")
                 tl.atomic_add(counters + _STEP_FULL, full, sem="relaxed")
                 tl.atomic_add(counters + _STEP_TAIL, tail, sem="relaxed")
             mine += programs
         if COUNT and PASS != _WEIGHT:
-            if (count == 0) & (program == 0):  # every program passes it by; one says so
+            if (count == 0) & (program == 0):  # all programs skip it; one counts it
                 tl.atomic_add(counters + _EMPTY, 1, sem="relaxed")
         begin = end
         first_row += count
@@ -104,7 +104,7 @@ def grouped_gemm_kernel(
 def _place(
     index: tl.tensor, row_tiles: tl.tensor, column_tiles: tl.tensor, GROUP: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Row and column of a tile: groups of rows, each group column by column."""
+    """Return row and column of a tile: groups of rows, each group column by column."""
     group = GROUP * column_tiles
     first = index // group * GROUP
     size = tl.minimum(row_tiles - first, GROUP)
@@ -149,7 +149,7 @@ def _product(
     INJECT: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The sums of one tile; full steps and tail steps it took; what the perturbed step was."""
+    """Return the sums of one tile, its numbers of full and tail steps, and the path of the perturbed step."""
     if PASS == _FORWARD:  # x [row, hidden], weights [hidden, intermediate]
         length, a_row, a_step, b_step, b_column = hidden, hidden, 1, intermediate, 1
         a += (first_row + m * ROWS) * hidden
@@ -232,15 +232,15 @@ def _perturbed(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """The sums with the last of those that count made larger, if the fault is here."""
+    """Return the sums, with the last valid one increased if the fault is ``here``."""
     row = tl.arange(0, ROWS) == tl.minimum(height, ROWS) - 1
     column = tl.arange(0, COLUMNS) == tl.minimum(width, COLUMNS) - 1
     return tl.where((row[:, None] & column[None, :]) & here, sums + tl.abs(sums) + 1.0, sums)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _bear_witness(fault: tl.tensor, at: tl.tensor, role: tl.tensor, seen: tl.tensor) -> None:
-    """Say that the fault fired, in what tile and step; a step that the tile has not got does not fire."""
+def _record_fault(fault: tl.tensor, at: tl.tensor, role: tl.tensor, seen: tl.tensor) -> None:
+    """Record that the fault fired, with the paths of tile and step; a missing step does not fire."""
     if (at == _WHOLE_TILE) | (seen > 0):
         tl.atomic_add(fault + 2, 1, sem="relaxed")
         tl.store(fault + 3, role)
@@ -248,4 +248,4 @@ def _bear_witness(fault: tl.tensor, at: tl.tensor, role: tl.tensor, seen: tl.ten
 
 
 INTERPRETED = not isinstance(grouped_gemm_kernel, triton.JITFunction)
-"""Whether Triton's interpreter runs the kernel, on any tensors; it was decided when Triton was imported."""
+"""Whether Triton's interpreter runs the kernel, on any device; decided when Triton was imported."""

@@ -1,6 +1,6 @@
-"""What the work inside a grouped GEMM can be (paper, section 6.2, opportunity).
+"""Names of the execution paths of a grouped GEMM (paper, section 6.2, opportunity).
 
-Names and their order only; ``triton_kernel`` sees and counts them.
+``triton_kernel`` counts them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["Pass", "WorkItem"]
 
 
 class Pass(Enum):
-    """One launch of the kernel; a step of training runs all three."""
+    """One launch of the kernel; a training step runs all three."""
 
     FORWARD = 0
     INPUT_GRADIENT = 1
@@ -22,34 +22,34 @@ class Pass(Enum):
         return self.name.lower()
 
 
-# [Note: the roles of work]
+# [Note: the execution paths]
 #
-# A work item is a tile of the result, and what it does depends on where it lies. Told apart are: whether the
-# tile is cut off by the last row or the last column, and if by the last row, whether rows fill its first
-# half; whether a step of its reduction is cut off; whether its expert has no rows (the passes over rows
-# have no tile for it and pass it by; the weight gradient has tiles that are zeros). Programs take
-# tiles in turn: the last tile of a program is the way out of its loop, any but the first follows another one
-# with registers and shared memory as that one left them, and the most tiles of any program are the waves.
-# Each is counted where it happens, by the program that does it; the host derives nothing from the shape.
+# A work item is a tile of the result, and its path depends on its position. Paths differ by: whether the tile
+# extends beyond the last row or the last column and, if beyond the last row, whether rows fill its first
+# half; whether a step of its reduction is partial; whether its expert has no rows (passes over rows skip it;
+# its tiles of the weight gradient are zeros). Each program computes several tiles: the last one exits its
+# loop, and each but the first starts with the registers and shared memory of the previous one. The most tiles
+# of any program are the waves. The program that takes a path counts it; the host derives nothing from the
+# shape.
 
 
 class WorkItem(Enum):
-    """An execution path of one pass; the value is its place among the counters."""
+    """An execution path of one pass; the value is the index of its counter."""
 
     INTERIOR = 0
     ROW_TAIL_LOW = 1
-    """Cut off by the last row, before its first half is full."""
+    """Extends beyond the last row, with less than half of its rows."""
     ROW_TAIL_HIGH = 2
-    """Cut off by the last row, in its second half."""
+    """Extends beyond the last row, with at least half of its rows."""
     COLUMN_TAIL = 3
     CORNER_LOW = 4
-    """Cut off by the last column, and by the last row before its first half is full."""
+    """Extends beyond the last column and the last row, with less than half of its rows."""
     CORNER_HIGH = 5
     EMPTY = 6
-    """An expert without rows that is passed by; in the weight gradient, a tile of such an expert."""
+    """An expert without rows; in the weight gradient, a tile of such an expert."""
     STEP_FULL = 7
     STEP_TAIL = 8
-    """A step that the end of the reduction cuts off."""
+    """A partial last step of the reduction."""
     LAST_TILE = 9
     FOLLOWING_TILE = 10
     WAVES = 11

@@ -1,24 +1,22 @@
-"""The conditions under which a call is replayed, and everything that must be as before afterwards (paper,
-section 6.1.1).
+"""Sets up training's conditions for a replay, and restores everything afterwards (paper, section 6.1.1).
 
-Autocast and attention are as in training's own call, kernels are deterministic, random numbers are the
-same on every peer. Around a replay every random stream of this process is restored, those of NumPy and
-Python included, and so is the module: buffers are exchanged for copies, and counters, caches and lists
-that it keeps as plain attributes are put back. Objects of other classes are not looked into. Parameters
-are not copied: a forward pass that writes to them is refused where that can be known.
+Autocast and attention are as in training's call, kernels are deterministic, and random numbers are the same
+on every peer. After a replay all random streams of the process are restored, including NumPy's and Python's,
+and so is the module: buffers are replaced by copies during the replay, and counters, caches and lists among
+its attributes are reset. Objects of other classes are not inspected. Parameters are not copied: a forward
+pass that writes to them is refused if that is detected.
 
-In a ``context_parallel`` block ``scaled_dot_product_attention`` is another function, which passes keys and
-values around. A replay comes after the block, and would attend to this rank's tokens alone, so the
-function is captured with a call and put in place again around its replay.
+In a ``context_parallel`` block ``scaled_dot_product_attention`` is replaced by a function that exchanges keys
+and values among ranks. A replay happens after the block and would attend to this rank's tokens only, so the
+function is captured with the call and restored for its replay.
 
 [Note: strict deterministic algorithms] With ``warn_only=True`` every fused attention backward stays
-nondeterministic, so that healthy ranks differ. Hence replay asks for ``warn_only=False``, under which an
-operator without a deterministic version raises. A pass that raises so is replayed again with
-``warn_only=True``, which still picks deterministic versions where there are any, and what it computes is
-marked as not repeatable. The replay is made again by all ranks together, after a vote, since a layer may
-communicate; see ``replayer``. cuBLAS without ``CUBLAS_WORKSPACE_CONFIG`` raises too on some versions, for
-every matrix product. Products on one stream do repeat, so that nothing is marked then: what does not repeat
-all the same is found by comparing.
+nondeterministic, and healthy ranks differ. So replay uses ``warn_only=False``, with which an operator without
+a deterministic version raises. Such a pass is repeated with ``warn_only=True``, which still selects
+deterministic versions where they exist, and its results are marked as not repeatable. All ranks repeat it
+together after a vote, since a layer may communicate; see ``replayer``. Some versions of cuBLAS raise for
+every matrix product without ``CUBLAS_WORKSPACE_CONFIG``. Products on one stream do repeat, so their results
+are not marked; comparing finds those that do not.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
-from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,25 +45,24 @@ __all__ = [
     "Attention",
     "Determinism",
     "RngState",
-    "RngTracker",
     "autocast_as",
     "autocast_now",
     "buffers_of",
     "deterministic",
     "disturbed_by_cudnn",
-    "lend",
     "preserved",
+    "preserved_rng",
     "refusal",
     "register_tracker",
-    "unmoved",
+    "seeded",
 ]
 
 
 class RngTracker(Protocol):
-    """Random streams that a framework keeps by itself, such as model-parallel ones."""
+    """Random streams of a framework, such as those for model parallelism."""
 
     def get_states(self) -> Mapping[str, torch.Tensor]:
-        """Every stream's state, as ``torch.get_rng_state`` would give it."""
+        """Return the state of each stream, in the format of ``torch.get_rng_state``."""
         ...
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None: ...
@@ -76,26 +72,29 @@ _trackers: dict[str, RngTracker] = {}
 
 
 def register_tracker(name: str, tracker: RngTracker) -> Callable[[], None]:
-    """Let replay align and restore these streams too; what is returned takes the registration back."""
+    """Let replay align and restore these streams, too. Return a function that undoes the registration.
+
+    Raises ``ValueError`` for an invalid name.
+    """
     if not name or "/" in name:
-        raise ValueError(f"a random tracker needs a name without '/', got {name!r}")
+        raise ValueError(f"the name of a random tracker must be nonempty and contain no '/', got {name!r}")
     if name in _trackers:
-        raise ValueError(f"a random tracker named {name!r} is registered already")
+        raise ValueError(f"a random tracker named {name!r} is already registered")
     _trackers[name] = tracker
-    return lambda: _forget(name, tracker)
 
+    def unregister() -> None:
+        if _trackers.get(name) is tracker:
+            del _trackers[name]
 
-def _forget(name: str, tracker: RngTracker) -> None:
-    if _trackers.get(name) is tracker:
-        del _trackers[name]
+    return unregister
 
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """The state of every stream that a layer may draw from."""
+    """The state of every random stream that a layer may use."""
 
     states: Mapping[str, torch.Tensor]
-    """Bytes in host memory: ``cpu``, the accelerator's type, ``TRACKER/STREAM``."""
+    """Bytes in host memory, by ``cpu``, the type of the accelerator, or ``TRACKER/STREAM``."""
 
     @classmethod
     def now(cls, device: torch.device) -> RngState:
@@ -108,28 +107,28 @@ class RngState:
         return cls(states)
 
     def apply(self, device: torch.device) -> None:
-        """Let everything on this rank draw from here."""
+        """Set all random streams of this process."""
         torch.set_rng_state(self.states["cpu"])
         if device.type in self.states and device.type != "cpu":
             module, wanted = torch.get_device_module(device), self.states[device.type].cpu()
             if not torch.equal(module.get_rng_state(device).cpu(), wanted):  # see ``disturbed_by_cudnn``
                 module.set_rng_state(wanted, device)
         for name, tracker in _trackers.items():
-            own = {key.partition("/")[2]: state for key, state in self.states.items() if _belongs(key, name)}
-            tracker.set_states(own)
-        # Python's and NumPy's states are no tensors; a seed that all peers share is enough.
+            prefix, states = f"{name}/", self.states.items()
+            tracker.set_states({key[len(prefix) :]: each for key, each in states if key.startswith(prefix)})
+        # The states of Python and NumPy are not tensors; a seed that all peers share is enough.
         random.seed(self.seed)
         np.random.seed(self.seed % 2**32)
 
     @property
     def seed(self) -> int:
-        """For streams whose states do not travel."""
+        """A seed for streams whose states are not sent."""
         return xxhash.xxh3_64_intdigest(self.states["cpu"].numpy().tobytes())
 
 
 @contextmanager
-def unmoved(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn in this block, training draws what it would have drawn without it."""
+def preserved_rng(device: torch.device) -> Iterator[None]:
+    """Restore all random streams after this block."""
     torch_states, python_state, numpy_state = RngState.now(device), random.getstate(), np.random.get_state()
     try:
         yield
@@ -140,10 +139,10 @@ def unmoved(device: torch.device) -> Iterator[None]:
 
 
 def disturbed_by_cudnn(model: torch.nn.Module) -> str | None:
-    """Why nothing of this model may be computed again, if its dropout would be another one afterwards.
+    """Return why nothing of this model may be replayed, if a replay would change its dropout; else None.
 
-    For recurrent layers with dropout cuDNN keeps a random state of its own. PyTorch makes a new one, with
-    numbers from the device's stream, after anybody has set the state of that stream, even to what it was.
+    For recurrent layers with dropout, cuDNN keeps its own random state. PyTorch creates a new one from the
+    device's stream whenever the state of that stream has been set, even to the same value.
     """
     for name, each in model.named_modules():
         is_drawing = isinstance(each, torch.nn.RNNBase) and each.dropout and each.num_layers > 1
@@ -152,11 +151,8 @@ def disturbed_by_cudnn(model: torch.nn.Module) -> str | None:
     return None
 
 
-def lend(stream: Any, seed: int) -> Callable[[], object] | None:
-    """Let a stream that a module keeps for itself draw as on every peer.
-
-    What is returned puts the stream back to where it was; None if this is no random stream.
-    """
+def seeded(stream: Any, seed: int) -> Callable[[], object] | None:
+    """Seed a module's random stream. Return a function that restores it; None if it is no random stream."""
     if isinstance(stream, torch.Generator):
         before = stream.get_state()
         stream.manual_seed(seed)
@@ -173,26 +169,22 @@ def lend(stream: Any, seed: int) -> Callable[[], object] | None:
     return None
 
 
-def _belongs(key: str, tracker: str) -> bool:
-    return key.startswith(f"{tracker}/")
-
-
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
-# What is used of it; the interface is experimental.
+# The attributes that are used; the interface is experimental.
 _NAMES = ("_cp_options", "_disable_cp_dtensor_dispatcher", "_enable_cp_dtensor_dispatcher", "custom_ops")
 _PLAIN = torch._C._nn.scaled_dot_product_attention
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What computes attention, at one moment on one rank."""
+    """The attention function in effect on one rank."""
 
     function: Callable[..., Any]
-    """What ``torch.nn.functional.scaled_dot_product_attention`` is."""
+    """The value of ``torch.nn.functional.scaled_dot_product_attention``."""
     is_ring: bool = False
-    """Whether attention between DTensors goes around the ranks of a context-parallel group."""
+    """Whether attention between DTensors is ring attention in a context-parallel group."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """How it goes around."""
+    """Options of ring attention."""
 
     @classmethod
     def now(cls) -> Attention:
@@ -202,103 +194,99 @@ class Attention:
         if module is None or (missing and function is _PLAIN):
             return cls(function)
         if missing:
-            raise ReplayError(f"this PyTorch's context_parallel is not known: it has no {missing[0]}")
+            raise ReplayError(f"this version of context_parallel is not supported: it has no {missing[0]}")
         is_ring = any(op in DTensor._op_dispatcher._custom_op_handlers for op in module.custom_ops)
         return cls(function, is_ring, dict(vars(module._cp_options)))
 
     def describe(self) -> dict[str, Any]:
-        """What must be alike on all peers."""
+        """Return what must be equal on all peers."""
         name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
         options = {key: str(value) for key, value in self.options.items()} if self.is_ring else {}
         return {"function": name, "ring": self.is_ring, **options}
 
-    def require(self, told: Mapping[str, Any]) -> None:
-        """A ``ReplayError`` where the source's attention was another."""
-        if (own := self.describe()) != told:
-            raise ReplayError(f"attention is {own} here and {dict(told)} on the source")
+    def require(self, source: Mapping[str, Any]) -> None:
+        """Raise ``ReplayError`` if the source's description differs."""
+        if (own := self.describe()) != source:
+            raise ReplayError(f"attention is {own} here and {dict(source)} on the source")
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """In this block attention is computed so, whatever computes it around the block."""
+    def applied(self) -> Iterator[None]:
+        """Compute attention with this function in this block."""
         around = Attention.now()
-        self._take_place_of(around)
+        self._replace(around)
         try:
             yield
         finally:
-            around._take_place_of(self)
+            around._replace(self)
 
-    def _take_place_of(self, other: Attention) -> None:
-        if self.function is not other.function:
+    def _replace(self, present: Attention) -> None:
+        if self.function is not present.function:
             functional.scaled_dot_product_attention = self.function
-        if self.options != other.options:
-            vars(_module()._cp_options).update(self.options)
-        if self.is_ring != other.is_ring:
+        if self.options != present.options:
+            vars(sys.modules[_MODULE]._cp_options).update(self.options)
+        if self.is_ring != present.is_ring:
             switch = "_enable_cp_dtensor_dispatcher" if self.is_ring else "_disable_cp_dtensor_dispatcher"
-            getattr(_module(), switch)()
+            getattr(sys.modules[_MODULE], switch)()
 
 
-def _module() -> ModuleType:
-    return sys.modules[_MODULE]
-
-
-_OWN = frozenset(nn.Module().__dict__) - {"training"}  # what nn.Module itself keeps; buffers among it
+_OWN = frozenset(nn.Module().__dict__) - {"training"}  # what nn.Module itself defines, such as buffers
 _CONTAINERS = (list, dict, set, deque)
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every buffer by its dotted name, each once."""
+    """Return every buffer once, by its dotted name."""
     return dict(module.named_buffers())
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why a call of this module would change training, if it would."""
+    """Return why a call of this module would change training; None if it would not."""
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
-            return f"{name or 'it'} renormalizes its weights in place (max_norm) whenever it is called"
+            return f"{name or 'it'} renormalizes its weights in place (max_norm) in every call"
     return None
 
 
 @contextmanager
 def preserved(module: nn.Module, buffers: Mapping[str, torch.Tensor], seed: int) -> Iterator[None]:
-    """Call the module in this block as often as you like, with copies of ``buffers`` as its own.
+    """Restore the module after this block, in which it uses copies of ``buffers``.
 
-    Random streams that the module keeps for itself draw from ``seed``, which peers share.
+    Random streams among the module's attributes are seeded with ``seed``, which peers share.
     """
     with ExitStack() as undo:
-        _exchange_buffers(module, buffers, undo)
-        _Memory(seed, undo).of_attributes(module)
-        # Taken back first, while what it may write to is still the copies.
+        _replace_buffers(module, buffers, undo)
+        _AttributeRestorer(seed, undo).save(module)
+        # Undone first, while buffers, which it may write to, are still the copies.
         for each in module.modules():
             if type(each).get_extra_state is not nn.Module.get_extra_state:
                 undo.callback(each.set_extra_state, copy.deepcopy(each.get_extra_state()))
         yield
 
 
-def _exchange_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor], undo: ExitStack) -> None:
-    """Under every name a buffer has, and those that the call adds are gone afterwards."""
+def _replace_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor], undo: ExitStack) -> None:
+    """Replace buffers under all their names; those that the call adds are removed afterwards."""
     copies = {own: buffers[name].clone() for name, own in buffers_of(module).items()}
     for each in module.modules():
         undo.callback(_refill, each._buffers, each._buffers.copy())
         undo.callback(_refill, each._non_persistent_buffers_set, each._non_persistent_buffers_set.copy())
-        exchanged = {name: copies.get(own, own) for name, own in each._buffers.items() if own is not None}
-        each._buffers.update(exchanged)
+        replaced = {name: copies.get(own, own) for name, own in each._buffers.items() if own is not None}
+        each._buffers.update(replaced)
 
 
-class _Memory:
-    """What is to be put back, values within values included; each once."""
+class _AttributeRestorer:
+    """Saves the attributes of modules, at any depth of containers, and restores them on ``undo``."""
 
     def __init__(self, seed: int, undo: ExitStack) -> None:
         self._seed, self._undo = seed, undo
         self._known: set[int] = set()
 
-    def of_attributes(self, module: nn.Module) -> None:
+    def save(self, module: nn.Module) -> None:
         for each in module.modules():
             plain = {name: value for name, value in vars(each).items() if name not in _OWN}
             self._undo.callback(_restore_attributes, each, plain)
             for value in plain.values():
-                self._of(value)
+                self._save(value)
 
-    def _of(self, value: Any) -> None:
+    def _save(self, value: Any) -> None:
         if id(value) in self._known:
             return
         self._known.add(id(value))
@@ -306,11 +294,11 @@ class _Memory:
             self._undo.callback(_refill, value, value.copy())
         elif type(value) is torch.Tensor and not value.is_meta and not value.is_inference():
             self._undo.callback(_rewrite, value, value._version, value.detach().clone())
-        elif (give_back := lend(value, self._seed)) is not None:
-            self._undo.callback(give_back)
+        elif (restore := seeded(value, self._seed)) is not None:
+            self._undo.callback(restore)
         if isinstance(value, (*_CONTAINERS, tuple)):
             for each in value.values() if isinstance(value, dict) else value:
-                self._of(each)
+                self._save(each)
 
 
 def _restore_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
@@ -320,7 +308,7 @@ def _restore_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> Non
 
 
 def _rewrite(tensor: torch.Tensor, version: int, contents: torch.Tensor) -> None:
-    """Only if it was changed: nothing of the user's is written to without need."""
+    """Write only if the tensor was changed."""
     if tensor._version != version:
         with torch.no_grad():
             tensor.copy_(contents)
@@ -333,26 +321,26 @@ def _refill(value: Any, contents: Any) -> None:
 
 
 def _same(value: Any, contents: Any) -> bool:
-    """Whether a container still holds the very same objects."""
+    """Whether a container has the same objects."""
     if isinstance(value, dict):
         return _same(list(value), list(contents)) and _same([*value.values()], [*contents.values()])
     return len(value) == len(contents) and all(map(is_, value, contents))
 
 
 _RAISED = "use_deterministic_algorithms"
-"""In the message of every operator that refuses to run."""
+"""Part of the message of every operator that refuses to run."""
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-"""In the message of those that repeat on one stream, as replay runs them."""
+"""Part of the message of operators that do repeat on one stream, as replay runs them."""
 _NO_ATTENTION = "No available kernel"
-"""The message of attention whose user allows one backend only, if strict mode refuses that one: so cuDNN's,
-whose forward pass repeats and whose backward pass does not."""
+"""The message of attention if the user allows one backend only and strict mode refuses that one, such as
+cuDNN's, whose forward pass repeats and whose backward pass does not."""
 _PASSES = ("forward", "backward")
 
 
 def autocast_now(device: torch.device) -> dict[str, str | None]:
-    """For the CPU and the accelerator: the dtype that autocast uses, None where it is off."""
+    """Return autocast's dtype for the CPU and the accelerator; None where autocast is off."""
     return {
-        kind: _name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        kind: str(torch.get_autocast_dtype(kind))[6:] if torch.is_autocast_enabled(kind) else None
         for kind in dict.fromkeys(("cpu", device.type))
     }
 
@@ -361,7 +349,7 @@ def autocast_now(device: torch.device) -> dict[str, str | None]:
 def autocast_as(dtypes: Mapping[str, str | None]) -> Iterator[None]:
     with ExitStack() as contexts:
         for kind, dtype in dtypes.items():
-            # Without its cache: a weight cast before the update would be used after it.
+            # No cache: a weight that was cast before the update would be used after it.
             chosen = None if dtype is None else getattr(torch, dtype)
             autocast = torch.autocast(kind, dtype=chosen, enabled=dtype is not None, cache_enabled=False)
             contexts.enter_context(autocast)
@@ -370,39 +358,37 @@ def autocast_as(dtypes: Mapping[str, str | None]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Determinism:
-    """Which passes of a module cannot run under strict deterministic algorithms, learned when they raise."""
+    """The passes of a module that have failed under strict deterministic algorithms."""
 
     relaxed: set[str] = field(default_factory=set)
-    """Passes that only warn, from the next replay on."""
+    """Passes that are replayed with ``warn_only``."""
     lacking: dict[str, str] = field(default_factory=dict)
-    """Passes whose results are not repeatable, each with what the operator said."""
+    """Passes whose results are not repeatable, with the operator's message."""
 
-    def learn(self, passed: str, error: RuntimeError) -> bool:
-        """Whether the pass has failed for want of a deterministic operator, and can be replayed without."""
+    def learn(self, mode: str, error: RuntimeError) -> bool:
+        """Return whether the pass failed for lack of a deterministic operator and can be repeated."""
         message = str(error)
-        if passed in self.relaxed:
+        if mode in self.relaxed:
             return False
         if _NO_ATTENTION in message:
             self.relaxed.update(_PASSES)
-            self.lacking["backward"] = (
-                "attention of the only backend that is allowed has no deterministic version"
-            )
+            self.lacking["backward"] = "the only allowed attention backend has no deterministic version"
             return True
         if _RAISED not in message:
             return False
-        self.relaxed.add(passed)
+        self.relaxed.add(mode)
         if _CUBLAS not in message:
-            self.lacking[passed] = message.partition(",")[0].strip()
+            self.lacking[mode] = message.partition(",")[0].strip()
         return True
 
 
 @contextmanager
 def deterministic(*, strict: bool = True) -> Iterator[None]:
-    """Let kernels repeat themselves; every switch is put back. See [Note: strict deterministic algorithms].
+    """Use deterministic kernels in this block. See [Note: strict deterministic algorithms].
 
-    Not around compiled code: the mode is one of its guards, and other kernels would be compiled.
+    Not for compiled code: the mode is one of its guards, so it would be compiled again.
     """
-    # Not torch.use_deterministic_algorithms: it imports the compiler, and sets the compiler's switch too.
+    # Not torch.use_deterministic_algorithms: it imports the compiler, and sets its switch, too.
     switch: Any = torch._C._set_deterministic_algorithms
     mode = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -410,7 +396,7 @@ def deterministic(*, strict: bool = True) -> Iterator[None]:
     fill, benchmark = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     try:
         with warnings.catch_warnings():
-            # Of kernels that have no deterministic version: what they compute is marked, or found out about.
+            # Kernels without a deterministic version warn; their results are marked, or found by comparing.
             warnings.filterwarnings("ignore", message=".*deterministic.*")
             switch(True, warn_only=not strict)
             memory.fill_uninitialized_memory = False
@@ -420,7 +406,3 @@ def deterministic(*, strict: bool = True) -> Iterator[None]:
         switch(mode, warn_only=warn_only)
         memory.fill_uninitialized_memory = fill
         torch.backends.cudnn.benchmark = benchmark
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
-"""Catches one call of a module while training makes it, for one step (paper, section 6.1).
+"""Captures one call of a module during one training step (paper, section 6.1).
 
-Hooks are there only in a step at whose end the module is due. The last call that got gradients counts, so
-that gradient accumulation yields its last microbatch and an evaluation in between yields nothing. Calls
-that activation checkpointing repeats during backward are not training's own, and are not captured.
+Hooks exist only in a step at whose end the module is due. The last call that received gradients counts: of
+gradient accumulation the last microbatch, and never an evaluation. Calls that activation checkpointing
+repeats during backward are not captured.
 """
 
 from __future__ import annotations
@@ -13,63 +13,62 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from torchscout.errors import ReplayError, describe_error
 from torchscout.replay.capture.broadcast import DTensorLayout, captured, obstacle
 from torchscout.replay.capture.context import buffers_of
-from torchscout.replay.capture.invocation import Invocation
+from torchscout.replay.capture.invocation import Invocation, tensors_in
 from torchscout.replay.guard import Communication
 from torchscout.utils.reentrancy import in_backward, in_own_work
 
 __all__ = ["WRITES", "CallCapture"]
 
 WRITES = "its forward pass writes to its own parameters"
-"""Why a module is not replayed: the next call would change training."""
+"""Why a module is not replayed: another call would change training."""
 _RESIZED = (
     "a tensor among its attributes had another shape in the context_parallel block, which shards it for "
     "the length of the block; a registered buffer is captured, an attribute is not"
 )
 _NOT_CALLED = (
     "it was not called in this step, or only inside compiled code, in which replay finds a module only if "
-    "the compiled module is part of the model that torchscout was given and its parameters are not sharded"
+    "the compiled module is part of the model passed to torchscout and its parameters are not sharded"
 )
 _WITHOUT_GRADIENTS = (
-    "it was called only without gradients: an evaluation, or activation checkpointing with "
-    "use_reentrant=True, which replay cannot follow; use_reentrant=False it can"
+    "it was called only without gradients: in an evaluation, or by activation checkpointing with "
+    "use_reentrant=True, which replay does not support; use_reentrant=False is supported"
 )
 
 
 _LARGE_BYTES, _LARGE_RATIO = 64 << 20, 4
-"""A gradient that is larger than this, and so many times as large as the inputs, is not sent to the peers.
-That of a vocabulary is: to send it takes longer than to compute with it. Any gradient will do, as long as all
-peers use the same one."""
+"""A gradient of more bytes than this, and of so many times the bytes of the inputs, is not sent to peers:
+sending that of a vocabulary takes longer than computing with it. Any gradient serves if all peers use the
+same one."""
 
 
 class CallCapture:
-    """Armed from its making until ``disarm``."""
+    """Captures calls from construction until ``disarm``."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, *, keep: bool, expected: Collection[int] = ()
     ) -> None:
-        """A module that communicates with others than the ``expected`` ranks is not to be replayed."""
+        """A module that communicates beyond the ``expected`` ranks is not replayed."""
         self._device, self._keep = device, keep
         self._communication = Communication(expected)
         self._begun: Invocation | None = None
-        """The newest call; its output's gradients have not come yet."""
+        """The last call, whose output has not received gradients yet."""
         self._whole: Invocation | None = None
-        """The newest call whose output got gradients."""
+        """The last call whose output received gradients."""
         self._versions: dict[nn.Parameter, int] = {}
-        """Of the module's parameters, while it is being called."""
+        """Version counters of the module's parameters during the call."""
         self._attributes: list[tuple[torch.Tensor, torch.Size]] = []
-        """Tensors that the module keeps by itself, as they were when it was called; see ``_in_block``."""
+        """Tensors among the module's attributes, with their shapes in the call; see ``_in_block``."""
         self._problem = _NOT_CALLED
         self._undo = ExitStack()
-        self._undo.callback(self._communication.end)
+        self._undo.callback(self._communication.stop)
         self._arm(module)
 
     def invocation(self) -> Invocation:
-        """What was captured; a ``ReplayError`` says why there is nothing."""
+        """Return the captured call; raise ``ReplayError`` with the reason if there is none."""
         found = self._whole or self._begun
         if found is None:
             raise ReplayError(self._problem)
@@ -80,21 +79,21 @@ class CallCapture:
         return found
 
     def disarm(self) -> None:
-        """Remove the hooks and let go of what was captured."""
+        """Remove the hooks and release the captured call."""
         self._undo.close()
         self._begun = self._whole = None
         self._versions, self._attributes = {}, []
 
     def _arm(self, module: nn.Module) -> None:
         if module._compiled_call_impl is None:
-            # First in, last out: a replayed call goes through everybody else's hooks again.
+            # First in, last out: a replayed call runs all other hooks again.
             before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             after = module.register_forward_hook(self._after, with_kwargs=True)
             self._undo.callback(before.remove)
             self._undo.callback(after.remove)
             return
-        # [Note: compiled in place] After `module.compile()` hooks are part of the compiled code, and new
-        # ones are not seen. What the module calls instead of itself is an attribute, lent to us for one step.
+        # [Note: compiled in place] After `module.compile()` hooks are part of the compiled code, and new ones
+        # are not called. The module calls an attribute instead of itself, which is wrapped for one step.
         compiled = module._compiled_call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -116,10 +115,10 @@ class CallCapture:
             if begun.attention.is_ring:
                 self._in_block(module, begun)
             self._begun = begun
-            self._communication.begin()
+            self._communication.listen()
 
     def _in_block(self, module: nn.Module, begun: Invocation) -> None:
-        """``context_parallel`` shards tensors in place, and may make them whole again before the replay."""
+        """Keep buffers: ``context_parallel`` shards tensors in place and may restore them before a replay."""
         if self._keep:
             begun.buffers = {name: captured(each) for name, each in buffers_of(module).items()}
         kept = [each for part in module.modules() for each in vars(part).values()]
@@ -130,15 +129,14 @@ class CallCapture:
         if begun is None or not self._is_trainings_own():
             return
         versions, self._versions = self._versions, {}
-        self._communication.end()
+        self._communication.stop()
         with self._quietly():
             if (found := self._communication.found) is not None:
                 begun.problem = f"it issues {found}, which a replay must not repeat"
             if any(each._version != version for each, version in versions.items()):
                 begun.problem = begun.problem or WRITES
-            begun.problem = begun.problem or begun.hiding()
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            for place, tensor in enumerate(tensors):
+            begun.problem = begun.problem or begun.hidden_tensors()
+            for place, tensor in enumerate(tensors_in(output)):
                 if (layout := DTensorLayout.of(tensor)) is not None:
                     begun.outputs[place] = layout
                 if tensor.requires_grad:
@@ -148,38 +146,38 @@ class CallCapture:
     def _quietly(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001  the boundary: this runs inside training's forward pass
+        except Exception as error:  # noqa: BLE001  must not reach training's forward pass, in which this runs
             self._begun, self._problem = None, describe_error(error)
 
     def _await_gradient(self, begun: Invocation, place: int, tensor: torch.Tensor) -> None:
         def take(gradient: torch.Tensor) -> None:
             if (found := obstacle(gradient)) is not None:
-                begun.problem = f"{found} came back to its output"
+                begun.problem = f"the gradient of its output is {found}"
                 return
             self._whole = begun
             if _is_too_large(gradient, begun):
                 begun.replaced = tuple(sorted({*begun.replaced, place}))
                 return
-            # Kept, not copied: it need not be what training used, only the same on all peers. Autograd
-            # adds to a gradient in place only if nobody else holds it.
+            # Not copied: it must be the same on all peers, but not what training used. Autograd adds to a
+            # gradient in place only if there is no other reference to it.
             begun.gradients[place] = gradient.detach()
 
         if self._keep:
-            # A module may return what outlives the step, such as a weight.
+            # Removed later: a module may return a tensor that outlives the step, such as a weight.
             self._undo.callback(tensor.register_hook(take).remove)  # type: ignore[no-untyped-call]
 
     def _is_trainings_own(self) -> bool:
         if torch.compiler.is_compiling() or in_own_work() or in_backward():
             return False
         if not torch.is_grad_enabled():
-            if self._problem is _NOT_CALLED:  # what kept training's own call from capture is told first
+            if self._problem is _NOT_CALLED:  # an error in capturing training's own call is more important
                 self._problem = _WITHOUT_GRADIENTS
             return False
         return True
 
 
 def _is_too_large(gradient: torch.Tensor, begun: Invocation) -> bool:
-    """Only of plain tensors: a DTensor's gradient may be placed otherwise than the output."""
+    """Applies to plain tensors only: a DTensor's gradient may be placed differently than the output."""
     inputs = sum(leaf.nbytes for leaf in begun.leaves if isinstance(leaf, torch.Tensor))
     is_large = gradient.nbytes > max(_LARGE_BYTES, _LARGE_RATIO * inputs)
     return is_large and DTensorLayout.of(gradient) is None

@@ -1,13 +1,12 @@
-"""One captured module call, as data that can be sent to the peers (paper, section 6.1.1).
+"""One captured module call, as data that can be sent to peers (paper, section 6.1.1).
 
-Tensors and random states are broadcast. Plain values (numbers, strings, None) come with the description.
-Any other argument stays the peer's own and must look alike everywhere, as must the mesh of a DTensor and
-the attention that a block around the call has put in place.
+Tensors and random states are broadcast. Plain values (numbers, strings, None) are part of the description.
+For any other argument each peer uses its own, which must look alike on all peers, as must the mesh of a
+DTensor and the attention function in effect.
 
-``RowResize`` makes a captured call of experts over for other numbers of rows (section 6.2, "Online
-replay"). Rows are taken in turn from those that were captured, so that an expert sees real activations at
-any shape. An expert that received no row in that step gets random ones, so that an unpopular expert is
-checked too.
+``RowResize`` changes a captured call of experts to other numbers of rows (section 6.2, "Online replay"). It
+repeats the captured rows, so that an expert receives real activations at any shape. An expert that received
+no row in the step gets random ones, so that it is checked too.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from torchscout.errors import ReplayError
 from torchscout.experts.coverage import Rows
-from torchscout.replay.capture.broadcast import DTensorLayout, captured, densely, described, refuse, room_for
+from torchscout.replay.capture.broadcast import DTensorLayout, as_dense, captured, described, refuse, room_for
 from torchscout.replay.capture.context import Attention, RngState, autocast_now
 
-__all__ = ["Invocation", "RowResize", "is_floating"]
+__all__ = ["Invocation", "RowResize", "is_floating", "tensors_in"]
 
 _PLAIN = (bool, int, float, str, type(None))
+_COUNTS = (torch.int32, torch.int64)
 
 
 @dataclass(slots=True)
@@ -36,45 +36,44 @@ class Invocation:
     """Arguments, output gradients and surroundings of one call."""
 
     leaves: list[Any]
-    """The arguments, positional and by name, flattened. Tensors only where their values are kept."""
+    """The flattened arguments. Tensors only if their values are kept."""
     requires_grad: list[bool]
-    """Of each leaf."""
     spec: TreeSpec
-    """How the leaves form the arguments."""
+    """The tree structure of the arguments."""
     autocast: Mapping[str, str | None]
     randomness: RngState
-    """Before the forward pass."""
+    """The state before the forward pass."""
     attention: Attention
-    """This rank's own, in training's call."""
+    """The attention function of training's call on this rank."""
     outputs: dict[int, DTensorLayout] = field(default_factory=dict)
-    """Of the DTensors among the output's tensors, by place: this rank's own."""
+    """Layouts on this rank of the DTensors among the output's tensors, by place."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What backward brought to the output, by place among the output's tensors."""
+    """Gradients of the output's tensors, by place."""
     replaced: tuple[int, ...] = ()
-    """Places at which the output itself stands in for its gradient, which was too large to send."""
+    """Places at which the output replaces its gradient, which was too large to send."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The module's, as they were before the forward pass, where they are others after it; mostly none."""
+    """Buffers before the forward pass, if it is known that they differ afterwards; usually empty."""
     problem: str | None = None
-    """Why this call cannot be replayed after all."""
+    """Why this call cannot be replayed, found after its forward pass."""
 
     @classmethod
     def of(cls, args: Any, kwargs: Any, device: torch.device, *, keep: bool) -> Invocation:
-        """Capture a call; without ``keep``, everything but the values of its tensors."""
+        """Capture a call; without ``keep``, all but the values of its tensors."""
         leaves, spec = tree_flatten((args, kwargs))
         mask = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         kept = [_kept(place, leaf, keep=keep) for place, leaf in enumerate(leaves)]
         return cls(kept, mask, spec, autocast_now(device), RngState.now(device), Attention.now())
 
     @classmethod
-    def told(
+    def from_description(
         cls, call: Mapping[str, Any], spec: TreeSpec, attention: Attention, meshes: Sequence[DeviceMesh]
     ) -> Invocation:
-        """A call that this rank knows from its description alone; ``meshes`` are those of this rank."""
+        """Return a call without the values of its tensors; DTensors are placed on these ``meshes``."""
         leaves = [
-            _Left(_layout(told["tensor"], meshes)) if "tensor" in told else told["plain"]
-            for told in call["leaves"]
+            _Omitted(_layout(leaf["tensor"], meshes)) if "tensor" in leaf else leaf["plain"]
+            for leaf in call["leaves"]
         ]
-        layouts = {int(place): _layout(told, meshes) for place, told in call["gradients"].items()}
+        layouts = {int(place): _layout(each, meshes) for place, each in call["gradients"].items()}
         return cls(
             leaves,
             list(call["requires_grad"]),
@@ -87,7 +86,7 @@ class Invocation:
         )
 
     def arguments(self, tensors: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments, with these tensors in place of its own."""
+        """Return the call's arguments, with these tensors in place of its own."""
         leaves = [tensors.get(place, leaf) for place, leaf in enumerate(self.leaves)]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
@@ -105,14 +104,14 @@ class Invocation:
         }
 
     def like(self, source: Mapping[str, Any], device: torch.device) -> Invocation:
-        """Room for the source's call on this rank; a ``ReplayError`` says what is not alike."""
+        """Allocate memory for the source's call; raise ``ReplayError`` if this rank's call differs."""
         if source["form"] != str(self.spec):
-            raise ReplayError(f"arguments have another form than the source's: {self.spec}")
+            raise ReplayError(f"arguments have a different structure than the source's: {self.spec}")
         leaves = [
-            _room(place, leaf, told, device)
-            for place, (leaf, told) in enumerate(zip(self.leaves, source["leaves"], strict=True))
+            _room(place, leaf, description, device)
+            for place, (leaf, description) in enumerate(zip(self.leaves, source["leaves"], strict=True))
         ]
-        states = {name: room_for(told, device) for name, told in source["random"].items()}
+        states = {name: room_for(each, device) for name, each in source["random"].items()}
         if states.keys() != self.randomness.states.keys():
             raise ReplayError(f"random streams are {sorted(self.randomness.states)}, not {sorted(states)}")
         self.attention.require(source["attention"])
@@ -123,25 +122,30 @@ class Invocation:
             autocast=source["autocast"],
             randomness=RngState(states),
             gradients={
-                int(place): room_for(told, device, self.outputs.get(int(place)))
-                for place, told in source["gradients"].items()
+                int(place): room_for(each, device, self.outputs.get(int(place)))
+                for place, each in source["gradients"].items()
             },
             replaced=tuple(source.get("replaced", ())),
         )
 
-    def hiding(self) -> str | None:
-        """Why it cannot be replayed, if the call has put tensors into an argument: a cache."""
-        others = [each for each in enumerate(self.leaves) if not isinstance(each[1], torch.Tensor)]
-        return next((why for each in others if (why := _hiding(*each)) is not None), None)
+    def hidden_tensors(self) -> str | None:
+        """Return why it cannot be replayed, if an argument contains tensors after the call (a cache)."""
+        objects = [each for each in enumerate(self.leaves) if not isinstance(each[1], torch.Tensor)]
+        return next((reason for each in objects if (reason := _hidden_tensors(*each)) is not None), None)
 
     def densified(self) -> Invocation:
-        """The same, with every gradient as one block of memory: an expanded one is not."""
-        return replace(self, gradients={place: densely(each) for place, each in self.gradients.items()})
+        """Return the same call with dense gradients; an expanded one is not dense."""
+        return replace(self, gradients={place: as_dense(each) for place, each in self.gradients.items()})
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that is broadcast, in an order that peers share."""
+        """Return everything to broadcast, in the same order on all peers."""
         inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         return [*inputs, *self.gradients.values(), *self.randomness.states.values()]
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a module's output, in order."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def is_floating(leaf: Any) -> bool:
@@ -149,74 +153,75 @@ def is_floating(leaf: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
-    """In place of a tensor whose values are the source's to send."""
+class _Omitted:
+    """In place of a tensor whose values the source will send."""
 
     layout: DTensorLayout | None = None
-    """Of a DTensor."""
 
 
 def _kept(place: int, leaf: Any, *, keep: bool) -> Any:
     if not isinstance(leaf, torch.Tensor):
-        if (found := _hiding(place, leaf)) is not None:
+        if (found := _hidden_tensors(place, leaf)) is not None:
             raise ReplayError(found)
         return leaf
     if keep:
         return captured(leaf)
     refuse(leaf)
-    return _Left(DTensorLayout.of(leaf))
+    return _Omitted(DTensorLayout.of(leaf))
 
 
-def _layout(told: Mapping[str, Any], meshes: Sequence[DeviceMesh]) -> DTensorLayout | None:
-    return None if "layout" not in told else DTensorLayout.found(told["layout"], meshes)
+def _layout(description: Mapping[str, Any], meshes: Sequence[DeviceMesh]) -> DTensorLayout | None:
+    return DTensorLayout.found(description["layout"], meshes) if "layout" in description else None
 
 
-def _hiding(place: int, leaf: Any) -> str | None:
-    """What is wrong with an argument that has tensors of this rank's own in it."""
-    if not _hides_tensors(leaf, set()):
+def _hidden_tensors(place: int, leaf: Any) -> str | None:
+    """Return a description of an argument that contains tensors of this rank, or None."""
+    if not _has_tensors(leaf, set()):
         return None
-    what = f"argument {place} is a {type(leaf).__name__} that holds tensors, which cannot travel with it"
-    return f"{what}; a Hugging Face model makes none if config.use_cache is False"
+    argument = (
+        f"argument {place} is a {type(leaf).__name__} that contains tensors, which cannot be sent with it"
+    )
+    return f"{argument}; set config.use_cache=False in a Hugging Face model"
 
 
-def _hides_tensors(leaf: Any, seen: set[int]) -> bool:
-    """However deep. A module's do not count: they are copies that peers hold too."""
+def _has_tensors(leaf: Any, seen: set[int]) -> bool:
+    """At any depth. Those of modules do not count: peers have them, too."""
     if isinstance(leaf, torch.Tensor):
         return True
     if id(leaf) in seen or isinstance(leaf, nn.Module | type | DeviceMesh):
         return False
     seen.add(id(leaf))
     inside = [each for each in tree_leaves(leaf) if each is not leaf]
-    return any(_hides_tensors(each, seen) for each in [*inside, *getattr(leaf, "__dict__", {}).values()])
+    return any(_has_tensors(each, seen) for each in [*inside, *getattr(leaf, "__dict__", {}).values()])
 
 
 def _described(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, torch.Tensor):
         return {"tensor": described(leaf)}
-    if isinstance(leaf, _Left):
+    if isinstance(leaf, _Omitted):
         return {"tensor": None}
-    if type(leaf) in _PLAIN:  # an Enum is an int too, and would arrive as that alone
+    if type(leaf) in _PLAIN:  # not isinstance: an IntEnum would arrive as an int
         return {"plain": leaf}
     text = repr(leaf)
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
     return {"object": kind if " at 0x" in text else f"{kind} {text}"[:1000]}
 
 
-def _room(place: int, own: Any, told: Mapping[str, Any], device: torch.device) -> Any:
-    """This rank's leaf for the source's: room for a tensor, the same plain value, its own object."""
-    if "tensor" in told:
-        return _room_for_tensor(place, own, told["tensor"], device)
-    if "plain" in told:
-        return told["plain"]
-    if _described(own) != told:
-        raise ReplayError(f"argument {place} is {_described(own)} here and {dict(told)} on the source")
+def _room(place: int, own: Any, source: Mapping[str, Any], device: torch.device) -> Any:
+    """Return this rank's leaf: memory for a tensor, the source's plain value, or this rank's own object."""
+    if "tensor" in source:
+        return _room_for_tensor(place, own, source["tensor"], device)
+    if "plain" in source:
+        return source["plain"]
+    if _described(own) != source:
+        raise ReplayError(f"argument {place} is {_described(own)} here and {dict(source)} on the source")
     return own
 
 
-def _room_for_tensor(place: int, own: Any, told: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    layout = own.layout if isinstance(own, _Left) else DTensorLayout.of(own)
+def _room_for_tensor(place: int, own: Any, source: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    layout = own.layout if isinstance(own, _Omitted) else DTensorLayout.of(own)
     try:
-        room = room_for(told, device, layout)
+        room = room_for(source, device, layout)
     except ReplayError as error:
         raise ReplayError(f"argument {place}: {error}") from error
     arriving = DTensorLayout.of(room)
@@ -228,48 +233,48 @@ def _room_for_tensor(place: int, own: Any, told: Mapping[str, Any], device: torc
 
 @dataclass(frozen=True, slots=True)
 class RowResize:
-    """What a router might have sent."""
+    """Numbers of rows that a router might have sent to each expert."""
 
     rows: Rows
 
     def require(self, call: Invocation) -> None:
-        """A ``ReplayError`` says why it cannot be made of a call, whose values must have been kept."""
+        """Raise ``ReplayError`` if the call, whose values must have been kept, cannot be resized."""
         form = _form(call)
         if len(self.rows) != form.experts:
-            raise ReplayError(f"its call is for {form.experts} experts, the shape for {len(self.rows)}")
+            raise ReplayError(f"its call has {form.experts} experts, the shape {len(self.rows)}")
 
     def applied(self, call: Invocation) -> Invocation:
-        """The call with this many rows for each expert."""
+        """Return the call with these numbers of rows."""
         self.require(call)
         form, wanted = _form(call), sum(self.rows)
 
-        def made_over(leaf: Any) -> Any:
+        def resized(leaf: Any) -> Any:
             is_routed = is_floating(leaf) and leaf.dim() and leaf.shape[0] == form.captured
             return _repeated(leaf, form.total, wanted) if is_routed else leaf
 
-        leaves = [made_over(leaf) for leaf in call.leaves]
-        for place, count in zip(form.counts, form.spelled(self.rows), strict=True):
+        leaves = [resized(leaf) for leaf in call.leaves]
+        for place, count in zip(form.counts, form.arguments(self.rows), strict=True):
             leaves[place] = count
-        gradients = {place: made_over(each) for place, each in call.gradients.items()}
+        gradients = {place: resized(each) for place, each in call.gradients.items()}
         return replace(call, leaves=leaves, gradients=gradients)
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a call's arguments are."""
+    """How a call passes rows to experts."""
 
     captured: int
-    """Rows of the activations; frameworks may pad them."""
+    """Rows of the activations, including padding."""
     total: int
-    """Those that belong to an expert."""
+    """Rows without padding."""
     experts: int
     counts: range
-    """The places of the arguments that say how many rows are whose; none for a single expert."""
+    """Places of the arguments with the number of rows of each expert; none for a single expert."""
     like: torch.Tensor | None
-    """Those counts, where they are a tensor."""
+    """The counts, if they are a tensor."""
 
-    def spelled(self, rows: Rows) -> Sequence[Any]:
-        """Counts as this call gives them."""
+    def arguments(self, rows: Rows) -> Sequence[Any]:
+        """Return the counts in the form of this call."""
         if not self.counts:
             return ()
         return rows if self.like is None else [self.like.new_tensor(rows)]
@@ -278,10 +283,10 @@ class _Form:
 def _form(call: Invocation) -> _Form:
     activations = next((leaf for leaf in call.leaves if is_floating(leaf) and leaf.dim() >= 2), None)
     if activations is None:
-        raise ReplayError("no argument of it has rows of activations")
+        raise ReplayError("none of its arguments has rows of activations")
     captured = int(activations.shape[0])
     for place, leaf in enumerate(call.leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() == 1 and _is_whole(leaf):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == 1 and leaf.dtype in _COUNTS:
             total = int(leaf.sum())
             if total <= captured:
                 return _Form(captured, total, leaf.numel(), range(place, place + 1), leaf)
@@ -292,12 +297,8 @@ def _form(call: Invocation) -> _Form:
     return _Form(captured, captured, 1, range(0), None)
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.int32, torch.int64)
-
-
 def _repeated(tensor: torch.Tensor, available: int, wanted: int) -> torch.Tensor:
-    """The first ``available`` rows over and over, until there are ``wanted``; random ones if none is."""
+    """Repeat the first ``available`` rows until there are ``wanted``; random rows if there are none."""
     if not available:
         generator = torch.Generator().manual_seed(wanted)  # the same on all peers
         drawn = torch.randn(wanted, *tensor.shape[1:], generator=generator, device="cpu")

@@ -1,7 +1,7 @@
-"""Calls that checks have replayed, kept for replaying them again without a training step (paper, section 8).
+"""Saves the calls that checks have replayed, to replay them without a training step (paper, section 8).
 
-Whoever was the source of a replay keeps its call, in host memory and together with its checkpoints; so of
-every layer one rank among its peers has the newest call. After a failure new workers sweep with them.
+The source of a replay saves its call in host memory and with its checkpoints, so one peer has the last call
+of each layer. After a failure, restarted workers replay them in a sweep.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchscout.replay.capture.broadcast import flat, local_part
 from torchscout.replay.capture.context import Attention
 from torchscout.replay.capture.invocation import Invocation
 
-__all__ = ["SavedCall", "SavedCalls", "recalled"]
+__all__ = ["SavedCall", "SavedCalls", "restored"]
 
 Key = tuple[str, str]
 """A recipe's kind and its target."""
@@ -33,24 +33,27 @@ class SavedCall:
     """One call as plain data."""
 
     call: Mapping[str, Any]
-    """Its description, as peers are told of it, and how its arguments are put together."""
+    """Its description for peers, and the tree structure of its arguments."""
     tensors: tuple[torch.Tensor, ...]
-    """Copies in host memory of what this rank holds; in the order of ``Invocation.tensors``."""
+    """Copies in host memory of this rank's tensors, in the order of ``Invocation.tensors``."""
 
     @classmethod
     def of(cls, invocation: Invocation) -> SavedCall:
-        """A ``ReplayError`` says why a call cannot be kept."""
+        """Raise ``ReplayError`` if the call cannot be saved."""
         if invocation.attention.is_ring or invocation.buffers:
-            raise ReplayError("it was made in a context_parallel block, which a later process is not in")
+            raise ReplayError(
+                "it was called in a context_parallel block, which a later process cannot restore"
+            )
         call = invocation.describe()
         for place, leaf in enumerate(call["leaves"]):
             if "object" in leaf:
-                raise ReplayError(f"argument {place} is {leaf['object']:.80}, which a file cannot hold")
+                raise ReplayError(f"argument {place} is {leaf['object']:.80}, which cannot be saved")
         try:
             spec = treespec_dumps(invocation.spec)
         except (NotImplementedError, TypeError, ValueError) as error:
-            raise ReplayError(f"the form of its arguments cannot be written down: {error}") from error
-        return cls({**call, "spec": spec}, tuple(_copied(each) for each in invocation.tensors()))
+            raise ReplayError(f"the structure of its arguments cannot be saved: {error}") from error
+        copies = (local_part(each).detach().to("cpu", copy=True) for each in invocation.tensors())
+        return cls({**call, "spec": spec}, tuple(copies))
 
     @property
     def nbytes(self) -> int:
@@ -58,14 +61,14 @@ class SavedCall:
 
 
 class SavedCalls:
-    """What this rank keeps; part of its checkpoints, so with the methods of a stateful object."""
+    """The calls that this rank has saved; part of its checkpoints, with the methods of a stateful object."""
 
     def __init__(self) -> None:
         self.limit = 0
-        """Bytes that may be kept; with 0 nothing is."""
+        """Bytes that may be saved; 0 saves nothing."""
         self._kept: dict[Key, SavedCall] = {}
         self.problems: dict[Key, str] = {}
-        """Why the newest call of a target is not kept here, where it should be."""
+        """Why the last call of a target could not be saved on this rank."""
 
     def __getitem__(self, key: Key) -> SavedCall | None:
         return self._kept.get(key)
@@ -74,7 +77,7 @@ class SavedCalls:
         return iter(self._kept)
 
     def keep(self, key: Key, invocation: Invocation) -> None:
-        """This rank's call was replayed by all peers."""
+        """Save this rank's call, which all peers have replayed."""
         self.drop(key)
         if not self.limit:
             return
@@ -84,12 +87,12 @@ class SavedCalls:
             self.problems[key] = str(error)
             return
         if (total := kept.nbytes + sum(each.nbytes for each in self._kept.values())) > self.limit:
-            self.problems[key] = f"{total} bytes would be kept, and {self.limit} are allowed"
+            self.problems[key] = f"saved calls would need {total} bytes, and {self.limit} are allowed"
             return
         self._kept[key] = kept
 
     def drop(self, key: Key) -> None:
-        """Another rank keeps a newer call of this target."""
+        """Delete the call of this target, of which another rank has a newer one."""
         self._kept.pop(key, None)
         self.problems.pop(key, None)
 
@@ -111,30 +114,25 @@ class SavedCalls:
         self._kept = kept if self.limit else {}
 
 
-def recalled(
+def restored(
     call: Mapping[str, Any],
     module: nn.Module,
     device: torch.device,
     tensors: Sequence[torch.Tensor] | None = None,
 ) -> Invocation:
-    """The call again, on a rank that need not have made it; without ``tensors`` room for the source's."""
-    own = Invocation.told(call, treespec_loads(call["spec"]), Attention.now(), _meshes_of(module))
+    """Return a saved call on any rank; without ``tensors``, the source sends their values later."""
+    own = Invocation.from_description(call, treespec_loads(call["spec"]), Attention.now(), _meshes_of(module))
     if tensors is None:
         return own
     filled = replace(own.like(call, device), outputs=own.outputs)
-    for room, kept in zip(filled.tensors(), tensors, strict=True):
-        if kept.numel():
-            flat(local_part(room)).copy_(flat(kept))
+    for room, saved in zip(filled.tensors(), tensors, strict=True):
+        if saved.numel():
+            flat(local_part(room)).copy_(flat(saved))
     return filled
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    local = local_part(tensor).detach()
-    return local.clone() if local.is_cpu else local.cpu()
-
-
 def _meshes_of(module: nn.Module) -> list[DeviceMesh]:
-    """Those that a module's parameters lie on, and their axes."""
+    """Return the meshes of a module's parameters, and the one-dimensional meshes of their axes."""
     meshes = dict.fromkeys(each.device_mesh for each in module.parameters() if isinstance(each, DTensor))
     axes = [mesh[name] for mesh in meshes for name in mesh.mesh_dim_names or () if mesh.ndim > 1]
     return [*meshes, *axes]

@@ -1,8 +1,8 @@
 """Replays experts at the shapes of a catalog, one at a time (paper, section 6.2).
 
-Routing decides how many rows an expert gets, and a fault may show at some numbers of rows alone. So each
-check takes the next shape that represents others, and makes it of the rows that were captured in this step.
-Where there is no catalog, experts are replayed as training called them. The router is a dense layer.
+Routing decides how many rows an expert receives, and a fault may show only at certain numbers of rows. So
+each check takes the next representative shape, and fills it with rows that were captured in this step.
+Without a catalog, experts are replayed as training called them. The router is a dense layer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import nn
 from torchscout.decision.record import Surface
 from torchscout.experts.coverage import Rows
 from torchscout.mesh import LayerKind
-from torchscout.replay.capture.invocation import Invocation, RowResize
+from torchscout.replay.capture.invocation import RowResize
 from torchscout.replay.compiled import CompiledCode
-from torchscout.replay.recipe import Given
+from torchscout.replay.recipe import SavedInput
 from torchscout.replay.recipes.layer import LayerRecipe, LayerReplay
-from torchscout.replay.sharded_parameters import NOBODY, ParameterGatherers
+from torchscout.replay.sharded_parameters import ParameterGatherers
 
 __all__ = ["ExpertsRecipe"]
 
 
 class ExpertsRecipe(LayerRecipe):
-    """Every expert module at every shape; those of one shape follow each other."""
+    """Every expert module at every shape: the first shape of each module, then the second of each."""
 
     is_dynamic = True
 
@@ -35,10 +35,10 @@ class ExpertsRecipe(LayerRecipe):
         shapes: Mapping[str, Sequence[Rows]],
         surfaces: Mapping[torch.Tensor, Surface],
         device: torch.device,
-        gatherers: Callable[[nn.Module], ParameterGatherers] = lambda _: NOBODY,
+        gatherers: Callable[[nn.Module], ParameterGatherers] = lambda _: ParameterGatherers(),
         compiled: CompiledCode | None = None,
     ) -> None:
-        """``shapes`` of each module; one that has none is replayed as it was called."""
+        """A module without ``shapes`` is replayed as it was called."""
         super().__init__("experts", modules, surfaces, device, gatherers, LayerKind.EXPERT, compiled)
         chosen: dict[str, Sequence[Rows | None]] = {name: shapes.get(name) or [None] for name in modules}
         most = max(map(len, chosen.values()), default=0)
@@ -48,27 +48,20 @@ class ExpertsRecipe(LayerRecipe):
             for place, of_module in enumerate(chosen.values())
             if turn < len(of_module)
         ]
-        self.targets = tuple(_spelled(self._names[place], rows) for place, rows in self._turns)
+        self.targets = tuple(_target_name(self._layers[place].name, rows) for place, rows in self._turns)
 
-    def kept_as(self, target: int) -> str:
-        """All shapes are made of one call."""
-        return self._names[self._turns[target][0]]
+    def saved_name(self, target: int) -> str:
+        """All shapes of a module are made from one call."""
+        return self._layers[self._turns[target][0]].name
 
-    def begin(self, target: int, *, is_source: bool) -> LayerReplay:
-        return self._shaped(target, is_source)
-
-    def again(self, target: int, given: Given) -> LayerReplay:
-        return self._shaped(target, given.is_source, self._recalled(self._turns[target][0], given))
-
-    def _shaped(self, target: int, is_source: bool, call: Invocation | None = None) -> LayerReplay:
+    def new_replay(self, target: int, is_source: bool, saved: SavedInput | None, /) -> LayerReplay:
         place, rows = self._turns[target]
-        replay = self._replay(place, is_source, call)
-        replay.rerouting = None if rows is None else RowResize(rows)
+        replay = super().new_replay(place, is_source, saved)
+        replay.resize = None if rows is None else RowResize(rows)
         return replay
 
 
-def _spelled(name: str, rows: Rows | None) -> str:
-    """A target's name: the module, and at which shape."""
+def _target_name(name: str, rows: Rows | None) -> str:
     if rows is None:
         return name
     counts = str(rows[0]) if len(set(rows)) == 1 else ",".join(map(str, rows))

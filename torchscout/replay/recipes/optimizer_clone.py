@@ -1,8 +1,8 @@
-"""One parameter's update as training does it, on copies (paper, section 6.1.1).
+"""Clones an optimizer to update copies of one parameter as training does (paper, section 6.1.1).
 
-A ``Blueprint`` is an optimizer as it is before its update, reduced to one parameter, with numbered places
-instead of tensors. Tensors are sent to other ranks, and everything else must already be equal there. Any
-rank that has the tensors can build the optimizer again.
+A ``Blueprint`` is an optimizer before its update, reduced to one parameter, with numbered placeholders
+instead of tensors. Tensors are sent to other ranks; everything else must already be equal there. Any rank
+that has the tensors can build the clone.
 """
 
 from __future__ import annotations
@@ -18,25 +18,21 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import captured, is_dense, refuse
-from torchscout.replay.capture.context import unmoved
+from torchscout.replay.capture.context import preserved_rng
 from torchscout.replay.guard import guarded
 
 __all__ = [
     "FAILURES",
     "Blueprint",
     "Parts",
-    "Place",
-    "Settings",
-    "Taken",
     "blueprint_of",
     "build",
     "give_gradient",
     "group_of",
-    "put_back",
-    "spelled",
     "update",
 ]
 
@@ -58,102 +54,98 @@ _PLAIN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor belongs."""
+class Placeholder:
+    """Stands for a tensor."""
 
     number: int
 
 
-class Taken:
-    """The tensors taken out of settings, each once, in the order in which they were met."""
+class TensorExtractor:
+    """Replaces tensors in settings by placeholders, and collects each tensor once, in order."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
-        self._places: dict[int, Place] = {}
+        self._placeholders: dict[int, Placeholder] = {}
 
-    def take(self, value: Any, name: str) -> Any:
-        """The value with places for tensors; containers are new ones, for a step may write to them."""
+    def extract(self, value: Any, name: str) -> Any:
+        """Return the value with placeholders for tensors, in new containers, since a step may write to them.
+
+        Raise ``ReplayError`` if it cannot be copied.
+        """
         if isinstance(value, torch.Tensor):
-            return self._place(value, name)
-        if isinstance(value, _PLAIN) or _holds_nothing(value):
+            return self._placeholder(value, name)
+        if isinstance(value, _PLAIN) or _is_stateless(value):
             return value
         if type(value) in (list, tuple):
-            return type(value)([self.take(item, f"{name}.{i}") for i, item in enumerate(value)])
+            return type(value)([self.extract(item, f"{name}.{i}") for i, item in enumerate(value)])
         if type(value) is set and all(isinstance(item, _PLAIN) for item in value):
             return set(value)
         if type(value) in (dict, OrderedDict):
-            return type(value)((key, self.take(value[key], f"{name}.{key}")) for key in value)
+            return type(value)((key, self.extract(value[key], f"{name}.{key}")) for key in value)
         raise ReplayError(f"a {type(value).__name__} in the optimizer's {name} cannot be copied")
 
-    def take_all(self, values: Mapping[str, Any], part: str) -> Settings:
-        return {key: self.take(values[key], f"{part} {key}") for key in sorted(values)}
+    def extract_all(self, values: Mapping[str, Any], part: str) -> Settings:
+        return {key: self.extract(values[key], f"{part} {key}") for key in sorted(values)}
 
-    def take_possible(self, values: Mapping[str, Any], part: str) -> Settings:
-        """Without what cannot be copied, and without tensors that are too much to be a setting."""
-        taken = {}
+    def extract_possible(self, values: Mapping[str, Any], part: str) -> Settings:
+        """Omit what cannot be copied, and tensors that are too large to be a setting."""
+        extracted = {}
         for key in sorted(values):
             before = len(self.tensors)
             try:
-                value = self.take(values[key], f"{part} {key}")
+                value = self.extract(values[key], f"{part} {key}")
                 for tensor in self.tensors[before:]:
-                    _require_setting(tensor)
+                    if isinstance(tensor, torch.nn.Parameter) or tensor.numel() > _MAX_SETTING:
+                        raise ReplayError(f"a tensor of shape {tuple(tensor.shape)} is not a setting")
             except ReplayError:
-                self._forget_from(before)
+                for tensor in self.tensors[before:]:
+                    del self._placeholders[id(tensor)]
+                del self.tensors[before:], self.names[before:]
             else:
-                taken[key] = value
-        return taken
+                extracted[key] = value
+        return extracted
 
-    def _place(self, tensor: torch.Tensor, name: str) -> Place:
-        if id(tensor) not in self._places:
+    def _placeholder(self, tensor: torch.Tensor, name: str) -> Placeholder:
+        if id(tensor) not in self._placeholders:
             refuse(tensor)
-            self._places[id(tensor)] = Place(len(self.tensors))
+            self._placeholders[id(tensor)] = Placeholder(len(self.tensors))
             self.tensors.append(tensor)
             self.names.append(name)
-        return self._places[id(tensor)]
-
-    def _forget_from(self, number: int) -> None:
-        for tensor in self.tensors[number:]:
-            del self._places[id(tensor)]
-        del self.tensors[number:], self.names[number:]
+        return self._placeholders[id(tensor)]
 
 
-def _holds_nothing(value: Any) -> bool:
-    """A function with no object behind it that it could change."""
+def _is_stateless(value: Any) -> bool:
+    """Whether it is a function that is bound to no object."""
     if isinstance(value, BuiltinFunctionType):
         return value.__self__ is None or isinstance(value.__self__, ModuleType)
     return isinstance(value, FunctionType) and not value.__closure__
 
 
-def _require_setting(tensor: torch.Tensor) -> None:
-    if isinstance(tensor, torch.nn.Parameter) or tensor.numel() > _MAX_SETTING:
-        raise ReplayError(f"a tensor of shape {tuple(tensor.shape)} is no setting")
+def insert(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the value with tensors in place of their placeholders, in new containers."""
+
+    def inserted(leaf: Any) -> Any:
+        if isinstance(leaf, Placeholder):
+            return tensors[leaf.number]
+        return set(leaf) if type(leaf) is set else leaf
+
+    return tree_map(inserted, value)
 
 
-def put_back(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value with the tensors in their places; containers are new ones again."""
-    if isinstance(value, Place):
-        return tensors[value.number]
-    if type(value) in (list, tuple):
-        return type(value)([put_back(item, tensors) for item in value])
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, put_back(item, tensors)) for key, item in value.items())
-    return set(value) if type(value) is set else value
-
-
-def spelled(value: Any) -> str:
-    """A text that is the same on every rank that has the same."""
-    if isinstance(value, Place):
+def canonical(value: Any) -> str:
+    """Return a text that is equal on ranks with equal values."""
+    if isinstance(value, Placeholder):
         return f"tensor {value.number}"
     if isinstance(value, dict):
-        return "{" + ", ".join(sorted(f"{key!r}: {spelled(item)}" for key, item in value.items())) + "}"
+        return "{" + ", ".join(sorted(f"{key!r}: {canonical(item)}" for key, item in value.items())) + "}"
     if type(value) in (list, tuple, set):
-        items = sorted(map(spelled, value)) if type(value) is set else map(spelled, value)
+        items = sorted(map(canonical, value)) if type(value) is set else map(canonical, value)
         return f"{type(value).__name__}({', '.join(items)})"
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
-        return f"{value.__module__}.{value.__qualname__}"  # a repr would tell where it lies in memory
+        return f"{value.__module__}.{value.__qualname__}"  # a repr would contain its address
     if isinstance(value, torch.device):
-        return value.type  # each rank has its own
+        return value.type  # the index differs among ranks
     return repr(value)
 
 
@@ -167,16 +159,16 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-"""What an optimizer of any origin may raise when it is read or stepped outside of its training."""
+"""What an unknown optimizer may raise when it is read, or stepped outside of training."""
 
 _SEED = 0x5C007
-# A clone has its own state and groups, and its class's step: what a scheduler puts there steps the original.
+# A clone has its own state and groups, and its class's step: a scheduler's wrapper would step the original.
 _REPLACED = ("state", "param_groups", "step")
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an optimizer holds for one parameter, or for a slice of it."""
+    """What an optimizer has for one parameter, or for a slice of it."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
@@ -185,80 +177,73 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """An optimizer of one parameter without its tensors; the first two are parameter and gradient."""
+    """An optimizer of one parameter, without its tensors. The first two are parameter and gradient."""
 
     kind: type[Optimizer]
-    attributes: Settings
     hooks: tuple[str, ...]
-    """The attributes that hold hooks; a clone has none."""
-    group: Settings
-    state: Settings
-    shared: Settings
-    """What ``Optimizer.state`` keeps under names instead of parameters."""
+    """Names of the attributes that contain hooks, which a clone has none of."""
+    parts: Mapping[str, Settings]
+    """``attribute``, ``group``, ``state``, and ``shared``: the state under string keys."""
     names: tuple[str, ...]
-    """The tensors' names, by place."""
+    """Names of the tensors, in order."""
 
     @property
     def slots(self) -> list[str]:
-        """The tensors among the parameter's state."""
-        return [name for name, value in self.state.items() if isinstance(value, Place)]
+        """Names of the tensors in the parameter's state."""
+        return [name for name, value in self.parts["state"].items() if isinstance(value, Placeholder)]
 
     def settings(self) -> dict[str, str]:
-        """All that is no tensor, spelled alike on every rank that has the same."""
-        parts = {
-            "attribute": self.attributes,
-            "group": self.group,
-            "state": self.state,
-            "shared": self.shared,
-        }
-        return {f"{part} {key}": spelled(parts[part][key]) for part in parts for key in parts[part]}
+        """Return everything except tensors as text that is equal on ranks with equal values."""
+        parts = self.parts.items()
+        return {f"{part} {key}": canonical(value) for part, values in parts for key, value in values.items()}
 
 
 def blueprint_of(
     optimizer: Optimizer, parameter: torch.Tensor, parts: Parts
 ) -> tuple[Blueprint, list[torch.Tensor]]:
-    """The blueprint, and the tensors that belong into it: training's own, to be copied.
+    """Return the blueprint, and training's own tensors for it, which must be copied.
 
-    What an optimizer keeps besides tensors and plain values is left out: its process group, its generator,
-    an optimizer inside it. A clone that needs such a thing fails instead of changing training.
+    Anything but tensors and plain values is omitted: a process group, a generator, an inner optimizer. A
+    clone that needs such an object fails instead of changing training.
     """
     attributes = vars(optimizer)
+    everything: dict[Any, Any] = optimizer.state
     hooks = tuple(name for name in attributes if name.startswith("_optimizer_") and name.endswith("_hooks"))
     own = {name: attributes[name] for name in attributes.keys() - {*hooks, *_REPLACED}}
-    everything: dict[Any, Any] = optimizer.state
-    taken = Taken()
-    taken.take(parts.parameter, "parameter")
-    taken.take(parts.gradient, "gradient")
-    blueprint = Blueprint(
-        kind=type(optimizer),
-        attributes=taken.take_possible(own, "attribute"),
-        hooks=hooks,
-        group=taken.take_possible(_settings_of(optimizer, parameter), "group"),
-        state=taken.take_all(parts.state, "state"),
-        shared=taken.take_possible(
+    group = group_of(optimizer, parameter)
+    settings = {key: group[key] for key in group.keys() - {"params", "param_names"}}
+    extractor = TensorExtractor()
+    extractor.extract(parts.parameter, "parameter")
+    extractor.extract(parts.gradient, "gradient")
+    extracted = {
+        "attribute": extractor.extract_possible(own, "attribute"),
+        "group": extractor.extract_possible(settings, "group"),
+        "state": extractor.extract_all(parts.state, "state"),
+        "shared": extractor.extract_possible(
             {key: everything[key] for key in everything if type(key) is str}, "shared"
         ),
-        names=tuple(taken.names),
-    )
-    # A copy is always dense, and what a peer describes must be what the source's copy is.
-    return blueprint, [tensor if is_dense(tensor) else tensor.contiguous() for tensor in taken.tensors]
+    }
+    blueprint = Blueprint(type(optimizer), hooks, extracted, tuple(extractor.names))
+    # A copy is always dense, so a description must be of a dense tensor, too.
+    return blueprint, [tensor if is_dense(tensor) else tensor.contiguous() for tensor in extractor.tensors]
 
 
 def build(blueprint: Blueprint, tensors: Sequence[torch.Tensor]) -> tuple[Optimizer, torch.nn.Parameter]:
-    """An optimizer of its own copies of the tensors, with the gradient in place."""
+    """Return a clone that updates its own copies of the tensors, and its parameter with the gradient set."""
     copies = [captured(tensor) for tensor in tensors]
-    # Not copy.copy: it calls __setstate__, which writes defaults into the groups that it would share.
+    parts = {part: insert(values, copies) for part, values in blueprint.parts.items()}
+    # Not copy.copy: it calls __setstate__, which writes defaults to groups that it shares with training.
     clone: Optimizer = object.__new__(blueprint.kind)
-    vars(clone).update(put_back(blueprint.attributes, copies))
+    vars(clone).update(parts["attribute"])
     vars(clone).update({name: OrderedDict() for name in blueprint.hooks})
-    # A differentiable update records itself, which a leaf that requires gradients does not permit.
+    # Autograd records a differentiable update, and forbids in-place writes to a leaf that requires gradients.
     leaf = torch.nn.Parameter(copies[0], requires_grad=not clone.defaults.get("differentiable", False))
     give_gradient(leaf, copies[1])
-    state: defaultdict[Any, Any] = defaultdict(dict, put_back(blueprint.shared, copies))
-    if blueprint.state:
-        state[leaf] = put_back(blueprint.state, copies)
+    state: defaultdict[Any, Any] = defaultdict(dict, parts["shared"])
+    if parts["state"]:
+        state[leaf] = parts["state"]
     clone.state = state
-    clone.param_groups = [{**put_back(blueprint.group, copies), "params": [leaf]}]
+    clone.param_groups = [{**parts["group"], "params": [leaf]}]
     return clone, leaf
 
 
@@ -269,9 +254,9 @@ def give_gradient(leaf: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def update(clone: Optimizer, device: torch.device) -> None:
-    """One step, without the hooks around it, and with the same random numbers on every rank."""
+    """Run one step without hooks, with the same random numbers on every rank."""
     step: Callable[[Optimizer], Any] = type(clone).step
-    while getattr(step, "hooked", False):  # torch's wrapper, which calls the hooks of all optimizers
+    while getattr(step, "hooked", False):  # PyTorch's wrapper, which calls global hooks
         step = step.__wrapped__  # type: ignore[attr-defined]
     with guarded(), torch.no_grad(), _own_randomness(device):
         step(clone)
@@ -282,24 +267,16 @@ def group_of(optimizer: Optimizer, parameter: torch.Tensor) -> Settings:
         if any(member is parameter for member in group["params"]):
             return group
     if optimizer.param_groups and not any(group["params"] for group in optimizer.param_groups):
-        # ZeRO shows its optimizer only what is being updated; in a sweep any settings do that peers share.
+        # ZeRO gives its optimizer only what is being updated; in a sweep any settings that peers share will
+        # do.
         return optimizer.param_groups[0]
     raise ReplayError("the optimizer no longer owns the parameter")
 
 
-def _settings_of(optimizer: Optimizer, parameter: torch.Tensor) -> Settings:
-    """The parameter's group without the lists that go parallel to its parameters."""
-    return {
-        key: value
-        for key, value in group_of(optimizer, parameter).items()
-        if key not in ("params", "param_names")
-    }
-
-
 @contextmanager
 def _own_randomness(device: torch.device) -> Iterator[None]:
-    """For optimizers that round at random: all ranks draw alike."""
-    with unmoved(device):
+    """Give all ranks the same random numbers, for optimizers with stochastic rounding."""
+    with preserved_rng(device):
         torch.default_generator.manual_seed(_SEED)
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed(_SEED)

@@ -1,9 +1,8 @@
-"""Which part of a parameter is updated again (paper, section 6.1.1: "a copied slice").
+"""Selects the part of a parameter whose update is replayed (paper, section 6.1.1: "a copied slice").
 
-To cut a slice by memory order is right only for updates that treat every element alone. ``separability``
-finds out by trying: a scratch parameter is updated as a whole and in slices, on clones of the user's
-optimizer. Factored, matrix and norm-based updates differ, and so would kernels whose vectors begin
-elsewhere in a slice.
+A slice in memory order is valid only for elementwise updates. ``Separability`` tests that: it updates a
+scratch parameter as a whole and in slices, on clones of the user's optimizer. The results differ for
+factored, matrix and norm-based updates, and for kernels that vectorize a slice differently.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from torchscout.replay.recipes.optimizer_clone import (
 )
 
 __all__ = [
-    "SLICE",
     "Separability",
     "Slice",
     "gradient_of",
@@ -42,26 +40,26 @@ __all__ = [
 ]
 
 SLICE = 1 << 16
-"""Elements of a slice. A multiple of 64: elsewhere a fused kernel's vectors would begin at other elements,
+"""Elements of a slice. A multiple of 64: otherwise a fused kernel's vectors would start at other elements,
 and healthy ranks would not reproduce their own update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A range of a tensor's elements in the order of memory."""
+    """A range of a tensor's elements in memory order."""
 
     start: int
     end: int
     whole: bool = False
-    """All of it, in its own shape, for an update that needs the shape."""
+    """Whether it is the whole tensor in its own shape, for an update that depends on the shape."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of a tensor, which must be dense unless the whole of it is meant."""
+        """Return a view of a tensor, which must be dense unless ``whole``."""
         return tensor if self.whole else flat(tensor)[self.start : self.end]
 
 
 def nth_slice(numel: int, count: int) -> Slice:
-    """The slice whose turn it is when ``count`` have been taken before."""
+    """Return the slice after ``count`` others, in rotation."""
     start = count * SLICE % (-(-numel // SLICE) * SLICE)
     return Slice(start, min(start + SLICE, numel))
 
@@ -71,34 +69,34 @@ def whole_of(tensor: torch.Tensor) -> Slice:
 
 
 def local_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a parameter, or of a tensor that is divided among ranks just as it is."""
+    """Return this rank's part of a parameter, or of a tensor with the same placement."""
     layout = DTensorLayout.of(tensor)
     if layout is None:
         return tensor.detach()
     own = DTensorLayout.of(parameter)
     if own is None or (layout.mesh, layout.placements) != (own.mesh, own.placements):
-        raise ReplayError(f"a DTensor of placement {layout.placements} is not divided as its parameter is")
+        raise ReplayError(f"a DTensor of placement {layout.placements} is not placed as its parameter is")
     return local_part(tensor)
 
 
 def gradient_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a gradient, divided as its parameter is; nothing is communicated.
+    """Return this rank's part of a gradient, placed as its parameter, without communication.
 
-    Where ranks have yet to add up what they have of it, this is what they have.
+    Of a gradient that ranks have not added up yet, return this rank's summand.
     """
     if not isinstance(gradient, DTensor) or is_unreduced(gradient, parameter):
         return local_part(gradient).detach()
     is_whole = all(each.is_replicate() for each in gradient.placements)
     if is_whole and isinstance(parameter, DTensor) and gradient.device_mesh == parameter.device_mesh:
-        with torch.no_grad():  # each rank cuts its own part out
+        with torch.no_grad():  # local: each rank takes its own part
             return local_part(gradient.redistribute(placements=parameter.placements))
     return local_of(gradient, parameter)
 
 
 def is_unreduced(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether ranks hold summands of the gradient of a parameter that each of them holds whole.
+    """Whether ranks have summands of the gradient of a replicated parameter.
 
-    Under sequence parallelism a norm has such a one; the optimizer's first use of it adds them up.
+    Norms have such gradients under sequence parallelism; the optimizer's first operation adds them up.
     """
     of_gradient, of_parameter = DTensorLayout.of(gradient), DTensorLayout.of(parameter)
     if of_gradient is None or of_parameter is None or of_gradient.mesh != of_parameter.mesh:
@@ -111,7 +109,7 @@ def is_unreduced(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def reduce(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What the parameter's ranks get by adding up; all of them must come. Overwrites what this one has."""
+    """Add up the gradient, in place, among the parameter's ranks, all of which must call this."""
     assert isinstance(gradient, DTensor), "only a DTensor is unreduced"
     assert isinstance(parameter, DTensor), "so is its parameter"
     with torch.no_grad():
@@ -120,28 +118,28 @@ def reduce(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 _SEED = 0x5C007
-# Odd and prime, so that the last vector is not full; above 128, where some optimizers begin to factor; and
-# too small for the CPU to divide it among threads, whose borders a slice would not have.
+# Prime, so that the last vector is not full; above 128, where some optimizers start to factor; and too small
+# to be divided among CPU threads, at whose boundaries a slice would differ.
 _ROWS, _COLUMNS = 131, 229
 _CUTS = (Slice(64 * 90, 64 * 270), Slice(64 * 390, _ROWS * _COLUMNS))
 
 
 class Separability:
-    """What was measured, once for each optimizer class, its implementation flags, and kind of parameter."""
+    """Results, measured once for each optimizer class, its implementation flags, and kind of parameter."""
 
     def __init__(self) -> None:
         self._obstacles: dict[Hashable, str | None] = {}
 
     def obstacle(self, optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
-        """Why no slice of this parameter can be updated alone; ``None`` where one can.
+        """Return why a slice of this parameter cannot be updated alone; None if it can.
 
-        ``ReplayError`` where a clone of the optimizer cannot step at all.
+        Raise ``ReplayError`` if a clone of the optimizer cannot step.
         """
         if parameter.numel() == 1:
-            return "a single number has no slices"  # nor can its slots be told from a count of steps
+            return "a single number has no slices"  # and its slots look like a step count
         for name, slot in optimizer.state.get(parameter, {}).items():
             if isinstance(slot, torch.Tensor) and slot.shape != parameter.shape and slot.numel() > 1:
-                return f"{type(optimizer).__name__} keeps {name} of another shape than its parameter"
+                return f"{type(optimizer).__name__} keeps {name} in a different shape than its parameter"
         key = _kind_of(optimizer, parameter)
         if key not in self._obstacles:
             try:
@@ -173,17 +171,17 @@ def _measured(optimizer: Optimizer, parameter: torch.Tensor) -> str | None:
         except FAILURES as failure:
             return f"{kind} cannot step a slice: {describe_error(failure)}"
         if alone.keys() != whole.keys():
-            return f"{kind} keeps other state for a slice than for a whole parameter"
+            return f"{kind} keeps different state for a slice than for a whole parameter"
         expected = signatures(_cut(value, cut, first) for value in whole.values())
         results = zip(whole, expected, signatures(alone[name] for name in whole), strict=True)
         differing = [name for name, of_whole, of_slice in results if of_whole != of_slice]
         if differing:
-            return f"{kind} updates the {differing[0]} of a slice otherwise than within the whole"
+            return f"{kind} updates the {differing[0]} of a slice differently than within the whole"
     return None
 
 
 def _scratch(optimizer: Optimizer, parameter: torch.Tensor) -> tuple[Parts, torch.Tensor]:
-    """A parameter of its own with gradient and state, and the gradient of a second step."""
+    """Return a scratch parameter with gradient and state, and the gradient of a second step."""
     generator = torch.Generator().manual_seed(_SEED)
     dimensions = parameter.dim()
     shape = (1,) * (dimensions - 2) + (_ROWS, _COLUMNS) if dimensions > 1 else (_ROWS * _COLUMNS,)
@@ -196,7 +194,7 @@ def _scratch(optimizer: Optimizer, parameter: torch.Tensor) -> tuple[Parts, torc
         shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape
         return random(value.dtype).abs() if shaped else value  # sums of squares must not be negative
 
-    # An optimizer that makes its state when it is constructed has it already; others begin without.
+    # Optimizers that create state on construction already have it; others start without.
     state = {name: slot(value) for name, value in optimizer.state.get(parameter, {}).items()}
     return Parts(random(parameter.dtype), random(parameter.dtype), state), random(parameter.dtype)
 

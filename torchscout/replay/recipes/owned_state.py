@@ -1,19 +1,19 @@
-"""State that one rank alone holds must not change between two updates (paper, section 6.1.1).
+"""Verifies that state which only one rank has does not change between two updates (paper, section 6.1.1).
 
-Nobody has a second copy of an FSDP shard, so that its owner watches it: signed right after an update, and
-again right before the next one. That is the owner's own evidence and needs no vote. It is done at every step:
-the next update builds on whatever the state is by then, so that a change nobody noticed would be certified.
+An FSDP shard has no replica to compare it with, so its owner signs it right after an update and again right
+before the next one. A difference is evidence against the owner and needs no vote. This is done in every step:
+the next update starts from the changed state, so an unnoticed change would be certified.
 
-[Note: writes of the program] A write that PyTorch counts as one is legitimate; what was written was not
-watched over that step. Not all are counted: ``parameter.data.clamp_()`` is not, nor are multi-tensor
-operations on DTensors. A fault changes the state of one rank once. What changes on several ranks after the
-same step, or on one rank after several, is therefore written by the program: no incident is reported, and
+[Note: writes of the program] A write that increments a tensor's version counter is legitimate; the tensor
+then counts as not watched over that step. Some writes are not counted: ``parameter.data.clamp_()``, and
+multi-tensor operations on DTensors. A fault changes the state of one rank once. So a change on several ranks
+after the same step, or on one rank after several steps, is a write by the program: it is not reported, and
 the tensor is not watched from then on.
 
 Parameters that the next update overwrites are watched in the same way: see ``working_copies``.
 
-Signatures on a device are read only at the end of a step with a check: nothing waits for them in between.
-With a budget, a part of the state is watched in each step, another one in the next.
+Signatures on a device are read only in checks, so no other step waits for them. With a budget, each step
+watches a part of the state, and the next step another part.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from torchscout.decision.record import Surface
 from torchscout.decision.signature import PendingSignatures
 from torchscout.errors import ReplayError, describe_error
 from torchscout.mesh import LayerKind
-from torchscout.replay.capture.broadcast import Broadcast
-from torchscout.replay.recipe import Comparison, Given, Mode, Observation
+from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay
 from torchscout.replay.recipes.optimizer_slice import local_of
 from torchscout.replay.recipes.rest_window import Pace, Window, size_of
 from torchscout.replay.recipes.working_copies import CopyWatch, WorkingCopies
@@ -41,23 +40,16 @@ from torchscout.utils.reentrancy import in_own_work
 __all__ = ["AT_REST", "UNCHANGED", "OwnedStateRecipe"]
 
 UNCHANGED = signed(xxhash.xxh3_64_intdigest(b"torchscout: what this rank holds has not changed"))
-"""In place of a signature: the same bytes before the update as after the one before."""
+"""In place of a signature: all bytes are the same before this update as after the previous one."""
 AT_REST = "state/at_rest"
 _UNREADABLE = (ReplayError, ValueError, RuntimeError)
 _State = Callable[[], Mapping[Surface, torch.Tensor]]
-_Held = dict[Surface, tuple[torch.Tensor, torch.Tensor]]
-"""Tensors, and what this rank has of each: a DTensor's local part, or the same again."""
+_Tensors = dict[Surface, tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, each with its local part, which is the tensor itself unless that is a DTensor."""
 
 
-class OwnedStateRecipe:
-    """All owned state, and working copies, in the time between updates, since the last check."""
-
-    targets = ("",)
-    varies = False
-    is_gathered = False
-    is_dynamic = False
-    is_swept = False
-    is_required = True
+class OwnedStateRecipe(Recipe):
+    """All owned state and working copies, between the updates since the last check."""
 
     def __init__(
         self,
@@ -71,10 +63,10 @@ class OwnedStateRecipe:
         copies: Callable[[], WorkingCopies] = WorkingCopies,
         passes: Sequence[torch.nn.Module] = (),
     ) -> None:
-        """``state`` is what this rank alone holds now; ``is_learned`` whether there is anything. ``copies``
-        are what the next update overwrites; ``passes`` the modules that a forward pass calls.
+        """``state`` returns what only this rank has; ``is_learned`` returns whether there is any.
 
-        ``budget`` is the share of a step's time that watching may take; None watches everything.
+        ``copies`` returns what the next update overwrites; ``passes`` are the modules that a forward pass
+        calls. ``budget`` is the share of a step's time that watching may take; None watches everything.
         """
         self._state, self._optimizers, self._budget = state, optimizers, budget
         self._is_learned = is_learned
@@ -82,32 +74,32 @@ class OwnedStateRecipe:
         self._hooks: list[Any] = []
         self._copies, self._passes = CopyWatch(copies), passes
         self._step: int | None = None
-        """The one whose update was the last; None while one is in progress."""
+        """The step of the last update; None while an update is in progress."""
         self._seen: set[Surface] = set()
-        """Working copies that were there to be watched since."""
+        """Working copies that could be watched since that update."""
         self._open: list[Window] = []
-        """One of owned state, and one of working copies if there are any."""
+        """One for owned state, and one for working copies if there are any."""
         self._closed: list[Window] = []
-        """Those since the last check."""
+        """Windows closed since the last check."""
         self._problem: str | None = None
-        """What kept this rank from watching since the last check."""
+        """Why this rank could not watch since the last check."""
         self._missed = 0
-        """Windows of owned state since the last check in which nothing could be watched."""
+        """Number of windows of owned state since the last check in which nothing could be watched."""
         self._pace = Pace()
         self._turn = 0
-        self._restless: set[Surface] = set()
-        """What the program writes to; see [Note: writes of the program]."""
+        self._written: set[Surface] = set()
+        """State that the program writes to; see [Note: writes of the program]."""
         self.share = 1.0
-        """Of the bytes to be watched, over the steps up to the last check, those that were watched."""
+        """The share of bytes that were watched in the steps up to the last check."""
         self.changed: list[tuple[int, Surface]] = []
-        """After which step what has changed, as far as the last check found."""
+        """Changes that the last check found: the step of the update before each, and the surface."""
 
-    def held(self) -> Mapping[Surface, torch.Tensor]:
-        """What is watched, or would be if the budget allowed it."""
+    def watched_state(self) -> Mapping[Surface, torch.Tensor]:
+        """Return what is watched, regardless of the budget."""
         return {**self._copies.resting(), **self._state()}
 
     def unwatched(self) -> Mapping[Surface, str]:
-        """Working copies that are not watched, with the reasons."""
+        """Return the working copies that are not watched, with the reasons."""
         return self._copies.unwatched()
 
     def start(self) -> None:
@@ -124,22 +116,22 @@ class OwnedStateRecipe:
             self._hooks.pop().remove()
 
     def update_begins(self) -> None:
-        """The outermost one, in which a framework may let go of working copies before optimizers step."""
+        """Called before the outermost update, which may free working copies before optimizers step."""
         self._close_windows(copies_only=True)
 
     def update_ended(self) -> None:
-        """If it was skipped (a gradient was not finite), all must still be as it was after the one before."""
+        """Called after the update. If it was skipped (infinite gradients), state must not have changed."""
         self._close_windows()
 
-    def rest(self, step: int) -> None:
-        """The update of this step is over: what is watched must stay as it is until the next one begins."""
+    def watch_after(self, step: int) -> None:
+        """Called after the update of this step: watch state until the next update begins."""
         self._pace.step_ended()
         begin, self._open, self._step = time.perf_counter(), [], step
         owned = self._read(self._state, are_copies=False)
         copies = self._read(self._copies.resting, are_copies=True) or {}
         copies = {name: each for name, each in copies.items() if name not in (owned or {})}
         every = {name: local for name, (_, local) in {**copies, **(owned or {})}.items()}
-        due = self._due({name: each for name, each in every.items() if name not in self._restless})
+        due = self._due({name: each for name, each in every.items() if name not in self._written})
         if owned is not None:
             self._open_window(step, owned, due, are_copies=False)
         if copies:
@@ -149,22 +141,18 @@ class OwnedStateRecipe:
         self._seen = {*copies}
         self._pace.signed(sum(map(size_of, due.values())), time.perf_counter() - begin)
 
-    def kept_as(self, target: int) -> str:
-        return self.targets[target]
-
-    def begin(self, target: int, *, is_source: bool) -> _AtRest:  # noqa: ARG002  nothing is broadcast
-        return _AtRest(self)
-
-    def again(self, target: int, given: Given) -> _AtRest:  # noqa: ARG002  as the protocol has it
-        raise ReplayError("what rests is watched over a training step")
+    def new_replay(self, *_: object) -> _OwnedStateReplay:
+        return _OwnedStateReplay(self)
 
     @property
     def is_learned(self) -> bool:
         return self._is_learned()
 
     def changes(self) -> list[tuple[int, Surface]]:
-        """After which step what has changed since the last check, except for what a collective may have
-        written to; a ``ReplayError`` if nothing was watched."""
+        """Return what has changed since the last check, except for what a collective may have written to.
+
+        Raise ``ReplayError`` if nothing was watched.
+        """
         if all(each.are_copies for each in self._closed):
             self.share = 0.0
             raise ReplayError(self._problem or "the optimizer did not step")
@@ -177,17 +165,17 @@ class OwnedStateRecipe:
         return found
 
     def leave_out(self, changes: Collection[tuple[int, Surface]]) -> None:
-        """The program has made these."""
+        """Treat these changes as writes of the program."""
         names = {name for _, name in changes}
         for window in self._closed:
             if window.are_copies:
                 self._copies.excuse(window, {name for step, name in changes if step == window.step})
             else:
                 window.written |= names
-                self._restless.update(names & window.sizes.keys())
+                self._written.update(names & window.sizes.keys())
 
     def conclude(self, changed: Sequence[tuple[int, Surface]]) -> None:
-        """A check has looked at all windows so far."""
+        """Called when a check has examined all windows."""
         demanded = sum(each.demanded for each in self._closed)
         watched = sum(each.watched for each in self._closed)
         closed = sum(not each.are_copies for each in self._closed)
@@ -196,13 +184,13 @@ class OwnedStateRecipe:
         self.changed = list(changed)
 
     def forget(self) -> None:
-        """The check is over."""
+        """Called when the check is over."""
         self._closed.clear()
         self._copies.checked()
         self._problem, self._missed = None, 0
 
     def _due(self, every: dict[Surface, torch.Tensor]) -> dict[Surface, torch.Tensor]:
-        """As much as the budget allows, beginning where the step before has ended."""
+        """Return as much as the budget allows, starting where the previous step ended."""
         total = sum(map(size_of, every.values()))
         allowed = self._pace.bytes_within(self._budget)
         if allowed is None or allowed >= total:
@@ -214,25 +202,25 @@ class OwnedStateRecipe:
             self._turn += 1
         return chosen
 
-    def _read(self, state: _State, *, are_copies: bool) -> _Held | None:
+    def _read(self, state: _State, *, are_copies: bool) -> _Tensors | None:
         try:
             return {name: (whole, local_of(whole, whole)) for name, whole in state().items()}
         except _UNREADABLE as error:
             self._failed((), error, are_copies=are_copies)
             return None
 
-    def _open_window(self, step: int, every: _Held, due: Collection[Surface], *, are_copies: bool) -> None:
+    def _open_window(self, step: int, every: _Tensors, due: Collection[Surface], *, are_copies: bool) -> None:
         wholes = {name: whole for name, (whole, _) in every.items() if name in due}
         tensors = {name: every[name][1] for name in wholes}
-        held = sum(size_of(local) for _, local in every.values())
+        total = sum(size_of(local) for _, local in every.values())
         try:
             before = PendingSignatures(tensors.values())
-            self._open.append(Window(step, tensors, wholes, before, held, are_copies))
+            self._open.append(Window(step, tensors, wholes, before, total, are_copies))
         except _UNREADABLE as error:
             self._failed(tensors, error, are_copies=are_copies)
 
     def _pass_ended(self) -> None:
-        """A forward pass may have gathered working copies; from now on they rest, too."""
+        """Watch working copies that the forward pass has gathered."""
         if self._step is None or in_own_work():
             return
         found = self._read(self._copies.resting, are_copies=True) or {}
@@ -247,7 +235,7 @@ class OwnedStateRecipe:
             self._copies.begin_late(window.tensors)
 
     def _close_windows(self, *, copies_only: bool = False) -> None:
-        """An update begins; the first one of a step is the first that writes."""
+        """Called when an update begins. Only the first call in a step closes anything."""
         if in_own_work():
             return
         self._step = None
@@ -262,22 +250,20 @@ class OwnedStateRecipe:
                 self._failed(names, error, are_copies=window.are_copies)
 
     def _failed(self, names: Collection[Surface], error: Exception, *, are_copies: bool) -> None:
-        """Training must not notice."""
         if are_copies:
             self._copies.not_read(names, describe_error(error))
         else:
             self._problem, self._missed = describe_error(error), self._missed + 1
 
 
-class _AtRest:
+class _OwnedStateReplay(Replay):
     """All windows since the last check."""
 
     def __init__(self, recipe: OwnedStateRecipe) -> None:
         self._recipe = recipe
         self._changed: list[tuple[int, Surface]] = []
-        """After which step what has changed."""
         self._is_watched = True
-        """Whether any peer has something to watch."""
+        """Whether any peer has owned state."""
 
     def describe(self) -> Any:
         if not self._recipe.is_learned:
@@ -285,7 +271,7 @@ class _AtRest:
         self._changed = self._recipe.changes()
         return {"watches": True, "changed": sorted({step for step, _ in self._changed})}
 
-    def prepare(self, descriptions: Sequence[Any], source: int) -> None:  # noqa: ARG002  nothing is sent
+    def prepare(self, descriptions: Sequence[Any], _: int, /) -> None:
         self._is_watched = any(each["watches"] for each in descriptions)
         peers = Counter(step for each in descriptions for step in each["changed"])
         often = Counter(name for _, name in self._changed)
@@ -294,23 +280,13 @@ class _AtRest:
         self._changed = [(step, name) for step, name in self._changed if name not in written]
         self._recipe.conclude(self._changed)
 
-    def align(self, broadcast: Broadcast) -> None:
-        """Every rank looks at its own."""
-
-    @property
-    def work(self) -> tuple[str, tuple[int, ...]]:
-        return "", ()
-
     def comparisons(self) -> list[Comparison]:
-        return [Comparison(AT_REST, Mode.STATE, right=UNCHANGED)] if self._is_watched else []
+        return [Comparison(AT_REST, Mode.STATE, expected=UNCHANGED)] if self._is_watched else []
 
-    def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
+    def observe(self, seen: Observation) -> None:
         words = "\n".join(f"{step} {name}" for step, name in self._changed)
         wrong = signed(xxhash.xxh3_64_intdigest(words.encode()))
         seen.signatures[AT_REST] = wrong if self._changed else UNCHANGED
-
-    def invocation(self) -> None:
-        """State is no call."""
 
     def release(self) -> None:
         self._changed = []

@@ -1,12 +1,12 @@
 """Sends scratch data over every process group that training uses (paper, sections 5.4, 6.1.2 and 7.1).
 
-A layer is replayed with the communication inside of it. Communication outside of layers has no layer to be
-replayed with: gradients that replicas add up, what a pipeline stage passes to the next, the shards of an
-optimizer. Every group that training was seen to use during a step carries as much as every other, so that
-those which correspond can be compared. No data of training is sent.
+Communication inside a layer is replayed with the layer. Communication outside of layers is not: gradient
+reduction among replicas, transfers between pipeline stages, the shards of an optimizer. So every group that
+training used during a step carries the same amount of data, which makes corresponding groups comparable. No
+training data is sent.
 
-What must arrive is known: every place in a group marks what it sends, and all else is the same everywhere.
-The data are small whole numbers, which float32 adds up exactly, in whatever order.
+The result is known in advance: each member adds a mark to a common pattern before it sends. The data are
+small integers, which float32 adds exactly in any order.
 """
 
 from __future__ import annotations
@@ -22,307 +22,258 @@ import torch.distributed as dist
 import xxhash
 
 from torchscout.collectives.call import POINT_TO_POINT, Call
-from torchscout.collectives.interceptor import Handle, Pending, listen
 from torchscout.decision.fold import signed
 from torchscout.decision.signature import PendingSignatures
-from torchscout.errors import ReplayError
-from torchscout.mesh import LayerKind
 from torchscout.replay.capture.broadcast import Broadcast
-from torchscout.replay.guard import announced
-from torchscout.replay.recipe import ABSENT, Comparison, Given, JobExchange, Mode, Observation
+from torchscout.replay.guard import CallListener, announced
+from torchscout.replay.recipe import ABSENT, Comparison, JobExchange, Mode, Observation, Recipe, Replay
 from torchscout.replay.sharded_parameters import reduce_scatter
-from torchscout.replay.timing import lapped
+from torchscout.replay.timing import timed_transfer
 
-__all__ = [
-    "SEND",
-    "CommunicationLog",
-    "GroupUse",
-    "ProcessGroupRecipe",
-    "ScratchBuffers",
-    "ScratchTransfer",
-    "agreed",
-]
+__all__ = ["SEND", "CommunicationLog", "GroupUse", "ProcessGroupRecipe", "ScratchBuffers", "agreed"]
 
 SEND = "send"
-"""What passes from one rank to another, whichever of them is asked."""
-_ALIKE = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter")
-"""Operations that can be repeated without knowing who sent what; others are taken for the first."""
+"""Point-to-point traffic, in either direction."""
+_SYMMETRIC = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter")
+"""Operations in which all members play the same part; any other one is replayed as the first of these."""
 
 
 class GroupUse(NamedTuple):
-    """Ranks that communicate, and how."""
+    """An operation that training uses on a process group, or between two of its members."""
 
     operation: str
     members: tuple[int, ...]
-    """Ascending; of a send the two between which it passes."""
+    """Ascending; of ``SEND``, the two ends."""
     group: str
-    """The name of the process group."""
+    """Name of the process group."""
 
-    def told(self) -> list[Any]:
-        """As the others are to hear it: of many members the first and how many there are."""
+    def describe(self) -> list[Any]:
+        """Return a JSON description; of a collective, the first member and the number of members."""
         members = self.members if self.operation == SEND else (self.members[0], len(self.members))
         return [self.operation, list(members), self.group]
 
 
-class CommunicationLog:
-    """What one rank's training says while it is listened to."""
+class CommunicationLog(CallListener):
+    """The process groups that this rank's training uses between ``start`` and ``stop``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._groups: dict[GroupUse, weakref.ref[dist.ProcessGroup]] = {}
-        self._handle: Handle | None = None
 
-    def listen(self) -> None:
-        if self._handle is None:
+    def start(self) -> None:
+        """Start a new log; does nothing while one is being written."""
+        if not self.is_listening:
             self._groups.clear()
-            self._handle = listen(self)
+            self.listen()
 
-    def rest(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def links(self) -> dict[GroupUse, dist.ProcessGroup]:
-        """Those that are still there."""
-        alive = {link: group() for link, group in self._groups.items()}
-        return {link: group for link, group in alive.items() if group is not None}
+    def groups(self) -> dict[GroupUse, dist.ProcessGroup]:
+        """Return the groups that still exist."""
+        alive = {use: group() for use, group in self._groups.items()}
+        return {use: group for use, group in alive.items() if group is not None}
 
     def before(self, call: Call) -> None:
-        link = _link_of(call)
-        if link is not None and link not in self._groups and _is_on(self._device, call):
-            self._groups[link] = weakref.ref(call.process_group)
-
-    def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
-        """Who is asked is known before."""
+        use = _use_in(call)
+        is_on_device = any(tensor.device.type == self._device.type for tensor in call.tensors)
+        if use is not None and use not in self._groups and is_on_device:
+            self._groups[use] = weakref.ref(call.process_group)
 
 
-def _is_on(device: torch.device, call: Call) -> bool:
-    return any(tensor.device.type == device.type for tensor in call.tensors)
-
-
-def _link_of(call: Call) -> GroupUse | None:
+def _use_in(call: Call) -> GroupUse | None:
     group = call.group
     if group.members is None or group.size == 1 or group.is_scouts or call.operation == "barrier":
         return None
     if call.operation not in POINT_TO_POINT:
-        operation = call.operation if call.operation in _ALIKE else _ALIKE[0]
+        operation = call.operation if call.operation in _SYMMETRIC else _SYMMETRIC[0]
         return GroupUse(operation, tuple(sorted(group.members)), group.name)
-    if call.peer is None:  # from whoever sends first
+    if call.peer is None:  # receives from any sender
         return None
     ends = sorted((group.members[group.rank], group.members[call.peer]))
     return GroupUse(SEND, tuple(ends), group.name)
 
 
-def agreed(links: Iterable[GroupUse], told: Sequence[Collection[Sequence[Any]]]) -> list[GroupUse]:
-    """Those of this rank's links that all their members have heard, in an order that is the job's.
+def agreed(uses: Iterable[GroupUse], described: Sequence[Collection[Sequence[Any]]]) -> list[GroupUse]:
+    """Return those of this rank's uses that all their members have logged, in the same order on every rank.
 
-    ``told`` has what every rank tells of its own.
+    ``described`` has the descriptions of every rank's uses.
     """
-    counted = Counter(_key(each) for one in told for each in one)
-    return sorted(link for link in links if counted[_key(link.told())] == len(link.members))
+    counted = Counter(_key(each) for of_rank in described for each in of_rank)
+    return sorted(use for use in uses if counted[_key(use.describe())] == len(use.members))
 
 
-def _key(told: Sequence[Any]) -> tuple[str, tuple[int, ...], str]:
-    operation, members, group = told
+def _key(description: Sequence[Any]) -> tuple[str, tuple[int, ...], str]:
+    operation, members, group = description
     return operation, tuple(members), group
 
 
 _ELEMENTS = {"cuda": 1 << 22}
-"""As much as a bucket of gradients, where links are fast: a slow one must show against the clock's noise."""
+"""The size of a gradient bucket, where links are fast: a slow link must stand out from the clock's noise."""
 _FEW_ELEMENTS = 1 << 16
 _MARKS = 16
 
-# Renamed in PyTorch 2.13, where the former name warns.
+# Renamed in PyTorch 2.13, where the old name warns.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ScratchTransfer(NamedTuple):
-    """One transfer, ready to go."""
+    """One transfer, ready to run."""
 
-    go: Callable[[], object]
-    got: torch.Tensor
-    """What has arrived, once it went."""
-    right: torch.Tensor
+    run: Callable[[], object]
+    received: torch.Tensor
+    expected: torch.Tensor
 
 
 class ScratchBuffers:
-    """Memory for one parcel at a time, all of which is there before the first of them goes."""
+    """Memory for one transfer at a time, allocated before the first one runs."""
 
     def __init__(self, device: torch.device) -> None:
         self.elements = _ELEMENTS.get(device.type, _FEW_ELEMENTS)
         places = torch.arange(self.elements, dtype=torch.int64, device=device)
         self._pattern = ((places * 197 + 1) & 0xFF).to(torch.float32)
-        self._given, self._got, self._right = (torch.empty_like(self._pattern) for _ in range(3))
+        self._sent, self._received, self._expected = (torch.empty_like(self._pattern) for _ in range(3))
 
-    def parcel(self, link: GroupUse, group: dist.ProcessGroup) -> ScratchTransfer:
-        """The one before it must have arrived."""
-        pack = {
-            "all_reduce": self._to_be_added,
-            "all_gather": self._to_be_gathered,
-            "all_to_all": self._to_be_exchanged,
-            "reduce_scatter": self._to_be_scattered,
-        }
-        self._got.zero_()
-        if link.operation == SEND:
-            return self._to_be_swapped(link, group)
-        place = dist.get_rank(group)
-        torch.add(self._pattern, _mark(place), out=self._given)
-        return pack[link.operation](group, place, len(link.members))
-
-    def _to_be_added(self, group: dist.ProcessGroup, place: int, size: int) -> ScratchTransfer:  # noqa: ARG002
-        self._got.copy_(self._given)
-        return ScratchTransfer(partial(dist.all_reduce, self._got, group=group), self._got, self._sum(size))
-
-    def _to_be_gathered(self, group: dist.ProcessGroup, place: int, size: int) -> ScratchTransfer:  # noqa: ARG002
+    def transfer(self, use: GroupUse, group: dist.ProcessGroup) -> ScratchTransfer:
+        """Fill the buffers for one transfer; the previous one must have finished."""
+        self._received.zero_()
+        if use.operation == SEND:
+            return self._swap(use, group)
+        place, size = dist.get_rank(group), len(use.members)
+        torch.add(self._pattern, _mark(place), out=self._sent)
         part = self.elements // size
-        got, right = self._got[: size * part], self._right[: size * part]
-        for sender in range(size):
-            torch.add(self._pattern[:part], _mark(sender), out=right[sender * part : (sender + 1) * part])
-        return ScratchTransfer(partial(_all_gather, got, self._given[:part], group=group), got, right)
+        own = slice(place * part, (place + 1) * part)
+        sent, received = self._sent[: size * part], self._received[: size * part]
+        if use.operation == "all_reduce":
+            self._received.copy_(self._sent)
+            run = partial(dist.all_reduce, self._received, group=group)
+            return ScratchTransfer(run, self._received, self._sum(size))
+        if use.operation == "all_gather":
+            run = partial(_all_gather, received, self._sent[:part], group=group)
+            return ScratchTransfer(run, received, self._from_each(self._pattern[:part], size))
+        if use.operation == "all_to_all":
+            run = partial(dist.all_to_all_single, received, sent, group=group)
+            return ScratchTransfer(run, received, self._from_each(self._pattern[own], size))
+        run = partial(reduce_scatter, self._received[:part], sent, group=group)
+        return ScratchTransfer(run, self._received[:part], self._sum(size)[own])
 
-    def _to_be_exchanged(self, group: dist.ProcessGroup, place: int, size: int) -> ScratchTransfer:
-        """As much to everybody."""
-        part = self.elements // size
-        given, got, right = (each[: size * part] for each in (self._given, self._got, self._right))
-        own = self._pattern[place * part : (place + 1) * part]
-        for sender in range(size):
-            torch.add(own, _mark(sender), out=right[sender * part : (sender + 1) * part])
-        return ScratchTransfer(partial(dist.all_to_all_single, got, given, group=group), got, right)
-
-    def _to_be_scattered(self, group: dist.ProcessGroup, place: int, size: int) -> ScratchTransfer:
-        part = self.elements // size
-        got = self._got[:part]
-        right = self._sum(size)[place * part : (place + 1) * part]
-        return ScratchTransfer(
-            partial(reduce_scatter, got, self._given[: size * part], group=group), got, right
-        )
-
-    def _to_be_swapped(self, link: GroupUse, group: dist.ProcessGroup) -> ScratchTransfer:
-        place = link.members.index(dist.get_rank())
-        other = link.members[1 - place]
-        torch.add(self._pattern, _mark(place), out=self._given)
-        right = torch.add(self._pattern, _mark(1 - place), out=self._right)
-        return ScratchTransfer(partial(_swap, self._given, self._got, other, group), self._got, right)
+    def _from_each(self, pattern: torch.Tensor, size: int) -> torch.Tensor:
+        """Return the pattern with the mark of each sender, one after the other."""
+        expected = self._expected[: size * len(pattern)]
+        for sender, part in enumerate(expected.chunk(size)):
+            torch.add(pattern, _mark(sender), out=part)
+        return expected
 
     def _sum(self, size: int) -> torch.Tensor:
-        torch.mul(self._pattern, size, out=self._right)
-        return self._right.add_(sum(map(_mark, range(size))))
+        torch.mul(self._pattern, size, out=self._expected)
+        return self._expected.add_(sum(map(_mark, range(size))))
+
+    def _swap(self, use: GroupUse, group: dist.ProcessGroup) -> ScratchTransfer:
+        place = use.members.index(dist.get_rank())
+        torch.add(self._pattern, _mark(place), out=self._sent)
+        expected = torch.add(self._pattern, _mark(1 - place), out=self._expected)
+        run = partial(_swap, self._sent, self._received, use.members[1 - place], group)
+        return ScratchTransfer(run, self._received, expected)
 
 
 def _mark(place: int) -> int:
     return place % _MARKS
 
 
-def _swap(given: torch.Tensor, got: torch.Tensor, other: int, group: dist.ProcessGroup) -> None:
-    sent, received = dist.P2POp(dist.isend, given, other, group), dist.P2POp(dist.irecv, got, other, group)
-    for work in dist.batch_isend_irecv([sent, received]):
+def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    operations = [dist.P2POp(dist.isend, sent, peer, group), dist.P2POp(dist.irecv, received, peer, group)]
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
 
 
 RECEIVED = "transfers/received"
 _AS_SENT = signed(xxhash.xxh3_64_intdigest(b"torchscout: what was sent has arrived"))
-"""In place of a signature: everything arrived as it should."""
+"""In place of a signature: all data arrived unchanged."""
 
 
-class ProcessGroupRecipe:
-    """All links that training was heard on in the step at whose end it is due."""
+class ProcessGroupRecipe(Recipe):
+    """All process groups that training used in the step at whose end it is due."""
 
     kind = "transfers"
     targets = ("transfers",)
-    role = LayerKind.DENSE
-    varies = False
-    is_gathered = False
-    is_dynamic = False
-    is_swept = False
     is_required = False
 
-    def __init__(self, everybody: JobExchange, device: torch.device) -> None:
-        self._device, self._heard, self._agreement = device, CommunicationLog(device), _Agreement(everybody)
+    def __init__(self, job: JobExchange, device: torch.device) -> None:
+        self._device, self._log, self._agreement = device, CommunicationLog(device), _Agreement(job)
 
-    def kept_as(self, target: int) -> str:
-        return self.targets[target]
-
-    def begin(self, target: int, *, is_source: bool) -> _Transfers:  # noqa: ARG002  all send alike
-        self._heard.listen()
-        return _Transfers(self._heard, self._agreement, self._device)
-
-    def again(self, target: int, given: Given) -> _Transfers:  # noqa: ARG002  as the protocol has it
-        raise ReplayError("training has not communicated yet, and its groups are not known")
+    def new_replay(self, *_: object) -> _Transfers:
+        self._log.start()
+        return _Transfers(self._log, self._agreement, self._device)
 
 
 class _Agreement:
-    """On links that all their members have heard: a rank that waits on one alone would wait for ever."""
+    """Selects uses that all their members have logged: a rank alone in a transfer would wait forever."""
 
-    def __init__(self, everybody: JobExchange) -> None:
-        self._everybody = everybody
+    def __init__(self, job: JobExchange) -> None:
+        self._job = job
         self._own: list[GroupUse] | None = None
         self._agreed: list[GroupUse] = []
         self.is_silent = True
-        """Whether nobody in the job was heard at all."""
+        """Whether no rank of the job has logged any communication."""
 
-    def on(self, links: Sequence[GroupUse]) -> list[GroupUse]:
-        """Asked by every rank of the job; all tell each other only where something has changed."""
-        own = sorted(links)
-        if any(self._everybody.highest([own != self._own])):
-            told = self._everybody.exchange([link.told() for link in own])
-            self._own, self._agreed, self.is_silent = own, agreed(own, told), not any(told)
+    def on(self, uses: Iterable[GroupUse]) -> list[GroupUse]:
+        """Called on every rank of the job; exchanges descriptions only if those of a rank have changed."""
+        own = sorted(uses)
+        if any(self._job.highest([own != self._own])):
+            described = self._job.exchange([use.describe() for use in own])
+            self._own, self._agreed, self.is_silent = own, agreed(own, described), not any(described)
         return self._agreed
 
 
-class _Transfers:
-    """One on each link."""
+class _Transfers(Replay):
+    """One transfer for each use of a process group."""
 
-    def __init__(self, heard: CommunicationLog, agreement: _Agreement, device: torch.device) -> None:
-        self._heard, self._agreement, self._device = heard, agreement, device
+    def __init__(self, log: CommunicationLog, agreement: _Agreement, device: torch.device) -> None:
+        self._log, self._agreement, self._device = log, agreement, device
         self._groups: dict[GroupUse, dist.ProcessGroup] = {}
-        self._links: list[GroupUse] = []
-        self._room: ScratchBuffers | None = None
+        self._uses: list[GroupUse] = []
+        self._buffers: ScratchBuffers | None = None
 
     def describe(self) -> None:
-        self._heard.rest()
-        self._groups = self._heard.links()
+        self._log.stop()
+        self._groups = self._log.groups()
+        self._buffers = ScratchBuffers(self._device)
 
-    def prepare(self, descriptions: Sequence[Any], source: int) -> None:  # noqa: ARG002  nothing is told
-        self._room = ScratchBuffers(self._device)
-
-    def align(self, broadcast: Broadcast) -> None:  # noqa: ARG002  the data follow from the place
-        self._links = self._agreement.on(list(self._groups))
+    def align(self, _: Broadcast, /) -> None:
+        self._uses = self._agreement.on(self._groups)
 
     @property
     def work(self) -> tuple[str, tuple[int, ...]]:
-        assert self._room is not None, "prepared first"
-        return repr(self._links), (self._room.elements,)
+        assert self._buffers is not None, "describe comes first"
+        return repr(self._uses), (self._buffers.elements,)
 
     def comparisons(self) -> list[Comparison]:
-        alone = "training was not heard to communicate here"
-        received = Comparison(RECEIVED, Mode.FORWARD, absent=alone, right=_AS_SENT)
+        absent = "training did not communicate on this rank"
+        received = Comparison(RECEIVED, Mode.FORWARD, absent=absent, expected=_AS_SENT)
         return [] if self._agreement.is_silent else [received]
 
-    def observe(self, variant: float, seen: Observation) -> None:  # noqa: ARG002  nothing is scaled
-        assert self._room is not None, "prepared first"
+    def observe(self, seen: Observation) -> None:
+        assert self._buffers is not None, "describe comes first"
         pending: list[PendingSignatures] = []
-        for link in self._links:
-            parcel = self._room.parcel(link, self._groups[link])
-            surface = f"time/{ProcessGroupRecipe.kind}_{link.operation}@"
-            with lapped(self._device, seen, surface, link.members, self._room.elements), announced():
-                parcel.go()
-            # Bytes stand for numbers: nothing that is sent has a second form, as zero has.
-            pending.append(PendingSignatures([parcel.got, parcel.right]))
+        for use in self._uses:
+            transfer = self._buffers.transfer(use, self._groups[use])
+            surface = f"time/{ProcessGroupRecipe.kind}_{use.operation}@"
+            with (
+                timed_transfer(self._device, seen, surface, use.members, self._buffers.elements),
+                announced(),
+            ):
+                transfer.run()
+            # Equal numbers have equal bytes here: no value that is sent has two representations, as zero has.
+            pending.append(PendingSignatures([transfer.received, transfer.expected]))
         if not pending:
             seen.signatures[RECEIVED] = ABSENT
         for each in pending:
-            seen.when_signed(each, partial(_hold_against, seen))
-
-    def invocation(self) -> None:
-        """What is sent is no call."""
+            seen.when_signed(each, partial(_compare, seen))
 
     def release(self) -> None:
-        self._heard.rest()
-        self._groups, self._links, self._room = {}, [], None
+        self._log.stop()
+        self._groups, self._uses, self._buffers = {}, [], None
 
 
-def _hold_against(seen: Observation, found: list[int]) -> None:
-    """Fill in the signature of what is wrong, if anything is; the first that is found stays."""
-    got, right = found
+def _compare(seen: Observation, found: list[int]) -> None:
+    """Record the signature of wrong data; that of the first wrong transfer is kept."""
+    received, expected = found
     before = seen.signatures.get(RECEIVED, _AS_SENT)
-    seen.signatures[RECEIVED] = got if got != right and before == _AS_SENT else before
+    seen.signatures[RECEIVED] = received if received != expected and before == _AS_SENT else before

@@ -1,6 +1,6 @@
-"""One stretch of time in which tensors must not change, and how much can be signed in it.
+"""The time between two updates, in which tensors must not change, and how much can be signed in it.
 
-See ``at_rest``.
+Used by ``owned_state``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchscout.decision.signature import PendingSignatures, read_signatures
 __all__ = ["Pace", "Window", "size_of"]
 
 _BYTES_PER_SECOND = 1e12
-"""How fast an accelerator signs, at least; its time is not measured, so that nothing waits for it."""
+"""A lower bound for an accelerator; its time is not measured, because that would synchronize with it."""
 
 
 @dataclass
@@ -25,21 +25,21 @@ class Window:
     """The time from one update to the next."""
 
     step: int
-    """The step whose update came before."""
+    """The step of the first update."""
     tensors: dict[Surface, torch.Tensor]
-    """What is watched; let go of when the window closes."""
+    """What is watched; released when the window closes."""
     wholes: dict[Surface, torch.Tensor]
-    """The DTensors that these are parts of, or the same again: writes to them are counted apart."""
+    """The DTensors that these are local parts of, else the same tensors: DTensors count their own writes."""
     before: PendingSignatures
-    held: int
-    """Bytes of all that is to be watched, in this window or another."""
+    total: int
+    """Bytes of everything to be watched, in this window or another."""
     are_copies: bool = False
     """Whether these are working copies: see ``working_copies``."""
     sizes: Mapping[Surface, int] = field(default_factory=dict)
-    """In bytes, of all that was looked at."""
+    """Bytes of each watched tensor."""
     after: PendingSignatures | None = None
     written: frozenset[Surface] = frozenset()
-    """What training has written to, as far as is known."""
+    """What training is known to have written to."""
     received: frozenset[Surface] = frozenset()
     """What a collective may have written to."""
 
@@ -47,7 +47,7 @@ class Window:
         self._versions = self._counted()
 
     def close(self, received: frozenset[Surface] = frozenset()) -> None:
-        """The next update begins; a collective may have written to what it has ``received``."""
+        """Called when the next update begins. A collective may have written to ``received``."""
         self.after = PendingSignatures(self.tensors.values())
         counted = zip(self.tensors, self._versions, self._counted(), strict=True)
         self.written = frozenset(name for name, before, now in counted if before != now)
@@ -57,25 +57,25 @@ class Window:
 
     @property
     def watched(self) -> int:
-        """Bytes of what was watched, once the window is closed."""
+        """Bytes that were watched. Valid once the window is closed."""
         return sum(size for name, size in self.sizes.items() if name not in self.written)
 
     @property
     def demanded(self) -> int:
-        """Bytes of what has to be watched for a check to certify, once the window is closed."""
+        """Bytes that must be watched for a check to certify. Valid once the window is closed."""
         if not self.are_copies:
-            return self.held
-        return self.held - sum(size for name, size in self.sizes.items() if name in self.written)
+            return self.total
+        return self.total - sum(size for name, size in self.sizes.items() if name in self.written)
 
     def changed(self) -> list[Surface]:
-        """Once it is closed."""
-        assert self.after is not None, "only closed windows are looked at"
+        """Return what has changed. Valid once the window is closed."""
+        assert self.after is not None, "close comes first"
         before, after = read_signatures([self.before, self.after])
         found = zip(self.sizes, before, after, strict=True)
         return [name for name, old, new in found if old != new and name not in self.written]
 
     def _counted(self) -> list[tuple[int, int, int]]:
-        """Versions, and where a copy lies: ZeRO 3 gathers a parameter into other memory."""
+        """Return versions, and addresses of working copies: ZeRO 3 gathers a parameter into other memory."""
         wholes, are_copies = self.wholes, self.are_copies
         return [
             (each._version, wholes[name]._version, wholes[name].data_ptr() if are_copies else 0)
@@ -84,7 +84,7 @@ class Window:
 
 
 class Pace:
-    """What signing and steps take, as far as the host can tell."""
+    """How long signing and steps take, as measured on the host."""
 
     def __init__(self) -> None:
         self._seconds_per_byte: float | None = None
@@ -103,7 +103,7 @@ class Pace:
             self._seconds_per_byte = _mixed(self._seconds_per_byte, pace)
 
     def bytes_within(self, budget: float | None) -> int | None:
-        """How much may be signed twice in a step; None if that is not limited, or not known yet."""
+        """Return how much may be signed twice in a step; None if it is not limited, or not known yet."""
         if budget is None or self._seconds_per_byte is None or self._step_seconds is None:
             return None
         return int(budget * self._step_seconds / self._seconds_per_byte / 2)
