@@ -245,8 +245,8 @@ class Replayer:
                     sources.setdefault(self._active[place].source, []).extend(tensors)
             for source, tensors in sources.items():
                 receive_together(tensors, partial(peers.broadcast, source=source))
-        # A broadcast may fail on its source and succeed elsewhere. Without this exchange, some ranks would then
-        # replay over training's groups while others already train.
+        # A broadcast may fail on its source and succeed elsewhere. Without this exchange, some ranks would
+        # then replay over training's groups while others already train.
         self._job.highest([0])
         for run in runs.values():
             run.comparisons = run.replay.comparisons()
