@@ -21,7 +21,8 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoint_parts.job import MEMBER, Figures, Job, alone, identity, in_memory, made, ms, synchronize
 from torchscout.checkpoint.generation import TrustLevel
-from torchscout.checkpoint.resume.fetch import Links, fetch
+from torchscout.checkpoint.resume.fetch import fetch
+from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
 from torchscout.checkpoint.state import training_state
 from torchscout.checkpoint.storage import shards

@@ -26,7 +26,8 @@ from torchscout.checkpoint.gate_state import Checked, Effects, Event, Lost, Outc
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.ledger_tiers import LedgerKeeper, LedgerTiers
 from torchscout.checkpoint.replication import placement
-from torchscout.checkpoint.resume.fetch import Fetched, Links, fetch
+from torchscout.checkpoint.resume.fetch import Fetched, fetch
+from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
 from torchscout.checkpoint.state import training_state
 from torchscout.checkpoint.state.restore import restore
@@ -250,7 +251,7 @@ class CheckpointManager:
         return Resumption(
             fetched.step,
             TrustLevel.VERIFIED if fetched.generation in self._gate.trusted else decision.role,
-            fetched.plan.sources[self._member.rank].told(self._member.rank),
+            fetched.plan.sources[self._member.rank].described(self._member.rank),
             f"{decision.reason} {fetched.plan.reason}.",
             None if swept is None else swept.sweep,
             None if swept is None else swept.unswept,
