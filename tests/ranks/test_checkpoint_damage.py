@@ -93,9 +93,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Left:
         run_dir=root / "run",
         timeout_seconds=10.0,
     )
+    killed = replace(plan, steps=STEPS + 1, killed={0: STEPS + 1, 1: STEPS + 1}, files_written=True)
     with pytest.raises(RankError, match="exit code -9"):
-        killed = {0: STEPS + 1, 1: STEPS + 1}
-        run_ranks(train, 2, replace(plan, steps=STEPS + 1, killed=killed, files_written=True), timeout=60)
+        run_ranks(train, 2, killed, timeout=60)
     shutil.copytree(root / "there", root / "whole")
     return Left(plan, run_ranks(train, 2, replace(plan, directory=None, steps=MORE), timeout=60))
 

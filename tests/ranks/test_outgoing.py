@@ -141,4 +141,4 @@ def test_a_copy_that_does_not_come_keeps_nothing_from_being_written(side: Side):
     outgoing = side.outgoing(1)
     outgoing.take(side.captured(2), is_due=True)
     until(lambda: outgoing.is_written(Generation(2)), "its own file is there")
-    assert "the copy of rank 1's step 2 has not come" in outgoing.problems()
+    assert "the copy of rank 1's step 2 did not arrive" in outgoing.problems()

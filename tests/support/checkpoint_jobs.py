@@ -91,7 +91,7 @@ class Plan:
     candidates_written: bool = False
     """Whoever is in the middle of a step waits until the candidate, if there is one, is in files."""
     files_written: bool = False
-    """Each rank waits in the middle of a step until all ranks' files of the step before, if due, are there."""
+    """Each rank waits in the middle of a step for all ranks' files of the step before, if they are due."""
     resumes: bool = True
     start_over: bool = False
     recipes: int | None = None
