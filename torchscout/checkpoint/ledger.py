@@ -239,7 +239,8 @@ def _read_or_problem(path: Path, rank: int) -> Ledger | str | None:
 def _ledger(document: dict[str, Any], path: Path, rank: int) -> Ledger:
     if (schema := document.get("schema")) != SCHEMA:
         raise CheckpointError(f"{path} has schema {schema!r:.20}, this version reads {SCHEMA}")
-    job, size, owner = (document.get(name, "") for name in ("job", "world_size", "rank"))
+    fields: list[Any] = [document.get(name) for name in ("job", "world_size", "rank")]
+    job, size, owner = fields
     if not isinstance(job, str) or not is_number(owner) or not is_number(size, owner + 1):
         raise DamagedError(f"{path} is not a ledger: job, world size or rank is missing")
     if owner != rank:

@@ -26,9 +26,9 @@ __all__ = ["LedgerKeeper", "LedgerTiers"]
 #
 # A restarted job uses the newest ledger that it finds (``ledger.newest``). While both tiers are there, that
 # is the newer of the two, and the shards that it expects in memory must be there. If the machine is lost, so
-# is its memory, and the ledger on disk decides, however old it is: files stay as long as any ledger names them.
-# A ledger in memory that cannot be replaced stops protecting memory once the one on disk is newer: otherwise
-# a full memory would end all further captures.
+# is its memory, and the ledger on disk decides, however old it is: files stay as long as any ledger names
+# them. A ledger in memory that cannot be replaced stops protecting memory once the one on disk is newer:
+# otherwise a full memory would end all further captures.
 
 
 class LedgerTiers:
@@ -130,7 +130,7 @@ class LedgerKeeper:
             )
 
     def free(self, gate: CheckpointGate) -> None:
-        """When the job has ended, delete from memory what is also in files, if the disk's ledger is current."""
+        """After the job, delete from memory what is also in files, if the ledger on disk is current."""
         if self._tiers.last(Tier.DISK) != gate:
             return
         on_disk = {each.path.relative_to(self._disk) for each in self._own(self._disk)}
