@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.states import Job, all_bits, interrupted, seed, through_bytes
 from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import collect, expected_bytes, refuse_what_cannot_be_kept
+from torchscout.checkpoint.state.training_state import collect, expected_bytes, require_storable
 from torchscout.errors import CheckpointError
 
 
@@ -330,24 +330,27 @@ MISFITS: dict[str, tuple[Callable[[Job], None], str]] = {
     ),
     "name": (
         lambda ours: renamed(ours.model),
-        "parameter 'first.weight' is in the checkpoint and not here.*'second.bias' is here and not in",
+        "parameter 'first.weight' is in the checkpoint but not in.*'second.bias' is in this job but not in",
     ),
     "another optimizer": (
         lambda ours: setattr(ours, "optimizers", [torch.optim.SGD(trained(ours.model), lr=0.1)]),
         "optimizer 0 is a torch.optim.sgd.SGD, was a torch.optim.adamw.AdamW",
     ),
-    "fewer optimizers": (lambda ours: setattr(ours, "optimizers", []), "there are 0 optimizers, were 1"),
+    "fewer optimizers": (
+        lambda ours: setattr(ours, "optimizers", []),
+        "there are 0 optimizers, there were 1",
+    ),
     "other groups": (
         lambda ours: setattr(ours, "optimizers", [torch.optim.AdamW(trained(ours.model)[::-1])]),
-        "the parameter groups of optimizer 0 hold other parameters, or in another order",
+        "the parameter groups of optimizer 0 have different parameters, or in another order",
     ),
     "not registered": (
         lambda ours: setattr(ours, "registered", {}),
-        "registered 'scheduler' is in the checkpoint and not here",
+        "registered state 'scheduler' is in the checkpoint but not in this job",
     ),
     "not kept": (
         lambda ours: ours.registered.update(loader=Loader()),
-        "registered 'loader' is here and not in the checkpoint",
+        "registered state 'loader' is in this job but not in the checkpoint",
     ),
 }
 
@@ -391,7 +394,7 @@ def test_a_registered_object_that_refuses_leaves_everything_as_it_was():
 def test_state_for_a_tensor_that_nobody_knows_is_refused():
     ours, _ = fitting()
     ours.optimizers[0].state[torch.zeros(3)] = {"a": 1}
-    with pytest.raises(CheckpointError, match=r"keeps state for a tensor of shape \(3,\)"):
+    with pytest.raises(CheckpointError, match=r"has state for a tensor of shape \(3,\)"):
         ours.collect()
 
 
@@ -415,9 +418,11 @@ class Queue:
 
 
 def test_state_that_cannot_be_kept_is_refused_when_it_is_registered():
-    refuse_what_cannot_be_kept("queue", Queue(1, torch.ones(2).expand(3, 2)))
-    with pytest.raises(ValueError, match=r"'queue' cannot be kept: queue/items/1 is a builtins\.object"):
-        refuse_what_cannot_be_kept("queue", Queue(1, object()))
+    require_storable("queue", Queue(1, torch.ones(2).expand(3, 2)))
+    with pytest.raises(
+        ValueError, match=r"cannot store the state registered as 'queue': queue/items/1 is a builtins\.object"
+    ):
+        require_storable("queue", Queue(1, object()))
 
 
 VIEWS = {
@@ -447,7 +452,7 @@ def test_expanded_and_strided_tensors_come_back(name: str):
 
 
 def test_something_else_is_not_taken_for_a_state():
-    with pytest.raises(CheckpointError, match="not the state of a rank"):
+    with pytest.raises(CheckpointError, match="not a rank's state"):
         restore(Net(), [], {}, {"weights": 1})
 
 

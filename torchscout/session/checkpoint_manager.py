@@ -126,7 +126,7 @@ class CheckpointManager:
             raise ValueError(f"names that begin with {SCOUT_PREFIX!r} are not for others, got {name!r}")
         if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
             raise ValueError(f"{name!r} must have state_dict() and load_state_dict(), got {type(stateful)}")
-        training_state.refuse_what_cannot_be_kept(name, stateful)
+        training_state.require_storable(name, stateful)
         self._registered[name] = stateful
 
     def step_begins(self) -> None:
