@@ -17,9 +17,10 @@ from torch import nn
 
 from tests.support.states import Job, all_bits, identity, seed
 from torchscout.checkpoint.generation import Generation, TrustLevel
-from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots, check_budget, memory_folder
+from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
 from torchscout.checkpoint.state.training_state import State, collect
 from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.memory import check_budget, memory_folder
 from torchscout.errors import CheckpointError
 
 

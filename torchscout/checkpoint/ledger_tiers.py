@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from torchscout.checkpoint import ledger
@@ -151,8 +152,11 @@ class LedgerKeeper:
 
     def _delete_from_memory(self) -> None:
         free = self._tiers.deletable(Tier.MEMORY)
-        for generation in free & self._retired:
+        unneeded = free & self._retired
+        for generation in unneeded:
             self._snapshots.retire(generation)
+        with suppress(CheckpointError):  # shards fetched on resuming; ``tidy`` tries again in the next run
+            retention.retire(self._memory, unneeded, self._member.rank)
         self._retired -= free
         if self._replicator is not None and free:
             self._replicator.retire(free)

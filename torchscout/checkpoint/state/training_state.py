@@ -46,7 +46,7 @@ Exchange = Callable[[torch.Tensor, Any, str], Any]
 
 
 def walk(value: Any, path: str, exchange: Exchange, beside: Any = None) -> Any:
-    """Copy a tree with its tensors exchanged; a second tree ``beside``, of any shape, is walked in parallel."""
+    """Copy a tree with its tensors exchanged; a second tree ``beside``, of any shape, is walked along."""
     if isinstance(value, torch.Tensor):
         return exchange(value, beside, path)
     if type(value) in (dict, OrderedDict, defaultdict):
@@ -131,8 +131,8 @@ class StateParts:
                 own[self.names[id(key)]] = value
             else:
                 raise CheckpointError(
-                    f"{title_of(optimizer)} has state for a tensor of shape {tuple(key.shape)} that is neither "
-                    "a parameter of the model nor in its parameter groups"
+                    f"{title_of(optimizer)} has state for a tensor of shape {tuple(key.shape)} "
+                    "that is neither a parameter of the model nor in its parameter groups"
                 )
         return own, others
 
