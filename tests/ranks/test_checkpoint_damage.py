@@ -65,7 +65,7 @@ class Left:
         for mine, theirs in zip(self.again(start_over=True), self.alone, strict=True):
             assert mine.resumed is not None
             assert (mine.resumed.step, mine.resumed.role) == (0, None)
-            assert "The job begins again, as was asked for" in mine.resumed.reason
+            assert "The job starts from step 0, as requested" in mine.resumed.reason
             assert mine.bits == theirs.bits
             assert (mine.failures, mine.status["latest"]) == ([], MORE - 1)
 

@@ -185,7 +185,7 @@ def test_a_holder_that_was_away_is_told_later_what_is_retired(tmp_path: Path):
         owner.ask("retire", [[1, 0]])
         until(lambda: files(owner.memory) == [], "it is gone here")
         heard: list[str] = []
-        until(lambda: said(owner, "not answer", heard), "it is noticed that nobody answers")
+        until(lambda: said(owner, "does not answer", heard), "it is noticed that nobody answers")
         holder.signal(signal.SIGKILL)
         assert files(holder.memory) != []
         restarted = Rank(1, holder.memory, TOKEN, port=holder.address[1])

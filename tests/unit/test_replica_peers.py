@@ -291,7 +291,7 @@ def test_an_address_that_is_taken_is_a_clear_error(replicator: Replicator, tmp_p
 
 
 def test_a_rank_beyond_the_addresses_is_a_mistake(replicator: Replicator):
-    with pytest.raises(ValueError, match="rank 1 needs all ranks' addresses and hosts, got 1 and 1"):
+    with pytest.raises(ValueError, match="rank 1 needs an address and a host per rank, got 1, 1"):
         replicator.connect([("127.0.0.1", 1)], ["a"])
 
 

@@ -76,7 +76,7 @@ class Replicator:
         """Connect, given every rank's address and host. Call it again when they change."""
         if not len(addresses) == len(hosts) > self._rank:
             raise ValueError(
-                f"rank {self._rank} needs all ranks' addresses and hosts, got {len(addresses)} and {len(hosts)}"
+                f"rank {self._rank} needs an address and a host per rank, got {len(addresses)}, {len(hosts)}"
             )
         self.holder = placement.replica_holders(hosts)[self._rank]
         owners = frozenset(placement.held_ranks(hosts, self._rank))
