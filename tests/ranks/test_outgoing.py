@@ -18,7 +18,7 @@ from torchscout.checkpoint.background_writer import BackgroundWriter
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
-from torchscout.checkpoint.state.training_state import collect
+from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.utils.network import new_token
@@ -54,7 +54,9 @@ class Side:
         return made
 
     def captured(self, step: int) -> Capture:
-        capture = self.snapshots.capture(identity(0, step), TrustLevel.LATEST, collect(self.model, [], {}))
+        capture = self.snapshots.capture(
+            identity(0, step), TrustLevel.LATEST, collect(StateParts(self.model, [], {}))
+        )
         self.snapshots.fence()
         assert capture.wait(30), capture.problem
         return capture

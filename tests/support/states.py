@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import State, Stateful, collect
+from torchscout.checkpoint.state.training_state import State, Stateful, StateParts, collect
 from torchscout.checkpoint.storage import encoding
 from torchscout.checkpoint.storage.encoding import blobs_of, dtype_named
 from torchscout.checkpoint.storage.shard_format import ShardIdentity, decode, encode
@@ -70,10 +70,10 @@ class Job:
             self.step(number)
 
     def collect(self) -> State:
-        return collect(self.model, self.optimizers, self.registered)
+        return collect(StateParts(self.model, self.optimizers, self.registered))
 
     def restore(self, kept: Any) -> None:
-        restore(self.model, self.optimizers, self.registered, kept)
+        restore(StateParts(self.model, self.optimizers, self.registered), kept)
 
 
 def interrupted(make: Any, *, at: int = 3, steps: int = 7, named: Sequence[type] = ()) -> tuple[Job, Job]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.states import Job, all_bits, interrupted, seed, through_bytes
 from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import collect, expected_bytes, require_storable
+from torchscout.checkpoint.state.training_state import StateParts, collect, expected_bytes, require_storable
 from torchscout.errors import CheckpointError
 
 
@@ -179,9 +179,9 @@ def test_registered_objects_and_a_gradient_scaler_come_back():
     loader = Loader()
     loader.position = Position(3, torch.ones(2))
     registered = {"loader": loader, "scaler": scaler}
-    kept = through_bytes(collect(net, [], registered), [Position])
+    kept = through_bytes(collect(StateParts(net, [], registered)), [Position])
     other, found = torch.amp.GradScaler("cpu", init_scale=2.0), Loader()
-    restore(Net(), [], {"loader": found, "scaler": other}, kept)
+    restore(StateParts(Net(), [], {"loader": found, "scaler": other}), kept)
     assert other.get_scale() == 8.0
     assert isinstance(found.position, Position)
     assert (found.position.epoch, found.position.seen.tolist()) == (3, [1.0, 1.0])
@@ -191,7 +191,7 @@ def test_what_may_change_at_once_is_told_from_what_stays_until_the_next_update()
     net = nn.ModuleDict({"net": Net(), "lookup": nn.Embedding(3, 2, max_norm=1.0)})
     ours = job(OPTIMIZERS["tensor lr"])()
     ours.train(range(1))
-    state = collect(ours.model, ours.optimizers, {"loader": Loader()})
+    state = collect(StateParts(ours.model, ours.optimizers, {"loader": Loader()}))
     kinds = {name.split("/")[0] for name in state.live}
     assert kinds == {"parameters", "slots"}
     assert "parameters/first.weight" in state.live
@@ -204,7 +204,7 @@ def test_what_may_change_at_once_is_told_from_what_stays_until_the_next_update()
         "registered",
         "rng",
     }
-    state = collect(net, [], {})
+    state = collect(StateParts(net, [], {}))
     assert "restless/lookup.weight" in state.prompt, "a forward pass scales these"
     assert state.bytes == sum(each.nbytes for each in state.tensors.values())
 
@@ -260,7 +260,7 @@ def test_a_passing_buffer_that_grew_or_is_made_later_comes_back_as_it_was():
 
     net, other = Cached(), Cached()
     net.angles, net.later = torch.arange(5.0), torch.ones(3)
-    restore(other, [], {}, through_bytes(collect(net, [], {})))
+    restore(StateParts(other, [], {}), through_bytes(collect(StateParts(net, [], {}))))
     assert torch.equal(other.angles, net.angles)
     assert torch.equal(other.later, net.later)
 
@@ -277,7 +277,7 @@ def test_extra_state_of_modules_is_kept():
 
     net, other = Counting(), Counting()
     net.count = 5
-    restore(other, [], {}, through_bytes(collect(net, [], {})))
+    restore(StateParts(other, [], {}), through_bytes(collect(StateParts(net, [], {}))))
     assert other.count == 5
 
 
@@ -289,11 +289,11 @@ def test_all_bits_of_numbers_stay():
     net.register_buffer("strided", torch.arange(6, dtype=torch.float64).view(2, 3).T)
     net.register_buffer("conjugate", torch.tensor([1 + 2j]).conj())
     net.register_buffer("empty", torch.zeros(0, 3))
-    kept = through_bytes(collect(net, [], {}))
+    kept = through_bytes(collect(StateParts(net, [], {})))
     expected = [each.clone() for each in net.buffers()]
     for each in net.buffers():
         each.zero_()
-    restore(net, [], {}, kept)
+    restore(StateParts(net, [], {}), kept)
     assert net.odd.view(torch.int32).tolist() == [0x7F800001, -1, -(1 << 31)]
     assert all(map(torch.equal, [*net.buffers()][1:], expected[1:]))
 
@@ -440,9 +440,9 @@ VIEWS = {
 def test_expanded_and_strided_tensors_come_back(name: str):
     kept, loader = VIEWS[name], Loader()
     loader.position = {"queue": deque([kept], 2), "several": defaultdict(list, a=[kept])}
-    state = through_bytes(collect(Net(), [], {"loader": loader}))
+    state = through_bytes(collect(StateParts(Net(), [], {"loader": loader})))
     found = Loader()
-    restore(Net(), [], {"loader": found}, state)
+    restore(StateParts(Net(), [], {"loader": found}), state)
     again = found.position["queue"][0]
     assert torch.equal(again, kept)
     assert again is not kept
@@ -453,14 +453,14 @@ def test_expanded_and_strided_tensors_come_back(name: str):
 
 def test_something_else_is_not_taken_for_a_state():
     with pytest.raises(CheckpointError, match="not a rank's state"):
-        restore(Net(), [], {}, {"weights": 1})
+        restore(StateParts(Net(), [], {}), {"weights": 1})
 
 
 def test_the_expected_size_is_about_right_before_and_after_the_first_update():
     ours = job(torch.optim.AdamW)()
-    before = expected_bytes(ours.model, ours.optimizers)
+    before = expected_bytes(StateParts(ours.model, ours.optimizers))
     ours.train(range(1))
-    after = expected_bytes(ours.model, ours.optimizers)
+    after = expected_bytes(StateParts(ours.model, ours.optimizers))
     steps = 4 * len(trained(ours.model))
     assert after == before + steps
     rest = {"rng", "optimizers"}

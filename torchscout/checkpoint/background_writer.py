@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.replication.replicator import Replicator
@@ -34,12 +33,6 @@ _SILENCE_SECONDS = 30.0
 """How long an expected copy may make no progress before it is given up."""
 _MOST_DOUBLINGS = 4
 """Limit of the backoff: 2**4 snapshots are not replicated after copies that came too late."""
-
-
-class _Task(NamedTuple):
-    capture: Capture
-    is_due: bool
-    """Whether it is due for files."""
 
 
 @dataclass(slots=True)
@@ -61,12 +54,12 @@ class BackgroundWriter:
         disk: Path,
         snapshots: Snapshots,
         replicator: Replicator | None,
-        wards: Sequence[int],
+        held_ranks: Sequence[int],
         timeout_seconds: float,
     ) -> None:
         self._member, self._memory, self._disk = member, memory, disk
-        self._snapshots, self._replicator, self._wards = snapshots, replicator, wards
-        self._patience = timeout_seconds
+        self._snapshots, self._replicator, self._held_ranks = snapshots, replicator, held_ranks
+        self._timeout = timeout_seconds
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._pending: set[Generation] = set()
         """Queued."""
@@ -88,7 +81,7 @@ class BackgroundWriter:
         """
         if is_due or self._has_time():
             self._pending.add(capture.identity.generation)
-            self._tasks.put(lambda: self._try(_Task(capture, is_due)))
+            self._tasks.put(lambda: self._process(capture, is_due))
 
     def later(self, work: Callable[[], object]) -> None:
         """Run this after what was queued before it; a failure is reported by ``problems``."""
@@ -119,8 +112,8 @@ class BackgroundWriter:
                 _copy(path, own)
         if not own.exists():
             raise CheckpointError(f"{generation} is not in memory")
-        for ward in self._wards:
-            identity = self._member.at(generation, ward)
+        for rank in self._held_ranks:
+            identity = self._member.at(generation, rank)
             held, target = (shards.path_of(each, identity, me) for each in (self._memory, self._disk))
             if held.exists() and not target.exists():
                 _copy(held, target)
@@ -143,7 +136,7 @@ class BackgroundWriter:
     def close(self) -> None:
         """Finish the queue, within bounds."""
         self._tasks.put(None)
-        self._thread.join(min(self._patience, 10.0))
+        self._thread.join(min(self._timeout, 10.0))
 
     def _has_time(self) -> bool:
         """Whether a copy could arrive before it is obsolete."""
@@ -163,10 +156,10 @@ class BackgroundWriter:
         except Empty:
             return self._look_for_copies
 
-    def _try(self, task: _Task) -> None:
-        generation = task.capture.identity.generation
-        problem = self._attempt(lambda: self._carry(task))
-        if task.is_due and problem is not None:
+    def _process(self, capture: Capture, is_due: bool) -> None:
+        generation = capture.identity.generation
+        problem = self._attempt(lambda: self._carry(capture, is_due))
+        if is_due and problem is not None:
             self._written[generation] = problem
         self._pending.discard(generation)
 
@@ -178,21 +171,20 @@ class BackgroundWriter:
             return str(error)
         return None
 
-    def _carry(self, task: _Task) -> None:
-        generation = task.capture.identity.generation
-        if not task.capture.wait(self._patience):
-            raise CheckpointError(
-                f"{generation} was not captured: {task.capture.problem or 'it takes too long'}"
-            )
+    def _carry(self, capture: Capture, is_due: bool) -> None:
+        """Replicate a snapshot, and write it to files if it is due."""
+        generation = capture.identity.generation
+        if not capture.wait(self._timeout):
+            raise CheckpointError(f"{generation} was not captured: {capture.problem or 'it takes too long'}")
         with self._snapshots.held(generation) as path:
-            if path is None and not task.is_due:
+            if path is None and not is_due:
                 return  # a newer one has replaced it
             if path is None:
                 raise CheckpointError(f"{generation} is no longer in memory")
             if self._replicator is not None and self._replicator.holder is not None:
                 self._send(self._replicator, generation)
-            if task.is_due:
-                _copy(path, shards.path_of(self._disk, task.capture.identity, self._member.rank))
+            if is_due:
+                _copy(path, shards.path_of(self._disk, capture.identity, self._member.rank))
                 self._expect_copies(generation)
 
     def _send(self, replicator: Replicator, generation: Generation) -> None:
@@ -218,7 +210,7 @@ class BackgroundWriter:
 
     def _expect_copies(self, generation: Generation) -> None:
         now = time.monotonic()
-        self._expected += [_Expected(self._member.at(generation, ward), now) for ward in self._wards]
+        self._expected += [_Expected(self._member.at(generation, rank), now) for rank in self._held_ranks]
         self._look_for_copies()
         self._settle(generation)
 
@@ -241,7 +233,7 @@ class BackgroundWriter:
         now = time.monotonic()
         if self._replicator is not None and expected.identity in self._replicator.arriving():
             expected.progressed = now
-        return now - expected.progressed < min(self._patience, _SILENCE_SECONDS)
+        return now - expected.progressed < min(self._timeout, _SILENCE_SECONDS)
 
     def _settle(self, generation: Generation) -> None:
         if all(each.identity.generation != generation for each in self._expected):

@@ -31,7 +31,7 @@ from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
 from torchscout.checkpoint.state import training_state
 from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, Stateful
+from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, Stateful, StateParts
 from torchscout.checkpoint.storage import job_file, lock, shards
 from torchscout.checkpoint.storage.forgetting import forget_old
 from torchscout.checkpoint.storage.inventory import Member, Tier
@@ -191,7 +191,7 @@ class CheckpointManager:
         for event in events_of(self._gate, step, CheckVote.counted(counted)):
             if counts or not (isinstance(event, Checked) and event.outcome.accepted):
                 self._carry_out(event)
-        self._write_down()
+        self._write_ledgers()
 
     def resume(self, sweep: Sweeping | None = None, *, start_over: bool = False) -> Resumption:
         """Load the checkpoint that algorithm 3 selects, on every rank.
@@ -217,7 +217,7 @@ class CheckpointManager:
                 self._carry_out(Lost(each))
             # Unlike a new job, the next run must ask explicitly to start over.
             self._gate = replace(self._gate, poisoned=self._gate.step)
-            self._write_down()
+            self._write_ledgers()
             raise
         return self._resumed(gate, loaded)
 
@@ -227,7 +227,7 @@ class CheckpointManager:
         self._problems.add(fetched.demoted)
         problem: str | None = f"{fetched.generation} could not be restored"
         try:
-            restore(self._model, self._optimizers, self._registered, fetched.value.tree, self._owned)
+            restore(self._state(), fetched.value.tree)
             problem = None
         except ScoutError as error:
             problem = str(error)
@@ -243,7 +243,7 @@ class CheckpointManager:
             self._carry_out(Lost(passed))
         self._carry_out(Recovered(fetched.generation, fetched.plan.in_files))
         self._gate = self._configured(self._gate)
-        self._write_down()
+        self._write_ledgers()
         gate = self._gate
         self._writer.later(lambda: self._keeper.tidy(gate))
         if self._replication.replicator is not None:  # its holder may be new and have no copy
@@ -328,7 +328,7 @@ class CheckpointManager:
         if config.forget_after_days is not None:
             forget_old(self._memory.parent, self._memory, config.forget_after_days)
         copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
-        expected = training_state.expected_bytes(self._model, self._optimizers, self._owned)
+        expected = training_state.expected_bytes(self._state())
         allowed = check_budget(expected, copies, config.memory_budget, self._memory)
         # What is left even if the state turns out to be twice as large as expected.
         self.saved_calls.limit = max(0, allowed // copies - 2 * expected) if config.sweep else 0
@@ -354,14 +354,9 @@ class CheckpointManager:
         held_ranks = self._replication.connect([each["address"] for each in gathered])
         replicator = self._replication.replicator
         self._problems.add(filter(None, [self._replication.problem]))
+        timeout = self._config.timeout_seconds
         self._writer = BackgroundWriter(
-            self._member,
-            self._memory,
-            self._disk,
-            self._snapshots,
-            replicator,
-            held_ranks,
-            self._config.timeout_seconds,
+            self._member, self._memory, self._disk, self._snapshots, replicator, held_ranks, timeout
         )
         self._undo.callback(self._writer.close)
         self._keeper = LedgerKeeper(
@@ -407,7 +402,7 @@ class CheckpointManager:
             self._carry_out(Lost(each))
         self._carry_out(Recovered(None))
         self._gate = self._configured(self._gate)
-        self._write_down()
+        self._write_ledgers()
 
     def _carry_out(self, event: Event) -> None:
         before = self._gate
@@ -420,19 +415,20 @@ class CheckpointManager:
     def _take(self, generation: Generation, effects: Effects) -> None:
         """Record loader positions and random state now, and capture the rest when the next step begins."""
         self._awaited, self._capture, self._due = generation, None, None  # also if noting fails
-        noted = training_state.note(self._model, self._optimizers, self._registered, self._owned)
+        noted = training_state.note(self._state())
         role = TrustLevel.VERIFIED if self._gate.recipes is None else TrustLevel.LATEST
 
         def due() -> None:
-            found = training_state.collect(
-                self._model, self._optimizers, self._registered, noted, self._owned
-            )
+            found = training_state.collect(self._state(), noted)
             self._capture = self._snapshots.capture(self._member.at(generation), role, found)
             self._writer.take(self._capture, is_due=effects.persist == generation)
 
         self._due = due
 
-    def _write_down(self) -> None:
+    def _state(self) -> StateParts:
+        return StateParts(self._model, self._optimizers, self._registered, self._owned)
+
+    def _write_ledgers(self) -> None:
         problem = self._keeper.write(self._gate, self._covered() or None, self._writer.later)
         self._problems.add(filter(None, [problem]))
 

@@ -112,11 +112,7 @@ class BufferPool:
     """This rank's buffers, oldest first. Thread-safe."""
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        count: int,
-        protected: Callable[[], frozenset[Generation]] = frozenset,
+        self, folder: Path, rank: int, count: int, protected: Callable[[], frozenset[Generation]] = frozenset
     ) -> None:
         self._folder, self._rank, self._count = folder, rank, count
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
 """Copies tensors into host memory while training goes on (paper, section 8).
 
-``DeviceCopies`` and ``Pinning`` contain everything specific to accelerators: a side stream, events, and
-pinned memory. Nothing synchronizes a whole device.
+``_Side`` and ``Pinning`` contain everything specific to accelerators: a side stream, events, and pinned
+memory. Nothing synchronizes a whole device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from torchscout.checkpoint.storage.encoding import fill
 
-__all__ = ["Copies", "DeviceCopies", "Pinning", "Stage", "TensorCopy"]
+__all__ = ["Copies", "Pinning", "Stage", "TensorCopy"]
 
 _CHUNK = 32 << 20
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
@@ -37,51 +37,32 @@ class TensorCopy(NamedTuple):
 
 
 class Copies:
-    """Copies the tensors of one snapshot, from host memory and devices."""
+    """Copies the tensors of one snapshot, from host memory and from devices."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         """Call on the training thread, after the last update was issued."""
-        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        self.devices = DeviceCopies(devices) if devices else None
+        self.sides = [_Side(device) for device in {each.device for each in tensors} if device.type != "cpu"]
+        """One for each accelerator."""
 
     def issue(self, copies: Sequence[TensorCopy], pinned: bool) -> None:
         """Copy host tensors and start copying device tensors. Call on a background thread.
 
         May be called again with more; ``fence`` orders training after the first call's copies only.
         """
-        if self.devices is not None:
-            self.devices.issue([each for each in copies if not each.source.is_cpu], pinned)
+        for side in self.sides:
+            side.issue([each for each in copies if each.source.device == side.device], pinned)
         for each in copies:
             if each.source.is_cpu:
                 _copy_on_host(each)
 
     def fence(self) -> None:
         """Order all further work of the training thread after the copies. Call after ``issue``."""
-        if self.devices is not None:
-            self.devices.fence()
-
-    def wait(self) -> None:
-        """Wait until all copies are complete. Call on a background thread, after ``issue``."""
-        if self.devices is not None:
-            self.devices.wait()
-
-
-class DeviceCopies:
-    """Copies from accelerators, on one side stream per device."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._sides = [_Side(device) for device in devices]
-
-    def issue(self, copies: Sequence[TensorCopy], pinned: bool) -> None:
-        for side in self._sides:
-            side.issue([each for each in copies if each.source.device == side.device], pinned)
-
-    def fence(self) -> None:
-        for side in self._sides:
+        for side in self.sides:
             side.module.current_stream(side.device).wait_event(side.done[0])
 
     def wait(self) -> None:
-        for side in self._sides:
+        """Wait until all copies are complete. Call on a background thread, after ``issue``."""
+        for side in self.sides:
             side.done[-1].synchronize()
 
 

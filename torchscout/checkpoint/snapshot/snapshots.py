@@ -215,7 +215,7 @@ class Snapshots:
         try:
             laid_out = self._laid_out(task)
             memory = buffer.memory(laid_out.size)
-            _fill(memory, laid_out, task, task.copies.devices is not None and buffer.pin())
+            _fill(memory, laid_out, task, bool(task.copies.sides) and buffer.pin())
             self._pool.seal(buffer, task.capture.identity)
             is_sealed = True
             return laid_out.size

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from torchscout.checkpoint.state import random_state
 from torchscout.checkpoint.state.tensor_layout import difference, fits, local_of, rebuilt
-from torchscout.checkpoint.state.training_state import Stateful, StateParts, title_of, walk
+from torchscout.checkpoint.state.training_state import StateParts, title_of, walk
 from torchscout.checkpoint.storage.encoding import fill, name_of
 from torchscout.errors import CheckpointError
 
@@ -26,13 +25,7 @@ __all__ = ["restore"]
 _MAX_OBJECTIONS = 8
 
 
-def restore(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    registered: Mapping[str, Stateful],
-    tree: Any,
-    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> None:
+def restore(parts: StateParts, tree: Any) -> None:
     """Restore the state that ``collect`` returned, including the optimizers' settings.
 
     Raises ``CheckpointError`` if it does not fit, and then changes nothing. If a registered object raises,
@@ -40,15 +33,14 @@ def restore(
     """
     if not isinstance(tree, dict) or tree.get("schema") != 1:
         raise CheckpointError("this is not a rank's state, or is one of another version of torchscout")
-    held = StateParts(model, optimizers, registered, owned)
     plan = _Plan(tree["layouts"])
-    _plan_model(plan, held, tree)
-    _plan_optimizers(plan, held, tree)
-    _plan_objects(plan, held, tree)
-    plan.objection(random_state.difference(tree["rng"], held.tensors))
+    _plan_model(plan, parts, tree)
+    _plan_optimizers(plan, parts, tree)
+    _plan_objects(plan, parts, tree)
+    plan.objection(random_state.difference(tree["rng"], parts.tensors))
     plan.refuse()
     plan.carry_out()
-    random_state.restore(tree["rng"], held.tensors)
+    random_state.restore(tree["rng"], parts.tensors)
 
 
 class _Load(NamedTuple):
@@ -162,24 +154,24 @@ def _load_all(loads: Sequence[_Load]) -> None:
             each.load(state)
 
 
-def _plan_model(plan: _Plan, held: StateParts, tree: Mapping[str, Any]) -> None:
+def _plan_model(plan: _Plan, parts: StateParts, tree: Mapping[str, Any]) -> None:
     kinds = (
-        ("parameter", "parameters", {**tree["restless"], **tree["parameters"]}, held.parameters),
-        ("buffer", "buffers", tree["buffers"], held.buffers),
-        ("optimizer tensor", "masters", tree["masters"], held.masters),
+        ("parameter", "parameters", {**tree["restless"], **tree["parameters"]}, parts.parameters),
+        ("buffer", "buffers", tree["buffers"], parts.buffers),
+        ("optimizer tensor", "masters", tree["masters"], parts.masters),
     )
     for what, part, kept, here in kinds:
         for name in plan.names(what, kept, here):
             plan.fill(f"{what} {name!r}", f"{part}/{name!r}", kept[name], here[name])
-    modules = dict(held.model.named_modules())
+    modules = dict(parts.model.named_modules())
     for name, kept in tree["caches"].items():
         owner, _, last = name.rpartition(".")
         if owner not in modules:
             plan.objection(f"buffer {name!r} is in the checkpoint but its module is not in this job")
             continue
         # A module may create or enlarge such a buffer later: then it gets the saved one.
-        buffer = plan.put_into(kept, held.caches.get(name), f"caches/{name!r}")
-        if buffer is not held.caches.get(name):
+        buffer = plan.put_into(kept, parts.caches.get(name), f"caches/{name!r}")
+        if buffer is not parts.caches.get(name):
             plan.actions.append(partial(_register, modules[owner], last, buffer))
 
 
@@ -190,23 +182,23 @@ def _register(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
         module.register_buffer(name, buffer, persistent=False)
 
 
-def _plan_optimizers(plan: _Plan, held: StateParts, tree: Mapping[str, Any]) -> None:
-    if len(tree["optimizers"]) != len(held.optimizers):
-        plan.objection(f"there are {len(held.optimizers)} optimizers, there were {len(tree['optimizers'])}")
+def _plan_optimizers(plan: _Plan, parts: StateParts, tree: Mapping[str, Any]) -> None:
+    if len(tree["optimizers"]) != len(parts.optimizers):
+        plan.objection(f"there are {len(parts.optimizers)} optimizers, there were {len(tree['optimizers'])}")
         return
-    kept = zip(held.optimizers, tree["optimizers"], tree["slots"], strict=True)
+    kept = zip(parts.optimizers, tree["optimizers"], tree["slots"], strict=True)
     for place, (optimizer, settings, slots) in enumerate(kept):
         if title_of(optimizer) != settings["class"]:
             plan.objection(f"optimizer {place} is a {title_of(optimizer)}, was a {settings['class']}")
             continue
-        _plan_groups(plan, held, optimizer, settings["groups"], place)
-        _plan_slots(plan, held, optimizer, slots, place)
+        _plan_groups(plan, parts, optimizer, settings["groups"], place)
+        _plan_slots(plan, parts, optimizer, slots, place)
 
 
 def _plan_groups(
-    plan: _Plan, held: StateParts, optimizer: torch.optim.Optimizer, kept: Sequence[Any], place: int
+    plan: _Plan, parts: StateParts, optimizer: torch.optim.Optimizer, kept: Sequence[Any], place: int
 ) -> None:
-    here = [[held.names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+    here = [[parts.names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
     if here != [group["params"] for group in kept]:
         plan.objection(
             f"the parameter groups of optimizer {place} have different parameters, or in another order"
@@ -219,9 +211,9 @@ def _plan_groups(
 
 
 def _plan_slots(
-    plan: _Plan, held: StateParts, optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], place: int
+    plan: _Plan, parts: StateParts, optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], place: int
 ) -> None:
-    updated, own = held.updated, held.slots(optimizer)
+    updated, own = parts.updated, parts.slots(optimizer)
     state: dict[Any, Any] = {}
     for name, slots in kept["own"].items():
         if name in updated:  # otherwise it is an objection already
@@ -231,13 +223,13 @@ def _plan_slots(
     plan.actions += [optimizer.state.clear, partial(optimizer.state.update, state)]
 
 
-def _plan_objects(plan: _Plan, held: StateParts, tree: Mapping[str, Any]) -> None:
-    for name in plan.names("registered state", tree["registered"], held.registered):
-        each, path = held.registered[name], f"registered/{name!r}"
+def _plan_objects(plan: _Plan, parts: StateParts, tree: Mapping[str, Any]) -> None:
+    for name in plan.names("registered state", tree["registered"], parts.registered):
+        each, path = parts.registered[name], f"registered/{name!r}"
         kept = tree["registered"][name]
         if any(key == path or key.startswith(f"{path}/") for key in plan.layouts):
             kept = plan.made_as(kept, each.state_dict(), path)
         plan.loads.append(_Load(each.load_state_dict, kept, each.state_dict))
-    for name in plan.names("extra state of module", tree["extra"], held.extra):
-        module = held.extra[name]
+    for name in plan.names("extra state of module", tree["extra"], parts.extra):
+        module = parts.extra[name]
         plan.loads.append(_Load(module.set_extra_state, tree["extra"][name], module.get_extra_state))

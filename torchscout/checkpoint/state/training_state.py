@@ -82,8 +82,8 @@ class StateParts:
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        registered: Mapping[str, Stateful],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        registered: Mapping[str, Stateful] = MappingProxyType({}),
         owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """``owned`` tensors replace the parameters of the same names, or are added: a framework may give the
@@ -243,19 +243,11 @@ class Note:
     """Loaders' states, by registered name."""
 
 
-def note(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    registered: Mapping[str, Stateful],
-    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> Note:
+def note(parts: StateParts) -> Note:
     """Record the random state and the positions of registered loaders."""
-    held = StateParts(model, optimizers, registered, owned)
-    loaders = {name: each for name, each in registered.items() if _is_loader(each)}
-    return Note(
-        random_state.now(held.tensors),
-        {name: copy.deepcopy(each.state_dict()) for name, each in loaders.items()},
-    )
+    loaders = {name: each for name, each in parts.registered.items() if _is_loader(each)}
+    positions = {name: copy.deepcopy(each.state_dict()) for name, each in loaders.items()}
+    return Note(random_state.now(parts.tensors), positions)
 
 
 def _is_loader(stateful: Stateful) -> bool:
@@ -275,17 +267,10 @@ def require_storable(name: str, stateful: Stateful) -> None:
         raise ValueError(f"a checkpoint cannot store the state registered as {name!r}: {error}") from error
 
 
-def collect(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    registered: Mapping[str, Stateful],
-    noted: Note | None = None,
-    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> State:
+def collect(parts: StateParts, noted: Note | None = None) -> State:
     """Collect the current state, and what was ``noted`` before. Raises ``CheckpointError`` with the path of
     what cannot be stored."""
-    held, taken = StateParts(model, optimizers, registered, owned), _Taken()
-    noted = noted or note(model, optimizers, registered, owned)
+    taken, noted = _Taken(), noted or note(parts)
     found = {
         "schema": 1,
         "rng": noted.rng,
@@ -294,19 +279,20 @@ def collect(
                 noted.positions[name] if name in noted.positions else each.state_dict(),
                 f"registered/{name!r}",
             )
-            for name, each in registered.items()
+            for name, each in parts.registered.items()
         },
-        "extra": {name: each.get_extra_state() for name, each in held.extra.items()},
-        "buffers": taken.each("buffers", held.buffers),
-        "caches": {name: taken.tree(each, f"caches/{name!r}") for name, each in held.caches.items()},
-        "restless": taken.each("parameters", {name: held.parameters[name] for name in held.restless}),
-        "optimizers": [_settings(each, held, taken, place) for place, each in enumerate(held.optimizers)],
+        "extra": {name: each.get_extra_state() for name, each in parts.extra.items()},
+        "buffers": taken.each("buffers", parts.buffers),
+        "caches": {name: taken.tree(each, f"caches/{name!r}") for name, each in parts.caches.items()},
+        "restless": taken.each("parameters", {name: parts.parameters[name] for name in parts.restless}),
+        "optimizers": [_settings(each, parts, taken, place) for place, each in enumerate(parts.optimizers)],
         # Live tensors from here on; a tensor that occurs in both halves belongs to the first.
         "parameters": taken.each(
-            "parameters", {name: each for name, each in held.parameters.items() if name not in held.restless}
+            "parameters",
+            {name: each for name, each in parts.parameters.items() if name not in parts.restless},
         ),
-        "masters": taken.each("masters", held.masters),
-        "slots": [_slots(each, held, taken, place) for place, each in enumerate(held.optimizers)],
+        "masters": taken.each("masters", parts.masters),
+        "slots": [_slots(each, parts, taken, place) for place, each in enumerate(parts.optimizers)],
         "layouts": taken.layouts,
     }
     document, tensors = encoding.encode(found)
@@ -314,15 +300,10 @@ def collect(
     return State(document, live, {name: each for name, each in tensors.items() if name not in live})
 
 
-def expected_bytes(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> int:
+def expected_bytes(parts: StateParts) -> int:
     """Estimate the size of a checkpoint; before the first update, two slots per parameter are assumed."""
-    held = StateParts(model, optimizers, {}, owned)
-    total = sum(local_of(each).nbytes for each in held.tensors)
-    for optimizer in held.optimizers:
+    total = sum(local_of(each).nbytes for each in parts.tensors)
+    for optimizer in parts.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 slots = optimizer.state.get(parameter)
@@ -350,11 +331,7 @@ class _Taken:
         return walk(value, path, lambda each, _, place: self._tensor(each, place, home, parameter))
 
     def _tensor(
-        self,
-        tensor: torch.Tensor,
-        path: str,
-        home: torch.device,
-        parameter: torch.Tensor | None = None,
+        self, tensor: torch.Tensor, path: str, home: torch.device, parameter: torch.Tensor | None = None
     ) -> torch.Tensor:
         if (layout := layout_of(tensor, home, parameter)) is not None:
             self.layouts[path] = layout
@@ -362,7 +339,7 @@ class _Taken:
 
 
 def _settings(
-    optimizer: torch.optim.Optimizer, held: StateParts, taken: _Taken, place: int
+    optimizer: torch.optim.Optimizer, parts: StateParts, taken: _Taken, place: int
 ) -> dict[str, Any]:
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -370,16 +347,16 @@ def _settings(
         values = {key: value for key, value in group.items() if key != "params"}
         groups.append(
             {
-                "params": [held.names[id(parameter)] for parameter in group["params"]],
+                "params": [parts.names[id(parameter)] for parameter in group["params"]],
                 "settings": taken.tree(values, f"optimizers/{place}/{number}", first),
             }
         )
     return {"class": title_of(optimizer), "groups": groups}
 
 
-def _slots(optimizer: torch.optim.Optimizer, held: StateParts, taken: _Taken, place: int) -> dict[str, Any]:
-    own, others = held.slots(optimizer)
-    updated = held.updated
+def _slots(optimizer: torch.optim.Optimizer, parts: StateParts, taken: _Taken, place: int) -> dict[str, Any]:
+    own, others = parts.slots(optimizer)
+    updated = parts.updated
     return {
         "own": {
             name: taken.tree(value, f"slots/{place}/{name!r}", updated[name]) for name, value in own.items()
