@@ -16,13 +16,13 @@ from tests.support.ranks import run_ranks
 from tests.support.replica_ranks import files, identity, seal
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.replication.placement import replica_holders
-from torchscout.checkpoint.resume.fetch import fetch, whole
+from torchscout.checkpoint.resume.fetch import fetch
 from torchscout.checkpoint.resume.plan import Listing
 from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.storage.inventory import Member, Tier, inventory
 from torchscout.checkpoint.storage.shards import inspect, path_of, verify
 from torchscout.communicators import Communicators
-from torchscout.errors import ChannelError, CheckpointError
+from torchscout.errors import ChannelError, CheckpointError, DamagedError
 
 SIZE = 9 << 20
 """More than two pieces."""
@@ -86,7 +86,8 @@ def recover(rank: int, folder: Path, hosts: str, options: dict[str, Any]) -> dic
 
     def load(path: Path) -> bytes:
         opened.append(path)
-        whole(path)
+        if not (report := verify(path)).whole:
+            raise DamagedError(f"{path}: {report.problems}")
         return path.read_bytes()
 
     folders = (folder / hosts[rank] / "memory", folder / hosts[rank] / "disk")

@@ -22,7 +22,7 @@ from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.errors import CheckpointError, DamagedError, UnavailableError
 from torchscout.log import log
 
-__all__ = ["Fetched", "fetch", "whole"]
+__all__ = ["Fetched", "fetch"]
 
 _MOST_PROBLEMS = 20
 """Unreadable files that a rank reports to the other ranks."""
@@ -52,13 +52,6 @@ class Fetched(Generic[T]):
         return self.generation.step
 
 
-def whole(path: Path) -> None:
-    """Verify every bit of a shard; raises ``DamagedError``."""
-    report = shards.verify(path)
-    if not report.whole:
-        raise DamagedError(f"{path}: {'; '.join(report.problems[:3])}")
-
-
 def fetch(
     member: Member,
     wanted: Sequence[Generation],
@@ -68,8 +61,8 @@ def fetch(
 ) -> Fetched[T]:
     """Load the first of the ``wanted`` generations that every rank can have whole, from memory and disk.
 
-    ``load`` reads and verifies a shard, as ``shards.load`` and ``whole`` do, and raises ``CheckpointError``
-    if it cannot. Raises ``UnavailableError``, on every rank alike, if no generation is left.
+    ``load`` reads and verifies a shard, as ``shards.load`` does, and raises ``CheckpointError`` if it cannot.
+    Raises ``UnavailableError``, on every rank alike, if no generation is left.
     """
     ours = _Participant(member, folders[0], links, inventory(*folders, wanted), load)
     demoted = ours.gather_problems()

@@ -21,14 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchscout.checkpoint.storage.shard_format import ITEM_BYTES, Blob, Entry
-from torchscout.decision.fold import memory_of
+from torchscout.checkpoint.storage.shard_format import ITEM_BYTES, Entry
 from torchscout.errors import CheckpointError, DamagedError
 
 __all__ = [
     "Encoded",
-    "blob_of",
-    "blobs_of",
     "bytes_of",
     "decode",
     "dtype_named",
@@ -53,18 +50,6 @@ def objection(tensor: torch.Tensor) -> str | None:
     if name_of(tensor.dtype) not in ITEM_BYTES:
         return f"{tensor.dtype} cannot be stored as bytes"
     return None
-
-
-def blobs_of(tensors: Mapping[str, torch.Tensor]) -> list[Blob]:
-    return [blob_of(name, tensor) for name, tensor in tensors.items()]
-
-
-def blob_of(name: str, tensor: torch.Tensor) -> Blob:
-    """The tensor's own memory if it is a contiguous CPU tensor, a copy otherwise. Raises ``ValueError``."""
-    if why := objection(tensor):
-        raise ValueError(f"{name}: {why}")
-    memory = memory_of(tensor.detach().cpu())
-    return Blob(name, name_of(tensor.dtype), tuple(tensor.shape), bytes_of(memory), memory)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -21,7 +21,6 @@ from typing import Any
 
 import xxhash
 
-from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.storage.shard_files import files_under
 from torchscout.checkpoint.storage.shard_format import (
     PREFIX_BYTES,
@@ -32,7 +31,6 @@ from torchscout.checkpoint.storage.shard_format import (
     check_header,
     check_padding,
     digest,
-    encode,
     parse,
     probe,
 )
@@ -49,7 +47,6 @@ __all__ = [
     "make_folder",
     "path_of",
     "replace",
-    "save",
     "verify",
     "write",
 ]
@@ -90,15 +87,6 @@ def path_of(directory: Path | str, identity: ShardIdentity, holder: int) -> Path
     step, lineage = identity.generation
     shard = f"rank-{identity.rank}-of-{identity.world_size}.held-by-{holder}.shard"
     return Path(directory) / f"step-{step:010d}.lineage-{lineage}" / shard
-
-
-def save(path: Path | str, identity: ShardIdentity, role: TrustLevel, tree: Any) -> None:
-    """Write one rank's state; its CPU tensors must not change meanwhile. Raises ``CheckpointError``."""
-    from torchscout.checkpoint.storage import encoding  # imports torch
-
-    encoded = encoding.encode(tree)
-    blobs = encoding.blobs_of(encoded.tensors)  # some own the memory that is written
-    write(path, encode(identity, role, encoded.document, blobs))
 
 
 def write(path: Path | str, pieces: Sequence[Buffer]) -> None:
