@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.state.training_state import State, collect
+from torchscout.checkpoint.state.training_state import State, StateParts, collect
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 
@@ -63,7 +63,7 @@ class Job:
         self.optimizer.zero_grad()
 
     def state(self) -> State:
-        return collect(self.model, [self.optimizer], {})
+        return collect(StateParts(self.model, [self.optimizer], {}))
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -21,9 +21,11 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoint_parts.job import MEMBER, Figures, Job, alone, identity, in_memory, made, ms, synchronize
 from torchscout.checkpoint.generation import TrustLevel
-from torchscout.checkpoint.resume.fetch import Links, fetch
+from torchscout.checkpoint.resume.fetch import fetch
+from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
-from torchscout.checkpoint.state import training_state
+from torchscout.checkpoint.state.restore import restore as restore_state
+from torchscout.checkpoint.state.training_state import StateParts
 from torchscout.checkpoint.storage import shards
 from torchscout.communicators import Communicators
 
@@ -78,7 +80,7 @@ def _fetched(job: Job, folders: tuple[Path, Path], links: Links) -> Way:
     """As ``session.resume`` does."""
     return Way(
         lambda: fetch(MEMBER, [identity(1).generation], folders, links, shards.load).value.tree,
-        lambda tree: training_state.restore(job.model, [job.optimizer], {}, tree),
+        lambda tree: restore_state(StateParts(job.model, [job.optimizer], {}), tree),
     )
 
 

@@ -259,7 +259,7 @@ class _Copying:
         port = int(listening.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.memory = folder / "held"
         self.inbox = ReplicaReceiver(listening, 1, self.memory, 0.5)
-        self.inbox.wards = frozenset({0})
+        self.inbox.owners = frozenset({0})
         self.sender = wire.connect(self.context, TOKEN, 0, ("127.0.0.1", port))
         assert self.sender.poll(10_000, zmq.POLLOUT)
         self.data = seal(folder / "made", 0, 1, size=3000).read_bytes()

@@ -11,7 +11,7 @@ from torch import nn
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
 from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import collect
+from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 
@@ -53,7 +53,9 @@ def test_training_goes_on_while_the_device_is_copied_and_changes_nothing(tmp_pat
     for number in range(1, 7):
         step(model, optimizer, snapshots)
         wanted[number] = bits(model, optimizer)
-        capture = snapshots.capture(identity(number), TrustLevel.LATEST, collect(model, [optimizer], {}))
+        capture = snapshots.capture(
+            identity(number), TrustLevel.LATEST, collect(StateParts(model, [optimizer], {}))
+        )
         assert capture.problem is None
     step(model, optimizer, snapshots)  # right after the last fence
     assert capture.wait(60), capture.problem
@@ -61,7 +63,7 @@ def test_training_goes_on_while_the_device_is_copied_and_changes_nothing(tmp_pat
         path = shards.path_of(tmp_path, identity(number), 0)
         assert shards.verify(path).whole
         other, its_optimizer = job()
-        restore(other, [its_optimizer], {}, shards.load(path).tree)
+        restore(StateParts(other, [its_optimizer], {}), shards.load(path).tree)
         for before, after in zip(wanted[number], bits(other, its_optimizer), strict=True):
             assert torch.equal(before, after)
     snapshots.close()
@@ -74,12 +76,14 @@ def test_going_on_from_a_snapshot_is_going_on(tmp_path: Path):
     try:
         for _ in range(3):
             step(model, optimizer)
-        capture = snapshots.capture(identity(3), TrustLevel.VERIFIED, collect(model, [optimizer], {}))
+        capture = snapshots.capture(
+            identity(3), TrustLevel.VERIFIED, collect(StateParts(model, [optimizer], {}))
+        )
         for _ in range(3):
             step(model, optimizer, snapshots)
         assert capture.wait(60), capture.problem
         other, its_optimizer = job()
-        restore(other, [its_optimizer], {}, shards.load(capture.path).tree)
+        restore(StateParts(other, [its_optimizer], {}), shards.load(capture.path).tree)
         for _ in range(3):
             step(other, its_optimizer)
     finally:

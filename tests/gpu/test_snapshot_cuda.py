@@ -15,7 +15,7 @@ from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.snapshot.device_copy import Copies, Pinning, TensorCopy
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
 from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import collect
+from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 
 pytestmark = [
@@ -58,14 +58,14 @@ def test_an_interrupted_job_is_bitwise_the_uninterrupted_one(folder: Path, captu
     snapshots = Snapshots(folder, 0)
     optimizer.register_step_pre_hook(lambda *_: snapshots.fence())
     train(model, optimizer, range(3))
-    capture = snapshots.capture(identity(3), TrustLevel.LATEST, collect(model, [optimizer], {}))
+    capture = snapshots.capture(identity(3), TrustLevel.LATEST, collect(StateParts(model, [optimizer], {})))
     train(model, optimizer, range(3, 6))
     assert capture.wait(60), capture.problem
     assert shards.verify(capture.path).whole
     expected = bits(model, optimizer)
     torch.manual_seed(9)
     other, its = job(capturable)
-    restore(other, [its], {}, shards.load(capture.path).tree)
+    restore(StateParts(other, [its], {}), shards.load(capture.path).tree)
     steps = {slots["step"].device.type for slots in its.state.values()}
     assert steps == {"cuda" if capturable else "cpu"}
     train(other, its, range(3, 6))
@@ -82,7 +82,7 @@ def test_what_follows_the_fence_on_the_device_changes_nothing(folder: Path):
         with torch.no_grad():
             for tensor in [*big.parameters(), *big.buffers()]:
                 tensor.fill_(float(step))
-        capture = snapshots.capture(identity(step), TrustLevel.LATEST, collect(big, [], {}))
+        capture = snapshots.capture(identity(step), TrustLevel.LATEST, collect(StateParts(big, [], {})))
         big.seen.fill_(-1)
         snapshots.fence()
         with torch.no_grad():

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -465,24 +466,38 @@ def test_adopt_lets_a_job_take_over_what_another_one_has_written(disk: Path):
     damaged = disk / "step-0000000002.lineage-0" / "rank-3-of-4.held-by-3.shard"
     flip(damaged)
     before = {path: shards.verify(path) for path in disk.rglob("*.shard")}
+    spoiled = damaged.read_bytes()
+    ledger.write(disk, 0, GATE, job=JOB, world_size=4, coverage="Checks cover everything.")
     with claim(disk, "run7"):
         assert "is in use by job 'run7'" in run("adopt", disk, "--as", "mine", expect=1).output
     assert job_file.name_in(disk) == JOB, "the ledgers say so"
     report = ask("adopt", disk, "--as", "mine")
     assert (report["shards"], report["ledgers"], len(report["damaged"])) == (11, 4, 1)
-    assert str(damaged) in report["damaged"][0] or "digest" in report["damaged"][0]
-    assert job_file.name_in(disk) == "mine"
+    assert report["damaged"][0].startswith(f"{damaged}: tensor ")
+    assert damaged.read_bytes() == spoiled
+    assert (disk / "job").read_text() == "mine\n"
     for path, old in before.items():
         new = shards.verify(path)
         if path == damaged:
-            assert not new.whole
             continue
         assert new.whole
         assert old.header is not None
         assert new.header is not None
-        assert new.header.identity.job == "mine"
-        assert [each.digest for each in new.header.entries] == [each.digest for each in old.header.entries]
-    assert {ledger.read(disk, rank, job="mine") for rank in range(4)} == {GATE}
-    assert ask("adopt", disk, "--as", "mine")["shards"] == 11, "again is no mistake"
+        assert new.header.identity == replace(old.header.identity, job="mine")
+        assert (new.header.role, new.header.document) == (old.header.role, old.header.document)
+        described = [
+            [(each.name, each.dtype, each.shape, each.digest) for each in header.entries]
+            for header in (old.header, new.header)
+        ]
+        assert described[0] == described[1]
+    found = [ledger.inspect(disk, rank) for rank in range(4)]
+    assert {(each and each.job, each and each.world_size, each and each.gate) for each in found} == {
+        ("mine", 4, GATE)
+    }
+    assert found[0] is not None
+    assert found[0].coverage == "Checks cover everything."
+    inodes = {path: path.stat().st_ino for path in disk.rglob("*.shard")}
+    assert ask("adopt", disk, "--as", "mine")["shards"] == 11, "idempotent"
+    assert {path: path.stat().st_ino for path in disk.rglob("*.shard")} == inodes, "and nothing is rewritten"
     assert ask("list", disk, "--job", "mine")["job"] == "mine"
     run("adopt", disk, "--as", "not a name", expect=2)

@@ -17,6 +17,7 @@ import pytest
 from tests.support.checkpoint_jobs import Plan, Told, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import TrustLevel
+from torchscout.checkpoint.storage.shards import inspect
 from torchscout.faults.storage import Cut, Damage, Delete, FlipFileBit, copies, spoil
 
 STEPS, MORE = 9, 11
@@ -64,7 +65,7 @@ class Left:
         for mine, theirs in zip(self.again(start_over=True), self.alone, strict=True):
             assert mine.resumed is not None
             assert (mine.resumed.step, mine.resumed.role) == (0, None)
-            assert "The job begins again, as was asked for" in mine.resumed.reason
+            assert "The job starts from step 0, as requested" in mine.resumed.reason
             assert mine.bits == theirs.bits
             assert (mine.failures, mine.status["latest"]) == ([], MORE - 1)
 
@@ -92,8 +93,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Left:
         run_dir=root / "run",
         timeout_seconds=10.0,
     )
+    killed = replace(plan, steps=STEPS + 1, killed={0: STEPS + 1, 1: STEPS + 1}, files_written=True)
     with pytest.raises(RankError, match="exit code -9"):
-        run_ranks(train, 2, replace(plan, steps=STEPS + 1, killed={0: STEPS + 1, 1: STEPS + 1}), timeout=60)
+        run_ranks(train, 2, killed, timeout=60)
     shutil.copytree(root / "there", root / "whole")
     return Left(plan, run_ranks(train, 2, replace(plan, directory=None, steps=MORE), timeout=60))
 
@@ -110,9 +112,26 @@ def left(kept: Left) -> Left:
     return kept
 
 
+@dataclass(frozen=True)
+class FlipTensorBit(Damage):
+    """Of the largest tensor whose name begins like this."""
+
+    part: str
+
+    def happen(self, path: Path) -> None:
+        header = inspect(path)
+        entry = max(
+            (each for each in header.entries if each.name.startswith(self.part)), key=lambda e: e.length
+        )
+        FlipFileBit((entry.offset + entry.length // 2) / header.size).happen(path)
+
+
+OWN_STATE = FlipTensorBit("rng/torch")
+"""Every rank's random state is different here, and no rank has a copy of another's."""
 SPOIL: dict[str, Damage] = {
     "a bit of the header": FlipFileBit(0.001),
     "a bit of a tensor": FlipFileBit(0.6),
+    "its random state": OWN_STATE,
     "the last bit": FlipFileBit(1.0, 7),
     "the end is missing": Cut(0.9),
     "it is empty": Cut(0.0),
@@ -128,15 +147,26 @@ def test_a_damaged_snapshot_is_not_loaded_and_its_file_is(left: Left, how: str):
     assert lost.is_told_by(problems), problems
 
 
-@pytest.mark.parametrize("how", ["a bit of a tensor", "it is deleted"])
+@pytest.mark.parametrize("how", ["a bit of the header", "its random state", "it is deleted"])
 def test_all_ranks_take_the_generation_before_if_one_of_them_has_lost_the_newest(left: Left, how: str):
     spoil(left.copies(1, STEPS), SPOIL[how])
-    left.went_on(STEPS - 1, ("memory", "memory"))
+    problems = left.went_on(STEPS - 1, ("memory", "memory"))
+    assert not any("identical bytes" in each for each in problems)
+
+
+@pytest.mark.parametrize("part", ["parameters/", "slots/"])
+def test_a_replicas_identical_tensor_takes_the_place_of_a_damaged_one(left: Left, part: str):
+    """Every copy of rank 1's step 9 is damaged, and rank 0 has the same parameters and optimizer state."""
+    lost = spoil(left.copies(1, STEPS), FlipTensorBit(part))
+    problems = left.went_on(STEPS, ("memory", "memory"))
+    assert lost.is_told_by(problems), problems
+    said = f"1 damaged tensor of rank 1's state at step {STEPS} was replaced with identical bytes from rank 0"
+    assert said in problems
 
 
 def test_further_back_it_goes_from_verified_to_verified(left: Left):
     """Step 9 is damaged on one rank and step 8 on the other: 7 is the newest that both have."""
-    spoil([*left.copies(0, 9), *left.copies(1, 8)], MIDDLE)
+    spoil([*left.copies(0, 9), *left.copies(1, 8)], OWN_STATE)
     for path in [*copies([left.memory], 0, 7), *copies([left.memory], 1, 7)]:
         path.unlink()
     left.went_on(7, ("disk", "disk"))
@@ -152,10 +182,10 @@ def test_what_one_rank_has_not_certified_is_not_loaded_though_it_is_whole(left: 
 
 
 def test_damaged_everywhere_is_said_on_every_rank_and_nothing_is_loaded(left: Left):
-    spoil([*left.memory.glob("step-*/rank-1-*"), *left.disk.glob("step-*/rank-1-*")], MIDDLE)
+    spoil([*left.memory.glob("step-*/rank-1-*"), *left.disk.glob("step-*/rank-1-*")], OWN_STATE)
     said = left.refused()
     assert "No checkpoint is left that may be loaded" in said
-    assert "the state of rank 1 is nowhere" in said
+    assert "no whole shard of rank 1 is left" in said
     left.started_over(said)
 
 
@@ -220,4 +250,12 @@ def test_any_bit_of_any_copy_is_noticed(left: Left, seed: int):
     for rank in (0, 1):
         for path in left.copies(rank, STEPS):
             spoil([path], FlipFileBit(chance.random(), chance.randrange(8)))
-    left.went_on(STEPS - 1, ("memory", "memory"))
+    # If different tensors of the two ranks are damaged, each repairs the other's, and step 9 is whole again.
+    told = left.again()
+    step = told[0].resumed.step if told[0].resumed else None
+    problems = [problem for each in told for problem in each.status["problems"]]
+    repaired = any(f"state at step {STEPS} was replaced with identical bytes" in each for each in problems)
+    assert step == (STEPS if repaired else STEPS - 1)
+    for mine, theirs in zip(told, left.alone, strict=True):
+        assert mine.bits == {each: theirs.bits[each] for each in range(step + 1, MORE + 1)}
+        assert mine.failures == []

@@ -229,7 +229,7 @@ def test_without_locks_another_machines_owner_is_refused_with_what_to_do(tmp_pat
     (tmp_path / "lock.owner").write_bytes(there.to_bytes())
     with claimant(tmp_path, before=NO_LOCKS) as (_, said):
         assert "in use by job 'theirs', pid 1 on elsewhere, since yesterday" in said
-        assert f"cannot be seen whether it lives; if not, remove {tmp_path}/lock.owner" in said
+        assert f"if that process is no longer alive, remove {tmp_path}/lock.owner" in said
     (tmp_path / "lock.owner").unlink()
     with claimant(tmp_path, before=NO_LOCKS) as (_, said):
         assert said == "held"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,12 +16,13 @@ from tests.support.ranks import run_ranks
 from tests.support.replica_ranks import files, identity, seal
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.replication.placement import replica_holders
-from torchscout.checkpoint.resume.fetch import Links, fetch, whole
+from torchscout.checkpoint.resume.fetch import fetch
 from torchscout.checkpoint.resume.plan import Listing
+from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.storage.inventory import Member, Tier, inventory
-from torchscout.checkpoint.storage.shards import path_of, verify
+from torchscout.checkpoint.storage.shards import inspect, path_of, verify
 from torchscout.communicators import Communicators
-from torchscout.errors import ChannelError, CheckpointError
+from torchscout.errors import ChannelError, CheckpointError, DamagedError
 
 SIZE = 9 << 20
 """More than two pieces."""
@@ -32,12 +34,18 @@ def place(folder: Path, hosts: str, rank: int, step: int, tier: str, holder: int
     return path_of(folder / hosts[holder] / tier, identity(rank, step, len(hosts)), holder)
 
 
-def furnish(folder: Path, hosts: str, steps: Sequence[int] = (8, 6), size: int = 1000) -> dict[tuple, bytes]:
-    """Every rank's state of these steps in all four places; what it is, by rank and step."""
+def furnish(
+    folder: Path, hosts: str, steps: Sequence[int] = (8, 6), size: int = 1000, *, replicated: bool = False
+) -> dict[tuple, bytes]:
+    """Every rank's state of these steps in all four places; what it is, by rank and step.
+
+    If ``replicated``, all ranks have the same tensor ``a``; tensor ``b`` is always a rank's own.
+    """
     made = {}
+    first = {step: os.urandom(size) if replicated else None for step in steps}
     for rank, holder in replica_holders(hosts).items():
         for step in steps:
-            path = seal(folder / "made", rank, step, size, len(hosts))
+            path = seal(folder / "made", rank, step, size, len(hosts), first[step])
             made[rank, step] = path.read_bytes()
             for tier in TIERS:
                 for keeper in {rank, holder} - {None}:
@@ -50,6 +58,13 @@ def furnish(folder: Path, hosts: str, steps: Sequence[int] = (8, 6), size: int =
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
+    path.write_bytes(data)
+
+
+def flip_in(path: Path, tensor: str) -> None:
+    (entry,) = (each for each in inspect(path).entries if each.name == tensor)
+    data = bytearray(path.read_bytes())
+    data[entry.offset + entry.length // 2] ^= 1
     path.write_bytes(data)
 
 
@@ -71,7 +86,8 @@ def recover(rank: int, folder: Path, hosts: str, options: dict[str, Any]) -> dic
 
     def load(path: Path) -> bytes:
         opened.append(path)
-        whole(path)
+        if not (report := verify(path)).whole:
+            raise DamagedError(f"{path}: {report.problems}")
         return path.read_bytes()
 
     folders = (folder / hosts[rank] / "memory", folder / hosts[rank] / "disk")
@@ -188,7 +204,75 @@ def test_the_newest_damaged_everywhere_makes_all_take_the_next_older(tmp_path: P
     answers = recovered(tmp_path, "abc")
     check(answers, made, 6)
     assert len(answers[0]["demoted"]) == 4
-    assert "All ranks load step 6, because step 8 cannot be had: the state of rank 1" in answers[2]["reason"]
+    assert (
+        "All ranks load step 6, because step 8 cannot be had: no whole shard of rank 1"
+        in answers[2]["reason"]
+    )
+
+
+def everywhere(folder: Path, hosts: str, rank: int) -> list[Path]:
+    """All copies of this rank's state of step 8."""
+    return [
+        place(folder, hosts, rank, 8, tier, holder)
+        for tier in TIERS
+        for holder in {rank, replica_holders(hosts)[rank]} - {None}
+    ]
+
+
+@pytest.mark.parametrize("hosts", ["aa", "abc"])
+def test_a_damaged_tensor_is_replaced_with_a_peers_identical_bytes(tmp_path: Path, hosts: str):
+    made = furnish(tmp_path, hosts, size=SIZE, replicated=True)
+    for path in everywhere(tmp_path, hosts, 1):
+        flip_in(path, "a")
+    answers = recovered(tmp_path, hosts)
+    check(answers, made, 8)
+    assert answers[1]["source"] == (1, Tier.MEMORY, 1)
+    said = "1 damaged tensor of rank 1's state at step 8 was replaced with identical bytes from rank 0"
+    assert said in answers[0]["demoted"]
+    assert sum("is damaged: " in each for each in answers[0]["demoted"]) == len(
+        everywhere(tmp_path, hosts, 1)
+    )
+    assert not [name for name in files(tmp_path) if name.startswith(".")]
+
+
+def test_two_ranks_with_the_same_damage_are_repaired_by_a_third(tmp_path: Path):
+    made = furnish(tmp_path, "aaa", replicated=True)
+    for rank in (0, 1):
+        for path in everywhere(tmp_path, "aaa", rank):
+            flip_in(path, "a")
+    answers = recovered(tmp_path, "aaa")
+    check(answers, made, 8)
+    assert sum("identical bytes from rank 2" in each for each in answers[2]["demoted"]) == 2
+
+
+@pytest.mark.parametrize("damage", ["rank-local tensor", "header", "file"])
+def test_state_that_only_one_rank_has_is_never_taken_from_a_peer(tmp_path: Path, damage: str):
+    made = furnish(tmp_path, "abc", replicated=True)
+    for path in everywhere(tmp_path, "abc", 1):
+        if damage == "rank-local tensor":
+            flip_in(path, "a")
+            flip_in(path, "b")
+        elif damage == "header":
+            path.write_bytes(path.read_bytes().replace(b"uint8", b"uint9"))
+        else:
+            path.unlink()
+    answers = recovered(tmp_path, "abc")
+    check(answers, made, 6)
+    assert "no whole shard of rank 1 is left" in answers[0]["reason"]
+    assert "random state and data position cannot be taken from another rank" in answers[0]["reason"]
+    assert "identical bytes" not in " ".join(answers[0]["demoted"])
+
+
+def test_a_rank_that_cannot_write_the_repaired_shard_takes_the_older_one(tmp_path: Path):
+    made = furnish(tmp_path, "ab", replicated=True)
+    shutil.rmtree(tmp_path / "b" / "memory")
+    (tmp_path / "b" / "memory").write_bytes(b"a file where a folder should be")
+    for path in everywhere(tmp_path, "ab", 1):
+        if "b/memory" not in str(path):
+            flip_in(path, "a") if path.parts[-4] == "b" else path.unlink()
+    answers = recovered(tmp_path, "ab")
+    check(answers, made, 6)
+    assert "rank 1's state at step 8 could not be repaired: cannot write" in " ".join(answers[0]["demoted"])
 
 
 def test_what_is_not_wanted_is_never_taken(tmp_path: Path):
@@ -207,7 +291,7 @@ def test_a_rank_that_lacks_the_newest_makes_all_take_the_one_before(tmp_path: Pa
             place(tmp_path, "ab", 1, 8, tier, holder).unlink()
     answers = recovered(tmp_path, "ab")
     check(answers, made, 6)
-    assert "rank 1 is nowhere" in answers[0]["reason"]
+    assert "no whole shard of rank 1 is left" in answers[0]["reason"]
 
 
 def test_both_holders_lost_is_the_same_error_everywhere_and_says_whose(tmp_path: Path):
@@ -216,8 +300,8 @@ def test_both_holders_lost_is_the_same_error_everywhere_and_says_whose(tmp_path:
         shutil.rmtree(tmp_path / host)
     answers = recovered(tmp_path, "abc")
     assert len({answer["error"] for answer in answers}) == 1
-    assert "step 8 cannot be had: the state of rank 1 is nowhere" in answers[0]["error"]
-    assert "step 6 cannot be had: the state of rank 1 is nowhere" in answers[0]["error"]
+    assert "step 8 cannot be had: no whole shard of rank 1 is left" in answers[0]["error"]
+    assert "step 6 cannot be had: no whole shard of rank 1 is left" in answers[0]["error"]
 
 
 def test_damage_that_leaves_nothing_is_part_of_the_error(tmp_path: Path):

@@ -18,7 +18,7 @@ from torchscout.checkpoint.background_writer import BackgroundWriter
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
-from torchscout.checkpoint.state.training_state import collect
+from torchscout.checkpoint.state.training_state import StateParts, collect
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.utils.network import new_token
@@ -54,7 +54,9 @@ class Side:
         return made
 
     def captured(self, step: int) -> Capture:
-        capture = self.snapshots.capture(identity(0, step), TrustLevel.LATEST, collect(self.model, [], {}))
+        capture = self.snapshots.capture(
+            identity(0, step), TrustLevel.LATEST, collect(StateParts(self.model, [], {}))
+        )
         self.snapshots.fence()
         assert capture.wait(30), capture.problem
         return capture
@@ -141,4 +143,4 @@ def test_a_copy_that_does_not_come_keeps_nothing_from_being_written(side: Side):
     outgoing = side.outgoing(1)
     outgoing.take(side.captured(2), is_due=True)
     until(lambda: outgoing.is_written(Generation(2)), "its own file is there")
-    assert "the copy of rank 1's step 2 has not come" in outgoing.problems()
+    assert "the copy of rank 1's step 2 did not arrive" in outgoing.problems()

@@ -91,7 +91,7 @@ def test_a_stopped_holder_is_said_in_time_and_goes_on_once_it_is_continued(tmp_p
         holder.signal(signal.SIGSTOP)
         wire.released.set()
         heard: list[str] = []
-        until(lambda: said(owner, "it does not answer for 1 s", heard), "it is said")
+        until(lambda: said(owner, "it did not answer for 1 s", heard), "it is said")
         owner.ask("send", str(seal(owner.memory, 0, 2, LARGE)))
         owner.ask("send", str(seal(owner.memory, 0, 3, LARGE)))
         until(lambda: said(owner, "could not be reached", heard), "nor can it be reached")
@@ -139,7 +139,7 @@ def test_a_shard_damaged_at_its_source_is_refused_and_given_up(tmp_path: Path):
         owner.ask("send", str(path))
         heard: list[str] = []
         until(
-            lambda: said(owner, "refused 3 times, and is given up: tensor 'b' is damaged", heard),
+            lambda: said(owner, "refused 3 times and is given up: tensor 'b' is damaged", heard),
             "it is said",
         )
         assert "tensor 'b' is damaged" in " ".join(holder.ask("problems"))
@@ -235,6 +235,6 @@ def test_a_path_that_is_no_shard_is_a_problem_in_words(tmp_path: Path, text: str
     with ranks(tmp_path, TOKEN, "ab") as (owner, _):
         owner.ask("send", text)
         heard: list[str] = []
-        until(lambda: said(owner, "nothing to copy to rank 1 (127.0.0.1:", heard), "it is said")
+        until(lambda: said(owner, "cannot copy to rank 1 (127.0.0.1:", heard), "it is said")
         owner.ask("send", str(seal(owner.memory, 0, 1)))
         until(lambda: owner.held() == [1], "and the next one is copied")

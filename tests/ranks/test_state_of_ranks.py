@@ -56,8 +56,8 @@ def test_what_is_captured_while_ranks_train_on_is_the_state_of_one_step(
 @pytest.mark.parametrize(
     ("kept", "here", "said"),
     [
-        (("ddp", ()), ("fsdp2", (2,)), "'module.tokens.weight' is in the checkpoint and not here"),
-        (("tp", (2,)), ("fsdp2", (2,)), "stack.0.up.weight' .*lies on a mesh with the axes"),
+        (("ddp", ()), ("fsdp2", (2,)), "'module.tokens.weight' is in the checkpoint but not in this job"),
+        (("tp", (2,)), ("fsdp2", (2,)), "stack.0.up.weight' .*is on a mesh with axes"),
         (("fsdp2", (2,)), ("tp", (2,)), "'tokens.weight' has shape .24, 16., had .12, 16."),
     ],
 )
@@ -71,7 +71,7 @@ def test_another_layout_is_refused_and_nothing_changes(kept, here, said: str):
 def test_hsdp_of_another_mesh_is_refused():
     for message, unchanged in run_ranks(refused, 4, ("hsdp", (2, 2)), ("hsdp", (4, 1))):
         assert unchanged
-        assert "has shape" in message or "lies on a mesh of [4, 1], was [2, 2]" in message
+        assert "has shape" in message or "is on a mesh of [4, 1], was [2, 2]" in message
 
 
 def test_gathered_parameters_are_neither_kept_nor_left_stale():

@@ -78,7 +78,7 @@ def test_where_nothing_was_ever_verified_corruption_is_for_a_person_to_decide(tm
     plan = replace(killed, recipes=20, directory=tmp_path / "others", run_dir=tmp_path / "another")
     with pytest.raises(RankError):
         run_ranks(train, RANKS, replace(plan, killed=dict.fromkeys(range(RANKS), 5)), timeout=120)
-    with pytest.raises(RankError, match="no checkpoint was ever verified"):
+    with pytest.raises(RankError, match="no verified checkpoint is left"):
         gone_on(replace(plan, faults=SICK, start_over=True))
     for each in gone_on(replace(plan, steps=1, start_over=True)):
         assert each.resumed is not None

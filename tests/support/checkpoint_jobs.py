@@ -90,6 +90,8 @@ class Plan:
     """Up to this step, whoever is in the middle of one waits for that, too."""
     candidates_written: bool = False
     """Whoever is in the middle of a step waits until the candidate, if there is one, is in files."""
+    files_written: bool = False
+    """Each rank waits in the middle of a step for all ranks' files of the step before, if they are due."""
     resumes: bool = True
     start_over: bool = False
     recipes: int | None = None
@@ -410,6 +412,13 @@ def _wait(plan: Plan, rank: int, step: int, session: Session) -> None:
     """For what is done in the background, in the middle of a step."""
     if step <= plan.copied_until or (plan.when_copied and plan.killed.get(rank) == step):
         _wait_for_copies(session)
+    if plan.files_written and step > 1 and (step - 1) % plan.persist_every == 1 % plan.persist_every:
+        assert plan.directory is not None
+        shards = f"step-{step - 1:010d}.lineage-*/*.shard"
+        until(
+            lambda: len([*plan.directory.glob(shards)]) >= dist.get_world_size(),
+            f"the files of step {step - 1} are written",
+        )
     _, candidate, _ = _roles(session)
     if plan.candidates_written and candidate is not None:
         assert plan.directory is not None

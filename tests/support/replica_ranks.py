@@ -57,11 +57,13 @@ def identity(rank: int, step: int, world_size: int = 2) -> ShardIdentity:
     )
 
 
-def seal(memory: Path, rank: int, step: int, size: int = 10_000, world_size: int = 2) -> Path:
-    """A shard of random numbers in this rank's own memory."""
+def seal(
+    memory: Path, rank: int, step: int, size: int = 10_000, world_size: int = 2, first: bytes | None = None
+) -> Path:
+    """A shard in this rank's own memory; tensor ``a`` has the bytes ``first``, or random ones like ``b``."""
     name = identity(rank, step, world_size)
     path = path_of(memory, name, rank)
-    blobs = [Blob("a", "uint8", (size,), os.urandom(size)), Blob("b", "int32", (3,), os.urandom(12))]
+    blobs = [Blob("a", "uint8", (size,), first or os.urandom(size)), Blob("b", "int32", (3,), os.urandom(12))]
     write(path, encode(name, TrustLevel.LATEST, None, blobs))
     return path
 

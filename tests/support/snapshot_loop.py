@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.states import identity
 from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.snapshot.snapshots import Snapshots
-from torchscout.checkpoint.state.training_state import collect
+from torchscout.checkpoint.state.training_state import StateParts, collect
 
 
 def say(*words: object, log: Path | None = None) -> None:
@@ -50,7 +50,9 @@ def train(folder: Path, first: int, count: int, width: int, say: Callable[..., N
             say("sealed", previous.identity.generation.step)
         elif previous is not None:
             say("problem", previous.problem)
-        previous = snapshots.capture(identity(step), TrustLevel.LATEST, collect(model, [optimizer], {}))
+        previous = snapshots.capture(
+            identity(step), TrustLevel.LATEST, collect(StateParts(model, [optimizer], {}))
+        )
     assert previous is not None
     say(*(("sealed", step) if previous.wait(60) else ("problem", previous.problem)))
     snapshots.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import State, Stateful, collect
-from torchscout.checkpoint.storage import encoding
-from torchscout.checkpoint.storage.encoding import blobs_of, dtype_named
-from torchscout.checkpoint.storage.shard_format import ShardIdentity, decode, encode
+from torchscout.checkpoint.state.training_state import State, Stateful, StateParts, collect
+from torchscout.checkpoint.storage import encoding, shards
+from torchscout.checkpoint.storage.encoding import bytes_of, dtype_named, fill, name_of
+from torchscout.checkpoint.storage.shard_format import Blob, ShardIdentity, decode, encode
 
-__all__ = ["Job", "all_bits", "identity", "interrupted", "through_bytes"]
+__all__ = ["Job", "all_bits", "blob_of", "identity", "interrupted", "save", "through_bytes"]
 
 
 def identity(step: int = 1, *, rank: int = 0, world_size: int = 1) -> ShardIdentity:
@@ -28,9 +29,23 @@ def identity(step: int = 1, *, rank: int = 0, world_size: int = 1) -> ShardIdent
     )
 
 
+def blob_of(name: str, tensor: torch.Tensor) -> Blob:
+    """A tensor's bytes, as a snapshot copies them."""
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+    fill(memory, tensor)
+    return Blob(name, name_of(tensor.dtype), tuple(tensor.shape), bytes_of(memory), memory)
+
+
+def save(path: Path, whose: ShardIdentity, role: TrustLevel, tree: Any) -> None:
+    """Write a state to a file of its own."""
+    document, tensors = encoding.encode(tree)
+    blobs = [blob_of(name, tensor) for name, tensor in tensors.items()]
+    shards.write(path, encode(whose, role, document, blobs))
+
+
 def through_bytes(state: State, named: Sequence[type] = ()) -> Any:
     """The tree that another process would read."""
-    blobs = blobs_of(state.tensors)  # some own the memory they tell of
+    blobs = [blob_of(name, tensor) for name, tensor in state.tensors.items()]
     pieces = encode(identity(), TrustLevel.LATEST, state.document, blobs)
     header, memory = decode(b"".join(pieces))
     tensors = {
@@ -70,10 +85,10 @@ class Job:
             self.step(number)
 
     def collect(self) -> State:
-        return collect(self.model, self.optimizers, self.registered)
+        return collect(StateParts(self.model, self.optimizers, self.registered))
 
     def restore(self, kept: Any) -> None:
-        restore(self.model, self.optimizers, self.registered, kept)
+        restore(StateParts(self.model, self.optimizers, self.registered), kept)
 
 
 def interrupted(make: Any, *, at: int = 3, steps: int = 7, named: Sequence[type] = ()) -> tuple[Job, Job]:

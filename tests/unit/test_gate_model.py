@@ -17,7 +17,6 @@ from torchscout.checkpoint.gate_state import (
     Checked,
     Effects,
     Event,
-    Hung,
     Lost,
     Outcome,
     Recovered,
@@ -98,7 +97,6 @@ def events_for(gate: CheckpointGate) -> Iterator[Event]:
     else:
         outcomes = (each for each in Outcome if each is not Outcome.STRAGGLER)
         yield from (Checked(gate.step + 1, outcome) for outcome in outcomes)
-    yield Hung(gate.step)
     if gate.writing and gate.writing != gate.pending:
         yield Written(gate.writing)
         yield WriteFailed(gate.writing)

@@ -75,7 +75,7 @@ def test_only_what_is_wanted_is_taken_and_in_that_order():
     assert agree(told, [OLD]).generation == OLD
     assert agree(told, [NEW, OLD]).generation == NEW
     assert agree(told, [Generation(8, 1), OLD]).generation == OLD, "another lineage is another generation"
-    with pytest.raises(ValueError, match="nothing to agree on"):
+    with pytest.raises(ValueError, match="wanted must name at least one generation"):
         agree(told, [])
 
 
@@ -85,8 +85,8 @@ def test_a_rank_without_the_newest_makes_all_take_the_next_and_it_is_said():
     assert plan.generation == OLD
     assert plan.sources == (Source(0, MEMORY, 0), Source(1, DISK, 1))
     assert plan.reason == (
-        "All ranks load step 6, because step 8 cannot be had: the state of rank 1 is nowhere, "
-        "neither in any memory nor on any disk"
+        "All ranks load step 6, because step 8 cannot be had: no whole shard of rank 1 is left in "
+        "any memory or on any disk, and its random state and data position cannot be taken from another rank"
     )
 
 
@@ -96,10 +96,11 @@ def test_both_holders_lost_is_an_outcome_that_says_whose_state_is_gone():
     assert plan.generation is None
     assert plan.sources == ()
     assert (
-        "No checkpoint is left that may be loaded: step 8 cannot be had: the state of rank 1" in plan.reason
+        "No checkpoint is left that may be loaded: step 8 cannot be had: no whole shard of rank 1"
+        in plan.reason
     )
-    assert "step 6 cannot be had: the state of rank 1 is nowhere" in plan.reason
-    assert agree(listings([], []), [NEW]).passed == ((NEW, "no rank finds anything of it"),)
+    assert "step 6 cannot be had: no whole shard of rank 1 is left" in plan.reason
+    assert agree(listings([], []), [NEW]).passed == ((NEW, "no rank has a shard of it"),)
 
 
 def test_a_copy_is_read_by_whose_file_it_is_where_several_find_it():

@@ -30,10 +30,24 @@ def test_in_a_folder_of_an_earlier_version_the_ledgers_say_it(tmp_path: Path):
     assert job_file.name_in(tmp_path) == "old-1f"
 
 
-def test_a_file_that_holds_no_name_is_refused(tmp_path: Path):
-    (tmp_path / "job").write_text("../../etc")
+@pytest.mark.parametrize("text", ["../../etc", "", "a\nb", "a" * 2000])
+def test_a_file_that_holds_no_name_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "job").write_text(text)
     with pytest.raises(CheckpointError, match="does not hold the name of a job, but "):
         job_file.name_in(tmp_path)
+
+
+def test_a_name_that_cannot_be_read_is_not_a_new_job(tmp_path: Path):
+    (tmp_path / "job").mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot read .*job: Is a directory"):
+        job_file.name_in(tmp_path)
+
+
+def test_a_name_is_replaced_as_a_whole(tmp_path: Path):
+    job_file.write(tmp_path, "a-long-name")
+    job_file.write(tmp_path, "short")
+    assert job_file.name_in(tmp_path) == "short"
+    assert (tmp_path / "job").read_bytes() == b"short\n"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +66,16 @@ def test_a_new_folder_gets_a_name_that_no_other_has():
     names = [job_file.agreed_name(None, Path("/data/my run"), [None]) for _ in range(2)]
     assert names[0] != names[1]
     assert all(JOB_NAME.fullmatch(each) and each.startswith("my_run-") for each in names)
+
+
+@pytest.mark.parametrize(
+    ("folder", "begin"),
+    [("/data/.-run", "run-"), ("/", "job-"), ("/..", "job-"), ("x" * 200, "x" * 64 + "-")],
+)
+def test_a_new_name_can_be_a_folders_whatever_the_directory_is_called(folder: str, begin: str):
+    name = job_file.agreed_name(None, Path(folder), [None])
+    assert JOB_NAME.fullmatch(name)
+    assert name.startswith(begin)
 
 
 def test_another_jobs_folder_is_refused_with_a_way_out():

@@ -126,7 +126,7 @@ def forged(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"schema": 2}, "a ledger of schema 2, this version reads 1"),
+        ({"schema": 2}, "has schema 2, this version reads 1"),
         ({"rank": 3}, "is the ledger of rank 3"),
     ],
 )

@@ -11,9 +11,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+from tests.support.replica_ranks import seal
 from torchscout.checkpoint import ledger
 from torchscout.checkpoint.gate import CheckpointGate, transition
 from torchscout.checkpoint.gate_state import (
@@ -27,8 +29,9 @@ from torchscout.checkpoint.gate_state import (
     Written,
 )
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.ledger_tiers import LedgerTiers
-from torchscout.checkpoint.storage.inventory import Tier
+from torchscout.checkpoint.ledger_tiers import LedgerKeeper, LedgerTiers
+from torchscout.checkpoint.snapshot.snapshots import Snapshots
+from torchscout.checkpoint.storage.inventory import Member, Tier
 
 SLOTS = 3
 LENGTH = 5
@@ -207,3 +210,19 @@ def test_nothing_goes_while_neither_ledger_can_be_written():
     named = ledger.newest([each for each in (rank.memory, rank.disk) if each is not None])
     assert {*named.trusted} <= rank.files | rank.captured
     assert before & {*named.held} <= rank.files | rank.captured
+
+
+def test_a_shard_that_was_fetched_or_repaired_is_deleted_from_memory_in_its_turn(tmp_path: Path):
+    """The snapshots do not know of it: it came into memory when the job resumed."""
+    memory, generation = tmp_path / "memory", Generation(4)
+    memory.mkdir()
+    snapshots, member = Snapshots(memory, 0), Member(job="job", mesh="replica=2", world_size=2, rank=0)
+    fetched, other = seal(memory, 0, 4), seal(memory, 1, 4)
+    keeper = LedgerKeeper(member, memory, tmp_path / "disk", LedgerTiers(), snapshots, None)
+    before = CheckpointGate(captured=(generation,), trusted=(generation,), step=4)
+    gate, effects = transition(before, Lost(generation))
+    keeper.give_up(before, gate, effects)
+    assert keeper.write(gate, None, lambda work: work() and None) is None
+    assert not fetched.exists()
+    assert other.exists(), "another rank of this machine deletes its own"
+    snapshots.close()

@@ -115,9 +115,9 @@ def test_the_announced_size_and_identity_must_be_those_of_the_bytes(owner: Peer,
             offer("0", len(data) - 1): "bytes",
             offer("1", len(data) + 1): "bytes",
             offer("2", len(data), step=2): "announced as the state of rank 0 of 2 at step 2",
-            offer("3", 1 << 55): "has no room",
-            offer("4", 0): "no size of a shard",
-            offer("5", True): "no size of a shard",
+            offer("3", 1 << 55): "has too little space",
+            offer("4", 0): "not the size of a shard",
+            offer("5", True): "not the size of a shard",
             offer("6", 10, rank=1): "rank 0 offers the state of rank 1",
             offer("7", 10, identity={"job": "j"}): "identity must have",
         }.items()
@@ -260,7 +260,7 @@ def test_a_holder_that_takes_nothing_or_answers_with_rubbish_is_a_problem_in_wor
         holder.send(name, wire.encode("credit", transfer=message["transfer"], upto=upto))
     for frames in rubbish():
         holder.send(name, *frames)
-    problem(replicator, "does not answer for 0.5 s")
+    problem(replicator, "did not answer for 0.5 s")
     assert replicator.held() == frozenset()
 
 
@@ -291,7 +291,7 @@ def test_an_address_that_is_taken_is_a_clear_error(replicator: Replicator, tmp_p
 
 
 def test_a_rank_beyond_the_addresses_is_a_mistake(replicator: Replicator):
-    with pytest.raises(ValueError, match="1 addresses and 1 hosts, and this is rank 1"):
+    with pytest.raises(ValueError, match="rank 1 needs an address and a host per rank, got 1, 1"):
         replicator.connect([("127.0.0.1", 1)], ["a"])
 
 
@@ -306,7 +306,7 @@ def test_a_refusal_among_other_messages_does_not_end_the_reading_of_them(
     heard_of(holder, "offer")  # it tries again
     problems = replicator.problems()
     assert any("it was refused: no room" in each for each in problems)
-    assert not any("copying among ranks" in each for each in problems)
+    assert not any("copying shards to other machines: " in each for each in problems)
 
 
 def test_a_generation_beyond_any_name_is_refused(owner: Peer):

@@ -153,7 +153,7 @@ def test_what_cannot_be_deleted_is_said_and_the_rest_is_deleted(full: Path):
     done = subprocess.run(
         [sys.executable, "-c", RETIRE, str(full)], capture_output=True, text=True, check=True
     )
-    assert "5 could not be deleted; " in done.stdout
+    assert "could not delete 5 files or folders; " in done.stdout
     assert "step-0000000002.lineage-0/rank-0-of-2.held-by-0.shard: Permission denied" in done.stdout
     assert Generation(12) not in {each.generation for each in shard_files(full)}
 

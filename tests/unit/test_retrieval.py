@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.unit.test_gate import train
@@ -20,35 +18,23 @@ DENSE = train(CheckpointGate(), "hhh")
 NEEDS_SWEEP = [Failure.HANG, Failure.OTHER]
 
 
-def sweeping(result: SweepResult) -> tuple[Callable[[], SweepResult], list[SweepResult]]:
-    calls: list[SweepResult] = []
-
-    def sweep() -> SweepResult:
-        calls.append(result)
-        return result
-
-    return sweep, calls
-
-
 def chosen(decision: Selection) -> tuple[TrustLevel | None, int | None, bool]:
     return decision.role, decision.generation and decision.generation.step, decision.tentative
 
 
 @pytest.mark.parametrize("failure", [Failure.SDC, Failure.MACHINES_GONE])
 def test_corruption_and_lost_machines_go_back_to_verified_without_a_sweep(failure: Failure):
-    sweep, calls = sweeping(SweepResult.CLEAN)
-    decision = select_checkpoint(failure, CATALOG, sweep)
+    decision = select_checkpoint(failure, CATALOG)
     assert chosen(decision) == (TrustLevel.VERIFIED, 2, False)
-    assert calls == []
+    assert not decision.is_swept
 
 
 def test_a_straggler_loses_nothing():
-    sweep, calls = sweeping(SweepResult.SDC)
-    assert chosen(select_checkpoint(Failure.STRAGGLER, CATALOG, sweep)) == (TrustLevel.LATEST, 5, False)
-    assert calls == []
+    decision = select_checkpoint(Failure.STRAGGLER, CATALOG)
+    assert chosen(decision) == (TrustLevel.LATEST, 5, False)
+    assert not decision.is_swept
 
 
-@pytest.mark.parametrize("failure", NEEDS_SWEEP)
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
@@ -57,10 +43,7 @@ def test_a_straggler_loses_nothing():
         (SweepResult.COULD_NOT_RUN, (TrustLevel.VERIFIED, 2, False)),
     ],
 )
-def test_any_other_failure_asks_the_whole_catalog(failure: Failure, result: SweepResult, expected: object):
-    sweep, calls = sweeping(result)
-    assert chosen(select_checkpoint(failure, CATALOG, sweep)) == expected
-    assert len(calls) == 1
+def test_a_sweep_decides_between_latest_and_verified(result: SweepResult, expected: object):
     assert chosen(confirm(CATALOG, result)) == expected
 
 
@@ -68,7 +51,7 @@ def test_any_other_failure_asks_the_whole_catalog(failure: Failure, result: Swee
 def test_blocked_trainers_leave_the_sweep_to_the_next_workers(failure: Failure):
     decision = select_checkpoint(failure, CATALOG)
     assert chosen(decision) == (TrustLevel.LATEST, 5, True)
-    assert "the next workers must before they train" in decision.reason
+    assert "the next workers must replay it before they train" in decision.reason
 
 
 def test_a_tentative_choice_that_proves_corrupt_becomes_the_verified_one():
@@ -89,34 +72,26 @@ def test_a_dense_hang_needs_no_tentative_load():
 
 @pytest.mark.parametrize("failure", Failure)
 def test_found_corruption_outlives_any_other_failure(failure: Failure):
-    sweep, calls = sweeping(SweepResult.CLEAN)
     poisoned = train(CATALOG, "xhh")
-    decision = select_checkpoint(failure, poisoned, sweep)
+    decision = select_checkpoint(failure, poisoned)
     assert chosen(decision) == (TrustLevel.VERIFIED, 2, False)
     assert decision.reason == "Take the verified checkpoint, step 2: corruption was found at step 6."
     assert chosen(confirm(poisoned, SweepResult.CLEAN)) == (TrustLevel.VERIFIED, 2, False)
-    assert calls == []
+    assert not decision.is_swept
 
 
 @pytest.mark.parametrize("failure", Failure)
-@pytest.mark.parametrize("sweep", [None, sweeping(SweepResult.SDC)[0]])
-def test_without_a_verified_checkpoint_nothing_is_chosen_in_silence(
-    failure: Failure, sweep: Callable[[], SweepResult] | None
-):
+def test_without_a_verified_checkpoint_nothing_is_chosen_in_silence(failure: Failure):
     for gate in (CheckpointGate(), train(YOUNG, "x")):
-        decision = select_checkpoint(failure, gate, sweep)
-        assert chosen(decision) == (None, None, False)
-        assert "Nothing can be recovered" in decision.reason
+        for decision in (select_checkpoint(failure, gate), confirm(gate, SweepResult.SDC)):
+            assert chosen(decision) == (None, None, False)
+            assert "Nothing can be recovered" in decision.reason
 
 
 def test_an_unverified_checkpoint_never_stands_in_for_a_verified_one():
     assert chosen(select_checkpoint(Failure.SDC, YOUNG)) == (None, None, False)
-    assert chosen(select_checkpoint(Failure.HANG, YOUNG, sweeping(SweepResult.SDC)[0])) == (None, None, False)
-    assert chosen(select_checkpoint(Failure.HANG, YOUNG, sweeping(SweepResult.CLEAN)[0])) == (
-        TrustLevel.LATEST,
-        3,
-        False,
-    )
+    assert chosen(confirm(YOUNG, SweepResult.SDC)) == (None, None, False)
+    assert chosen(confirm(YOUNG, SweepResult.CLEAN)) == (TrustLevel.LATEST, 3, False)
 
 
 def test_a_lost_latest_leaves_verified():
@@ -133,7 +108,7 @@ def test_a_lost_latest_leaves_verified():
 def test_every_choice_says_why_and_may_be_loaded(
     gate: CheckpointGate, failure: Failure, result: SweepResult | None
 ):
-    decision = select_checkpoint(failure, gate, result and (lambda: result))
+    decision = select_checkpoint(failure, gate) if result is None else confirm(gate, result)
     assert decision.reason.endswith(".")
     assert decision.reason[0].isupper()
     if decision.generation:

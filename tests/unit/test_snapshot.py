@@ -17,9 +17,10 @@ from torch import nn
 
 from tests.support.states import Job, all_bits, identity, seed
 from torchscout.checkpoint.generation import Generation, TrustLevel
-from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots, check_budget, memory_folder
-from torchscout.checkpoint.state.training_state import State, collect
+from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
+from torchscout.checkpoint.state.training_state import State, StateParts, collect
 from torchscout.checkpoint.storage import shards
+from torchscout.checkpoint.storage.memory import check_budget, memory_folder
 from torchscout.errors import CheckpointError
 
 
@@ -100,7 +101,7 @@ def test_what_training_changes_later_changes_nothing(snapshots: Snapshots):
 def test_a_change_that_no_fence_announced_is_seen(snapshots: Snapshots):
     """A user's own write to a parameter: the snapshot would be neither the old state nor the new one."""
     module = nn.ParameterDict({str(index): nn.Parameter(torch.zeros(1 << 20)) for index in range(64)})
-    state = collect(module, [], {})
+    state = collect(StateParts(module, [], {}))
     for _ in range(50):  # until the write comes before the end of the copy
         capture = snapshots.capture(identity(1), TrustLevel.LATEST, state)
         with torch.no_grad():
@@ -449,7 +450,7 @@ def test_odd_tensors_come_back(snapshots: Snapshots):
             holder.update(state)
 
     capture = snapshots.capture(
-        identity(1), TrustLevel.LATEST, collect(nn.Module(), [], {"holder": Holder()})
+        identity(1), TrustLevel.LATEST, collect(StateParts(nn.Module(), [], {"holder": Holder()}))
     )
     assert capture.wait(30), capture.problem
     found = shards.load(capture.path).tree["registered"]["holder"]

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.states import Job, all_bits, interrupted, seed, through_bytes
 from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import collect, expected_bytes, refuse_what_cannot_be_kept
+from torchscout.checkpoint.state.training_state import StateParts, collect, expected_bytes, require_storable
 from torchscout.errors import CheckpointError
 
 
@@ -179,9 +179,9 @@ def test_registered_objects_and_a_gradient_scaler_come_back():
     loader = Loader()
     loader.position = Position(3, torch.ones(2))
     registered = {"loader": loader, "scaler": scaler}
-    kept = through_bytes(collect(net, [], registered), [Position])
+    kept = through_bytes(collect(StateParts(net, [], registered)), [Position])
     other, found = torch.amp.GradScaler("cpu", init_scale=2.0), Loader()
-    restore(Net(), [], {"loader": found, "scaler": other}, kept)
+    restore(StateParts(Net(), [], {"loader": found, "scaler": other}), kept)
     assert other.get_scale() == 8.0
     assert isinstance(found.position, Position)
     assert (found.position.epoch, found.position.seen.tolist()) == (3, [1.0, 1.0])
@@ -191,7 +191,7 @@ def test_what_may_change_at_once_is_told_from_what_stays_until_the_next_update()
     net = nn.ModuleDict({"net": Net(), "lookup": nn.Embedding(3, 2, max_norm=1.0)})
     ours = job(OPTIMIZERS["tensor lr"])()
     ours.train(range(1))
-    state = collect(ours.model, ours.optimizers, {"loader": Loader()})
+    state = collect(StateParts(ours.model, ours.optimizers, {"loader": Loader()}))
     kinds = {name.split("/")[0] for name in state.live}
     assert kinds == {"parameters", "slots"}
     assert "parameters/first.weight" in state.live
@@ -204,7 +204,7 @@ def test_what_may_change_at_once_is_told_from_what_stays_until_the_next_update()
         "registered",
         "rng",
     }
-    state = collect(net, [], {})
+    state = collect(StateParts(net, [], {}))
     assert "restless/lookup.weight" in state.prompt, "a forward pass scales these"
     assert state.bytes == sum(each.nbytes for each in state.tensors.values())
 
@@ -260,7 +260,7 @@ def test_a_passing_buffer_that_grew_or_is_made_later_comes_back_as_it_was():
 
     net, other = Cached(), Cached()
     net.angles, net.later = torch.arange(5.0), torch.ones(3)
-    restore(other, [], {}, through_bytes(collect(net, [], {})))
+    restore(StateParts(other, [], {}), through_bytes(collect(StateParts(net, [], {}))))
     assert torch.equal(other.angles, net.angles)
     assert torch.equal(other.later, net.later)
 
@@ -277,7 +277,7 @@ def test_extra_state_of_modules_is_kept():
 
     net, other = Counting(), Counting()
     net.count = 5
-    restore(other, [], {}, through_bytes(collect(net, [], {})))
+    restore(StateParts(other, [], {}), through_bytes(collect(StateParts(net, [], {}))))
     assert other.count == 5
 
 
@@ -289,11 +289,11 @@ def test_all_bits_of_numbers_stay():
     net.register_buffer("strided", torch.arange(6, dtype=torch.float64).view(2, 3).T)
     net.register_buffer("conjugate", torch.tensor([1 + 2j]).conj())
     net.register_buffer("empty", torch.zeros(0, 3))
-    kept = through_bytes(collect(net, [], {}))
+    kept = through_bytes(collect(StateParts(net, [], {})))
     expected = [each.clone() for each in net.buffers()]
     for each in net.buffers():
         each.zero_()
-    restore(net, [], {}, kept)
+    restore(StateParts(net, [], {}), kept)
     assert net.odd.view(torch.int32).tolist() == [0x7F800001, -1, -(1 << 31)]
     assert all(map(torch.equal, [*net.buffers()][1:], expected[1:]))
 
@@ -330,24 +330,27 @@ MISFITS: dict[str, tuple[Callable[[Job], None], str]] = {
     ),
     "name": (
         lambda ours: renamed(ours.model),
-        "parameter 'first.weight' is in the checkpoint and not here.*'second.bias' is here and not in",
+        "parameter 'first.weight' is in the checkpoint but not in.*'second.bias' is in this job but not in",
     ),
     "another optimizer": (
         lambda ours: setattr(ours, "optimizers", [torch.optim.SGD(trained(ours.model), lr=0.1)]),
         "optimizer 0 is a torch.optim.sgd.SGD, was a torch.optim.adamw.AdamW",
     ),
-    "fewer optimizers": (lambda ours: setattr(ours, "optimizers", []), "there are 0 optimizers, were 1"),
+    "fewer optimizers": (
+        lambda ours: setattr(ours, "optimizers", []),
+        "there are 0 optimizers, there were 1",
+    ),
     "other groups": (
         lambda ours: setattr(ours, "optimizers", [torch.optim.AdamW(trained(ours.model)[::-1])]),
-        "the parameter groups of optimizer 0 hold other parameters, or in another order",
+        "the parameter groups of optimizer 0 have different parameters, or in another order",
     ),
     "not registered": (
         lambda ours: setattr(ours, "registered", {}),
-        "registered 'scheduler' is in the checkpoint and not here",
+        "registered state 'scheduler' is in the checkpoint but not in this job",
     ),
     "not kept": (
         lambda ours: ours.registered.update(loader=Loader()),
-        "registered 'loader' is here and not in the checkpoint",
+        "registered state 'loader' is in this job but not in the checkpoint",
     ),
 }
 
@@ -391,7 +394,7 @@ def test_a_registered_object_that_refuses_leaves_everything_as_it_was():
 def test_state_for_a_tensor_that_nobody_knows_is_refused():
     ours, _ = fitting()
     ours.optimizers[0].state[torch.zeros(3)] = {"a": 1}
-    with pytest.raises(CheckpointError, match=r"keeps state for a tensor of shape \(3,\)"):
+    with pytest.raises(CheckpointError, match=r"has state for a tensor of shape \(3,\)"):
         ours.collect()
 
 
@@ -415,9 +418,11 @@ class Queue:
 
 
 def test_state_that_cannot_be_kept_is_refused_when_it_is_registered():
-    refuse_what_cannot_be_kept("queue", Queue(1, torch.ones(2).expand(3, 2)))
-    with pytest.raises(ValueError, match=r"'queue' cannot be kept: queue/items/1 is a builtins\.object"):
-        refuse_what_cannot_be_kept("queue", Queue(1, object()))
+    require_storable("queue", Queue(1, torch.ones(2).expand(3, 2)))
+    with pytest.raises(
+        ValueError, match=r"cannot store the state registered as 'queue': queue/items/1 is a builtins\.object"
+    ):
+        require_storable("queue", Queue(1, object()))
 
 
 VIEWS = {
@@ -435,9 +440,9 @@ VIEWS = {
 def test_expanded_and_strided_tensors_come_back(name: str):
     kept, loader = VIEWS[name], Loader()
     loader.position = {"queue": deque([kept], 2), "several": defaultdict(list, a=[kept])}
-    state = through_bytes(collect(Net(), [], {"loader": loader}))
+    state = through_bytes(collect(StateParts(Net(), [], {"loader": loader})))
     found = Loader()
-    restore(Net(), [], {"loader": found}, state)
+    restore(StateParts(Net(), [], {"loader": found}), state)
     again = found.position["queue"][0]
     assert torch.equal(again, kept)
     assert again is not kept
@@ -447,15 +452,15 @@ def test_expanded_and_strided_tensors_come_back(name: str):
 
 
 def test_something_else_is_not_taken_for_a_state():
-    with pytest.raises(CheckpointError, match="not the state of a rank"):
-        restore(Net(), [], {}, {"weights": 1})
+    with pytest.raises(CheckpointError, match="not a rank's state"):
+        restore(StateParts(Net(), [], {}), {"weights": 1})
 
 
 def test_the_expected_size_is_about_right_before_and_after_the_first_update():
     ours = job(torch.optim.AdamW)()
-    before = expected_bytes(ours.model, ours.optimizers)
+    before = expected_bytes(StateParts(ours.model, ours.optimizers))
     ours.train(range(1))
-    after = expected_bytes(ours.model, ours.optimizers)
+    after = expected_bytes(StateParts(ours.model, ours.optimizers))
     steps = 4 * len(trained(ours.model))
     assert after == before + steps
     rest = {"rng", "optimizers"}

@@ -69,6 +69,62 @@ def test_a_job_with_a_handler_of_its_own_is_left_alone(tmp_path: Path):
     assert not (tmp_path / "done").exists()
 
 
+def test_a_job_with_a_wakeup_descriptor_of_its_own_is_left_alone(tmp_path: Path):
+    own = """
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+signal.set_wakeup_fd(writer)
+before_termination(act)
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+assert signal.set_wakeup_fd(-1) == writer, "it is still the job's"
+"""
+    process = started(tmp_path, own + BLOCKED)
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
+    assert not (tmp_path / "done").exists()
+
+
+def test_outside_of_the_main_thread_nothing_is_changed(tmp_path: Path):
+    elsewhere = """
+undo = []
+thread = threading.Thread(target=lambda: undo.append(before_termination(act)))
+thread.start()
+thread.join()
+undo[0]()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+    process = started(tmp_path, elsewhere + BLOCKED)
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
+    assert not (tmp_path / "done").exists()
+
+
+def test_undo_leaves_a_wakeup_descriptor_that_the_job_has_set_since(tmp_path: Path):
+    taken = """
+undo = before_termination(act)
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+signal.set_wakeup_fd(writer)
+undo()
+undo()
+assert signal.set_wakeup_fd(-1) == writer
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+before_termination(act)
+"""
+    process = started(tmp_path, taken + BLOCKED)
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
+    assert (tmp_path / "done").exists(), "and it can be set up again"
+
+
+def test_undo_leaves_a_handler_that_the_job_has_set_since(tmp_path: Path):
+    own = "undo = before_termination(act)\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nundo()\n"
+    process = started(tmp_path, f"{own}(here / 'ready').touch()\ntime.sleep(600)")
+    process.terminate()
+    assert process.wait(60) == 7
+    assert not (tmp_path / "done").exists()
+
+
 def test_a_job_that_takes_the_wakeup_descriptor_later_can_still_be_ended(tmp_path: Path):
     taken = """
 undo = before_termination(act)

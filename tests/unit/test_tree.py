@@ -184,15 +184,15 @@ def test_what_optimizers_schedulers_and_generators_call_their_state_comes_back()
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"a": [1, object()]}, "a/1 is a builtins.object, which a checkpoint does not keep"),
+        ({"a": [1, object()]}, "a/1 is a builtins.object, which a checkpoint cannot store"),
         ({"fn": functools.partial(print)}, "fn is a functools.partial"),
         (
             {"d": defaultdict(lambda: 3)},
-            "d is a defaultdict of <function .*keep a dict, or a defaultdict of bool",
+            "d is a defaultdict of <function .*use a dict, or a defaultdict of bool",
         ),
         (
             {"c": [Enum("Local", "ONE").ONE]},
-            r"c/0 is <Local.ONE: 1> of tests.unit.test_tree.Local, which could not",
+            r"c/0 is <Local.ONE: 1> of tests.unit.test_tree.Local, which cannot",
         ),
         ({"f": Mode.READ | Mode.WRITE}, r"f is <Mode.READ.WRITE: 3> of tests.unit.test_tree.Mode"),
         ({"q": deque([1, {"b": object()}])}, "q/1/b is a builtins.object"),
@@ -212,7 +212,7 @@ def test_subclasses_of_tensors_are_the_callers_to_take_apart():
     class Wrapped(torch.Tensor):
         pass
 
-    with pytest.raises(CheckpointError, match="w: a Wrapped keeps its numbers elsewhere"):
+    with pytest.raises(CheckpointError, match="w: a Wrapped does not hold its own data"):
         encode({"w": torch.ones(2).as_subclass(Wrapped)})
 
 

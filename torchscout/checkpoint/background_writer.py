@@ -1,8 +1,8 @@
-"""Sealed snapshots on their way from memory: to another machine's, and into files (paper, section 8).
+"""Writes sealed snapshots to files and passes them on for replication, in the background (paper, section 8).
 
-One thread writes files, in order; copies go their own way meanwhile, and files wait for no copy but one that
-is to be in files, too. Nothing here waits or raises into training: what did not work is a sentence, and
-whether files are there is asked for.
+One thread writes files in order. Replication runs meanwhile; files wait only for copies that belong in files
+themselves. Nothing blocks or raises into training: failures are reported by ``problems``, and
+``is_written`` says whether files are complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.replication.replicator import Replicator
@@ -31,28 +30,22 @@ __all__ = ["BackgroundWriter"]
 
 _LOOK_SECONDS = 0.02
 _SILENCE_SECONDS = 30.0
-"""At most so long nothing may come of a copy that is waited for."""
+"""How long an expected copy may make no progress before it is given up."""
 _MOST_DOUBLINGS = 4
-"""Of the snapshots that are passed over, each time that a copy comes too late."""
-
-
-class _Task(NamedTuple):
-    capture: Capture
-    is_due: bool
-    """Whether it goes into files."""
+"""Limit of the backoff: 2**4 snapshots are not replicated after copies that came too late."""
 
 
 @dataclass(slots=True)
 class _Expected:
-    """A copy of another rank's state that is to be written to a file here as soon as it has come."""
+    """A copy of another rank's state that is written to a file here as soon as it has arrived."""
 
     identity: ShardIdentity
-    heard: float
-    """When something of it was on its way last."""
+    progressed: float
+    """When bytes of it last arrived."""
 
 
 class BackgroundWriter:
-    """What becomes of snapshots once they are sealed."""
+    """Writes and replicates snapshots once they are sealed."""
 
     def __init__(
         self,
@@ -61,40 +54,43 @@ class BackgroundWriter:
         disk: Path,
         snapshots: Snapshots,
         replicator: Replicator | None,
-        wards: Sequence[int],
+        held_ranks: Sequence[int],
         timeout_seconds: float,
     ) -> None:
         self._member, self._memory, self._disk = member, memory, disk
-        self._snapshots, self._replicator, self._wards = snapshots, replicator, wards
-        self._patience = timeout_seconds
+        self._snapshots, self._replicator, self._held_ranks = snapshots, replicator, held_ranks
+        self._timeout = timeout_seconds
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._pending: set[Generation] = set()
-        """Taken, and not yet looked at."""
+        """Queued."""
         self._copying: set[Generation] = set()
-        """On their way to another machine."""
+        """Being replicated."""
         self._late, self._passed_over = 0, 0
-        """Copies given up since the last that arrived, and snapshots not copied because of that."""
+        """Copies given up since the last that arrived, and snapshots not replicated because of that."""
         self._expected: list[_Expected] = []
         self._written: dict[Generation, str | None] = {}
-        """Of what was due: why it could not be written, or None if it was."""
+        """For each due generation, why it could not be written; None if it was written."""
         self._problems: deque[str] = deque()
         self._thread = threading.Thread(target=self._run, name="torchscout-outgoing", daemon=True)
         self._thread.start()
 
     def take(self, capture: Capture, *, is_due: bool) -> None:
-        """Copy this one elsewhere when it is sealed. One that is not due for files may be passed over."""
+        """Replicate this snapshot once it is sealed, and write it to files if it is due.
+
+        One that is not due is skipped if replication cannot keep up.
+        """
         if is_due or self._has_time():
             self._pending.add(capture.identity.generation)
-            self._tasks.put(lambda: self._try(_Task(capture, is_due)))
+            self._tasks.put(lambda: self._process(capture, is_due))
 
     def later(self, work: Callable[[], object]) -> None:
-        """Do this after what was begun before it; files are slow. A failure is a problem."""
+        """Run this after what was queued before it; a failure is reported by ``problems``."""
         self._tasks.put(lambda: self._attempt(work))
 
     def flush(self, generations: Sequence[Generation], seconds: float) -> str | None:
         """Write these to files, in this order, with the copies of other ranks' state that are here.
 
-        Returns why one could not be, also if it is not done in time. Any thread may call.
+        Returns the first failure, in words, or None; taking longer than ``seconds`` is one. Thread-safe.
         """
         is_over = threading.Event()
         problems: list[str] = []
@@ -116,14 +112,14 @@ class BackgroundWriter:
                 _copy(path, own)
         if not own.exists():
             raise CheckpointError(f"{generation} is not in memory")
-        for ward in self._wards:
-            identity = self._member.at(generation, ward)
+        for rank in self._held_ranks:
+            identity = self._member.at(generation, rank)
             held, target = (shards.path_of(each, identity, me) for each in (self._memory, self._disk))
             if held.exists() and not target.exists():
                 _copy(held, target)
 
     def is_written(self, generation: Generation) -> bool:
-        """Whether its files are sealed; ``CheckpointError`` if they could not be."""
+        """Whether this generation's files are sealed; raises ``CheckpointError`` if writing failed."""
         if generation not in self._written:
             return False
         if (problem := self._written[generation]) is not None:
@@ -131,19 +127,19 @@ class BackgroundWriter:
         return True
 
     def problems(self) -> list[str]:
-        """What went wrong since the last call."""
+        """Return and clear what went wrong since the last call."""
         said = [] if self._replicator is None else self._replicator.problems()
         while self._problems:
             said.append(self._problems.popleft())
         return said
 
     def close(self) -> None:
-        """Let what is under way end, within bounds."""
+        """Finish the queue, within bounds."""
         self._tasks.put(None)
-        self._thread.join(min(self._patience, 10.0))
+        self._thread.join(min(self._timeout, 10.0))
 
     def _has_time(self) -> bool:
-        """Whether a copy could arrive before it is not needed any more; what is due is needed for longer."""
+        """Whether a copy could arrive before it is obsolete."""
         if self._pending or self._copying:
             return False
         self._passed_over += 1
@@ -152,7 +148,7 @@ class BackgroundWriter:
     def _run(self) -> None:
         while (task := self._next()) is not None:
             task()
-            del task  # it may refer to a snapshot
+            del task  # it may keep a snapshot alive
 
     def _next(self) -> Callable[[], object] | None:
         try:
@@ -160,10 +156,10 @@ class BackgroundWriter:
         except Empty:
             return self._look_for_copies
 
-    def _try(self, task: _Task) -> None:
-        generation = task.capture.identity.generation
-        problem = self._attempt(lambda: self._carry(task))
-        if task.is_due and problem is not None:
+    def _process(self, capture: Capture, is_due: bool) -> None:
+        generation = capture.identity.generation
+        problem = self._attempt(lambda: self._carry(capture, is_due))
+        if is_due and problem is not None:
             self._written[generation] = problem
         self._pending.discard(generation)
 
@@ -175,23 +171,24 @@ class BackgroundWriter:
             return str(error)
         return None
 
-    def _carry(self, task: _Task) -> None:
-        generation = task.capture.identity.generation
-        if not task.capture.wait(self._patience):
-            raise CheckpointError(f"{generation} was not captured: {task.capture.problem or 'it takes long'}")
+    def _carry(self, capture: Capture, is_due: bool) -> None:
+        """Replicate a snapshot, and write it to files if it is due."""
+        generation = capture.identity.generation
+        if not capture.wait(self._timeout):
+            raise CheckpointError(f"{generation} was not captured: {capture.problem or 'it takes too long'}")
         with self._snapshots.held(generation) as path:
-            if path is None and not task.is_due:
-                return  # a newer one has replaced it, and is copied instead
+            if path is None and not is_due:
+                return  # a newer one has replaced it
             if path is None:
-                raise CheckpointError(f"{generation} is not in memory any more")
+                raise CheckpointError(f"{generation} is no longer in memory")
             if self._replicator is not None and self._replicator.holder is not None:
                 self._send(self._replicator, generation)
-            if task.is_due:
-                _copy(path, shards.path_of(self._disk, task.capture.identity, self._member.rank))
+            if is_due:
+                _copy(path, shards.path_of(self._disk, capture.identity, self._member.rank))
                 self._expect_copies(generation)
 
     def _send(self, replicator: Replicator, generation: Generation) -> None:
-        """Until that is over its file must not be reused."""
+        """Replicate it; its buffer is not reused until that is over."""
         hold = ExitStack()
         path = hold.enter_context(self._snapshots.held(generation))
 
@@ -206,19 +203,19 @@ class BackgroundWriter:
         else:
             replicator.send(path, over)
 
-    # [Note: written means copied, too]
+    # [Note: written includes copies]
     #
-    # Where every machine has a disk of its own, a lost one takes its files along, and what others hold of its
-    # state in memory goes as soon as files are said to be written. So they are when the copies are in files.
+    # If every machine has its own disk, losing a machine loses its files, and copies in memory are deleted
+    # as soon as files count as written. So files count as written only when the copies are in files, too.
 
     def _expect_copies(self, generation: Generation) -> None:
         now = time.monotonic()
-        self._expected += [_Expected(self._member.at(generation, ward), now) for ward in self._wards]
+        self._expected += [_Expected(self._member.at(generation, rank), now) for rank in self._held_ranks]
         self._look_for_copies()
         self._settle(generation)
 
     def _look_for_copies(self) -> None:
-        """Write what has come; what does not come is given up: own files do not depend on it."""
+        """Write copies that have arrived; give up those that make no progress."""
         for each in list(self._expected):
             held = shards.path_of(self._memory, each.identity, self._member.rank)
             if held.exists():
@@ -228,15 +225,15 @@ class BackgroundWriter:
                 continue
             else:
                 rank, generation = each.identity.rank, each.identity.generation
-                self._problems.append(f"the copy of rank {rank}'s {generation} has not come")
+                self._problems.append(f"the copy of rank {rank}'s {generation} did not arrive")
             self._expected.remove(each)
             self._settle(each.identity.generation)
 
     def _may_come(self, expected: _Expected) -> bool:
         now = time.monotonic()
         if self._replicator is not None and expected.identity in self._replicator.arriving():
-            expected.heard = now
-        return now - expected.heard < min(self._patience, _SILENCE_SECONDS)
+            expected.progressed = now
+        return now - expected.progressed < min(self._timeout, _SILENCE_SECONDS)
 
     def _settle(self, generation: Generation) -> None:
         if all(each.identity.generation != generation for each in self._expected):

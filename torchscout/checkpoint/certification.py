@@ -1,9 +1,8 @@
-"""What every rank votes at the end of a check, and what the job concludes from it (paper, sections 8 and 9).
+"""Combines all ranks' votes on a check into events for the gate (paper, sections 8 and 9).
 
-Votes are combined across the job before anything moves: each rank casts a ballot of whole numbers, the
-highest of each counts, and from that all ranks derive the same events for the gate. ``CertifiedSteps`` keeps
-the step up to which a job is certified, for checkpoints that it writes itself. Pure: nothing is exchanged
-here.
+Each rank votes with a list of integers; the maximum of each over all ranks counts, so that all ranks derive
+the same events. ``CertifiedSteps`` tracks the newest certified step for checkpoints that the job writes
+itself. Nothing is communicated here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torchscout.errors import CheckpointError
 __all__ = ["SEVERITY", "CertifiedSteps", "CheckVote", "events_of", "outcome_of"]
 
 SEVERITY = (Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED, Outcome.REJECTED, Outcome.SDC)
-"""The worst that any rank has seen is the job's."""
+"""From best to worst; the worst outcome on any rank is the job's."""
 
 
 def outcome_of(
@@ -30,29 +29,26 @@ def outcome_of(
     targets: Collection[str],
     require: Collection[str] = (),
 ) -> Outcome:
-    """One rank's view of a check; ``targets`` are what was due on it.
+    """Return one rank's outcome of a check of these ``targets``.
 
-    Each of them must have been compared, or be one that replay does not repeat at all, such as an update that
-    communicates; state in general, the target without a name, must have been compared. ``records`` are those
-    that are kept: what a nondeterministic kernel computed has no verdict, and neither has what a rank failed
-    to compute. A check may be accepted without a surface that no rank has (a parameter without a gradient)
-    or that does not repeat, unless it is among ``require``; see ``ReplayConfig.require``.
+    Every target must have been compared, or be one that replay cannot repeat, such as an update that
+    communicates; the unnamed target, state in general, must have been compared. Records of nondeterministic
+    kernels and of failed replays have no verdict. A check may be accepted without a surface that no rank has
+    (a parameter without a gradient) or that does not repeat, unless ``require`` names it; see
+    ``ReplayConfig.require``.
     """
     numbers = [each for each in records if each.manifestation is Manifestation.SDC]
     if any(each.scope is not None for each in numbers):
         return Outcome.SDC
-    if _has(numbers, UNDECIDED):
+    if any(_begins(each, UNDECIDED) for each in numbers):
         return Outcome.REJECTED
     compared = {each.layer or "" for each in numbers if each.verdict is not None}
     compared |= {each.layer for each in numbers if each.layer and _begins(each, REFUSED)}
-    if _has(numbers, FAILED) or not set(targets) <= compared or unmet(numbers, require):
+    failed = any(_begins(each, FAILED) for each in numbers)
+    if failed or not set(targets) <= compared or unmet(numbers, require):
         return Outcome.NOT_CHECKED
     slow = any(each.manifestation is Manifestation.STRAGGLER for each in incidents)
     return Outcome.STRAGGLER if slow else Outcome.HEALTHY
-
-
-def _has(records: Sequence[EvidenceRecord], reason: str) -> bool:
-    return any(_begins(each, reason) for each in records)
 
 
 def _begins(record: EvidenceRecord, reason: str) -> bool:
@@ -61,20 +57,20 @@ def _begins(record: EvidenceRecord, reason: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CheckVote:
-    """What one rank brings to the vote."""
+    """One rank's vote at the end of a check."""
 
     outcome: Outcome
     accepted: int
-    """Where its gate's cycle stands."""
+    """Its gate's ``accepted``."""
     lost: bool = False
-    """The latest capture came to nothing here."""
+    """The pending generation could not be captured on this rank."""
     writing: bool = False
-    """The files that are due are not sealed here yet."""
+    """This rank has not sealed the files that are due yet."""
     unwritten: bool = False
-    """They could not be written here."""
+    """This rank could not write them."""
 
     def votes(self) -> list[int]:
-        """To be combined by taking the highest of each."""
+        """The vote as integers, to be combined by taking the maximum of each."""
         return [
             SEVERITY.index(self.outcome),
             self.accepted,
@@ -86,18 +82,18 @@ class CheckVote:
 
     @classmethod
     def counted(cls, highest: Sequence[int]) -> CheckVote:
-        """The job's; a ``CheckpointError``, the same on every rank, if ranks are in different cycles."""
+        """The job's vote; raises ``CheckpointError`` on every rank if ranks are in different cycles."""
         severity, accepted, negated, lost, writing, unwritten = highest
         if accepted != -negated:
             raise CheckpointError(
-                f"ranks disagree about the cycle of checks: some have accepted {-negated} of it, "
-                f"others {accepted}; no checkpoint is touched"
+                f"ranks disagree about the current cycle: some have accepted {-negated} of its checks, "
+                f"others {accepted}; no checkpoint was changed"
             )
         return cls(SEVERITY[severity], accepted, bool(lost), bool(writing), bool(unwritten))
 
 
 def events_of(gate: CheckpointGate, step: int, counted: CheckVote) -> list[Event]:
-    """What has happened since the last check, in order, and the check itself."""
+    """The events since the last check, in order, and the check itself."""
     events: list[Event] = []
     if gate.pending is not None:
         events.append(Lost(gate.pending) if counted.lost else Sealed(gate.pending))
@@ -110,31 +106,31 @@ def events_of(gate: CheckpointGate, step: int, counted: CheckVote) -> list[Event
 
 
 class CertifiedSteps:
-    """The gate of checkpoints, moved by checks alone; what it certifies, the job may have in its files."""
+    """Tracks which of the job's own checkpoints are certified, with a gate that only checks advance."""
 
     def __init__(self) -> None:
         self._gate = CheckpointGate()
 
     @property
     def step(self) -> int | None:
-        """The newest step whose state checks have certified; None if there is none yet."""
+        """The newest certified step; None if there is none yet."""
         return None if self._gate.verified is None else self._gate.verified.step
 
     def go_by(self, recipes: int | None) -> None:
-        """How many checks make a cycle, where shapes come from a catalog."""
+        """Set the number of checks in a cycle; None for a dense model."""
         self._gate = replace(self._gate, recipes=recipes)
 
     def checked(self, step: int, outcome: Outcome, *, counts: bool, doubted: bool = False) -> None:
-        """The job's outcome, the same on every rank. Only a check that ``counts`` certifies.
+        """Record a check's job-wide outcome. An accepted check certifies only if it ``counts``.
 
-        ``doubted`` is what was there after the check before: it may have changed before it was written.
+        ``doubted``: replicas disagree on the state after the previous check, so it is no longer certified.
         """
         if doubted and self._gate.latest is not None:
             self._gate, _ = transition(self._gate, Lost(self._gate.latest))
         if outcome.accepted and not counts:
             return
-        if self._gate.writing is not None:  # files are the job's own affair
+        if self._gate.writing is not None:  # the job writes its own files
             self._gate, _ = transition(self._gate, Written(self._gate.writing))
         self._gate, effects = transition(self._gate, Checked(step, outcome))
-        if effects.capture is not None:  # and so is memory
+        if effects.capture is not None:  # and captures its own state
             self._gate, _ = transition(self._gate, Sealed(effects.capture))

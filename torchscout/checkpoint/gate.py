@@ -1,9 +1,8 @@
-"""Which checkpoints may be trusted: algorithm 3's saving half as a state machine (paper, section 8).
+"""Decides which checkpoints are trusted: the saving half of algorithm 3, a state machine (paper, section 8).
 
-Pure: ``transition`` takes a frozen state and an event and gives the next state, and what is to be done about
-it. Every rank feeds it the same job-wide events in the same order and so arrives at the same state. Agreeing
-on those events, copying, writing and deleting are for others; which checkpoint a failed job loads is for
-``checkpoint.selection``.
+``transition`` is a pure function from a state and an event to the next state and its effects. Every rank
+passes the same job-wide events in the same order and so reaches the same state. ``checkpoint.selection``
+decides which checkpoint a failed job loads.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torchscout.checkpoint.gate_state import (
     CheckpointGate,
     Effects,
     Event,
-    Hung,
     Lost,
     Outcome,
     Recovered,
@@ -26,47 +24,44 @@ from torchscout.checkpoint.gate_state import (
     Written,
 )
 from torchscout.checkpoint.generation import Generation
-from torchscout.decision.record import Manifestation
 
 __all__ = ["CheckpointGate", "transition"]
 
 # [Note: what each event does to trust]
 #
-# accepted     Healthy, or slow: a straggler's numbers are right. Captures, and counts as one of K recipes.
-# not checked  Skips the capture, as the paper has it for incomplete evidence. The K checks of a cycle must
-#              follow each other, because only then does a rotation through K recipes visit all of them: so
-#              the count starts again at 0. The candidate stays: its own cycle was complete, nothing speaks
-#              against it, and the next K accepted checks in a row visit every recipe after its capture.
-# rejected     Peers disagreed and it is not known yet whether a rank or a kernel is at fault. Skips
-#              the capture and voids the cycle; the candidate goes too, as its second cycle is not accepted.
-# sdc          Latched: the candidate and every capture that is not certified are gone, and whatever later
-#              checks say, nothing is captured, counted or certified until a recovery is recorded.
-# hang         Changes nothing: no evidence is added or lost, and a hang that resolves itself was none.
-# recovered    What was loaded is the latest, and a new lineage begins. What is newer than it belongs to an
-#              abandoned lineage and goes. So does the candidate, and the count starts again at 0: rotations
-#              start anew with new workers, and on a replaced machine no replay exposes what the old one did.
-# sealed       What was captured after the last accepted check gets its role.
-# write failed A candidate without files is none; the cycle under way goes on. Certified state is in memory.
-# lost         It is forgotten, in whichever role; the next older verified one, if any, takes its place.
+# accepted     Healthy, or slow: a straggler's numbers are right. Captures, and counts as one of K checks.
+# not checked  Captures nothing, as in the paper for incomplete evidence. A rotation visits all K recipes only
+#              if the K checks of a cycle follow each other, so the count restarts at 0. The candidate stays:
+#              its own cycle was complete, and the next K accepted checks in a row visit every recipe again.
+# rejected     Peers disagreed, and it is not known yet whether a rank or a kernel is at fault. Captures
+#              nothing, restarts the count and drops the candidate, whose second cycle is not accepted.
+# sdc          Drops the candidate and every capture that is not certified. Whatever later checks say, nothing
+#              is captured, counted or certified until a recovery.
+# recovered    The loaded generation is the latest, and a new lineage begins. Newer generations belong to an
+#              abandoned lineage and are dropped. So is the candidate, and the count restarts at 0, because
+#              rotations restart and a replaced machine may hide what the old one did wrong.
+# sealed       The pending generation gets its role.
+# write failed A candidate without files is dropped; the current cycle goes on. Certified state is in memory.
+# lost         The generation is dropped; the next older verified one, if any, takes its place.
 #
 # [Note: dense is not a catalog of one]
 #
-# A dense model's shapes never change, so that an accepted check certifies what is captured right after it:
-# verified is latest once it is sealed, and there is no candidate. A catalog with K = 1 still waits for a
-# second cycle: what was captured at check n is promoted at check n + 1; it is gone if that finds corruption.
+# A dense model's shapes never change, so an accepted check certifies the generation captured right after it:
+# once sealed it is both latest and verified, and there is no candidate. A catalog with K = 1 still waits for
+# a second cycle: what was captured at check n is promoted at check n + 1, or dropped if that finds an SDC.
 #
 # [Note: pointers move when every rank has sealed]
 #
-# A capture is copied and sealed while training goes on, and may fail on any rank: it is pending, and no
-# pointer names it. With the next check all ranks tell whether they have sealed it, and it becomes the latest,
-# or is given up. The latest before it stays whole until then. A job that dies in between looks for the
-# pending one when it starts again: if every rank's shard is there, it was sealed (``ledger.settled``).
+# A capture is copied and sealed while training goes on, and may fail on any rank. Until the next check it is
+# pending and has no role. At that check all ranks report whether they have sealed it: it becomes the latest,
+# or is dropped. The previous latest is kept until then. A job that dies in between looks for the pending
+# generation when it restarts: if every rank's shard is there, it was sealed (``ledger.settled``).
 
 _Next = tuple[CheckpointGate, Effects]
 
 
 def transition(gate: CheckpointGate, event: Event) -> tuple[CheckpointGate, Effects]:
-    """The next state, and what is to be done; a ``ValueError`` for an event that cannot follow."""
+    """Return the next state and what to do; raises ``ValueError`` for an event that cannot follow."""
     following, effects = _TRANSITIONS[type(event)](gate, event)
     following = _pruned(following)
     retired = gate.held.union(effects.retire) - following.held
@@ -77,11 +72,11 @@ def _checked(gate: CheckpointGate, event: Checked) -> _Next:
     if event.step <= gate.step:
         raise ValueError(f"a check at step {event.step} cannot follow step {gate.step}")
     if gate.pending is not None:
-        raise ValueError(f"whether {gate.pending} is sealed must be known before the next check")
+        raise ValueError(f"report {gate.pending} as sealed or lost before the next check")
     gate = replace(gate, step=event.step)
     if gate.poisoned is not None:
-        reason = f"corruption was found at step {gate.poisoned} and no recovery is recorded since"
-        return gate, Effects(reason=reason, retrieve=Manifestation.SDC)
+        reason = f"corruption was found at step {gate.poisoned}, and the job has not recovered since"
+        return gate, Effects(reason=reason)
     if event.outcome.accepted:
         return _accepted(gate, Generation(event.step, gate.lineage))
     return _REFUSALS[event.outcome](gate)
@@ -94,7 +89,7 @@ def _accepted(gate: CheckpointGate, fresh: Generation) -> _Next:
 
 def _certified(gate: CheckpointGate, fresh: Generation) -> _Next:
     """Dense: [Note: dense is not a catalog of one]."""
-    is_first = not gate.durable and not gate.unwritten  # nothing is in files, and no write has failed
+    is_first = not gate.durable and not gate.unwritten  # no file exists, and no write has failed
     gate = replace(gate, unwritten=gate.unwritten + 1)
     reason = f"the check at step {fresh.step} certifies what is captured after it"
     is_due = is_first or gate.unwritten >= gate.persist_every
@@ -112,20 +107,20 @@ def _sealed(gate: CheckpointGate, event: Sealed) -> _Next:
     if is_dense:
         gate = replace(gate, pending=None, captured=captured, trusted=(*gate.trusted, fresh))
         return gate, Effects(reason=f"{reason}, and verified", promote=fresh)
-    # What a catalog writes was captured at the end of a cycle.
+    # A catalog writes what is captured at the end of a cycle.
     candidate = fresh if gate.writing == fresh else gate.candidate
     return replace(gate, pending=None, captured=captured, candidate=candidate), Effects(reason=reason)
 
 
 def _counted(gate: CheckpointGate, fresh: Generation, recipes: int) -> _Next:
-    """A catalog: at the end of a cycle the prior candidate is promoted and the latest takes its place."""
+    """A catalog: the end of a cycle promotes the candidate and makes ``fresh`` the next one."""
     accepted = gate.accepted + 1
     if accepted < recipes:
         reason = f"{accepted} of {recipes} recipes are accepted in this cycle"
         return replace(gate, accepted=accepted), Effects(reason=reason, capture=fresh)
     gate = replace(gate, accepted=0)
     if gate.writing is not None:
-        # What is on no disk cannot be promised to a later recovery; another cycle costs it nothing but time.
+        # Without files it could not survive a lost machine; waiting for another cycle costs only time.
         reason = f"{gate.writing} is still being written and waits for another cycle"
         return gate, Effects(reason=reason, capture=fresh)
     ripe = gate.candidate
@@ -151,7 +146,7 @@ def _corrupted(gate: CheckpointGate) -> _Next:
     reason = f"the check at step {gate.step} found corruption: nothing of this lineage is certified any more"
     certified = tuple(each for each in gate.captured if each in gate.trusted)
     gate = replace(_without_candidate(gate), accepted=0, poisoned=gate.step, captured=certified)
-    return gate, Effects(reason=reason, retrieve=Manifestation.SDC)
+    return gate, Effects(reason=reason)
 
 
 def _without_candidate(gate: CheckpointGate) -> CheckpointGate:
@@ -159,15 +154,11 @@ def _without_candidate(gate: CheckpointGate) -> CheckpointGate:
     return replace(gate, candidate=None, writing=writing, durable=_still(gate, gate.trusted))
 
 
-def _hung(gate: CheckpointGate, event: Hung) -> _Next:
-    return gate, Effects(reason=f"the job hangs at step {event.step}", retrieve=Manifestation.HANG)
-
-
 def _written(gate: CheckpointGate, event: Written) -> _Next:
     written = event.generation
     if written != gate.writing:
-        # Its lineage or its cycle was voided meanwhile; the files go unless memory still needs their name.
-        return gate, Effects(reason=f"{written} is not wanted in files any more", retire=(written,))
+        # Its lineage or cycle was dropped meanwhile; its files are deleted unless it has another role.
+        return gate, Effects(reason=f"{written} is no longer needed in files", retire=(written,))
     gate = replace(gate, writing=None, durable=(*gate.durable, written))
     return gate, Effects(reason=f"the files of {written} are sealed on every rank")
 
@@ -178,8 +169,8 @@ def _write_failed(gate: CheckpointGate, event: WriteFailed) -> _Next:
         return gate, Effects(reason=reason, retire=(event.generation,))
     if event.generation == gate.candidate:
         gate = _without_candidate(gate)
-        reason += "; it is the candidate no longer"
-    # At least one: a disk that stays full is not tried again at every check.
+        reason += "; it is no longer the candidate"
+    # At least one, so that a full disk is not tried again at every check.
     return replace(gate, writing=None, unwritten=max(gate.unwritten, 1)), Effects(reason=reason)
 
 
@@ -195,7 +186,7 @@ def _lost(gate: CheckpointGate, event: Lost) -> _Next:
         writing=None if gate.writing == gone else gate.writing,
         pending=None if gate.pending == gone else gate.pending,
     )
-    return gate, Effects(reason=f"{gone} cannot be had any more", retire=(gone,))
+    return gate, Effects(reason=f"{gone} is no longer available", retire=(gone,))
 
 
 def _recovered(gate: CheckpointGate, event: Recovered) -> _Next:
@@ -203,10 +194,10 @@ def _recovered(gate: CheckpointGate, event: Recovered) -> _Next:
     known = gate.trusted if gate.poisoned is not None else (*gate.trusted, *gate.captured)
     if loaded is None and gate.trusted:
         raise ValueError(
-            f"a job cannot start from nothing while {gate.verified} is verified; report it lost first"
+            f"a job cannot start from step 0 while {gate.verified} is verified; report it lost first"
         )
     if loaded is not None and loaded not in known:
-        raise ValueError(f"{loaded} may not be loaded; there is {', '.join(map(str, known)) or 'none'}")
+        raise ValueError(f"{loaded} may not be loaded; available: {', '.join(map(str, known)) or 'none'}")
     trusted = tuple(each for each in gate.trusted if loaded is not None and each.step <= loaded.step)
     gate = replace(
         gate,
@@ -224,8 +215,8 @@ def _recovered(gate: CheckpointGate, event: Recovered) -> _Next:
         lineage=gate.lineage + 1,
         step=0 if loaded is None else loaded.step,
     )
-    origin = "its beginning" if loaded is None else str(loaded)
-    return gate, Effects(reason=f"the job runs on from {origin} as lineage {gate.lineage}")
+    origin = "step 0" if loaded is None else str(loaded)
+    return gate, Effects(reason=f"the job continues from {origin} as lineage {gate.lineage}")
 
 
 _REFUSALS: dict[Outcome, Callable[[CheckpointGate], _Next]] = {
@@ -235,7 +226,6 @@ _REFUSALS: dict[Outcome, Callable[[CheckpointGate], _Next]] = {
 }
 _TRANSITIONS: dict[type, Callable[[CheckpointGate, Any], _Next]] = {
     Checked: _checked,
-    Hung: _hung,
     Sealed: _sealed,
     Written: _written,
     WriteFailed: _write_failed,
@@ -249,7 +239,7 @@ def _still(gate: CheckpointGate, wanted: tuple[Generation, ...]) -> tuple[Genera
 
 
 def _pruned(gate: CheckpointGate) -> CheckpointGate:
-    """Without the verified generations that lie in neither memory nor the newest files."""
+    """Drop verified generations that are neither in memory nor among the newest files."""
     in_files = [each for each in gate.trusted if each in gate.durable]
     wanted = {*in_files[-1 - gate.keep :], *gate.captured, gate.writing}
     trusted = tuple(each for each in gate.trusted if each in wanted)

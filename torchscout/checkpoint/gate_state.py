@@ -1,7 +1,6 @@
-"""The checkpoint gate's state and its JSON form; the events that change it, and what is to be done then
-(paper, section 8, algorithm 3).
+"""The checkpoint gate's state, its JSON form, its events and their effects (paper, section 8, algorithm 3).
 
-Plain data. ``gate.after`` has the transitions.
+Plain data; ``gate.transition`` has the logic.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from enum import Enum
 from typing import Any
 
 from torchscout.checkpoint.generation import Generation, is_number
-from torchscout.decision.record import Manifestation
 
 __all__ = [
     "SCHEMA",
@@ -19,7 +17,6 @@ __all__ = [
     "CheckpointGate",
     "Effects",
     "Event",
-    "Hung",
     "Lost",
     "Outcome",
     "Recovered",
@@ -30,11 +27,11 @@ __all__ = [
 
 
 class Outcome(str, Enum):
-    """A check's, job-wide: that of all recipes due at a boundary, on all ranks."""
+    """The job-wide outcome of a check: of all recipes due after one step, on all ranks."""
 
     HEALTHY = "healthy"
     STRAGGLER = "straggler"
-    """Somebody is slow; the numbers are right."""
+    """A rank is slow, but its numbers are right."""
     NOT_CHECKED = "not_checked"
     """A result is missing on some rank."""
     REJECTED = "rejected"
@@ -49,17 +46,10 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A check right after the optimizer's update of this step is over."""
+    """The check after this step's optimizer update is complete."""
 
     step: int
     outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True)
-class Hung:
-    """The observers found that the job makes no progress at this step."""
-
-    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,40 +75,38 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Some rank's share of this generation cannot be had: never captured, gone, or damaged everywhere."""
+    """Some rank's shard of this generation is unavailable: never captured, deleted, or damaged everywhere."""
 
     generation: Generation
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Every rank has loaded this generation and trains on from it."""
+    """Every rank has loaded this generation and continues training from it."""
 
     generation: Generation | None
-    """None if the job starts from its beginning, which is allowed only when nothing verified is left."""
+    """None if the job starts from step 0, which is allowed only when no verified generation is left."""
     in_files: bool = False
-    """Whether every rank has a file of it as well."""
+    """Whether every rank also has it on disk."""
 
 
-Event = Checked | Hung | Sealed | Written | WriteFailed | Lost | Recovered
+Event = Checked | Sealed | Written | WriteFailed | Lost | Recovered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
-    """What is to be done about an event, on every rank alike."""
+    """What every rank does after an event."""
 
     reason: str
-    """Why, in words."""
+    """Why, for people."""
     capture: Generation | None = None
-    """Copy the state as it is now, under this name."""
+    """Capture the current state as this generation."""
     persist: Generation | None = None
-    """Write this one to files, and report ``Written`` or ``WriteFailed``."""
+    """Write this generation to files, and report ``Written`` or ``WriteFailed``."""
     promote: Generation | None = None
-    """This one is verified from here on."""
+    """This generation is now verified."""
     retire: tuple[Generation, ...] = ()
-    """Delete these wherever they lie."""
-    retrieve: Manifestation | None = None
-    """Training must stop and a checkpoint be chosen because of this failure."""
+    """Delete these generations from memory and disk."""
 
 
 SCHEMA = 1
@@ -127,39 +115,39 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointGate:
-    """Latest, candidate and verified, and how far the evidence for the next promotion has come."""
+    """Which generations are latest, candidate and verified, and how far the current cycle has come."""
 
     recipes: int | None = None
-    """K, the size of the recipe catalog of a mixture of experts; None for a dense model."""
+    """K, the checks in a cycle, for a mixture of experts with a recipe catalog; None for a dense model."""
     persist_every: int = 1
-    """Dense: certified generations from one that is written to the next; a catalog writes at cycle ends."""
+    """Dense: one in this many certified generations is written to files. A catalog writes at cycle ends."""
     keep: int = 1
-    """Older verified generations kept in files besides the newest one there."""
+    """Older verified generations that are kept in files besides the newest."""
 
     accepted: int = 0
-    """q, the accepted checks of the cycle under way."""
+    """q, the accepted checks of the current cycle."""
     pending: Generation | None = None
-    """What the last accepted check lets all ranks capture. It has no role until it is known to be sealed on
-    every rank: see [Note: pointers move when every rank has sealed]."""
+    """The generation that is being captured. It has no role until every rank has sealed it: see
+    [Note: pointers move when every rank has sealed]."""
     captured: tuple[Generation, ...] = ()
-    """The newest generation that is sealed in every rank's memory; after a recovery, what was loaded. When a
-    job starts again it may be two, oldest first: see ``ledger.settled``."""
+    """The newest generation that is sealed in every rank's memory; after a recovery, the loaded one. When a
+    job restarts there may be two, oldest first: see ``ledger.settled``."""
     candidate: Generation | None = None
     """Captured at the end of an accepted cycle; the next accepted cycle promotes it."""
     trusted: tuple[Generation, ...] = ()
-    """Every verified generation that is kept, oldest first."""
+    """All verified generations that are kept, oldest first."""
     durable: tuple[Generation, ...] = ()
-    """Those of the trusted, and the candidate, whose files are sealed on every rank."""
+    """Trusted generations, and the candidate, whose files are sealed on every rank."""
     writing: Generation | None = None
-    """What is being written to files."""
+    """The generation that is being written to files."""
     unwritten: int = 0
-    """Dense: certified generations since the last one that was to be written."""
+    """Dense: certified generations since the last one that was due for files."""
     poisoned: int | None = None
     """The step whose check found corruption, until a recovery is recorded."""
     lineage: int = 0
-    """Recoveries so far; a step that is trained again makes another generation."""
+    """The number of recoveries so far."""
     step: int = 0
-    """Of the last check, or of what was loaded since."""
+    """The step of the last check, or of the generation loaded since."""
 
     def __post_init__(self) -> None:
         _refuse_nonsense(self)
@@ -180,7 +168,7 @@ class CheckpointGate:
 
     @property
     def in_memory(self) -> frozenset[Generation]:
-        """Every generation that memory must hold: what is in files need not be there any more."""
+        """Every generation that memory must hold, because it is not in files yet or is the latest."""
         single = {each for each in (self.writing, self.pending) if each is not None}
         return frozenset(single).union(self.captured)
 
@@ -192,21 +180,21 @@ class CheckpointGate:
 
     @classmethod
     def from_json(cls, document: Any) -> CheckpointGate:
-        """Read back what ``to_json`` wrote; a ``ValueError`` says what is wrong with anything else."""
+        """Read what ``to_json`` returned; raises ``ValueError`` for anything else."""
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise ValueError(f"not the state of a checkpoint gate of schema {SCHEMA}: {document!r:.80}")
         document = {"pending": None, **document}  # earlier versions had none
         known = {"schema", *_NUMBERS, *_SEVERAL, *_SINGLE}
         if wrong := known.symmetric_difference(document):
-            raise ValueError(f"a checkpoint gate's state lacks, or does not know, {sorted(map(str, wrong))}")
+            raise ValueError(
+                f"missing or unknown fields in a checkpoint gate's state: {sorted(map(str, wrong))}"
+            )
         if wrong := {name for name in _SEVERAL if not isinstance(document[name], list)}:
             raise ValueError(f"{sorted(wrong)} must be lists of generations")
         fields: dict[str, Any] = {name: document[name] for name in _NUMBERS}
         fields |= {name: tuple(map(Generation.from_json, document[name])) for name in _SEVERAL}
-        named = {name: document[name] for name in _SINGLE}
-        fields |= {
-            name: value if value is None else Generation.from_json(value) for name, value in named.items()
-        }
+        single = {name: document[name] for name in _SINGLE if document[name] is not None}
+        fields |= {name: Generation.from_json(value) for name, value in single.items()}
         return cls(**fields)
 
 
@@ -216,7 +204,7 @@ _SINGLE = ("candidate", "writing", "pending")
 
 
 def _refuse_nonsense(gate: CheckpointGate) -> None:
-    """Whether such a state can exist; it may come from a file."""
+    """Raise ``ValueError`` for a state that cannot exist; it may come from a damaged file."""
     least = {"persist_every": 1, "keep": 0, "accepted": 0, "unwritten": 0, "lineage": 0, "step": 0}
     for name, lowest in {**least, "recipes": 1, "poisoned": 0}.items():
         value = getattr(gate, name)

@@ -1,4 +1,4 @@
-"""Names for checkpoints: which one, and what it is trusted for (paper, section 8). Plain data, no I/O."""
+"""Names a checkpoint and how far it is trusted (paper, section 8)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Generation", "TrustLevel", "is_number"]
 
 
 class TrustLevel(str, Enum):
-    """What a checkpoint is to recovery."""
+    """How far recovery trusts a checkpoint."""
 
     LATEST = "latest"
-    """The newest whole one; nothing is known about its numbers."""
+    """The newest complete checkpoint; nothing is known about its numbers."""
     CANDIDATE = "candidate"
-    """Captured after accepted evidence, and waiting for more."""
+    """Captured after an accepted cycle of checks; another cycle must follow."""
     VERIFIED = "verified"
     """Replay evidence supports its numbers."""
 
@@ -22,13 +22,13 @@ class TrustLevel(str, Enum):
 class Generation(NamedTuple):
     """One job-wide checkpoint: all ranks' state after the same step of the same lineage.
 
-    A recovery goes back in steps and trains them again, perhaps with other results. Shards of step 4 from
-    before and after must never be mixed, and a step alone does not tell them apart.
+    After a recovery steps are trained again, perhaps with different results. The lineage distinguishes them,
+    so that shards of step 4 from before and after a recovery are never mixed.
     """
 
     step: int
     lineage: int = 0
-    """Recoveries before this step was trained."""
+    """The number of recoveries before this step was trained."""
 
     def __str__(self) -> str:
         return f"step {self.step}" + (f" of lineage {self.lineage}" if self.lineage else "")
@@ -41,5 +41,5 @@ class Generation(NamedTuple):
 
 
 def is_number(value: Any, lowest: int = 0) -> bool:
-    """Whether this is a whole number of 63 bits, which JSON's true and false are not."""
+    """Whether this is an ``int``, not a ``bool``, from ``lowest`` to 2**63 - 1."""
     return type(value) is int and lowest <= value < 1 << 63

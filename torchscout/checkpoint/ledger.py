@@ -1,7 +1,6 @@
-"""The gate's state as a small file beside the shards, one per rank (paper, section 9, recovery integration).
+"""Stores the gate's state in one small file per rank beside the shards (paper, section 9).
 
-A write is whole or has not happened, and the file before it is kept, should this one be damaged later. Which
-shards there are, and whether they are whole, is not known here.
+Writes are atomic, and the previous file is kept in case the new one is damaged later.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ SCHEMA = 1
 
 # [Note: the layout of a ledger]
 #
-# Two lines of JSON: the ledger, and the xxh3-128 of the first line's bytes. There is exactly one way to write
-# either, so that no bit can change unseen. A ledger that is whole but of another job, rank or schema is no
-# damage: it is refused, and the one before it is not asked.
+# Two lines of JSON: the ledger, and the xxh3-128 of the first line's bytes. The second line has exactly one
+# valid spelling, so every flipped bit is detected. A whole ledger of another job, rank or schema is not
+# damage: it is refused, and the previous ledger is not read instead.
 _NAME = re.compile(r"rank-(0|[1-9]\d{0,8})\.ledger(\.previous)?")
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What one rank has written down about its job's checkpoints."""
+    """One rank's record of its job's checkpoints."""
 
     job: str
     world_size: int
     rank: int
     gate: CheckpointGate
     coverage: str | None = None
-    """A sentence that says what the job's checks cover and what they leave out, if it was written."""
+    """What the job's checks cover and what they leave out, in one sentence."""
     doubt: str | None = None
-    """Why this is the state before the last one; None if it is the last."""
+    """Why the previous ledger was read in place of the last one; None if the last was read."""
 
 
 def path_of(folder: Path | str, rank: int) -> Path:
@@ -65,7 +64,7 @@ def path_of(folder: Path | str, rank: int) -> Path:
 
 
 def ranks_in(folder: Path | str) -> list[int]:
-    """Those with a ledger here, whole or not; an ``OSError`` if there is no such folder."""
+    """The ranks with a ledger in this folder, whole or not; raises ``OSError`` if there is no such folder."""
     names = (_NAME.fullmatch(path.name) for path in Path(folder).iterdir())
     return sorted({int(name[1]) for name in names if name})
 
@@ -79,18 +78,18 @@ def write(
     world_size: int,
     coverage: str | None = None,
 ) -> None:
-    """Put this state in the place of the last; after a ``CheckpointError`` the last one is still there."""
+    """Replace this rank's ledger. If it raises ``CheckpointError``, the last ledger is unchanged."""
     assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
     path = path_of(folder, rank)
     try:
-        former = _bytes(path)
-        _parsed(former, path)
+        last = _bytes(path)
+        _parsed(last, path)
     except (FileNotFoundError, DamagedError):
-        pass  # nothing, or nothing that is worth more than what is kept already
+        pass  # keep the previous ledger: there is nothing better to replace it with
     except OSError as error:
         raise _unreadable(path, error) from error
     else:
-        shards.replace(_previous(path), [former])
+        shards.replace(_previous(path), [last])
     body = {"schema": SCHEMA, "job": job, "world_size": world_size, "rank": rank, "gate": gate.to_json()}
     if coverage is not None:
         body["coverage"] = coverage
@@ -98,13 +97,13 @@ def write(
 
 
 def remove(folder: Path | str, rank: int) -> None:
-    """Delete what this rank has written down here."""
+    """Delete this rank's ledgers."""
     for path in (_previous(path_of(folder, rank)), path_of(folder, rank)):
         path.unlink(missing_ok=True)
 
 
 def read(folder: Path | str, rank: int, *, job: str | None = None) -> CheckpointGate | None:
-    """The last state that can be read, or None if there never was one; see ``inspect``."""
+    """The state in this rank's ledger, or None if it has none; see ``inspect``."""
     found = inspect(folder, rank)
     if found is not None and job is not None and found.job != job:
         raise CheckpointError(f"{path_of(folder, rank)} belongs to job {found.job!r}, not to {job!r}")
@@ -112,29 +111,30 @@ def read(folder: Path | str, rank: int, *, job: str | None = None) -> Checkpoint
 
 
 def inspect(folder: Path | str, rank: int) -> Ledger | None:
-    """What this rank has written down; ``DamagedError`` if neither the last nor the one before is whole."""
+    """This rank's ledger, or None if it has none. Reads the previous one if the last is damaged or missing;
+    raises ``DamagedError`` if neither is whole."""
     path = path_of(folder, rank)
-    if isinstance(last := _tried(path, rank), Ledger):
+    if isinstance(last := _read_or_problem(path, rank), Ledger):
         return last
-    if isinstance(former := _tried(_previous(path), rank), Ledger):
-        return replace(former, doubt=last or f"{path} is missing")
-    if last is former is None:
+    if isinstance(previous := _read_or_problem(_previous(path), rank), Ledger):
+        return replace(previous, doubt=last or f"{path} is missing")
+    if last is previous is None:
         return None
-    raise DamagedError("; ".join(filter(None, (last, former))))
+    raise DamagedError("; ".join(filter(None, (last, previous))))
 
 
 def newest(gates: Iterable[CheckpointGate]) -> CheckpointGate:
-    """One rank's state, written down in several places of which some may be behind."""
+    """The newest state of one rank, of several ledgers of which some may be older."""
     gates = list(gates)
     last = max((gate.lineage, gate.step) for gate in gates)
     return reconcile([gate for gate in gates if (gate.lineage, gate.step) == last])
 
 
 def reconcile(gates: Sequence[CheckpointGate | None]) -> CheckpointGate:
-    """What all ranks may rely on, though they may have stopped in the middle of a job-wide change.
+    """Combine the ranks' states into one that all of them can rely on, for a job that is not running.
 
-    No generation is trusted more than by the rank that trusts it least. A rank that has no ledger, being new,
-    has no say. For a job that is not running: nothing is being written any more.
+    Ranks may have stopped in the middle of a job-wide change, so a generation is trusted as far as the rank
+    that trusts it least. None stands for a rank without a ledger and does not count.
     """
     known = _agreed_on_pending([gate for gate in gates if gate is not None])
     if not known:
@@ -143,7 +143,7 @@ def reconcile(gates: Sequence[CheckpointGate | None]) -> CheckpointGate:
     catalogs = {gate.recipes for gate in known}
     trusted = _common(known, lambda gate: gate.trusted)
     durable = _common(known, lambda gate: gate.durable)
-    # Promoted on some ranks and not yet on others: still a candidate. Without all its files it is none.
+    # Promoted on some ranks only, it is still a candidate; without files on all ranks it is none.
     waiting = _common(known, lambda gate: tuple(filter(None, (*gate.trusted, gate.candidate))))
     candidates = [each for each in waiting if each in durable and each not in trusted]
     captured = _common(known, lambda gate: gate.captured)
@@ -168,21 +168,21 @@ def reconcile(gates: Sequence[CheckpointGate | None]) -> CheckpointGate:
 
 
 def settled(gate: CheckpointGate, is_there: Callable[[Generation], bool]) -> CheckpointGate:
-    """The state of a job that is not running, once it is known whether every rank's share is there of what
-    was being captured when it ended."""
+    """Resolve the pending generation of a job that is not running: it was sealed if ``is_there``, which says
+    whether every rank's shard exists."""
     if (pending := gate.pending) is None:
         return gate
     gate = replace(gate, pending=None, writing=None if gate.writing == pending else gate.writing)
     if not is_there(pending):
         return gate
-    # The one before it stays: unlike in a running job, it may have to take the place of a damaged one.
+    # Keep the one before it: unlike in a running job, it may have to replace a damaged one.
     trusted = (*gate.trusted, pending) if gate.recipes is None else gate.trusted
     return replace(gate, captured=(*gate.captured, pending)[-2:], trusted=trusted)
 
 
 def _agreed_on_pending(gates: Sequence[CheckpointGate]) -> list[CheckpointGate]:
-    """All with the same pending generation, or none: what one rank knows to be sealed is sealed on all, and
-    what one rank does not know of was never captured by it."""
+    """Give all states the same pending generation, or none: what one rank knows to be sealed is sealed on
+    all ranks, and what one rank does not know of was never captured by it."""
     sealed = {each for gate in gates for each in (*gate.captured, *gate.trusted, gate.candidate)}
     common = len({gate.pending for gate in gates}) == 1
     return [gate if common else settled(gate, sealed.__contains__) for gate in gates]
@@ -204,14 +204,14 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _bytes(path: Path) -> bytes:
-    """Not to be led elsewhere by a link of that name, held up by a pipe, or filled up by a large file."""
-    unfollowed = os.O_NONBLOCK | os.O_NOFOLLOW
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | unfollowed)) as file:
-        return file.read(_MOST_BYTES + 1)
+    """Read the file; does not follow a link, block on a pipe, or read a huge file."""
+    extra = os.O_NONBLOCK | os.O_NOFOLLOW
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | extra)) as file:
+        return file.read(_MAX_BYTES + 1)
 
 
 def _parsed(data: bytes, path: Path) -> dict[str, Any]:
-    """The first line; ``DamagedError`` unless it is what was sealed."""
+    """The ledger's first line; raises ``DamagedError`` if its digest does not match."""
     body, _, _ = data.partition(b"\n")
     if data != _sealed(body):
         raise DamagedError(f"{path} is damaged: its digest does not match")
@@ -224,8 +224,8 @@ def _parsed(data: bytes, path: Path) -> dict[str, Any]:
     return document
 
 
-def _tried(path: Path, rank: int) -> Ledger | str | None:
-    """What is in this file, or how it is damaged, or None if it is not there."""
+def _read_or_problem(path: Path, rank: int) -> Ledger | str | None:
+    """The ledger, or how it is damaged, or None if there is no such file."""
     try:
         return _ledger(_parsed(_bytes(path), path), path, rank)
     except FileNotFoundError:
@@ -238,11 +238,11 @@ def _tried(path: Path, rank: int) -> Ledger | str | None:
 
 def _ledger(document: dict[str, Any], path: Path, rank: int) -> Ledger:
     if (schema := document.get("schema")) != SCHEMA:
-        raise CheckpointError(f"{path} is a ledger of schema {schema!r:.20}, this version reads {SCHEMA}")
-    whose: dict[str, Any] = {name: document.get(name) for name in ("job", "world_size", "rank")}
-    job, size, owner = whose.values()
+        raise CheckpointError(f"{path} has schema {schema!r:.20}, this version reads {SCHEMA}")
+    fields: list[Any] = [document.get(name) for name in ("job", "world_size", "rank")]
+    job, size, owner = fields
     if not isinstance(job, str) or not is_number(owner) or not is_number(size, owner + 1):
-        raise DamagedError(f"{path} is not a ledger: it does not say whose it is")
+        raise DamagedError(f"{path} is not a ledger: job, world size or rank is missing")
     if owner != rank:
         raise CheckpointError(f"{path} is the ledger of rank {owner}")
     coverage = document.get("coverage")

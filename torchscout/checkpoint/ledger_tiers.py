@@ -1,17 +1,14 @@
-"""The ledgers in memory and on disk: writing both, and which shards may be deleted by what they name (paper,
-section 9).
+"""Writes ledgers to memory and disk, and deletes the shards that they no longer name (paper, section 9).
 
-Either tier can fail at any moment, for a while or for good. What a job finds after that depends on the
-ledgers that were written last, so shards follow those ledgers and not the gate's newest state.
-
-[Note: which ledger protects which shards].
+Either tier can fail at any moment, for a while or for good. A restarted job depends on the ledgers that were
+written last, so they, and not the gate's newest state, decide which shards may be deleted.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 
 from torchscout.checkpoint import ledger
@@ -28,24 +25,24 @@ __all__ = ["LedgerKeeper", "LedgerTiers"]
 
 # [Note: which ledger protects which shards]
 #
-# A restarted job goes by the newest ledger that it finds (``ledger.newest``). While both tiers are there, it
-# is the newer of the two, and the shards that it expects in memory must be there. If the machine is lost, its
-# memory is lost with it, and the ledger on disk decides, however old it is: files stay as long as any ledger
-# names them. A ledger in memory that cannot be replaced stops protecting memory once the one on disk is
-# newer: otherwise a full memory would end all further captures.
+# A restarted job uses the newest ledger that it finds (``ledger.newest``). While both tiers are there, that
+# is the newer of the two, and the shards that it expects in memory must be there. If the machine is lost, so
+# is its memory, and the ledger on disk decides, however old it is: files stay as long as any ledger names
+# them. A ledger in memory that cannot be replaced stops protecting memory once the one on disk is newer:
+# otherwise a full memory would end all further captures.
 
 
 class LedgerTiers:
-    """The last ledger that was written in each tier. Any thread may call."""
+    """The last ledger that was written in each tier. Thread-safe."""
 
     def __init__(self, memory: CheckpointGate | None = None, disk: CheckpointGate | None = None) -> None:
-        """What was found when the job began; None for a tier without a ledger that can be read."""
+        """The ledgers found when the job began; None for a tier without a readable one."""
         self._written = {Tier.MEMORY: memory, Tier.DISK: disk}
         self._unneeded: dict[Tier, set[Generation]] = {tier: set() for tier in Tier}
         self._lock = threading.Lock()
 
     def written(self, tier: Tier, gate: CheckpointGate) -> None:
-        """This tier's ledger is sealed, with this state."""
+        """Record that this tier's ledger now holds this state."""
         with self._lock:
             self._written[tier] = gate
 
@@ -55,19 +52,19 @@ class LedgerTiers:
             return self._written[tier]
 
     def give_up(self, tier: Tier, generations: Iterable[Generation]) -> None:
-        """The gate does not need these in this tier any more."""
+        """Record that the gate no longer needs these generations in this tier."""
         with self._lock:
             self._unneeded[tier].update(generations)
 
     def deletable(self, tier: Tier) -> frozenset[Generation]:
-        """Of those that were given up, what no ledger names any more; each is returned once."""
+        """The generations that were given up and that no ledger names any more; each is returned once."""
         with self._lock:
             free = self._unneeded[tier] - self._named(tier)
             self._unneeded[tier] -= free
             return frozenset(free)
 
     def named(self, tier: Tier) -> frozenset[Generation]:
-        """The generations that must not be deleted from this tier, even if the gate no longer needs them."""
+        """The generations that ledgers protect from deletion in this tier."""
         with self._lock:
             return self._named(tier)
 
@@ -80,7 +77,7 @@ class LedgerTiers:
 
 
 class LedgerKeeper:
-    """What one rank has written down about its checkpoints, in both tiers."""
+    """Writes one rank's ledgers and deletes shards that they no longer name."""
 
     def __init__(
         self,
@@ -94,45 +91,37 @@ class LedgerKeeper:
         self._member, self._memory, self._disk = member, memory, disk
         self._tiers, self._snapshots, self._replicator = tiers, snapshots, replicator
         self._retired: set[Generation] = set()
-        """What the gate needs nowhere any more, as long as memory has it."""
+        """Generations in memory that the gate no longer needs anywhere."""
 
     def give_up(self, before: CheckpointGate, gate: CheckpointGate, effects: Effects) -> None:
-        """What an event has made superfluous; it is deleted when the ledgers are written."""
+        """Note which generations an event has made superfluous; ``write`` deletes them."""
         self._retired |= {*effects.retire}
         self._tiers.give_up(Tier.DISK, effects.retire)
-        # What is in files need not be in another machine's memory as well.
+        # Generations that are in files are not kept in another machine's memory.
         self._tiers.give_up(Tier.MEMORY, before.in_memory.union(effects.retire) - gate.in_memory)
 
     def write(
         self, gate: CheckpointGate, coverage: str | None, later: Callable[[Callable[[], object]], None]
     ) -> str | None:
-        """Write to memory at once, and to disk ``later``; returns why memory could not be written."""
+        """Write to memory now and to disk ``later``. Returns why memory could not be written, or None."""
         problem = None
-        write = partial(
-            ledger.write,
-            rank=self._member.rank,
-            gate=gate,
-            job=self._member.job,
-            world_size=self._member.world_size,
-            coverage=coverage,
-        )
+
+        def write(tier: Tier, folder: Path) -> None:
+            job, size = self._member.job, self._member.world_size
+            ledger.write(folder, self._member.rank, gate, job=job, world_size=size, coverage=coverage)
+            self._tiers.written(tier, gate)
+
         try:
-            write(self._memory)
-            self._tiers.written(Tier.MEMORY, gate)
+            write(Tier.MEMORY, self._memory)
         except (CheckpointError, OSError) as error:
             problem = str(error)
-        self._leave_memory()
-
-        def write_to_disk() -> None:
-            write(self._disk)
-            self._tiers.written(Tier.DISK, gate)
-
-        later(write_to_disk)
-        later(self._leave_files)
+        self._delete_from_memory()
+        later(lambda: write(Tier.DISK, self._disk))
+        later(self._delete_everywhere)
         return problem
 
     def tidy(self, gate: CheckpointGate) -> None:
-        """Delete what a killed run was about to delete: earlier generations that the job no longer knows."""
+        """Delete generations of earlier lineages that no ledger names; a killed run may have left them."""
         for tier, folder in ((Tier.MEMORY, self._memory), (Tier.DISK, self._disk)):
             needed = gate.held | self._tiers.named(tier)
             retention.remove(
@@ -142,8 +131,7 @@ class LedgerKeeper:
             )
 
     def free(self, gate: CheckpointGate) -> None:
-        """Delete what memory holds and files hold as well, when a job has ended. Nothing is deleted as long
-        as the ledger on disk is not the newest."""
+        """After the job, delete from memory what is also in files, if the ledger on disk is current."""
         if self._tiers.last(Tier.DISK) != gate:
             return
         on_disk = {each.path.relative_to(self._disk) for each in self._own(self._disk)}
@@ -158,21 +146,23 @@ class LedgerKeeper:
             ledger.remove(self._memory, self._member.rank)
 
     def _own(self, folder: Path) -> list[ShardFile]:
-        """The shards that this rank keeps there, its own and copies."""
+        """The shards that this rank keeps in a folder: its own and copies of other ranks'."""
         whose = (self._member.rank, self._member.world_size)
         return [each for each in shard_files(folder) if (each.holder, each.world_size) == whose]
 
-    def _leave_memory(self) -> None:
-        """Delete what no ledger counts on in memory."""
+    def _delete_from_memory(self) -> None:
         free = self._tiers.deletable(Tier.MEMORY)
-        for generation in free & self._retired:
+        unneeded = free & self._retired
+        for generation in unneeded:
             self._snapshots.retire(generation)
+        with suppress(CheckpointError):  # shards fetched on resuming; ``tidy`` tries again in the next run
+            retention.retire(self._memory, unneeded, self._member.rank)
         self._retired -= free
         if self._replicator is not None and free:
             self._replicator.retire(free)
 
-    def _leave_files(self) -> None:
+    def _delete_everywhere(self) -> None:
         """After a ledger was written to disk, or could not be."""
-        self._leave_memory()
+        self._delete_from_memory()
         if free := self._tiers.deletable(Tier.DISK):
             retention.retire(self._disk, free, self._member.rank)

@@ -1,12 +1,10 @@
-"""Which checkpoint a failed job goes back to: algorithm 3's retrieval half (paper, section 8).
+"""Selects the checkpoint that a failed job loads: the retrieval half of algorithm 3 (paper, section 8).
 
-A pure choice, with its reason in words. Finding the shards and loading them is for ``checkpoint``; the
-full-catalog replay reaches this as a callable, and is not called where its answer could not matter.
+A pure decision, with its reason in words. ``checkpoint.resume`` finds and loads the shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -23,13 +21,13 @@ class Failure(str, Enum):
     STRAGGLER = "straggler"
     HANG = "hang"
     MACHINES_GONE = "machines_gone"
-    """A machine cannot be reached, and neither can its share of what is only in memory."""
+    """A machine cannot be reached, so neither can the state in its memory."""
     OTHER = "other"
     """A crash, an exception, a preemption."""
 
 
 class SweepResult(str, Enum):
-    """What a replay of the complete recipe catalog showed, job-wide."""
+    """The job-wide result of replaying the complete recipe catalog."""
 
     CLEAN = "clean"
     SDC = "sdc"
@@ -38,37 +36,35 @@ class SweepResult(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What every rank is to load."""
+    """The checkpoint that every rank loads."""
 
     role: TrustLevel | None
-    """None: there is nothing that may be loaded, and a person decides whether to start from the beginning."""
+    """None if no checkpoint may be loaded."""
     generation: Generation | None
     tentative: bool
-    """Loaded only to be swept: before they train, the new workers replay the catalog and ``confirm``."""
+    """Whether the new workers must replay the catalog and call ``confirm`` before they train."""
     reason: str
-    """The choice in one sentence."""
+    """Why, in one sentence."""
     is_swept: bool = False
-    """Whether new workers replay the catalog before they train: nothing was found, and nobody has looked."""
+    """Whether the new workers replay the catalog before they train, because nobody has done so since."""
 
 
-def select_checkpoint(
-    failure: Failure, gate: CheckpointGate, sweep: Callable[[], SweepResult] | None = None
-) -> Selection:
-    """What the job goes back to; ``sweep`` is None where trainers are blocked or gone, and cannot replay."""
+def select_checkpoint(failure: Failure, gate: CheckpointGate) -> Selection:
+    """Select the checkpoint to load after this failure, when trainers are blocked or gone."""
     if why := _out_of_question(gate) or _DISTRUSTED.get(failure):
         return _verified(gate, why)
     if failure is Failure.STRAGGLER:
-        return _latest(gate, "slowness does not touch the numbers")
-    if sweep is not None:
-        return confirm(gate, sweep())
+        return _latest(gate, "slowness does not affect the numbers")
     if gate.latest == gate.verified:
-        same = _verified(gate, "it is the latest as well, so that a sweep could not change the choice")
+        same = _verified(gate, "it is also the latest, so a sweep could not change the choice")
         return replace(same, is_swept=True)
-    return _latest(gate, "nobody could replay the catalog, so the next workers must before they train", True)
+    return _latest(
+        gate, "the catalog has not been replayed, so the next workers must replay it before they train", True
+    )
 
 
 def confirm(gate: CheckpointGate, swept: SweepResult) -> Selection:
-    """The choice once somebody tried to replay the whole catalog: who failed, or who loaded the latest."""
+    """Select the checkpoint to train from, given the result of a sweep."""
     if why := _out_of_question(gate) or _SWEPT.get(swept):
         return _verified(gate, why)
     return _latest(gate, "the sweep of the catalog was clean")
@@ -76,7 +72,7 @@ def confirm(gate: CheckpointGate, swept: SweepResult) -> Selection:
 
 _DISTRUSTED = {
     Failure.SDC: "corruption was found",
-    Failure.MACHINES_GONE: "a machine is gone, and what it held in memory cannot be inspected",
+    Failure.MACHINES_GONE: "a machine is gone, and the state in its memory cannot be inspected",
 }
 _SWEPT = {
     SweepResult.SDC: "the sweep of the catalog found corruption",
@@ -85,7 +81,7 @@ _SWEPT = {
 
 
 def _out_of_question(gate: CheckpointGate) -> str | None:
-    """Why the latest cannot be taken, whatever failed and whatever a sweep would say."""
+    """Why the latest cannot be selected, whatever a sweep would find; None if it can."""
     if gate.poisoned is not None:
         return f"corruption was found at step {gate.poisoned}"
     return "no newer state is in memory" if gate.latest is None else None
@@ -99,7 +95,7 @@ def _latest(gate: CheckpointGate, why: str, tentative: bool = False) -> Selectio
 
 def _verified(gate: CheckpointGate, why: str) -> Selection:
     if gate.verified is None:
-        reason = f"Nothing can be recovered: {why}, and no checkpoint was ever verified, or none is left."
+        reason = f"Nothing can be recovered: {why}, and no verified checkpoint is left."
         return Selection(None, None, False, reason)
     return Selection(
         TrustLevel.VERIFIED, gate.verified, False, f"Take the verified checkpoint, {gate.verified}: {why}."

@@ -1,14 +1,14 @@
-"""One rank's checkpoints: capturing, certifying, copying, writing, and going back (paper, section 8).
+"""Captures, certifies, copies, writes and restores one rank's checkpoints (paper, section 8).
 
-Every rank carries out what the gate says after the same job-wide events, so that all hold the same
-generations. What fails on the way is a sentence in ``status``; it moves no pointer on part of the job.
+Every rank carries out the gate's effects of the same job-wide events, so that all ranks have the same
+generations. Failures are reported in ``status``; they never change roles on only part of the job.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +26,12 @@ from torchscout.checkpoint.gate_state import Checked, Effects, Event, Lost, Outc
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.ledger_tiers import LedgerKeeper, LedgerTiers
 from torchscout.checkpoint.replication import placement
-from torchscout.checkpoint.resume.fetch import Fetched, Links, fetch
+from torchscout.checkpoint.resume.fetch import Fetched, fetch
+from torchscout.checkpoint.resume.transfer import Links
 from torchscout.checkpoint.snapshot.snapshots import Capture, Snapshots
 from torchscout.checkpoint.state import training_state
 from torchscout.checkpoint.state.restore import restore
-from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, Stateful
+from torchscout.checkpoint.state.training_state import SCOUT_PREFIX, Stateful, StateParts
 from torchscout.checkpoint.storage import job_file, lock, shards
 from torchscout.checkpoint.storage.forgetting import forget_old
 from torchscout.checkpoint.storage.inventory import Member, Tier
@@ -72,16 +73,16 @@ class CheckpointManager:
         unreplicated: Collection[str] = (),
         owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """On every rank, or with a ``ScoutError`` on none.
+        """Call it on every rank; if one fails, all raise ``ScoutError``.
 
-        Of the parameters ``unreplicated`` replicas do not keep equal ones. What is ``owned`` by this rank is
-        kept by its name, in place of a parameter's that has the same.
+        Replicas do not keep equal copies of ``unreplicated`` parameters. ``owned`` tensors of this rank are
+        saved by name, in place of parameters of the same name.
         """
         self._job, self._config, self._communicators = job, config, communicators
         self._model, self._optimizers, self._owned = model, optimizers, owned
         self._unreplicated = {*unreplicated, *owned}
         self.saved_calls = SavedCalls()
-        """What a sweep will replay, as far as there is room for it."""
+        """The calls that a sweep replays, as far as memory allows."""
         self._registered: dict[str, Stateful] = {f"{SCOUT_PREFIX}keepsakes": self.saved_calls}
         self._disk = Path(config.directory).absolute()
         self._member = Member(
@@ -91,23 +92,23 @@ class CheckpointManager:
         self._covered: Callable[[], str] = str
         self._ownership = Ownership()
         self._gate = self._configured(CheckpointGate())
-        self._former: PreviousRun | None = None
-        """What an earlier run has left, until this one goes back to it."""
+        self._previous_run: PreviousRun | None = None
+        """What an earlier run has left, until this one resumes from it or starts over."""
         self._awaited: Generation | None = None
-        """What was to be captured last."""
+        """The generation that was last due for capture."""
         self._capture: Capture | None = None
-        """Of that; None until it has begun."""
+        """Its capture; None until it has begun."""
         self._due: Callable[[], None] | None = None
-        """What is to be done when the next step begins."""
+        """Starts the capture when the next step begins."""
         self._ledgers = LedgerTiers()
         self._problems = Problems(f"rank {job.rank}: checkpoints")
-        self._reason = "nothing was captured yet"
+        self._reason = "nothing has been captured yet"
         self._is_flushed = False
-        """Whether all that should be in files when a job ends is there."""
+        """Whether the newest sealed state was written to files when the job ended."""
         self._undo = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._undo.close)
-            problem: str | None = "it could not begin"
+            problem: str | None = "checkpoints could not be set up"
             try:
                 self._open()
                 problem = None
@@ -119,37 +120,38 @@ class CheckpointManager:
             undo.pop_all()
 
     def register(self, name: str, stateful: Stateful) -> None:
+        """Include this object's state in checkpoints; raises ``ValueError`` if that is not possible."""
         if name in self._registered:
-            raise ValueError(f"state is registered as {name!r} already")
+            raise ValueError(f"state is already registered as {name!r}")
         if name.startswith(SCOUT_PREFIX):
-            raise ValueError(f"names that begin with {SCOUT_PREFIX!r} are not for others, got {name!r}")
+            raise ValueError(f"names that begin with {SCOUT_PREFIX!r} are reserved, got {name!r}")
         if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
             raise ValueError(f"{name!r} must have state_dict() and load_state_dict(), got {type(stateful)}")
-        training_state.refuse_what_cannot_be_kept(name, stateful)
+        training_state.require_storable(name, stateful)
         self._registered[name] = stateful
 
     def step_begins(self) -> None:
-        """The step that was checked is over, and nothing of the next has happened: capture it."""
+        """Start the capture that is due. Call when a step begins, before anything of it has happened."""
         due, self._due = self._due, None
         if due is not None:
             due()
 
     def fence(self) -> None:
-        """Before every update."""
+        """Wait for the copy of the state that an update changes. Call before every update."""
         if self._due is not None:
             self._due = None
-            self._add_problems(["no step was seen to begin, so that nothing was captured"])
+            self._problems.add(["nothing was captured, because no step was seen to begin"])
         self._snapshots.fence()
 
     def signature(self) -> int | None:
-        """Of what was captured last, as far as replicas should have the same; None if it is not there."""
+        """Of the replicated part of the last capture; None if there is none."""
         if self._awaited is None or not self._is_captured() or self._capture is None:
             return None
-        copied = {name: each for name, each in self._capture.digests.items() if self._is_copied(name)}
-        return signed(xxhash.xxh3_64_intdigest(json.dumps(copied, sort_keys=True).encode()))
+        digests = {name: each for name, each in self._capture.digests.items() if self._is_replicated(name)}
+        return signed(xxhash.xxh3_64_intdigest(json.dumps(digests, sort_keys=True).encode()))
 
-    def _is_copied(self, name: str) -> bool:
-        """Whether replicas hold the same tensor under this name, as far as is known."""
+    def _is_replicated(self, name: str) -> bool:
+        """Whether replicas are known to hold an equal tensor of this name."""
         if (found := training_state.parameter_of(name)) is None or found[0] in self._unreplicated:
             return False
         parameter, slot = found
@@ -157,10 +159,10 @@ class CheckpointManager:
         return not any(map(self._ownership.is_owned, (surface, f"{surface}.{slot}")))
 
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
-        """What this rank says at the end of a check; see ``session.replay_driver.Certifier``."""
+        """This rank's vote at the end of a check; see ``session.replay_driver.Certifier``."""
         writing, unwritten = self._gate.writing, False
         try:
-            is_written = writing is None or self._outgoing.is_written(writing)
+            is_written = writing is None or self._writer.is_written(writing)
         except CheckpointError:
             is_written, unwritten = False, True
         is_lost = differs or not self._is_captured()
@@ -169,7 +171,7 @@ class CheckpointManager:
     def go_by(
         self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
     ) -> None:
-        """What checks go over, and how far they are; see ``session.replay_driver.Certifier``."""
+        """Set what the checks cover and their saved progress; see ``session.replay_driver.Certifier``."""
         self._coverage, self._covered = coverage, covered
         ownership = progress.get("ownership")
         self._ownership = ownership if isinstance(ownership, Ownership) else self._ownership
@@ -177,80 +179,80 @@ class CheckpointManager:
         self._gate = self._configured(self._gate)
 
     def decide(self, step: int, counted: Sequence[int], *, counts: bool = True) -> None:
-        """The same on every rank. Only a check that ``counts`` certifies, of those that are accepted."""
-        self._add_problems(self._outgoing.problems())
-        if self._former is not None:
+        """Act on a check's combined votes. An accepted check certifies only if it ``counts``."""
+        self._problems.add(self._writer.problems())
+        if self._previous_run is not None:
             raise CheckpointError(
-                f"{self._disk} has checkpoints of an earlier run, {self._former}; nothing is captured. "
-                "Call session.resume() before training, or give another directory"
+                f"{self._disk} has checkpoints of an earlier run, {self._previous_run}, so nothing is "
+                "captured. Call session.resume() before training, or use another directory"
             )
         if self._capture is not None and self._capture.problem is not None:
-            self._add_problems([self._capture.problem])
+            self._problems.add([self._capture.problem])
         for event in events_of(self._gate, step, CheckVote.counted(counted)):
             if counts or not (isinstance(event, Checked) and event.outcome.accepted):
                 self._carry_out(event)
-        self._write_down()
+        self._write_ledgers()
 
     def resume(self, sweep: Sweeping | None = None, *, start_over: bool = False) -> Resumption:
-        """Go back to what algorithm 3 chooses; a ``CheckpointError`` on every rank if that cannot be had.
+        """Load the checkpoint that algorithm 3 selects, on every rank.
 
-        With ``start_over`` a job begins again if nothing that it may load can be had.
+        If none can be loaded, all raise ``CheckpointError``, or with ``start_over`` start from step 0.
         """
-        if self._former is None:
+        if self._previous_run is None:
             return Resumption(0, None, None, "There is no checkpoint to go back to.")
-        gate = self._former.gate
+        gate = self._previous_run.gate
         try:
-            decision, wanted = self._former.chosen()
+            decision, wanted = self._previous_run.chosen()
             decision = replace(decision, is_swept=decision.is_swept and self._config.sweep)
             loaded = load_first_usable(gate, decision, wanted, self._load, sweep)
         except UnavailableError as error:
             reason = f"{str(error).rstrip('.')}."
             if start_over:
                 self._start_over(gate)
-                return Resumption(0, None, None, f"{reason} The job begins again, as was asked for.")
+                return Resumption(0, None, None, f"{reason} The job starts from step 0, as requested.")
             raise UnavailableError(f"{reason} {WAYS_OUT.format(folder=self._disk)}") from None
         except NoUsableCheckpointError as error:
             self._gate = gate
             for each in dict.fromkeys(error.lost):
                 self._carry_out(Lost(each))
-            # Not as if nothing had ever been sealed: whoever begins again shall say so.
+            # Unlike a new job, the next run must ask explicitly to start over.
             self._gate = replace(self._gate, poisoned=self._gate.step)
-            self._write_down()
+            self._write_ledgers()
             raise
         return self._resumed(gate, loaded)
 
     def _load(self, wanted: Sequence[Generation]) -> Fetched[shards.Restored]:
         links = Links(self._communicators.exchange, self._communicators.group)
         fetched = fetch(self._member, wanted, (self._memory, self._disk), links, shards.load)
-        self._add_problems(fetched.demoted)
-        problem: str | None = f"{fetched.generation} could not be put back"
+        self._problems.add(fetched.demoted)
+        problem: str | None = f"{fetched.generation} could not be restored"
         try:
-            restore(self._model, self._optimizers, self._registered, fetched.value.tree, self._owned)
+            restore(self._state(), fetched.value.tree)
             problem = None
         except ScoutError as error:
             problem = str(error)
-        finally:  # whatever a user's load_state_dict raises: the others must not wait for this rank
+        finally:  # whatever a user's load_state_dict raises, other ranks must not wait for this one
             self._together(problem)
         return fetched
 
     def _resumed(self, gate: CheckpointGate, loaded: Loaded) -> Resumption:
-        """From here on this run is the job."""
+        """Continue from the loaded generation: reset the gate and write the ledgers."""
         fetched, decision = loaded.fetched, loaded.decision
-        self._gate, self._former = gate, None
+        self._gate, self._previous_run = gate, None
         for passed in loaded.lost:
             self._carry_out(Lost(passed))
         self._carry_out(Recovered(fetched.generation, fetched.plan.in_files))
         self._gate = self._configured(self._gate)
-        self._write_down()
+        self._write_ledgers()
         gate = self._gate
-        self._outgoing.later(lambda: self._keeper.tidy(gate))
-        if self._replication.replicator is not None:  # whoever held the copy may be new, and have none
+        self._writer.later(lambda: self._keeper.tidy(gate))
+        if self._replication.replicator is not None:  # its holder may be new and have no copy
             self._replication.replicator.send(fetched.path)
         swept = loaded.swept
         return Resumption(
             fetched.step,
             TrustLevel.VERIFIED if fetched.generation in self._gate.trusted else decision.role,
-            fetched.plan.sources[self._member.rank].told(self._member.rank),
+            fetched.plan.sources[self._member.rank].described(self._member.rank),
             f"{decision.reason} {fetched.plan.reason}.",
             None if swept is None else swept.sweep,
             None if swept is None else swept.unswept,
@@ -262,7 +264,7 @@ class CheckpointManager:
         return replace(gate, recipes=recipes, persist_every=config.persist_every, keep=config.keep)
 
     def status(self) -> Mapping[str, Any]:
-        self._add_problems(self._outgoing.problems())
+        self._problems.add(self._writer.problems())
         return {
             "job": self._member.job,
             "memory": str(self._memory),
@@ -281,25 +283,21 @@ class CheckpointManager:
             "problems": list(self._problems),
         }
 
-    def _add_problems(self, problems: Iterable[str]) -> None:
-        """What lasts is said once, so that it does not push out what else went wrong."""
-        self._problems.add(problems)
-
     def close(self) -> None:
-        """Write the newest sealed state to files, give back the memory that it took, and end."""
+        """Write the newest sealed state to files, free its memory, and release everything."""
         with self._undo:
             self.finish()
 
     def finish(self) -> None:
-        """The job ends on this rank: capture what is due, and write it to files."""
+        """Capture what is due and write it to files, because the job ends on this rank."""
         self.step_begins()
         self._is_flushed = self.flush()
 
     def flush(self) -> bool:
-        """Write the newest sealed state to files, unless it is there, and wait for that within bounds.
+        """Write the newest sealed state to files and wait for it, within ``timeout_seconds``.
 
-        Without the other ranks, which may be anywhere: what all of them know to be sealed comes first, then
-        what was captured last. Returns whether all is there. Any thread may call.
+        Does not need other ranks: writes first what all ranks know to be sealed, then the last capture.
+        Returns whether all of it is in files. Thread-safe.
         """
         gate, deadline = self._gate, time.monotonic() + self._config.timeout_seconds
         is_captured = self._capture is not None and self._capture.wait(self._config.timeout_seconds)
@@ -307,10 +305,10 @@ class CheckpointManager:
         wanted = [each for each in wanted if each not in gate.durable]
         if not wanted:
             return True
-        problem = self._outgoing.flush(wanted, max(0.0, deadline - time.monotonic()))
+        problem = self._writer.flush(wanted, max(0.0, deadline - time.monotonic()))
         if problem is not None:
             log.error(
-                "rank %d could not write %s to %s: %s; what is sealed stays in %s",
+                "rank %d could not write %s to %s: %s; sealed checkpoints remain in %s",
                 *(self._member.rank, wanted[-1], self._disk, problem, self._memory),
             )
         elif self._member.rank == 0:
@@ -318,7 +316,7 @@ class CheckpointManager:
         return problem is None
 
     def _open(self) -> None:
-        """What may fail on this rank alone."""
+        """Set up everything that may fail on one rank only."""
         job, config = self._job, self._config
         self._memory = memory_folder(self._member.job)
         for folder in (self._memory, self._disk):
@@ -330,9 +328,9 @@ class CheckpointManager:
         if config.forget_after_days is not None:
             forget_old(self._memory.parent, self._memory, config.forget_after_days)
         copies = placement.copies_beside(job.hosts, job.rank, replicate=config.replicate)
-        expected = training_state.expected_bytes(self._model, self._optimizers, self._owned)
+        expected = training_state.expected_bytes(self._state())
         allowed = check_budget(expected, copies, config.memory_budget, self._memory)
-        # Of what its state will not need, though it should turn out twice as large.
+        # What is left even if the state turns out to be twice as large as expected.
         self.saved_calls.limit = max(0, allowed // copies - 2 * expected) if config.sweep else 0
         self._snapshots = Snapshots(
             self._memory,
@@ -347,36 +345,31 @@ class CheckpointManager:
         self._undo.callback(self._replication.close)
         self._remains = RankRemains.found((self._memory, self._disk), self._member)
         self._ledgers = LedgerTiers(*self._remains.ledgers)
-        self._add_problems(self._remains.problems)
+        self._problems.add(self._remains.problems)
 
     def _meet(self) -> None:
-        """Tell each other where copies go, and what an earlier run has left."""
-        here = {"address": self._replication.address, "remains": self._remains.to_json()}
-        told = self._communicators.exchange(here)
-        wards = self._replication.connect([each["address"] for each in told])
+        """Exchange addresses for copies, and what an earlier run has left."""
+        own = {"address": self._replication.address, "remains": self._remains.to_json()}
+        gathered = self._communicators.exchange(own)
+        held_ranks = self._replication.connect([each["address"] for each in gathered])
         replicator = self._replication.replicator
-        self._add_problems(filter(None, [self._replication.problem]))
-        self._outgoing = BackgroundWriter(
-            self._member,
-            self._memory,
-            self._disk,
-            self._snapshots,
-            replicator,
-            wards,
-            self._config.timeout_seconds,
+        self._problems.add(filter(None, [self._replication.problem]))
+        timeout = self._config.timeout_seconds
+        self._writer = BackgroundWriter(
+            self._member, self._memory, self._disk, self._snapshots, replicator, held_ranks, timeout
         )
-        self._undo.callback(self._outgoing.close)
+        self._undo.callback(self._writer.close)
         self._keeper = LedgerKeeper(
             self._member, self._memory, self._disk, self._ledgers, self._snapshots, replicator
         )
-        self._former = PreviousRun.of([RankRemains.from_json(each["remains"]) for each in told])
-        if self._former is not None and self._former.is_nothing:
+        self._previous_run = PreviousRun.of([RankRemains.from_json(each["remains"]) for each in gathered])
+        if self._previous_run is not None and self._previous_run.is_nothing:
             log.info("an earlier run ended before its first checkpoint was complete")
-            self._start_over(self._former.gate)
+            self._start_over(self._previous_run.gate)
         self._undo.callback(before_termination(self.flush))
 
     def _agreed_name(self) -> str:
-        """The job's: see ``checkpoint.storage.job_file``."""
+        """The job's name, which all ranks agree on; see ``checkpoint.storage.job_file``."""
         found, name, problem = None, None, None
         try:
             found = job_file.name_in(self._disk)
@@ -388,28 +381,28 @@ class CheckpointManager:
         except CheckpointError as error:
             problem = problem or str(error)
         self._together(problem)
-        said: str = self._communicators.said_by_first(name)
-        return said
+        agreed: str = self._communicators.said_by_first(name)
+        return agreed
 
     def _together(self, problem: str | None) -> None:
-        """Fail on every rank if this failed on any."""
+        """Raise ``CheckpointError`` on every rank if any rank has a problem."""
         problems = self._communicators.exchange(problem)
-        if told := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]:
-            raise CheckpointError(f"{len(told)} of {len(problems)} ranks failed\n" + "\n".join(told))
+        if failed := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]:
+            raise CheckpointError(f"{len(failed)} of {len(problems)} ranks failed\n" + "\n".join(failed))
 
     def _is_captured(self) -> bool:
-        """Whether what the gate counts on is there; the one before it may be given up then, by any rank."""
+        """Whether the awaited generation is sealed on this rank."""
         if self._awaited is None:
             return True
         return self._capture is not None and self._capture.wait(self._config.timeout_seconds)
 
     def _start_over(self, gate: CheckpointGate) -> None:
-        self._gate, self._former = gate, None
+        self._gate, self._previous_run = gate, None
         for each in gate.trusted:
             self._carry_out(Lost(each))
         self._carry_out(Recovered(None))
         self._gate = self._configured(self._gate)
-        self._write_down()
+        self._write_ledgers()
 
     def _carry_out(self, event: Event) -> None:
         before = self._gate
@@ -420,28 +413,29 @@ class CheckpointManager:
         self._keeper.give_up(before, self._gate, effects)
 
     def _take(self, generation: Generation, effects: Effects) -> None:
-        """Note now what a loader draws from; the rest of the step is still to come."""
-        self._awaited, self._capture, self._due = generation, None, None  # whatever becomes of it below
-        noted = training_state.note(self._model, self._optimizers, self._registered, self._owned)
+        """Record loader positions and random state now, and capture the rest when the next step begins."""
+        self._awaited, self._capture, self._due = generation, None, None  # also if noting fails
+        noted = training_state.note(self._state())
         role = TrustLevel.VERIFIED if self._gate.recipes is None else TrustLevel.LATEST
 
         def due() -> None:
-            found = training_state.collect(
-                self._model, self._optimizers, self._registered, noted, self._owned
-            )
+            found = training_state.collect(self._state(), noted)
             self._capture = self._snapshots.capture(self._member.at(generation), role, found)
-            self._outgoing.take(self._capture, is_due=effects.persist == generation)
+            self._writer.take(self._capture, is_due=effects.persist == generation)
 
         self._due = due
 
-    def _write_down(self) -> None:
-        problem = self._keeper.write(self._gate, self._covered() or None, self._outgoing.later)
-        self._add_problems(filter(None, [problem]))
+    def _state(self) -> StateParts:
+        return StateParts(self._model, self._optimizers, self._registered, self._owned)
+
+    def _write_ledgers(self) -> None:
+        problem = self._keeper.write(self._gate, self._covered() or None, self._writer.later)
+        self._problems.add(filter(None, [problem]))
 
     def _free_memory(self) -> None:
-        """When nothing is under way any more: what is in files need not be in memory, too."""
+        """Free the memory of checkpoints that are also in files. Called last."""
         try:
             if self._is_flushed:
                 self._keeper.free(self._gate)
         except (CheckpointError, OSError) as error:
-            log.warning("checkpoints stay in %s: %s", self._memory, error)
+            log.warning("checkpoints remain in %s: %s", self._memory, error)

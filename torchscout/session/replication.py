@@ -1,4 +1,4 @@
-"""Copies of a rank's state in another machine's memory, if one can be reached (paper, section 8)."""
+"""Sets up copies of a rank's state in another machine's memory, if one can be reached (paper, section 8)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ __all__ = ["StateReplication"]
 
 
 class StateReplication:
-    """This rank's part in it. A job whose machines do not find each other goes without copies."""
+    """One rank's replicator; None if the job has one machine, or its machines cannot reach each other."""
 
     def __init__(self, job: Job, memory: Path, *, wanted: bool) -> None:
         self._job = job
         self.replicator: Replicator | None = None
         self.address: list[Any] | None = None
-        """Where other machines' ranks send their state; None if there is no such place."""
+        """Where other ranks send their copies; None if this rank cannot receive any."""
         self.problem: str | None = None
-        """Why there are no copies though they are wanted."""
-        self._is_wanted = wanted and len(set(job.hosts)) > 1
-        if not self._is_wanted:
+        """Why there are no copies although they were requested."""
+        if not wanted or len(set(job.hosts)) < 2:
             return
         try:
             listens, address = listening_address(job.hosts, job.rank, job.address)
@@ -38,11 +37,10 @@ class StateReplication:
             self.address = [address, self.replicator.address[1]]
 
     def connect(self, addresses: Sequence[Any]) -> Sequence[int]:
-        """Given every rank's address; returns the ranks whose copies this one keeps."""
-        deaf = [rank for rank, each in enumerate(addresses) if each is None]
-        if self.replicator is not None and deaf:
+        """Connect, given every rank's address; returns the ranks whose copies this one keeps."""
+        if self.replicator is not None and None in addresses:
             self.close()
-            self._go_without(f"rank {deaf[0]} has no address at which it could be reached")
+            self._go_without(f"rank {[*addresses].index(None)} has no address at which it can be reached")
         if self.replicator is None:
             return ()
         self.replicator.connect([tuple(each) for each in addresses], self._job.hosts)
@@ -50,7 +48,7 @@ class StateReplication:
 
     @property
     def newest(self) -> int | None:
-        """The newest step of which another machine's memory has this rank's state."""
+        """The newest step of which another machine has a copy of this rank's state."""
         held = frozenset() if self.replicator is None else self.replicator.held()
         return max((each.step for each in held), default=None)
 

@@ -1,8 +1,8 @@
-"""What a rank does when it gets SIGTERM, before that ends it (paper, section 9).
+"""Runs an action on SIGTERM before the process ends (paper, section 9).
 
-A Python signal handler runs when the main thread comes back to Python, which a rank that is blocked in a
-collective never does. So a thread waits for the signal's number at a pipe, to which the interpreter writes it
-as soon as the signal arrives (``signal.set_wakeup_fd``). A job that handles SIGTERM itself is left alone.
+A Python signal handler runs only when the main thread returns to the interpreter, which never happens in a
+rank that is blocked in a collective. So a thread reads from a pipe, to which the interpreter writes the
+signal's number as soon as it arrives (``signal.set_wakeup_fd``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _POLL_SECONDS = 0.05
 
 
 def before_termination(action: Callable[[], object]) -> Callable[[], None]:
-    """Call ``action`` in a thread when SIGTERM arrives, then end the process as SIGTERM does; a second
-    SIGTERM ends it at once. Returns how to undo that.
+    """Call ``action`` in a thread when SIGTERM arrives, then end the process as SIGTERM does.
 
-    Does nothing outside of the main thread, or where the job has a handler or a wakeup descriptor of its own.
+    A second SIGTERM ends it at once. Returns a function that undoes this. Does nothing outside of the main
+    thread, or if the job has its own handler or wakeup descriptor.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -44,7 +44,7 @@ def before_termination(action: Callable[[], object]) -> Callable[[], None]:
 
 
 class _Waiting:
-    """The thread that waits for SIGTERM."""
+    """Waits for SIGTERM in a thread."""
 
     def __init__(self, action: Callable[[], object], reader: int, writer: int) -> None:
         self._action, self._reader, self._writer = action, reader, writer
@@ -59,7 +59,7 @@ class _Waiting:
     def undo(self) -> None:
         """Idempotent."""
         self._action = _nothing
-        # Elsewhere handlers cannot be changed; then SIGTERM still ends the process, by this thread.
+        # Only the main thread can change handlers; otherwise this thread still ends the process on SIGTERM.
         if threading.current_thread() is threading.main_thread() and self in _waiting:
             _waiting.remove(self)
             if signal.getsignal(signal.SIGTERM) is _noticed:
@@ -68,8 +68,8 @@ class _Waiting:
                 signal.set_wakeup_fd(current)
             os.close(self._writer)
 
-    def make_sure(self) -> None:
-        """In the main thread: a job may have set another wakeup descriptor since, as asyncio does."""
+    def ensure_notified(self) -> None:
+        """Called by the handler: the job may have set another wakeup descriptor since, as asyncio does."""
         current = signal.set_wakeup_fd(-1)
         if current != -1:
             signal.set_wakeup_fd(current, warn_on_full_buffer=False)
@@ -86,21 +86,21 @@ class _Waiting:
 
 
 _waiting: list[_Waiting] = []
-"""At most one."""
+"""The current one, if any."""
 
 
 def _noticed(*_: object) -> None:
-    """The handler itself: training goes on until the files are written."""
+    """The signal handler; training continues until the action is done."""
     for each in _waiting:
-        each.make_sure()
+        each.ensure_notified()
 
 
 def _nothing() -> None:
-    """There is nothing to do, or nothing to undo."""
+    """Do nothing."""
 
 
 def _end_process() -> None:
-    """As SIGTERM would have without us. Only the main thread may call ``signal.signal``; it is blocked."""
+    """End the process by SIGTERM. ``signal.signal`` needs the main thread, which may be blocked."""
     set_handler = ctypes.CDLL(None).signal
     set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     set_handler(signal.SIGTERM, None)
@@ -108,7 +108,7 @@ def _end_process() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child, such as a loader's worker: its SIGTERM is not its parent's."""
+    """Restore the default in a forked child, such as a data loader worker."""
     if _waiting and signal.getsignal(signal.SIGTERM) is _noticed:
         _waiting.clear()
         with suppress(ValueError):

@@ -1,1 +1,1 @@
-"""A copy of each rank's state in another machine's memory."""
+"""Copies each rank's state into another machine's memory."""

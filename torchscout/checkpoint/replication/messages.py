@@ -1,7 +1,7 @@
-"""What ranks say to each other about copies of their state, and over which sockets (paper, section 8).
+"""The messages and sockets by which ranks copy shards to each other (paper, section 8).
 
-A message is a small JSON object, and for a piece of a shard its raw bytes: data, never code. Nothing here
-waits: what cannot be sent now is not sent, and what is malformed is dropped.
+A message is a small JSON object, followed by raw bytes for a piece of a shard: data, never code. Nothing
+blocks: what cannot be sent now is not sent, and malformed messages are dropped.
 
     from the owner of a shard       from its holder
     hello                           holding   generations
@@ -9,6 +9,14 @@ waits: what cannot be sent now is not sent, and what is malformed is dropped.
     chunk    transfer offset, bytes sealed    transfer
                                     refused   transfer why
     retire   generations            retired   generations
+
+[Note: credit, not pull]
+
+The holder grants credit for a window of bytes ahead, and the owner sends chunks up to it. If the holder
+requested each chunk instead, the messages would be the same but for their names, and each chunk would wait
+for a round trip unless several requests were outstanding: then their number would be the window. Either way
+the owner knows first that a shard exists, so it speaks first, and both ends need timeouts, because either may
+be gone. Credit bounds the memory that unread chunks take at the holder and keeps the connection busy.
 """
 
 from __future__ import annotations
@@ -37,9 +45,9 @@ __all__ = [
 ]
 
 CHUNK = 4 << 20
-"""Bytes of a shard in one message at most."""
+"""The maximum number of a shard's bytes in one message."""
 WINDOW = 4 * CHUNK
-"""Bytes that may be on their way to a holder which has not taken them yet."""
+"""The maximum number of bytes in flight to a holder: see [Note: credit, not pull]."""
 _SLACK = 1 << 16
 _HANDSHAKE_MS = 5000
 _RECONNECT_MS, _RECONNECT_MOST_MS = 100, 2000
@@ -52,10 +60,10 @@ Address = tuple[str, int]
 
 class ReceivedMessage(NamedTuple):
     sender: bytes
-    """Empty at the owner's end, which has one holder."""
+    """The owner's rank; empty at the owner's end."""
     message: dict[str, Any]
     data: memoryview
-    """What came along; empty for most."""
+    """The raw bytes; empty for most messages."""
 
 
 def encode(kind: str, **fields: Any) -> bytes:
@@ -63,12 +71,12 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 
 def listen(context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str) -> zmq.Socket[bytes]:
-    """A holder's end."""
+    """Open a holder's socket."""
     socket = _socket(context, zmq.ROUTER)
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = network.derive(token, _PURPOSE, "holder")
-    socket.router_mandatory = True  # to learn at once who is not connected
-    socket.router_handover = True  # an owner that connects anew replaces its lost connection
+    socket.router_mandatory = True  # sending to an owner that is not connected fails at once
+    socket.router_handover = True  # an owner that reconnects replaces its lost connection
     if endpoint.startswith("ipc:"):
         socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
     socket.bind(endpoint)
@@ -78,12 +86,12 @@ def listen(context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str) -
 def connect(
     context: zmq.Context[zmq.Socket[bytes]], token: str, rank: int, address: Address
 ) -> zmq.Socket[bytes]:
-    """An owner's end."""
+    """Open an owner's socket."""
     socket = _socket(context, zmq.DEALER)
     socket.curve_serverkey = network.derive(token, _PURPOSE, "holder").public
     socket.curve_publickey, socket.curve_secretkey = network.derive(token, _PURPOSE, "owner")
     socket.routing_id = str(rank).encode()
-    socket.immediate = True  # nothing is queued for a holder that is not there
+    socket.immediate = True  # do not queue for a holder that is not connected
     socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _RECONNECT_MOST_MS
     host, port = address
     socket.connect(f"tcp://{_bracketed(host)}:{port}")
@@ -91,7 +99,7 @@ def connect(
 
 
 def receive(socket: zmq.Socket[bytes], most: int = 64) -> Iterator[ReceivedMessage]:
-    """What has arrived and makes sense, of ``most`` messages; the caller may close the socket meanwhile."""
+    """Yield the valid ones of up to ``most`` received messages; the caller may close the socket meanwhile."""
     for _ in range(most):
         if socket.closed:
             return
@@ -105,7 +113,7 @@ def receive(socket: zmq.Socket[bytes], most: int = 64) -> Iterator[ReceivedMessa
 
 
 def generations_of(message: Mapping[str, Any]) -> frozenset[Generation]:
-    """Those that a message names; ``ValueError`` if it names none properly."""
+    """The generations in a message; raises ``ValueError`` if they are malformed."""
     named = message.get("generations")
     if not isinstance(named, list):
         raise ValueError(f"not a list of generations: {named!r:.80}")
@@ -113,7 +121,7 @@ def generations_of(message: Mapping[str, Any]) -> frozenset[Generation]:
 
 
 def plain(generations: Iterable[Generation]) -> list[list[int]]:
-    """For JSON."""
+    """Generations as JSON."""
     return [list(each) for each in sorted(generations)]
 
 
@@ -132,7 +140,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     socket.ipv6 = True
     socket.linger = _FLUSH_MS
     socket.handshake_ivl = _HANDSHAKE_MS
-    socket.maxmsgsize = CHUNK + _SLACK  # whoever sends more is disconnected
+    socket.maxmsgsize = CHUNK + _SLACK  # a peer that sends more is disconnected
     return socket
 
 

@@ -1,6 +1,6 @@
-"""Who keeps the copy of whose state: always on another machine, if there is one (paper, section 8).
+"""Assigns each rank a holder of its copies, on another machine if there is one (paper, section 8).
 
-Pure, from the list of hosts alone, which all ranks know: so all come to the same answer.
+A pure function of the list of hosts, so that all ranks compute the same assignment.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections.abc import Sequence
 __all__ = ["SNAPSHOTS", "copies_beside", "held_ranks", "replica_holders"]
 
 SNAPSHOTS = 3
-"""Snapshots in memory: two whole ones, and one that is being written."""
+"""Snapshots in memory: two whole ones and one being written."""
 _REPLICAS = 4
-"""Of another rank's: two whole ones, one that is still going to files, and one that is arriving."""
+"""Copies of another rank's snapshots: two whole ones, one being written to files, and one arriving."""
 
-# [Note: a ring, unless one machine outweighs the others]
+# [Note: a ring, unless one machine has most ranks]
 #
-# Put the ranks in a row, machine by machine, the largest machine first, and let everybody's copy lie with
-# whoever stands further on by as many places as that machine has ranks, around the ring. No machine is wider
-# than that, so the copy is past the own machine; and if the machine has at most half of all ranks, going
-# around does not lead back into it either. Everybody then holds exactly one copy, and machines of equal size
-# hold for each other as whole machines: two that fail lose state only if they are neighbours.
+# Arrange the ranks in a ring, machine by machine, the largest machine first. Each rank's holder is the rank
+# that follows it at a distance of the largest machine's size. No machine is larger than that, so the holder
+# is on another machine; and if the largest machine has at most half of all ranks, wrapping around does not
+# lead back into it. Every rank then holds one copy, and equally large machines hold copies for each other as
+# wholes: if two fail, state is lost only if they are neighbours.
 #
-# A machine with more than half of the ranks has too few others to go around: they take equal shares of it.
+# If one machine has more than half of the ranks, the other ranks take equal shares of its copies.
 
 
 def replica_holders(hosts: Sequence[str]) -> dict[int, int | None]:
-    """For each rank the one that holds its copy, given each rank's host; None where there is one host."""
+    """Each rank's holder, given each rank's host; None if there is only one host."""
     machines: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         machines.setdefault(host, []).append(rank)
@@ -42,12 +42,12 @@ def replica_holders(hosts: Sequence[str]) -> dict[int, int | None]:
 
 
 def held_ranks(hosts: Sequence[str], rank: int) -> tuple[int, ...]:
-    """Whose copies this rank holds."""
-    return tuple(sorted(ward for ward, holder in replica_holders(hosts).items() if holder == rank))
+    """The ranks whose copies this rank holds."""
+    return tuple(sorted(owner for owner, holder in replica_holders(hosts).items() if holder == rank))
 
 
 def copies_beside(hosts: Sequence[str], rank: int, *, replicate: bool) -> int:
-    """Of one rank's state, as many as this rank's machine may have to hold at once, for all its ranks."""
+    """The number of snapshots and copies that this rank's machine may hold at once, for all its ranks."""
     beside = [each for each, host in enumerate(hosts) if host == hosts[rank]]
     held = sum(len(held_ranks(hosts, each)) for each in beside) if replicate else 0
     return SNAPSHOTS * len(beside) + _REPLICAS * held

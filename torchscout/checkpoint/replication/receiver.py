@@ -1,8 +1,7 @@
-"""Copies of other ranks' state on their way into this rank's memory (paper, section 8).
+"""Receives copies of other ranks' shards into this rank's memory (paper, section 8).
 
-Driven by one thread, which is not training's: see ``replicate``. Nothing here waits, but for the verifying
-of a shard that is complete. What a sender says is checked before it is believed: it may be old, damaged or
-wrong, and all that may come of it is a refusal.
+Runs on the thread of ``Replicator``. Nothing blocks, except verifying a complete shard. Messages are checked
+before use: they may be old, damaged or wrong, and are then refused.
 """
 
 from __future__ import annotations
@@ -33,19 +32,20 @@ class _Arrival:
     transfer: str
     shard: IncomingShard
     upto: int
-    """What the sender was told that there is room for."""
-    heard: float
+    """The credit that was granted to the sender."""
+    progressed: float
+    """When bytes last arrived."""
 
 
 class ReplicaReceiver:
-    """The holder's end: at most one shard under way from each sender."""
+    """The holder's end: receives at most one shard from each sender at a time."""
 
-    def __init__(self, socket: zmq.Socket[bytes], rank: int, memory: Path, patience: float) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], rank: int, memory: Path, timeout: float) -> None:
         self.problems: list[str] = []
-        self.wards: frozenset[int] | None = None
-        """Whose copies are kept here; None until that is known, and then anybody's of this job."""
+        self.owners: frozenset[int] | None = None
+        """The ranks whose copies are kept here; None, until that is known, accepts any rank of this job."""
         self.socket = socket
-        self._rank, self._memory, self._patience = rank, memory, patience
+        self._rank, self._memory, self._timeout = rank, memory, timeout
         self._arrivals: dict[bytes, _Arrival] = {}
 
     @property
@@ -53,94 +53,91 @@ class ReplicaReceiver:
         return frozenset(each.shard.identity for each in self._arrivals.values())
 
     def turn(self, now: float) -> None:
-        """Take what has come, and forget whom nothing comes from any more."""
-        for heard in wire.receive(self.socket):
-            self._take(heard, now)
+        """Process received messages, and drop transfers that make no progress."""
+        for received in wire.receive(self.socket):
+            self._process(received, now)
         for sender, arrival in list(self._arrivals.items()):
-            if now - arrival.heard > 2 * self._patience:
-                self._forget(sender)
+            if now - arrival.progressed > 2 * self._timeout:
+                self._drop(sender)
 
     def close(self) -> None:
         for sender in list(self._arrivals):
-            self._forget(sender)
+            self._drop(sender)
         self.socket.close()
 
-    def _take(self, heard: wire.ReceivedMessage, now: float) -> None:
+    def _process(self, received: wire.ReceivedMessage, now: float) -> None:
         try:
-            self._hear(heard, now)
+            self._dispatch(received, now)
         except (ValueError, CheckpointError) as error:
-            self._refuse(heard, error)
+            self._refuse(received, error)
 
-    def _hear(self, heard: wire.ReceivedMessage, now: float) -> None:
-        kind, message = heard.message["kind"], heard.message
-        ward = _ward(heard.sender)
+    def _dispatch(self, received: wire.ReceivedMessage, now: float) -> None:
+        sender, message, _ = received
+        kind, owner = message["kind"], _rank_of(sender)
         if kind == "offer":
-            self._offered(heard.sender, ward, message, now)
+            self._offered(sender, owner, message, now)
         elif kind == "chunk":
-            self._came(heard, now)
+            self._append(received, now)
         elif kind == "hello":
-            there = held_for(self._memory, ward, self._rank)
-            self._answer(heard.sender, "holding", generations=wire.plain(there))
+            held = held_for(self._memory, owner, self._rank)
+            self._answer(sender, "holding", generations=wire.plain(held))
         elif kind == "retire":
-            gone = wire.generations_of(message)
-            remove(self._memory, gone, f"rank-{ward}-of-*.held-by-{self._rank}.shard")
-            self._answer(heard.sender, "retired", generations=wire.plain(gone))
+            generations = wire.generations_of(message)
+            remove(self._memory, generations, f"rank-{owner}-of-*.held-by-{self._rank}.shard")
+            self._answer(sender, "retired", generations=wire.plain(generations))
 
-    def _offered(self, sender: bytes, ward: int, message: dict[str, Any], now: float) -> None:
-        self._forget(sender)  # who begins anew has given up what was under way
-        identity, size, transfer = (
-            ShardIdentity.from_json(message.get("identity")),
-            message.get("size"),
-            _transfer(message),
-        )
-        if identity.rank != ward:
-            raise ValueError(f"rank {ward} offers the state of rank {identity.rank}")
-        if self.wards is not None and ward not in self.wards:
-            raise ValueError(f"rank {self._rank} does not hold copies for rank {ward}")
+    def _offered(self, sender: bytes, owner: int, message: dict[str, Any], now: float) -> None:
+        self._drop(sender)  # the sender has given up its previous transfer
+        identity, size = ShardIdentity.from_json(message.get("identity")), message.get("size")
+        transfer = _transfer(message)
+        if identity.rank != owner:
+            raise ValueError(f"rank {owner} offers the state of rank {identity.rank}")
+        if self.owners is not None and owner not in self.owners:
+            raise ValueError(f"rank {self._rank} does not hold copies for rank {owner}")
         if not isinstance(size, int) or not is_number(size, 1):
-            raise ValueError(f"no size of a shard: {size!r:.40}")
+            raise ValueError(f"not the size of a shard: {size!r:.40}")
         shard = IncomingShard(self._memory, identity, self._rank, size)
         self._arrivals[sender] = arrival = _Arrival(transfer, shard, 0, now)
         self._grant(sender, arrival)
 
-    def _came(self, heard: wire.ReceivedMessage, now: float) -> None:
-        arrival, message = self._arrivals.get(heard.sender), heard.message
+    def _append(self, received: wire.ReceivedMessage, now: float) -> None:
+        sender, message, data = received
+        arrival = self._arrivals.get(sender)
         if arrival is None or arrival.transfer != _transfer(message):
-            raise ValueError("nothing of that kind is expected here")
+            raise ValueError("no such transfer is in progress")
         shard, offset = arrival.shard, message.get("offset")
-        if offset != shard.received or not 0 < len(heard.data) <= arrival.upto - shard.received:
+        if offset != shard.received or not 0 < len(data) <= arrival.upto - shard.received:
             raise DamagedError(
-                f"{len(heard.data)} bytes for {offset!r:.40}, where bytes {shard.received} to {arrival.upto} "
-                "are expected"
+                f"received {len(data)} bytes at {offset!r:.40}, expected {shard.received} to {arrival.upto}"
             )
-        shard.append(heard.data)
-        arrival.heard = now
+        shard.append(data)
+        arrival.progressed = now
         if not shard.complete:
-            self._grant(heard.sender, arrival)
+            self._grant(sender, arrival)
             return
-        del self._arrivals[heard.sender]
+        del self._arrivals[sender]
         shard.seal()
-        self._answer(heard.sender, "sealed", transfer=arrival.transfer)
+        self._answer(sender, "sealed", transfer=arrival.transfer)
 
     def _grant(self, sender: bytes, arrival: _Arrival) -> None:
-        """Room for more, half a window at a time."""
+        """Grant more credit, half a window at a time: see [Note: credit, not pull]."""
         upto = min(arrival.shard.size, arrival.shard.received + wire.WINDOW)
         if upto == arrival.shard.size or upto - arrival.upto >= wire.WINDOW // 2:
             if upto > arrival.upto:
                 self._answer(sender, "credit", transfer=arrival.transfer, upto=upto)
             arrival.upto = upto
 
-    def _refuse(self, heard: wire.ReceivedMessage, error: Exception) -> None:
-        transfer = heard.message.get("transfer")
-        arrival = self._arrivals.get(heard.sender)
+    def _refuse(self, received: wire.ReceivedMessage, error: Exception) -> None:
+        sender, transfer = received.sender, received.message.get("transfer")
+        arrival = self._arrivals.get(sender)
         if arrival is not None and transfer == arrival.transfer:
-            self._forget(heard.sender)
+            self._drop(sender)
         if isinstance(error, CheckpointError):
-            self.problems.append(f"a copy from rank {heard.sender!r:.20} was refused: {error}")
+            self.problems.append(f"a copy from rank {sender!r:.20} was refused: {error}")
         if isinstance(transfer, str):
-            self._answer(heard.sender, "refused", transfer=transfer[:_LONGEST_NAME], why=str(error)[:300])
+            self._answer(sender, "refused", transfer=transfer[:_LONGEST_NAME], why=str(error)[:300])
 
-    def _forget(self, sender: bytes) -> None:
+    def _drop(self, sender: bytes) -> None:
         arrival = self._arrivals.pop(sender, None)
         if arrival is not None:
             arrival.shard.discard()
@@ -149,34 +146,34 @@ class ReplicaReceiver:
         try:
             self.socket.send_multipart([sender, wire.encode(kind, **fields)], zmq.NOBLOCK)
         except zmq.ZMQError:
-            return  # it is gone, or takes nothing; it will ask again, or nobody will
+            return  # it is gone, or its queue is full; it will ask again
 
 
-def held_for(memory: Path, ward: int, holder: int) -> frozenset[Generation]:
-    """Of which generations ``holder`` has a copy of this rank's state here, as far as headers tell."""
-    copies = [each.path for each in shard_files(memory) if (each.rank, each.holder) == (ward, holder)]
+def held_for(memory: Path, owner: int, holder: int) -> frozenset[Generation]:
+    """The generations of which ``holder`` has a copy of this rank's state; only headers are checked."""
+    copies = [each.path for each in shard_files(memory) if (each.rank, each.holder) == (owner, holder)]
     return frozenset(each for each in map(_generation_in, copies) if each is not None)
 
 
 def _generation_in(path: Path) -> Generation | None:
     try:
         return shards.inspect(path).identity.generation
-    except CheckpointError:  # whoever needs it will say so
+    except CheckpointError:  # reported when it is needed
         return None
 
 
 def remove(memory: Path, generations: Iterable[Generation], pattern: str) -> None:
-    """Delete files of these generations, and their folders once nothing is left in them."""
+    """Delete the files of these generations that match, and folders that become empty."""
     for step, lineage in generations:
         folder = memory / f"step-{step:010d}.lineage-{lineage}"
         with suppress(FileNotFoundError):  # another rank has just removed it
             for path in folder.glob(pattern):
                 path.unlink(missing_ok=True)
-        with suppress(OSError):  # others' files are in it, or it never was
+        with suppress(OSError):  # not empty, or does not exist
             folder.rmdir()
 
 
-def _ward(sender: bytes) -> int:
+def _rank_of(sender: bytes) -> int:
     if not (sender.isdigit() and len(sender) < 10):
         raise ValueError(f"not a rank: {sender!r:.40}")
     return int(sender)
@@ -185,5 +182,5 @@ def _ward(sender: bytes) -> int:
 def _transfer(message: dict[str, Any]) -> str:
     transfer = message.get("transfer")
     if not isinstance(transfer, str) or not 0 < len(transfer) <= _LONGEST_NAME:
-        raise ValueError(f"no name of a transfer: {transfer!r:.40}")
+        raise ValueError(f"not the name of a transfer: {transfer!r:.40}")
     return transfer

@@ -1,7 +1,7 @@
-"""A rank's own shards on their way to its holder's memory (paper, section 8).
+"""Sends a rank's shards to its holder's memory (paper, section 8).
 
-Driven by one thread, which is not training's: see ``replicate``. Nothing here waits. A copy counts when the
-holder says that it is sealed; whatever comes between is said in words, and tried again.
+Runs on the thread of ``Replicator``, and nothing blocks. A copy counts when the holder reports it as sealed;
+any failure before that is reported, and the copy is tried again.
 """
 
 from __future__ import annotations
@@ -25,25 +25,21 @@ __all__ = ["ReplicaSender"]
 
 _BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 0.25, 10.0
 _ATTEMPTS = 3
-"""Refusals of one shard before it is left alone; silence is never taken for a refusal."""
+"""Refusals of one shard before it is given up; a timeout is not a refusal."""
 _VERIFIED_PER_SECOND = 1 << 30
-"""Bytes that a holder verifies in a second at least."""
+"""The minimum rate, in bytes, at which a holder verifies."""
 _COPIED_PER_SECOND = 64 << 20
-"""Bytes below which a copy is called slow."""
+"""The rate, in bytes, below which a copy is reported as slow."""
 _RETIRED_AT_ONCE = 500
 
 
-def _nobody_cares(_: bool) -> None:
-    return
-
-
 class _Named(NamedTuple):
-    """A sealed file, and what it holds."""
+    """A sealed file and its identity."""
 
     path: Path
     identity: ShardIdentity
-    over: Callable[[bool], None] = _nobody_cares
-    """To be called when the file is not needed here any more, with whether it was copied."""
+    over: Callable[[bool], None] = lambda _: None
+    """Called when the file is no longer needed, with whether it was copied."""
 
 
 @dataclass(slots=True)
@@ -55,58 +51,59 @@ class _Copy:
     size: int
     transfer: str
     begun: float
-    heard: float
-    """When the holder last moved it on."""
+    progressed: float
+    """When the holder last granted credit."""
     offered: bool = False
     allowed: int = 0
-    """Up to where the holder has room."""
+    """The credit: up to which byte may be sent."""
     sent: int = 0
     slow: bool = False
-    """It was said that this takes long."""
+    """Whether it was reported as slow."""
 
     @property
     def generation(self) -> Generation:
         return self.named.identity.generation
 
-    def patience(self, seconds: float) -> float:
+    def timeout(self, seconds: float) -> float:
+        """How long the holder may take to answer, including the time to verify a complete shard."""
         return seconds + (self.size / _VERIFIED_PER_SECOND if self.sent == self.size else 0.0)
 
 
 class ReplicaSender:
-    """The owner's end: one shard under way, and at most one that waits."""
+    """The owner's end: sends one shard at a time; at most one more waits."""
 
-    def __init__(self, open_socket: Callable[[], zmq.Socket[bytes]], holder: str, patience: float) -> None:
-        """``holder`` in words; ``open_socket`` connects to it, as often as needed."""
+    def __init__(self, open_socket: Callable[[], zmq.Socket[bytes]], holder: str, timeout: float) -> None:
+        """``holder`` is a description; ``open_socket`` connects to it and may be called again."""
         self.problems: list[str] = []
         self.held: frozenset[Generation] = frozenset()
-        self._open_socket, self._holder, self._patience = open_socket, holder, patience
+        self._open_socket, self._holder, self._timeout = open_socket, holder, timeout
         self.socket = open_socket()
         self._copy: _Copy | None = None
         self._waiting: _Named | None = None
         self._newest: _Named | None = None
         self._retiring: dict[Generation, None] = {}
         self._not_before, self._backoff, self._refusals = 0.0, _BACKOFF_SECONDS, 0
-        self._greeted = self._asked_retire = float("-inf")
+        self._last_hello = self._asked_retire = float("-inf")
         self._unanswered: float | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether something could be sent that is not."""
+        """Whether there is something to send."""
         return self._copy is not None and (not self._copy.offered or self._copy.sent < self._copy.allowed)
 
     @property
     def newest(self) -> Path | None:
-        """What was to be sent last, whether or not it arrived."""
+        """The last file that was to be sent, whether or not it arrived."""
         under_way = None if self._copy is None else self._copy.named
         named = self._waiting or under_way or self._newest
         return None if named is None else named.path
 
-    def put(self, path: Path, over: Callable[[bool], None] = _nobody_cares) -> None:
-        """To be sent next, instead of what waits by now; ``over`` is called when that is done or given up."""
+    def put(self, path: Path, over: Callable[[bool], None] = lambda _: None) -> None:
+        """Send this file next, in place of one that waits; ``over`` is called with whether it was copied."""
         try:
             named = _Named(path, shards.inspect(path).identity, over)
         except CheckpointError as error:
-            self.problems.append(f"nothing to copy to {self._holder}: {error}")
+            self.problems.append(f"cannot copy to {self._holder}: {error}")
             over(False)
             return
         self._stop_waiting()
@@ -122,21 +119,23 @@ class ReplicaSender:
         if self._waiting is not None and self._waiting.identity.generation in gone:
             self._stop_waiting()
         if self._copy is not None and self._copy.generation in gone:
-            self.problems.append(f"copies to {self._holder} come too late: checks are faster than they are")
-            self._unanswered = None  # it may have answered where nobody listens any more
+            self.problems.append(
+                f"copies to {self._holder} come too late: checks are more frequent than copies can be made"
+            )
+            self._unanswered = None  # its answer may go to the socket that is closed now
             self._end()
             self._reopen()
 
     def turn(self, now: float) -> None:
-        """Take what has come, and go on as far as possible without waiting."""
-        for heard in wire.receive(self.socket):
-            self._hear(heard.message, now)
+        """Process received messages, and send as much as possible without blocking."""
+        for received in wire.receive(self.socket):
+            self._process(received.message, now)
         if self._copy is not None:
-            self._go_on(self._copy, now)
+            self._continue(self._copy, now)
         elif self._waiting is not None and now >= self._not_before:
             self._begin(self._waiting, now)
-        self._tell_retired(now)
-        self._greet(now)
+        self._send_retired(now)
+        self._send_hello(now)
 
     def close(self) -> None:
         self._stop_waiting()
@@ -148,25 +147,25 @@ class ReplicaSender:
         try:
             file = os.open(named.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            self.problems.append(f"nothing to copy to {self._holder}: {named.path}: {error.strerror}")
+            self.problems.append(f"cannot copy to {self._holder}: {named.path}: {error.strerror}")
             named.over(False)
             return
         self._copy = _Copy(named, file, os.fstat(file).st_size, secrets.token_hex(8), now, now)
-        self._go_on(self._copy, now)
+        self._continue(self._copy, now)
 
-    def _go_on(self, copy: _Copy, now: float) -> None:
+    def _continue(self, copy: _Copy, now: float) -> None:
         if not copy.offered:
             fields = {"identity": copy.named.identity.to_json(), "size": copy.size}
             copy.offered = self._send(wire.encode("offer", transfer=copy.transfer, **fields))
         while copy.sent < copy.allowed and self._send_chunk(copy):
             pass
-        if now - copy.heard > copy.patience(self._patience):
-            how = "does not answer" if copy.offered else "could not be reached"
-            self._fail(copy, f"it {how} for {self._patience:g} s", now)
-        elif now - copy.begun > self._patience + copy.size / _COPIED_PER_SECOND and not copy.slow:
+        if now - copy.progressed > copy.timeout(self._timeout):
+            how = "did not answer" if copy.offered else "could not be reached"
+            self._fail(copy, f"it {how} for {self._timeout:g} s", now)
+        elif now - copy.begun > self._timeout + copy.size / _COPIED_PER_SECOND and not copy.slow:
             copy.slow = True
-            said = f"{copy.sent} of {copy.size} bytes in {now - copy.begun:.0f} s"
-            self.problems.append(f"copying {copy.generation} to {self._holder} is slow: {said}")
+            progress = f"{copy.sent} of {copy.size} bytes in {now - copy.begun:.0f} s"
+            self.problems.append(f"copying {copy.generation} to {self._holder} is slow: {progress}")
 
     def _send_chunk(self, copy: _Copy) -> bool:
         try:
@@ -174,7 +173,7 @@ class ReplicaSender:
         except OSError as error:
             data = b""
             self.problems.append(f"cannot read {copy.named.path}: {error.strerror}")
-        if not data:  # the holder will notice that it comes no further, or has noticed
+        if not data:  # the transfer makes no more progress and times out
             copy.allowed = copy.sent
             return False
         header = wire.encode("chunk", transfer=copy.transfer, offset=copy.sent)
@@ -182,7 +181,7 @@ class ReplicaSender:
             copy.sent += len(data)
         return sent
 
-    def _hear(self, message: dict[str, object], now: float) -> None:
+    def _process(self, message: dict[str, object], now: float) -> None:
         kind, copy = message["kind"], self._copy
         try:
             if kind == "holding":
@@ -196,21 +195,17 @@ class ReplicaSender:
         if copy is None or message.get("transfer") != copy.transfer:
             return
         if kind == "credit":
-            self._allow(copy, message.get("upto"), now)
+            upto = message.get("upto")
+            if isinstance(upto, int) and copy.allowed < upto <= copy.size:  # only more credit is progress
+                copy.allowed, copy.progressed = upto, now
         elif kind == "sealed":
             self._sealed(copy, now)
         elif kind == "refused":
             self._refused(copy, str(message.get("why"))[:300], now)
 
-    def _allow(self, copy: _Copy, upto: object, now: float) -> None:
-        """More room there; only more counts as a sign of life."""
-        if isinstance(upto, int) and copy.allowed < upto <= copy.size:
-            copy.allowed, copy.heard = upto, now
-
     def _sealed(self, copy: _Copy, now: float) -> None:
         if copy.sent < copy.size:
-            sent = f"{copy.sent} of {copy.size} bytes"
-            self._fail(copy, f"it says it has all of it after {sent}, which cannot be", now)
+            self._fail(copy, f"it reports all as sealed after {copy.sent} of {copy.size} bytes", now)
             return
         self.held |= {copy.generation}
         self._newest = _Named(copy.named.path, copy.named.identity)
@@ -222,14 +217,12 @@ class ReplicaSender:
         if self._refusals < _ATTEMPTS:
             self._fail(copy, f"it was refused: {why}", now)
             return
-        self.problems.append(
-            self._sentence(copy, f"it was refused {_ATTEMPTS} times, and is given up: {why}")
-        )
+        self.problems.append(self._sentence(copy, f"it was refused {_ATTEMPTS} times and is given up: {why}"))
         self._end()
         self._reopen()
 
     def _fail(self, copy: _Copy, why: str, now: float) -> None:
-        """Say so, and try again after a while with whatever is the newest by then."""
+        """Report it, and try again later with the newest shard by then."""
         self.problems.append(self._sentence(copy, why))
         self._not_before = now + self._backoff
         self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF_SECONDS)
@@ -244,29 +237,29 @@ class ReplicaSender:
         return f"{copy.generation} of rank {copy.named.identity.rank} has no copy at {self._holder}: {why}"
 
     def _compare(self, there: frozenset[Generation]) -> None:
-        """A holder that came back may have lost what it held."""
+        """Compare with what the holder has: after a restart it may have lost copies."""
         self._unanswered = None
         lost, self.held = self.held - there, self.held & there
         if lost:
-            self.problems.append(f"{self._holder} lost its copies of {', '.join(map(str, sorted(lost)))}")
+            self.problems.append(f"{self._holder} has lost its copies of {', '.join(map(str, sorted(lost)))}")
         if self._newest is not None and self._newest.identity.generation in lost and self._copy is None:
             self._waiting = self._waiting or self._newest
 
-    def _tell_retired(self, now: float) -> None:
-        if self._retiring and self._copy is None and now - self._asked_retire > self._patience:
+    def _send_retired(self, now: float) -> None:
+        if self._retiring and self._copy is None and now - self._asked_retire > self._timeout:
             some = list(self._retiring)[:_RETIRED_AT_ONCE]
             if self._send(wire.encode("retire", generations=wire.plain(some))):
                 self._asked_retire = now
 
-    def _greet(self, now: float) -> None:
-        """While nothing is under way, ask from time to time whether the holder still has it all."""
-        if self._copy is not None or now - self._greeted < self._patience / 2:
+    def _send_hello(self, now: float) -> None:
+        """Ask the holder periodically, while nothing is being sent, which copies it has."""
+        if self._copy is not None or now - self._last_hello < self._timeout / 2:
             return
-        if self._unanswered is not None and now - self._unanswered > self._patience:
-            self.problems.append(f"{self._holder} does not answer; what it holds may be gone")
+        if self._unanswered is not None and now - self._unanswered > self._timeout:
+            self.problems.append(f"{self._holder} does not answer; its copies may be lost")
             self._unanswered = None
             self._reopen()
-        self._greeted = now
+        self._last_hello = now
         self._unanswered = now if self._unanswered is None else self._unanswered
         self._send(wire.encode("hello"))
 
@@ -283,7 +276,7 @@ class ReplicaSender:
             waiting.over(False)
 
     def _end(self, *, copied: bool = False) -> None:
-        """Nothing more of it is sent, now or later."""
+        """End the current copy for good."""
         copy = self._copy
         self._drop()
         if copy is not None:
@@ -295,6 +288,6 @@ class ReplicaSender:
             os.close(copy.file)
 
     def _reopen(self) -> None:
-        """What is queued for a holder that hangs must not reach it later, among other things."""
+        """Discard messages that are queued for a holder that does not read them."""
         self.socket.close(linger=0)
         self.socket = self._open_socket()

@@ -1,8 +1,8 @@
-"""Which generation all ranks go back to, and where each gets its state (paper, sections 8 and 9).
+"""Decides which generation all ranks load, and where each gets its shard (paper, sections 8 and 9).
 
-A pure decision from what every rank has found: all ranks make it for themselves, from the same lists, and so
-make the same. Reading the folders is for ``inventory``, moving shards for ``fetch``; which generations may be
-taken at all is decided before, by ``checkpoint.selection``.
+A pure function of what every rank has found: each rank computes it from the same listings and comes to the
+same plan. ``inventory`` reads the folders, ``fetch`` moves shards, and ``checkpoint.selection`` decides
+which generations may be loaded at all.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torchscout.errors import UnavailableError
 __all__ = ["Listing", "RestorePlan", "ShardLocation", "Source", "agree"]
 
 _TIERS = (Tier.MEMORY, Tier.DISK)
-_TOLD = 8
-"""Files of other jobs that a rank tells the others about."""
+_MOST_NAMED = 8
+"""Ranks, or files of other jobs, that a message names."""
 
 
 class ShardLocation(NamedTuple):
-    """A copy of one rank's state, and in whose file it is."""
+    """One copy of one rank's state."""
 
     rank: int
     generation: Generation
@@ -37,18 +37,20 @@ class ShardLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What one rank tells the others about the shards it finds."""
+    """The shards that one rank finds, as it reports them to the other ranks."""
 
     copies: frozenset[ShardLocation]
     strangers: tuple[str, ...] = ()
-    """Shards that are of another job, mesh or world size, with both values."""
+    """Shards of another job, mesh or world size, with both values."""
 
     @classmethod
     def of(cls, stock: Inventory, member: Member, wanted: Sequence[Generation]) -> Listing:
-        told = {each: member.objection(each.identity) for each in stock.found}
-        ours = frozenset(ShardLocation.of(each) for each, why in told.items() if why is None)
-        strangers = [f"{each.path}: {why}" for each, why in told.items() if why is not None]
-        return cls(frozenset(each for each in ours if each.generation in wanted), tuple(strangers[:_TOLD]))
+        objections = {each: member.objection(each.identity) for each in stock.found}
+        ours = (ShardLocation.of(each) for each, why in objections.items() if why is None)
+        strangers = [f"{each.path}: {why}" for each, why in objections.items() if why is not None]
+        return cls(
+            frozenset(each for each in ours if each.generation in wanted), tuple(strangers[:_MOST_NAMED])
+        )
 
     def to_json(self) -> dict[str, Any]:
         rows = sorted(
@@ -69,12 +71,13 @@ class Source(NamedTuple):
     """Where a rank gets its state."""
 
     reader: int
-    """The rank that finds the file in its folders, and reads it."""
+    """The rank that reads the file."""
     tier: Tier
     holder: int
-    """Whose file it is."""
+    """The rank whose file it is."""
 
-    def told(self, rank: int) -> str:
+    def described(self, rank: int) -> str:
+        """In words, as ``rank`` sees it."""
         whose = "its own" if self.reader == rank else f"rank {self.reader}'s"
         return f"{whose} {self.tier.value}"
 
@@ -84,14 +87,13 @@ class RestorePlan:
     """What all ranks load."""
 
     generation: Generation | None
-    """None if none of those that may be taken can be had; a person decides what then."""
+    """None if no allowed generation is available on every rank."""
     sources: tuple[Source, ...]
-    """Each rank's."""
+    """In rank order."""
     passed: tuple[tuple[Generation, str], ...]
-    """Newer ones that would have been taken, and why they cannot be had, in words."""
-
+    """Newer generations that are not available, and why, in words."""
     in_files: bool = False
-    """Whether every rank's state is on a disk as well, or only there."""
+    """Whether a disk holds every rank's state."""
 
     @property
     def reason(self) -> str:
@@ -103,12 +105,12 @@ class RestorePlan:
 
 
 def agree(listings: Sequence[Listing], wanted: Sequence[Generation]) -> RestorePlan:
-    """The first of the ``wanted`` of which every rank can have its state, given all ranks' listings.
+    """Plan to load the first of the ``wanted`` generations of which every rank's shard is listed.
 
-    ``UnavailableError`` if none can be had and what is there is of another job, mesh or world size.
+    Raises ``UnavailableError`` if there is none and the shards found are of another job, mesh or world size.
     """
     if not wanted:
-        raise ValueError("no generation is wanted, so there is nothing to agree on")
+        raise ValueError("wanted must name at least one generation")
     copies = _copies(listings)
     passed: list[tuple[Generation, str]] = []
     for generation in wanted:
@@ -122,16 +124,16 @@ def agree(listings: Sequence[Listing], wanted: Sequence[Generation]) -> RestoreP
         passed.append((generation, _gone(missing, len(listings))))
     plan = RestorePlan(None, (), tuple(passed))
     if strangers := [
-        f"rank {rank} finds {each}" for rank, told in enumerate(listings) for each in told.strangers
+        f"rank {rank} finds {each}" for rank, listing in enumerate(listings) for each in listing.strangers
     ]:
         raise UnavailableError(
-            f"{plan.reason}. What is there is not of this job: {'; '.join(strangers[:_TOLD])}"
+            f"{plan.reason}. What is there is not of this job: {'; '.join(strangers[:_MOST_NAMED])}"
         )
     return plan
 
 
 def _copies(listings: Sequence[Listing]) -> dict[tuple[int, Generation], list[Source]]:
-    """Where the state of each rank at each generation can be read."""
+    """All places where each rank's state of each generation can be read."""
     found: dict[tuple[int, Generation], list[Source]] = {}
     for reader, listing in enumerate(listings):
         for copy in listing.copies:
@@ -141,26 +143,22 @@ def _copies(listings: Sequence[Listing]) -> dict[tuple[int, Generation], list[So
 
 
 def _best(sources: Sequence[Source], rank: int) -> Source | None:
-    """Own memory, own disk, another one's memory, another one's disk."""
-    return min(sources, key=lambda source: _cost(source, rank), default=None)
+    """The rank's own memory, its own disk, another rank's memory, another rank's disk, in this order."""
 
+    def cost(source: Source) -> tuple[int, ...]:
+        reader, tier, holder = source
+        # Several ranks of one machine find the same file; its holder reads it, so that the work is shared.
+        return reader != rank, tier is Tier.DISK, holder != rank, reader != holder, reader, holder
 
-def _cost(source: Source, rank: int) -> tuple[int, ...]:
-    elsewhere, slower = source.reader != rank, source.tier is Tier.DISK
-    # Several ranks of one machine find the same file; whose it is reads it, so that the work is shared.
-    return (
-        elsewhere,
-        slower,
-        source.holder != rank,
-        source.reader != source.holder,
-        source.reader,
-        source.holder,
-    )
+    return min(sources, key=cost, default=None)
 
 
 def _gone(missing: Sequence[int], world_size: int) -> str:
     if len(missing) == world_size:
-        return "no rank finds anything of it"
-    named = ", ".join(map(str, missing[:_TOLD])) + (", ..." if len(missing) > _TOLD else "")
-    whose = f"rank {named}" if len(missing) == 1 else f"ranks {named}"
-    return f"the state of {whose} is nowhere, neither in any memory nor on any disk"
+        return "no rank has a shard of it"
+    named = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." if len(missing) > _MOST_NAMED else "")
+    whose, its = (f"rank {named}", "its") if len(missing) == 1 else (f"ranks {named}", "their")
+    return (
+        f"no whole shard of {whose} is left in any memory or on any disk, and {its} random state and data "
+        "position cannot be taken from another rank"
+    )

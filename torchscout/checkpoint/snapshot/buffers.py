@@ -1,14 +1,14 @@
-"""The files behind snapshots: a few, filled in turn (paper, section 8).
+"""A pool of files in memory that snapshots are written to in turn (paper, section 8).
 
 [Note: sealed or not]
 
-A file has the name of a shard only while it is whole: it loses that name, by a rename, before its first byte
-changes, and gets the next one, by a rename, after its last. Whoever is killed in between leaves a file of a
-temporary name. The next start takes it over; it is locked while its owner lives, so that ``shards.clean``
-leaves it alone until then. Files are reused because fresh memory costs as much as the copy itself.
+A file has a shard's name only while it is whole: it is renamed to a temporary name before its first byte
+changes, and to its next name after the last. A killed process leaves a file with a temporary name, which the
+next run reuses. The file is locked while its owner lives, so that ``shards.clean`` does not remove it. Files
+are reused because allocating memory costs as much as the copy itself.
 
-A reader that has opened a file before it lost its name sees bytes change. So whoever reads in this process
-holds the generation meanwhile (``Slots.hold``), and every reader verifies digests.
+A reader that has opened a file before it was renamed sees its bytes change. So readers in this process hold
+the generation (``BufferPool.hold``), and every reader verifies digests.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _ATTEMPTS = 8
 
 
 class SnapshotBuffer:
-    """One file, mapped once it is written to."""
+    """One file, mapped into memory when it is first written to."""
 
     def __init__(self, path: Path, generation: Generation | None, file: int | None = None) -> None:
         self.path = path
         self.generation = generation
-        """What it holds, whole; None while it has a temporary name."""
+        """The generation that it holds; None while it has a temporary name."""
         self.pinning: Pinning | None = None
         self._file = file
         self._memory: mmap.mmap | None = None
@@ -56,10 +56,10 @@ class SnapshotBuffer:
             try:
                 return cls(path, None, _locked(path, os.O_CREAT | os.O_EXCL))
             except _CleanedError:
-                continue  # the next one has another name
+                continue
 
     def memory(self, size: int) -> torch.Tensor:
-        """Exactly so many bytes, all of them allocated: a full file system says so here, not by a signal."""
+        """Map exactly ``size`` bytes, all allocated: a full file system raises here, without SIGBUS."""
         if self._tensor is not None and len(self._tensor) == size:
             return self._tensor
         self._unmap()
@@ -69,19 +69,19 @@ class SnapshotBuffer:
         populate = getattr(mmap, "MAP_POPULATE", 0)
         self._memory = mmap.mmap(self._file, size, flags=mmap.MAP_SHARED | populate)
         if hasattr(mmap, "MADV_DONTFORK"):
-            self._memory.madvise(mmap.MADV_DONTFORK)  # workers of a loader have no use for it
+            self._memory.madvise(mmap.MADV_DONTFORK)  # data loader workers do not need it
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         return self._tensor
 
     def pin(self) -> bool:
-        """Let devices write to it directly; False where they cannot."""
+        """Let devices write to it directly; returns whether they can."""
         assert self._tensor is not None
         if self.pinning is None:
             self.pinning = Pinning(self._tensor)
         return self.pinning.done
 
     def lock(self) -> None:
-        """Open it, if it is not, as the one that writes to it."""
+        """Open and lock the file for writing. Idempotent."""
         if self._file is None:
             self._file = _locked(self.path)
 
@@ -104,92 +104,90 @@ class SnapshotBuffer:
             self.pinning = None
         memory, self._memory, self._tensor = self._memory, None, None
         if memory is not None:
-            with suppress(BufferError):  # somebody still looks at it; it goes when they do
+            with suppress(BufferError):  # still referenced; it is unmapped with the last reference
                 memory.close()
 
 
 class BufferPool:
-    """This rank's files, oldest first. Any thread may call."""
+    """This rank's buffers, oldest first. Thread-safe."""
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        count: int,
-        protected: Callable[[], frozenset[Generation]] = frozenset,
+        self, folder: Path, rank: int, count: int, protected: Callable[[], frozenset[Generation]] = frozenset
     ) -> None:
         self._folder, self._rank, self._count = folder, rank, count
         self._lock = threading.Lock()
         self._held: dict[Generation, int] = {}
         self._protected = protected
-        self._slots = [*self._left_unsealed(), *self._left_sealed()]
+        self._buffers = [*self._left_unsealed(), *self._left_sealed()]
 
     def take(self) -> SnapshotBuffer:
-        """One to be written to, without a shard's name: free, new, or the oldest of those that are sealed."""
+        """A buffer to write to: an unused or new one, or the oldest sealed one that is not needed.
+
+        Raises ``CheckpointError`` if all are needed.
+        """
         with self._lock:
-            for slot in [each for each in self._slots if each.generation is None]:
-                return slot
-            if len(self._slots) < self._count:
-                self._slots.append(SnapshotBuffer.create(self._folder, self._rank))
-                return self._slots[-1]
-            kept = self._protected().union(self._held)
-            for slot in [each for each in self._slots if each.generation not in kept]:
-                if self._unseal(slot):
-                    return slot
-                self._slots.append(SnapshotBuffer.create(self._folder, self._rank))
-                return self._slots[-1]
-        raise CheckpointError(f"all {self._count} snapshots in memory are needed or being read")
+            if unused := [each for each in self._buffers if each.generation is None]:
+                return unused[0]
+            if len(self._buffers) >= self._count:
+                needed = self._protected().union(self._held)
+                buffer = next((each for each in self._buffers if each.generation not in needed), None)
+                if buffer is None:
+                    raise CheckpointError(f"all {self._count} snapshots in memory are needed or being read")
+                if self._unseal(buffer):
+                    return buffer
+            self._buffers.append(SnapshotBuffer.create(self._folder, self._rank))
+            return self._buffers[-1]
 
     def prepare(self, size: int) -> None:
-        """Have a file of this size ready, if there are not all yet."""
+        """Allocate the next buffer in advance, unless all exist."""
         with self._lock:
-            is_wanted = len(self._slots) < self._count and all(each.generation for each in self._slots)
+            is_wanted = len(self._buffers) < self._count and all(each.generation for each in self._buffers)
         if is_wanted:
-            slot = self.take()
+            buffer = self.take()
             try:
-                slot.memory(size)
+                buffer.memory(size)
             except OSError:
-                self.discard(slot)
+                self.discard(buffer)
                 raise
 
-    def seal(self, slot: SnapshotBuffer, identity: ShardIdentity) -> None:
-        """Give it its shard's name; it must be whole."""
+    def seal(self, buffer: SnapshotBuffer, identity: ShardIdentity) -> None:
+        """Give a completely written buffer its shard's name; raises ``CheckpointError`` if that exists."""
         path = shards.path_of(self._folder, identity, self._rank)
         if os.path.lexists(path):
             raise CheckpointError(f"{path} is sealed and is not overwritten")
-        slot.make_writable(False)
+        buffer.make_writable(False)
         with self._lock:
             for attempt in range(_ATTEMPTS):
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 try:
-                    slot.rename(path, identity.generation)
+                    buffer.rename(path, identity.generation)
                     break
                 except FileNotFoundError:
-                    # Another rank removed the folder because it was empty.
-                    if attempt == _ATTEMPTS - 1 or not slot.path.exists():
+                    # Another rank has removed the folder because it was empty.
+                    if attempt == _ATTEMPTS - 1 or not buffer.path.exists():
                         raise
-            self._slots.remove(slot)
-            self._slots.append(slot)
+            self._buffers.remove(buffer)
+            self._buffers.append(buffer)
 
-    def discard(self, slot: SnapshotBuffer) -> None:
-        """It could not be filled; whatever is wrong with it, its memory is given back."""
+    def discard(self, buffer: SnapshotBuffer) -> None:
+        """Free a buffer that could not be written."""
         with self._lock:
-            self._drop(slot)
+            self._drop(buffer)
 
     def retire(self, generation: Generation) -> None:
-        """Take this one's name away; the file is the next to be filled, unless somebody reads it."""
+        """Make this generation's buffer available again, or free it if it is being read."""
         with self._lock:
-            for slot in [each for each in self._slots if each.generation == generation]:
-                if self._unseal(slot) and generation in self._held:
-                    self._drop(slot)
+            for buffer in [each for each in self._buffers if each.generation == generation]:
+                if self._unseal(buffer) and generation in self._held:
+                    self._drop(buffer)
 
     def hold(self, generation: Generation) -> Path | None:
-        """Keep this one as it is until ``release``, and say where it is, if it is."""
+        """Keep this generation's buffer unchanged until ``release``; returns its path, or None."""
         with self._lock:
-            for slot in self._slots:
-                if slot.generation == generation:
+            for buffer in self._buffers:
+                if buffer.generation == generation:
                     self._held[generation] = self._held.get(generation, 0) + 1
-                    return slot.path
+                    return buffer.path
         return None
 
     def release(self, generation: Generation) -> None:
@@ -200,59 +198,59 @@ class BufferPool:
 
     @property
     def sealed(self) -> list[Generation]:
-        """Oldest first."""
+        """The sealed generations, oldest first."""
         with self._lock:
-            return [each.generation for each in self._slots if each.generation not in (None, _DAMAGED)]
+            return [each.generation for each in self._buffers if each.generation not in (None, _DAMAGED)]
 
     def close(self) -> None:
-        """What is sealed stays; what is not is removed."""
+        """Close all buffers; sealed ones stay, others are removed."""
         with self._lock:
-            for slot in list(self._slots):
-                if slot.generation is None:
-                    self._drop(slot)
-                slot.close()
-            self._slots = []
+            for buffer in list(self._buffers):
+                if buffer.generation is None:
+                    self._drop(buffer)
+                buffer.close()
+            self._buffers = []
 
-    def _unseal(self, slot: SnapshotBuffer) -> bool:
-        """False, and it is one no more, if somebody removed the file, or a child of a dead owner has it."""
-        folder = slot.path.parent
+    def _unseal(self, buffer: SnapshotBuffer) -> bool:
+        """Rename to a temporary name. False, and the buffer is dropped, if its file is gone or locked."""
+        folder = buffer.path.parent
         try:
-            slot.rename(_temporary(self._folder, self._rank), None)
-            slot.make_writable(True)
-            slot.lock()
+            buffer.rename(_temporary(self._folder, self._rank), None)
+            buffer.make_writable(True)
+            buffer.lock()
         except (FileNotFoundError, _CleanedError):
-            self._drop(slot)
+            self._drop(buffer)
             return False
-        with suppress(OSError):  # others keep theirs there
+        with suppress(OSError):  # it has other files
             folder.rmdir()
         return True
 
-    def _drop(self, slot: SnapshotBuffer) -> None:
-        self._slots.remove(slot)
-        if slot.generation is None:
-            slot.path.unlink(missing_ok=True)
-        slot.close()
+    def _drop(self, buffer: SnapshotBuffer) -> None:
+        self._buffers.remove(buffer)
+        if buffer.generation is None:
+            buffer.path.unlink(missing_ok=True)
+        buffer.close()
 
     def _left_unsealed(self) -> list[SnapshotBuffer]:
-        """What an earlier life of this rank was filling when it ended."""
+        """Buffers that an earlier process of this rank was writing when it ended."""
         found = []
         for path in sorted(self._folder.glob(f".rank-{self._rank}.*.writing")):
-            with suppress(OSError):  # cleaned away meanwhile, or somebody lives who has it
+            with suppress(OSError):  # removed meanwhile, or its owner is alive
                 found.append(SnapshotBuffer(path, None, _locked(path)))
         return found
 
     def _left_sealed(self) -> list[SnapshotBuffer]:
-        """Those that are damaged come first, they are the least loss."""
+        """Sealed buffers of an earlier process, damaged ones first, so that they are reused first."""
         found = [
             SnapshotBuffer(each.path, _generation(each.path))
             for each in (shard_files(self._folder) if self._folder.is_dir() else ())
             if each.rank == each.holder == self._rank
         ]
-        return sorted(found, key=lambda slot: (slot.generation or _DAMAGED)[::-1])
+        return sorted(found, key=lambda buffer: (buffer.generation or _DAMAGED)[::-1])
 
 
 class _CleanedError(OSError):
-    """Before it was locked somebody took the file for abandoned."""
+    """The file was removed or locked by another process before it could be locked."""
 
 
 def _generation(path: Path) -> Generation:
@@ -267,7 +265,7 @@ def _temporary(folder: Path, rank: int) -> Path:
 
 
 def _locked(path: Path, flags: int = 0) -> int:
-    """Open and locked, by which others know that its owner lives."""
+    """Open and lock a file; raises ``_CleanedError`` if another process has removed or locked it."""
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,7 +273,7 @@ def _locked(path: Path, flags: int = 0) -> int:
             return file
     except BlockingIOError:
         os.close(file)
-        raise _CleanedError(f"somebody else has {path}") from None
+        raise _CleanedError(f"another process has locked {path}") from None
     except OSError:
         os.close(file)
         raise

@@ -1,8 +1,7 @@
 """Copies tensors into host memory while training goes on (paper, section 8).
 
-All that is particular to accelerators is in ``DeviceCopies`` and ``Pinning``: a side stream, events, and
-memory that a device can write to directly. Nothing waits for a whole device. When to copy what, and when
-training has to wait, is for ``snapshot``.
+``_Side`` and ``Pinning`` contain everything specific to accelerators: a side stream, events, and pinned
+memory. Nothing synchronizes a whole device.
 """
 
 from __future__ import annotations
@@ -15,74 +14,55 @@ import torch
 
 from torchscout.checkpoint.storage.encoding import fill
 
-__all__ = ["Copies", "DeviceCopies", "Pinning", "Stage", "TensorCopy"]
+__all__ = ["Copies", "Pinning", "Stage", "TensorCopy"]
 
 _CHUNK = 32 << 20
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
 class TensorCopy(NamedTuple):
-    """One tensor, and where its bytes go."""
+    """A tensor and the destination of its bytes."""
 
     source: torch.Tensor
     memory: torch.Tensor
-    """Bytes in host memory."""
+    """Host memory, as bytes."""
     first: int
-    """The place's first byte in it, a multiple of 64."""
+    """The offset in it, a multiple of 64."""
 
     @property
     def place(self) -> torch.Tensor:
-        """Dense, and of the same dtype and shape."""
+        """The destination as a dense tensor of the same dtype and shape."""
         data = self.memory[self.first : self.first + self.source.nbytes]
         return data.view(self.source.dtype).view(self.source.shape)
 
 
 class Copies:
-    """The copies of one snapshot, from host memory and from devices."""
+    """Copies the tensors of one snapshot, from host memory and from devices."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """On training's thread, after the last update was issued."""
-        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        self.devices = DeviceCopies(devices) if devices else None
+        """Call on the training thread, after the last update was issued."""
+        self.sides = [_Side(device) for device in {each.device for each in tensors} if device.type != "cpu"]
+        """One for each accelerator."""
 
     def issue(self, copies: Sequence[TensorCopy], pinned: bool) -> None:
-        """On a thread of ours: those from host memory are done afterwards, those from devices under way.
+        """Copy host tensors and start copying device tensors. Call on a background thread.
 
-        May be called again for more; ``fence`` is only about the first.
+        May be called again with more; ``fence`` orders training after the first call's copies only.
         """
-        if self.devices is not None:
-            self.devices.issue([each for each in copies if not each.source.is_cpu], pinned)
+        for side in self.sides:
+            side.issue([each for each in copies if each.source.device == side.device], pinned)
         for each in copies:
             if each.source.is_cpu:
                 _copy_on_host(each)
 
     def fence(self) -> None:
-        """On training's thread, after ``issue``: what it issues from here on comes after the copies."""
-        if self.devices is not None:
-            self.devices.fence()
-
-    def wait(self) -> None:
-        """On a thread of ours, after ``issue``: until everything has arrived."""
-        if self.devices is not None:
-            self.devices.wait()
-
-
-class DeviceCopies:
-    """Copies from accelerators, each on a stream of its own beside training's."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._sides = [_Side(device) for device in devices]
-
-    def issue(self, copies: Sequence[TensorCopy], pinned: bool) -> None:
-        for side in self._sides:
-            side.issue([each for each in copies if each.source.device == side.device], pinned)
-
-    def fence(self) -> None:
-        for side in self._sides:
+        """Order all further work of the training thread after the copies. Call after ``issue``."""
+        for side in self.sides:
             side.module.current_stream(side.device).wait_event(side.done[0])
 
     def wait(self) -> None:
-        for side in self._sides:
+        """Wait until all copies are complete. Call on a background thread, after ``issue``."""
+        for side in self.sides:
             side.done[-1].synchronize()
 
 
@@ -94,7 +74,7 @@ class _Side:
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
         self.done: list[Any] = []
-        """After each batch of copies."""
+        """An event after each batch of copies."""
         self._ready = self.module.Event()
         self._ready.record(self.module.current_stream(device))
         if device not in self._streams:
@@ -114,7 +94,7 @@ class _Side:
         self.done.append(done)
 
     def _in_chunks(self, copies: Sequence[TensorCopy]) -> None:
-        """Through a small pinned buffer: slower, and nothing of it is left to do afterwards."""
+        """Copy synchronously through a small pinned buffer, which is slower."""
         chunk = torch.empty(_CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
         for source, memory, start in copies:
             dense = torch.empty_like(source, memory_format=torch.contiguous_format)
@@ -128,7 +108,7 @@ class _Side:
 
 
 class Pinning:
-    """Mapped memory made known to CUDA, until ``undo``."""
+    """Mapped memory that is registered with CUDA until ``undo``."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -144,7 +124,7 @@ class Pinning:
 
     @staticmethod
     def _forget_error() -> None:
-        """The runtime would report the refusal once more, as the next kernel's failure on this thread."""
+        """Clear the error, which the runtime would otherwise report for this thread's next kernel."""
         try:
             torch.zeros(1, device="cuda")
         except RuntimeError:
@@ -152,13 +132,13 @@ class Pinning:
 
 
 class Stage:
-    """Memory for what must be copied at once; the same for every snapshot."""
+    """Reusable memory for tensors that must be copied immediately."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of these, valid until the next call; on devices, in training's own order."""
+        """Copy these tensors, on devices in the current stream; valid until the next call."""
         on_host = {name: each for name, each in tensors.items() if each.device.type == "cpu"}
         needed = sum(_aligned(each.nbytes) for each in on_host.values())
         if needed > len(self._memory):
@@ -179,7 +159,7 @@ class Stage:
 def _copy_on_host(copy: TensorCopy) -> None:
     source = copy.source
     if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-        # One thread, without Python's lock, and without the threads that training computes with.
+        # Single-threaded and without the GIL, so that it does not take CPU threads from training.
         ctypes.memmove(copy.memory.data_ptr() + copy.first, source.data_ptr(), source.nbytes)
     else:
         fill(copy.place, source)

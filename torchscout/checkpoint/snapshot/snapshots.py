@@ -1,9 +1,8 @@
-"""This rank's checkpoints in memory, copied while training goes on (paper, section 8).
+"""Captures a rank's state in memory while training goes on (paper, section 8).
 
-Right after an update nothing changes parameters and optimizer state until the next one: so they are copied
-meanwhile, and only ``fence``, before that update, waits, if the copy is not done. All else is copied before
-``capture`` returns. Digests, header and name follow on a thread of ours. Which state to capture, what to
-keep of it and where else to keep it is decided elsewhere; no failure here reaches training.
+Parameters and optimizer state do not change between two updates, so they are copied meanwhile; ``fence``,
+before the next update, waits for the copy if necessary. Everything else is copied before ``capture``
+returns. A background thread computes digests and seals the snapshot. Failures never propagate into training.
 """
 
 from __future__ import annotations
@@ -24,30 +23,29 @@ from torchscout.checkpoint.snapshot.device_copy import Copies, Stage, TensorCopy
 from torchscout.checkpoint.state.training_state import State
 from torchscout.checkpoint.storage import shards
 from torchscout.checkpoint.storage.encoding import bytes_of, name_of
-from torchscout.checkpoint.storage.memory import check_budget, memory_folder
 from torchscout.checkpoint.storage.shard_format import Outline, ShardIdentity, digest, outline
 from torchscout.errors import CheckpointError, describe_error
 
-__all__ = ["Capture", "Snapshots", "check_budget", "memory_folder"]
+__all__ = ["Capture", "Snapshots"]
 
 _FAILURES = (OSError, RuntimeError, ValueError, MemoryError, CheckpointError)
-"""What a full file system, a device or too little memory raise."""
+"""Raised by a full file system, a device, or too little memory."""
 _HEADER_GRAIN = 4096
 
 
 class Capture:
-    """One snapshot, under way at first."""
+    """One snapshot, in progress until it is sealed or has failed."""
 
     def __init__(self, identity: ShardIdentity, path: Path) -> None:
         self.identity = identity
         self.path = path
-        """Where it is once it is sealed."""
+        """Its path once it is sealed."""
         self.problem: str | None = None
-        """Why it is not there, once that is known."""
+        """Why it failed; None if it has not failed."""
         self.digests: Mapping[str, str] = {}
-        """Of every tensor in it, by name, once it is sealed."""
+        """The digest of every tensor, by name, once it is sealed."""
         self.held_seconds = 0.0
-        """How long training has waited for it, in ``capture`` and in ``fence``."""
+        """How long training has waited in ``capture`` and ``fence``."""
         self._copied, self._over = threading.Event(), threading.Event()
         self._given_up: str | None = None
 
@@ -56,7 +54,7 @@ class Capture:
         return self._over.is_set() and self.problem is None
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until it is sealed or has failed, so long at most; whether it is sealed."""
+        """Wait until it is sealed or has failed, or for ``seconds``; returns whether it is sealed."""
         self._over.wait(seconds)
         return self.is_sealed
 
@@ -67,20 +65,20 @@ class Capture:
 
 
 class _Task(NamedTuple):
-    """What is left to be done for a capture when training goes on."""
+    """The part of a capture that runs in the background."""
 
     capture: Capture
     role: TrustLevel
     state: State
     staged: Mapping[str, torch.Tensor]
-    """Copies of what is prompt in the state."""
+    """Copies of the state's prompt tensors."""
     versions: Mapping[str, int]
-    """Of what is live, as it was captured: PyTorch counts changes."""
+    """The version counters of the live tensors when they were captured."""
     copies: Copies
 
 
 class Snapshots:
-    """The snapshots of one rank. ``capture`` and ``fence`` are for training's thread."""
+    """The snapshots of one rank. Call ``capture`` and ``fence`` on the training thread."""
 
     def __init__(
         self,
@@ -92,15 +90,15 @@ class Snapshots:
         timeout_seconds: float = 120.0,
         protected: Callable[[], frozenset[Generation]] = frozenset,
     ) -> None:
-        """``copies`` files are filled in turn, so that all but one are whole; ``limit`` is one's size.
+        """``copies`` buffers are written in turn, so all but one are whole; ``limit`` is the size of one.
 
-        What is ``protected`` when a capture begins gives way to it only after ``retire``.
+        Generations that are ``protected`` when a capture begins are overwritten only after ``retire``.
         """
         if copies < 2:
-            raise ValueError(f"copies must be at least 2, one whole and one being written, got {copies}")
+            raise ValueError(f"copies must be at least 2, one whole and one being written; got {copies}")
         self._folder, self._rank = Path(folder), rank
-        self._limit, self._patience = limit, timeout_seconds
-        self._slots = BufferPool(self._folder, rank, copies, protected)
+        self._limit, self._timeout = limit, timeout_seconds
+        self._pool = BufferPool(self._folder, rank, copies, protected)
         self._stage = Stage()
         self._header_room = 0
         self._last: Capture | None = None
@@ -110,7 +108,7 @@ class Snapshots:
         self._closed = False
 
     def capture(self, identity: ShardIdentity, role: TrustLevel, state: State) -> Capture:
-        """Begin a snapshot of this state, and return once training may go on to its next update."""
+        """Start a snapshot of this state; returns as soon as training may continue."""
         begin = time.perf_counter()
         capture = Capture(identity, shards.path_of(self._folder, identity, self._rank))
         try:
@@ -128,60 +126,60 @@ class Snapshots:
         return capture
 
     def fence(self) -> None:
-        """Call before every optimizer update: waits until what the update changes has been copied."""
+        """Wait until the state that an update changes has been copied. Call before every update."""
         task, self._unfenced = self._unfenced, None
         if task is None:
             return
         capture, begin = task.capture, time.perf_counter()
-        if capture._copied.wait(self._patience):
+        if capture._copied.wait(self._timeout):
             try:
                 task.copies.fence()
             except _FAILURES as error:
                 capture._given_up = describe_error(error)
         else:
-            capture._given_up = f"the state was not copied within {self._patience} s"
+            capture._given_up = f"the state was not copied within {self._timeout} s"
         capture.held_seconds += time.perf_counter() - begin
 
     def prepare(self, size: int) -> None:
-        """Allocate memory for a snapshot of about this size beforehand; the first one is then no slower."""
+        """Allocate memory for a snapshot of about this size in advance, so that the first is not slower."""
         self._begin(lambda: self._prepare(size))
 
     @property
     def sealed(self) -> list[Generation]:
-        """The generations that are there, oldest first."""
-        return self._slots.sealed
+        """The sealed generations, oldest first."""
+        return self._pool.sealed
 
     @contextmanager
     def held(self, generation: Generation) -> Iterator[Path | None]:
-        """Read a snapshot in this block, if it is there: its file is not reused meanwhile."""
-        path = self._slots.hold(generation)
+        """Yield the path of a snapshot, or None; its file is not reused within the block."""
+        path = self._pool.hold(generation)
         try:
             yield path
         finally:
             if path is not None:
-                self._slots.release(generation)
+                self._pool.release(generation)
 
     def retire(self, generation: Generation) -> None:
-        """This one is not needed any more."""
-        self._slots.retire(generation)
+        """Allow this generation to be overwritten."""
+        self._pool.retire(generation)
 
     def close(self) -> None:
-        """Let a capture that is under way end, and give back all but what is sealed. Idempotent."""
+        """Finish a capture in progress, and free everything that is not sealed. Idempotent."""
         if not self._closed:
             self._closed = True
             self._work.put(None)
             if self._thread is not None:
-                self._thread.join(self._patience)
+                self._thread.join(self._timeout)
             if self._thread is None or not self._thread.is_alive():
-                self._slots.close()
+                self._pool.close()
 
     def _refuse(self, state: State) -> None:
         if self._closed:
             raise CheckpointError("the snapshots are closed")
         if self._limit is not None and state.bytes > self._limit:
             raise CheckpointError(f"the state has {state.bytes} bytes, a snapshot may have {self._limit}")
-        # Sealing takes a while; captures that come faster than that wait for it.
-        if self._last is not None and not self._last._over.wait(self._patience):
+        # Captures that come faster than sealing wait for it.
+        if self._last is not None and not self._last._over.wait(self._timeout):
             raise CheckpointError(f"the snapshot of {self._last.identity.generation} is not done yet")
 
     def _begin(self, work: Callable[[], None]) -> None:
@@ -193,11 +191,11 @@ class Snapshots:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            del work  # it refers to training's tensors
+            del work  # it keeps training's tensors alive
 
     def _prepare(self, size: int) -> None:
-        with suppress(*_FAILURES):  # the next capture will meet it, too, and say so
-            self._slots.prepare(size)
+        with suppress(*_FAILURES):  # the next capture fails the same way and reports it
+            self._pool.prepare(size)
 
     def _complete(self, task: _Task) -> None:
         problem: str | None = "it ended unexpectedly"
@@ -212,21 +210,21 @@ class Snapshots:
             self._prepare(size)
 
     def _write(self, task: _Task) -> int:
-        """Seal the snapshot, or leave nothing of it; its size."""
-        slot, is_sealed = self._slots.take(), False
+        """Write and seal the snapshot, and return its size; on failure nothing of it remains."""
+        buffer, is_sealed = self._pool.take(), False
         try:
             laid_out = self._laid_out(task)
-            memory = slot.memory(laid_out.size)
-            _fill(memory, laid_out, task, task.copies.devices is not None and slot.pin())
-            self._slots.seal(slot, task.capture.identity)
+            memory = buffer.memory(laid_out.size)
+            _fill(memory, laid_out, task, bool(task.copies.sides) and buffer.pin())
+            self._pool.seal(buffer, task.capture.identity)
             is_sealed = True
             return laid_out.size
         finally:
             if not is_sealed:
-                self._slots.discard(slot)
+                self._pool.discard(buffer)
 
     def _laid_out(self, task: _Task) -> Outline:
-        """Always alike, if the tensors are: then the slots' memory stays as it is."""
+        """The layout, the same for the same tensors, so that a buffer's memory can be reused."""
         tensors = {**task.staged, **task.state.live}
         described = [(name, name_of(each.dtype), tuple(each.shape)) for name, each in tensors.items()]
         for _ in range(2):
@@ -235,13 +233,13 @@ class Snapshots:
             )
             if laid_out.header_bytes == self._header_room:
                 break
-            # A little more than is needed: numbers in it have more or fewer digits each time.
+            # With some slack, because the number of digits in it varies.
             self._header_room = -(-laid_out.header_bytes * 9 // 8 // _HEADER_GRAIN) * _HEADER_GRAIN
         return laid_out
 
 
 def _fill(memory: torch.Tensor, laid_out: Outline, task: _Task, pinned: bool) -> None:
-    """Everything into its place, what training waits for first, the header last."""
+    """Write all parts: what training waits for first, the header last."""
     staged, live = task.staged, task.state.live
     sources = (*staged.values(), *live.values())
     copies = [TensorCopy(each, memory, first) for each, first in zip(sources, laid_out.places, strict=True)]

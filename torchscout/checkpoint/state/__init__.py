@@ -1,1 +1,1 @@
-"""What a rank's state is, and putting it back."""
+"""Collects and restores a rank's training state."""

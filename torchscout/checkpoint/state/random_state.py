@@ -1,7 +1,6 @@
-"""Random streams of this process as part of its state: PyTorch's, the devices', NumPy's and Python's
-(paper, section 9).
+"""Saves and restores the random state of PyTorch, its devices, NumPy and Python (paper, section 9).
 
-Streams that modules or loaders keep for themselves are for whoever registers them.
+Generators that modules or loaders own are saved by whoever registers them.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["difference", "now", "put_back"]
+__all__ = ["difference", "now", "restore"]
 
 
 def now(tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
-    """Where every stream stands; of devices, those that these tensors are on."""
+    """The current random state, including that of the devices that these tensors are on."""
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -27,21 +26,20 @@ def now(tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
             for kind, indices in _devices(tensors).items()
         },
         "numpy": np.random.get_state(legacy=False),
-        # As one array: 625 numbers by themselves would take longer than all else.
+        # One array, because encoding 625 separate integers would dominate the time.
         "python": (version, np.array(words, dtype=np.uint64), gauss),
     }
 
 
 def difference(kept: Mapping[str, Any], tensors: Iterable[torch.Tensor]) -> str | None:
-    """Why these streams cannot be put back here, if they cannot."""
+    """Why this random state cannot be restored here; None if it can."""
     here = {kind: len(indices) for kind, indices in _devices(tensors).items()}
     there = {kind: len(states) for kind, states in kept["devices"].items()}
-    return (
-        None if here == there else f"random streams were kept of devices {there or 'none'}, here are {here}"
-    )
+    saved, found = there or "none", here or "none"
+    return None if here == there else f"random state was saved for devices {saved}, but there are {found}"
 
 
-def put_back(kept: Mapping[str, Any], tensors: Iterable[torch.Tensor]) -> None:
+def restore(kept: Mapping[str, Any], tensors: Iterable[torch.Tensor]) -> None:
     torch.set_rng_state(kept["torch"])
     for kind, indices in _devices(tensors).items():
         for index, state in zip(indices, kept["devices"][kind], strict=True):
@@ -52,7 +50,7 @@ def put_back(kept: Mapping[str, Any], tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _devices(tensors: Iterable[torch.Tensor]) -> dict[str, list[int]]:
-    """By kind, in order: after a restart a rank may have another one, and a list's place is what stays."""
+    """Device indices by type, sorted: after a restart a rank may have other indices, in the same order."""
     found: dict[str, set[int]] = defaultdict(set)
     for device in {tensor.device for tensor in tensors}:
         if device.type not in ("cpu", "meta"):

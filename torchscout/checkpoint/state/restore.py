@@ -1,8 +1,7 @@
-"""Puts a kept state back: all of it, or nothing (paper, section 9).
+"""Restores a saved state completely, or not at all (paper, section 9).
 
-Whether everything fits is found out first. Then bytes go into the tensors that exist, so that whoever refers
-to them goes on doing so; optimizer state that does not exist yet is made as it was. Which state, and from
-where, is for others.
+First everything is checked. Then bytes are copied into existing tensors, so that references to them stay
+valid; optimizer state that does not exist yet is created.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,42 +16,35 @@ from torch import nn
 
 from torchscout.checkpoint.state import random_state
 from torchscout.checkpoint.state.tensor_layout import difference, fits, local_of, rebuilt
-from torchscout.checkpoint.state.training_state import Stateful, StateParts, title_of, walk
+from torchscout.checkpoint.state.training_state import StateParts, title_of, walk
 from torchscout.checkpoint.storage.encoding import fill, name_of
 from torchscout.errors import CheckpointError
 
 __all__ = ["restore"]
 
-_TOLD = 8
+_MAX_OBJECTIONS = 8
 
 
-def restore(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    registered: Mapping[str, Stateful],
-    tree: Any,
-    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> None:
-    """Make this rank's state what ``collect`` found; a ``CheckpointError`` says why not, and nothing changed.
+def restore(parts: StateParts, tree: Any) -> None:
+    """Restore the state that ``collect`` returned, including the optimizers' settings.
 
-    The optimizers' settings become the kept ones, too. Of registered objects, those that had already loaded
-    are put back if a later one raises.
+    Raises ``CheckpointError`` if it does not fit, and then changes nothing. If a registered object raises,
+    those before it are set back.
     """
     if not isinstance(tree, dict) or tree.get("schema") != 1:
-        raise CheckpointError("this is not the state of a rank, or of another version")
-    held = StateParts(model, optimizers, registered, owned)
+        raise CheckpointError("this is not a rank's state, or is one of another version of torchscout")
     plan = _Plan(tree["layouts"])
-    _plan_model(plan, held, tree)
-    _plan_optimizers(plan, held, tree)
-    _plan_objects(plan, held, tree)
-    plan.objection(random_state.difference(tree["rng"], held.tensors))
+    _plan_model(plan, parts, tree)
+    _plan_optimizers(plan, parts, tree)
+    _plan_objects(plan, parts, tree)
+    plan.objection(random_state.difference(tree["rng"], parts.tensors))
     plan.refuse()
     plan.carry_out()
-    random_state.put_back(tree["rng"], held.tensors)
+    random_state.restore(tree["rng"], parts.tensors)
 
 
 class _Load(NamedTuple):
-    """State that only its owner can put back."""
+    """State that only its owner can restore."""
 
     load: Callable[[Any], Any]
     state: Any
@@ -61,7 +52,7 @@ class _Load(NamedTuple):
 
 
 class _Plan:
-    """What is to be done, and what speaks against it."""
+    """What restoring would do, and what prevents it."""
 
     def __init__(self, layouts: Mapping[str, Any]) -> None:
         self.layouts = layouts
@@ -76,17 +67,17 @@ class _Plan:
             self._objections.append(text)
 
     def names(self, what: str, kept: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-        """Those on both sides; the others are objections."""
+        """The names on both sides; any other name is an objection."""
         for name in kept:
             if name not in here:
-                self.objection(f"{what} {name!r} is in the checkpoint and not here")
+                self.objection(f"{what} {name!r} is in the checkpoint but not in this job")
         for name in here:
             if name not in kept:
-                self.objection(f"{what} {name!r} is here and not in the checkpoint")
+                self.objection(f"{what} {name!r} is in this job but not in the checkpoint")
         return [name for name in kept if name in here]
 
     def fill(self, what: str, path: str, kept: torch.Tensor, here: torch.Tensor) -> None:
-        """These bytes go into that tensor."""
+        """Plan to copy ``kept`` into an existing tensor."""
         local = local_of(here)
         if kept.dtype != local.dtype:
             self.objection(f"{what} is {name_of(local.dtype)}, was {name_of(kept.dtype)}")
@@ -99,17 +90,17 @@ class _Plan:
             self._known[id(kept)] = here
 
     def put_into(self, kept: Any, here: Any, path: str, parameter: torch.Tensor | None = None) -> Any:
-        """The kept tree, with the tensors of ``here`` in it wherever they fit, and new ones elsewhere."""
+        """The saved tree, with tensors of ``here`` wherever they fit and new ones elsewhere."""
 
         def exchange(tensor: torch.Tensor, own: Any, place: str) -> torch.Tensor:
-            if id(tensor) not in self._known:  # what was one tensor is one again
+            if id(tensor) not in self._known:  # a shared tensor stays shared
                 self._known[id(tensor)] = self._place(tensor, own, place, parameter)
             return self._known[id(tensor)]
 
         return walk(kept, path, exchange, here)
 
     def made_as(self, kept: Any, here: Any, path: str) -> Any:
-        """The kept tree with new tensors that lie as they did; ``here`` shows on which meshes."""
+        """The saved tree with new tensors of the saved layout; ``here`` has their meshes."""
 
         def exchange(tensor: torch.Tensor, own: Any, place: str) -> torch.Tensor:
             known = own if isinstance(own, torch.Tensor) else None
@@ -136,12 +127,14 @@ class _Plan:
 
     def refuse(self) -> None:
         if self._objections:
-            more = len(self._objections) - _TOLD
-            told = "; ".join(self._objections[:_TOLD]) + (f"; and {more} more" if more > 0 else "")
-            raise CheckpointError(f"the checkpoint does not fit this job: {told}")
+            more = len(self._objections) - _MAX_OBJECTIONS
+            listed = "; ".join(self._objections[:_MAX_OBJECTIONS]) + (
+                f"; and {more} more" if more > 0 else ""
+            )
+            raise CheckpointError(f"the checkpoint does not fit this job: {listed}")
 
     def carry_out(self) -> None:
-        # First what may fail, being the user's own code.
+        # First what may fail, because it is the user's code.
         _load_all(self.loads)
         for here, kept in self._copies:
             fill(here, kept)
@@ -161,24 +154,24 @@ def _load_all(loads: Sequence[_Load]) -> None:
             each.load(state)
 
 
-def _plan_model(plan: _Plan, held: StateParts, tree: Mapping[str, Any]) -> None:
+def _plan_model(plan: _Plan, parts: StateParts, tree: Mapping[str, Any]) -> None:
     kinds = (
-        ("parameter", "parameters", {**tree["restless"], **tree["parameters"]}, held.parameters),
-        ("buffer", "buffers", tree["buffers"], held.buffers),
-        ("what an optimizer updates,", "masters", tree["masters"], held.masters),
+        ("parameter", "parameters", {**tree["restless"], **tree["parameters"]}, parts.parameters),
+        ("buffer", "buffers", tree["buffers"], parts.buffers),
+        ("optimizer tensor", "masters", tree["masters"], parts.masters),
     )
     for what, part, kept, here in kinds:
         for name in plan.names(what, kept, here):
             plan.fill(f"{what} {name!r}", f"{part}/{name!r}", kept[name], here[name])
-    modules = dict(held.model.named_modules())
+    modules = dict(parts.model.named_modules())
     for name, kept in tree["caches"].items():
         owner, _, last = name.rpartition(".")
         if owner not in modules:
-            plan.objection(f"buffer {name!r} is in the checkpoint and its module is not here")
+            plan.objection(f"buffer {name!r} is in the checkpoint but its module is not in this job")
             continue
-        # A module may make such a buffer later, or larger: then it gets the kept one.
-        buffer = plan.put_into(kept, held.caches.get(name), f"caches/{name!r}")
-        if buffer is not held.caches.get(name):
+        # A module may create or enlarge such a buffer later: then it gets the saved one.
+        buffer = plan.put_into(kept, parts.caches.get(name), f"caches/{name!r}")
+        if buffer is not parts.caches.get(name):
             plan.actions.append(partial(_register, modules[owner], last, buffer))
 
 
@@ -189,26 +182,26 @@ def _register(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
         module.register_buffer(name, buffer, persistent=False)
 
 
-def _plan_optimizers(plan: _Plan, held: StateParts, tree: Mapping[str, Any]) -> None:
-    if len(tree["optimizers"]) != len(held.optimizers):
-        plan.objection(f"there are {len(held.optimizers)} optimizers, were {len(tree['optimizers'])}")
+def _plan_optimizers(plan: _Plan, parts: StateParts, tree: Mapping[str, Any]) -> None:
+    if len(tree["optimizers"]) != len(parts.optimizers):
+        plan.objection(f"there are {len(parts.optimizers)} optimizers, there were {len(tree['optimizers'])}")
         return
-    kept = zip(held.optimizers, tree["optimizers"], tree["slots"], strict=True)
+    kept = zip(parts.optimizers, tree["optimizers"], tree["slots"], strict=True)
     for place, (optimizer, settings, slots) in enumerate(kept):
         if title_of(optimizer) != settings["class"]:
             plan.objection(f"optimizer {place} is a {title_of(optimizer)}, was a {settings['class']}")
             continue
-        _plan_groups(plan, held, optimizer, settings["groups"], place)
-        _plan_slots(plan, held, optimizer, slots, place)
+        _plan_groups(plan, parts, optimizer, settings["groups"], place)
+        _plan_slots(plan, parts, optimizer, slots, place)
 
 
 def _plan_groups(
-    plan: _Plan, held: StateParts, optimizer: torch.optim.Optimizer, kept: Sequence[Any], place: int
+    plan: _Plan, parts: StateParts, optimizer: torch.optim.Optimizer, kept: Sequence[Any], place: int
 ) -> None:
-    here = [[held.names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+    here = [[parts.names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
     if here != [group["params"] for group in kept]:
         plan.objection(
-            f"the parameter groups of optimizer {place} hold other parameters, or in another order"
+            f"the parameter groups of optimizer {place} have different parameters, or in another order"
         )
         return
     for number, (group, own) in enumerate(zip(kept, optimizer.param_groups, strict=True)):
@@ -218,25 +211,25 @@ def _plan_groups(
 
 
 def _plan_slots(
-    plan: _Plan, held: StateParts, optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], place: int
+    plan: _Plan, parts: StateParts, optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], place: int
 ) -> None:
-    updated, own = held.updated, held.slots(optimizer)
+    updated, own = parts.updated, parts.slots(optimizer)
     state: dict[Any, Any] = {}
     for name, slots in kept["own"].items():
-        if name in updated:  # else it has been told as a parameter that is not here
+        if name in updated:  # otherwise it is an objection already
             parameter = updated[name]
             state[parameter] = plan.put_into(slots, own[0].get(name), f"slots/{place}/{name!r}", parameter)
     state.update(plan.put_into(kept["others"], own[1], f"slots/{place}"))
     plan.actions += [optimizer.state.clear, partial(optimizer.state.update, state)]
 
 
-def _plan_objects(plan: _Plan, held: StateParts, tree: Mapping[str, Any]) -> None:
-    for name in plan.names("registered", tree["registered"], held.registered):
-        each, path = held.registered[name], f"registered/{name!r}"
+def _plan_objects(plan: _Plan, parts: StateParts, tree: Mapping[str, Any]) -> None:
+    for name in plan.names("registered state", tree["registered"], parts.registered):
+        each, path = parts.registered[name], f"registered/{name!r}"
         kept = tree["registered"][name]
         if any(key == path or key.startswith(f"{path}/") for key in plan.layouts):
             kept = plan.made_as(kept, each.state_dict(), path)
         plan.loads.append(_Load(each.load_state_dict, kept, each.state_dict))
-    for name in plan.names("the extra state of module", tree["extra"], held.extra):
-        module = held.extra[name]
+    for name in plan.names("extra state of module", tree["extra"], parts.extra):
+        module = parts.extra[name]
         plan.loads.append(_Load(module.set_extra_state, tree["extra"][name], module.get_extra_state))

@@ -1,8 +1,8 @@
-"""How a tensor lies, besides its bytes: on which device, with which strides, as which part of a distributed
-one (paper, section 9: state stays sharded).
+"""Describes a tensor's device, strides and distribution, so that it can be rebuilt from its bytes (paper,
+section 9: state stays sharded).
 
-A checkpoint keeps what this rank has of a DTensor, and says of which whole it is a part. Nothing is gathered,
-and nothing is laid out anew: another layout is refused.
+Of a DTensor a checkpoint stores this rank's local tensor and its layout. Nothing is gathered or resharded: a
+different layout is refused.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ CPU = torch.device("cpu")
 
 _LIKE_PARAMETER = "parameter"
 _WORDS = {
-    "shape": "is part of a whole of shape",
-    "mesh": "lies on a mesh of",
-    "axes": "lies on a mesh with the axes",
+    "shape": "has global shape",
+    "mesh": "is on a mesh of",
+    "axes": "is on a mesh with axes",
     "coordinate": "is the part at",
-    "placements": "is placed as",
+    "placements": "has placements",
 }
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it, the very memory."""
+    """This rank's local tensor, sharing memory."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # else it would be a new tensor that autograd knows
+    with torch.no_grad():  # otherwise it would be a new tensor in the autograd graph
         local: torch.Tensor = tensor.to_local()
     return local
 
 
 def layout_of(tensor: torch.Tensor, home: torch.device = CPU, parameter: torch.Tensor | None = None) -> Any:
-    """What it takes, besides the bytes, to make it again; None for a dense one that is all here.
+    """What is needed besides the bytes to rebuild a tensor; None for a dense, local one on device ``home``.
 
-    ``home`` is the device where such tensors are expected. A slot is told relative to its ``parameter``.
+    The layout of an optimizer slot is relative to its ``parameter``.
     """
     found: dict[str, Any] = {}
     if tensor.device.type != home.type:
@@ -57,13 +57,13 @@ def layout_of(tensor: torch.Tensor, home: torch.device = CPU, parameter: torch.T
 
 
 def difference(layout: Any, tensor: torch.Tensor) -> str | None:
-    """How an existing tensor lies otherwise than the one that was kept, if it does; strides may differ."""
+    """How an existing tensor's distribution differs from the saved one; None if it does not."""
     kept = (layout or {}).get("whole")
     here = _whole(tensor) if isinstance(tensor, DTensor) else None
     if kept == here:
         return None
     if kept is None or here is None:
-        was, now = ("whole", "a part of a distributed one")[:: 1 if kept is None else -1]
+        was, now = ("a plain tensor", "a DTensor")[:: 1 if kept is None else -1]
         return f"was {was} and is {now}"
     return "; ".join(
         f"{words} {here[key]}, was {kept.get(key)}"
@@ -73,7 +73,7 @@ def difference(layout: Any, tensor: torch.Tensor) -> str | None:
 
 
 def fits(local: torch.Tensor, layout: Any, tensor: Any, parameter: torch.Tensor | None) -> bool:
-    """Whether an existing tensor lies as the kept one did, so that its bytes can be put there."""
+    """Whether the saved bytes can be copied into an existing tensor, because its layout is the same."""
     if not isinstance(tensor, torch.Tensor):
         return False
     here = local_of(tensor)
@@ -84,7 +84,10 @@ def fits(local: torch.Tensor, layout: Any, tensor: Any, parameter: torch.Tensor 
 
 
 def rebuilt(local: torch.Tensor, layout: Any, parameter: torch.Tensor | None) -> torch.Tensor:
-    """A new tensor with these bytes that lies as the kept one did; ``parameter`` tells where home is."""
+    """A new tensor with these bytes and the saved layout; ``parameter`` determines device and mesh.
+
+    Raises ``CheckpointError`` if there is no such mesh.
+    """
     layout = layout or {}
     home = CPU if parameter is None else parameter.device
     device = torch.device(layout["device"]) if "device" in layout else home
@@ -93,12 +96,12 @@ def rebuilt(local: torch.Tensor, layout: Any, parameter: torch.Tensor | None) ->
     if whole is None:
         return made
     if not isinstance(parameter, DTensor):
-        raise CheckpointError("was part of a distributed tensor, and there is none to tell where the rest is")
+        raise CheckpointError("was a DTensor, but its parameter is not")
     own = _whole(parameter)
     if whole == _LIKE_PARAMETER:
         whole = own
     if any(whole[key] != own[key] for key in ("mesh", "axes", "coordinate")):
-        raise CheckpointError(f"lay on a mesh of {whole['mesh']}, its parameter lies on one of {own['mesh']}")
+        raise CheckpointError(f"was on a mesh of {whole['mesh']}, its parameter is on one of {own['mesh']}")
     return DTensor.from_local(
         made,
         parameter.device_mesh,
@@ -110,8 +113,8 @@ def rebuilt(local: torch.Tensor, layout: Any, parameter: torch.Tensor | None) ->
 
 
 def _strided(local: torch.Tensor, strides: Sequence[int] | None, device: torch.device) -> torch.Tensor:
-    """The same numbers with these strides. Where those would put several numbers into one place, as in a
-    window that slides, they lie densely; an expanded dimension is expanded again."""
+    """A copy with these strides; expanded dimensions are expanded again. If elements would overlap otherwise,
+    as in a sliding window, the copy is dense."""
     expanded = strides is not None and 0 in strides and local.numel() > 0
     kept = local[tuple(slice(0, 1 if step == 0 else None) for step in strides or ())] if expanded else local
     if strides is None or _overlaps(kept.shape, strides):
@@ -122,7 +125,7 @@ def _strided(local: torch.Tensor, strides: Sequence[int] | None, device: torch.d
 
 
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two indices may mean the same place: sorted by step, each must step over all before it."""
+    """Whether elements may share memory: sorted, each stride must exceed the extent of those before it."""
     reach = 0
     for step, size in sorted((step, size) for size, step in zip(shape, strides, strict=True) if size > 1):
         if step <= reach:
@@ -154,9 +157,9 @@ def _whole(tensor: DTensor) -> dict[str, Any]:
 
 
 def _spelled(placement: Placement) -> list[Any]:
-    # By the exact class: one that is derived from these may mean something else.
+    # By exact class: a subclass may mean something else.
     if (spell := _SPELLINGS.get(type(placement))) is None:
-        raise CheckpointError(f"a checkpoint does not know how to keep a tensor placed as {placement}")
+        raise CheckpointError(f"a checkpoint cannot store a tensor placed as {placement}")
     return spell(placement)
 
 

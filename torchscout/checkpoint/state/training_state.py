@@ -1,10 +1,9 @@
-"""What a checkpoint holds of a rank (paper, sections 8 and 9).
+"""Collects a rank's state for a checkpoint (paper, sections 8 and 9).
 
-Parameters, frozen ones too, and buffers, persistent or not; all that optimizers keep, and their settings;
-random streams of PyTorch, the devices, NumPy and Python; what the user registered. Of distributed tensors,
-this rank's part. Names come from the model, so that they are the same after a restart. Gradients are not
-state: a checkpoint is taken between an update and the next backward pass. Random streams that modules or
-loaders keep for themselves are saved by whoever registers them. Copying is for ``snapshot``.
+Parameters, including frozen ones, and all buffers; optimizer state and settings; the random state of
+PyTorch, devices, NumPy and Python; registered objects. Of distributed tensors, this rank's part. Names come
+from the model, so they are the same after a restart. Gradients are not included, because a checkpoint is
+taken between an update and the next backward pass. ``snapshot`` copies the state.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ __all__ = [
     "expected_bytes",
     "note",
     "parameter_of",
-    "refuse_what_cannot_be_kept",
+    "require_storable",
     "title_of",
     "walk",
 ]
 
 Exchange = Callable[[torch.Tensor, Any, str], Any]
-"""Of a tensor, what is in its place in the other tree, and where that is."""
+"""Called with a tensor, the value in its place in the other tree, and its path."""
 
 
 def walk(value: Any, path: str, exchange: Exchange, beside: Any = None) -> Any:
-    """The same tree with other tensors; ``beside`` is another tree, of whatever shape, looked at in step."""
+    """Copy a tree with its tensors exchanged; a second tree ``beside``, of any shape, is walked along."""
     if isinstance(value, torch.Tensor):
         return exchange(value, beside, path)
     if type(value) in (dict, OrderedDict, defaultdict):
         others = beside if isinstance(beside, dict) else {}
-        walked = copy.copy(value)  # with its order, and its factory
+        walked = copy.copy(value)  # keeps its order and its factory
         walked.update(
             (key, walk(each, f"{path}/{key!r}", exchange, others.get(key))) for key, each in value.items()
         )
@@ -70,7 +69,7 @@ def walk(value: Any, path: str, exchange: Exchange, beside: Any = None) -> Any:
 
 
 class Stateful(Protocol):
-    """Anything a user registers: a scheduler, a gradient scaler, a loader that knows its position."""
+    """An object that a user registers, such as a scheduler, a gradient scaler or a loader with a position."""
 
     def state_dict(self) -> Any: ...
 
@@ -78,20 +77,20 @@ class Stateful(Protocol):
 
 
 class StateParts:
-    """A model, its optimizers and what else the user registered, each part by its name."""
+    """A model, its optimizers and registered objects, each part by name."""
 
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        registered: Mapping[str, Stateful],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        registered: Mapping[str, Stateful] = MappingProxyType({}),
         owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """``owned`` is kept in place of the parameters of the same names, and besides them: a framework may
-        show the model whole parameters, or none, where a rank holds a part."""
+        """``owned`` tensors replace the parameters of the same names, or are added: a framework may give the
+        model whole parameters, or none, where a rank owns a part."""
         for each in model.modules():
             if isinstance(each, FSDPModule):
-                each.reshard()  # the sharded parameters are the ones to keep, and the ones to fill
+                each.reshard()  # the sharded parameters are saved and restored
         self.model = model
         self.optimizers = list(_with_inner(optimizers))
         self.registered = registered
@@ -101,19 +100,19 @@ class StateParts:
         self.restless = _restless(model)
         """Names of parameters that a forward pass changes."""
         self.buffers, self.caches = _buffers(model)
-        """Persistent ones, and those that a module could make again."""
+        """Persistent and non-persistent buffers."""
         self.extra = {name: each for name, each in model.named_modules() if _has_extra_state(each)}
-        """Modules that keep more than tensors."""
+        """Modules with extra state."""
         self.names = {id(tensor): name for name, tensor in self.parameters.items()}
         self.masters = {name: each for name, each in owned.items() if name not in self.parameters}
         self.names |= {id(tensor): name for name, tensor in self.masters.items()}
         self.masters |= self._masters()
-        """What optimizers update that is no parameter of the model, such as copies in higher precision."""
+        """Tensors that optimizers update and that are not parameters, such as copies in higher precision."""
         self.names |= {id(tensor): name for name, tensor in self.masters.items()}
 
     @property
     def updated(self) -> dict[str, torch.Tensor]:
-        """All that an optimizer may have slots for."""
+        """All tensors that an optimizer may have slots for."""
         return self.parameters | self.masters
 
     @property
@@ -121,10 +120,10 @@ class StateParts:
         return [*self.updated.values(), *self.buffers.values(), *self.caches.values()]
 
     def slots(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[Any, Any]]:
-        """What it keeps for each parameter, by its name, and what it keeps besides."""
+        """The optimizer's state by parameter name, and its other state. Raises ``CheckpointError``."""
         own: dict[str, Any] = {}
         others: dict[Any, Any] = {}
-        state: dict[Any, Any] = optimizer.state  # some keep things by other keys than tensors
+        state: dict[Any, Any] = optimizer.state  # some use other keys than tensors
         for key, value in state.items():
             if not isinstance(key, torch.Tensor):
                 others[key] = value
@@ -132,7 +131,7 @@ class StateParts:
                 own[self.names[id(key)]] = value
             else:
                 raise CheckpointError(
-                    f"{title_of(optimizer)} keeps state for a tensor of shape {tuple(key.shape)} "
+                    f"{title_of(optimizer)} has state for a tensor of shape {tuple(key.shape)} "
                     "that is neither a parameter of the model nor in its parameter groups"
                 )
         return own, others
@@ -153,7 +152,7 @@ def title_of(value: object) -> str:
 
 
 def _with_inner(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.optim.Optimizer]:
-    """ZeroRedundancyOptimizer keeps its settings itself, and its slots in another one."""
+    """With the inner optimizer of a ``ZeroRedundancyOptimizer``, which has its slots."""
     for optimizer in optimizers:
         yield optimizer
         if isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -174,7 +173,7 @@ def _buffers(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch
 
 
 def _restless(model: nn.Module) -> set[str]:
-    """Embeddings with ``max_norm`` scale their weights down whenever they are looked up."""
+    """Names of embeddings with ``max_norm``, which rescale their weights in every lookup."""
     weights = {
         id(each.weight)
         for each in model.modules()
@@ -188,15 +187,15 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 
 SCOUT_PREFIX = "torchscout/"
-"""What SCOUT itself registers is named so; its tensors never change."""
+"""Begins the names of SCOUT's own registered state, whose tensors never change."""
 _LIVE = ("parameters/", "masters/", "slots/", f"registered/{SCOUT_PREFIX}")
 _USUAL_SLOTS = 2
 
 
 def parameter_of(name: str) -> tuple[str, str] | None:
-    """The parameter that a tensor of this name is, or is kept for, and in the second case the slot's name.
+    """The parameter that a tensor of this name belongs to, and its slot's name, "" for the parameter.
 
-    None of a tensor that replicas hold no copies of.
+    None for a tensor that is not replicated.
     """
     part, _, rest = name.partition("/")
     if part == "parameters":
@@ -209,14 +208,14 @@ def parameter_of(name: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A rank's state at one instant: all that is no tensor is copied, the tensors are training's own."""
+    """A rank's state at one moment. Tensors are those of training; everything else is copied."""
 
     document: Any
-    """What ``storage.encoding.decode`` needs, with the tensors, to give the tree that ``restore`` takes."""
+    """The tree that ``restore`` takes, without tensors, as encoded by ``storage.encoding``."""
     live: Mapping[str, torch.Tensor]
-    """Changed by the next optimizer update at the earliest; until then they may be copied."""
+    """Tensors that do not change before the next optimizer update."""
     prompt: Mapping[str, torch.Tensor]
-    """May change as soon as training goes on, and are to be copied before."""
+    """Tensors that may change as soon as training continues."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -229,62 +228,49 @@ class State:
 
 # [Note: where a step ends]
 #
-# A checkpoint lies between two steps, and a step does not end with the optimizer's update: schedulers and
-# scalers are told of it after that. But a loader may have gone on to the next batch before anything of the
-# next step is seen. So what a loader draws from, its position and the random streams, is noted right after
-# the update, and everything else when the next step begins. Whatever can be iterated over counts as a loader.
+# A checkpoint is taken between two steps, and a step does not end with the optimizer's update: schedulers and
+# scalers are updated after it. But a loader may already fetch the next batch before the next step is seen to
+# begin. So loaders' positions and the random state are recorded right after the update, and everything else
+# when the next step begins. Any registered object that can be iterated over counts as a loader.
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is taken right after an update: see [Note: where a step ends]."""
+    """State that is recorded right after an update: see [Note: where a step ends]."""
 
     rng: Any
     positions: Mapping[str, Any]
-    """What loaders said, by the name they are registered under."""
+    """Loaders' states, by registered name."""
 
 
-def note(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    registered: Mapping[str, Stateful],
-    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> Note:
-    held = StateParts(model, optimizers, registered, owned)
-    loaders = {name: each for name, each in registered.items() if _is_loader(each)}
-    return Note(
-        random_state.now(held.tensors),
-        {name: copy.deepcopy(each.state_dict()) for name, each in loaders.items()},
-    )
+def note(parts: StateParts) -> Note:
+    """Record the random state and the positions of registered loaders."""
+    loaders = {name: each for name, each in parts.registered.items() if _is_loader(each)}
+    positions = {name: copy.deepcopy(each.state_dict()) for name, each in loaders.items()}
+    return Note(random_state.now(parts.tensors), positions)
 
 
 def _is_loader(stateful: Stateful) -> bool:
     return hasattr(stateful, "__iter__")
 
 
-def refuse_what_cannot_be_kept(name: str, stateful: Stateful) -> None:
-    """Try to encode its state now; a ``ValueError`` names the place in it that a checkpoint cannot keep.
+def require_storable(name: str, stateful: Stateful) -> None:
+    """Raise ``ValueError``, with the path in its state, if a checkpoint cannot store this object.
 
-    Loaders are not asked: some of them begin to iterate when they are.
+    Loaders are not checked, because some of them start iterating when asked for their state.
     """
     if _is_loader(stateful):
         return
     try:
         encoding.encode({name: _Taken().tree(stateful.state_dict(), name)})
     except CheckpointError as error:
-        raise ValueError(f"the state registered as {name!r} cannot be kept: {error}") from error
+        raise ValueError(f"a checkpoint cannot store the state registered as {name!r}: {error}") from error
 
 
-def collect(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    registered: Mapping[str, Stateful],
-    noted: Note | None = None,
-    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> State:
-    """The state as it is now, but for what was noted; a ``CheckpointError`` names what cannot be kept."""
-    held, taken = StateParts(model, optimizers, registered, owned), _Taken()
-    noted = noted or note(model, optimizers, registered, owned)
+def collect(parts: StateParts, noted: Note | None = None) -> State:
+    """Collect the current state, and what was ``noted`` before. Raises ``CheckpointError`` with the path of
+    what cannot be stored."""
+    taken, noted = _Taken(), noted or note(parts)
     found = {
         "schema": 1,
         "rng": noted.rng,
@@ -293,19 +279,20 @@ def collect(
                 noted.positions[name] if name in noted.positions else each.state_dict(),
                 f"registered/{name!r}",
             )
-            for name, each in registered.items()
+            for name, each in parts.registered.items()
         },
-        "extra": {name: each.get_extra_state() for name, each in held.extra.items()},
-        "buffers": taken.each("buffers", held.buffers),
-        "caches": {name: taken.tree(each, f"caches/{name!r}") for name, each in held.caches.items()},
-        "restless": taken.each("parameters", {name: held.parameters[name] for name in held.restless}),
-        "optimizers": [_settings(each, held, taken, place) for place, each in enumerate(held.optimizers)],
-        # From here on live ones; a tensor that is in both halves belongs to the first.
+        "extra": {name: each.get_extra_state() for name, each in parts.extra.items()},
+        "buffers": taken.each("buffers", parts.buffers),
+        "caches": {name: taken.tree(each, f"caches/{name!r}") for name, each in parts.caches.items()},
+        "restless": taken.each("parameters", {name: parts.parameters[name] for name in parts.restless}),
+        "optimizers": [_settings(each, parts, taken, place) for place, each in enumerate(parts.optimizers)],
+        # Live tensors from here on; a tensor that occurs in both halves belongs to the first.
         "parameters": taken.each(
-            "parameters", {name: each for name, each in held.parameters.items() if name not in held.restless}
+            "parameters",
+            {name: each for name, each in parts.parameters.items() if name not in parts.restless},
         ),
-        "masters": taken.each("masters", held.masters),
-        "slots": [_slots(each, held, taken, place) for place, each in enumerate(held.optimizers)],
+        "masters": taken.each("masters", parts.masters),
+        "slots": [_slots(each, parts, taken, place) for place, each in enumerate(parts.optimizers)],
         "layouts": taken.layouts,
     }
     document, tensors = encoding.encode(found)
@@ -313,15 +300,10 @@ def collect(
     return State(document, live, {name: each for name, each in tensors.items() if name not in live})
 
 
-def expected_bytes(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    owned: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> int:
-    """About what a checkpoint will take, also before the first update: Adam's two slots are assumed then."""
-    held = StateParts(model, optimizers, {}, owned)
-    total = sum(local_of(each).nbytes for each in held.tensors)
-    for optimizer in held.optimizers:
+def expected_bytes(parts: StateParts) -> int:
+    """Estimate the size of a checkpoint; before the first update, two slots per parameter are assumed."""
+    total = sum(local_of(each).nbytes for each in parts.tensors)
+    for optimizer in parts.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 slots = optimizer.state.get(parameter)
@@ -334,26 +316,22 @@ def _slot_bytes(slots: Any) -> int:
 
 
 class _Taken:
-    """Trees with local tensors in them, and how those lie."""
+    """Replaces tensors by their local parts, and records their layouts."""
 
     def __init__(self) -> None:
         self.layouts: dict[str, Any] = {}
 
     def each(self, part: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors for which there will be a place; each is at home where it is."""
+        """Local parts of tensors that exist in every job; their own device is their home."""
         return {name: self._tensor(each, f"{part}/{name!r}", each.device) for name, each in tensors.items()}
 
     def tree(self, value: Any, path: str, parameter: torch.Tensor | None = None) -> Any:
-        """``parameter`` is the one that all of it is kept for."""
+        """A tree with local tensors; ``parameter`` is the one that the tree belongs to, if any."""
         home = CPU if parameter is None else parameter.device
         return walk(value, path, lambda each, _, place: self._tensor(each, place, home, parameter))
 
     def _tensor(
-        self,
-        tensor: torch.Tensor,
-        path: str,
-        home: torch.device,
-        parameter: torch.Tensor | None = None,
+        self, tensor: torch.Tensor, path: str, home: torch.device, parameter: torch.Tensor | None = None
     ) -> torch.Tensor:
         if (layout := layout_of(tensor, home, parameter)) is not None:
             self.layouts[path] = layout
@@ -361,7 +339,7 @@ class _Taken:
 
 
 def _settings(
-    optimizer: torch.optim.Optimizer, held: StateParts, taken: _Taken, place: int
+    optimizer: torch.optim.Optimizer, parts: StateParts, taken: _Taken, place: int
 ) -> dict[str, Any]:
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -369,16 +347,16 @@ def _settings(
         values = {key: value for key, value in group.items() if key != "params"}
         groups.append(
             {
-                "params": [held.names[id(parameter)] for parameter in group["params"]],
+                "params": [parts.names[id(parameter)] for parameter in group["params"]],
                 "settings": taken.tree(values, f"optimizers/{place}/{number}", first),
             }
         )
     return {"class": title_of(optimizer), "groups": groups}
 
 
-def _slots(optimizer: torch.optim.Optimizer, held: StateParts, taken: _Taken, place: int) -> dict[str, Any]:
-    own, others = held.slots(optimizer)
-    updated = held.updated
+def _slots(optimizer: torch.optim.Optimizer, parts: StateParts, taken: _Taken, place: int) -> dict[str, Any]:
+    own, others = parts.slots(optimizer)
+    updated = parts.updated
     return {
         "own": {
             name: taken.tree(value, f"slots/{place}/{name!r}", updated[name]) for name, value in own.items()

@@ -1,6 +1,6 @@
-"""Lets a job take over the checkpoints in a folder that another one has written (paper, section 9).
+"""Lets a job take over the checkpoints that another job has written to a folder (paper, section 9).
 
-Every shard and ledger says whose it is, so each is written again. One that was begun and killed is run again.
+Every shard and ledger names its job, so each is written again. If this is killed, run it again.
 """
 
 from __future__ import annotations
@@ -20,28 +20,31 @@ __all__ = ["Adopted", "adopt"]
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """What has become of a folder."""
+    """What ``adopt`` has done."""
 
     shards: int
     ledgers: int
     damaged: tuple[str, ...]
-    """Files that are not whole and were left as they are, in words."""
+    """Files that are damaged and were left unchanged, in words."""
 
 
 def adopt(folder: Path, job: str) -> Adopted:
-    """Let all that lies in this folder be of that job; ``CheckpointError`` while a job uses the folder."""
+    """Make this folder and all shards and ledgers in it belong to ``job``.
+
+    Raises ``CheckpointError`` if there is no such folder, or while a job uses it.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     with lock.claim(folder, "scout checkpoint adopt"):
-        found = [_shard_written(each.path, job) for each in shard_files(folder)]
-        found_ledgers = [_ledger_written(folder, rank, job) for rank in ledger.ranks_in(folder)]
+        shard_problems = [_rewrite_shard(each.path, job) for each in shard_files(folder)]
+        ledger_problems = [_rewrite_ledger(folder, rank, job) for rank in ledger.ranks_in(folder)]
         job_file.write(folder, job)
-    damaged = tuple(each for each in (*found, *found_ledgers) if each is not None)
-    return Adopted(found.count(None), found_ledgers.count(None), damaged)
+    damaged = tuple(filter(None, (*shard_problems, *ledger_problems)))
+    return Adopted(shard_problems.count(None), ledger_problems.count(None), damaged)
 
 
-def _shard_written(path: Path, job: str) -> str | None:
-    """Write it again, unless it is that job's; how it is damaged, if it is."""
+def _rewrite_shard(path: Path, job: str) -> str | None:
+    """Returns how the shard is damaged, or None once it is the job's."""
     try:
         if shards.inspect(path).identity.job == job:
             return None
@@ -51,11 +54,12 @@ def _shard_written(path: Path, job: str) -> str | None:
         identity = replace(header.identity, job=job)
         shards.replace(path, encode(identity, header.role, header.document, blobs))
     except DamagedError as error:
-        return str(error)
+        text = str(error)
+        return text if text.startswith(str(path)) else f"{path}: {text}"
     return None
 
 
-def _ledger_written(folder: Path, rank: int, job: str) -> str | None:
+def _rewrite_ledger(folder: Path, rank: int, job: str) -> str | None:
     try:
         found = ledger.inspect(folder, rank)
     except DamagedError as error:

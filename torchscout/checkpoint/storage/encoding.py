@@ -1,8 +1,7 @@
-"""Nested state as a JSON document and a list of tensors, and tensors as bytes; and back (paper, section 9).
+"""Splits nested state into a JSON document and tensors, and tensors into bytes; and back (paper, section 9).
 
-What a state dict may hold is listed here, type by type. Anything else is refused with its place and type,
-because restoring it would mean running code that a file names. Bits of tensors are not interpreted: NaNs
-keep theirs.
+Only the types listed here are supported. Others are refused with their path and type, because restoring them
+would mean running code that a file names. Tensors keep their exact bits, including those of NaNs.
 """
 
 from __future__ import annotations
@@ -22,14 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchscout.checkpoint.storage.shard_format import ITEM_BYTES, Blob, Entry
-from torchscout.decision.fold import memory_of
+from torchscout.checkpoint.storage.shard_format import ITEM_BYTES, Entry
 from torchscout.errors import CheckpointError, DamagedError
 
 __all__ = [
     "Encoded",
-    "blob_of",
-    "blobs_of",
     "bytes_of",
     "decode",
     "dtype_named",
@@ -40,59 +36,49 @@ __all__ = [
     "room_for",
 ]
 
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def objection(tensor: torch.Tensor) -> str | None:
-    """Why this tensor cannot be kept as plain bytes, if it cannot."""
+    """Why this tensor cannot be stored as plain bytes; None if it can."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return f"a {type(tensor).__name__} keeps its numbers elsewhere; pass the local tensor it is made of"
+        return f"a {type(tensor).__name__} does not hold its own data; pass the local tensor it wraps"
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        return f"a {tensor.layout} tensor of {tensor.dtype} is not one block of numbers"
+        return f"a {tensor.layout} tensor of {tensor.dtype} is not one dense block of memory"
     if tensor.is_meta:
         return "a meta tensor has no bytes"
     if name_of(tensor.dtype) not in ITEM_BYTES:
-        return f"{tensor.dtype} has no bytes of its own"
+        return f"{tensor.dtype} cannot be stored as bytes"
     return None
 
 
-def blobs_of(tensors: Mapping[str, torch.Tensor]) -> list[Blob]:
-    return [blob_of(name, tensor) for name, tensor in tensors.items()]
-
-
-def blob_of(name: str, tensor: torch.Tensor) -> Blob:
-    """The tensor's own memory where it is on the CPU and contiguous, a copy otherwise."""
-    if why := objection(tensor):
-        raise ValueError(f"{name}: {why}")
-    memory = memory_of(tensor.detach().cpu())
-    return Blob(name, name_of(tensor.dtype), tuple(tensor.shape), bytes_of(memory), memory)
-
-
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory, to be read or filled; valid only while the tensor lives."""
+    """A writable view of a contiguous CPU tensor's memory; valid only while the tensor is alive."""
     size = tensor.nbytes
-    # Not through NumPy, which forbids the storage ever to be resized and does not know all dtypes.
+    # Not via NumPy, which makes the storage non-resizable and does not support all dtypes.
     array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr()) if size else bytearray()
     return memoryview(array).cast("B")
 
 
 def fill(tensor: torch.Tensor, source: torch.Tensor, *, wait: bool = True) -> None:
-    """Give it the source's bits, strided or not, from whichever device, perhaps later in that one's order."""
+    """Copy the source's bits into a tensor of any strides and device; asynchronously unless ``wait``."""
     with torch.no_grad():
-        if tensor.is_conj() or tensor.is_neg():  # its memory does not hold what it says
+        if tensor.is_conj() or tensor.is_neg():  # its memory does not hold its values
             tensor.copy_(source)
         else:
-            _whole(tensor).copy_(_whole(source.resolve_conj().resolve_neg()), non_blocking=not wait)
+            _as_integers(tensor).copy_(
+                _as_integers(source.resolve_conj().resolve_neg()), non_blocking=not wait
+            )
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers, which every device copies as they are."""
-    kind = _WHOLE.get(tensor.itemsize)
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, which every device copies bit by bit."""
+    kind = _INTEGERS.get(tensor.itemsize)
     return tensor.detach() if kind is None else tensor.detach().view(kind)
 
 
 def room_for(entries: Iterable[Entry]) -> dict[str, torch.Tensor]:
-    """Uninitialized CPU tensors to read these into."""
+    """Uninitialized CPU tensors for these entries, by name."""
     return {
         entry.name: torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="cpu")
         for entry in entries
@@ -113,9 +99,9 @@ def dtype_named(name: str) -> torch.dtype:
 
 # [Note: tagged JSON]
 #
-# null, true, text, lists, numbers that every JSON reader keeps exactly: as they are. All else is an object
-# with one key, the tag, that says how its value is to be read. A dict is such an object too, so that keys of
-# any kind and in any order survive, and no user's key can be mistaken for a tag.
+# null, booleans, strings, lists and numbers that JSON represents exactly are stored as they are. Everything
+# else is an object with one key, a tag that says how to read its value. So is a dict, so that keys of any
+# type and their order are preserved, and no user's key can be mistaken for a tag.
 
 _DEPTH = 100
 _EXACT = 1 << 53
@@ -124,24 +110,27 @@ _DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,5})?")
 _FACTORIES: dict[str, type] = {
     each.__name__: each for each in (bool, bytes, dict, float, int, list, set, str, tuple)
 }
-"""What a ``defaultdict`` may make its values with; anything else would be code that a file names."""
+"""Allowed factories of a ``defaultdict``; anything else would be code that a file names."""
 
 
 class Encoded(NamedTuple):
     document: Any
     """For ``json.dumps``."""
     tensors: dict[str, torch.Tensor]
-    """By the name under which the document refers to them: where in the tree they were found first."""
+    """By the name that the document refers to: the path in the tree where the tensor was found first."""
 
 
 def encode(tree: Any) -> Encoded:
-    """Split a tree; a ``CheckpointError`` names the place and type of what cannot be kept."""
+    """Split a tree. Raises ``CheckpointError`` with the path and type of an unsupported value."""
     encoder = _Encoder()
     return Encoded(encoder.encode(tree, ()), encoder.tensors)
 
 
 def decode(document: Any, tensors: Mapping[str, torch.Tensor], named: Iterable[type] = ()) -> Any:
-    """The tree again; a named tuple is of the class among ``named`` that it was of, else of a look-alike."""
+    """Restore a tree. A named tuple gets its class if that is among ``named``, and a look-alike otherwise.
+
+    Raises ``DamagedError`` if this is not an encoded tree.
+    """
     try:
         return _Decoder(tensors, named).decode(document, 0)
     except (ValueError, TypeError, OverflowError, struct.error, RuntimeError) as error:
@@ -192,8 +181,8 @@ class _Encoder:
             kind = self._named
         else:
             raise CheckpointError(
-                f"{_place(path)} is a {_title(type(value))}, which a checkpoint does not keep; "
-                "keep the numbers, text, lists and dicts it is made of"
+                f"{_place(path)} is a {_title(type(value))}, which a checkpoint cannot store; "
+                "store the numbers, strings, lists and dicts it consists of"
             )
         self._open.add(id(value))
         encoded = kind(value, path)
@@ -209,7 +198,7 @@ class _Encoder:
         ]
 
     def _key(self, key: Any, path: tuple[str, ...]) -> Any:
-        # Text is nearly all keys there are, and a state has thousands.
+        # A shortcut: nearly all keys are strings, and a state has thousands.
         return key if type(key) is str else self.encode(key, (*path, f"key {key!r:.40}"))
 
     def _default(self, value: defaultdict[Any, Any], path: tuple[str, ...]) -> Any:
@@ -217,8 +206,8 @@ class _Encoder:
         name = None if factory is None else getattr(factory, "__name__", "")
         if name is not None and _FACTORIES.get(name) is not factory:
             raise CheckpointError(
-                f"{_place(path)} is a defaultdict of {factory!r:.80}, which a checkpoint does not keep; keep "
-                f"a dict, or a defaultdict of {', '.join(_FACTORIES)}"
+                f"{_place(path)} is a defaultdict of {factory!r:.80}, which a checkpoint cannot store; "
+                f"use a dict, or a defaultdict of {', '.join(_FACTORIES)}"
             )
         return {"default": [name, self._pairs(value, path)]}
 
@@ -226,8 +215,8 @@ class _Encoder:
         title = _title(type(value))
         if _enum_named(title) is not type(value) or value.name not in type(value).__members__:
             raise CheckpointError(
-                f"{_place(path)} is {value!r:.80} of {title}, which could not be found by its name again; "
-                "define the enumeration in a module, or keep the member's value"
+                f"{_place(path)} is {value!r:.80} of {title}, which cannot be found by that name; "
+                "define the enumeration at module level, or store the member's value"
             )
         return {"enum": [title, value.name]}
 
@@ -243,7 +232,7 @@ class _Encoder:
     def _tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> Any:
         if why := objection(value):
             raise CheckpointError(f"{_place(path)}: {why}")
-        # One name for one tensor, so that what was shared is shared again.
+        # One name per tensor, so that shared tensors are shared again after decoding.
         if id(value) not in self._names:
             self._names[id(value)] = self._keep(value, path)
         return {"tensor": self._names[id(value)]}
@@ -313,7 +302,7 @@ class _Decoder:
         decoded = [self._many(_pair(pair), depth) for pair in _typed(pairs, list)]
         found = dict(map(tuple, decoded))
         if len(found) < len(decoded):
-            raise ValueError("a dict has a key twice")
+            raise ValueError("a dict has a duplicate key")
         return found
 
     def _deque(self, value: Any, depth: int) -> deque[Any]:
@@ -366,7 +355,7 @@ def _member(value: Any) -> Enum:
 
 
 def _enum_named(title: str) -> type[Enum] | None:
-    """Of an enumeration that this process has defined already; nothing is imported or called."""
+    """Find an enumeration that this process has already defined; nothing is imported or called."""
     parts = title.split(".")
     for count in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))
@@ -378,7 +367,7 @@ def _enum_named(title: str) -> type[Enum] | None:
 
 
 def _number(value: float) -> Any:
-    """JSON has no infinity and no NaN, and NaNs differ in their bits."""
+    """JSON has no infinity or NaN, and the bits of a NaN matter."""
     return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
 
 
@@ -400,7 +389,7 @@ def _title(named: type) -> str:
 
 def _refuse_array(dtype: np.dtype[Any], path: tuple[str, ...]) -> None:
     if not _ARRAY.fullmatch(dtype.str):
-        raise CheckpointError(f"{_place(path)} is an array of {dtype}, which a checkpoint does not keep")
+        raise CheckpointError(f"{_place(path)} is an array of {dtype}, which a checkpoint cannot store")
 
 
 def _matching(pattern: re.Pattern[str], text: Any) -> str:

@@ -1,6 +1,6 @@
-"""What jobs that have ended keep in a machine's memory, and giving it back (paper, section 8).
+"""Deletes checkpoints that ended jobs have left in a machine's memory (paper, section 8).
 
-A killed job finds its state there again, so nothing goes when a job ends. But some jobs never come back.
+They stay when a job is killed, so that it can resume from them; but some jobs are never started again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +29,10 @@ class KeptJob:
 
     folder: Path
     bytes: int
-    """That it takes."""
     used: float
-    """When something in it was changed last, by the file system's clock."""
+    """When a file in it was last changed, by the file system's clock."""
     holder: str | None
-    """The process that is using the folder, for a message; None if it is not in use."""
+    """The process that uses the folder, in words; None if it is not in use."""
 
     @property
     def name(self) -> str:
@@ -40,34 +40,27 @@ class KeptJob:
 
 
 def kept_jobs(root: Path) -> list[KeptJob]:
-    """All of them, by name; what is not a folder of this user alone is left out."""
+    """All jobs' folders in ``root``, by name; folders that are not private to this user are left out."""
     return sorted(_found(root), key=lambda job: job.name)
 
 
 def forget(job: KeptJob) -> None:
-    """Delete what it keeps in memory; ``CheckpointError`` while a process of it lives."""
+    """Delete a job's folder; raises ``CheckpointError`` while a process of the job lives."""
     with lock.claim(job.folder, "scout checkpoint forget"):
         shutil.rmtree(job.folder, ignore_errors=True)
 
 
 def forget_old(root: Path, own: Path, days: float) -> list[str]:
-    """Delete the folders of other jobs that were not used for ``days`` days, and return their names."""
+    """Delete the folders of other jobs that were unused for ``days`` days, and return their names."""
     now = max((path.lstat().st_mtime for path in (own / "lock", own) if path.exists()), default=0.0)
     forgotten = []
     for job in kept_jobs(root):
         if job.folder == own or job.holder is not None or now - job.used < days * _DAY_SECONDS:
             continue
-        if _is_forgotten(job):
+        with suppress(CheckpointError, OSError):  # the job has restarted, or another rank is deleting it
+            forget(job)
             forgotten.append(job.name)
     return forgotten
-
-
-def _is_forgotten(job: KeptJob) -> bool:
-    try:
-        forget(job)
-    except (CheckpointError, OSError):  # it has begun again, or another rank is at it
-        return False
-    return True
 
 
 def _found(root: Path) -> Iterator[KeptJob]:
@@ -79,7 +72,7 @@ def _found(root: Path) -> Iterator[KeptJob]:
                 continue
             files = [path.lstat() for path in files_under(folder)]
             holder = lock.owner_of(folder)
-        except (OSError, CheckpointError):  # removed meanwhile, or not ours to read
+        except (OSError, CheckpointError):  # removed meanwhile, or not readable
             continue
         size = sum(each.st_blocks * 512 for each in files)
         used = max((each.st_mtime for each in files), default=folder.lstat().st_mtime)

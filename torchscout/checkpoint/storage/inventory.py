@@ -1,6 +1,6 @@
-"""Which shards a rank finds in its memory and on its disk (paper, sections 8 and 9).
+"""Lists the shards that a rank finds in memory and on disk (paper, sections 8 and 9).
 
-Only headers are read: whether a shard's every bit is what was sealed shows when it is loaded.
+Only headers are read; tensors are verified when a shard is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FoundShard", "Inventory", "Member", "Tier", "inventory"]
 
 
 class Tier(str, Enum):
-    """Where a shard lies; what is quicker comes first."""
+    """Where a shard is stored, fastest first."""
 
     MEMORY = "memory"
     DISK = "disk"
@@ -28,7 +28,7 @@ class Tier(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One rank of one job, as it takes part in a recovery."""
+    """One rank of a job."""
 
     job: str
     mesh: str
@@ -36,14 +36,14 @@ class Member:
     rank: int
 
     def at(self, generation: Generation, rank: int | None = None) -> ShardIdentity:
-        """What identifies this rank's state, or another one's."""
+        """The identity of this rank's state, or of another rank's."""
         owner = self.rank if rank is None else rank
         return ShardIdentity(
             job=self.job, mesh=self.mesh, world_size=self.world_size, rank=owner, generation=generation
         )
 
     def objection(self, identity: ShardIdentity) -> str | None:
-        """Why state of this identity is not of this member's job, with both values."""
+        """Why state of this identity belongs to another job, mesh or world size; None if it does not."""
         for name in ("job", "world_size", "mesh"):
             theirs, ours = getattr(identity, name), getattr(self, name)
             if theirs != ours:
@@ -53,35 +53,35 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class FoundShard:
-    """A shard with a whole header."""
+    """A shard whose header is whole."""
 
     identity: ShardIdentity
     holder: int
-    """Whose file it is; another rank's than the state's own if this is a copy."""
+    """The rank that keeps the file; another than ``identity.rank`` if it is a copy."""
     tier: Tier
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All that one rank finds."""
+    """The shards that one rank finds."""
 
     found: tuple[FoundShard, ...]
     problems: tuple[str, ...] = ()
-    """Files that should be shards and are not, in words."""
+    """Files with a shard's name that are not whole shards, in words."""
 
     def without(self, path: Path, problem: str) -> Inventory:
-        """After this one turned out damaged."""
+        """The inventory after this file turned out to be damaged."""
         return Inventory(tuple(each for each in self.found if each.path != path), (*self.problems, problem))
 
 
 def inventory(memory: Path, disk: Path, wanted: Sequence[Generation] | None = None) -> Inventory:
-    """What lies in these two folders, of the wanted generations or of all; a missing folder holds nothing."""
+    """List both folders' shards, of the wanted generations or of all; a missing folder counts as empty."""
     found: list[FoundShard] = []
     problems: list[str] = []
     for tier, folder in ((Tier.MEMORY, memory), (Tier.DISK, disk)):
         for file in shard_files(folder) if folder.is_dir() else ():
-            seen = _looked_at(file.path, file.holder, tier)
+            seen = _inspect(file.path, file.holder, tier)
             if isinstance(seen, str):
                 problems.append(seen)
             elif wanted is None or seen.identity.generation in wanted:
@@ -89,12 +89,12 @@ def inventory(memory: Path, disk: Path, wanted: Sequence[Generation] | None = No
     return Inventory(tuple(found), tuple(problems))
 
 
-def _looked_at(path: Path, holder: int, tier: Tier) -> FoundShard | str:
+def _inspect(path: Path, holder: int, tier: Tier) -> FoundShard | str:
     try:
         identity = shards.inspect(path).identity
     except CheckpointError as error:
         return f"in {tier.value}: {error}"
-    # A file under another one's name is nobody's: two could claim to be the same shard.
+    # Reject a file under another shard's name: otherwise two files could claim to be the same shard.
     if shards.path_of(path.parent.parent, identity, holder) != path:
         return f"in {tier.value}: {path} holds the state of rank {identity.rank} at {identity.generation}"
     return FoundShard(identity, holder, tier, path)

@@ -1,7 +1,7 @@
-"""Which job a checkpoint folder belongs to: the file ``job`` in it (paper, section 9).
+"""The file ``job``, which names the job that a checkpoint folder belongs to (paper, section 9).
 
-The name lives in the folder, so that it does not depend on the path by which the folder is reached. It names
-the job's folder in memory, and every shard and ledger says whose it is.
+The name is stored in the folder, so that it does not depend on the folder's path. It is also the name of the
+job's folder in memory, and part of every shard and ledger.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torchscout.checkpoint import ledger
@@ -19,17 +20,17 @@ from torchscout.errors import CheckpointError
 __all__ = ["agreed_name", "name_in", "write"]
 
 _FILE = "job"
-_MOST_BYTES = 1024
+_MAX_BYTES = 1024
 
 
 def name_in(folder: Path) -> str | None:
-    """The job to which this folder belongs; None if it belongs to none yet, or does not exist.
+    """The job that this folder belongs to; None if it belongs to none yet, or does not exist.
 
-    Folders of earlier versions have no such file; there the ledgers say it.
+    Folders of earlier versions have no such file; there the ledgers name the job.
     """
     try:
         with (folder / _FILE).open("rb") as file:
-            text = file.read(_MOST_BYTES).decode(errors="replace").strip()
+            text = file.read(_MAX_BYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return _name_in_ledgers(folder)
     except OSError as error:
@@ -40,25 +41,26 @@ def name_in(folder: Path) -> str | None:
 
 
 def write(folder: Path, name: str) -> None:
-    """Let this folder belong to that job."""
+    """Make this folder belong to a job."""
     shards.replace(folder / _FILE, [f"{name}\n".encode()])
 
 
 def agreed_name(wanted: str | None, folder: Path, found: Sequence[str | None]) -> str:
-    """The job's name, given the one that was configured and the ones that ranks find in their folders.
+    """The job's name, given the configured one and those that ranks have found in their folders.
 
-    A new one where there is neither, for the first rank to say. ``CheckpointError`` if they do not agree.
+    Makes up a new name if there is neither; all ranks then use rank 0's. Raises ``CheckpointError`` if the
+    names differ.
     """
     names = list(dict.fromkeys(each for each in found if each is not None))
     if wanted is not None and names and names != [wanted]:
         raise CheckpointError(
             f"{folder} belongs to job {names[0]!r}, not to {wanted!r}. Leave CheckpointConfig(job=) out, run "
-            f"`scout checkpoint adopt {folder} --as {wanted}`, or give another directory"
+            f"`scout checkpoint adopt {folder} --as {wanted}`, or use another directory"
         )
     if len(names) > 1:
         raise CheckpointError(
-            f"ranks find checkpoints of different jobs in {folder}: {', '.join(map(repr, names))}. Give "
-            "another directory, or let one job adopt them: scout checkpoint adopt DIR --as NAME"
+            f"ranks find checkpoints of different jobs in {folder}: {', '.join(map(repr, names))}. Use "
+            "another directory, or run `scout checkpoint adopt DIR --as NAME` on each machine"
         )
     return wanted or (names[0] if names else _new_name(folder))
 
@@ -75,12 +77,8 @@ def _name_in_ledgers(folder: Path) -> str | None:
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
-    return next(filter(None, (_name_in_ledger(folder, rank) for rank in ranks)), None)
-
-
-def _name_in_ledger(folder: Path, rank: int) -> str | None:
-    try:
-        found = ledger.inspect(folder, rank)
-    except CheckpointError:  # damaged; what that means is for a recovery to say
-        return None
-    return None if found is None else found.job
+    for rank in ranks:
+        with suppress(CheckpointError):  # resuming reports damaged ledgers
+            if (found := ledger.inspect(folder, rank)) is not None:
+                return found.job
+    return None

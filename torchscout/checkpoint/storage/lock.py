@@ -1,8 +1,8 @@
-"""One job at a time in a checkpoint folder (paper, section 9, recovery integration).
+"""Locks a checkpoint folder, so that one job at a time uses it (paper, section 9).
 
-The kernel keeps the lock for as long as a process of the job lives, and drops it with the last one:
-nothing has to be cleaned up after a crash. A stopped process lives. Where the file system has no such
-locks, ``lock_by_name`` is used instead, and every refusal says so.
+The kernel keeps the lock while any process of the job lives, also a stopped one, and releases it with the
+last: nothing has to be cleaned up after a crash. ``lock_by_name`` is the fallback for file systems without
+locks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ __all__ = ["Lock", "claim", "owner_of"]
 
 # [Note: one run, many processes]
 #
-# Every process of a run holds the lock, shared. Whoever comes first takes it alone, writes down whose it is,
-# and then shares it; whoever can share it reads whose it is, and stays if that is its own run. While somebody
-# has it alone nothing can be told, which is over in a moment. Going from alone to shared is not atomic: who
-# loses it there begins again. The file is never deleted: a lock on a file without a name keeps nobody out.
+# Every process of a run holds the lock, shared. The first takes it exclusively, writes the owner into the
+# file, and then downgrades to shared. A process that gets it shared reads the owner and stays if that is its
+# own run. While a process holds it exclusively, the owner is unknown for a moment. Downgrading is not atomic:
+# a process that loses the lock there starts again. The file is never deleted: a lock on a deleted file
+# excludes nobody.
 _NAME = "lock"
-_PATIENCE_SECONDS = 2.0
+_TIMEOUT_SECONDS = 2.0
 _PAUSE_SECONDS = 0.01
 _TAKEN = {errno.EWOULDBLOCK, errno.EACCES}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -38,7 +39,7 @@ _UNKNOWN = Owner("unknown", "an unknown host", 0, None, "an unknown time", "")
 
 
 class Lock:
-    """A claim, until ``release``, the end of the ``with`` block, or the end of the process."""
+    """A claim on a folder until ``release``, the end of the ``with`` block, or the end of the process."""
 
     def __init__(self, folder: Path, owner: Owner, file: int | None, give_back: Callable[[], None]) -> None:
         self.folder, self.owner = folder, owner
@@ -58,27 +59,27 @@ class Lock:
             self._give_back()
 
     def forget(self) -> None:
-        """In a child of the process that claimed: the folder is not the child's to hold."""
+        """Close the lock's file in a forked child, which must not hold the folder."""
         if self._file is not None:
             os.close(self._file)
 
 
 _held: set[Lock] = set()
-"""Kept alive: a claim that nobody refers to is a claim all the same."""
+"""Keeps claims alive that nobody refers to."""
 
 
 def claim(folder: Path | str, job: str, run: str | None = None) -> Lock:
-    """Take this folder, which is made if missing, or raise a ``CheckpointError`` that says who has it.
+    """Lock this folder, creating it if missing; raises ``CheckpointError``, with the owner, if it is in use.
 
-    All processes of a run give the same ``run``, a text that no other run of any job has, and hold the folder
-    together; without one this process holds it alone. It may be secret: what is written is a digest.
+    All processes of a run pass the same ``run``, a string unique to it, and hold the folder together; without
+    one this process holds it alone. It may be secret: only a digest is stored.
     """
     folder, owner = Path(folder), Owner.own(job, run or secrets.token_hex(16))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = open_file(folder / _NAME, os.O_RDWR | os.O_CREAT)
         try:
-            holder = _settled(file, owner)
+            holder = _acquire(file, owner)
         except OSError as error:
             os.close(file)
             if error.errno not in _NO_LOCKS:
@@ -89,16 +90,16 @@ def claim(folder: Path | str, job: str, run: str | None = None) -> Lock:
     if holder is None or holder.run != owner.run:
         os.close(file)
         raise CheckpointError(refusal(folder, holder))
-    return Lock(folder, owner, file, lambda: _left(file))
+    return Lock(folder, owner, file, lambda: _release(file))
 
 
 def owner_of(folder: Path | str) -> Owner | None:
-    """Who holds this folder at this moment; None if nobody does. Writes nothing."""
+    """The process that holds this folder now; None if nobody does. Writes nothing."""
     folder = Path(folder)
     try:
         file = _opened(folder / _NAME)
         try:
-            return None if _locked(file, fcntl.LOCK_EX) else _told(file) or _UNKNOWN
+            return None if _locked(file, fcntl.LOCK_EX) else _read_owner(file) or _UNKNOWN
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -108,26 +109,26 @@ def owner_of(folder: Path | str) -> Owner | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(f"cannot tell who holds {folder}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read the lock of {folder}: {error.strerror}") from error
 
 
-def _settled(file: int, owner: Owner) -> Owner | None:
-    """Whose the lock is, once that can be told; it is held then, shared. None if it cannot."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+def _acquire(file: int, owner: Owner) -> Owner | None:
+    """Acquire the lock, shared, and return its owner; None if it cannot be acquired."""
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         if _locked(file, fcntl.LOCK_EX):
             os.ftruncate(file, 0)
             os.pwrite(file, owner.to_bytes(), 0)
         if _locked(file, fcntl.LOCK_SH):
-            if (holder := _told(file)) is not None:
+            if (holder := _read_owner(file)) is not None:
                 return holder
-            fcntl.flock(file, fcntl.LOCK_UN)  # released at this moment
+            fcntl.flock(file, fcntl.LOCK_UN)  # the owner has just released it
         time.sleep(_PAUSE_SECONDS)
     return None
 
 
-def _left(file: int) -> None:
-    """The last one to leave says that nobody is there."""
+def _release(file: int) -> None:
+    """Release the lock; the last process of a run clears the owner."""
     try:
         if _locked(file, fcntl.LOCK_EX):
             os.ftruncate(file, 0)
@@ -141,7 +142,7 @@ def _opened(path: Path) -> int:
     except OSError as error:
         if error.errno not in _READ_ONLY:
             raise
-        return open_file(path, os.O_RDONLY)  # good enough on a machine's own disk
+        return open_file(path, os.O_RDONLY)  # enough for locks on a local disk
 
 
 def _locked(file: int, how: int) -> bool:
@@ -154,7 +155,7 @@ def _locked(file: int, how: int) -> bool:
     return True
 
 
-def _told(file: int) -> Owner | None:
+def _read_owner(file: int) -> Owner | None:
     return Owner.from_bytes(os.pread(file, 1 << 16, 0))
 
 
@@ -164,5 +165,5 @@ def _forget_all() -> None:
     _held.clear()
 
 
-# A worker that a trainer forks, for its data say, may outlive it for a while.
+# A forked child, such as a data loader's worker, may outlive the trainer for a while.
 os.register_at_fork(after_in_child=_forget_all)

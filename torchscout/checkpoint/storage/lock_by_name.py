@@ -1,8 +1,8 @@
-"""One job at a time in a folder whose file system has no locks (paper, section 9, recovery integration).
+"""Locks a folder where the file system has no locks, by creating a file exclusively (paper, section 9).
 
-A file that says who holds the folder, which only one can create. It stays when its owner is killed; the next
-one on the same machine sees that the process is gone, and takes over. From another machine that cannot be
-seen: the folder is refused until a person removes the file. It ends with the first process of a run.
+The file stays when its owner is killed. A process on the same machine sees that the owner is gone and takes
+over; on another machine the folder is refused until somebody removes the file. The lock ends with the first
+process of a run.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ __all__ = ["owner_of", "take"]
 
 _NAME = "lock.owner"
 _TAKING_OVER = "lock.taking-over"
-_PATIENCE_SECONDS = 2.0
+_TIMEOUT_SECONDS = 2.0
 _PAUSE_SECONDS = 0.01
 
 
 def take(folder: Path, owner: Owner) -> Callable[[], None]:
-    """Take this folder, for a call that gives it back, or raise ``CheckpointError``."""
-    path, deadline = folder / _NAME, time.monotonic() + _PATIENCE_SECONDS
+    """Lock this folder and return a function that releases it; raises ``CheckpointError`` if it is in use."""
+    path, deadline = folder / _NAME, time.monotonic() + _TIMEOUT_SECONDS
     while not _created(path, owner):
         holder = _read(path)
         if holder is not None and holder.run == owner.run:
             return lambda: None
         if holder is not None and holder.is_gone:
-            _take_away(folder, holder, owner)
+            _remove_stale(folder, holder, owner)
         elif holder is not None or time.monotonic() > deadline:
             raise CheckpointError(refusal(folder, holder, _how_known(path, holder)))
         else:
-            time.sleep(_PAUSE_SECONDS)  # not written yet, or given back at this moment
-    return lambda: _give_back(path, owner)
+            time.sleep(_PAUSE_SECONDS)  # not written yet, or just released
+    return lambda: _release(path, owner)
 
 
 def owner_of(folder: Path) -> Owner | None:
@@ -45,15 +45,15 @@ def owner_of(folder: Path) -> Owner | None:
     return None if holder is None or holder.is_gone else holder
 
 
-def _take_away(folder: Path, gone: Owner, owner: Owner) -> None:
-    """Only one at a time may: a second one, late, would take away the next owner's file."""
+def _remove_stale(folder: Path, gone: Owner, owner: Owner) -> None:
+    """Remove a dead owner's file. One process at a time, or a late one would remove the next owner's file."""
     if not _created(folder / _TAKING_OVER, owner):
         raise CheckpointError(
-            f"{folder} was in use by {gone}, which is gone; another process is taking over, or was killed "
-            f"while it did: if so, remove {folder / _TAKING_OVER}"
+            f"{folder} was in use by {gone}, which has ended; another process is taking over. If that was "
+            f"killed, remove {folder / _TAKING_OVER}"
         )
     try:
-        _give_back(folder / _NAME, gone)
+        _release(folder / _NAME, gone)
     finally:
         (folder / _TAKING_OVER).unlink()
 
@@ -82,13 +82,12 @@ def _read(path: Path) -> Owner | None:
         os.close(file)
 
 
-def _give_back(path: Path, owner: Owner) -> None:
+def _release(path: Path, owner: Owner) -> None:
     if _read(path) == owner:
         path.unlink()
 
 
 def _how_known(path: Path, holder: Owner | None) -> str:
-    without = " (this file system has no locks"
     if holder is not None and holder.is_here:
-        return f"{without}; that process is alive)"
-    return f"{without}, and from here it cannot be seen whether it lives; if not, remove {path})"
+        return " (this file system has no locks; that process is alive)"
+    return f" (this file system has no locks; if that process is no longer alive, remove {path})"

@@ -1,7 +1,7 @@
-"""Where checkpoints lie in a machine's memory, and how much of it they may take (paper, section 8).
+"""Locates checkpoints in a machine's memory, and limits how much of it they take (paper, section 8).
 
-The shared-memory file system outlives a killed trainer; segments of ``multiprocessing.shared_memory`` do
-not, because its tracker removes them. It does not outlive the machine: replicas and files do.
+Files in the shared-memory file system outlive a killed trainer. Segments of ``multiprocessing.shared_memory``
+do not, because its tracker removes them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ __all__ = ["available_memory", "budget_within", "check_budget", "memory_folder",
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
 _SHARED_MEMORY = Path("/dev/shm")
-_PROMISED = "budget"
+_BUDGET = "budget"
 """The file with the number of bytes that a job may take."""
 
 
 def memory_root() -> Path:
-    """Where the folders of all jobs of this user are, or will be."""
-    told = os.environ.get(_VARIABLE)
-    return Path(told) if told else _SHARED_MEMORY / f"torchscout-checkpoints-{os.geteuid()}"
+    """The parent of all folders of this user's jobs; it need not exist yet."""
+    root = os.environ.get(_VARIABLE)
+    return Path(root) if root else _SHARED_MEMORY / f"torchscout-checkpoints-{os.geteuid()}"
 
 
 def memory_folder(job: str) -> Path:
-    """The folder of a job's checkpoints in this machine's memory, its owner's alone; made if missing.
+    """A job's private folder in this machine's memory, created if missing.
 
-    The environment variable ``TORCHSCOUT_MEMORY`` names another root than one in ``/dev/shm``.
+    The environment variable ``TORCHSCOUT_MEMORY`` overrides the root, a folder in ``/dev/shm``. Raises
+    ``ValueError`` for an invalid job name, ``CheckpointError`` if the folder cannot be created.
     """
     if not JOB_NAME.fullmatch(job):
-        raise ValueError(f"a job's name is of letters, digits and ._+=@-, at most 128, got {job!r}")
+        raise ValueError(f"a job's name has at most 128 letters, digits and ._+=@-, got {job!r}")
     root = memory_root()
     if not os.environ.get(_VARIABLE) and not _SHARED_MEMORY.is_dir():
         raise CheckpointError(f"there is no {_SHARED_MEMORY} here; set {_VARIABLE} to a folder in memory")
@@ -50,7 +51,7 @@ def memory_folder(job: str) -> Path:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take: of the machine, and of every control group it is in."""
+    """Bytes that this process may still allocate, by the machine's and its control groups' limits."""
     meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines() if ":" in line)
     limits = [1024 * int(meminfo["MemAvailable"].split()[0])]
     for line in (proc / "self" / "cgroup").read_text().splitlines():
@@ -69,45 +70,44 @@ def check_budget(
     folder: Path,
     available: Callable[[], int] = available_memory,
 ) -> int:
-    """The bytes that checkpoints may take, or a ``CheckpointError`` if so many copies do not fit into them.
+    """Return the bytes that checkpoints may take; raises ``CheckpointError`` if the copies do not fit.
 
-    ``copies`` counts all that this machine is to hold, of all its ranks. Without a budget it is half of what
-    is free; what this job's earlier checkpoints take counts as free, as they give way, and what other jobs
-    that run may still take does not.
+    ``copies`` counts all snapshots that this machine may hold, of all its ranks. The default budget is half
+    of the free memory. Earlier checkpoints of this job count as free, because new ones replace them; what
+    other running jobs may still take does not.
     """
     try:
         status = os.statvfs(folder)
         own = sum(map(_allocated, files_under(folder)))
     except OSError as error:
-        raise CheckpointError(f"cannot tell how much memory {folder} has: {error.strerror}") from error
+        raise CheckpointError(f"cannot determine the free memory of {folder}: {error.strerror}") from error
     free = status.f_bavail * status.f_frsize
-    if _is_in_memory(folder):  # that file system may be larger than what the machine or the container has
+    if _is_in_memory(folder):  # its size may exceed the memory of the machine or container
         free = min(free, available())
-    free = max(0, free + own - _promised_to_others(folder))
+    free = max(0, free + own - _reserved_by_others(folder))
     allowed = budget_within(free, bytes_per_snapshot, copies, budget, folder)
-    with suppress(CheckpointError):  # a full file system is for the first capture to meet
-        shards.replace(folder / _PROMISED, [f"{allowed}\n".encode()])
+    with suppress(CheckpointError):  # the first capture reports a full file system
+        shards.replace(folder / _BUDGET, [f"{allowed}\n".encode()])
     return allowed
 
 
-def _promised_to_others(folder: Path) -> int:
-    """What the running jobs of the other folders may still take, besides what they have taken."""
-    beside = [each for each in folder.parent.iterdir() if each != folder and each.is_dir()]
-    return sum(_promised(each) for each in beside)
+def _reserved_by_others(folder: Path) -> int:
+    return sum(_reserved(each) for each in folder.parent.iterdir() if each != folder and each.is_dir())
 
 
-def _promised(folder: Path) -> int:
+def _reserved(folder: Path) -> int:
+    """The bytes that a running job may still take beyond what it has taken; 0 if it is not running."""
     try:
         if lock.owner_of(folder) is None:
             return 0
-        allowed = int((folder / _PROMISED).read_bytes())
+        allowed = int((folder / _BUDGET).read_bytes())
         return max(0, allowed - sum(map(_allocated, files_under(folder))))
-    except (OSError, ValueError, CheckpointError):  # it ends at this moment, or is not ours to read
+    except (OSError, ValueError, CheckpointError):  # it is just ending, or not readable
         return 0
 
 
 def _left_in(group: Path) -> int | None:
-    """What a control group has left; memory that only caches files is as good as free."""
+    """The memory that a control group has left; file caches count as free."""
     for limit, usage, cached in (
         ("memory.max", "memory.current", "inactive_file "),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
@@ -122,7 +122,7 @@ def _left_in(group: Path) -> int | None:
 
 
 def _is_in_memory(folder: Path) -> bool:
-    """Whether the folder's file system takes memory, and no disk."""
+    """Whether the folder's file system is in memory."""
     found, where = "", folder.resolve()
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, point, kind, *_ = line.split()
@@ -135,11 +135,11 @@ def _allocated(path: Path) -> int:
     try:
         return path.lstat().st_blocks * 512
     except FileNotFoundError:
-        return 0  # another rank of this machine has just removed it
+        return 0  # another rank has just removed it
 
 
 def budget_within(free: int, bytes_per_snapshot: int, copies: int, budget: int | None, folder: Path) -> int:
-    """``check_budget`` where so many bytes are free. Pure: the folder is only named."""
+    """``check_budget`` with this many bytes free; the folder is only named in the error."""
     allowed = free // 2 if budget is None else budget
     needed = bytes_per_snapshot * copies
     if needed > min(allowed, free):

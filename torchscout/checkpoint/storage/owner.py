@@ -1,4 +1,4 @@
-"""Who holds a checkpoint folder, in words for people and bytes for a file (paper, section 9)."""
+"""Describes the process that holds a checkpoint folder (paper, section 9)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["Owner", "refusal"]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process; of the several that hold a folder for one run, the first."""
+    """A process that holds a folder; if all processes of a run hold it, the first of them."""
 
     job: str
     host: str
     pid: int
     started: int | None
-    """When the process began, in clock ticks since the boot: a recycled ``pid`` has another."""
+    """When the process began, in clock ticks since boot; it distinguishes processes with the same ``pid``."""
     since: str
-    """Wall-clock time, for people."""
+    """Wall-clock time."""
     run: str
-    """Tells runs of one job apart: a digest, for what a run knows itself by may be its secret."""
+    """Distinguishes runs of one job: a digest, because the run's identifier may be secret."""
 
     def __str__(self) -> str:
         return f"job {self.job!r}, pid {self.pid} on {self.host}, since {self.since}"
@@ -34,8 +34,8 @@ class Owner:
     @classmethod
     def own(cls, job: str, run: str) -> Owner:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        told = hashlib.sha256(f"torchscout lock {run}".encode()).hexdigest()
-        return cls(job, socket.gethostname(), os.getpid(), _started(os.getpid()), since, told)
+        digest = hashlib.sha256(f"torchscout lock {run}".encode()).hexdigest()
+        return cls(job, socket.gethostname(), os.getpid(), _started(os.getpid()), since, digest)
 
     @property
     def is_here(self) -> bool:
@@ -43,7 +43,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Only if that is certain: it was of this machine, and there is no such process."""
+        """True only if it is certain: the process was on this machine and has ended."""
         return self.is_here and self.started is not None and _started(self.pid) != self.started
 
     def to_bytes(self) -> bytes:
@@ -51,7 +51,7 @@ class Owner:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Owner | None:
-        """None unless it is whole: it may be half written."""
+        """The owner, or None if the bytes are incomplete."""
         try:
             document: Any = json.loads(data)
             found = cls(**{field.name: document[field.name] for field in fields(cls)})
@@ -63,7 +63,7 @@ class Owner:
 
 
 def refusal(folder: Path, holder: Owner | None, how_known: str = "") -> str:
-    who = "a process that has not said who it is" if holder is None else str(holder)
+    who = "an unidentified process" if holder is None else str(holder)
     return f"{folder} is in use by {who}{how_known}; wait for it, end it, or use another folder"
 
 
@@ -72,6 +72,6 @@ def _started(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # The second field, the program's name, may itself hold spaces and parentheses.
+    # The second field, the program's name, may contain spaces and parentheses.
     state, *others = stat.rpartition(")")[2].split()
     return None if state in "ZX" else int(others[18])

@@ -1,9 +1,9 @@
-"""Deletes the shards of generations that nobody needs (paper, section 8). Which those are, the gate says."""
+"""Deletes the shards of generations that the gate no longer needs (paper, section 8)."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torchscout.checkpoint.generation import Generation
@@ -12,11 +12,11 @@ from torchscout.errors import CheckpointError
 
 __all__ = ["remove", "retire"]
 
-_NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}
+_FINE = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}
 
 
 def retire(folder: Path | str, generations: Iterable[Generation], rank: int | None = None) -> list[Path]:
-    """Delete these generations' shards, or of them only those that one rank holds; says what it deleted."""
+    """Delete these generations' shards, or only those that ``rank`` holds, and return their paths."""
     unwanted = frozenset(generations)
     if not Path(folder).is_dir():
         return []
@@ -28,32 +28,23 @@ def retire(folder: Path | str, generations: Iterable[Generation], rank: int | No
 
 
 def remove(unwanted: Iterable[ShardFile]) -> list[Path]:
-    """Delete these copies and the step folders left empty, as many as can be; then say which could not."""
-    removed, problems = [], []
-    for path in [each.path for each in unwanted]:
-        if problem := _gone(path):
-            problems.append(problem)
-        else:
-            removed.append(path)
-    for parent in sorted({path.parent for path in removed}):
-        problems += filter(None, [_without_folder(parent)])
+    """Delete these shards and the folders left empty, as many as possible, and return the shards' paths.
+
+    Raises ``CheckpointError`` if some could not be deleted.
+    """
+    outcomes = {each.path: _problem(each.path.unlink, each.path) for each in unwanted}
+    removed = [path for path, problem in outcomes.items() if problem is None]
+    folders = sorted({path.parent for path in removed})
+    problems = list(filter(None, (*outcomes.values(), *(_problem(each.rmdir, each) for each in folders))))
     if problems:
-        raise CheckpointError(f"{len(problems)} could not be deleted; {problems[0]}")
+        raise CheckpointError(f"could not delete {len(problems)} files or folders; {problems[0]}")
     return removed
 
 
-def _gone(path: Path) -> str | None:
+def _problem(delete: Callable[[], object], path: Path) -> str | None:
+    """Delete it; returns why it could not be deleted. A file that is gone and a folder in use are fine."""
     try:
-        path.unlink(missing_ok=True)
+        delete()
     except OSError as error:
-        return f"{path}: {error.strerror}"
-    return None
-
-
-def _without_folder(folder: Path) -> str | None:
-    """A folder in which something else lies, a file that is being written say, stays."""
-    try:
-        folder.rmdir()
-    except OSError as error:
-        return None if error.errno in _NOT_EMPTY else f"{folder}: {error.strerror}"
+        return None if error.errno in _FINE else f"{path}: {error.strerror}"
     return None

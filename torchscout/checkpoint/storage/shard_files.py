@@ -1,4 +1,4 @@
-"""Which shards lie in a folder, by their names (paper, section 9). Whether they are whole ``shards`` says."""
+"""Lists the shards in a folder by their names (paper, section 9); ``shards.verify`` checks their contents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchscout.errors import CheckpointError
 
 __all__ = ["ShardFile", "files_under", "shard_files"]
 
-# The inverse of ``shards.path_of``, and of nothing else: other spellings of a number are no names of ours.
+# The exact inverse of ``shards.path_of``: other spellings of a number do not match.
 _NUMBER = r"(0|[1-9]\d{0,17})"
 _FOLDER = re.compile(rf"step-0*{_NUMBER}\.lineage-{_NUMBER}")
 _FILE = re.compile(rf"rank-{_NUMBER}-of-{_NUMBER}\.held-by-{_NUMBER}\.shard")
@@ -26,10 +26,10 @@ class ShardFile:
     path: Path
     generation: Generation
     rank: int
-    """Whose state it is."""
+    """The rank whose state it is."""
     world_size: int
     holder: int
-    """Who keeps this copy."""
+    """The rank that keeps this copy."""
     size: int
     """In bytes."""
 
@@ -39,7 +39,7 @@ class ShardFile:
 
 
 def shard_files(folder: Path | str) -> list[ShardFile]:
-    """All of them, oldest generation first; what vanishes meanwhile is left out."""
+    """All shards in a folder, oldest generation first; files that vanish meanwhile are left out."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -54,8 +54,7 @@ def shard_files(folder: Path | str) -> list[ShardFile]:
 
 
 def files_under(folder: Path | str) -> Iterator[Path]:
-    """Every file in it and in its subfolders. Unlike ``rglob``, this does not fail where another rank removes
-    a subfolder meanwhile."""
+    """Every file in a folder and its subfolders. Unlike ``rglob``, it tolerates subfolders that vanish."""
     for parent, _, names in os.walk(folder):
         yield from (Path(parent, name) for name in names)
 

@@ -1,8 +1,8 @@
-"""One rank's state as bytes: a header that says everything, then the tensors (paper, section 9).
+"""Encodes one rank's state as bytes: a header, then the tensors (paper, section 9).
 
-Pure and without torch: bytes in, bytes out, for files, shared memory and the network alike. Decoding believes
-nothing: every length, offset and shape is checked against the size of the whole before anything is read or
-allocated, and nothing is ever executed. Digests find damage; they are no defence against whoever forges them.
+Pure functions on bytes, without torch, for files, shared memory and the network. Decoding trusts nothing:
+every length, offset and shape is checked against the shard's size before anything is read or allocated, and
+nothing is ever executed. Digests detect damage, not forgery.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ __all__ = [
 #     header              JSON, perhaps with spaces after it
 #     tensors             each at the next multiple of 64 bytes, zeros between
 #
-# The last tensor's last byte ends the shard. Where every tensor lies follows from the lengths alone; the
-# header names the offsets nevertheless, for other readers, and they must be the ones that follow. So tensors
-# cannot overlap, every byte is covered by a digest or must be zero, and no bit can change unseen.
+# The shard ends with the last tensor. Offsets follow from the lengths; the header contains them for other
+# readers, and they must match. So tensors cannot overlap, and every byte is covered by a digest or must be
+# zero: every flipped bit is detected.
 MAGIC = b"SCOUT\x00\x1a\n"
 SCHEMA = 1
 ALIGNMENT = 64
@@ -67,7 +67,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
     "complex128": 16,
 }
-"""Every dtype a shard can hold, by torch's name, and the size of one element."""
+"""Every dtype that a shard can hold, by torch's name, and its item size."""
 
 _MAX_DIMENSIONS = 64
 _MAX_BYTES = 1 << 62
@@ -78,21 +78,21 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardIdentity:
-    """Whose state, of which job, and when."""
+    """Identifies the state in a shard."""
 
     job: str
     mesh: str
-    """How the ranks are laid out, in words that differ when the layout does."""
+    """Describes how the ranks are laid out; different layouts have different descriptions."""
     world_size: int
     rank: int
-    """The rank whose state this is; a replica that another rank holds has the same bytes."""
+    """The rank whose state this is, also in a copy that another rank holds."""
     generation: Generation
 
     def __post_init__(self) -> None:
         if not (isinstance(self.job, str) and isinstance(self.mesh, str)):
-            raise ValueError(f"job and mesh are names, got {self.job!r:.40} and {self.mesh!r:.40}")
+            raise ValueError(f"job and mesh must be strings, got {self.job!r:.40} and {self.mesh!r:.40}")
         if not (is_number(self.rank) and is_number(self.world_size) and self.rank < self.world_size):
-            raise ValueError(f"there is no rank {self.rank!r} among {self.world_size!r}")
+            raise ValueError(f"rank must be below world_size, got {self.rank!r} and {self.world_size!r}")
         if not all(map(is_number, self.generation)):
             raise ValueError(f"a generation is a step and a lineage, got {self.generation}")
 
@@ -113,19 +113,19 @@ class ShardIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """One tensor's bytes, row-major; a view of memory is one of single bytes."""
+    """One tensor's bytes, row-major; a ``memoryview`` must have format ``B``."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: Buffer
     owner: object = None
-    """What the bytes belong to, kept alive while they are needed."""
+    """The object that owns the memory, to keep it alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor lies in a shard."""
+    """A tensor's position in a shard."""
 
     name: str
     dtype: str
@@ -143,18 +143,18 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """All but the tensors' bytes."""
+    """Everything in a shard except the tensors' bytes."""
 
     identity: ShardIdentity
     role: TrustLevel
-    """As of the moment the shard was sealed; the gate's state says what it is by now."""
+    """The trust level when the shard was sealed; the gate's state has the current one."""
     document: Any
-    """Everything that is no tensor, as ``encoding`` encodes it."""
+    """The state without its tensors, as ``encoding`` encodes it."""
     entries: tuple[Entry, ...]
     start: int
-    """Where the header ends."""
+    """The offset of the header's end."""
     size: int
-    """Of the whole shard."""
+    """The size of the whole shard."""
 
 
 def digest(data: Buffer) -> str:
@@ -162,23 +162,22 @@ def digest(data: Buffer) -> str:
 
 
 class Outline:
-    """A shard before its tensors' bytes are known: where each will lie, and later the header."""
+    """The layout of a shard whose tensors' bytes are not known yet."""
 
     def __init__(self, fields: dict[str, Any], room: int) -> None:
         self._fields = fields
         self._rows: list[dict[str, Any]] = fields["tensors"]
-        # Digests have one length, so that the header has it before they are known.
+        # All digests have the same length, so the header's length is known before they are.
         self.header_bytes = max(len(self._json([_NO_DIGEST] * len(self._rows))), room)
         self.start = PREFIX_BYTES + self.header_bytes
-        """Where the header ends."""
+        """The offset of the header's end."""
         self.places = [_aligned(self.start) + row["offset"] for row in self._rows]
-        """Each tensor's first byte."""
+        """Each tensor's offset."""
         self.ends = [place + row["length"] for place, row in zip(self.places, self._rows, strict=True)]
         self.size = self.ends[-1] if self.ends else self.start
-        """Of the whole shard."""
 
     def head(self, digests: Sequence[str]) -> bytes:
-        """Everything before the first tensor's padding."""
+        """The prefix and the header, given the tensors' digests."""
         header = self._json(digests).ljust(self.header_bytes)
         prefix = _PREFIX.pack(MAGIC, SCHEMA, 0, len(header), b"")[:_DIGESTED]
         return prefix + xxhash.xxh3_128_digest(prefix + header) + header
@@ -198,11 +197,11 @@ def outline(
 ) -> Outline:
     """Lay out a shard of tensors given by name, dtype and shape.
 
-    The header has ``room`` bytes at least, so that tensors can lie where they lay in another shard.
+    The header has at least ``room`` bytes, so that tensors can have the same offsets as in another shard.
     """
     if len({name for name, _, _ in tensors}) < len(tensors):
         raise ValueError("two tensors of a shard have the same name")
-    # Offsets count from the header's end, rounded up, so that the header's own length does not change them.
+    # Offsets count from the aligned end of the header, so that its length does not change them.
     table: list[dict[str, Any]] = []
     offset = 0
     for name, dtype, shape in tensors:
@@ -216,9 +215,13 @@ def outline(
 
 
 def encode(identity: ShardIdentity, role: TrustLevel, document: Any, blobs: Sequence[Blob]) -> list[Buffer]:
-    """The shard as pieces to be written one after the other; tensors are not copied."""
+    """The shard as consecutive pieces; tensors are not copied. Raises ``ValueError`` for wrong lengths."""
     for blob in blobs:
-        _check_length(blob)
+        if len(blob.data) != (expected := _bytes_of(blob.dtype, blob.shape)):
+            raise ValueError(
+                f"tensor {blob.name!r}, {blob.dtype} of shape {blob.shape}, has {expected} bytes, "
+                f"not {len(blob.data)}"
+            )
     laid_out = outline(identity, role, document, [(blob.name, blob.dtype, blob.shape) for blob in blobs])
     pieces: list[Buffer] = [laid_out.head([digest(blob.data) for blob in blobs])]
     position = len(pieces[0])
@@ -229,7 +232,7 @@ def encode(identity: ShardIdentity, role: TrustLevel, document: Any, blobs: Sequ
 
 
 def probe(prefix: Buffer, size: int) -> int:
-    """How many bytes of a shard of this size ``parse`` needs, from the shard's first bytes."""
+    """The number of bytes that ``parse`` needs, given the shard's first bytes and its size."""
     if len(prefix) < PREFIX_BYTES or size < PREFIX_BYTES:
         raise DamagedError(f"not a shard: {size} bytes are too few")
     magic, schema, _, length, _ = _PREFIX.unpack(prefix[:PREFIX_BYTES])
@@ -243,9 +246,9 @@ def probe(prefix: Buffer, size: int) -> int:
 
 
 def check_header(prefix: Buffer, pieces: Iterable[Buffer], size: int) -> None:
-    """Raise ``DamagedError`` unless these pieces, one after the other, are the header that was sealed.
+    """Raise ``DamagedError`` unless these consecutive pieces are the header that was sealed.
 
-    For code that reads a shard in pieces: the header's length cannot be trusted before this check.
+    The header's length cannot be trusted before this check.
     """
     found = xxhash.xxh3_128(bytes(prefix[:_DIGESTED]))
     length = 0
@@ -258,7 +261,7 @@ def check_header(prefix: Buffer, pieces: Iterable[Buffer], size: int) -> None:
 
 
 def parse(start: Buffer, size: int) -> Header:
-    """The header, from the first ``probe`` bytes of a shard of this size; ``DamagedError`` if damaged."""
+    """Parse the header from a shard's first ``probe`` bytes; raises ``DamagedError``."""
     end = probe(start, size)
     view = memoryview(start)
     check_header(view, [view[PREFIX_BYTES:end]], size)
@@ -272,7 +275,7 @@ def parse(start: Buffer, size: int) -> Header:
 
 
 def decode(shard: Buffer) -> tuple[Header, dict[str, memoryview]]:
-    """The header and each tensor's bytes, without copies, all of them verified."""
+    """The header and a view of each tensor's bytes, all verified; raises ``DamagedError``."""
     view = memoryview(shard).cast("B")
     header = parse(view, len(view))
     check_padding(header, lambda offset, length: view[offset : offset + length])
@@ -284,21 +287,12 @@ def decode(shard: Buffer) -> tuple[Header, dict[str, memoryview]]:
 
 
 def check_padding(header: Header, read: Callable[[int, int], Buffer]) -> None:
-    """Raise ``DamagedError`` unless all bytes between the tensors are zero."""
+    """Raise ``DamagedError`` unless all bytes between tensors are zero."""
     position = header.start
     for entry in header.entries:
         if any(read(position, entry.offset - position)):
             raise DamagedError(f"the bytes before tensor {entry.name!r} are damaged: they are not zero")
         position = entry.end
-
-
-def _check_length(blob: Blob) -> None:
-    expected = _bytes_of(blob.dtype, blob.shape)
-    if len(blob.data) != expected:
-        raise ValueError(
-            f"tensor {blob.name!r}, {blob.dtype} of shape {blob.shape}, has {expected} bytes, "
-            f"not {len(blob.data)}"
-        )
 
 
 def _header(document: Any, start: int, size: int) -> Header:
@@ -333,12 +327,12 @@ def _entries(table: list[Any], start: int) -> Iterator[Entry]:
 
 
 def _bytes_of(dtype: Any, shape: Sequence[Any]) -> int:
-    """The length of such a tensor; a ``ValueError`` for one that no machine could hold."""
+    """The length of such a tensor in bytes; raises ``ValueError`` if no machine could hold it."""
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError(f"unknown dtype {dtype!r:.40}")
     if len(shape) > _MAX_DIMENSIONS or not all(map(is_number, shape)):
-        raise ValueError(f"no shape of a tensor: {shape!r:.80}")
-    # Empty dimensions aside: strides must not overflow either.
+        raise ValueError(f"not the shape of a tensor: {shape!r:.80}")
+    # Ignoring empty dimensions, because strides must not overflow either.
     if math.prod(max(size, 1) for size in shape) * ITEM_BYTES[dtype] > _MAX_BYTES:
         raise ValueError(f"a tensor of shape {shape!r:.80} is too large")
     return int(math.prod(shape)) * ITEM_BYTES[dtype]

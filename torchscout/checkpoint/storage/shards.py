@@ -1,8 +1,8 @@
-"""Shards in files: written whole or not at all, never overwritten, verified bit by bit (paper, section 9).
+"""Reads and writes shards as files (paper, section 9).
 
-A file appears under its name only when every byte of it is on the disk. What a failed writer leaves behind
-is removed by it, or by ``clean`` if it was killed. A shard that arrives from another rank is kept aside
-until every bit of it is verified. Which files there should be is not known here.
+A file gets its name only when all its bytes are on the disk, and is never overwritten. A failed writer
+removes its temporary file; ``clean`` removes those of killed writers. A shard that is received from another
+rank has a temporary name until every bit is verified.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 
 import xxhash
 
-from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.storage.shard_files import files_under
 from torchscout.checkpoint.storage.shard_format import (
     PREFIX_BYTES,
@@ -32,7 +31,6 @@ from torchscout.checkpoint.storage.shard_format import (
     check_header,
     check_padding,
     digest,
-    encode,
     parse,
     probe,
 )
@@ -49,7 +47,6 @@ __all__ = [
     "make_folder",
     "path_of",
     "replace",
-    "save",
     "verify",
     "write",
 ]
@@ -62,7 +59,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A shard read back, every bit of it verified."""
+    """A shard that was read and verified."""
 
     header: Header
     tree: Any
@@ -70,15 +67,15 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ``verify`` found."""
+    """The result of ``verify``."""
 
     path: Path
     header: Header | None
-    """None if not even that could be read."""
+    """None if it could not be read."""
     damaged: tuple[str, ...]
-    """The tensors that are not what was sealed."""
+    """Names of damaged tensors."""
     problems: tuple[str, ...]
-    """All that is wrong, in words."""
+    """Everything that is wrong, in words."""
 
     @property
     def whole(self) -> bool:
@@ -86,41 +83,31 @@ class Report:
 
 
 def path_of(directory: Path | str, identity: ShardIdentity, holder: int) -> Path:
-    """Where the copy that rank ``holder`` keeps of this shard lies."""
+    """The path of the copy of this shard that rank ``holder`` keeps."""
     step, lineage = identity.generation
     shard = f"rank-{identity.rank}-of-{identity.world_size}.held-by-{holder}.shard"
     return Path(directory) / f"step-{step:010d}.lineage-{lineage}" / shard
 
 
-def save(path: Path | str, identity: ShardIdentity, role: TrustLevel, tree: Any) -> None:
-    """Write one rank's state; its CPU tensors must not change meanwhile."""
-    from torchscout.checkpoint.storage import encoding
-    from torchscout.checkpoint.storage import encoding as trees
-
-    encoded = trees.encode(tree)
-    blobs = encoding.blobs_of(encoded.tensors)  # alive until all is written: some own the memory they tell of
-    write(path, encode(identity, role, encoded.document, blobs))
-
-
 def write(path: Path | str, pieces: Sequence[Buffer]) -> None:
-    """Seal these bytes under this name, or raise ``CheckpointError`` and leave nothing behind."""
+    """Write a new file atomically. Raises ``CheckpointError``, also if it exists, and then leaves no file."""
     _refuse_sealed(path := Path(path))
     _put(path, pieces, _publish)
 
 
 def replace(path: Path | str, pieces: Sequence[Buffer]) -> None:
-    """The same for a name that may be taken: what is there stays whole until these bytes are."""
+    """Write a file atomically, replacing an existing one; raises ``CheckpointError``."""
     _put(Path(path), pieces, _exchange)
 
 
 def inspect(path: Path | str) -> Header:
-    """The header alone, verified; says nothing about the tensors."""
+    """Read and verify the header only; raises ``CheckpointError``."""
     with _opened(Path(path)) as (file, size):
         return _header(file, size)
 
 
 def verify(path: Path | str) -> Report:
-    """Look at every bit and say what is damaged."""
+    """Verify every bit of a shard."""
     path, header, damaged, problems = Path(path), None, [], []
     try:
         with _opened(path) as (file, size):
@@ -136,9 +123,8 @@ def verify(path: Path | str) -> Report:
 
 
 def load(path: Path | str, named: Iterable[type] = ()) -> Restored:
-    """The state again, or ``DamagedError``; ``named`` are the classes of named tuples in it."""
-    from torchscout.checkpoint.storage import encoding
-    from torchscout.checkpoint.storage import encoding as trees
+    """Read and verify a state; ``named`` are the classes of named tuples in it. Raises ``DamagedError``."""
+    from torchscout.checkpoint.storage import encoding  # imports torch
 
     with _opened(Path(path)) as (file, size):
         header = _header(file, size)
@@ -149,23 +135,23 @@ def load(path: Path | str, named: Iterable[type] = ()) -> Restored:
             _read_into(memory, file, entry.offset)
             if digest(memory) != entry.digest:
                 raise DamagedError(f"tensor {entry.name!r} is damaged: its digest does not match")
-        return Restored(header, trees.decode(header.document, rooms, named))
+        return Restored(header, encoding.decode(header.document, rooms, named))
 
 
 def clean(directory: Path | str) -> list[Path]:
-    """Remove what killed writers left anywhere under this folder; those of living ones stay."""
+    """Remove temporary files of killed writers under this folder, and return their paths."""
     removed = []
     for path in (each for each in files_under(directory) if each.match(f".*{_TEMPORARY}")):
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
-            continue  # gone meanwhile, or not ours
+            continue  # removed meanwhile, or not readable
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
             removed.append(path)
         except OSError:
-            continue  # its writer lives, or locks cannot tell
+            continue  # its writer is alive, or there are no locks
         finally:
             os.close(file)
     return sorted(removed)
@@ -188,7 +174,7 @@ def _put(path: Path, pieces: Sequence[Buffer], publish: Callable[[Path, Path], N
 
 @contextmanager
 def _temporary_beside(path: Path) -> Iterator[tuple[Path, int]]:
-    """A file that only this writer knows, gone afterwards whatever happens."""
+    """A temporary file that is removed afterwards."""
     temporary, file = created(path)
     try:
         yield temporary, file
@@ -200,7 +186,7 @@ def _temporary_beside(path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def created(path: Path) -> tuple[Path, int]:
-    """A new file beside the one it is to become; locked, by which ``clean`` knows that its writer lives."""
+    """Create a temporary file for this path and open it, locked, so that ``clean`` leaves it alone."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_TEMPORARY}")
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -213,18 +199,18 @@ def created(path: Path) -> tuple[Path, int]:
                 raise
         if os.fstat(file).st_nlink:
             return temporary, file
-        os.close(file)  # cleaned away before it was locked; the next one has another name
+        os.close(file)  # ``clean`` removed it before it was locked
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    """Give the file its name, for good; a link never replaces anything, a rename would."""
+    """Give the file its name with a link, which unlike a rename never replaces a file."""
     try:
         os.link(temporary, path)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             _refuse_sealed(path)
             raise
-        # No links here: whoever owns the folder is its only writer, so that nobody comes between these two.
+        # No links on this file system: the folder's owner is its only writer, so there is no race here.
         _refuse_sealed(path)
         temporary.rename(path)
     try:
@@ -245,7 +231,7 @@ def _refuse_sealed(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """With its parents, for its owner alone, and on the disk."""
+    """Create a private folder with its parents, durably."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -257,7 +243,7 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(file)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems need no such thing, and say so
+        if error.errno != errno.EINVAL:  # not supported, and not needed, on some file systems
             raise
     finally:
         os.close(file)
@@ -273,9 +259,9 @@ def _space_left(path: Path, size: int) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
-    """The file and its size; whatever is wrong with it is said with its name."""
+    """Open a file and yield it with its size; errors name the path."""
     try:
-        # Not to be held up by a pipe of that name, nor led elsewhere by a link.
+        # Do not block on a pipe or follow a link of that name.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(file)
@@ -325,16 +311,18 @@ def _read_into(memory: memoryview, file: int, offset: int) -> None:
 
 
 class IncomingShard:
-    """One shard on its way into this folder; without ``seal`` nothing of it stays."""
+    """A shard that is being received into a folder; nothing remains of it without ``seal``."""
 
     def __init__(self, memory: Path, identity: ShardIdentity, holder: int, size: int) -> None:
-        """``CheckpointError`` if there is no room for it."""
+        """Raises ``CheckpointError`` if there is no space for it."""
         self.identity, self.size, self.received = identity, size, 0
         self.path = path_of(memory, identity, holder)
         try:
             make_folder(self.path.parent)
             if (free := shutil.disk_usage(self.path.parent).free) < size:
-                raise CheckpointError(f"{self.path.parent} has no room: {size} bytes to keep, {free} free")
+                raise CheckpointError(
+                    f"{self.path.parent} has too little space: {size} bytes needed, {free} free"
+                )
             self._temporary, self._file = created(self.path)
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path}: {error.strerror}") from error
@@ -345,10 +333,10 @@ class IncomingShard:
         return self.received == self.size
 
     def append(self, data: Buffer) -> None:
-        """The next bytes; ``CheckpointError`` if they cannot be kept."""
+        """Write the next bytes; raises ``CheckpointError``."""
         view = memoryview(data)
         if len(view) > self.size - self.received:
-            raise DamagedError(f"more bytes than the {self.size} that were announced")
+            raise DamagedError(f"received more than the announced {self.size} bytes")
         try:
             while view:
                 count = os.pwrite(self._file, view, self.received)
@@ -357,18 +345,19 @@ class IncomingShard:
             raise CheckpointError(f"cannot write {self.path}: {error.strerror}") from error
 
     def seal(self) -> Path:
-        """Verify all of it as it lies here, and give it its name; ``DamagedError`` if it is not what it says.
+        """Verify every bit, give the file its name, and return its path; raises ``DamagedError``.
 
-        It takes the place of a copy that is there already: that one has the same name, so it was sealed
-        from the same state, and who sends it again does not know it to be whole.
+        Replaces an existing copy: that has the same name and so the same content, unless it is damaged.
         """
         try:
             report = verify(self._temporary)
             found = None if report.header is None else report.header.identity
             if not report.whole:
-                raise DamagedError("; ".join(report.problems[:3]).replace(str(self._temporary), "what came"))
+                raise DamagedError(
+                    "; ".join(report.problems[:3]).replace(str(self._temporary), "the received shard")
+                )
             if found != self.identity:
-                raise DamagedError(f"announced as {_told(self.identity)}, but it is {_told(found)}")
+                raise DamagedError(f"announced as {_described(self.identity)}, but it is {_described(found)}")
             os.fchmod(self._file, 0o400)
             self._temporary.replace(self.path)
         except OSError as error:
@@ -378,15 +367,15 @@ class IncomingShard:
         return self.path
 
     def discard(self) -> None:
-        """Forget it, unless it is sealed; idempotent."""
+        """Remove it, unless it is sealed. Idempotent."""
         if self._open:
             self._open = False
             self._temporary.unlink(missing_ok=True)
             os.close(self._file)
 
 
-def _told(identity: ShardIdentity | None) -> str:
-    assert identity is not None, "what is whole has a header"
+def _described(identity: ShardIdentity | None) -> str:
+    assert identity is not None, "a whole shard has a header"
     return (
         f"the state of rank {identity.rank} of {identity.world_size} at {identity.generation}, "
         f"job {identity.job!r:.40}, mesh {identity.mesh!r:.80}"

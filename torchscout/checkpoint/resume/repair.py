@@ -1,0 +1,117 @@
+"""Repairs a damaged shard with identical bytes from other ranks' shards (paper, sections 8 and 9).
+
+[Note: which bytes may come from another rank]
+
+Replicas hold equal parameters and optimizer state, so a tensor that is damaged in every copy of one rank's
+shard is usually whole in another rank's. The header, which has a digest of its own, records the xxh3-128 of
+every tensor: a tensor of the same length and digest in another shard holds the same bytes. What differs
+between ranks, such as random state and data positions, has different digests and is never taken. A shard
+that is missing, or whose header is damaged, cannot be repaired: its rank-local state is lost.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from torchscout.checkpoint.resume.transfer import Links, receive_bytes, send_bytes
+from torchscout.checkpoint.storage.shard_format import Entry
+from torchscout.checkpoint.storage.shards import IncomingShard, Report
+from torchscout.errors import CheckpointError
+
+__all__ = ["repair"]
+
+_Key = tuple[str, int]
+"""A tensor's digest and length."""
+
+
+def repair(report: Report | None, memory: Path, rank: int, links: Links) -> tuple[Path | None, list[str]]:
+    """Repair the damaged shards of one generation. Call it on every rank.
+
+    ``report`` describes this rank's shard; None if it has none with a whole header. Returns the path of this
+    rank's repaired shard, or None, and what was done on any rank, in words.
+    """
+    needs = _exchange(links, None if report is None else _tensors(report, damaged=True))
+    if None in needs or not any(needs):
+        return None, []  # some rank's state is lost, or nothing is damaged that a peer could have
+    wanted = {key for keys in needs for key in keys or ()}
+    own = {} if report is None else _tensors(report, damaged=False)
+    offers = _exchange(links, wanted & own.keys())
+    path: Path | None = None
+    outcome: str | None = None
+    for needy, keys in enumerate(needs):
+        sources = {key: _first_other(offers, key, needy) for key in keys or ()}
+        if report is None or not sources or None in sources.values():
+            continue
+        if needy != rank:
+            _send(report.path, [own[key] for key, source in sources.items() if source == rank], needy, links)
+            continue
+        received = {
+            key: b"".join(map(bytes, receive_bytes(key[1], source, links.group)))
+            for key, source in sources.items()
+            if source is not None
+        }
+        try:
+            path = _write(report, received, memory, rank)
+            outcome = _sentence(report, set(sources.values()))
+        except (CheckpointError, OSError) as error:
+            outcome = f"{_whose(report)} could not be repaired: {error}"
+    return path, [each for each in links.exchange(outcome) if each is not None]
+
+
+def _exchange(links: Links, keys: Iterable[_Key] | None) -> list[list[_Key] | None]:
+    told = links.exchange(None if keys is None else sorted(keys))
+    return [None if keys is None else [(digest, length) for digest, length in keys] for keys in told]
+
+
+def _tensors(report: Report, *, damaged: bool) -> dict[_Key, Entry]:
+    assert report.header is not None
+    entries = [each for each in report.header.entries if (each.name in report.damaged) is damaged]
+    return {(each.digest, each.length): each for each in entries}
+
+
+def _first_other(offers: Sequence[Sequence[_Key] | None], key: _Key, rank: int) -> int | None:
+    return next((peer for peer, keys in enumerate(offers) if peer != rank and key in (keys or ())), None)
+
+
+def _send(path: Path, entries: Sequence[Entry], to: int, links: Links) -> None:
+    if not entries:
+        return
+    with path.open("rb") as file:
+        for entry in entries:
+            send_bytes(file.fileno(), entry.offset, entry.length, to, links.group)
+
+
+def _write(report: Report, received: Mapping[_Key, bytes], memory: Path, rank: int) -> Path:
+    """Write the shard again with these bytes in place of the damaged ones; ``seal`` verifies all of it."""
+    header = report.header
+    assert header is not None
+    incoming = IncomingShard(memory, header.identity, rank, header.size)
+    try:
+        with (
+            report.path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as shard,
+        ):
+            incoming.append(shard[: header.start])
+            for entry in header.entries:
+                is_damaged, key = entry.name in report.damaged, (entry.digest, entry.length)
+                incoming.append(bytes(entry.offset - incoming.received))
+                incoming.append(received[key] if is_damaged else shard[entry.offset : entry.end])
+        return incoming.seal()
+    finally:
+        incoming.discard()
+
+
+def _whose(report: Report) -> str:
+    assert report.header is not None
+    return f"rank {report.header.identity.rank}'s state at {report.header.identity.generation}"
+
+
+def _sentence(report: Report, sources: Iterable[int | None]) -> str:
+    count = len(report.damaged)
+    what = "1 damaged tensor" if count == 1 else f"{count} damaged tensors"
+    peers = ", ".join(f"rank {each}" for each in sorted(each for each in sources if each is not None))
+    was = "was" if count == 1 else "were"
+    return f"{what} of {_whose(report)} {was} replaced with identical bytes from {peers}"
