@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from torchscout.utils._torch import OpOverload, operator_names
+
 __all__ = ["POINT_TO_POINT", "SCOUT_GROUP", "Call", "Group", "Operator", "Splits", "operators"]
 
 SCOUT_GROUP = "torchscout"
@@ -219,7 +221,7 @@ class Call:
 class Operator:
     """What a ``c10d`` operator's schema says."""
 
-    overload: torch._ops.OpOverload[..., Any]
+    overload: OpOverload
     name: str
     operation: str
     places: dict[str, int]
@@ -231,7 +233,7 @@ class Operator:
     """Where those stand that it gets; the same place when the operator works in place."""
 
     @classmethod
-    def of(cls, overload: torch._ops.OpOverload[..., Any]) -> Operator:
+    def of(cls, overload: OpOverload) -> Operator:
         arguments = overload._schema.arguments
         name = overload._schema.name.removeprefix("c10d::")
         bare = name.strip("_")
@@ -253,7 +255,7 @@ class Operator:
 def operators() -> tuple[Operator, ...]:
     """Every ``c10d`` operator of this release that works on a process group."""
     found = []
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in operator_names():
         if name.startswith("c10d::"):
             packet, _, overload = name.removeprefix("c10d::").partition(".")
             found.append(Operator.of(getattr(getattr(torch.ops.c10d, packet), overload or "default")))

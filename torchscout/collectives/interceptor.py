@@ -28,10 +28,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C import DispatchKey
 
 from torchscout.collectives.call import Call, Operator, operators
 from torchscout.log import log
+from torchscout.utils._torch import DispatchKey, frame_evaluation
 
 __all__ = ["Handle", "Listener", "Pending", "examine", "listen", "uninstall"]
 
@@ -252,7 +252,7 @@ def _hide_from_compiler(code: CodeType) -> None:
     DDP issues collectives while ``torch.compile(ddp)`` runs, and Dynamo would trace the kernels for them.
     """
     # Not torch.compiler.disable: it imports the compiler, which takes seconds.
-    compiler: Any = torch._C._dynamo.eval_frame
+    compiler: Any = frame_evaluation
     # Private, and seen in PyTorch 2.13 only: without it, tracing costs time and nothing else.
     if hasattr(compiler, "set_code_exec_strategy") and hasattr(compiler, "_FrameExecStrategy"):
         skip = compiler._FrameAction.SKIP

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -30,13 +29,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from torchscout.errors import ReplayError, describe_error
 from torchscout.replay.capture.broadcast import described, refuse, room_for
 from torchscout.replay.capture.context import autocast_as, buffers_of, preserved, refusal, unmoved
 from torchscout.replay.capture.hooks import WRITES, CallCapture
 from torchscout.replay.capture.invocation import Invocation, is_floating
+from torchscout.utils._torch import compiler, tree_leaves
 
 __all__ = ["CompiledCode", "EagerCall", "compiled_around", "eagerly", "is_compiled"]
 
@@ -46,12 +45,12 @@ _MAX_PASSES = 3
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module, or a part of it, runs as compiled code."""
-    return _has_compiler() and any(map(_is_compiled_itself, module.modules()))
+    return compiler() is not None and any(map(_is_compiled_itself, module.modules()))
 
 
 def compiled_around(model: nn.Module, module: nn.Module) -> nn.Module | None:
     """The outermost module of ``model`` that is compiled together with this module inside it."""
-    if not _has_compiler():
+    if compiler() is None:
         return None
     compiled = (each for each in model.modules() if each is not module and _is_compiled_itself(each))
     return next((each for each in compiled if any(part is module for part in each.modules())), None)
@@ -248,7 +247,7 @@ def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     if isinstance(module, DistributedDataParallel):
         yield from _wrappers(module.module)
-    elif _has_compiler() and isinstance(module, _compiler().OptimizedModule):
+    elif compiler() is not None and isinstance(module, compiler().OptimizedModule):
         yield from _wrappers(module._orig_mod)
 
 
@@ -270,21 +269,12 @@ def _synchronizing(module: nn.Module) -> str | None:
 
 def _is_compiled_itself(module: nn.Module) -> bool:
     return (
-        isinstance(module, _compiler().OptimizedModule)
+        isinstance(module, compiler().OptimizedModule)
         or module._compiled_call_impl is not None
         or hasattr(
             getattr(module, "forward", None), "_torchdynamo_orig_callable"
         )  # a method that was compiled
     )
-
-
-def _has_compiler() -> bool:
-    """Whether the compiler was imported: importing it costs seconds, and nothing is compiled without."""
-    return "torch._dynamo" in sys.modules
-
-
-def _compiler() -> Any:
-    return sys.modules["torch._dynamo"]
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from torchscout.errors import ReplayError
+from torchscout.utils._torch import plain_attention, set_deterministic
 
 __all__ = [
     "Attention",
@@ -180,7 +181,6 @@ def _belongs(key: str, tracker: str) -> bool:
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 # What is used of it; the interface is experimental.
 _NAMES = ("_cp_options", "_disable_cp_dtensor_dispatcher", "_enable_cp_dtensor_dispatcher", "custom_ops")
-_PLAIN = torch._C._nn.scaled_dot_product_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Attention:
         function = functional.scaled_dot_product_attention
         module = sys.modules.get(_MODULE)
         missing = [name for name in _NAMES if not hasattr(module, name)]
-        if module is None or (missing and function is _PLAIN):
+        if module is None or (missing and function is plain_attention):
             return cls(function)
         if missing:
             raise ReplayError(f"this PyTorch's context_parallel is not known: it has no {missing[0]}")
@@ -403,7 +403,6 @@ def deterministic(*, strict: bool = True) -> Iterator[None]:
     Not around compiled code: the mode is one of its guards, and other kernels would be compiled.
     """
     # Not torch.use_deterministic_algorithms: it imports the compiler, and sets the compiler's switch too.
-    switch: Any = torch._C._set_deterministic_algorithms
     mode = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
@@ -412,12 +411,12 @@ def deterministic(*, strict: bool = True) -> Iterator[None]:
         with warnings.catch_warnings():
             # Of kernels that have no deterministic version: what they compute is marked, or found out about.
             warnings.filterwarnings("ignore", message=".*deterministic.*")
-            switch(True, warn_only=not strict)
+            set_deterministic(True, warn_only=not strict)
             memory.fill_uninitialized_memory = False
             torch.backends.cudnn.benchmark = False
             yield
     finally:
-        switch(mode, warn_only=warn_only)
+        set_deterministic(mode, warn_only=warn_only)
         memory.fill_uninitialized_memory = fill
         torch.backends.cudnn.benchmark = benchmark
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from torchscout.errors import ReplayError, describe_error
 from torchscout.replay.capture.broadcast import DTensorLayout, captured, obstacle
 from torchscout.replay.capture.context import buffers_of
 from torchscout.replay.capture.invocation import Invocation
 from torchscout.replay.guard import Communication
+from torchscout.utils._torch import tree_leaves
 from torchscout.utils.reentrancy import in_backward, in_own_work
 
 __all__ = ["WRITES", "CallCapture"]

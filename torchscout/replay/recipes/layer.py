@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from torchscout.decision.record import Surface
 from torchscout.decision.signature import PendingSignatures, digest
@@ -44,6 +43,7 @@ from torchscout.replay.sharded_parameters import (
     gathered_again,
 )
 from torchscout.replay.timing import timed
+from torchscout.utils._torch import tree_leaves
 
 __all__ = ["LayerRecipe", "LayerReplay"]
 
