@@ -145,7 +145,7 @@ class StuckJob:
         return {rank: self.standing(rank) for rank in range(len(self.mesh)) if rank not in self.absent}
 
     def diagnose(self) -> Incident | None:
-        return diagnose(self.standings(), self.lines, self.mesh)
+        return diagnose(self.standings().values(), self.lines, self.mesh)
 
     def run(
         self,

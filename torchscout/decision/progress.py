@@ -36,6 +36,10 @@ class Phase(str, Enum):
     EVALUATION = "evaluation"
     IDLE = "idle"
 
+    @property
+    def in_words(self) -> str:
+        return self.value.replace("_", " ")
+
 
 class Process(str, Enum):
     """What the operating system says of a trainer."""
@@ -59,7 +63,11 @@ class CommGroup:
     pair: bool = False
     """Point-to-point: source and destination issue different operations that match."""
     timeout: float | None = None
-    """Seconds after which the library ends those who wait in an operation, where that is known."""
+    """Seconds after which the library ends ranks that wait in an operation, where that is known."""
+
+    @property
+    def in_words(self) -> str:
+        return self.name if self.pair else f"group {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
