@@ -197,6 +197,8 @@ def found(job: StuckJob) -> Incident:
     assert from_json(json.loads(json.dumps(incident.to_json()))) == incident
     assert incident.reporter not in job.absent, "somebody who is there must write it down"
     assert incident.records[-1].surface == "coordinate"
+    assert incident.sentence[0].isupper()
+    assert incident.sentence.endswith(".")
     return incident
 
 

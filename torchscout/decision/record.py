@@ -13,9 +13,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from torchscout.decision.consensus import Status, Verdict
+from torchscout.utils.text import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 __all__ = [
     "SCHEMA",
@@ -29,6 +30,7 @@ __all__ = [
     "Scope",
     "Surface",
     "from_json",
+    "surfaces_in_words",
 ]
 
 SCHEMA = 1
@@ -140,6 +142,16 @@ class EvidenceRecord:
             "sentence": None,
             **{name: _plain(getattr(self, name)) for name in _CONTEXT},
         }
+
+
+def surfaces_in_words(records: Iterable[EvidenceRecord]) -> str:
+    """List the surfaces of some records, with the layers that the names of surfaces do not contain."""
+    surfaces, layers = dict[str, None](), dict[str, None]()
+    for each in records:
+        surfaces[each.surface] = None
+        if each.layer is not None and not each.surface.startswith((f"{each.layer}/", f"{each.layer}.")):
+            layers[each.layer] = None
+    return f"{listed(surfaces)} (of {listed(layers)})" if layers else listed(surfaces)
 
 
 _CONTEXT = ("layer", "mode", "shape", "timings", "progress", "fingerprints", "stall_seconds")

@@ -19,9 +19,10 @@ def listed(items: Iterable[object], *, most: int = 4) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def named(ranks: Sequence[int]) -> str:
-    """``rank 5``, or ``ranks 1, 3 and 5``."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, most=8)}"
+def named(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """``rank 5``, ``ranks 1, 3 and 5``, or ``rank 5 on node-1``."""
+    names = f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, most=8)}"
+    return f"{names} on {listed(hosts)}" if hosts else names
 
 
 def sentences(*parts: str) -> str:

@@ -262,8 +262,7 @@ def _operation(evidence: HangEvidence, issued: IssuedOp) -> str:
 
 
 def _rank(mesh: Mesh, rank: int) -> str:
-    host = mesh.host_of(rank)
-    return f"rank {rank}" if host is None else f"rank {rank} on {host}"
+    return named((rank,), mesh.hosts_of((rank,)))
 
 
 def _texts(divergence: Divergence, ranks: Sequence[int]) -> str:

@@ -113,7 +113,12 @@ class SlowRun:
 
     rank: int
     records: tuple[EvidenceRecord, ...]
-    """Its slow rounds: first the latest whose own verdict shows it, then the others, oldest first."""
+    """Its slow rounds: first the latest one whose verdict names the rank, then the others, oldest first."""
+
+    @property
+    def since(self) -> int:
+        """The step of its first slow round."""
+        return min(record.step for record in self.records)
 
 
 @dataclass(slots=True)
