@@ -344,7 +344,7 @@ class ReplayDriver:
         ):
             return []
         own = self._guard(self._certifier.signature)
-        found = c3.compare(peers.evidence, exact={KEPT: ABSENT if own is None else own})[KEPT]
+        found = c3.compare(peers.evidence, {KEPT: ABSENT if own is None else own})[KEPT]
         if ABSENT in found.evidence:
             return []
         context, gathered = Context(step, peers.group.ranks, ""), cast("Sequence[int]", found.evidence)
