@@ -194,10 +194,8 @@ class Trial:
         kind = self._kind or (Repeatability.PERSISTENT if self.is_held else Repeatability.UNDECIDED)
         record, reason = self.record, None
         if kind is Repeatability.NONDETERMINISTIC:
-            changed = named(sorted(self._changed))
-            reason = (
-                f"{NONDETERMINISTIC}: in {self.replays} replays, {changed} did not repeat the same numbers"
-            )
+            changed, times = named(sorted(self._changed)), _times(self.replays)
+            reason = f"{NONDETERMINISTIC}: replayed {times}, {changed} did not repeat the same numbers"
         elif kind is Repeatability.UNDECIDED:
             earlier = f" and {_times(self.before.differing)} before" if self.before.differing else ""
             reason = (
