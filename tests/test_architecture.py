@@ -36,7 +36,7 @@ FLOORS["campaign"] = set(FLOORS)
 FLOORS["cli"] = set(FLOORS)
 BESIDES = ("faults/", "testing/", "campaign/", "cli/")
 
-TORCH_BELOW = {"channel.py", "fold.py", "fold_triton.py", "reentrancy.py", "signature.py"}
+TORCH_BELOW = {"_torch.py", "channel.py", "fold.py", "fold_triton.py", "reentrancy.py", "signature.py"}
 
 # Where a broad except is the boundary itself: whatever ends a rank's body is that rank's answer,
 # what a listener raises in the middle of a collective must not reach training, neither may what the
@@ -122,6 +122,34 @@ def test_only_the_named_files_of_the_lower_floors_import_torch():
         if any(name.split(".")[0] in {"torch", "triton"} for name in imports_of(tree_of(module)))
     }
     assert found == TORCH_BELOW
+
+
+def private_torch_names(tree: ast.AST) -> Iterator[str]:
+    """Yield every private module or name of PyTorch that this code imports or reads from a module."""
+    reads = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    for name in (*imports_of(tree), *reads):
+        root, *parts = name.split(".")
+        if root in {"torch", "dist"} and any(part.startswith("_") and part[1:2] != "_" for part in parts):
+            yield name
+
+
+def test_private_names_of_pytorch_are_in_one_module():
+    found = {m: names for m in MODULES if (names := [*private_torch_names(tree_of(m))])}
+    assert found.keys() == {"utils/_torch.py"}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("from torch.utils._pytree import tree_leaves", ["torch.utils._pytree.tree_leaves"]),
+        ("from torch.utils import _pytree", ["torch.utils._pytree"]),
+        ("torch.cuda._sleep(1)", ["torch.cuda._sleep"]),
+        ("torch.__version__, self.torch._x, torch.nn", []),
+    ],
+)
+def test_the_rule_against_private_names_can_fail(source: str, found: list[str]):
+    assert [*private_torch_names(ast.parse(source))] == found
 
 
 def test_files_and_functions_stay_small():

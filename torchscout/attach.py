@@ -44,6 +44,8 @@ from torchscout.session.incident_callback import IncidentCallback
 from torchscout.session.off import Off, is_off
 from torchscout.session.replay_driver import ReplayDriver
 from torchscout.session.session import Session
+from torchscout.utils._torch import missing_names
+from torchscout.utils.text import listed
 
 __all__ = ["enable_resiliency"]
 
@@ -82,6 +84,7 @@ def enable_resiliency(
     show_by_default()
     if is_off():
         return Off()
+    _require_private_names()
     adapter = _adapter(model, optimizer, parallelism)
     _refuse_mistakes(adapter, replay, checkpoint)
     with ExitStack() as undo:
@@ -104,6 +107,14 @@ def enable_resiliency(
         _attached.add(each)
         session.undo.callback(_attached.discard, each)
     return session
+
+
+def _require_private_names() -> None:
+    if missing := missing_names():
+        raise ScoutError(
+            f"torchscout does not support PyTorch {torch.__version__}, which has no {listed(missing)}. "
+            "Install PyTorch 2.10 to 2.13, or set TORCHSCOUT=off to train without torchscout."
+        )
 
 
 def _adapter(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None) -> Adapter:

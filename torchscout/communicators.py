@@ -19,6 +19,7 @@ from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.decision.channel import PeerChannel, ProcessGroupChannel
 from torchscout.errors import ChannelError, ScoutError
 from torchscout.mesh import Axis, Mesh, PeerGroup
+from torchscout.utils._torch import backend_of
 
 __all__ = ["Communicators", "Job", "PeerCommunicator"]
 
@@ -126,7 +127,7 @@ def _timeout_of_training(device: torch.device) -> datetime.timedelta:
     """How long training itself waits for a rank. The watchdog of NCCL ends a process whose operation takes
     longer, and SCOUT's own groups must not make it less patient."""
     assert dist.group.WORLD is not None, "SCOUT is attached to an initialized job"
-    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    options = getattr(backend_of(dist.group.WORLD, device), "options", None)
     timeout: datetime.timedelta = getattr(options, "_timeout", dist.constants.default_pg_timeout)
     return timeout
 

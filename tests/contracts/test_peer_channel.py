@@ -92,11 +92,7 @@ def test_a_missing_peer_is_an_error_not_an_endless_wait(run):
 
 def comparing(channel: PeerChannel) -> dict[str, tuple[str, tuple[int, ...]]]:
     me = channel.position
-    verdicts = c3.compare(
-        channel,
-        exact={"output": -5, "grad_input": 8 if me == 2 else 3, "split": me % 2},
-        times={"time/module": 50.0 if me == 1 else 1.0 + me / 100, "time/all_gather": 2.0},
-    )
+    verdicts = c3.compare(channel, {"output": -5, "grad_input": 8 if me == 2 else 3, "split": me % 2})
     return {surface: (verdict.status.value, verdict.outliers) for surface, verdict in verdicts.items()}
 
 
@@ -105,8 +101,6 @@ def test_c3_decides_alike_everywhere_and_each_surface_apart(run):
         "output": ("agree", ()),
         "grad_input": ("attributed", (2,)),
         "split": ("inconclusive", ()),
-        "time/module": ("attributed", (1,)),
-        "time/all_gather": ("agree", ()),
     }
     assert run(comparing, 4) == [expected] * 4
 
@@ -128,7 +122,7 @@ class Counted:
 
 def comparing_many(channel: PeerChannel) -> tuple[int, int]:
     counted = Counted(channel)
-    verdicts = c3.compare(counted, exact={f"layer.{i}/output": i for i in range(400)})
+    verdicts = c3.compare(counted, {f"layer.{i}/output": i for i in range(400)})
     return counted.exchanges, sum(verdict.status is Status.AGREE for verdict in verdicts.values())
 
 
@@ -138,7 +132,7 @@ def test_many_surfaces_share_one_exchange(run):
 
 def out_of_step(channel: PeerChannel, other: dict[str, int]) -> str:
     with pytest.raises(ValueError, match="different surfaces") as caught:
-        c3.compare(channel, exact=other if channel.position == 1 else {"a": 1, "b": 2})
+        c3.compare(channel, other if channel.position == 1 else {"a": 1, "b": 2})
     return str(caught.value)
 
 
@@ -151,10 +145,8 @@ def test_peers_out_of_step_are_told_so_alike(run, other: dict[str, int], count: 
 
 
 def bad_arguments(channel: PeerChannel) -> None:
-    with pytest.raises(ValueError, match="both exactly and statistically: a"):
-        c3.compare(channel, exact={"a": 1}, times={"a": 1.0})
     with pytest.raises(ValueError, match=f"a: {1 << 63} does not fit 64 bits"):
-        c3.compare(channel, exact={"a": 1 << 63})
+        c3.compare(channel, {"a": 1 << 63})
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent(run):

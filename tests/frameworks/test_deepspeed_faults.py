@@ -269,7 +269,7 @@ def test_one_of_three_with_the_same_stage_and_another_collective_is_named(
     does_something_else(plan, at, what, 6, tmp_path)
     (incident,) = incidents(tmp_path)
     assert (incident.scope.value, incident.ranks) == ("rank", (1,)), incident.sentence
-    assert incident.sentence.count("where others issued") == 1
+    assert incident.sentence.count("where other members issued") == 1
     assert "more" not in incident.sentence, incident.sentence
 
 

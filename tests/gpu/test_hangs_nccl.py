@@ -63,7 +63,7 @@ def test_a_rank_that_holds_up_the_others_for_a_while_is_named(case: str, tmp_pat
     assert (incident.scope, incident.ranks) == (Scope.RANK, (CULPRIT,)), incident.sentence
     fault = RECOVERING[case].fault
     if fault.startswith("spin"):
-        assert "its device has not come to it" in incident.sentence
+        assert "its device has not reached it" in incident.sentence
     if fault == "late_input":
         assert "in input" in incident.sentence
     (resolved,) = resolutions(tmp_path)
@@ -87,7 +87,7 @@ def test_a_late_rank_whose_peers_are_inside_a_cuda_graph_is_named(tmp_path: Path
     ran(tmp_path, Hang("late_forward", captured=True))
     incident = only_incident(tmp_path)
     assert incident.ranks == (CULPRIT,), incident.sentence
-    assert "communication inside CUDA graphs is not observed" in incident.sentence
+    assert "Communication inside CUDA graphs is not observed" in incident.sentence
 
 
 def test_a_device_that_is_stuck_beside_cuda_graphs_names_nobody(tmp_path: Path):

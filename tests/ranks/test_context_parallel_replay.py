@@ -103,7 +103,7 @@ def test_a_wrong_key_that_reaches_the_partner_is_one_incident_of_both(way: str, 
     faults = FaultPlan().flip_bit(rank=2, at="stack.1.mix/output", step=2, bit=22, index=key, calls=REPLAY)
     found = faulty(Trial((3, 2), way, steps=3), faults, tmp_path)
     assert [each[:2] for each in found[0].incidents] == [("machine", (2, 3))], found[0].sentences
-    assert "one of them may have it from another" in found[0].sentences[0]
+    assert "one of them may have received it from another" in found[0].sentences[0]
 
 
 @pytest.mark.parametrize(

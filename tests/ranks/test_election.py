@@ -72,7 +72,7 @@ def test_with_hub_and_standby_lost_for_good_a_rank_that_hangs_is_named(tmp_path:
         job.order(3, do="sleep", seconds=LONG)
         incident = one_incident(job)
         assert incident.ranks == (3,)
-        assert "ranks 0 and 4 did not answer" in incident.sentence
+        assert "Ranks 0 and 4 did not answer" in incident.sentence
         assert (
             "this observer is candidate 2 and opens its hub"
             in (tmp_path / "observers/rank-1.log").read_text()

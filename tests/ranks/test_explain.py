@@ -130,7 +130,7 @@ def test_a_killed_rank(dumped: Callable[..., Path], tmp_path: Path):
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"trace_rank_{rank}" for rank in (0, 1, 3)]
     found = explained(tmp_path)
     assert (found["ranks"], found["without_dump"]) == ([2], [2])
-    assert "rank 2 has not entered all_reduce float32[5] number 4" in found["sentence"]
+    assert "Rank 2 has not entered all_reduce float32[5] number 4" in found["sentence"]
     assert "it left no readable dump" in found["sentence"]
 
 

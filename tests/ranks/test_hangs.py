@@ -86,7 +86,7 @@ def test_a_late_rank_is_named(tmp_path: Path, place: str):
     incident = only_incident(tmp_path, faults)
     assert (incident.manifestation, incident.scope, incident.ranks) == (Manifestation.HANG, Scope.RANK, (2,))
     assert incident.action is Action.RESTART
-    assert "rank 2" in incident.sentence
+    assert "Rank 2" in incident.sentence
     (resolved,) = resolutions(tmp_path)
     assert resolved.ranks == (2,)
 
@@ -116,7 +116,7 @@ def test_a_killed_trainer_is_named_as_gone(tmp_path: Path, victim: int):
     wait_for_incident(tmp_path)
     incident = only_incident(tmp_path, faults)
     assert incident.ranks == (victim,)
-    assert f"rank {victim}" in incident.sentence
+    assert f"The trainer of rank {victim}" in incident.sentence
     assert "ended before it had finished" in incident.sentence
 
 

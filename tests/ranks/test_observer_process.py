@@ -80,7 +80,7 @@ def test_a_killed_trainer_is_named_though_nobody_is_silent(tmp_path: Path, rank:
         job.trainers[rank].kill()
         incident = incident_of(job)
         assert incident.ranks == (rank,)
-        assert f"the trainer of rank {rank} ended before it had finished" in incident.sentence
+        assert f"The trainer of rank {rank} ended before it had finished" in incident.sentence
         for other in {0, 1, 2} - {rank}:
             job.trainers[other].kill()
         until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
@@ -131,7 +131,7 @@ def test_without_one_observer_the_others_conclude(tmp_path: Path, how: signal.Si
         job.order(2, do="sleep", seconds=LONG)
         incident = incident_of(job)
         assert incident.ranks == (2,)
-        assert "rank 1 did not answer" in incident.sentence
+        assert "Rank 1 did not answer." in incident.sentence
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_a_rank_that_is_slow_in_a_phase_is_named_once(tmp_path: Path, phase: str
     run_ranks(job, 4, tmp_path, phase, faults, timeout=90)
     incident = only_incident(tmp_path, faults, 4)
     assert (incident.scope, incident.ranks) == (Scope.RANK, (1,))
-    assert "rank 1" in incident.sentence
+    assert "Rank 1" in incident.sentence
     assert f"{PURPOSES[phase]} where its peers take" in incident.sentence
 
 

@@ -115,7 +115,7 @@ def test_a_wrong_part_that_partners_add_up_is_one_incident_of_all_of_them(style:
     faults = FaultPlan().flip_bit(rank=3, at="stack.1.up/output", step=2, bit=30, calls=REPLAY)
     found = faulty(Trial((3, 2), style, steps=3), faults, tmp_path)
     assert [each[:2] for each in found[0].incidents] == [("machine", (2, 3))], found[0].sentences
-    assert "one of them may have it from another" in found[0].sentences[0]
+    assert "one of them may have received it from another" in found[0].sentences[0]
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ class StuckJob:
         return {rank: self.standing(rank) for rank in range(len(self.mesh)) if rank not in self.absent}
 
     def diagnose(self) -> Incident | None:
-        return diagnose(self.standings(), self.lines, self.mesh)
+        return diagnose(self.standings().values(), self.lines, self.mesh)
 
     def run(
         self,
@@ -197,6 +197,8 @@ def found(job: StuckJob) -> Incident:
     assert from_json(json.loads(json.dumps(incident.to_json()))) == incident
     assert incident.reporter not in job.absent, "somebody who is there must write it down"
     assert incident.records[-1].surface == "coordinate"
+    assert incident.sentence[0].isupper()
+    assert incident.sentence.endswith(".")
     return incident
 
 

@@ -122,11 +122,11 @@ def test_counts_on_unknown_lines_and_of_strangers_are_left_out():
 def test_who_is_missing_is_who_has_issued_less_or_died_at_it(seed: int):
     job = some_job(seed)
     standings = job.standings()
-    call = HangEvidence(standings.values(), job.lines, job.mesh)
-    for place, issued in enumerate(call.columns.operations):
-        expected = naive_missing(standings, call.lines[issued.line], issued.number)
-        assert call.missing(place).tolist() == expected
-        assert call.is_open[place] == bool(expected)
+    evidence = HangEvidence(standings.values(), job.lines, job.mesh)
+    for place, issued in enumerate(evidence.columns.operations):
+        expected = naive_missing(standings, evidence.lines[issued.line], issued.number)
+        assert evidence.missing(place).tolist() == expected
+        assert evidence.is_open[place] == bool(expected)
 
 
 def naive_missing(standings: Mapping[int, RankStatus], line: CommGroup, number: int) -> list[int]:
@@ -151,34 +151,36 @@ def naive_missing(standings: Mapping[int, RankStatus], line: CommGroup, number: 
 def test_sources_are_those_that_a_search_rank_by_rank_finds(seed: int):
     job = some_job(seed)
     standings = job.standings()
-    call = HangEvidence(standings.values(), job.lines, job.mesh)
-    graph = WaitGraph(call)
-    waits, certain = naive_waits(standings, call)
+    evidence = HangEvidence(standings.values(), job.lines, job.mesh)
+    graph = WaitGraph(evidence)
+    waits, certain = naive_waits(standings, evidence)
     assert sorted(rank for rank in range(len(job.mesh)) if graph.blocked[rank]) == sorted(certain)
     reached = {rank: reach(waits, rank) for rank in range(len(job.mesh))}
     behind = {rank for start in certain for rank in reached[start]}
     # In a part of the graph that no wait leaves, whoever does not wait for certain is its source.
     ends = {rank for rank in behind if all(rank in reached[other] for other in reached[rank])}
     expected = ends - certain
-    assert {rank for rank in expected if not graph.held.ranks[rank]} == set(graph.sources)
+    assert {rank for rank in expected if not graph.stalled.ranks[rank]} == set(graph.sources)
     for source in graph.sources:
         waiting = {rank for rank in certain if source in reached[rank]} - {source}
         assert graph.waiters([source]) == waiting
 
 
 def naive_waits(
-    standings: Mapping[int, RankStatus], call: HangEvidence
+    standings: Mapping[int, RankStatus], evidence: HangEvidence
 ) -> tuple[dict[int, set[int]], set[int]]:
     """Whom each rank waits for, by [Note: Waiting] and [Note: Deaths], and who waits for certain."""
     waits: dict[int, set[int]] = {}
     certain = set()
     for rank, standing in standings.items():
-        recent = [each for each in standing.progress.recent if each.line in call.lines]
+        recent = [each for each in standing.progress.recent if each.line in evidence.lines]
         at_last = standing.progress.at_communication and recent[-1:] == list(standing.progress.recent[-1:])
         last = recent[-1:] if at_last else []
         dead = standing.process is not Process.RUNNING
         missed_by_last = [
-            other for each in last for other in naive_missing(standings, call.lines[each.line], each.number)
+            other
+            for each in last
+            for other in naive_missing(standings, evidence.lines[each.line], each.number)
         ]
         if dead or (standing.waiting is None and missed_by_last):
             shown = last
@@ -187,8 +189,8 @@ def naive_waits(
         targets = {
             other
             for each in shown
-            for other in naive_missing(standings, call.lines[each.line], each.number)
-            if not dead or (other in call.dead and call.issued(other, each.line) < each.number)
+            for other in naive_missing(standings, evidence.lines[each.line], each.number)
+            if not dead or (other in evidence.dead and evidence.issued(other, each.line) < each.number)
         }
         waits[rank] = targets
         if targets and (dead or standing.waiting or (standing.waiting is None and missed_by_last)):
@@ -210,7 +212,7 @@ def test_nobody_is_behind_a_job_that_only_pauses():
     job = replicas()
     job.busy(*range(8), phase=Phase.EVALUATION)
     graph = WaitGraph(HangEvidence(job.standings().values(), job.lines, job.mesh))
-    assert (graph.sources, graph.cycles, graph.held.lines) == ([], [], {})
+    assert (graph.sources, graph.cycles, graph.stalled.lines) == ([], [], {})
     assert not graph.blocked.any()
 
 
@@ -219,7 +221,7 @@ def test_who_waits_for_a_lost_machine_is_not_held():
     job.issue("world", 0, 1)
     job.absent |= {2, 3}
     graph = WaitGraph(HangEvidence(job.standings().values(), job.lines, job.mesh))
-    assert (graph.sources, graph.held.lines) == ([2, 3], {})
+    assert (graph.sources, graph.stalled.lines) == ([2, 3], {})
 
 
 def test_suspect_that_did_not_answer_is_shown_in_the_proof():

@@ -73,7 +73,7 @@ def test_who_has_not_entered_is_named_with_its_stack_and_those_of_a_few_others()
 def test_a_watchdog_that_ends_those_who_wait_is_not_blamed_on_them():
     incident = conclude(round_of(post(2, 4), timed_out(0), timed_out(1)), MESH)
     assert incident.ranks == (2,)
-    assert incident.sentence.endswith("the trainers of ranks 0 and 1 ended after waiting for too long")
+    assert incident.sentence.endswith(" The trainers of ranks 0 and 1 ended after waiting for too long.")
     # Nor if the one they waited for was ended soon after them.
     assert conclude(round_of(timed_out(2, 4, 0.2), timed_out(0), timed_out(1)), MESH).ranks == (2,)
 
@@ -131,7 +131,7 @@ def test_who_ended_is_named_though_everybody_else_moves():
     incident = conclude(posts, MESH)
     assert (incident.scope, incident.ranks, incident.action) == (Scope.RANK, (1,), Action.RESTART)
     assert (
-        incident.sentence == "the trainer of rank 1 on a ended before it had finished, in forward of step 3"
+        incident.sentence == "The trainer of rank 1 on a ended before it had finished, in forward of step 3."
     )
     assert (incident.records[0].surface, incident.records[0].ranks) == ("process", (1,))
 

@@ -502,14 +502,6 @@ def test_one_machine_among_16384_ranks():
 # The numbers that come in.
 
 
-def test_the_last_to_enter_times_the_transfer():
-    """Rank 12 computed late: rank 4 waited 40 ms for it, which is not communication."""
-    time = CollectiveTime.of_members("tensor", "time/all_reduce", {12: 2.0, 4: 42.0})
-    assert time == CollectiveTime("tensor", (4, 12), "time/all_reduce", 2.0)
-    with pytest.raises(ValueError, match="got none"):
-        CollectiveTime.of_members("tensor", "time/all_reduce", {})
-
-
 @pytest.mark.parametrize("ranks", [(), (3,), (5, 4), (4, 4)])
 def test_bad_groups_are_refused(ranks):
     with pytest.raises(ValueError, match=r"a shard group needs .* got \(" + ", ".join(map(str, ranks))):

@@ -103,7 +103,7 @@ def incident_of(*ranks: int) -> Incident:
         hosts=(),
         records=(record,),
         action=Action.RESTART,
-        sentence=f"ranks {ranks} are late",
+        sentence=f"Ranks {ranks} are late.",
     )
 
 
@@ -123,7 +123,7 @@ def test_what_those_do_who_waited_too_long_is_a_consequence():
     assert docket.traced(incident_of(0, 1), posted()) is None
     traced = docket.traced(incident_of(0, 1), posted(0, 1))
     assert traced.ranks == (2,)
-    assert traced.sentence.endswith("the trainers of ranks 0 and 1 ended after waiting for too long")
+    assert traced.sentence.endswith("late. The trainers of ranks 0 and 1 ended after waiting for too long.")
     assert docket.report(traced, posted(0, 1))
     assert not docket.report(docket.traced(incident_of(0), posted(0, 1)), posted(0, 1)), "once"
 

@@ -43,7 +43,7 @@ def test_the_screen_says_who_what_and_where(tmp_path: Path):
     shown = run(write_pickles(tmp_path / "dumps", late_rank().documents())).stdout.splitlines()
     sentence = (
         "Rank 2 has not entered all_gather float32[5] number 3 of group default_pg; its last operation is "
-        "all_reduce float32[1024] number 2 of group default_pg, which is completed; 3 ranks wait for it."
+        "all_reduce float32[1024] number 2 of group default_pg, which is completed. 3 ranks wait for it."
     )
     assert shown[:3] == [sentence, "", "Group default_pg, 4 members, operation number 3:"]
     assert shown[6:] == [
@@ -80,7 +80,7 @@ def test_no_hang(tmp_path: Path):
     job = Recorders(3)
     job.collective()
     shown = run(write_json(tmp_path / "json", job.documents())).stdout
-    assert shown == "No operation that the dumps show is waiting for anybody: they show no hang.\n"
+    assert shown == "The dumps show no hang: no operation waits for a rank.\n"
 
 
 def test_a_killed_rank_left_no_file(tmp_path: Path):
@@ -106,9 +106,9 @@ def test_devices_of_untimed_dumps_are_not_told(tmp_path: Path):
         (b"", "it is empty"),
         (b"   \n", "it is empty"),
         (b'{"entries": [', "it is not whole JSON"),
-        (b'{"entries": 3}', "not a list"),
+        (b'{"entries": 3}', "entries must be a list"),
         (b"[1, 2]", "a dump is a dictionary"),
-        (b"{}", "no dump of the Flight Recorder"),
+        (b"{}", "not a dump of the Flight Recorder"),
         (b"\x80\x02}q\x00(X\x07", "it ends too soon"),
         (b"hello", "damaged"),
         (pickle.dumps(os.getcwd), "could run any code"),
@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path, con
     (folder / "nccl_trace_rank_0").write_bytes(content)
     found = ask(folder)
     assert found["ranks"] == [2], "the others tell it"
-    assert found["sentence"].endswith("(rank 0 left no readable dump)")
+    assert found["sentence"].endswith(" Rank 0 left no readable dump.")
     assert any("nccl_trace_rank_0: " in note and problem in note for note in found["notes"]), found["notes"]
     refused = run(folder / "nccl_trace_rank_0", expect=1)
     assert refused.stdout == ""
@@ -172,7 +172,7 @@ def test_too_few_dumps_name_nobody(tmp_path: Path):
     documents = late_rank().documents()
     found = ask(write_json(tmp_path / "json", {0: documents[0]}), expect=1)
     assert (found["hang"], found["ranks"]) == (None, [])
-    assert "ranks 1, 2 and 3 left no readable dump: it cannot be told which" in found["sentence"]
+    assert "ranks 1, 2 and 3 left no readable dump, so the missing rank" in found["sentence"]
     assert found["groups"][0]["number"] == 3
 
 

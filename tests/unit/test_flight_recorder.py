@@ -36,7 +36,7 @@ def test_a_job_whose_operations_are_all_completed_does_not_hang():
     found = explained(healthy().documents(), 4)
     assert found.incident is None
     assert found.has_hang is False
-    assert "they show no hang" in found.sentence
+    assert "show no hang" in found.sentence
 
 
 @pytest.mark.parametrize("timed", [True, False])
@@ -47,8 +47,8 @@ def test_a_rank_that_has_not_entered_is_named(timed: bool):
     assert found.incident is not None
     assert found.incident.ranks == (2,)
     assert found.sentence == (
-        "rank 2 has not entered all_reduce float32[5] number 5 of group default_pg; its last operation is "
-        "all_reduce float32[1024] number 4 of group default_pg, which is completed; 3 ranks wait for it"
+        "Rank 2 has not entered all_reduce float32[5] number 5 of group default_pg; its last operation is "
+        "all_reduce float32[1024] number 4 of group default_pg, which is completed. 3 ranks wait for it."
     )
 
 
@@ -82,7 +82,7 @@ def test_a_rank_that_issued_something_else_is_named(name: str, shape: list[int],
     found = explained(job.documents(), 4)
     assert found.incident is not None
     assert (found.incident.scope, found.incident.ranks) == (Scope.RANK, (1,))
-    assert f"rank 1 issued {name} float32{shape}".replace(" [", "[") in found.sentence
+    assert f"Rank 1 issued {name} float32{shape}".replace(" [", "[") in found.sentence
     assert "as number 5 of group default_pg" in found.sentence
 
 
@@ -120,8 +120,8 @@ def test_all_have_entered_and_nobody_returns():
     assert found.incident is not None
     assert (found.incident.scope, found.incident.ranks) == (Scope.PROCESS_GROUP, (0, 1))
     assert found.sentence == (
-        "all 2 members entered all_reduce float32[1024] number 1 of group tensor, which has not returned; "
-        "nobody is behind: the runtime, a device or the transport stalls"
+        "All 2 members entered all_reduce float32[1024] number 1 of group tensor, which has not returned. "
+        "No rank is behind: the runtime, a device or the transport has stalled."
     )
 
 
@@ -143,7 +143,7 @@ def test_ranks_that_entered_in_opposite_order(waits: str, queued: str | None):
     assert found.incident is not None
     assert (found.incident.scope, found.incident.ranks) == (Scope.PROCESS_GROUP, (0, 1))
     assert (
-        "ranks 0 and 1 wait for each other, having entered operations in different orders or left one out"
+        "Ranks 0 and 1 wait for each other, having entered operations in different orders or left one out"
         in found.sentence
     )
 
@@ -179,7 +179,7 @@ def test_a_rank_without_a_dump_is_named_where_others_wait_for_it():
     found = explained(documents, 4)
     assert found.incident is not None
     assert found.incident.ranks == (2,)
-    assert "it left no readable dump; 3 ranks wait for it" in found.sentence
+    assert "it left no readable dump. 3 ranks wait for it." in found.sentence
 
 
 def test_a_rank_without_a_dump_is_not_blamed_for_what_another_explains():
@@ -189,7 +189,7 @@ def test_a_rank_without_a_dump_is_not_blamed_for_what_another_explains():
     found = explained(documents, 4)
     assert found.incident is not None
     assert found.incident.ranks == (2,)
-    assert found.sentence.endswith("(rank 3 left no readable dump)")
+    assert found.sentence.endswith(" Rank 3 left no readable dump.")
 
 
 def test_a_rank_without_a_dump_that_nobody_waits_for_leaves_it_undecided():
@@ -297,7 +297,7 @@ def test_a_receive_without_its_send():
     found = explained(job.documents(), 4)
     assert found.incident is not None
     assert found.incident.ranks == (1,)
-    assert "rank 1 has not entered recv float32[8] number 2 of 1 -> 2" in found.sentence
+    assert "Rank 1 has not entered recv float32[8] number 2 of 1 -> 2" in found.sentence
 
 
 def test_a_chain_of_transfers_leads_to_the_stage_that_is_late():
@@ -381,7 +381,7 @@ def test_groups_of_one_name_elsewhere_in_the_job_are_apart():
 def test_dumps_without_any_operation():
     found = explained({rank: {"entries": [], "pg_config": {}} for rank in range(2)}, 2)
     assert found.has_hang is None
-    assert "no operation at all" in found.sentence
+    assert "no operations" in found.sentence
 
 
 def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:

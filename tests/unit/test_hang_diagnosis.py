@@ -39,8 +39,8 @@ def test_rank_that_has_not_entered_is_named(stacks: bool, phase: Phase):
     assert incident.action is Action.RESTART
     assert incident.step == 7
     assert incident.sentence == (
-        f"rank 5 on node-2 has not entered {ALL_REDUCE} number 4 of group world; "
-        f"it has been in {phase.value.replace('_', ' ')} for 6.2 s; 7 ranks wait for it"
+        f"Rank 5 on node-2 has not entered {ALL_REDUCE} number 4 of group world; "
+        f"it has been in {phase.value.replace('_', ' ')} for 6.2 s. 7 ranks wait for it."
     )
 
 
@@ -248,7 +248,7 @@ def test_two_sources_at_once_are_both_named(stacks: bool):
     job.gone(5)
     incident = found(job)
     assert (incident.scope, incident.ranks) == (Scope.RANK, (2, 5))
-    for part in ("rank 2 on node-1 has not entered", "it has been in input", "its process is gone"):
+    for part in ("Rank 2 on node-1 has not entered", "it has been in input", "its process is gone"):
         assert part in incident.sentence
     assert "6 ranks wait for them" in incident.sentence
 
@@ -287,9 +287,10 @@ def test_long_lists_of_ranks_are_shortened():
     incident = found(job)
     assert incident.ranks == tuple(range(31))
     assert incident.sentence.startswith(
-        "ranks 0, 1, 2, 3, 4, 5, 6 and 24 more hold up the job: rank 0 on node-0 has not"
+        "Ranks 0, 1, 2, 3, 4, 5, 6 and 24 more hold up the job. Rank 0 on node-0 has not"
     )
-    assert "; 29 more; 1 rank waits for them" in incident.sentence
+    assert incident.sentence.count("has not entered") == 2
+    assert incident.sentence.endswith(" 1 rank waits for them.")
 
 
 def test_wait_after_a_posted_operation_in_a_program():

@@ -73,9 +73,9 @@ def test_equal_progress_is_a_stall_of_that_group_and_of_no_rank(stacks: bool):
     assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (4, 5))
     assert incident.action is Action.INSPECT
     assert incident.records[0].ranks == ()
-    assert "nobody is behind" in incident.sentence
+    assert "No rank is behind" in incident.sentence
     assert (
-        f"all 2 members entered {ALL_REDUCE} number 2 of group tensor.4, which has not returned for 6.0 s"
+        f"All 2 members entered {ALL_REDUCE} number 2 of group tensor.4, which has not returned for 6.0 s"
         in incident.sentence
     )
 

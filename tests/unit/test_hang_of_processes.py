@@ -62,7 +62,7 @@ def test_trainer_whose_observer_is_gone_too_is_named(absent: int):
     job.absent.add(absent)
     incident = found(job)
     assert (incident.scope, incident.ranks, incident.action) == (Scope.RANK, (absent,), Action.INSPECT)
-    assert "it did not answer; 7 ranks wait for it" in incident.sentence
+    assert "it did not answer. 7 ranks wait for it." in incident.sentence
 
 
 def test_absence_in_a_tensor_group_is_followed_through_its_victim():
@@ -80,7 +80,7 @@ def test_trainer_that_died_before_it_published_anything():
     job = replicas(4)
     job.issue("world", 0, 1, 2)
     standings = job.standings() | {3: RankStatus(3, Process.GONE, None)}
-    incident = diagnose(standings, job.lines, job.mesh)
+    incident = diagnose(standings.values(), job.lines, job.mesh)
     assert incident is not None
     assert incident.ranks == (3,)
 
@@ -93,7 +93,7 @@ def test_who_issued_something_else_is_named_though_another_died_of_it_and_nobody
     for rank in range(4):
         job.issue(job.group(f"alone.{rank}", rank), rank)
         job.waiting[rank] = False
-    assert diagnose(job.standings(), job.lines, job.mesh) is None
+    assert diagnose(job.standings().values(), job.lines, job.mesh) is None
     job.gone(2)
     job.waiting[2] = None
     assert found(job).ranks == (1,)
@@ -129,7 +129,7 @@ def test_stopped_trainer_is_named_whatever_its_last_stack_showed():
     job.stopped(3)
     standings = job.standings()
     standings[3] = replace(standings[3], waiting=True)
-    incident = diagnose(standings, job.lines, job.mesh)
+    incident = diagnose(standings.values(), job.lines, job.mesh)
     assert incident is not None
     assert incident.ranks == (3,)
 
@@ -184,7 +184,7 @@ def test_machine_of_which_nobody_answers_is_gone(stacks: bool):
     assert (incident.scope, incident.ranks) == (Scope.MACHINE, (4, 5, 6, 7))
     assert (incident.hosts, incident.action) == (("node-1",), Action.REPLACE)
     assert incident.sentence == (
-        "machine node-1 is gone: ranks 4, 5, 6 and 7 did not answer; 6 ranks wait for them"
+        "Machine node-1 is gone: ranks 4, 5, 6 and 7 did not answer. 6 ranks wait for them."
     )
 
 
@@ -216,7 +216,7 @@ def test_observer_that_is_missing_from_a_healthy_rank_is_not_blamed():
     incident = found(job)
     assert incident.ranks == (5,)
     assert 2 not in incident.records[0].peers
-    assert incident.sentence.endswith("(rank 2 did not answer)")
+    assert incident.sentence.endswith(" Rank 2 did not answer.")
 
 
 def test_absent_rank_that_nobody_waits_for_is_not_blamed():
@@ -237,7 +237,7 @@ def test_device_that_is_behind_is_the_source_when_hosts_are_equal():
     job.device = {0: 12, 1: 12, 2: 11, 3: 12}
     incident = found(job)
     assert (incident.scope, incident.ranks) == (Scope.RANK, (2,))
-    assert "its device is behind at step 11; 3 ranks wait for it" in incident.sentence
+    assert "its device is behind at step 11. 3 ranks wait for it" in incident.sentence
     job.device = {0: 11, 1: 11, 2: 11, 3: 12}
     assert found(job).scope is Scope.PROCESS_GROUP, "one that is ahead blames nobody"
 

@@ -29,7 +29,7 @@ def test_a_late_host_is_named(shown: bool | None):
     ahead(job, shown)
     incident = found(job)
     assert (incident.scope, incident.ranks, incident.action) == (Scope.RANK, (5,), Action.RESTART)
-    assert "rank 5 on node-2 has not entered all_reduce float32[1024] sum number 4" in incident.sentence
+    assert "Rank 5 on node-2 has not entered all_reduce float32[1024] sum number 4" in incident.sentence
     assert "7 ranks wait" in incident.sentence
     assert incident.records[0].surface == "entered/world"
 
@@ -44,7 +44,7 @@ def test_a_stuck_device_is_named_although_its_host_ran_ahead(shown: bool | None)
     incident = found(job)
     assert (incident.scope, incident.ranks) == (Scope.RANK, (5,))
     assert "has issued all_reduce float32[1024] sum number 4 of group world, but" in incident.sentence
-    assert "its device has not come to it; its device is behind at step 6" in incident.sentence
+    assert "its device has not reached it; its device is behind at step 6" in incident.sentence
 
 
 def test_all_devices_in_the_same_operation_are_a_stall_of_the_group(shown: bool | None):
@@ -55,7 +55,7 @@ def test_all_devices_in_the_same_operation_are_a_stall_of_the_group(shown: bool 
     ahead(job, shown)
     incident = found(job)
     assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1, 2, 3))
-    assert "all 4 members entered all_reduce float32[1024] sum number 4 of group world" in incident.sentence
+    assert "All 4 members entered all_reduce float32[1024] sum number 4 of group world" in incident.sentence
 
 
 def test_idle_devices_hold_nobody_up(shown: bool | None):
@@ -147,7 +147,7 @@ def test_a_rank_that_is_missing_inside_cuda_graphs_is_named(captured: bool):
     job.busy_devices = set(others(2, count=4))
     incident = found(job)
     assert (incident.scope, incident.ranks) == (Scope.RANK, (2,))
-    assert "communication inside CUDA graphs is not observed" in incident.sentence
+    assert "Communication inside CUDA graphs is not observed" in incident.sentence
     assert incident.records[0].surface == "device"
 
 

@@ -140,7 +140,7 @@ def test_an_incident_is_news_once_until_it_has_been_seen_to_end():
     found = incident(wrong, "layer.1/output")
 
     def news(incidents: list[Incident], records: dict[str, EvidenceRecord]) -> list[Incident]:
-        return ongoing.news(incidents, list(records.values()))
+        return ongoing.new_ones(incidents, list(records.values()))
 
     assert news([found], wrong) == [found]
     assert news([found], wrong) == []
@@ -153,8 +153,8 @@ def test_an_incident_is_news_once_until_it_has_been_seen_to_end():
 def test_another_rank_is_news():
     ongoing = OpenIncidents()
     first, second = judged([1] * 4, [5, 5, 9, 5], [3] * 4), judged([1] * 4, [5, 5, 9, 8], [3] * 4)
-    assert len(ongoing.news([incident(first, "layer.1/output")], list(first.values()))) == 1
-    assert len(ongoing.news([incident(second, "layer.1/output")], list(second.values()))) == 1
+    assert len(ongoing.new_ones([incident(first, "layer.1/output")], list(first.values()))) == 1
+    assert len(ongoing.new_ones([incident(second, "layer.1/output")], list(second.values()))) == 1
 
 
 def test_whoever_differs_from_what_is_known_to_be_right_is_named_whatever_others_have():

@@ -9,8 +9,8 @@ import pytest
 from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import statistical
 from torchscout.decision.record import EvidenceRecord, Manifestation
-from torchscout.decision.sdc import ReplayDiagnosis
 from torchscout.decision.straggler.persistence import Persistence
+from torchscout.decision.straggler.ranks import RankStragglers
 from torchscout.mesh import Mesh
 
 SIZES = [8, 64, 128]
@@ -39,7 +39,7 @@ def named(diagnosis, rounds):
 
 
 def fresh(peers):
-    return ReplayDiagnosis(Mesh.grid(replica=peers), StragglerConfig())
+    return RankStragglers(Mesh.grid(replica=peers), StragglerConfig())
 
 
 def found(rng, start, peers, straggler, *, trials, sigma, random):

@@ -33,8 +33,8 @@ def test_a_rank_slow_in_two_surveys_is_named_once():
     assert (incident.ranks, incident.hosts, incident.action) == ((3,), ("node-1",), Action.INSPECT)
     assert incident.records[0].surface == "time/input"
     assert incident.sentence == (
-        "rank 3 on node-1 takes 412 ms to fetch a batch where its peers take 18 ms; "
-        "slow in 2 surveys since step 5"
+        "Rank 3 on node-1 takes 412 ms to fetch a batch where its peers take 18 ms; "
+        "slow in 2 surveys since step 5."
     )
     assert survey(found, 20, 18, 17, 19, 412) == []
 
@@ -81,7 +81,7 @@ def test_of_two_peers_neither_is_named():
     assert (incident.scope, incident.ranks) == (Scope.PEER_GROUP, (0, 1))
     assert incident.records[0].verdict.status is Status.INCONCLUSIVE
     assert incident.sentence.startswith(
-        "ranks 0 and 1 on node-0 differ: rank 1 takes 412 ms to fetch a batch where its peer takes 18 ms"
+        "Ranks 0 and 1 on node-0 differ: rank 1 takes 412 ms to fetch a batch where its peer takes 18 ms"
     )
 
 

@@ -40,7 +40,7 @@ def test_rank_with_a_different_operation_is_named(other: str, stacks: bool):
     assert (incident.scope, incident.ranks, incident.action) == (Scope.RANK, (2,), Action.RESTART)
     assert (
         incident.sentence
-        == f"rank 2 issued {other} as number 3 of group world, where others issued {ALL_REDUCE}"
+        == f"Rank 2 issued {other} as number 3 of group world, where other members issued {ALL_REDUCE}."
     )
     deciding = incident.records[0]
     assert (deciding.surface, deciding.peers, deciding.ranks) == ("fingerprint/world", (0, 1, 2, 3), (2,))
@@ -87,7 +87,7 @@ def test_rank_that_skipped_an_operation_is_named_and_not_those_it_waits_for(stac
     job.issue("world", 2, text="barrier")
     incident = found(job)
     assert (incident.scope, incident.ranks) == (Scope.RANK, (2,))
-    assert "where others issued all_gather float32[8]" in incident.sentence
+    assert "where other members issued all_gather float32[8]" in incident.sentence
 
 
 def test_difference_behind_all_that_is_visible_is_voted_on_by_digests():
@@ -99,7 +99,7 @@ def test_difference_behind_all_that_is_visible_is_voted_on_by_digests():
     incident = found(job)
     assert (incident.scope, incident.ranks) == (Scope.RANK, (2,))
     assert incident.records[0].surface == "digest/world"
-    assert "before its number 8" in incident.sentence
+    assert "before number 8" in incident.sentence
     assert "barrier" not in incident.sentence
 
 
@@ -212,7 +212,7 @@ def test_two_members_that_differ_are_both_listed(stacks: bool):
     job.issue(tensor[0], 1, text="barrier")
     incident = found(job)
     assert (incident.scope, incident.ranks, incident.action) == (Scope.PROCESS_GROUP, (0, 1), Action.RESTART)
-    assert f"{ALL_REDUCE} or barrier as its number 2" in incident.sentence
+    assert f"{ALL_REDUCE} or barrier as number 2" in incident.sentence
     assert "no majority" in incident.sentence
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from torchscout.decision.record import (
     Scope,
     from_json,
 )
-from torchscout.decision.recorder import CallbackRecorder, JsonlRecorder, LogRecorder, Problem, Stamped, Tee
+from torchscout.decision.recorder import JsonlRecorder, Problem, Stamped, log_incident
 
 CONTRACT = {"schema", "kind", "time", "step", "manifestation", "scope", "ranks", "hosts", "surface"}
 CONTRACT |= {"status", "peers", "bitmap", "action", "sentence"}
@@ -63,7 +64,7 @@ INCIDENT = Incident(
     hosts=("node-2",),
     records=(EVIDENCE, TIMES),
     action=Action.REPLACE,
-    sentence="rank 5 on node-2 computes another gradient",
+    sentence="Rank 5 on node-2 computes another gradient.",
 )
 RESOLVED = Resolved(step=7, ranks=(5,), sentence=INCIDENT.sentence, stalled_seconds=12.5)
 AGREEMENTS = Agreements(
@@ -114,7 +115,7 @@ def test_an_incident_is_reported_by_a_healthy_peer():
 
 
 def test_a_record_needs_a_verdict_or_a_reason():
-    with pytest.raises(ValueError, match="s: a record has either"):
+    with pytest.raises(ValueError, match="s: a record needs either"):
         EvidenceRecord(step=1, surface="s", manifestation=Manifestation.SDC, peers=(0,))
     with pytest.raises(ValueError, match="2 pieces of evidence for 3 peers"):
         EvidenceRecord(
@@ -177,22 +178,14 @@ def test_truncated_and_foreign_lines_are_named_and_skipped(tmp_path: Path):
     assert "galaxy" in problems[4].reason
 
 
-def test_log_and_callback(caplog: pytest.LogCaptureFixture):
-    seen: list[Incident] = []
-    both = Tee([LogRecorder(), CallbackRecorder(seen.append)])
-    agreeing = EvidenceRecord(
-        step=1, surface="quiet", manifestation=Manifestation.SDC, peers=(0, 1), verdict=exact([1, 1])
-    )
+def test_incidents_are_logged(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.DEBUG):
-        for item in (EVIDENCE, NOT_CHECKED, agreeing, INCIDENT, RESOLVED):
-            both.record(item)
-    both.close()
-    assert seen == [INCIDENT]
+        for item in (INCIDENT, RESOLVED, replace(RESOLVED, recovered=4)):
+            log_incident(item)
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", "torchscout: step 7: layer.3/grad_input attributed: ranks [5] differ"),
-        ("INFO", "torchscout: step 9: layer.1/output not checked: reentrant checkpointing"),
-        ("ERROR", "torchscout: incident (sdc) at step 7: rank 5 on node-2 computes another gradient"),
-        ("INFO", "torchscout: resolved after 12.5 s: rank 5 on node-2 computes another gradient"),
+        ("ERROR", f"torchscout: incident (sdc) at step 7: {INCIDENT.sentence}"),
+        ("INFO", f"torchscout: resolved after 12.5 s: {INCIDENT.sentence}"),
+        ("INFO", f"torchscout: recovered by going back to step 4: {INCIDENT.sentence}"),
     ]
 
 

@@ -7,14 +7,19 @@ from torchscout.config import StragglerConfig
 from torchscout.decision.consensus import Status, exact, statistical
 from torchscout.decision.record import Action, EvidenceRecord, Manifestation, Scope
 from torchscout.decision.repeatability import Repeatability, Repeated
-from torchscout.decision.sdc import ReplayDiagnosis
+from torchscout.decision.sdc import SdcDiagnosis
+from torchscout.decision.straggler.ranks import RankStragglers
 from torchscout.mesh import Mesh
 
 NAN = math.nan
 
 
-def diagnosis(peers=4, *, hosts=None, **config):
-    return ReplayDiagnosis(Mesh.grid(replica=peers, hosts=hosts), StragglerConfig(**config))
+def corruption(peers=4, *, hosts=None):
+    return SdcDiagnosis(Mesh.grid(replica=peers, hosts=hosts))
+
+
+def stragglers(peers=4, *, hosts=None, **config):
+    return RankStragglers(Mesh.grid(replica=peers, hosts=hosts), StragglerConfig(**config))
 
 
 def signed(values, *, surface="layer.3/output", step=120, peers=None, **context):
@@ -54,7 +59,7 @@ CLEAN = [50.0, 50.4, 50.2, 49.7]
 
 def test_a_wrong_result_names_the_rank_its_host_and_the_vote():
     record = signed([7, 7, 9, 7], layer="3")
-    (incident,) = diagnosis(hosts=["a", "a", "b", "b"]).observe([record])
+    (incident,) = corruption(hosts=["a", "a", "b", "b"]).diagnose([record])
     assert (incident.manifestation, incident.scope) == (Manifestation.SDC, Scope.RANK)
     assert (incident.ranks, incident.hosts, incident.step) == ((2,), ("b",), 120)
     assert (incident.action, incident.records) == (Action.REPLACE, (record,))
@@ -65,7 +70,7 @@ def test_a_wrong_result_names_the_rank_its_host_and_the_vote():
 
 
 def grid(hosts=None):
-    return ReplayDiagnosis(Mesh.grid(replica=4, tensor=2, hosts=hosts), StragglerConfig())
+    return SdcDiagnosis(Mesh.grid(replica=4, tensor=2, hosts=hosts))
 
 
 @pytest.mark.parametrize(
@@ -75,43 +80,43 @@ def grid(hosts=None):
 def test_partners_whose_results_differ_too_are_one_incident_of_the_lowest_ranks_group(hosts, scope):
     lower = signed([7, 7, 9, 7], peers=(0, 2, 4, 6), mode="forward")
     upper = signed([3, 3, 8, 3], peers=(1, 3, 5, 7), mode="forward")
-    (incident,) = grid(hosts).observe([lower], elsewhere={5})
+    (incident,) = grid(hosts).diagnose([lower], elsewhere={5})
     assert (incident.ranks, incident.scope) == ((4, 5), scope)
-    assert "one of them may have it from another" in incident.sentence
-    assert grid(hosts).observe([upper], elsewhere={4}) == [], "the other group reports for both"
+    assert "one of them may have received it from another" in incident.sentence
+    assert grid(hosts).diagnose([upper], elsewhere={4}) == [], "the other group reports for both"
 
 
 def test_ranks_of_other_replicas_are_no_partners():
     lower = signed([7, 7, 9, 7], peers=(0, 2, 4, 6), mode="forward")
-    (incident,) = grid().observe([lower], elsewhere={7})
+    (incident,) = grid().diagnose([lower], elsewhere={7})
     assert (incident.ranks, incident.scope) == ((4,), Scope.RANK)
 
 
 def test_other_stages_of_a_pipeline_are_no_partners():
-    stages = ReplayDiagnosis(Mesh.grid(replica=4, pipeline=2), StragglerConfig())
+    stages = SdcDiagnosis(Mesh.grid(replica=4, pipeline=2))
     for peers, wrong, other in (((0, 2, 4, 6), 4, 5), ((1, 3, 5, 7), 5, 4)):
-        (incident,) = stages.observe([signed([7, 7, 9, 7], peers=peers, mode="forward")], elsewhere={other})
+        (incident,) = stages.diagnose([signed([7, 7, 9, 7], peers=peers, mode="forward")], elsewhere={other})
         assert (incident.ranks, incident.scope) == ((wrong,), Scope.RANK)
 
 
 def test_wrong_state_is_nobody_elses():
     lower = signed([7, 7, 9, 7], peers=(0, 2, 4, 6), mode="state")
-    (incident,) = grid().observe([lower], elsewhere={5})
+    (incident,) = grid().diagnose([lower], elsewhere={5})
     assert incident.ranks == (4,)
 
 
 def test_ranks_are_global_not_positions():
-    (incident,) = diagnosis(8).observe([signed([7, 9, 7], peers=(1, 3, 5))])
+    (incident,) = corruption(8).diagnose([signed([7, 9, 7], peers=(1, 3, 5))])
     assert incident.ranks == (3,)
 
 
 def test_agreement_and_what_was_not_checked_are_no_incident():
-    assert diagnosis().observe([signed([7, 7, 7, 7]), not_checked()]) == []
+    assert corruption().diagnose([signed([7, 7, 7, 7]), not_checked()]) == []
 
 
 @pytest.mark.parametrize("values", [[7, 9], [7, 7, 9, 9], [1, 2, 3]])
 def test_without_a_majority_the_whole_group_is_in_question(values):
-    (incident,) = diagnosis().observe([signed(values)])
+    (incident,) = corruption().diagnose([signed(values)])
     assert (incident.scope, incident.ranks) == (Scope.PEER_GROUP, tuple(range(len(values))))
     assert incident.action is Action.INSPECT
     assert "no majority" in incident.sentence
@@ -120,7 +125,7 @@ def test_without_a_majority_the_whole_group_is_in_question(values):
 def test_surfaces_that_name_the_same_ranks_are_one_incident():
     output, gradient = signed([7, 7, 9, 7]), signed([1, 1, 2, 1], surface="layer.3/grad_input")
     other = signed([1, 5, 1, 1], surface="optimizer/param")
-    first, second = diagnosis().observe([output, other, gradient])
+    first, second = corruption().diagnose([output, other, gradient])
     assert (first.ranks, first.records) == ((2,), (output, gradient))
     assert "layer.3/output and layer.3/grad_input" in first.sentence
     assert (second.ranks, second.records) == ((1,), (other,))
@@ -135,14 +140,14 @@ def test_surfaces_that_name_the_same_ranks_are_one_incident():
     ],
 )
 def test_outliers_that_share_a_known_host_make_it_the_machine(hosts, scope):
-    (incident,) = diagnosis(5, hosts=hosts).observe([signed([7, 8, 9, 7, 7])])
+    (incident,) = corruption(5, hosts=hosts).diagnose([signed([7, 8, 9, 7, 7])])
     assert (incident.scope, incident.ranks) == (scope, (1, 2))
     assert "agree against them" in incident.sentence
 
 
 def test_a_long_list_is_cut_short_in_the_sentence_only():
     records = [signed([7, 7, 9, 7], surface=f"layer.{i}/weight") for i in range(40)]
-    (incident,) = diagnosis().observe(records)
+    (incident,) = corruption().diagnose(records)
     assert "layer.0/weight, layer.1/weight, layer.2/weight and 37 more at step" in incident.sentence
     assert incident.records == tuple(records)
 
@@ -166,7 +171,7 @@ def test_a_long_list_is_cut_short_in_the_sentence_only():
 def test_the_sentence_says_whether_it_repeated(kind, replays, differing, earlier, words):
     record, again = signed([7, 7, 9, 7]), signed([7, 7, 8, 7])
     repeated = Repeated(record, kind, replays, differing, earlier, (again,))
-    (incident,) = diagnosis().observe([record], repeats=[repeated])
+    (incident,) = corruption().diagnose([record], repeats=[repeated])
     assert incident.ranks == (2,)
     assert incident.sentence.endswith(words)
     assert incident.records == (record, again)
@@ -175,7 +180,7 @@ def test_the_sentence_says_whether_it_repeated(kind, replays, differing, earlier
 def test_the_repeat_of_other_work_is_not_told_of():
     record, other = signed([7, 7, 9, 7], layer="3"), signed([7, 7, 9, 7], layer="4")
     repeated = Repeated(other, Repeatability.PERSISTENT, 9, 9)
-    (incident,) = diagnosis().observe([record], repeats=[repeated])
+    (incident,) = corruption().diagnose([record], repeats=[repeated])
     assert "persistent" not in incident.sentence
 
 
@@ -188,7 +193,7 @@ def feed(scout, rounds, **context):
 
 
 def test_a_rank_slow_twice_running_is_named():
-    scout = diagnosis(hosts=["a", "a", "b", "b"])
+    scout = stragglers(hosts=["a", "a", "b", "b"])
     first, second = timed(SLOW, step=100), timed(SLOW, step=120, layer="3")
     assert scout.observe([first]) == []
     (incident,) = scout.observe([second])
@@ -202,11 +207,11 @@ def test_a_rank_slow_twice_running_is_named():
 
 
 def test_equal_ranks_are_silent():
-    assert feed(diagnosis(), [CLEAN] * 20) == [[]] * 20
+    assert feed(stragglers(), [CLEAN] * 20) == [[]] * 20
 
 
 def test_two_ranks_are_blamed_together():
-    scout = diagnosis(2)
+    scout = stragglers(2)
     assert scout.observe([timed([50, 100])]) == []
     (incident,) = scout.observe([timed([50, 100])])
     assert (incident.scope, incident.ranks) == (Scope.PEER_GROUP, (0, 1))
@@ -215,12 +220,12 @@ def test_two_ranks_are_blamed_together():
 
 
 def test_of_two_ranks_the_faster_is_the_measure():
-    (incident,) = feed(diagnosis(2), [[50, 58]] * 2)[1]
+    (incident,) = feed(stragglers(2), [[50, 58]] * 2)[1]
     assert "58.0 ms against 50.0 ms" in incident.sentence
 
 
 def test_two_ranks_that_take_turns_are_not():
-    assert feed(diagnosis(2), [[50, 100], [100, 50]] * 5) == [[]] * 10
+    assert feed(stragglers(2), [[50, 100], [100, 50]] * 5) == [[]] * 10
 
 
 @pytest.mark.parametrize(
@@ -233,34 +238,34 @@ def test_two_ranks_that_take_turns_are_not():
 )
 def test_outliers_that_do_not_matter_are_silent(times):
     assert timed(times).ranks == (2,)
-    assert feed(diagnosis(), [times] * 10) == [[]] * 10
+    assert feed(stragglers(), [times] * 10) == [[]] * 10
 
 
 def test_materiality_is_the_users_to_set():
     quiet = [[50.0, 50.1, 54.0, 49.9]] * 2
-    assert feed(diagnosis(min_slowdown_ratio=1.05), quiet)[1][0].ranks == (2,)
+    assert feed(stragglers(min_slowdown_ratio=1.05), quiet)[1][0].ranks == (2,)
     short = [[2.0, 2.01, 2.9, 1.99]] * 2
-    assert feed(diagnosis(min_slowdown_ms=0.5), short)[1][0].ranks == (2,)
-    patient = feed(diagnosis(confirmations=4), [SLOW] * 4)
+    assert feed(stragglers(min_slowdown_ms=0.5), short)[1][0].ranks == (2,)
+    patient = feed(stragglers(confirmations=4), [SLOW] * 4)
     assert [len(incidents) for incidents in patient] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("surface", ["time/all_gather", "time/reduce_scatter", "time/all_to_all", "time/new"])
 def test_communication_is_never_blamed_on_an_endpoint(surface):
-    assert feed(diagnosis(), [SLOW] * 5, surface=surface) == [[]] * 5
+    assert feed(stragglers(), [SLOW] * 5, surface=surface) == [[]] * 5
 
 
 def test_a_straggler_is_reported_once_and_again_only_after_it_was_clean():
-    rounds = feed(diagnosis(), [SLOW] * 30 + [CLEAN] + [SLOW] * 3)
+    rounds = feed(stragglers(), [SLOW] * 30 + [CLEAN] + [SLOW] * 3)
     assert [step for step, incidents in enumerate(rounds) if incidents] == [1, 32]
 
 
 def test_what_most_peers_could_not_time_proves_nothing():
-    assert feed(diagnosis(6), [[50.0, 50.4, 100.0, NAN, NAN, NAN]] * 10) == [[]] * 10
+    assert feed(stragglers(6), [[50.0, 50.4, 100.0, NAN, NAN, NAN]] * 10) == [[]] * 10
 
 
 def test_one_slow_round_is_not_a_straggler():
-    assert feed(diagnosis(), [SLOW, CLEAN] * 10) == [[]] * 20
+    assert feed(stragglers(), [SLOW, CLEAN] * 10) == [[]] * 20
 
 
 @pytest.mark.parametrize(
@@ -275,18 +280,18 @@ def test_one_slow_round_is_not_a_straggler():
     ],
 )
 def test_such_a_round_neither_confirms_nor_clears(between):
-    scout = diagnosis()
+    scout = stragglers()
     assert scout.observe([timed(SLOW)]) == []
     assert scout.observe(between) == []
     assert scout.observe([timed(SLOW)])[0].ranks == (2,)
 
 
 def test_another_ranks_slow_round_does_not_confirm():
-    assert feed(diagnosis(), [SLOW, [100.0, 50.4, 50.2, 49.7], SLOW]) == [[]] * 3
+    assert feed(stragglers(), [SLOW, [100.0, 50.4, 50.2, 49.7], SLOW]) == [[]] * 3
 
 
 def test_surfaces_confirmed_together_are_one_incident():
-    scout = diagnosis()
+    scout = stragglers()
     records = [timed(SLOW), timed(SLOW, surface="time/module_backward")]
     scout.observe(records)
     (incident,) = scout.observe(records)
@@ -296,7 +301,7 @@ def test_surfaces_confirmed_together_are_one_incident():
 
 
 def test_slow_in_one_layer_of_the_round_is_slow():
-    scout = diagnosis()
+    scout = stragglers()
     slightly = timed([50.0, 50.4, 70.0, 49.7], layer="2")
     records = [timed(CLEAN, layer="0"), slightly, timed(SLOW, layer="1"), slightly]
     scout.observe(records)
@@ -315,20 +320,20 @@ def turns(scout, slow_layers, rounds, times=SLOW):
 
 
 def test_slow_in_one_layer_of_many_is_slow_whenever_its_turn_comes():
-    scout = diagnosis()
+    scout = stragglers()
     assert turns(scout, {"layer.1"}, 12) == [(4, (2,))]  # the second time, and not again while it lasts
 
 
 def test_slow_in_every_layer_is_known_in_the_second_round_and_told_once():
-    assert turns(diagnosis(), {"layer.0", "layer.1", "layer.2"}, 12) == [(1, (2,))]
+    assert turns(stragglers(), {"layer.0", "layer.1", "layer.2"}, 12) == [(1, (2,))]
 
 
 def test_two_layers_that_are_slow_by_turns_are_one_straggler():
-    assert turns(diagnosis(), {"layer.0", "layer.2"}, 12) == [(3, (2,))]
+    assert turns(stragglers(), {"layer.0", "layer.2"}, 12) == [(3, (2,))]
 
 
 def test_a_layer_in_which_another_rank_is_slow_each_time_names_nobody():
-    scout = diagnosis()
+    scout = stragglers()
     for step, slow in enumerate((0, 2, 1, 3, 2, 0)):
         values = [100.0 if rank == slow else 50.0 + rank / 10 for rank in range(4)]
         assert scout.observe([timed(values, layer="layer.0", step=2 * step)]) == []
@@ -337,12 +342,12 @@ def test_a_layer_in_which_another_rank_is_slow_each_time_names_nobody():
 
 def test_two_stragglers_are_two_incidents():
     both = [50.0, 50.4, 100.0, 49.7, 50.1, 120.0, 49.9, 50.3]
-    rounds = feed(diagnosis(8), [both] * 4)
+    rounds = feed(stragglers(8), [both] * 4)
     assert [[incident.ranks for incident in incidents] for incidents in rounds] == [[], [], [(2,), (5,)], []]
 
 
 def test_peer_groups_are_judged_apart():
-    scout = diagnosis(8)
+    scout = stragglers(8)
     scout.observe([replace(timed(SLOW), peers=(0, 2, 4, 6))])
     assert scout.observe([replace(timed(SLOW), peers=(1, 3, 4, 7))]) == []
     assert scout.observe([replace(timed(SLOW), peers=(0, 2, 4, 6))])[0].ranks == (4,)

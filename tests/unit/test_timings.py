@@ -171,7 +171,7 @@ def test_what_all_share_is_the_jobs_once_however_many_peer_groups_see_it():
 
 
 def doubted(stragglers: Stragglers, step: int, measured: Sequence[Measured]) -> set[str | None]:
-    return stragglers.doubted(Timings(step, GRID, told(GRID, *measured)))
+    return stragglers.layers_to_time_again(Timings(step, GRID, told(GRID, *measured)))
 
 
 def test_what_would_be_reported_is_doubted_first():

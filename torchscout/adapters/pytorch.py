@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from torchscout.adapters.base import mesh_along, mesh_from, overwritten
@@ -21,6 +20,7 @@ from torchscout.decision.record import Surface
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.recipes.working_copies import WorkingCopies
 from torchscout.replay.sharded_parameters import ParameterGatherers, gatherers_of
+from torchscout.utils._torch import StridedShard
 from torchscout.utils.reentrancy import is_nested_step
 
 if TYPE_CHECKING:
@@ -180,4 +180,4 @@ def _has_shards(model: torch.nn.Module) -> bool:
 
 
 def _is_shard(placement: Placement) -> bool:
-    return isinstance(placement, Shard | _StridedShard)
+    return isinstance(placement, Shard | StridedShard)

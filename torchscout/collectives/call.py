@@ -1,8 +1,7 @@
-"""One collective of the job, as the dispatcher sees it: operation, group, arguments (paper, section 7.1).
+"""One collective of the job: operation, group and arguments (paper, section 7.1).
 
-Read from the arguments of a ``c10d`` operator, whose names and order come from its schema, so
-that no release's list of operators is written down here. Who sees calls is ``collectives``;
-what healthy ranks must have in common in them is the fingerprint's business.
+Names and order of the arguments come from the schema of the ``c10d`` operator, so that this works with the
+operators of any release.
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from torchscout.utils._torch import OpOverload, operator_names
+
 __all__ = ["POINT_TO_POINT", "SCOUT_GROUP", "Call", "Group", "Operator", "Splits", "operators"]
 
 SCOUT_GROUP = "torchscout"
-"""How the description of every process group of SCOUT's own begins."""
+"""The beginning of the description of SCOUT's own process groups."""
 POINT_TO_POINT = ("send", "recv")
-"""Operations of two members of a group, and not of all."""
+"""Operations between two members of a group."""
 
-# What an operator's name begins with, its outer underscores aside, and what we call it: its
-# variants (base, coalesced, into a tensor, from any source) are one operation to their group.
+# The beginning of an operator's name, without outer underscores -> its operation. Variants (base, coalesced,
+# into a tensor, from any source) are the same operation.
 _OPERATIONS = {
     "allgather": "all_gather",
     "allreduce": "all_reduce",
@@ -33,7 +34,7 @@ _OPERATIONS = {
     "gather": "gather",
     "monitored_barrier": "barrier",
     "recv": "recv",
-    "reduce_scatter": "reduce_scatter",  # before its own prefix
+    "reduce_scatter": "reduce_scatter",  # before its prefix "reduce"
     "reduce": "reduce",
     "scatter": "scatter",
     "send": "send",
@@ -43,38 +44,37 @@ _REDUCTIONS = {kind.value: name.lower() for name, kind in dist.ReduceOp.RedOpTyp
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group as plain data, which keeps nothing of the group alive."""
+    """A process group as plain data, without a reference to it."""
 
     name: str
-    """The same on all members; unique among the groups that this process has."""
+    """The same on all members; unique among the groups of this process."""
     description: str
-    """Its role where the framework gives one: ``mesh_tp``, ``TENSOR_MODEL_PARALLEL_GROUP``."""
+    """Its purpose, if the framework sets one: ``mesh_tp``, ``TENSOR_MODEL_PARALLEL_GROUP``."""
     rank: int
-    """This process's place in the group."""
+    """The position of this process in the group."""
     size: int
     members: tuple[int, ...] | None
-    """Global ranks by place; None where ``torch.distributed`` does not know the group."""
+    """Global ranks by position; None if ``torch.distributed`` does not know the group."""
 
     @property
     def is_scouts(self) -> bool:
-        """Whether it is one of SCOUT's own."""
+        """Whether it is one of SCOUT's own groups."""
         return self.description.startswith(SCOUT_GROUP)
 
 
 class Splits(NamedTuple):
-    """How many elements an all-to-all moves; what i sends to j must be what j receives from i."""
+    """Elements that an all-to-all sends to and receives from each member; i's sent[j] must be j's
+    received[i]."""
 
     sent: tuple[int, ...]
-    """To each member, by place."""
     received: tuple[int, ...]
-    """From each member, by place."""
 
 
 class Call:
-    """One collective. Ranks are places in its group.
+    """One collective. Ranks are positions in its group.
 
-    Arguments are read when asked for, and only until the listeners have heard of the call;
-    it then lets go of them, so that keeping a call keeps no tensor alive.
+    Properties can be read only while listeners are called. Then the arguments are released, so that a call
+    keeps no tensor alive.
     """
 
     __slots__ = ("_arguments", "_group", "_operator")
@@ -85,125 +85,115 @@ class Call:
         self._group: Group | None = None
 
     def release(self) -> None:
-        """Let go of the arguments."""
+        """Drop the arguments."""
         self._arguments = None
 
     @property
     def operation(self) -> str:
-        """Such as ``all_gather``: one of a dozen words, whatever the variant."""
+        """The operation without its variant, such as ``all_gather``."""
         return self._operator.operation
 
     @property
     def variant(self) -> str:
-        """The dispatcher's own name, such as ``allgather_into_tensor_coalesced_``."""
+        """The name of the operator, such as ``allgather_into_tensor_coalesced_``."""
         return self._operator.name
 
     @property
     def group(self) -> Group:
-        """SCOUT's own groups are no exception; their names tell them apart."""
+        """The process group, which may be one of SCOUT's own."""
         if self._group is None:
             self._group = _described(self.process_group)
         return self._group
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group itself, for whoever communicates on it too; to be kept by weak reference only."""
+        """The process group object; keep it by weak reference only."""
         return dist.ProcessGroup.unbox(self._argument("process_group"))
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the first tensor; None for a barrier."""
-        tensors = self._inputs() or self._outputs()
+        """The dtype of the first tensor; None for a barrier."""
+        tensors = self.inputs or self.outputs
         return tensors[0].dtype if tensors else None
 
     @property
     def input_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of what this rank gives; empty for a barrier, a receive, and where only a root gives."""
-        return tuple([tuple(tensor.shape) for tensor in self._inputs()])
+        """The shapes of ``inputs``."""
+        return tuple([tuple(tensor.shape) for tensor in self.inputs])
 
     @property
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of what this rank gets; empty for a barrier, a send, and where only a root gets."""
-        return tuple([tuple(tensor.shape) for tensor in self._outputs()])
+        """The shapes of ``outputs``."""
+        return tuple([tuple(tensor.shape) for tensor in self.outputs])
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What this rank gets, or else what it gives: the very tensors. For faults; not to be kept."""
-        return self._outputs() or self._inputs()
+        """``outputs`` or, without any, ``inputs``."""
+        return self.outputs or self.inputs
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """What this rank gives: the very tensors, not to be kept; empty where it gives nothing."""
-        return self._inputs()
+        """The tensors that this rank sends; empty for a barrier, a receive, and if only a root sends."""
+        place = self._operator.given
+        return [] if place is None else _flat(self._at(place))
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """What this rank gets: the very tensors, not to be kept; empty where it gets nothing."""
-        return self._outputs()
+        """The tensors that this rank receives; empty for a barrier, a send, and if only a root receives."""
+        place = self._operator.got
+        return [] if place is None else _flat(self._at(place))
 
     @property
     def device(self) -> torch.device | None:
-        """Where the operation runs, a barrier's too; None where no tensor says."""
-        tensors = self._inputs() or self._outputs()
-        if not tensors and (tensor := self._argument("tensor")) is not None:
+        """The device of the operation; None if it has no tensor."""
+        tensors = self.inputs or self.outputs
+        if not tensors and (tensor := self._argument("tensor")) is not None:  # of a barrier
             return tensor.device  # type: ignore[no-any-return]
         return tensors[0].device if tensors else None
 
     @property
     def reduction(self) -> str | None:
-        """Such as sum, avg, premul_sum; None where nothing is reduced. The one costly thing to read."""
+        """Such as sum, avg or premul_sum; None without a reduction. Slow to read."""
         boxed = self._argument("reduce_op")
         return None if boxed is None else _REDUCTIONS[boxed.op()]
 
     @property
     def root(self) -> int | None:
-        """Of a broadcast, reduce, gather or scatter."""
-        root: int | None = self._argument("root_rank")
-        return root
+        """The root of a broadcast, reduce, gather or scatter."""
+        return self._argument("root_rank")  # type: ignore[no-any-return]
 
     @property
     def peer(self) -> int | None:
-        """Of a send or receive; None otherwise, and for a receive from anyone."""
-        peer: int | None = self._argument("src" if self.operation == "recv" else "dst")
-        return peer
+        """The peer of a send or receive; None otherwise, and for a receive from any source."""
+        return self._argument("src" if self.operation == "recv" else "dst")  # type: ignore[no-any-return]
 
     @property
     def tag(self) -> int | None:
-        """Of a send or receive."""
-        tag: int | None = self._argument("tag")
-        return tag
+        """The tag of a send or receive."""
+        return self._argument("tag")  # type: ignore[no-any-return]
 
     @property
     def splits(self) -> Splits | None:
-        """Of an all-to-all."""
+        """The splits of an all-to-all."""
         if self.operation != "all_to_all":
             return None
-        sent = self._split(self._inputs(), self._argument("input_split_sizes"))
-        return Splits(sent, self._split(self._outputs(), self._argument("output_split_sizes")))
+        sent = self._split(self.inputs, self._argument("input_split_sizes"))
+        return Splits(sent, self._split(self.outputs, self._argument("output_split_sizes")))
 
     @property
     def is_async(self) -> bool | None:
-        """Whether the caller waits later; None for sends and receives, which do not say."""
-        flag: bool | None = self._argument("async_op")
-        return flag
+        """Whether the caller waits later; None for sends and receives, which have no such argument."""
+        return self._argument("async_op")  # type: ignore[no-any-return]
 
     def _argument(self, name: str) -> Any:
-        """The argument or its default; None where the operator takes none of that name."""
+        """Return the argument or its default; None if the operator has no such argument."""
         place = self._operator.places.get(name)
         return None if place is None else self._at(place)
 
     def _at(self, place: int) -> Any:
-        assert self._arguments is not None, "a call is readable only while its listeners hear of it"
-        # The dispatcher leaves out trailing arguments that have their default value.
+        assert self._arguments is not None, "a call can be read only while its listeners are called"
+        # The dispatcher omits trailing arguments that have their default value.
         return self._arguments[place] if place < len(self._arguments) else self._operator.defaults[place]
-
-    def _inputs(self) -> list[torch.Tensor]:
-        place = self._operator.given
-        return [] if place is None else _flat(self._at(place))
-
-    def _outputs(self) -> list[torch.Tensor]:
-        place = self._operator.got
-        return [] if place is None else _flat(self._at(place))
 
     def _split(self, tensors: list[torch.Tensor], rows: list[int] | None) -> tuple[int, ...]:
         if rows is None:  # a tensor for each member
@@ -217,21 +207,21 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What a ``c10d`` operator's schema says."""
+    """A ``c10d`` operator and its schema."""
 
-    overload: torch._ops.OpOverload[..., Any]
+    overload: OpOverload
     name: str
     operation: str
     places: dict[str, int]
-    """Where each argument stands."""
+    """Argument -> its position."""
     defaults: tuple[Any, ...]
     given: int | None
-    """Where the tensors stand that a rank gives."""
+    """The position of the tensors that a rank sends."""
     got: int | None
-    """Where those stand that it gets; the same place when the operator works in place."""
+    """The position of the tensors that it receives; the same if the operator works in place."""
 
     @classmethod
-    def of(cls, overload: torch._ops.OpOverload[..., Any]) -> Operator:
+    def of(cls, overload: OpOverload) -> Operator:
         arguments = overload._schema.arguments
         name = overload._schema.name.removeprefix("c10d::")
         bare = name.strip("_")
@@ -244,16 +234,16 @@ class Operator:
             operation,
             places={argument.name: place for place, argument in enumerate(arguments)},
             defaults=tuple(argument.default_value for argument in arguments),
-            given=None if operation == "recv" else _beginning("input", tensors, in_place),
-            got=None if operation == "send" else _beginning("output", tensors, in_place),
+            given=None if operation == "recv" else _position_of("input", tensors, in_place),
+            got=None if operation == "send" else _position_of("output", tensors, in_place),
         )
 
 
 @cache
 def operators() -> tuple[Operator, ...]:
-    """Every ``c10d`` operator of this release that works on a process group."""
+    """Return every ``c10d`` operator of this release that works on a process group."""
     found = []
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in operator_names():
         if name.startswith("c10d::"):
             packet, _, overload = name.removeprefix("c10d::").partition(".")
             found.append(Operator.of(getattr(getattr(torch.ops.c10d, packet), overload or "default")))
@@ -271,17 +261,17 @@ def _described(group: dist.ProcessGroup) -> Group:
     except KeyError:
         members = None
     described = Group(group.group_name, group.group_desc, group.rank(), group.size(), members)
-    if members is not None:  # otherwise it may still be in the making
+    if members is not None:  # otherwise it may not be complete yet
         _groups[group] = described
     return described
 
 
-def _beginning(start: str, places: dict[str, int], otherwise: int | None) -> int | None:
-    return next((place for name, place in places.items() if name.startswith(start)), otherwise)
+def _position_of(prefix: str, places: dict[str, int], otherwise: int | None) -> int | None:
+    return next((place for name, place in places.items() if name.startswith(prefix)), otherwise)
 
 
 def _flat(value: Any) -> list[torch.Tensor]:
-    """The tensors of an argument that is one, a list of them, or a list of lists."""
+    """Return the tensors of an argument that is a tensor, a list, or a list of lists."""
     if isinstance(value, torch.Tensor):
         return [value]
     if value and isinstance(value[0], list):

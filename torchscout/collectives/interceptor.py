@@ -1,20 +1,19 @@
-"""The one place that sees collectives; fingerprints, timing and faults hang off it (paper, 6.1.2 and 7.1).
+"""Intercepts collectives for fingerprints, timing and faults (paper, sections 6.1.2 and 7.1).
 
-Every collective of a process, whoever issues it (DDP's C++ reducer, FSDP2, DTensor, compiled
-code, a user's own line, any thread), is an operator of the ``c10d`` dispatcher. A kernel of ours
-stands at the dispatch key ``BackendSelect`` of each of them: it tells the listeners, then lets
-the operation go on below. No function is replaced.
+Every collective of a process, whether DDP's C++ reducer, FSDP2, DTensor, compiled code or the user issues it,
+on any thread, is an operator of the ``c10d`` dispatcher. This module registers a kernel for each of them at
+the dispatch key ``BackendSelect``, which calls the listeners and redispatches. No function is replaced.
 
-Not seen, because no operator is called: replays of a CUDA graph, symmetric memory and fused
-transports (NVSHMEM, DeepEP), calls made directly on a ``Backend`` object. Not known here: when
-an operation is done. ``issued`` means that the backend has it; ``Pending`` can be asked.
+Replays of CUDA graphs, symmetric memory, fused transports (NVSHMEM, DeepEP) and calls on a ``Backend`` object
+call no operator and are not seen. ``issued`` means that the backend has the operation; ``Pending`` knows
+whether it is done.
 
-[Note: leaving the dispatcher] The kernels come with the first listener. With the last one they
-stay and pass every call on, which costs some 10 microseconds a collective: PyTorch cannot take a
-kernel out while another thread is on its way to it. A thread that waits for the interpreter lock
-at the kernel's entrance then finds it freed, and one that looks it up at the wrong moment gets
-"fallthrough_kernel was executed". Both were seen, raised into the training thread. Whoever
-knows that no other thread communicates may call ``uninstall``.
+[Note: leaving the dispatcher] The first listener installs the kernels. They stay after the last listener is
+gone, and cost about 10 microseconds a collective: PyTorch cannot remove a kernel safely while another thread
+is about to call it. A thread that waits for the interpreter lock at the start of the kernel then calls freed
+memory, and one that looks the kernel up at the wrong moment raises "fallthrough_kernel was executed". Both
+have been seen in training threads. Callers that know that no other thread communicates may call
+``uninstall``.
 """
 
 from __future__ import annotations
@@ -28,20 +27,19 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C import DispatchKey
 
 from torchscout.collectives.call import Call, Operator, operators
 from torchscout.log import log
+from torchscout.utils._torch import DispatchKey, frame_evaluation
 
 __all__ = ["Handle", "Listener", "Pending", "examine", "listen", "uninstall"]
 
 
 class Pending:
-    """An issued operation that can be asked whether it is done.
+    """An issued operation, which may be done.
 
-    The backend's own object behind it holds the operation's tensors. An open operation needs
-    them anyway; a finished one lets go of them the first time it is asked, so whoever keeps a
-    ``Pending`` must keep asking.
+    It keeps the tensors of the operation alive until ``is_completed`` first returns True, so a caller that
+    keeps a ``Pending`` must poll it.
     """
 
     __slots__ = ("_work",)
@@ -57,28 +55,27 @@ class Pending:
         return False
 
     def wait(self) -> None:
-        """Until it is done, as the caller of a synchronous collective does. It may do so again."""
+        """Wait until it is done, as a synchronous collective does. Idempotent."""
         if self._work is not None:
             self._work.wait()
 
 
 class Listener(Protocol):
-    """What hears of every collective, on the thread that issues it.
+    """Is called for every collective, on the thread that issues it.
 
-    It may sleep in ``before`` and in ``issued``. A collective that a listener itself issues is heard by
-    nobody. An exception does not reach training, but it removes the listener that raised it: what that
-    one knows is no longer whole.
+    Methods may block. Collectives that a listener issues itself are not reported. An exception does not reach
+    training, but removes the listener that raised it, because its knowledge is then incomplete.
     """
 
     def before(self, call: Call) -> Any:
-        """Called before the operation is issued; what it returns comes back in ``issued``."""
+        """Called before the operation is issued; the return value is passed to ``issued``."""
         ...
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
-        """Called once the backend has the operation; not called when issuing it failed.
+        """Called once the backend has the operation, unless issuing it failed.
 
-        ``pending`` is None where the backend returns nothing to ask: NCCL does so when the
-        caller waits at once, and inside a coalesced block.
+        ``pending`` is None if the backend returns no work: NCCL does so if the caller waits at once, and
+        inside a coalesced block.
         """
         ...
 
@@ -90,10 +87,10 @@ def _log(error: Exception) -> None:
 def listen(
     listener: Listener, *, on_error: Callable[[Exception], None] = _log, outermost: bool = False
 ) -> Handle:
-    """Tell ``listener`` of every collective of this process, until its handle is removed.
+    """Call ``listener`` for every collective of this process until its handle is removed.
 
-    ``on_error`` is given what the listener raised, after its removal, and must not raise itself. Listeners
-    nest: who hears ``before`` first hears ``issued`` last, and an ``outermost`` one is around all others.
+    ``on_error`` receives what the listener raised, after its removal, and must not raise. Listeners nest: the
+    first one called ``before`` is the last one called with ``issued``, and an ``outermost`` one comes first.
     A forked child starts without listeners.
     """
     handle = Handle(listener, on_error)
@@ -103,9 +100,9 @@ def listen(
 
 @contextmanager
 def examine(check: Callable[[Call], None]) -> Iterator[None]:
-    """Call ``check`` before every collective of this process, on the thread that issues it, in this block.
+    """In this block call ``check`` before every collective of this process, on the thread that issues it.
 
-    What it raises reaches the code that issues the collective, and nothing is sent.
+    If it raises, the collective is not issued, and the exception reaches the code that would have issued it.
     """
     _interceptor.examine(check)
     try:
@@ -115,7 +112,7 @@ def examine(check: Callable[[Call], None]) -> Iterator[None]:
 
 
 class Handle:
-    """One listener's attachment; it lasts until ``remove`` or the end of the ``with`` block."""
+    """The registration of one listener, until ``remove`` or the end of the ``with`` block."""
 
     __slots__ = ("_attached", "_listener", "_on_error")
 
@@ -124,9 +121,9 @@ class Handle:
         self._attached = True
 
     def remove(self) -> None:
-        """Stop listening: in any order, from any thread, also from inside the listener.
+        """Stop listening, in any order, from any thread or from the listener itself.
 
-        A thread that is inside the listener already finishes there; no other call begins.
+        A call of the listener that has begun on another thread finishes; no other call begins.
         """
         self._attached = False
         _interceptor.remove(self)
@@ -138,16 +135,16 @@ class Handle:
         self.remove()
 
     def before(self, call: Call) -> Any:
-        return self._tell(self._listener.before, call)
+        return self._notify(self._listener.before, call)
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
-        self._tell(self._listener.issued, call, token, pending)
+        self._notify(self._listener.issued, call, token, pending)
 
-    def _tell(self, hear: Callable[..., Any], *what: Any) -> Any:
+    def _notify(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if not self._attached:
             return None
         try:
-            return hear(*what)
+            return method(*arguments)
         except Exception as error:  # noqa: BLE001  the boundary: training must not see it
             self.remove()
             self._on_error(error)
@@ -155,15 +152,15 @@ class Handle:
 
 
 def uninstall() -> None:
-    """Take the kernels out of the dispatcher, if nobody listens any more.
+    """Remove the kernels from the dispatcher if there are no listeners.
 
-    Only where no other thread issues a collective meanwhile: see [Note: leaving the dispatcher].
+    Call it only if no other thread issues a collective meanwhile: see [Note: leaving the dispatcher].
     """
     _interceptor.uninstall()
 
 
 class _Interceptor:
-    """The kernels of this process, and whom they tell."""
+    """The kernels of this process and their listeners."""
 
     def __init__(self) -> None:
         self.handles: tuple[Handle, ...] = ()
@@ -196,17 +193,16 @@ class _Interceptor:
     def uninstall(self) -> None:
         with self._lock:
             if not self.handles and not self.checks:
-                self._library = None  # the only reference: its registrations end with it
+                self._library = None  # the only reference, which ends its registrations
 
     def forget(self) -> None:
-        """Start a forked child without listeners: those it inherits speak for its parent."""
+        """Remove all listeners in a forked child: they belong to its parent."""
         self.handles, self.checks = (), ()
         self._lock = threading.Lock()
 
 
 class _Thread(threading.local):
-    telling = False
-    """Whether this thread is inside a listener."""
+    in_listener = False
 
 
 _interceptor = _Interceptor()
@@ -228,16 +224,16 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
     def kernel(keys: Any, *arguments: Any) -> Any:
         below, handles = keys.remove(DispatchKey.BackendSelect), _interceptor.handles
         checks = _interceptor.checks
-        # While code is traced, fake tensors come by; their collectives are never issued.
-        if not (handles or checks) or _thread.telling or keys.has(DispatchKey.Meta):
+        # Tracing calls this with fake tensors; their collectives are never issued.
+        if not (handles or checks) or _thread.in_listener or keys.has(DispatchKey.Meta):
             return redispatch(below, *arguments)
         call = Call(operator, arguments)
         try:
             for check in checks:
                 check(call)
-            tokens = _tell_before(handles, call)
+            tokens = _notify_before(handles, call)
             result = redispatch(below, *arguments)
-            _tell_issued(handles, call, tokens, result)
+            _notify_issued(handles, call, tokens, result)
         finally:
             call.release()
         return result
@@ -247,33 +243,33 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
 
 
 def _hide_from_compiler(code: CodeType) -> None:
-    """Let Dynamo compile neither this code nor what it calls.
+    """Keep Dynamo from compiling this code and what it calls.
 
     DDP issues collectives while ``torch.compile(ddp)`` runs, and Dynamo would trace the kernels for them.
     """
     # Not torch.compiler.disable: it imports the compiler, which takes seconds.
-    compiler: Any = torch._C._dynamo.eval_frame
-    # Private, and seen in PyTorch 2.13 only: without it, tracing costs time and nothing else.
+    compiler = frame_evaluation
+    # PyTorch 2.13 has these names; without them, tracing only costs time.
     if hasattr(compiler, "set_code_exec_strategy") and hasattr(compiler, "_FrameExecStrategy"):
         skip = compiler._FrameAction.SKIP
         compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip))
 
 
-def _tell_before(handles: tuple[Handle, ...], call: Call) -> list[Any]:
-    _thread.telling = True
+def _notify_before(handles: tuple[Handle, ...], call: Call) -> list[Any]:
+    _thread.in_listener = True
     try:
         return [handle.before(call) for handle in handles]
     finally:
-        _thread.telling = False
+        _thread.in_listener = False
 
 
-def _tell_issued(handles: tuple[Handle, ...], call: Call, tokens: list[Any], result: Any) -> None:
+def _notify_issued(handles: tuple[Handle, ...], call: Call, tokens: list[Any], result: Any) -> None:
     boxed = result[-1] if isinstance(result, tuple) else result
     work = None if boxed is None else dist.Work.unbox(boxed)
     pending = None if work is None else Pending(work)
-    _thread.telling = True
+    _thread.in_listener = True
     try:
         for handle, token in zip(reversed(handles), reversed(tokens), strict=True):
             handle.issued(call, token, pending)
     finally:
-        _thread.telling = False
+        _thread.in_listener = False

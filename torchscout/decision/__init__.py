@@ -1,5 +1,5 @@
-"""Compare evidence and interpret the outcome (paper, section 5).
+"""Compares evidence and interprets the outcome (paper, section 5).
 
-Everything here is pure except ``channel`` and ``recorder``. Only ``channel``, ``signature`` and the folds
-import torch.
+Everything is pure except ``channel`` and ``recorder``. Only ``channel``, ``signature`` and the folds import
+torch.
 """

@@ -1,6 +1,6 @@
-"""How peers exchange evidence; the one place where C3 touches torch.distributed.
+"""How peers exchange evidence: the only place where C3 uses ``torch.distributed``.
 
-Payloads are bytes, never pickles: what a peer sends is data, not code.
+Payloads are bytes, never pickles: a peer sends data, not code.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["PeerChannel", "ProcessGroupChannel", "ThreadChannel"]
 class PeerChannel(Protocol):
     """One rank's end of the exchange among ``peers``.
 
-    Every peer calls the same methods in the same order. A peer that is gone or late beyond
-    the channel's own patience is a ``ChannelError``, never an endless wait.
+    Every peer calls the same methods in the same order. If a peer does not take part within the timeout of
+    the channel, methods raise ``ChannelError``.
     """
 
     @property
@@ -31,27 +31,27 @@ class PeerChannel(Protocol):
 
     @property
     def position(self) -> int:
-        """Where this rank stands in ``peers.ranks``."""
+        """The position of this rank in ``peers.ranks``."""
         ...
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Called with this rank's payload, of any length; returns every peer's, in peer order."""
+        """Send a payload of any length; return the payloads of all peers, in peer order."""
         ...
 
     def broadcast(self, payload: bytes, *, source: int) -> bytes:
-        """Called by all with the same source position; returns the source's payload."""
+        """Return the payload of the peer at position ``source``, which all peers pass alike."""
         ...
 
 
-_HEADER = struct.Struct("<q")  # the payload's length
-_BLOCK = 4096  # what the first exchange carries; hundreds of surfaces need no second one
+_HEADER = struct.Struct("<q")  # the length of the payload
+_BLOCK = 4096  # bytes of the first exchange; hundreds of surfaces need no second one
 
 
 class ProcessGroupChannel:
     """A channel over a process group that training does not use.
 
-    ``device`` is where the group's backend wants its tensors: ``cpu`` for Gloo, the rank's
-    own device for NCCL.
+    ``device`` is where the backend of the group needs its tensors: ``cpu`` for Gloo, the rank's device for
+    NCCL. Raises ``ValueError`` if the group has other ranks than ``peers``.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class ProcessGroupChannel:
         self._device = torch.device(device)
 
     def gather(self, payload: bytes) -> list[bytes]:
-        # Peers out of step may send other lengths. A fixed first block lets everyone see that
-        # and go on together, where an all-gather of unequal tensors would hang.
+        # Peers that are out of step may send other lengths, and an all-gather of unequal tensors would hang.
+        # A first block of fixed size tells every peer all lengths.
         firsts = self._all_gather(_HEADER.pack(len(payload)) + payload, _BLOCK)
         lengths = [_HEADER.unpack_from(first)[0] for first in firsts]
         carried = _BLOCK - _HEADER.size
@@ -92,7 +92,7 @@ class ProcessGroupChannel:
             dist.all_gather([*gathered.unbind()], local, group=self._group)
         except RuntimeError as error:
             raise ChannelError(f"gather among ranks {self.peers.ranks} failed: {error}") from error
-        on_host = gathered.cpu().numpy()  # one transfer, whatever the number of peers
+        on_host = gathered.cpu().numpy()  # one transfer for all peers
         return [row.tobytes() for row in on_host]
 
     def _broadcast(self, payload: bytes, size: int, source: int) -> bytes:
@@ -101,15 +101,11 @@ class ProcessGroupChannel:
             dist.broadcast(tensor, src=self.peers.ranks[source], group=self._group)
         except RuntimeError as error:
             raise ChannelError(f"broadcast among ranks {self.peers.ranks} failed: {error}") from error
-        return _bytes(tensor)
+        return tensor.cpu().numpy().tobytes()
 
     def _tensor(self, payload: bytes, size: int) -> torch.Tensor:
         padded = bytearray(payload[:size].ljust(size, b"\0"))
         return torch.frombuffer(padded, dtype=torch.uint8).to(self._device)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()
 
 
 def _body(block: bytes, length: int) -> bytes:
@@ -117,7 +113,7 @@ def _body(block: bytes, length: int) -> bytes:
 
 
 class ThreadChannel:
-    """A channel among threads of one process, for tests and for reading the code."""
+    """A channel among threads of one process, for tests."""
 
     def __init__(
         self, peers: PeerGroup, position: int, board: list[bytes], barrier: threading.Barrier
@@ -128,7 +124,7 @@ class ThreadChannel:
 
     @classmethod
     def create_all(cls, peers: PeerGroup, *, timeout: float = 10.0) -> Sequence[ThreadChannel]:
-        """One end for each peer, in peer order."""
+        """Return one end for each peer, in peer order."""
         board, barrier = [b""] * len(peers), threading.Barrier(len(peers), timeout=timeout)
         return [cls(peers, position, board, barrier) for position in range(len(peers))]
 
@@ -136,7 +132,7 @@ class ThreadChannel:
         self._board[self.position] = payload
         self._meet()
         gathered = list(self._board)
-        self._meet()  # nobody may overwrite the board before all have read it
+        self._meet()  # no peer may overwrite the board before all have read it
         return gathered
 
     def broadcast(self, payload: bytes, *, source: int) -> bytes:
@@ -146,4 +142,4 @@ class ThreadChannel:
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError as error:
-            raise ChannelError(f"a peer among ranks {self.peers.ranks} did not come") from error
+            raise ChannelError(f"a peer among ranks {self.peers.ranks} did not take part") from error

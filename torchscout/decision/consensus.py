@@ -1,7 +1,7 @@
-"""The two rules by which peers find an outlier (paper, section 5, algorithm 1).
+"""The rules by which peers find an outlier (paper, section 5, algorithm 1).
 
-Pure functions over gathered evidence: no tensors, no process groups. They compare; what a
-disagreement means, and whether it matters, is for the diagnoses to say.
+Pure functions over gathered evidence: no tensors, no process groups. Diagnoses decide what a disagreement
+means, and whether it matters.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Status(str, Enum):
     ATTRIBUTED = "attributed"
     """The rule names one or more outliers."""
     INCONCLUSIVE = "inconclusive"
-    """Peers disagree, but nothing says who is right."""
+    """Peers disagree, and no majority decides which are right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the peers concluded: the paper's R = (s, B, E)."""
+    """The conclusion of the peers: R = (s, B, E) in the paper."""
 
     status: Status
     outliers: tuple[int, ...]
@@ -56,7 +56,7 @@ class Verdict:
 def exact(values: Sequence[Hashable]) -> Verdict:
     """Compare values that healthy peers produce identically."""
     evidence = _evidence(values)
-    if evidence.count(evidence[0]) == len(evidence):  # nearly always, and a check compares thousands
+    if evidence.count(evidence[0]) == len(evidence):  # fast path: a check compares thousands
         return Verdict(Status.AGREE, (), evidence)
     majority, count = Counter(evidence).most_common(1)[0]
     if 2 * count <= len(evidence):
@@ -65,7 +65,7 @@ def exact(values: Sequence[Hashable]) -> Verdict:
 
 
 def known(values: Sequence[Hashable], right: Hashable) -> Verdict:
-    """Hold each value against the right one, where that is known without a vote: any number may differ."""
+    """Compare each value with the right one, if that is known without a vote; any number may differ."""
     evidence = _evidence(values)
     return _verdict(evidence, [value != right for value in evidence])
 
@@ -73,34 +73,30 @@ def known(values: Sequence[Hashable], right: Hashable) -> Verdict:
 def statistical(values: Sequence[float], *, kappa: float = KAPPA, ratio: float = MATERIAL_RATIO) -> Verdict:
     """Compare durations: an outlier is more than ``kappa`` robust scales from the median.
 
-    A duration that is not finite never agrees. Two peers have no majority, so a pair more
-    than ``ratio`` apart is inconclusive rather than somebody's fault.
+    A duration that is not finite never agrees. Two peers have no majority: if they differ by more than
+    ``ratio``, the verdict is inconclusive.
     """
     if kappa <= 0:
         raise ValueError(f"kappa must be positive, got {kappa}")
     evidence = _evidence(values)
     finite = [value for value in evidence if math.isfinite(value)]
-    if 2 * len(finite) <= len(evidence) or (len(finite) == 2 and not _close(finite, ratio)):
+    if 2 * len(finite) <= len(evidence) or (len(finite) == 2 and max(finite) > ratio * min(finite)):
         return Verdict(Status.INCONCLUSIVE, (), evidence)
     center, reach = statistics.median(finite), kappa * robust_scale(finite)
     return _verdict(evidence, [not math.isfinite(value) or abs(value - center) > reach for value in evidence])
 
 
 def robust_scale(values: Sequence[float]) -> float:
-    """Dispersion that a few extremes cannot dominate; zero only when all values are equal."""
+    """Return a dispersion that a few extremes cannot dominate; zero only if all values are equal."""
     center = statistics.median(values)
     if mad := statistics.median(abs(value - center) for value in values):
-        return 1.4826 * mad  # a standard deviation, were the values normal
-    # More than half of the values are equal. Quartiles rounded inward stay within the bulk:
-    # interpolated ones would reach into the extreme of [1, 1, 100] and call it ordinary.
+        return 1.4826 * mad  # the standard deviation of normally distributed values
+    # More than half of the values are equal. Quartiles are rounded inward: interpolated ones would include
+    # part of the extreme value of [1, 1, 100].
     ordered, last = sorted(values), len(values) - 1
     if spread := ordered[math.floor(0.75 * last)] - ordered[math.ceil(0.25 * last)]:
         return spread / 1.349
     return (ordered[-1] - ordered[0]) / 10
-
-
-def _close(pair: Sequence[float], ratio: float) -> bool:
-    return max(pair) <= ratio * min(pair)
 
 
 def _evidence(values: Sequence[_Value]) -> tuple[_Value, ...]:

@@ -1,11 +1,10 @@
-"""Where every rank stands: what a hang is diagnosed from (paper, section 7).
+"""The progress of ranks, from which a hang is diagnosed (paper, section 7).
 
-Plain data, torch-free. The evidence floor writes and reads it through shared memory; here it
-only has its shape and its JSON form, which travels over the observers' board.
+Plain data with a JSON form, which observers exchange.
 
-A *line* is whatever communication is counted on: a process group, or one direction of
-point-to-point traffic ``(source, destination, tag)``, which is a line of two members. Issuing
-number ``n`` on a line means to be about to enter its ``n``-th operation, counted from 1.
+A *line* is what communication is counted on: a process group, or one direction of point-to-point traffic
+``(source, destination, tag)``, which has two members. A rank issues number ``n`` on a line when it is about
+to enter the ``n``-th operation, counted from 1.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from typing import Any
 __all__ = ["CommGroup", "IssuedOp", "Phase", "Process", "Progress", "RankStatus", "Shared"]
 
 Shared = dict[Hashable, Any]
-"""What was read already, by the text or the values it is read from. The ranks of a job say much the same,
-and a line that all of them are on would otherwise take the square of their number in memory."""
+"""Objects that were read before, by their text or values. The reports of ranks are much alike, and a line
+with all ranks would otherwise take memory in proportion to the square of their number."""
 
 
 class Phase(str, Enum):
-    """What a trainer is busy with."""
+    """What a trainer is doing."""
 
     START = "start"
     INPUT = "input"
@@ -36,9 +35,13 @@ class Phase(str, Enum):
     EVALUATION = "evaluation"
     IDLE = "idle"
 
+    @property
+    def in_words(self) -> str:
+        return self.value.replace("_", " ")
+
 
 class Process(str, Enum):
-    """What the operating system says of a trainer."""
+    """The state of a trainer's process."""
 
     RUNNING = "running"
     STOPPED = "stopped"
@@ -48,18 +51,22 @@ class Process(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class CommGroup:
-    """Something communication is counted on."""
+    """A line of communication."""
 
     key: str
     """The same on every member, unique in the job."""
     members: tuple[int, ...]
     """Global ranks; for point-to-point the source, then the destination."""
     name: str
-    """For a person: the group's description, or ``2 -> 3``."""
+    """For display: the group's description, or ``2 -> 3``."""
     pair: bool = False
-    """Point-to-point: source and destination issue different operations that match."""
+    """Whether it is point-to-point: source and destination issue different operations that match."""
     timeout: float | None = None
-    """Seconds after which the library ends those who wait in an operation, where that is known."""
+    """Seconds after which the library ends ranks that wait in an operation, where that is known."""
+
+    @property
+    def in_words(self) -> str:
+        return self.name if self.pair else f"group {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,39 +80,39 @@ class IssuedOp:
     digest: int
     """Order-sensitive hash of all fingerprints on this line up to this one."""
     text: str
-    """The fingerprint for a person: ``all_reduce float32[1024] sum``."""
+    """The fingerprint for display: ``all_reduce float32[1024] sum``."""
     sends: tuple[int, ...] | None = None
-    """AllToAll: elements for each member, in group order; compared by compatibility, not equality."""
+    """Elements of an all-to-all for each member, in group order; they need not be equal, but must match."""
     receives: tuple[int, ...] | None = None
-    """AllToAll: elements expected from each member."""
+    """Elements of an all-to-all expected from each member."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one trainer has published."""
+    """The published progress of one trainer."""
 
     rank: int
     step: int
     operation: int
-    """Coordinates published since the step began; (step, operation) orders a rank's life."""
+    """Publications since the step began; (step, operation) orders all of them."""
     phase: Phase
     issued: Mapping[str, int]
     """Line -> how many operations this rank has issued on it."""
     recent: tuple[IssuedOp, ...]
     """The last operations, oldest first, over all lines."""
     at_communication: bool
-    """The last thing published is the newest of ``recent``: nothing of the rank was seen since."""
+    """Whether the newest of ``recent`` is the last publication of the rank."""
     silent_seconds: float
     """Since the last publication, by the clock of the rank's own machine."""
     device_step: int | None = None
-    """The last step the accelerator is known to have finished; None where that is not known."""
+    """The last step that the accelerator has finished; None if unknown."""
     entered: Mapping[str, int] = field(default_factory=dict)
-    """Line -> the last operation that the accelerator has come to, where operations run on one and that is
-    known. Over NCCL the host issues operations long before its device enters them."""
+    """Line -> the last operation that the accelerator has reached, if known. Over NCCL the host issues
+    operations long before its device enters them."""
     device_busy: bool | None = None
-    """Whether the accelerator has work left; None where that is not known."""
+    """Whether the accelerator has work left; None if unknown."""
     captured: int = 0
-    """Operations that went into CUDA graphs; when those are replayed, nothing of them is published."""
+    """Operations captured in CUDA graphs, whose replays publish nothing."""
 
     @property
     def coordinate(self) -> tuple[int, int]:
@@ -113,8 +120,8 @@ class Progress:
 
     @property
     def inside(self) -> IssuedOp | None:
-        """The operation that the rank seems to be in: what its device came to last and has not left, or, on
-        the host, what it published last."""
+        """The operation that the rank seems to be in: the last one that its busy device has reached or, on
+        the host, the last one that it published."""
         if self.entered and self.device_busy:
             reached = (
                 each for each in reversed(self.recent) if each.number <= self.entered.get(each.line, 0)
@@ -125,37 +132,37 @@ class Progress:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any], shared: Shared | None = None) -> Progress:
-        """What is in ``shared`` already, and equal, is taken from there; the rest is added."""
+        """Read JSON; equal objects are taken from ``shared``, and new ones added to it."""
         shared = {} if shared is None else shared
         _require(line, _PROGRESS)
         for counts in (line["issued"], line.get("entered", {})):
             if not all(type(count) is int for count in counts.values()):
-                raise ValueError(f"operations are counted, got {counts!r:.80}")
+                raise ValueError(f"operations must be counted by integers, got {counts!r:.80}")
         recent = tuple([_issued(each, shared) for each in line["recent"]])
         return cls(**{**line, "phase": Phase(line["phase"]), "recent": recent})
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """All that one rank's observer can say in a round."""
+    """The report of one rank's observer in a round."""
 
     rank: int
     process: Process
     progress: Progress | None
-    """None when the trainer died before it published anything."""
+    """None if the trainer died before it published anything."""
     waiting: bool | None = None
-    """Whether the trainer's stack shows it waiting for a communication; None where it gave no stack."""
+    """Whether the trainer's stack shows it waiting for a communication; None without a stack."""
     stack: str = ""
     """Python stacks of the trainer, most recent call first."""
     doing: str = ""
-    """What the rank was last seen doing, in words, where its progress does not say: a dump has no phases."""
+    """What the rank was last doing, in words, if its progress has no phases (in dumps)."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any], shared: Shared | None = None) -> RankStatus:
-        """What is in ``shared`` already, and equal, is taken from there; the rest is added."""
+        """Read JSON; equal objects are taken from ``shared``, and new ones added to it."""
         _require(line, _STANDING)
         progress = line["progress"]
         return cls(
@@ -172,7 +179,7 @@ _Types = Mapping[str, tuple[type, ...]]
 _INT, _TEXT, _BOOL, _NUMBER = (int,), (str,), (bool,), (int, float)
 _MAYBE = (type(None),)
 
-# What a peer sends has these types, or is refused: a diagnosis of many ranks must not fail over one of them.
+# Reports with other types are rejected: the diagnosis of many ranks must not fail because of one of them.
 _STANDING: _Types = {"rank": _INT, "waiting": (*_BOOL, *_MAYBE), "stack": _TEXT}
 _PROGRESS: _Types = {
     **dict.fromkeys(("rank", "step", "operation"), _INT),
@@ -188,7 +195,7 @@ _LATER: _Types = {
     "captured": _INT,
     "doing": _TEXT,
 }
-"""What may be missing."""
+"""Optional keys."""
 _ISSUED: _Types = {
     **dict.fromkeys(("line", "text"), _TEXT),
     **dict.fromkeys(("number", "fingerprint", "digest"), _INT),
@@ -196,7 +203,7 @@ _ISSUED: _Types = {
 
 
 def _require(line: Mapping[str, Any], types: _Types) -> None:
-    """``ValueError`` where something has another type; not ``isinstance``, since true is no number."""
+    """Raise ``ValueError`` for another type; unlike ``isinstance``, True is not an integer."""
     for name, value in line.items():
         expected = types.get(name) or _LATER.get(name)
         if expected is not None and type(value) not in expected:
@@ -220,5 +227,5 @@ _without_splits = itemgetter("line", "number", "fingerprint", "digest", "text")
 def _splits(issued: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     splits = {name: None if issued[name] is None else tuple(issued[name]) for name in ("sends", "receives")}
     if not all(type(size) is int for each in splits.values() for size in each or ()):
-        raise ValueError(f"splits are numbers of elements, got {splits!r:.80}")
+        raise ValueError(f"splits must be integers, got {splits!r:.80}")
     return splits

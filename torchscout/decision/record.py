@@ -1,21 +1,22 @@
-"""What was compared and what was concluded, and how both look as JSON (paper, sections 5 and 9).
+"""Comparisons and conclusions as plain data and as JSON (paper, sections 5 and 9).
 
-Plain data: an ``EvidenceRecord`` is one comparison with its context, an ``Incident`` a conclusion
-together with the records that prove it, ``Resolved`` the news that a hang is over, ``Agreements`` how often
-peers agreed. Time stamps belong to the recorder, not to the record.
+An ``EvidenceRecord`` is one comparison with its context, an ``Incident`` a conclusion with the records that
+prove it, ``Resolved`` the end of an incident, and ``Agreements`` the number of comparisons without a finding.
+The recorder adds the time.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchscout.decision.consensus import Status, Verdict
+from torchscout.utils.text import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 __all__ = [
     "SCHEMA",
@@ -29,20 +30,23 @@ __all__ = [
     "Scope",
     "Surface",
     "from_json",
+    "surfaces_in_words",
 ]
 
 SCHEMA = 1
-"""Version of the JSON form; readers refuse what they do not know."""
+"""Version of the JSON form; readers reject other versions."""
 
 Surface = str
 """The name of one compared thing: ``layer.3/output``, ``optimizer/param``, ``time/module``."""
 
 NOT_CHECKED = "not_checked"
 
+_Kind = TypeVar("_Kind")
+
 
 class Manifestation(str, Enum):
     SDC = "sdc"
-    """A rank computes or holds other numbers than its peers."""
+    """A rank computes or holds numbers that differ from those of its peers."""
     STRAGGLER = "straggler"
     """A rank, group or machine is persistently slower on equal work."""
     HANG = "hang"
@@ -50,7 +54,7 @@ class Manifestation(str, Enum):
 
 
 class Scope(str, Enum):
-    """How precisely the evidence points."""
+    """How precisely a failure is located."""
 
     RANK = "rank"
     MACHINE = "machine"
@@ -88,16 +92,14 @@ class EvidenceRecord:
     timings: Mapping[str, float] = field(default_factory=dict)
     """This rank's replay intervals in milliseconds."""
     progress: Mapping[str, Any] | None = None
-    """Where this rank stood, for a hang."""
+    """The progress of one rank, for a hang."""
     fingerprints: tuple[str, ...] = ()
-    """This rank's last collectives, oldest first."""
+    """The last collectives of that rank, oldest first."""
     stall_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if (self.verdict is None) == (self.reason is None):
-            raise ValueError(
-                f"{self.surface}: a record has either a verdict or a reason why it was not checked"
-            )
+            raise ValueError(f"{self.surface}: a record needs either a verdict or a reason why it has none")
         if self.verdict is not None and len(self.verdict.evidence) != len(self.peers):
             raise ValueError(
                 f"{self.surface}: {len(self.verdict.evidence)} pieces of evidence for {len(self.peers)} peers"
@@ -109,10 +111,9 @@ class EvidenceRecord:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks the verdict names."""
-        return (
-            () if self.verdict is None else tuple(self.peers[position] for position in self.verdict.outliers)
-        )
+        """The global ranks that the verdict names."""
+        outliers = () if self.verdict is None else self.verdict.outliers
+        return tuple(self.peers[position] for position in outliers)
 
     @property
     def scope(self) -> Scope | None:
@@ -142,25 +143,35 @@ class EvidenceRecord:
         }
 
 
+def surfaces_in_words(records: Iterable[EvidenceRecord]) -> str:
+    """List the surfaces of some records, with the layers that the names of surfaces do not contain."""
+    surfaces, layers = dict[str, None](), dict[str, None]()
+    for each in records:
+        surfaces[each.surface] = None
+        if each.layer is not None and not each.surface.startswith((f"{each.layer}/", f"{each.layer}.")):
+            layers[each.layer] = None
+    return f"{listed(surfaces)} (of {listed(layers)})" if layers else listed(surfaces)
+
+
 _CONTEXT = ("layer", "mode", "shape", "timings", "progress", "fingerprints", "stall_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """A conclusion a person or a recovery policy can act on."""
+    """A conclusion that a person or a recovery policy can act on."""
 
     manifestation: Manifestation
     scope: Scope
     step: int
     ranks: tuple[int, ...]
-    """Who is named; for a group scope, all its members."""
+    """The ranks that are named; for the scope of a group, all its members."""
     hosts: tuple[str, ...]
-    """The machines of those ranks, each once; empty where the mesh does not know them."""
+    """The distinct machines of those ranks; empty if the mesh does not know them."""
     records: tuple[EvidenceRecord, ...]
     """The proof, the deciding record first."""
     action: Action
     sentence: str
-    """The conclusion in words."""
+    """The conclusion in full sentences."""
 
     def __post_init__(self) -> None:
         if not self.records:
@@ -168,7 +179,7 @@ class Incident:
 
     @property
     def reporter(self) -> int:
-        """The one rank that should write this down: a peer that is not itself suspect, if there is one."""
+        """The rank that writes the incident: a peer that is not named, if there is one."""
         peers = self.records[0].peers
         return next((rank for rank in peers if rank not in self.ranks), peers[0])
 
@@ -190,28 +201,21 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The ranks that an incident named move again, or the job went back to a state from before it."""
+    """The named ranks of an incident move again, or the job went back to an earlier state."""
 
     step: int
-    """Of the incident."""
+    """The step of the incident."""
     ranks: tuple[int, ...]
-    """Who was named."""
+    """The ranks that the incident named."""
     sentence: str
-    """The incident's own, by which it is known."""
+    """The sentence of the incident, which identifies it."""
     stalled_seconds: float
-    """The longest silence among those ranks, up to when they moved; 0 after corruption."""
+    """The longest silence among those ranks until they moved; 0 after corruption."""
     recovered: int | None = None
-    """The step that the job went back to; None where the ranks just moved."""
+    """The step that the job went back to; None if the ranks just moved."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": "resolved",
-            "step": self.step,
-            "ranks": list(self.ranks),
-            "sentence": self.sentence,
-            "stalled_seconds": self.stalled_seconds,
-            "recovered": self.recovered,
-        }
+        return {"kind": "resolved", **asdict(self), "ranks": list(self.ranks)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,29 +227,24 @@ class Agreement:
     layer: str | None
     mode: str | None
     count: int
-    """Comparisons."""
     first: int
-    """The step of the first of them."""
+    """The step of the first comparison."""
     last: int
 
     def to_json(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in _AGREEMENT}
-        return {**named, "manifestation": self.manifestation.value}
-
-
-_AGREEMENT = ("surface", "manifestation", "layer", "mode", "count", "first", "last")
+        return {**asdict(self), "manifestation": self.manifestation.value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreements:
-    """What the same peers compared without a finding since the last such line; replaces one record each."""
+    """The comparisons of some peers without a finding since the last such line, instead of their records."""
 
     peers: tuple[int, ...]
     surfaces: tuple[Agreement, ...]
 
     @property
     def step(self) -> int:
-        """The last at which any of it was compared."""
+        """The step of the last comparison."""
         return max((each.last for each in self.surfaces), default=0)
 
     def to_json(self) -> dict[str, Any]:
@@ -258,11 +257,11 @@ class Agreements:
 
 
 def from_json(line: Mapping[str, Any]) -> EvidenceRecord | Incident | Resolved | Agreements:
-    """Read back what ``to_json`` wrote; a ``ValueError`` says what is foreign about the line."""
+    """Read what ``to_json`` returned; raises ``ValueError`` for anything else."""
     readers: dict[str, Callable[[Mapping[str, Any]], EvidenceRecord | Incident | Resolved | Agreements]] = {
         "evidence": _record_from_json,
         "incident": _incident_from_json,
-        "resolved": _resolved_from_json,
+        "resolved": lambda line: _from_fields(Resolved, line, recovered=line.get("recovered")),
         "agreements": _agreements_from_json,
     }
     kind = str(line.get("kind"))
@@ -281,55 +280,39 @@ def _record_from_json(line: Mapping[str, Any]) -> EvidenceRecord:
         verdict = Verdict(
             Status(line["status"]), outliers, tuple(_decode(value) for value in line["evidence"])
         )
-    return EvidenceRecord(
-        step=line["step"],
-        surface=line["surface"],
-        manifestation=Manifestation(line["manifestation"]),
-        peers=tuple(line["peers"]),
-        verdict=verdict,
-        reason=line["reason"],
-        **{name: _frozen(line[name]) for name in _CONTEXT},
-    )
+    manifestation = Manifestation(line["manifestation"])
+    return _from_fields(EvidenceRecord, line, verdict=verdict, manifestation=manifestation)
 
 
 def _incident_from_json(line: Mapping[str, Any]) -> Incident:
-    return Incident(
+    return _from_fields(
+        Incident,
+        line,
         manifestation=Manifestation(line["manifestation"]),
         scope=Scope(line["scope"]),
-        step=line["step"],
-        ranks=tuple(line["ranks"]),
-        hosts=tuple(line["hosts"]),
         records=tuple(_record_from_json(record) for record in line["records"]),
         action=Action(line["action"]),
-        sentence=line["sentence"],
-    )
-
-
-def _resolved_from_json(line: Mapping[str, Any]) -> Resolved:
-    return Resolved(
-        step=line["step"],
-        ranks=tuple(line["ranks"]),
-        sentence=line["sentence"],
-        stalled_seconds=line["stalled_seconds"],
-        recovered=line.get("recovered"),
     )
 
 
 def _agreements_from_json(line: Mapping[str, Any]) -> Agreements:
-    return Agreements(
-        peers=tuple(line["peers"]), surfaces=tuple(_agreement_from_json(each) for each in line["surfaces"])
+    surfaces = tuple(
+        _from_fields(Agreement, each, manifestation=Manifestation(each["manifestation"]))
+        for each in line["surfaces"]
     )
+    return _from_fields(Agreements, line, surfaces=surfaces)
 
 
-def _agreement_from_json(line: Mapping[str, Any]) -> Agreement:
-    named = {name: line[name] for name in _AGREEMENT}
-    return Agreement(**{**named, "manifestation": Manifestation(named["manifestation"])})
+def _from_fields(kind: type[_Kind], line: Mapping[str, Any], **converted: Any) -> _Kind:
+    """Build a dataclass from the JSON of its fields, except for those that the caller has converted."""
+    names = [each.name for each in fields(kind) if each.name not in converted]  # type: ignore[arg-type]
+    return kind(**{name: _frozen(line[name]) for name in names}, **converted)
 
 
 def _encode(value: Any) -> float | str:
-    """A time as a number, a signature as 16 hex digits.
+    """A time as a number, a signature as 16 hex digits, since JSON readers round integers beyond 2**53.
 
-    JSON readers round integers beyond 2**53 and JSON has no word for infinity.
+    JSON has no infinity either, so it is text.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
@@ -337,9 +320,7 @@ def _encode(value: Any) -> float | str:
 
 
 def _decode(value: float | str) -> float | int:
-    if not isinstance(value, str):
-        return float(value)
-    if len(value) < 16:
+    if not isinstance(value, str) or len(value) < 16:
         return float(value)
     unsigned = int(value, 16)
     return unsigned - (1 << 64) if unsigned >> 63 else unsigned

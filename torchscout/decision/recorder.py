@@ -1,7 +1,7 @@
-"""Where records go: JSON lines in the run directory, the log, a callback.
+"""Writes records to the run directory as JSON lines, and reads them back.
 
-A recorder writes what it is given. Peers conclude alike, so who reports an incident is decided
-before (``Incident.reporter``), and errors are left to the caller, which must not let them reach training.
+All peers reach the same conclusions, so one of them writes an incident (``Incident.reporter``). Callers
+handle errors, which must not reach training.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +22,13 @@ from torchscout.log import log
 from torchscout.utils.private_files import make_folders, open_file
 
 __all__ = [
-    "CallbackRecorder",
     "Follower",
     "JsonlRecorder",
-    "LogRecorder",
     "Problem",
     "Recorder",
     "Stamped",
-    "Tee",
     "line_of",
+    "log_incident",
     "read",
     "stamped",
 ]
@@ -38,23 +36,19 @@ __all__ = [
 Recordable = EvidenceRecord | Incident | Resolved | Agreements
 
 _MOST_WAITING = 256
-"""Lines that wait for a disk that is full; older ones are given up."""
+"""Lines that wait while the disk is full; older ones are dropped."""
 MOST_BYTES = 16 << 20
-"""Of a file of records. A full one is renamed, and replaces the one that was full before."""
+"""The size of a file of records. A full file is renamed, and replaces the one that was full before."""
 
 
 class Recorder(Protocol):
-    def record(self, item: Recordable) -> None:
-        """Called once for every item, in order."""
-        ...
+    def record(self, item: Recordable) -> None: ...
 
-    def close(self) -> None:
-        """Called once, last."""
-        ...
+    def close(self) -> None: ...
 
 
 def line_of(item: Recordable) -> bytes:
-    """The item as one JSON line, with the time; ``ValueError`` for a number that JSON does not have."""
+    """Return the item as one JSON line with the time; raises ``ValueError`` for NaN and infinity."""
     return _line(item.to_json())
 
 
@@ -66,8 +60,9 @@ def _line(document: dict[str, Any]) -> bytes:
 class JsonlRecorder:
     """The run directory: ``incidents.jsonl`` for the job, ``records/rank-N.jsonl`` for each rank.
 
-    What cannot be written, on a full disk say, raises ``OSError`` and is written with the next line; a folder
-    that was removed is made again. Records take two files of ``most_bytes`` at most; incidents are all kept.
+    A line that cannot be written, for example on a full disk, raises ``OSError`` and is written with the next
+    one. A folder that was removed is created again. Records take two files of ``most_bytes`` at most; all
+    incidents are kept.
     """
 
     def __init__(self, run_dir: Path | str, rank: int, *, most_bytes: int = MOST_BYTES) -> None:
@@ -107,15 +102,15 @@ class _Lines:
     def _write(self) -> None:
         while self._waiting:
             file = self._opened()
-            # One write to an append-only file: several ranks add incidents, and a reader sees whole lines.
-            # A line that a full disk or a crash has cut short must not swallow ours.
+            # One write to an append-only file: several ranks add incidents, and readers see whole lines.
+            # A line that a full disk or a crash has truncated must not merge with this one.
             line = b"\n" * _is_cut(file) + self._waiting[0]
             if os.write(file, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
             self._waiting.popleft()
 
     def _opened(self) -> int:
-        """The file of that name, with room in it: somebody may have removed the one that is open."""
+        """Return a file with this name that is not full; the open one may have been removed."""
         if self._file is not None and not self._is_there(self._file):
             self._close()
         file = self._open() if self._file is None else self._file
@@ -127,7 +122,7 @@ class _Lines:
 
     def _open(self) -> int:
         make_folders(self._path.parent)
-        # Incidents have stacks in them, with paths and names that are nobody else's business.
+        # Owner-only: the stacks in incidents contain private paths and names.
         self._file = open_file(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         return self._file
 
@@ -144,7 +139,7 @@ class _Lines:
 
 
 def _older(path: Path) -> Path:
-    """The name of a file once it is full. It has another suffix: who looks for files finds each once."""
+    """The name of a full file; its suffix keeps it out of searches for ``*.jsonl``."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -153,73 +148,30 @@ def _is_cut(file: int) -> bool:
     return bool(size) and os.pread(file, 1, size - 1) != b"\n"
 
 
-class LogRecorder:
-    """Incidents as errors, disagreement as warnings, what was not checked as information."""
-
-    def record(self, item: Recordable) -> None:
-        if isinstance(item, Incident):
-            log.error("incident (%s) at step %d: %s", item.manifestation.value, item.step, item.sentence)
-        elif isinstance(item, Resolved) and item.recovered is not None:
-            log.info("recovered from, by going back to step %d: %s", item.recovered, item.sentence)
-        elif isinstance(item, Resolved):
-            log.info("resolved after %.1f s: %s", item.stalled_seconds, item.sentence)
-        elif isinstance(item, Agreements):
-            log.debug("step %d: %d surfaces agreed", item.step, len(item.surfaces))
-        elif item.verdict is None:
-            log.info("step %d: %s not checked: %s", item.step, item.surface, item.reason)
-        elif not item.verdict.agrees:
-            named = f"ranks {list(item.ranks)} differ" if item.ranks else f"ranks {list(item.peers)} disagree"
-            log.warning("step %d: %s %s: %s", item.step, item.surface, item.status, named)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class CallbackRecorder:
-    """Incidents to the user's own function."""
-
-    def __init__(self, callback: Callable[[Incident], None]) -> None:
-        self._callback = callback
-
-    def record(self, item: Recordable) -> None:
-        if isinstance(item, Incident):
-            self._callback(item)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class Tee:
-    """Several recorders as one. One that fails does not keep an item from the others."""
-
-    def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self._recorders = tuple(recorders)
-
-    def record(self, item: Recordable) -> None:
-        with ExitStack() as all_of_them:  # it goes on after an exception, and raises it at the end
-            for recorder in reversed(self._recorders):
-                all_of_them.callback(recorder.record, item)
-
-    def close(self) -> None:
-        with ExitStack() as all_of_them:
-            for recorder in reversed(self._recorders):
-                all_of_them.callback(recorder.close)
+def log_incident(item: Incident | Resolved) -> None:
+    """Log an incident as an error, or its end as information."""
+    if isinstance(item, Incident):
+        log.error("incident (%s) at step %d: %s", item.manifestation.value, item.step, item.sentence)
+    elif item.recovered is not None:
+        log.info("recovered by going back to step %d: %s", item.recovered, item.sentence)
+    else:
+        log.info("resolved after %.1f s: %s", item.stalled_seconds, item.sentence)
 
 
 @dataclass(frozen=True, slots=True)
 class Stamped:
-    """A line read back."""
+    """A line of a file, with the time at which it was written."""
 
     item: Recordable
     time: float
     """Wall clock, seconds since the epoch."""
     monotonic: float
-    """The writing machine's monotonic clock; only differences within one boot mean anything."""
+    """The monotonic clock of the machine; comparable only within one boot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A line that could not be read, and was skipped."""
+    """A line that could not be read."""
 
     path: Path
     line: int
@@ -230,9 +182,9 @@ class Problem:
 
 
 def read(path: Path | str) -> Iterator[Stamped | Problem]:
-    """Every line of a JSONL file in order; a truncated or foreign one becomes a ``Problem``.
+    """Yield every line of a JSONL file in order, beginning with the previous full file.
 
-    What was written before the file was last full comes first.
+    A truncated or foreign line is a ``Problem``. Raises ``FileNotFoundError`` if there is no file.
     """
     with ExitStack() as opened:
         for each, file in _files(Path(path), opened):
@@ -242,9 +194,9 @@ def read(path: Path | str) -> Iterator[Stamped | Problem]:
 
 
 def _files(path: Path, opened: ExitStack) -> list[tuple[Path, BinaryIO]]:
-    """The full file, if there is one, and the one that is written to; ``FileNotFoundError`` without both."""
+    """Open the full file, if there is one, and the current one."""
     found: list[tuple[Path, BinaryIO]] = []
-    # The newer one first: should it be renamed in between, it is found under both names and read once.
+    # The current one first: if it is renamed in between, it is found under both names and read once.
     for each in (path, _older(path)):
         with suppress(FileNotFoundError):
             found.append((each, opened.enter_context(each.open("rb"))))
@@ -256,16 +208,16 @@ def _files(path: Path, opened: ExitStack) -> list[tuple[Path, BinaryIO]]:
 
 
 class Follower:
-    """The lines of a file that grows, each once, without reading again what was read before."""
+    """Reads the new lines of a file that grows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None  # open, so that no other file can get its number
-        self._read, self._number = 0, 0
-        """Bytes and lines so far."""
+        self._file: BinaryIO | None = None  # kept open, so that its inode is not used again
+        self._read = self._number = 0
+        """Bytes and lines that have been read."""
 
-    def fresh(self) -> Iterator[Stamped | Problem]:
-        """What was added since the last call; a line that is not whole yet waits until it is."""
+    def new_lines(self) -> Iterator[Stamped | Problem]:
+        """Yield the lines added since the last call, without a last line that is still incomplete."""
         file = self._opened()
         if file is None:
             return
@@ -284,7 +236,7 @@ class Follower:
             file.close()
 
     def _opened(self) -> BinaryIO | None:
-        """The file, from its beginning if it was removed and made again; None if nothing is new."""
+        """Return the file, opened again if it was replaced; None if it has nothing new."""
         try:
             status = self._path.stat()
             if self._file is None or not os.path.samestat(status, os.fstat(self._file.fileno())):
@@ -304,7 +256,7 @@ def _parsed(path: Path, number: int, line: bytes) -> Stamped | Problem:
 
 
 def stamped(line: Any) -> Stamped:
-    """One line, as JSON has it; a ``ValueError`` says what is foreign about it."""
+    """Read one line of JSON; raises ``ValueError`` if it is not a record of this version."""
     if not isinstance(line, dict):
         raise ValueError(f"not a record: {line!r:.80}")
     if line.get("schema") != SCHEMA:

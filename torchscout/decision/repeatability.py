@@ -1,8 +1,7 @@
-"""Is a disagreement a rank's fault or a kernel's? (paper, sections 5.3 and 6.1)
+"""Decides whether a rank or a nondeterministic kernel causes a disagreement (paper, sections 5.3 and 6.1).
 
-Pure, and fed with gathered evidence only, so that all peers conclude alike. It decides who may be named after
-how many replays, and remembers for the whole job which surfaces do not repeat. Running the replays is for
-``replay.replayer``, what is concluded for ``sdc``.
+It uses gathered evidence only, so that all peers reach the same conclusion: after how many replays a rank may
+be named, and which surfaces of the job do not repeat.
 """
 
 from __future__ import annotations
@@ -33,101 +32,101 @@ __all__ = [
 ]
 
 CHANCE = 1e-6
-"""The probability, at most, that a check names a rank because a kernel does not repeat its numbers."""
+"""The largest probability that a check names a rank because a kernel is nondeterministic."""
 BIAS = 4.0
-"""A kernel may differ so many times as often (as odds) on one rank as it does on the rank's peers."""
+"""The largest odds ratio of a kernel to differ on one rank rather than on its peers."""
 MAX_REPLAYS = 64
-"""Of one target in one check, the first included; more than two only after a disagreement."""
+"""Replays of one target in one check, including the first; more than two only after a disagreement."""
 NONDETERMINISTIC = "nondeterministic kernel"
-"""How the reason begins why numbers that differ say nothing."""
+"""The beginning of the reason why different numbers prove nothing."""
 REFUSED = "cannot be replayed"
-"""How the reason begins why something is not repeated at all, as a rule and not by accident."""
+"""The beginning of the reason why something is never replayed."""
 UNDECIDED = "undecided"
-"""How the reason begins why numbers that differ name nobody yet."""
+"""The beginning of the reason why different numbers do not name a rank yet."""
 
 # [Note: a rank or a kernel]
 #
-# Peers replay the same call on the same input. If their results differ, either a rank computes wrongly or
-# the kernel does not repeat itself (atomics, races), which no rank is to blame for. A kernel may have any
-# number of results with any probabilities, and these may change with the input, hence from check to check.
-# So nothing is estimated. One fact is used: the kernel does not know which rank it runs on.
+# Peers replay the same call on the same input. If their results differ, either a rank computes wrongly or the
+# kernel is nondeterministic (atomics, races), which is no rank's fault. A kernel may have any number of
+# results with any probabilities, and these may change with the input, hence from check to check. So nothing
+# is estimated. Only one fact is used: the kernel does not know on which rank it runs.
 #
-# Take one replay by N peers in which a strict majority has the result v and d ranks have another one. If it
-# was the kernel, every choice of d ranks among N was equally likely. That exactly one given rank s differs
-# (d = 1) has probability 1/N, whatever the probabilities of the results are. Further replays of the call are
-# further trials: that k replays differ, each only on s, has probability N^-k, and since s may be any rank, N
-# * N^-k. It does not matter that s was wrong in the same way each time, or how many replays agreed in
+# Consider one replay by N peers in which a strict majority has the result v and d ranks have another one. If
+# the kernel is the cause, every choice of d ranks among N is equally likely. The probability that only a
+# given rank s differs (d = 1) is 1/N, whatever the probabilities of the results are. Further replays are
+# further trials: k replays that differ only on s have probability N^-k, and since s may be any rank, N *
+# N^-k. It does not matter whether s was wrong in the same way each time, or how many replays agreed in
 # between: replays in which all agree have factor 1. So the same rule covers persistent and intermittent
 # corruption.
 #
 # Ranks are not quite equal: chips differ in clocks and in which cores work. Let the odds that the kernel
 # differs on s be at most BIAS times those on its peers. A lone difference is then on s with probability
 # b / (b + N - 1), b = BIAS; for d ranks out of a set S of j suspects the probability is Fisher's noncentral
-# hypergeometric term C(j, d) b^d / sum_i C(j, i) C(N - j, d - i) b^i. A kernel that differs on one rank only,
-# for ever, is not distinguishable from a rank that is wrong; nothing can be promised for it.
+# hypergeometric term C(j, d) b^d / sum_i C(j, i) C(N - j, d - i) b^i. A kernel that always differs on one
+# rank only cannot be distinguished from a rank that is wrong.
 #
 # The product of these factors is compared with CHANCE after each replay. Stopping as soon as it is small
-# enough is allowed: for fixed S, the inverse of the product (0 once anybody else differs) is a nonnegative
-# martingale with mean 1 under the kernel hypothesis, and exceeds 1/c, ever, with probability c at most
-# (Ville). So the bound holds for all checks of a job together, and a fortiori for one. It is shared among
-# the choices of S (C(N, j) for each j, with weights 2^-j over j) and among the surfaces of the check.
+# enough is allowed: for fixed S, the inverse of the product (0 once another rank differs) is a nonnegative
+# martingale with mean 1 under the kernel hypothesis, and ever exceeds 1/c with probability c at most (Ville).
+# So the bound holds for all checks of a job together. It is shared among the choices of S (C(N, j) for each
+# j, with weights 2^-j over j) and among the surfaces of the check.
 #
-# As soon as a rank outside S differs, or the majority's own result changes, or a later check suspects
-# others, the surface does not repeat: it is left out from then on, and names nobody any more. If the replays
-# of a check do not suffice, the suspicion is kept and the next disagreement on that surface adds to it.
-# Agreement in earlier checks is not counted as evidence that a kernel repeats itself: another input may be
-# its first race, and a kernel that differs once in M replays passes M of them with probability 1/e.
+# If a rank outside S differs, or the result of the majority changes, or a later check suspects other ranks,
+# the surface does not repeat, and is left out from then on. If the replays of a check do not suffice, the
+# suspicion is kept and the next disagreement on that surface adds to it. Agreement in earlier checks is no
+# evidence that a kernel is deterministic: another input may cause its first race, and a kernel that differs
+# once in M replays passes M of them with probability 1/e.
 #
-# Without a strict majority nobody is named. That peers differ is reported if each of them repeats its own
-# result so often that chance is excluded: given the results of a replay, the same assignment to ranks as in
-# the first replay has probability 1 / (number of distinct assignments), 1/2 at most.
+# Without a strict majority no rank is named. A disagreement is reported if each peer repeats its own result
+# so often that chance is excluded: given the results of a replay, the same assignment to ranks as in the
+# first replay has probability 1 / (number of distinct assignments), 1/2 at most.
 #
 # What ranks hold (state, received inputs) is read, not computed, so that no kernel can make it differ: it is
-# read a second time, and named at once.
+# read a second time, and reported at once.
 
 
 class Repeatability(str, Enum):
-    """What further replays of the same input say about a disagreement."""
+    """The result of replaying a disagreement again on the same input."""
 
     PERSISTENT = "persistent"
-    """Everybody repeats its own numbers: the wrong ones are wrong in the same way."""
+    """Every peer repeats its own numbers: the wrong ones are wrong in the same way."""
     INTERMITTENT = "intermittent"
-    """Only suspects fail to repeat theirs, and chance is excluded."""
+    """Only suspects do not repeat their numbers, and chance is excluded."""
     NONDETERMINISTIC = "nondeterministic"
-    """Others fail to as well: the kernel, not a rank, makes the numbers differ."""
+    """Other ranks do not repeat their numbers either: the kernel makes them differ."""
     UNDECIDED = "undecided"
-    """Only suspects fail to, and too rarely to exclude that it is the kernel."""
+    """Only suspects differ, but too rarely to exclude the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """One disagreement, and what came of replaying again."""
+    """One disagreement, and the result of replaying it again."""
 
     record: EvidenceRecord
-    """As it should be kept: without a verdict where nobody is to be named."""
+    """The record to keep: without a verdict if no rank may be named."""
     kind: Repeatability
     replays: int
-    """In this check, the first included."""
+    """Replays in this check, including the first."""
     differing: int
-    """Those of them in which peers differed."""
+    """Those in which peers differed."""
     earlier: int = 0
     """Replays of earlier checks in which the same ranks differed."""
     again: tuple[EvidenceRecord, ...] = ()
-    """Of the further replays the first, and each that gave other numbers than the one before it."""
+    """The first further replay, and each one whose numbers differ from those of the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """What earlier checks hold against ranks, on one surface."""
+    """The evidence of earlier checks against ranks, on one surface."""
 
     suspects: frozenset[int]
     log_chance: float = 0.0
-    """That a kernel made these ranks differ, given how many did in each replay."""
+    """The log of the probability that a kernel made these ranks differ."""
     differing: int = 0
 
 
 class Trial:
-    """One disagreement while it is being replayed. See [Note: a rank or a kernel]."""
+    """One disagreement while it is replayed again. See [Note: a rank or a kernel]."""
 
     def __init__(
         self,
@@ -138,14 +137,14 @@ class Trial:
         is_held: bool = False,
         right: Hashable | None = None,
     ) -> None:
-        """``limit`` is the chance at which ranks may be named. ``is_held``: it was read, not computed.
-        ``right`` is what all should have, where that is known."""
-        assert record.verdict is not None, "only what was compared can be replayed again"
+        """``limit`` is the probability at which ranks may be named; ``is_held`` means that the value was
+        read, not computed; ``right`` is the right value, if known."""
+        assert record.verdict is not None, "only a comparison can be replayed again"
         assert record.scope is not None, "only a disagreement is replayed again"
         self.record, self._first, self.is_held, self._right = record, record.verdict, is_held, right
         self._limit = math.log(limit)
         self.suspects = frozenset(record.ranks)
-        """Empty where there is no majority."""
+        """Empty without a majority."""
         self.before = before or _Suspicion(self.suspects)
         self.log_chance = self.before.log_chance
         self.replays, self.differing = 1, 0
@@ -162,11 +161,11 @@ class Trial:
 
     @property
     def is_open(self) -> bool:
-        """Whether another replay could still tell something."""
+        """Whether another replay could still change the result."""
         return self._kind is None and not self._is_over and self.replays < MAX_REPLAYS
 
     def observe(self, ranks: Sequence[int], values: Sequence[Hashable]) -> None:
-        """Take in what every peer had in one further replay; fewer peers than before end the trial."""
+        """Add the values of all peers in a further replay; the trial ends if peers are missing."""
         if not self.is_open:
             return
         if tuple(ranks) != self.record.peers:
@@ -191,20 +190,22 @@ class Trial:
             self._weigh(self._differing(evidence))
 
     def conclude(self) -> Repeated:
-        unknown = Repeatability.PERSISTENT if self.is_held else Repeatability.UNDECIDED
-        kind = self._kind or unknown
-        kept, changed = self.record, named(sorted(self._changed))
+        """Return the result; its record has a reason instead of a verdict if no rank may be named."""
+        kind = self._kind or (Repeatability.PERSISTENT if self.is_held else Repeatability.UNDECIDED)
+        record, reason = self.record, None
         if kind is Repeatability.NONDETERMINISTIC:
-            told = f"replayed {_times(self.replays)}, {changed} did not repeat the same numbers"
-            kept = replace(kept, verdict=None, reason=f"{NONDETERMINISTIC}: {told}")
+            changed, times = named(sorted(self._changed)), _times(self.replays)
+            reason = f"{NONDETERMINISTIC}: replayed {times}, {changed} did not repeat the same numbers"
         elif kind is Repeatability.UNDECIDED:
             earlier = f" and {_times(self.before.differing)} before" if self.before.differing else ""
-            told = (
-                f"{named(sorted(self.suspects or kept.peers))} differed {_times(self.differing)} in "
-                f"{self.replays} replays{earlier}; that is too rare to tell a rank from a kernel"
+            reason = (
+                f"{UNDECIDED}: {named(sorted(self.suspects or record.peers))} differed "
+                f"{_times(self.differing)} in {self.replays} replays{earlier}; "
+                "that is too rare to distinguish a rank from a kernel"
             )
-            kept = replace(kept, verdict=None, reason=f"{UNDECIDED}: {told}")
-        return Repeated(kept, kind, self.replays, self.differing, self.before.differing, tuple(self.again))
+        if reason is not None:
+            record = replace(record, verdict=None, reason=reason)
+        return Repeated(record, kind, self.replays, self.differing, self.before.differing, tuple(self.again))
 
     def _verdict(self, evidence: tuple[Hashable, ...]) -> Verdict:
         return exact(evidence) if self._right is None else known(evidence, self._right)
@@ -214,7 +215,7 @@ class Trial:
         return sum(value != reference for value in evidence)
 
     def _weigh(self, differing: int) -> None:
-        """So many of the suspects, and nobody else, differ in one more replay."""
+        """Add a replay in which this many of the suspects, and no other ranks, differ."""
         if not differing:
             return
         peers, suspects = len(self.record.peers), len(self.suspects)
@@ -235,38 +236,37 @@ class Trial:
 
 
 _Key = tuple[Surface, str | None]
-"""A surface, and of which target, where its name does not say so."""
+"""A surface, and its target if the name of the surface does not contain it."""
 
 
 @dataclass(slots=True)
 class SurfaceHistory:
-    """Which surfaces of a job were seen not to repeat, and what is held against ranks; the same on all
-    peers."""
+    """Surfaces of a job that do not repeat, and suspicions against ranks; the same on all peers."""
 
     _left_out: dict[_Key, str] = field(default_factory=dict)
     _suspicions: dict[Hashable, _Suspicion] = field(default_factory=dict)
     _named: set[int] = field(default_factory=set)
-    """Ranks that were named for what they compute; further replays would say nothing new about them."""
+    """Ranks that were named for what they compute; further replays would add nothing."""
 
     def reason(self, surface: Surface, target: str | None) -> str | None:
-        """Why a surface is left out of comparisons; None if it is compared."""
+        """Return why a surface is left out of comparisons; None if it is compared."""
         return self._left_out.get((surface, target or None))
 
     def leave_out(self, surface: Surface, target: str | None, reason: str) -> None:
-        """From now on. The first reason stays."""
+        """Leave a surface out from now on; the first reason is kept."""
         self._left_out.setdefault((surface, target or None), reason)
 
     def trial(
         self, record: EvidenceRecord, *, among: int, is_held: bool, right: Hashable | None = None
     ) -> Trial:
-        """Begin to find out about a disagreement, one of ``among`` comparisons in the check."""
+        """Begin to replay a disagreement again, one of ``among`` comparisons in the check."""
         before = self._suspicions.get(_trial_key(record))
         limit = CHANCE / max(among, 1)
         is_known = bool(record.ranks) and self._named.issuperset(record.ranks)
         return Trial(record, limit=limit, before=before, is_held=is_held or is_known, right=right)
 
     def conclude(self, trial: Trial) -> Repeated:
-        """What is to be kept of a disagreement; remembered for later checks."""
+        """Return the result of a trial, and remember it for later checks."""
         found = trial.conclude()
         record, key = trial.record, _trial_key(trial.record)
         self._suspicions.pop(key, None)
@@ -280,14 +280,14 @@ class SurfaceHistory:
         return found
 
     def not_repeating(self) -> dict[str, str]:
-        """The surfaces that are left out, each with the reason."""
+        """Return the surfaces that are left out, with the reasons."""
         return {_spelled(*key): reason for key, reason in self._left_out.items()}
 
 
 def unmet(records: Iterable[EvidenceRecord], require: Collection[str]) -> dict[Surface, str]:
-    """What is required and was left out, because it does not or cannot repeat, with the reasons.
+    """Return required surfaces that were left out because they do not repeat, with the reasons.
 
-    ``require`` has modes (``backward``) and surfaces, in which ``*`` stands for anything.
+    ``require`` has modes (``backward``) and surfaces, in which ``*`` matches anything.
     """
     return {
         record.surface: record.reason
@@ -298,7 +298,7 @@ def unmet(records: Iterable[EvidenceRecord], require: Collection[str]) -> dict[S
 
 
 def _is_meant(record: EvidenceRecord, required: str) -> bool:
-    if (record.reason or "").startswith(REFUSED):  # the record stands for all that was not computed
+    if (record.reason or "").startswith(REFUSED):  # the record stands for everything that was not computed
         if "/" in required:
             return fnmatchcase(record.layer or "", required.rpartition("/")[0])
         return record.surface.endswith("optimizer") is (required == "optimizer")
@@ -307,7 +307,7 @@ def _is_meant(record: EvidenceRecord, required: str) -> bool:
 
 
 def _of_held(first: Verdict, second: Sequence[Hashable]) -> Repeatability:
-    """Of what was read a second time; see the end of [Note: a rank or a kernel]."""
+    """Compare with values read a second time; see the end of [Note: a rank or a kernel]."""
     pairs = zip(first.evidence, second, strict=True)
     changed = {place for place, (before, after) in enumerate(pairs) if before != after}
     if not changed:
@@ -320,7 +320,7 @@ def _of_held(first: Verdict, second: Sequence[Hashable]) -> Repeatability:
 
 
 def _log_chance(peers: int, suspects: int, differing: int) -> float:
-    """That all who differ in a replay are among the suspects, though it is the kernel."""
+    """The log of the probability that a kernel makes only suspects differ in a replay."""
     others = peers - suspects
     terms = [
         math.comb(suspects, inside) * math.comb(others, differing - inside) * BIAS**inside
@@ -331,14 +331,14 @@ def _log_chance(peers: int, suspects: int, differing: int) -> float:
 
 
 def _log_choices(peers: int, suspects: int) -> float:
-    """How many sets of suspects there are; smaller ones get more of the chance that all sets share."""
+    """The log of the weighted number of sets of suspects; smaller sets get more of the shared bound."""
     largest = (peers - 1) // 2
     weight = 2.0**-suspects / (1 - 2.0**-largest)
     return math.log(math.comb(peers, suspects)) - math.log(weight)
 
 
 def _log_assignments(evidence: Sequence[Hashable]) -> float:
-    """In how many ways these results could have fallen to the peers."""
+    """The log of the number of ways to assign these results to the peers."""
     counts: Mapping[Hashable, int] = Counter(evidence)
     return math.lgamma(len(evidence) + 1) - sum(math.lgamma(count + 1) for count in counts.values())
 

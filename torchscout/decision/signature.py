@@ -126,8 +126,9 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"a signature needs a tensor, got {type(tensor).__name__}")
     if torch.distributed.is_available():
-        from torch.distributed._functional_collectives import AsyncCollectiveTensor
         from torch.distributed.tensor import DTensor
+
+        from torchscout.utils._torch import AsyncCollectiveTensor
 
         with torch.no_grad():
             local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor

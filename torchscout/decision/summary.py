@@ -1,4 +1,4 @@
-"""Comparisons without a finding as counts: a healthy job makes many, and each has every peer's evidence."""
+"""Counts comparisons without a finding instead of writing them: a healthy job makes many."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torchscout.decision.straggler.persistence import Times
 __all__ = ["SummaryRecorder", "has_finding"]
 
 _CHECKS = 100
-"""After so many checks counts are written; the first times sooner, so that a short job has some, too."""
+"""Counts are written after this many checks; at first sooner, so that a short job writes some."""
 _SECONDS = 600.0
-"""Nor do they wait longer than this, if there is a check."""
+"""Counts are written after this time."""
 _MOST = 1000
-"""Nor are more of them held, but for those of one check."""
+"""At most this many counts are kept, besides those of one check."""
 
 _Counts = dict[tuple[tuple[int, ...], Surface, Manifestation, str | None, str | None], Agreement]
 """By peers, surface, manifestation, layer and mode."""
 
 
 class SummaryRecorder:
-    """Passes findings on at once, and from time to time how often all else was compared.
+    """Writes findings at once, and counts of all other comparisons from time to time.
 
-    A process that is killed loses what it has counted since.
+    A process that is killed loses the counts since then.
     """
 
     def __init__(
         self, recorder: Recorder, config: StragglerConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``config`` says which differences of times are findings."""
+        """``config`` decides which differences of times are findings."""
         self._recorder, self._config, self._clock = recorder, config, clock
         self._counts: _Counts = {}
         self._step: int | None = None
@@ -63,11 +63,22 @@ class SummaryRecorder:
             self._checks += 1
         key = (item.peers, item.surface, item.manifestation, item.layer, item.mode)
         known = self._counts.get(key)
-        self._counts[key] = _first(item) if known is None else _next(known, item)
+        if known is None:
+            _, surface, manifestation, layer, mode = key
+            known = Agreement(
+                surface=surface,
+                manifestation=manifestation,
+                layer=layer,
+                mode=mode,
+                count=0,
+                first=item.step,
+                last=item.step,
+            )
+        self._counts[key] = replace(known, count=known.count + 1, last=item.step)
         self._write(complete)  # last: it may fail
 
     def _is_time(self) -> bool:
-        """At the beginning of a check, so that lines have whole ones."""
+        """Called at the beginning of a check, so that lines contain whole checks."""
         is_late = self._clock() - self._since >= _SECONDS
         return self._checks >= self._enough or is_late or len(self._counts) >= _MOST
 
@@ -80,32 +91,13 @@ class SummaryRecorder:
         by_peers: dict[tuple[int, ...], list[Agreement]] = {}
         for (peers, *_), each in counts.items():
             by_peers.setdefault(peers, []).append(each)
-        with ExitStack() as lines:  # one that cannot be written does not keep the others back
+        with ExitStack() as lines:  # writes all lines, even if one fails
             for peers, surfaces in by_peers.items():
                 lines.callback(self._recorder.record, Agreements(peers=peers, surfaces=tuple(surfaces)))
 
 
-def _first(item: EvidenceRecord) -> Agreement:
-    return Agreement(
-        surface=item.surface,
-        manifestation=item.manifestation,
-        layer=item.layer,
-        mode=item.mode,
-        count=1,
-        first=item.step,
-        last=item.step,
-    )
-
-
-def _next(known: Agreement, item: EvidenceRecord) -> Agreement:
-    return replace(known, count=known.count + 1, last=item.step)
-
-
 def has_finding(record: EvidenceRecord, config: StragglerConfig) -> bool:
-    """Whether peers disagreed, or nothing was compared.
-
-    Equal work never takes exactly as long: of times only what is materially slower counts.
-    """
+    """Whether peers disagreed, or nothing was compared; times must differ materially."""
     if record.verdict is None:
         return True
     if record.verdict.agrees or record.manifestation is not Manifestation.STRAGGLER:

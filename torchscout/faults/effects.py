@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchscout.utils._torch import create_work_from_future, cuda_sleep, tree_leaves, tree_map_only
 
 __all__ = [
     "CHANGES",
@@ -273,7 +273,7 @@ def done(issue: Issue) -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future()
     tensors = [leaf for leaf in tree_leaves(issue.arguments) if isinstance(leaf, torch.Tensor)]
     future.set_result(tensors[0] if tensors else None)
-    return _result(issue, _create_work_from_future(future).boxed())
+    return _result(issue, create_work_from_future(future).boxed())
 
 
 def _result(issue: Issue, work: Any) -> Any:
@@ -394,7 +394,7 @@ class DeviceSpin(ProcessEffect):
         import torch
 
         cycles = int(self.seconds * _cycles_per_second(torch.cuda.current_device()))
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # PyTorch's own tests delay streams by it
+        cuda_sleep(cycles)  # PyTorch's own tests delay streams by it
 
 
 @cache
@@ -405,9 +405,9 @@ def _cycles_per_second(index: int) -> float:
     stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(_WARM_CYCLES)  # type: ignore[no-untyped-call]
+        cuda_sleep(_WARM_CYCLES)
         begin.record(stream)
-        torch.cuda._sleep(_TIMED_CYCLES)  # type: ignore[no-untyped-call]
+        cuda_sleep(_TIMED_CYCLES)
         end.record(stream)
     end.synchronize()
     return 1e3 * _TIMED_CYCLES / float(begin.elapsed_time(end))

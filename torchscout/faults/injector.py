@@ -21,8 +21,6 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from torchscout.adapters.modules import is_called
@@ -31,6 +29,7 @@ from torchscout.collectives.interceptor import Handle, Pending, listen
 from torchscout.faults.effects import CallEffect, Issue, ProcessEffect, StayInside, TensorEffect, done
 from torchscout.faults.fault import Fault, SiteKind
 from torchscout.faults.plan import FaultPlan, module_at, tensor_at
+from torchscout.utils._torch import DispatchKey, DispatchKeySet, TorchDispatchMode, tree_leaves
 from torchscout.utils.reentrancy import in_own_work
 
 __all__ = ["CollectiveFaults", "Firing", "Injector", "Tampering"]
@@ -72,7 +71,7 @@ class CollectiveFaults:
 
 _FUNCTIONAL = "_c10d_functional"
 """Operators that issue collectives from within: those of DTensor, of expert and context parallelism."""
-_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_BELOW = DispatchKeySet(DispatchKey.CPU)
 """They have one kernel each, whatever the device."""
 
 

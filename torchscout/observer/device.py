@@ -21,6 +21,7 @@ import torch
 from torchscout.log import log
 from torchscout.observer.flight_recorder import open_operations
 from torchscout.observer.record.writer import ProgressWriter
+from torchscout.utils._torch import current_raw_stream
 
 __all__ = ["DeviceProgress", "Track", "device_of"]
 
@@ -144,7 +145,7 @@ class DeviceProgress:
         try:
             # An event that a capturing stream records would become part of the user's graph.
             captures = torch.cuda.is_current_stream_capturing()
-            stream = None if captures else torch._C._cuda_getCurrentRawStream(self._index)
+            stream = None if captures else current_raw_stream(self._index)
             track.record(number, stream, self._driver)
         except RuntimeError as error:
             self._give_up(error)

@@ -11,21 +11,20 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from torch._C import _distributed_c10d as c10d
-
 from torchscout.decision.hang.flight_recorder import Dump, Entry, State, read_dump
 from torchscout.log import log
+from torchscout.utils._torch import dump_flight_recorder, dump_nccl_flight_recorder
 
 __all__ = ["open_operations"]
 
-_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+_RECORDERS = (dump_nccl_flight_recorder, dump_flight_recorder)
 """Of NCCL, and of everything else; which there are depends on how PyTorch was built."""
 _SHOWN = 16
 
 
 def open_operations() -> dict[str, Any] | None:
     """The first operations that are not over, as plain JSON of a few kilobytes; None without a recorder."""
-    dumps = [dump for name in _RECORDERS if (dump := _dump(getattr(c10d, name, None))) is not None]
+    dumps = [dump for recorder in _RECORDERS if (dump := _dump(recorder)) is not None]
     if not any(dump.entries or dump.enqueued for dump in dumps):
         return None  # nothing was ever recorded
     waiting = [

@@ -16,13 +16,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import xxhash
-from torch.utils._pytree import tree_leaves
 
 from torchscout.collectives.call import POINT_TO_POINT, Call, Group
 from torchscout.collectives.interceptor import Pending
 from torchscout.decision.progress import CommGroup, Phase
 from torchscout.observer.device import DeviceProgress, Track
 from torchscout.observer.record.writer import NOWHERE, ProgressWriter
+from torchscout.utils._torch import backend_of, tree_leaves
 from torchscout.utils.reentrancy import in_backward, in_own_work
 
 __all__ = ["Fingerprint", "Publisher", "WatchedInput", "line_of", "read"]
@@ -91,7 +91,7 @@ def _timeout(call: Call) -> float | None:
     if call.group.is_scouts or call.device is None:
         return None
     try:
-        options = call.process_group._get_backend(call.device).options
+        options = backend_of(call.process_group, call.device).options
         return float(options._timeout.total_seconds())
     except (AttributeError, RuntimeError):  # a backend without options, or of another device
         return None
@@ -275,7 +275,7 @@ class Publisher:
 def _is_entered_by(device: torch.device, call: Call) -> bool:
     """Whether the host only issues the operation: so over NCCL. Gloo's run on the host, whatever they
     move."""
-    return device.type == "cuda" and "nccl" in call.process_group._get_backend(device).name()
+    return device.type == "cuda" and "nccl" in backend_of(call.process_group, device).name()
 
 
 class WatchedInput(Generic[_Batch]):

@@ -13,7 +13,7 @@ from typing import Any
 from torchscout.decision.progress import Process
 from torchscout.decision.record import Incident, Resolved
 from torchscout.observer.protocol import RankReport
-from torchscout.utils.text import named
+from torchscout.utils.text import named, sentences
 
 __all__ = ["Finding", "ReportedIncidents"]
 
@@ -94,7 +94,7 @@ class ReportedIncidents:
         if not gone:
             return None
         ended = f"the trainer{'s' if len(gone) > 1 else ''} of {named(gone)} ended after waiting for too long"
-        return replace(earlier, sentence=f"{earlier.sentence}; {ended}")
+        return replace(earlier, sentence=f"{earlier.sentence} {sentences(ended)}")
 
     def report(self, incident: Incident, posts: Mapping[int, RankReport]) -> bool:
         """Whether it is news; from then on it stands."""

@@ -17,7 +17,7 @@ from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifes
 from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 from torchscout.mesh import Mesh
 from torchscout.observer.protocol import RankReport
-from torchscout.utils.text import listed, named
+from torchscout.utils.text import listed, named, sentences
 
 __all__ = ["compare_phases", "conclude"]
 
@@ -82,7 +82,7 @@ def _waited_for(posts: _Posts, mesh: Mesh) -> Incident | None:
     if incident is None or not set(gone).isdisjoint(incident.ranks):
         return None
     ended = f"the trainer{'s' if len(gone) > 1 else ''} of {named(gone)} ended after waiting for too long"
-    return replace(incident, sentence=f"{incident.sentence}; {ended}")
+    return replace(incident, sentence=f"{incident.sentence} {sentences(ended)}")
 
 
 def compare_phases(posts: _Posts, diagnosis: PhaseDiagnosis) -> list[Incident]:
@@ -166,17 +166,15 @@ def _sentence(posts: _Posts, gone: Sequence[int], mesh: Mesh) -> str:
     if gone[0] not in posts:
         hosts = mesh.hosts_of(gone)
         machines = f"machine {hosts[0]} is" if len(hosts) == 1 else f"machines {listed(hosts)} are"
-        return f"{machines} gone: {named(gone)} did not answer; trainers elsewhere ended with it"
+        return sentences(f"{machines} gone: {named(gone)} did not answer", "trainers elsewhere ended with it")
     if len(gone) > 1:
         shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
-        return f"the trainers of ranks {shown} ended before they had finished"
+        return f"The trainers of ranks {shown} ended before they had finished."
     (rank,) = gone
     host, progress = mesh.host_of(rank), posts[rank].standing.progress
     who = f"rank {rank}" if host is None else f"rank {rank} on {host}"
-    where = (
-        "" if progress is None else f", in {progress.phase.value.replace('_', ' ')} of step {progress.step}"
-    )
-    return f"the trainer of {who} ended before it had finished{where}"
+    where = "" if progress is None else f", in {progress.phase.in_words} of step {progress.step}"
+    return f"The trainer of {who} ended before it had finished{where}."
 
 
 def _stacks(posts: _Posts, incident: Incident) -> list[EvidenceRecord]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from torchscout.replay.capture.broadcast import described, refuse, room_for
 from torchscout.replay.capture.context import autocast_as, buffers_of, preserved, preserved_rng, refusal
 from torchscout.replay.capture.hooks import WRITES, CallCapture
 from torchscout.replay.capture.invocation import Invocation, is_floating, tensors_in
+from torchscout.utils._torch import compiler
 
 __all__ = ["CompiledCode", "EagerCall", "compiled_around", "eagerly", "is_compiled"]
 
@@ -45,12 +45,12 @@ _MAX_PASSES = 3
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module, or a part of it, runs as compiled code."""
-    return _has_compiler() and any(map(_is_compiled_itself, module.modules()))
+    return compiler() is not None and any(map(_is_compiled_itself, module.modules()))
 
 
 def compiled_around(model: nn.Module, module: nn.Module) -> nn.Module | None:
     """Return the outermost compiled module of ``model`` that contains this module, or None."""
-    if not _has_compiler():
+    if compiler() is None:
         return None
     compiled = (each for each in model.modules() if each is not module and _is_compiled_itself(each))
     return next((each for each in compiled if any(part is module for part in each.modules())), None)
@@ -246,7 +246,7 @@ def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     if isinstance(module, DistributedDataParallel):
         yield from _wrappers(module.module)
-    elif _has_compiler() and isinstance(module, _compiler().OptimizedModule):
+    elif compiler() is not None and isinstance(module, compiler().OptimizedModule):
         yield from _wrappers(module._orig_mod)
 
 
@@ -261,19 +261,10 @@ def _synchronizing(module: nn.Module) -> str | None:
 
 def _is_compiled_itself(module: nn.Module) -> bool:
     return (
-        isinstance(module, _compiler().OptimizedModule)
+        isinstance(module, compiler().OptimizedModule)
         or module._compiled_call_impl is not None
         or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")  # a compiled method
     )
-
-
-def _has_compiler() -> bool:
-    """Whether the compiler is imported. Importing it takes seconds, and without it nothing is compiled."""
-    return "torch._dynamo" in sys.modules
-
-
-def _compiler() -> Any:
-    return sys.modules["torch._dynamo"]
 
 
 def _never(_: Any) -> Any:

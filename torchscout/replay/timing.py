@@ -34,6 +34,7 @@ from torchscout.collectives.call import POINT_TO_POINT, Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.decision.record import Surface
 from torchscout.replay.recipe import Observation
+from torchscout.utils._torch import cuda_sleep
 from torchscout.utils.reentrancy import in_backward
 
 __all__ = ["host_ahead", "timed", "timed_transfer"]
@@ -71,7 +72,7 @@ def timed(
     listener = _Stopwatch(clock, device)
     with listen(listener, outermost=True):
         if _gives_lead and device.type == "cuda":
-            torch.cuda._sleep(_LEAD_CYCLES)  # type: ignore[no-untyped-call]
+            cuda_sleep(_LEAD_CYCLES)
         begin = clock.mark()
         yield
         end = clock.mark()

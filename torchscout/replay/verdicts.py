@@ -323,7 +323,7 @@ def judged(run: Run) -> list[EvidenceRecord]:
 
 
 def _gathered(channel: PeerChannel, evidence: Mapping[Surface, int]) -> dict[Surface, Sequence[int]]:
-    verdicts = c3.compare(channel, exact=evidence)
+    verdicts = c3.compare(channel, evidence)
     return {surface: cast("Sequence[int]", each.evidence) for surface, each in verdicts.items()}
 
 

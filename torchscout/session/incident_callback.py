@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torchscout.decision.record import EvidenceRecord, Incident, Resolved
-from torchscout.decision.recorder import Follower, LogRecorder, Stamped
+from torchscout.decision.recorder import Follower, Stamped, log_incident
 from torchscout.log import log
 
 __all__ = ["IncidentCallback"]
@@ -64,7 +64,7 @@ class IncidentCallback:
         """Take what is new now."""
         with self._looking:
             try:
-                for line in () if self._file is None else self._file.fresh():
+                for line in () if self._file is None else self._file.new_lines():
                     if isinstance(line, Stamped):
                         self._take(line.item)
             except OSError as error:
@@ -77,9 +77,9 @@ class IncidentCallback:
             self.incidents.append(item)
             self._waiting.put(item)
             if self._rank == _logger_of(item):
-                LogRecorder().record(item)
+                log_incident(item)
         elif isinstance(item, Resolved) and self._rank == 0:
-            LogRecorder().record(item)
+            log_incident(item)
         elif isinstance(item, EvidenceRecord):  # what only this rank's observer knows
             log.warning("step %d: %s: %s", item.step, item.surface, item.reason)
 

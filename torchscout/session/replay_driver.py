@@ -22,7 +22,7 @@ from torchscout.decision.ownership import Ownership
 from torchscout.decision.record import EvidenceRecord, Incident, from_json
 from torchscout.decision.recorder import Recorder
 from torchscout.decision.repeatability import UNDECIDED, unmet
-from torchscout.decision.sdc import OpenIncidents, ReplayDiagnosis
+from torchscout.decision.sdc import OpenIncidents, SdcDiagnosis
 from torchscout.decision.straggler.diagnosis import Slowness, Stragglers
 from torchscout.decision.straggler.timings import Measured, Timings
 from torchscout.decision.summary import SummaryRecorder
@@ -119,7 +119,7 @@ class ReplayDriver:
         self._has_reported = False
         self._rank = self._links.group.ranks[self._links.position]
         self._device = self._links.device
-        self._diagnosis, self._ongoing = ReplayDiagnosis(mesh, config.straggler), OpenIncidents()
+        self._diagnosis, self._open = SdcDiagnosis(mesh), OpenIncidents()
         slow, shared = config.straggler, config.baseline
         if self._device.type != "cuda":
             slow, shared = slow.on_host(), shared.on_host()
@@ -288,11 +288,11 @@ class ReplayDriver:
 
     def _conclude(self, findings: Findings, timings: Timings | None) -> Outcome:
         records = findings.records
-        incidents = self._diagnosis.observe(records, repeats=findings.repeats, elsewhere=findings.elsewhere)
+        incidents = self._diagnosis.diagnose(records, repeats=findings.repeats, elsewhere=findings.elsewhere)
         slow = Slowness([], []) if timings is None else self._stragglers.observe(timings)
         self._remember(records)
         # Apart: who cannot write down its comparisons may still be the one to report the conclusion.
-        self._guard(lambda: self._report([*self._ongoing.news(incidents, records), *slow.incidents]))
+        self._guard(lambda: self._report([*self._open.new_ones(incidents, records), *slow.incidents]))
         again = [each for repeated in findings.repeats for each in repeated.again]
         self._guard(lambda: self._write([*records, *again, *slow.records]))
         # A wrong copy of right numbers is nothing to stop training for; it is given up.
@@ -328,7 +328,7 @@ class ReplayDriver:
     def _doubted(self, step: int, measured: Sequence[Measured]) -> set[str | None]:
         """What looks slow to the whole job, in a check that is under way; see ``Replayer.doubted``."""
         timings = self._shared(step, measured)
-        doubted = self._stragglers.doubted(timings)
+        doubted = self._stragglers.layers_to_time_again(timings)
         self._timings = None if doubted else timings
         return doubted
 
@@ -343,7 +343,7 @@ class ReplayDriver:
         ):
             return []
         own = self._guard(self._certifier.signature)
-        found = c3.compare(peers.evidence, exact={KEPT: ABSENT if own is None else own})[KEPT]
+        found = c3.compare(peers.evidence, {KEPT: ABSENT if own is None else own})[KEPT]
         if ABSENT in found.evidence:
             return []
         context, gathered = Context(step, peers.group.ranks, ""), cast("Sequence[int]", found.evidence)

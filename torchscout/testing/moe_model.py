@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  as everybody writes it
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from torchscout.experts.catalog import Catalog, Places, save
 from torchscout.experts.coverage import Profiler, tabulated, uniform
 from torchscout.experts.discovery import discover
 from torchscout.experts.launch_profiler import LaunchProfiler
 from torchscout.mesh import LayerKind, Mesh
+from torchscout.utils._torch import all_to_all_single_autograd
 
 __all__ = [
     "EXPERTS",

@@ -14,6 +14,8 @@ from types import CodeType, FrameType
 
 import torch
 
+from torchscout.utils._torch import current_graph_task_id
+
 __all__ = ["in_backward", "in_own_work", "is_nested_step", "is_stepping", "own_work"]
 
 # Not per thread: the hooks of a backward pass run on autograd's threads.
@@ -69,4 +71,4 @@ def _steps_under_way(optimizer: torch.optim.Optimizer, frame: FrameType | None) 
 
 def in_backward() -> bool:
     """Whether this thread is at a backward pass: activation checkpointing runs layers again in it."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(current_graph_task_id() != -1)

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
-__all__ = ["WIDEST", "columns", "listed", "named", "wrapped"]
+__all__ = ["WIDEST", "columns", "listed", "named", "sentences", "wrapped"]
 
 
 def listed(items: Iterable[object], *, most: int = 4) -> str:
@@ -19,9 +19,15 @@ def listed(items: Iterable[object], *, most: int = 4) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def named(ranks: Sequence[int]) -> str:
-    """``rank 5``, or ``ranks 1, 3 and 5``."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, most=8)}"
+def named(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """``rank 5``, ``ranks 1, 3 and 5``, or ``rank 5 on node-1``."""
+    names = f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, most=8)}"
+    return f"{names} on {listed(hosts)}" if hosts else names
+
+
+def sentences(*parts: str) -> str:
+    """Give each part a capital and a period: ``Rank 5 is late. 7 ranks wait.`` Empty parts are left out."""
+    return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
 
 
 WIDEST = 150

@@ -18,8 +18,8 @@ from torchscout.decision.consensus import exact, statistical
 from torchscout.decision.progress import RankStatus
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.recorder import Stamped
-from torchscout.decision.sdc import COMPUTATION, ReplayDiagnosis
 from torchscout.decision.straggler.persistence import Times
+from torchscout.decision.straggler.ranks import COMPUTATION, RankStragglers
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
@@ -173,7 +173,7 @@ class RawStepTimes:
     """
 
     def __init__(self, mesh: Mesh, config: StragglerConfig) -> None:
-        self._diagnosis = ReplayDiagnosis(mesh, config)
+        self._diagnosis = RankStragglers(mesh, config)
 
     def observe(self, step: int, seconds: Sequence[float]) -> set[Claim]:
         """``seconds`` by rank."""

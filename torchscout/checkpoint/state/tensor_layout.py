@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from torchscout.checkpoint.storage.encoding import fill
 from torchscout.errors import CheckpointError
+from torchscout.utils._torch import StridedShard
 
 __all__ = ["CPU", "difference", "fits", "layout_of", "local_of", "rebuilt"]
 
@@ -165,7 +165,7 @@ def _spelled(placement: Placement) -> list[Any]:
 
 _SPELLINGS: dict[type, Callable[[Any], list[Any]]] = {
     Shard: lambda placement: ["shard", placement.dim],
-    _StridedShard: lambda placement: ["strided", placement.dim, placement.split_factor],
+    StridedShard: lambda placement: ["strided", placement.dim, placement.split_factor],
     Replicate: lambda _: ["replicate"],
     Partial: lambda placement: ["partial", placement.reduce_op],
 }
@@ -174,6 +174,6 @@ _SPELLINGS: dict[type, Callable[[Any], list[Any]]] = {
 def _placement(spelled: Any) -> Placement:
     kind, *values = spelled
     if kind == "strided":
-        return _StridedShard(values[0], split_factor=values[1])
+        return StridedShard(values[0], split_factor=values[1])
     kinds: dict[str, type[Placement]] = {"shard": Shard, "replicate": Replicate, "partial": Partial}
     return kinds[kind](*values)

@@ -51,8 +51,7 @@ def report(found: Explanation, files: Sequence[DumpFile], *, size_is_known: bool
 
 def screen(document: Mapping[str, Any]) -> str:
     """The same for a person."""
-    sentence = str(document["sentence"])
-    parts: list[Table | str] = [f"{sentence[0].upper()}{sentence[1:]}."]
+    parts: list[Table | str] = [str(document["sentence"])]
     for group in document["groups"]:
         parts += ["", _heading(group), _rows(group)]
     if document["more_groups"]:

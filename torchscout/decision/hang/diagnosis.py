@@ -1,13 +1,13 @@
-"""Progress of all ranks -> who holds the job up, and why (paper, section 7; DESIGN.md, "Who is to blame").
+"""Diagnoses a hang from the progress of all ranks: which ranks hold up the job, and why (paper, section 7).
 
-A vote on coordinates alone blames victims, who lag too. So the order of evidence is: who broke the
-protocol (``protocol``), who is waited for and does not wait (``wait_graph``), who waits in a circle,
-and, if nobody is behind, which process group is stuck. The vote of equivalent peers goes along as a
-record: it corroborates and does not overrule, so that a minority that is ahead is not blamed.
+A vote on coordinates alone would blame victims, which lag too. So evidence is considered in this order:
+members of a group that issued different operations (``divergence``), ranks that others wait for and that
+wait for nobody (``wait_graph``), ranks that wait in a cycle, and, if no rank is behind, the process group
+that is stuck. The vote of equivalent peers is only recorded: it corroborates and does not overrule, so that
+a minority that is ahead is not blamed.
 
-It looks at one round. That nobody moves is for the observers to know before they ask: ranks inside
-collectives that are just about to finish look the same. What to do about a hang is for the recovery
-policy; the action here only says which kind of failure it is.
+A diagnosis covers one round. Ranks in a collective that is about to finish look the same as ranks that hang,
+so observers ask for one only when no rank has moved for some time.
 """
 
 from __future__ import annotations
@@ -25,137 +25,137 @@ from torchscout.decision.hang.wait_graph import WaitGraph
 from torchscout.decision.progress import CommGroup, IssuedOp, Process, RankStatus
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.mesh import Mesh
+from torchscout.utils.text import named, sentences
 
 __all__ = ["diagnose"]
 
 _Missed = Mapping[int, Sequence[IssuedOp]]
-"""Per suspect, the operations that do not finish without it."""
+"""Suspect -> the operations that do not finish without it."""
 
 
 def diagnose(
-    standings: Mapping[int, RankStatus] | Iterable[RankStatus],
+    statuses: Iterable[RankStatus],
     lines: Mapping[str, CommGroup],
     mesh: Mesh,
     *,
     absent: str = "did not answer",
 ) -> Incident | None:
-    """Explain why nobody moves; None when no communication holds anybody up.
+    """Explain why no rank moves; return None if no rank waits for a communication.
 
-    ``standings`` are those of the ranks that answered. Silence without a wait is a pause: evaluation, a
-    long computation, a debugger on a rank that nobody needs yet. ``absent`` says of the others what they
-    did not do.
+    ``statuses`` are those of the ranks that answered, and ``absent`` is what sentences say about other ranks.
+    Silence without a wait is a pause: an evaluation, a long computation, a debugger on a rank that no other
+    rank needs yet.
     """
-    given = standings.values() if isinstance(standings, Mapping) else standings
-    call = HangEvidence(given, lines, mesh, absent=absent)
-    graph = WaitGraph(call)
-    if found := divergences(call, _lines_in_use(call, graph.sources)):
-        return _broken_protocol(call, found)
+    evidence = HangEvidence(statuses, lines, mesh, absent=absent)
+    graph = WaitGraph(evidence)
+    if found := divergences(evidence, _lines_in_use(evidence, graph.sources)):
+        return _diverged(evidence, found)
     if graph.sources:
         missed = {rank: graph.missing(rank) for rank in graph.sources}
-        return _late(call, missed, len(graph.waiters(missed)))
+        return _late(evidence, missed, len(graph.waiters(missed)))
     if graph.cycles:
-        return _deadlock(call, [graph.inside(cycle) for cycle in graph.cycles])
-    if graph.held.lines:
-        return _stall(call, graph)
-    return _unobserved(call)
+        return _deadlock(evidence, [graph.inside(cycle) for cycle in graph.cycles])
+    if graph.stalled.lines:
+        return _stall(evidence, graph)
+    return _unobserved(evidence)
 
 
-def _lines_in_use(call: HangEvidence, sources: Sequence[int]) -> Bools:
-    """Lines on which a difference may be what somebody waits for, has died of, or is late for."""
-    columns, in_use = call.columns, np.zeros(len(call.lines), dtype=bool)
-    # The library may end a process over what another one did, also while that is on to something else.
-    looked_at = call.is_dead & columns.answered
+def _lines_in_use(evidence: HangEvidence, sources: Sequence[int]) -> Bools:
+    """Lines on which different operations may be the reason why a rank waits, died or is late."""
+    columns, in_use = evidence.columns, np.zeros(len(evidence.lines), dtype=bool)
+    # The library may end a process because of what another one did, even if that one has moved on.
+    looked_at = evidence.is_dead & columns.answered
     looked_at[sources] = True
     looked_at |= columns.has_device
-    if call.in_communication.any():
+    if evidence.in_communication.any():
         looked_at |= columns.waiting != 0
     in_use[columns.line[columns.recent[looked_at[columns.recent_rank]]]] = True
     return in_use
 
 
-def _broken_protocol(call: HangEvidence, found: Sequence[Divergence]) -> Incident:
-    named = culprits(found)
-    proof = [each for each in found if not named or not set(named).isdisjoint(each.line.members)]
+def _diverged(evidence: HangEvidence, found: Sequence[Divergence]) -> Incident:
+    guilty = culprits(found)
+    proof = [each for each in found if not guilty or not set(guilty).isdisjoint(each.line.members)]
     # The deciding record first: one that names somebody, then one that shows the operation.
     proof.sort(key=lambda each: (not each.ranks, each.compared == "digest"))
     return _incident(
-        call,
-        Scope.RANK if named else Scope.PROCESS_GROUP,
-        named or tuple(sorted({rank for each in proof for rank in each.line.members})),
-        explanation.of_divergence(call, proof),
+        evidence,
+        Scope.RANK if guilty else Scope.PROCESS_GROUP,
+        guilty or tuple(sorted({rank for each in proof for rank in each.line.members})),
+        explanation.of_divergence(evidence, proof),
         Action.RESTART,
-        explanation.different(proof, named, call.mesh),
+        explanation.different(proof, guilty, evidence.mesh),
     )
 
 
-def _late(call: HangEvidence, missed: _Missed, waiters: int) -> Incident:
-    """Ranks that others wait for and that wait for nobody."""
-    # Of a lost machine all ranks are lost, also those that nobody has come to wait for.
-    machines = set(call.mesh.hosts_of([rank for rank in missed if rank in call.lost]))
-    lost = {rank for rank in call.lost if call.mesh.host_of(rank) in machines}
+def _late(evidence: HangEvidence, missed: _Missed, waiters: int) -> Incident:
+    """Report ranks that others wait for and that wait for nobody."""
+    # All ranks of a lost machine are lost, even if no rank waits for them yet.
+    machines = set(evidence.mesh.hosts_of([rank for rank in missed if rank in evidence.lost]))
+    lost = {rank for rank in evidence.lost if evidence.mesh.host_of(rank) in machines}
     ranks = tuple(sorted(lost | missed.keys()))
     if lost == set(ranks):
-        sentence = explanation.lost_machines(call.mesh, ranks, waiters)
+        sentence = explanation.lost_machines(evidence.mesh, ranks, waiters)
     else:
-        sentence = explanation.late(call, {rank: each[0] for rank, each in missed.items()}, waiters)
-    scope, action = _scope_and_action(call, ranks)
+        sentence = explanation.late(evidence, {rank: each[0] for rank, each in missed.items()}, waiters)
+    scope, action = _scope_and_action(evidence, ranks)
     lines = [each.line for operations in missed.values() for each in operations]
-    records = explanation.of_lines(call, lines, ranks)
-    if _device_unknown(call, ranks):
-        scope, ranks = Scope.PROCESS_GROUP, tuple(sorted({*ranks, *call.lines[lines[0]].members}))
-        sentence += "; its device was not observed and may itself be held up"
-    return _incident(call, scope, ranks, records, action, sentence)
+    records = explanation.of_lines(evidence, lines, ranks)
+    if _device_unknown(evidence, ranks):
+        scope, ranks = Scope.PROCESS_GROUP, tuple(sorted({*ranks, *evidence.lines[lines[0]].members}))
+        sentence += " Its device was not observed and may itself be waiting."
+    return _incident(evidence, scope, ranks, records, action, sentence)
 
 
-def _deadlock(call: HangEvidence, cycles: Sequence[Mapping[int, IssuedOp]]) -> Incident:
-    """Who waits for whom tells nobody in a cycle from the others: here, if anything, a majority does."""
+def _deadlock(evidence: HangEvidence, cycles: Sequence[Mapping[int, IssuedOp]]) -> Incident:
+    """Report cycles of waiting ranks. Waits alone do not single out a rank of a cycle; a majority may."""
     votes = []
     for cycle in cycles:
         entered = [_key(issued) for issued in cycle.values()]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(entered))}
-        votes.append(explanation.of_cycle(call, tuple(cycle), exact([numbers[key] for key in entered])))
+        votes.append(explanation.of_cycle(evidence, tuple(cycle), exact([numbers[key] for key in entered])))
     decided = all(vote.ranks for vote in votes)
     ranks = tuple(sorted(rank for vote in votes for rank in (vote.ranks if decided else vote.peers)))
     lines = [issued.line for cycle in cycles for issued in cycle.values()]
     return _incident(
-        call,
+        evidence,
         Scope.RANK if decided else Scope.PROCESS_GROUP,
         ranks,
-        [*votes[: explanation.MOST], *explanation.of_lines(call, lines, ranks)],
+        [*votes[: explanation.MOST], *explanation.of_lines(evidence, lines, ranks)],
         Action.RESTART,
-        explanation.deadlock(call, cycles),
+        explanation.deadlock(evidence, cycles),
     )
 
 
-def _stall(call: HangEvidence, graph: WaitGraph) -> Incident:
-    """All that answered have entered. Suspects are the absent and the dead, then whose device is behind."""
-    held = sorted(graph.held.lines.values(), key=_key)
-    members = {rank for each in held for rank in call.lines[each.line].members}
-    if suspects := members & (call.unheard | call.dead) or _devices_behind(call, members):
+def _stall(evidence: HangEvidence, graph: WaitGraph) -> Incident:
+    """Report operations that all ranks entered. Suspects are absent or dead, or their devices are behind."""
+    stalled = sorted(graph.stalled.lines.values(), key=_key)
+    members = {rank for each in stalled for rank in evidence.lines[each.line].members}
+    if suspects := members & (evidence.unheard | evidence.dead) or _devices_behind(evidence, members):
         missed: dict[int, list[IssuedOp]] = {rank: [] for rank in sorted(suspects)}
-        for each in held:
-            for rank in suspects.intersection(call.lines[each.line].members):
+        for each in stalled:
+            for rank in suspects.intersection(evidence.lines[each.line].members):
                 missed[rank].append(each)
-        return _late(call, missed, len(members | graph.waiters(members)) - len(suspects))
-    everybody = len(held) > 1 and len(members) == len(call.mesh)
+        return _late(evidence, missed, len(members | graph.waiters(members)) - len(suspects))
+    everybody = len(stalled) > 1 and len(members) == len(evidence.mesh)
     return _incident(
-        call,
+        evidence,
         Scope.JOB if everybody else Scope.PROCESS_GROUP,
         tuple(sorted(members)),
-        explanation.of_lines(call, [each.line for each in held], ()),
+        explanation.of_lines(evidence, [each.line for each in stalled], ()),
         Action.INSPECT,
-        explanation.stall(call, held, call.silence(members)),
+        explanation.stall(evidence, stalled, evidence.silence(members)),
     )
 
 
-def _unobserved(call: HangEvidence) -> Incident | None:
-    """Some devices do not finish, and no operation that was observed explains it: what they wait for may be
-    inside a CUDA graph, whose replays nobody sees.
+def _unobserved(evidence: HangEvidence) -> Incident | None:
+    """Report devices that do not finish although no observed operation explains it.
 
-    Whoever is missing there has an idle device and a host that is behind all the others. Short of that it is
-    said that the job stands still, if there are such graphs, and no more.
+    They may wait inside a CUDA graph, whose replays are not observed. A rank that is missing there has an
+    idle device and a host that is behind all the stuck ones. If there is no such rank, but there are CUDA
+    graphs, the incident only says that the job does not move.
     """
-    columns = call.columns
+    columns = evidence.columns
     stuck = columns.running & (columns.device_busy == 1)
     if not stuck.any():
         return None
@@ -163,50 +163,45 @@ def _unobserved(call: HangEvidence) -> Incident | None:
     coordinates = (columns.step << 32) + columns.operation
     late: list[int] = np.flatnonzero(idle & (coordinates < coordinates[stuck].min())).tolist()
     if not (idle | stuck)[columns.published].all():
-        late = []  # there are devices of which nothing is known
+        late = []  # nothing is known about some devices
     if not late and not columns.captured.any():
         return None
     inside: list[int] = np.flatnonzero(stuck).tolist()
-    scope, action = _scope_and_action(call, late) if late else (Scope.JOB, Action.INSPECT)
+    scope, action = _scope_and_action(evidence, late) if late else (Scope.JOB, Action.INSPECT)
     ranks = tuple(late or inside)
-    sentence = explanation.unobserved(call, inside, late)
-    return _incident(call, scope, ranks, [explanation.of_devices(call, ranks)], action, sentence)
+    sentence = explanation.unobserved(evidence, inside, late)
+    return _incident(evidence, scope, ranks, [explanation.of_devices(evidence, ranks)], action, sentence)
 
 
-def _scope_and_action(call: HangEvidence, ranks: Sequence[int]) -> tuple[Scope, Action]:
-    mesh, lost = call.mesh, [rank for rank in ranks if rank in call.lost]
+def _scope_and_action(evidence: HangEvidence, ranks: Sequence[int]) -> tuple[Scope, Action]:
+    mesh, lost = evidence.mesh, [rank for rank in ranks if rank in evidence.lost]
     suspects, lost_hosts = Counter(mesh.host_of(rank) for rank in ranks), mesh.hosts_of(lost)
     together = None not in suspects and all(
         count > 1 or host in lost_hosts for host, count in suspects.items()
     )
     scope = Scope.MACHINE if together else Scope.RANK
-    # One crashed trainer does not make a lost machine, even if it was alone there: its observer answered.
+    # One crashed trainer does not mean a lost machine, even if it was alone there: its observer answered.
     sizes = Counter(mesh.host_of(rank) for rank in range(len(mesh)) if together)
     emptied = together and all(sizes[host] == count for host, count in suspects.items())
-    processes = {_process(call, rank) for rank in ranks}
+    answered = (evidence.statuses.get(rank) for rank in ranks)
+    processes = {None if status is None else status.process for status in answered}
     if lost or (emptied and processes == {Process.GONE}):
         return scope, Action.REPLACE
     understood = processes <= {Process.RUNNING, Process.GONE}
     return scope, Action.RESTART if understood and not together else Action.INSPECT
 
 
-def _process(call: HangEvidence, rank: int) -> Process | None:
-    """None where nobody answered."""
-    standing = call.standings.get(rank)
-    return None if standing is None else standing.process
-
-
-def _device_unknown(call: HangEvidence, ranks: Sequence[int]) -> bool:
-    """Whether a suspect's host may only seem late: where devices run ahead, a host waits for its own."""
-    columns = call.columns
+def _device_unknown(evidence: HangEvidence, ranks: Sequence[int]) -> bool:
+    """Whether the host of a suspect may only seem late because it waits for its own device."""
+    columns = evidence.columns
     not_known = columns.published & columns.running & (columns.device_step == NOTHING)
     return bool((columns.device_step != NOTHING).any() and not_known[list(ranks)].any())
 
 
-def _devices_behind(call: HangEvidence, members: Iterable[int]) -> set[int]:
-    """Members whose device has finished fewer steps than the others', if they are not the majority."""
+def _devices_behind(evidence: HangEvidence, members: Iterable[int]) -> set[int]:
+    """Members whose device has finished fewer steps than the rest, if they are not the majority."""
     ranks = np.array(sorted(members))
-    steps = call.columns.device_step[ranks]
+    steps = evidence.columns.device_step[ranks]
     is_known = steps != NOTHING
     is_behind = is_known & (steps < steps.max())
     return set(ranks[is_behind].tolist()) if 2 * is_behind.sum() <= is_known.sum() else set()
@@ -217,22 +212,22 @@ def _key(issued: IssuedOp) -> tuple[str, int]:
 
 
 def _incident(
-    call: HangEvidence,
+    evidence: HangEvidence,
     scope: Scope,
     ranks: tuple[int, ...],
     records: Sequence[EvidenceRecord],
     action: Action,
     sentence: str,
 ) -> Incident:
-    if others := sorted(call.unheard.difference(ranks)):
-        sentence += explanation.unheard(call, others)
+    if unheard := sorted(evidence.unheard.difference(ranks)):
+        sentence += f" {sentences(f'{named(unheard)} {evidence.absent}')}"
     return Incident(
         manifestation=Manifestation.HANG,
         scope=scope,
         step=records[0].step,
         ranks=ranks,
-        hosts=call.mesh.hosts_of(ranks),
-        records=(*records, *explanation.of_coordinates(call, ranks)),
+        hosts=evidence.mesh.hosts_of(ranks),
+        records=(*records, *explanation.of_coordinates(evidence, ranks)),
         action=action,
         sentence=sentence,
     )

@@ -1,8 +1,7 @@
-"""Who issued something else: members of a line that do not follow the same protocol (paper, section 7).
+"""Finds members of a line that issued different operations (paper, section 7).
 
-Healthy members issue the same operations in the same order, so a strict majority shows who differs.
-Only operations with the same number are compared: to be late is not to differ, and is for
-``wait_graph`` to explain.
+Healthy members issue the same operations in the same order, so a strict majority shows which ones differ.
+Only operations with the same number are compared; ``wait_graph`` explains members that are late.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ _Seen = Mapping[int, Mapping[int, IssuedOp]]
 
 # [Note: The first difference]
 #
-# Digests cover everything a member has issued on a line so far. Equal digests therefore clear all that
-# went before, and the first number with unequal digests, after one with equal digests, is where the
-# members parted, also when they launched more since. Members show windows that need not begin at the
-# same number, so the first number *with a majority* decides. When digests differ from the start of
-# what is visible, the difference lies further back: then only the digests vote, at the largest number
-# that most members show, and no operation can be quoted.
+# A digest covers everything that a member has issued on a line so far. Equal digests therefore mean equal
+# histories, and the first number with unequal digests, after one with equal digests, is where members
+# diverged, even if they issued more operations since. The visible windows of members need not begin at the
+# same number, so the first number *with a majority* decides. If digests differ from the start of what is
+# visible, members diverged earlier: then only the digests vote, at the largest number that most members show,
+# and no operation can be quoted.
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Members of one line that issued different things as the same number."""
+    """Members of one line that issued different operations as the same number."""
 
     line: CommGroup
     number: int
     compared: str
-    """What the verdict is over: ``fingerprint``, ``digest`` (the difference lies before ``number``), or
-    ``splits``, where a member's evidence is with how many members its own splits do not fit."""
+    """The evidence of the verdict: ``fingerprint``, ``digest`` (members diverged before ``number``), or
+    ``splits`` (with how many members the splits of a member do not match)."""
     issued: Mapping[int, IssuedOp]
     """What each visible member issued as ``number``."""
     verdict: Verdict
@@ -49,43 +48,43 @@ class Divergence:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Who diverged; nobody where there is no majority."""
+        """The ranks that diverged; empty without a majority."""
         voters = tuple(self.issued)
         return tuple(voters[position] for position in self.verdict.outliers)
 
 
-def divergences(call: HangEvidence, lines: Bools) -> list[Divergence]:
-    """At most one of each of ``lines``, by key."""
-    columns = call.columns
-    looked_at = (lines & _may_differ(call))[columns.line[columns.recent]]
+def divergences(evidence: HangEvidence, lines: Bools) -> list[Divergence]:
+    """Return at most one divergence for each of ``lines``, in the order of their keys."""
+    columns = evidence.columns
+    looked_at = (lines & _may_differ(evidence))[columns.line[columns.recent]]
     recent, ranks = columns.recent[looked_at].tolist(), columns.recent_rank[looked_at].tolist()
     seen: dict[str, dict[int, dict[int, IssuedOp]]] = defaultdict(lambda: defaultdict(dict))
     for operation, rank in zip(recent, ranks, strict=True):
         each = columns.operations[operation]
         seen[each.line][each.number][rank] = each
-    found = (_diverged(call.lines[key], seen[key]) for key in sorted(seen))
+    found = (_diverged(evidence.lines[key], seen[key]) for key in sorted(seen))
     return [divergence for divergence in found if divergence is not None]
 
 
 def culprits(found: Sequence[Divergence]) -> tuple[int, ...]:
-    """Who alone explains all divergences; nobody where that cannot be told."""
+    """Return the ranks that explain all divergences; empty if they cannot be determined."""
     if named := {rank for divergence in found for rank in divergence.ranks}:
         return tuple(sorted(named))
-    # Several pairs that differ and share one member: else a member of each pair would have to be wrong.
+    # Several pairs that differ and share one member: otherwise one member of each pair would be wrong.
     voters = {frozenset(divergence.issued) for divergence in found}
     if len(voters) < 2 or any(len(pair) > 2 for pair in voters):
         return ()
     return tuple(frozenset.intersection(*voters))
 
 
-def _may_differ(call: HangEvidence) -> Bools:
-    """Lines that are worth a look: one number has several digests, or there are splits."""
-    columns = call.columns
+def _may_differ(evidence: HangEvidence) -> Bools:
+    """Lines on which one number has several digests, or operations have splits."""
+    columns = evidence.columns
     digest = coded(map(attrgetter("digest"), columns.operations))
     any_digest = np.zeros_like(digest)
     any_digest[columns.place] = digest
     has_splits = np.array([each.sends is not None for each in columns.operations], dtype=bool)
-    found = np.zeros(len(call.lines), dtype=bool)
+    found = np.zeros(len(evidence.lines), dtype=bool)
     found[columns.line[has_splits | (any_digest[columns.place] != digest)]] = True
     return found
 
@@ -118,7 +117,7 @@ def _agreed_before(number: int, seen: _Seen) -> bool:
 
 
 def _misfit(line: CommGroup, number: int, issued: Mapping[int, IssuedOp]) -> Divergence | None:
-    """AllToAll: what i sends to j is what j expects from i; that splits are uneven is healthy."""
+    """Compare splits of an all-to-all: what i sends to j must be what j expects from i."""
     size = len(line.members)
     position = {rank: index for index, rank in enumerate(line.members)}
     voters = {
@@ -127,7 +126,7 @@ def _misfit(line: CommGroup, number: int, issued: Mapping[int, IssuedOp]) -> Div
         if rank in position
         and each.sends is not None
         and each.receives is not None
-        # The library itself refuses splits of another length.
+        # The library itself rejects splits of another length.
         and len(each.sends) == len(each.receives) == size
     }
     if not voters:
@@ -138,7 +137,7 @@ def _misfit(line: CommGroup, number: int, issued: Mapping[int, IssuedOp]) -> Div
     wrong = sends != receives.T
     if not wrong.any():
         return None
-    # Pairs a member has part in; one with itself counts once.
+    # The mismatches each member is part of; one with itself counts once.
     parts = wrong.sum(axis=0) + wrong.sum(axis=1) - wrong.diagonal()
     alone = tuple(np.flatnonzero(parts == wrong.sum()).tolist())
     decided = len(alone) == 1 and len(voters) > 2

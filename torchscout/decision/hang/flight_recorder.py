@@ -1,8 +1,8 @@
-"""What one dump of PyTorch's Flight Recorder says (paper, section 7). Facts only; nothing is decided here.
+"""Reads one dump of PyTorch's Flight Recorder (paper, section 7).
 
 A dump is a dictionary, as ``torch._C._distributed_c10d._dump_nccl_trace`` and ``_dump_fr_trace`` pickle it
-and their ``_json`` forms write it. Its keys have changed over the releases, and a file may be damaged, so
-whatever is not as expected is left out and counted, never trusted.
+and their ``_json`` forms write it. Its keys differ between releases, and a file may be damaged, so entries
+that are not as expected are left out and counted.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _DTYPES = {
     "BFloat16": "bfloat16",
 }
 _SAME_AS = {"_all_gather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter"}
-"""Operations that differ in how they are called, not in what a communicator is asked to do."""
+"""Different calls of the same operation."""
 _BY_OUTPUT = ("all_gather", "ALLGATHER", "scatter", "recv")
-"""Whose callers agree on the size of the output; of all others, except the next, on that of the input."""
+"""Operations whose callers agree on the size of the output. For all others it is the size of the input."""
 _WITHOUT_SIZE = ("all_to_all", "barrier", "coalesced")
 _ENDS_EARLY = ("broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "gather", "scatter")
-"""Operations that a member may complete before all others have issued them."""
+"""Operations that a member may complete before all members have issued them."""
 _PAIR = re.compile(r"(send|recv) (\d{1,9})(->|<-)(\d{1,9})")
 
 
 class State(str, Enum):
-    """How far an operation had come when the dump was made."""
+    """The state of an operation when the dump was made."""
 
     SCHEDULED = "scheduled"
     """Issued by the host."""
@@ -54,7 +54,7 @@ class State(str, Enum):
     """Begun on the device. Recorded only where collectives are timed (``TORCH_NCCL_ENABLE_TIMING=1``)."""
     COMPLETED = "completed"
     RETIRED = "retired"
-    """Over, completed or failed: Gloo does not record which of the two."""
+    """Completed or failed; Gloo does not record which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +62,31 @@ class Entry:
     """One operation that a rank has issued."""
 
     record: int
-    """Its place among all operations of the rank, from 0."""
+    """Its index among all operations of the rank."""
     group: str
     """The process group's name."""
     description: str
-    """What the group is for; empty where nobody has said."""
+    """The purpose of the group; empty if not set."""
     backend: str
     operation: str
     """``all_reduce``, ``send``, ...; ``coalesced`` for the launch of the operations recorded before it."""
     collective: int
-    """Its number among the collectives of the group, from 1; operations that are coalesced share one."""
+    """Its number among the collectives of the group, from 1; coalesced operations share one."""
     transfer: int
-    """Its number among the rank's sends and receives in the group, from 1; shared in the same way."""
+    """Its number among the rank's sends and receives in the group, from 1; coalesced ones share one."""
     is_transfer: bool
     """A send or a receive, or the launch of several."""
     ends: tuple[int, int] | None
-    """Of a send or receive: source and destination, as positions in the group."""
+    """Source and destination of a send or receive, as positions in the group."""
     agreed: tuple[object, ...]
-    """What all callers must have in common: the operation, its dtypes and how many elements."""
+    """What all callers must have in common: the operation, its dtypes and the number of elements."""
     text: str
-    """For a person: ``all_reduce float32[1024]``."""
+    """For display: ``all_reduce float32[1024]``."""
     state: State
     was_started: bool
     """Whether the time of its start was recorded."""
     created: int
-    """When it was issued: nanoseconds since the epoch, by the clock of its machine; 0 if not recorded."""
+    """When it was issued, in nanoseconds since the epoch; 0 if not recorded."""
     frames: tuple[str, ...]
     """The Python stack that issued it, innermost first."""
 
@@ -98,21 +98,21 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """What one rank has recorded."""
+    """The dump of one rank."""
 
     rank: int
     entries: tuple[Entry, ...]
     """Oldest first."""
     groups: Mapping[str, tuple[int, ...]]
-    """Name -> global ranks, of the groups whose members were recorded. Gloo records none."""
+    """Name -> global ranks, for groups whose members were recorded. Gloo records none."""
     descriptions: Mapping[str, str]
-    """Name -> what the group is for, of the same groups."""
+    """Name -> purpose, for the same groups."""
     enqueued: Mapping[int, int]
-    """Process group, as ``pg_id`` counts them here -> number of the last collective that was issued."""
+    """``pg_id`` of a process group -> number of the last collective that was issued."""
     ids: Mapping[str, int]
-    """Name -> ``pg_id``, of the groups that have entries."""
+    """Name -> ``pg_id``, for groups that have entries."""
     unreadable: int
-    """Entries that could not be understood."""
+    """Entries that could not be read."""
 
     @property
     def has_lost_entries(self) -> bool:
@@ -122,27 +122,27 @@ class Dump:
 
 
 def read_dump(rank: int, document: object) -> Dump:
-    """The dump of ``rank``; raises ``ValueError`` where ``document`` is none."""
+    """Read the dump of ``rank``; raises ``ValueError`` if ``document`` is not a dump."""
     if not isinstance(document, Mapping):
         raise ValueError(f"a dump is a dictionary, not a {type(document).__name__}")
     if not {"entries", "pg_config", "pg_status"} & document.keys():
-        raise ValueError("it is no dump of the Flight Recorder: it has neither entries nor pg_config")
-    raw = document.get("entries", [])  # left out where there are none
+        raise ValueError("not a dump of the Flight Recorder: it has neither entries nor pg_config")
+    raw = document.get("entries", [])  # missing if there are none
     if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
-        raise ValueError(f"its entries are a {type(raw).__name__}, not a list")
+        raise ValueError(f"entries must be a list, not a {type(raw).__name__}")
     if len(raw) > MOST_ENTRIES:
-        raise ValueError(f"it has {len(raw):,} entries; at most {MOST_ENTRIES:,} are read")
+        raise ValueError(f"a dump may have {MOST_ENTRIES:,} entries at most, not {len(raw):,}")
     entries: list[Entry] = []
     ids: dict[str, int] = {}
     unreadable = 0
     for each in raw:
-        if (entry := _understood(each)) is None:
+        if (entry := _readable(each)) is None:
             unreadable += 1
         else:
-            ids[entry.group] = _id(each)
+            ids[entry.group] = each["pg_id"] if isinstance(each.get("pg_id"), int) else -1
             entries.append(entry)
     if unreadable and not entries:
-        raise ValueError(f"none of its {unreadable} entries can be understood")
+        raise ValueError(f"none of its {unreadable} entries can be read")
     entries = _without_launched(sorted(entries, key=lambda entry: entry.record))
     config = _named(document.get("pg_config"))
     return Dump(
@@ -156,28 +156,23 @@ def read_dump(rank: int, document: object) -> Dump:
     )
 
 
-def _understood(raw: Any) -> Entry | None:
+def _readable(raw: Any) -> Entry | None:
     try:
         return _entry(raw)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         return None
 
 
-def _id(raw: Mapping[str, Any]) -> int:
-    value = raw.get("pg_id")
-    return value if isinstance(value, int) else -1
-
-
 def launch_of(entry: Entry) -> tuple[str, bool, int]:
-    """The same for operations that were launched together."""
+    """Return a key that operations launched together have in common."""
     return entry.group, entry.is_transfer, entry.transfer if entry.is_transfer else entry.collective
 
 
 def _without_launched(entries: list[Entry]) -> list[Entry]:
-    """Leave out what looks open although its launch has completed, in a dump of open operations only.
+    """Leave out operations that look open although their launch has completed.
 
-    Operations that are launched together stay "scheduled" for ever; the entry after them, their launch,
-    has their state, and is not in such a dump once it has completed.
+    Operations that are launched together stay "scheduled" forever. The entry after them, their launch, has
+    their state, and a dump of open operations does not contain it once it has completed.
     """
     if any(entry.state in (State.COMPLETED, State.RETIRED) for entry in entries):
         return entries
@@ -206,7 +201,6 @@ def _entry(raw: Mapping[str, Any]) -> Entry:
     sizes = {side: _shapes(raw.get(f"{side}_sizes")) for side in ("input", "output")}
     side = "output" if operation.startswith(_BY_OUTPUT) else "input"
     dtypes = tuple(_words(each) for each in (raw.get(f"{side}_dtypes") or ())[:_MOST_TENSORS])
-    # Both ends of a transfer have the same in common.
     common = "transfer" if ends else operation
     numbers = () if operation.startswith(_WITHOUT_SIZE) else (sum(map(math.prod, sizes[side])),)
     return Entry(
@@ -230,7 +224,7 @@ def _entry(raw: Mapping[str, Any]) -> Entry:
 
 def _state(raw: Mapping[str, Any], backend: str) -> State:
     state = State(raw["state"])
-    # Gloo leaves every operation scheduled.
+    # Gloo leaves the state at "scheduled".
     return State.RETIRED if backend == "gloo" and raw.get("retired") is True else state
 
 
@@ -244,7 +238,7 @@ def _text(operation: str, dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 def _shapes(raw: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]:
     shapes = list(raw or ())
     if len(shapes) > _MOST_TENSORS:
-        raise ValueError("more tensors than an operation has")
+        raise ValueError("too many tensors")
     return tuple(tuple(_whole(size) for size in list(shape)[:64]) for shape in shapes)
 
 
@@ -256,7 +250,7 @@ def _frames(raw: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _members(raw: object) -> tuple[int, ...]:
-    """The ranks of a group, which are written as text: ``[0, 1, 2]``."""
+    """Read the ranks of a group, which are usually text: ``[0, 1, 2]``."""
     if isinstance(raw, str):
         if not re.fullmatch(r"[\[\]0-9, ]*", raw):
             return ()
@@ -291,19 +285,19 @@ def _description(raw: object) -> str:
 
 def _whole(raw: object) -> int:
     if not isinstance(raw, int) or not 0 <= raw < 1 << 63:
-        raise ValueError("no whole number")  # which is not shown: it may be a structure of any size
+        raise ValueError("not a whole number")  # the value may be a structure of any size
     return raw
 
 
 def _number(raw: object) -> int:
-    """One that operations are counted with."""
+    """Read the number of an operation."""
     if (number := _whole(raw)) >= 1 << 31:
-        raise ValueError("more operations than a job has")
+        raise ValueError("too many operations")
     return number
 
 
 def _words(raw: object) -> str:
-    """Text that may be shown on a terminal."""
+    """Return text that is safe to print on a terminal."""
     if not isinstance(raw, str):
-        raise TypeError("no text")
+        raise TypeError("not text")
     return "".join(each if each.isprintable() else "?" for each in raw[:_MOST_CHARACTERS])

@@ -1,8 +1,8 @@
-"""Dumps of the Flight Recorder -> why the job hangs (paper, section 7; ``scout explain``).
+"""Explains a hang from dumps of the Flight Recorder (paper, section 7; ``scout explain``).
 
-The dumps become what observers would have posted, and ``diagnosis`` decides as it does for them. It
-knows less here: no stacks, no processes and no silence. That the job hung is for the caller to know: of one
-that was dumped while it moved, this tells who was last at that moment.
+Dumps are converted to what observers would have reported, and ``diagnosis`` decides as for observers. It has
+less evidence here: no stacks, no process states and no silence. The caller must know that the job hung: for
+dumps of a job that was moving, the result is the rank that was last at that moment.
 """
 
 from __future__ import annotations
@@ -14,35 +14,34 @@ from dataclasses import dataclass
 from torchscout.decision.hang.diagnosis import diagnose
 from torchscout.decision.hang.flight_recorder import Dump, State
 from torchscout.decision.hang.flight_recorder_lines import Operation, Recording, recording
-from torchscout.decision.progress import CommGroup, IssuedOp, Phase, Process, Progress, RankStatus
+from torchscout.decision.progress import IssuedOp, Phase, Process, Progress, RankStatus
 from torchscout.decision.record import Incident
 from torchscout.mesh import Mesh
-from torchscout.utils.text import named
+from torchscout.utils.text import named, sentences
 
 __all__ = ["Explanation", "Progresses", "explain"]
 
 _ABSENT = "left no readable dump"
-_STATES = {State.RETIRED: "over"}
 
 # [Note: Devices]
 #
-# Over NCCL a host issues operations and runs ahead. Where starts are timed, an operation that is merely
-# scheduled has not begun on its device: that device waits for something else, or is stuck in another
-# kernel, and the others wait for it. So a rank has entered what its device has begun. Where starts are not
-# timed, and wherever devices alone explain nothing, it has entered what its host has issued.
+# Over NCCL a host issues operations and runs ahead. If starts are timed, an operation that is only scheduled
+# has not begun on its device: the device waits for something else, or is stuck in another kernel, and the
+# other members wait for it. So a rank has entered what its device has begun. If starts are not timed, or if
+# devices alone explain nothing, a rank has entered what its host has issued.
 #
 # [Note: Dumps of different moments]
 #
-# Ranks are not dumped at the same time. A collective that one member's device has completed was entered
-# by all, also by a member whose dump does not show it yet. Gloo does not record whether an operation
-# completed or failed: one that is over although a member never issued it has failed, and its rank is
-# taken to wait in it.
+# Ranks are not dumped at the same time. If the device of one member has completed a collective, all members
+# have entered it, including those whose dump does not show it yet. Gloo does not record whether an operation
+# completed or failed: one that is over although a member never issued it has failed, and its rank counts as
+# waiting in it.
 #
 # [Note: Windows]
 #
-# Ranks show windows of different lengths. Digests, which cover all that went before, begin where all that
-# show a line do; before, operations are compared one by one. What went before a window was completed by
-# its rank, so it is taken to be what the others show of it.
+# Ranks show windows of different lengths. Digests, which cover everything before, begin where the windows of
+# all ranks do; earlier operations are compared one by one. A rank has completed what came before its window,
+# so that is assumed to equal what other ranks show of it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +51,11 @@ class Explanation:
     recording: Recording
     progresses: Progresses
     incident: Incident | None
-    """None where nobody waits."""
+    """None if no rank waits."""
     absent: tuple[int, ...]
     """Ranks without a dump."""
     has_hang: bool | None
-    """None where that cannot be told."""
+    """None if unknown."""
     sentence: str
 
 
@@ -70,22 +69,21 @@ class Progresses:
     waiting: Mapping[str, Mapping[int, int]]
     """Line -> rank -> the first number it has entered and that is not over."""
     shown: Mapping[str, Mapping[int, Sequence[Operation]]]
-    """Line -> rank -> operations to compare, on lines that somebody waits on; no completed one
-    that misses a member."""
+    """Line -> rank -> operations to compare, on lines with a waiting rank; without completed operations that
+    miss a member."""
     outdated: frozenset[int]
     """Ranks whose dumps do not show what others have completed with them."""
 
 
 def explain(dumps: Sequence[Dump], world_size: int) -> Explanation:
-    """Why the job of these dumps hangs, if it does."""
+    """Explain why the job hangs, if it does. Raises ``ValueError`` for dumps that cannot be of one job."""
     found = recording(dumps, world_size)
-    mesh = Mesh.grid(pipeline=world_size)  # who does equal work is not known: nobody has an equivalent peer
+    mesh = Mesh.grid(pipeline=world_size)  # peers are unknown
     absent = tuple(sorted(set(range(world_size)).difference(found.ranks)))
     attempts = [True, False] if found.times_starts else [False]
     for by_device in attempts:
         progresses = _progresses(found, by_device=by_device)
-        standings = _standings(found, progresses)
-        incident = diagnose(standings, found.lines, mesh, absent=_ABSENT)
+        incident = diagnose(_statuses(found, progresses), found.lines, mesh, absent=_ABSENT)
         if incident is not None and set(absent).issuperset(incident.ranks) and 2 * len(absent) > world_size:
             return Explanation(found, progresses, None, absent, None, _too_few(progresses, absent))
         if incident is not None:
@@ -95,19 +93,18 @@ def explain(dumps: Sequence[Dump], world_size: int) -> Explanation:
 
 
 def _too_few(progresses: Progresses, absent: Sequence[int]) -> str:
-    """Most files are missing, rather than most ranks."""
+    """Assume that files are missing, rather than ranks."""
     waiting = sorted({rank for ranks in progresses.waiting.values() for rank in ranks})
-    who = f"{named(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
-    return f"{who} for others, but {named(absent)} {_ABSENT}: it cannot be told which of them is missing"
+    wait = f"{named(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for other ranks"
+    return sentences(f"{wait}, but {named(absent)} {_ABSENT}, so the missing rank cannot be identified")
 
 
 def _without_incident(found: Recording, absent: Sequence[int]) -> str:
     if not any(found.operations.values()):
-        return "the dumps show no operation at all: nothing can be said"
-    nothing = "no operation that the dumps show is waiting for anybody"
+        return "The dumps contain no operations."
     if not absent:
-        return f"{nothing}: they show no hang"
-    return f"{nothing}, but {named(absent)} {_ABSENT}, and may have ended early"
+        return "The dumps show no hang: no operation waits for a rank."
+    return sentences(f"no operation waits for a rank, but {named(absent)} {_ABSENT} and may have ended early")
 
 
 def _progresses(found: Recording, *, by_device: bool) -> Progresses:
@@ -133,7 +130,7 @@ def _progresses(found: Recording, *, by_device: bool) -> Progresses:
             for rank, theirs in begun.items()
         }
         waiting[key] = {rank: number for rank, number in first.items() if number is not None}
-        # Beyond what anybody waits in first, operations are only queued; where nobody waits, all is over.
+        # Later operations are only queued; if no rank waits, all operations are over.
         last = max(waiting[key].values(), default=0)
         shown[key] = {
             rank: [
@@ -152,7 +149,7 @@ def _is_entered(operation: Operation, by_device: bool) -> bool:
 
 
 def _is_over(operation: Operation, least: int) -> bool:
-    """See [Note: Dumps of different moments]; ``least`` is what all members have entered."""
+    """See [Note: Dumps of different moments]; all members have entered the first ``least`` operations."""
     if operation.state is State.RETIRED:
         return operation.number <= least
     return operation.state is State.COMPLETED
@@ -174,13 +171,13 @@ def _entered(found: Recording, key: str, begun: Mapping[int, Sequence[Operation]
     }
 
 
-def _standings(found: Recording, progresses: Progresses) -> list[RankStatus]:
+def _statuses(found: Recording, progresses: Progresses) -> list[RankStatus]:
     recent: dict[int, list[tuple[int, IssuedOp]]] = defaultdict(list)
     for key, theirs in progresses.shown.items():
         for rank, issued in _issued(key, theirs, progresses.entered[key]).items():
             recent[rank] += issued
     waiting = {rank for ranks in progresses.waiting.values() for rank in ranks}
-    standings = []
+    statuses = []
     for rank in found.ranks:
         ordered = [issued for _, issued in sorted(recent[rank], key=lambda each: each[0])]
         last = found.last(rank)
@@ -195,14 +192,14 @@ def _standings(found: Recording, progresses: Progresses) -> list[RankStatus]:
             silent_seconds=0.0,
         )
         doing = _doing(found, progresses, rank)
-        standings.append(RankStatus(rank, Process.RUNNING, progress, rank in waiting, doing=doing))
-    return standings
+        statuses.append(RankStatus(rank, Process.RUNNING, progress, rank in waiting, doing=doing))
+    return statuses
 
 
 def _issued(
     key: str, shown: Mapping[int, Sequence[Operation]], entered: Mapping[int, int]
 ) -> dict[int, list[tuple[int, IssuedOp]]]:
-    """What each rank shows of a line, with its place in the dump; see [Note: Windows]."""
+    """Return the operations of a line for each rank, with their place in the dump; see [Note: Windows]."""
     start = max((theirs[0].number for theirs in shown.values() if theirs), default=1)
     digests: dict[tuple[int, int], int] = {}
     shared: dict[tuple[int, int], IssuedOp] = {}
@@ -226,16 +223,13 @@ def _issued(
 
 
 def _doing(found: Recording, progresses: Progresses, rank: int) -> str:
-    """What a rank that others wait for was last seen doing."""
+    """Describe the last operation of a rank."""
     last = found.last(rank)
     if last is None:
-        return "its dump shows no operation"
+        return "its dump contains no operations"
     line, operation = last
-    what = f"{operation.text} number {operation.number} of {group_in_words(found.lines[line])}"
+    title = f"{operation.text} number {operation.number} of {found.lines[line].in_words}"
     if not _is_entered(operation, progresses.by_device):
-        return f"its host has issued {what}, which its device has not begun"
-    return f"its last operation is {what}, which is {_STATES.get(operation.state, operation.state.value)}"
-
-
-def group_in_words(line: CommGroup) -> str:
-    return line.name if line.pair else f"group {line.name}"
+        return f"its host has issued {title}, which its device has not begun"
+    state = "over" if operation.state is State.RETIRED else operation.state.value
+    return f"its last operation is {title}, which is {state}"

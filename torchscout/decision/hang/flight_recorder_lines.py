@@ -1,7 +1,7 @@
-"""The dumps of all ranks, counted per line of communication (paper, section 7). Facts only.
+"""Numbers the operations in the dumps of all ranks, per line of communication (paper, section 7).
 
-A collective has its number in the dump. A send or receive has none that both ends share, so it is counted
-per direction, from the first that the dump shows.
+A dump has the number of a collective. A send or receive has no number that both ends share, so transfers are
+counted per direction, from the first one in the dump.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchscout.decision.progress import CommGroup
 __all__ = ["WORLD", "Operation", "Recording", "recording"]
 
 WORLD = "default_pg"
-"""How PyTorch describes the group of all ranks."""
+"""PyTorch's description of the group of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,22 @@ Operations = Mapping[int, Operation]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What all dumps together say."""
+    """The contents of all dumps together."""
 
     world_size: int
     ranks: tuple[int, ...]
-    """Those that left a dump, ascending."""
+    """Ranks with a dump, ascending."""
     lines: Mapping[str, CommGroup]
     operations: Mapping[str, Mapping[int, Operations]]
-    """Line -> rank -> what it has issued there; only ranks that show something."""
+    """Line -> rank -> its operations; only ranks that have some."""
     enqueued: Mapping[tuple[str, int], int]
-    """Line and rank -> the last number it has issued, where no operation shows it."""
+    """Line and rank -> the last number it has issued, if no operation shows it."""
     guessed: frozenset[str]
-    """Lines whose members are not recorded, and were taken to be the ranks that used them."""
+    """Lines whose members are not recorded; the ranks that used them are assumed to be their members."""
     times_starts: bool
-    """Whether the dumps tell what a device has begun from what is only issued."""
+    """Whether the dumps distinguish what a device has begun from what is only issued."""
     is_on_device: bool
-    """Whether any operation ran on a device, that is: not over Gloo."""
+    """Whether any operation ran on a device, that is, not over Gloo."""
 
     def of(self, line: str, rank: int) -> Operations:
         return self.operations[line].get(rank, {})
@@ -72,27 +72,24 @@ class Recording:
         return max(theirs, key=lambda each: each[1].entry.record, default=None)
 
 
-class _Codes:
-    """Small numbers, the same for equal values only."""
+class _Codes(dict[Hashable, int]):
+    """Small integers, equal for equal values only."""
 
-    def __init__(self) -> None:
-        self._codes: dict[Hashable, int] = {}
-
-    def __call__(self, value: Hashable) -> int:
-        return self._codes.setdefault(value, len(self._codes))
+    def __missing__(self, value: Hashable) -> int:
+        return self.setdefault(value, len(self))
 
 
 def recording(dumps: Sequence[Dump], world_size: int) -> Recording:
-    """Raises ``ValueError`` where two dumps cannot be of one job."""
+    """Number the operations of all dumps."""
     groups = _Groups(dumps, world_size)
     operations: dict[str, dict[int, dict[int, Operation]]] = defaultdict(lambda: defaultdict(dict))
-    code = _Codes()
+    codes = _Codes()
     for dump in dumps:
         launches = {launch_of(each): each.state for each in dump.entries if each.operation == "coalesced"}
         for line, number, entry in _numbered(dump, groups):
             state = launches.get(launch_of(entry), entry.state)
             before = operations[line][dump.rank].get(number)
-            operations[line][dump.rank][number] = _merged(before, number, entry, state, code)
+            operations[line][dump.rank][number] = _merged(before, number, entry, state, codes)
     lost = {dump.rank for dump in dumps if dump.has_lost_entries}
     for pair in (line for line in groups.lines.values() if line.pair):
         if not lost.isdisjoint(pair.members):
@@ -110,7 +107,7 @@ def recording(dumps: Sequence[Dump], world_size: int) -> Recording:
 
 
 def _numbered(dump: Dump, groups: _Groups) -> Iterable[tuple[str, int, Entry]]:
-    """Line, number and entry of all that communicates."""
+    """Yield line, number and entry of every operation that communicates."""
     transfers: Counter[str] = Counter()
     for entry in dump.entries:
         if entry.ends is not None:
@@ -121,18 +118,18 @@ def _numbered(dump: Dump, groups: _Groups) -> Iterable[tuple[str, int, Entry]]:
             yield groups.line(dump, entry), entry.collective, entry
 
 
-def _merged(before: Operation | None, number: int, entry: Entry, state: State, code: _Codes) -> Operation:
+def _merged(before: Operation | None, number: int, entry: Entry, state: State, codes: _Codes) -> Operation:
     if before is None:
-        return Operation(number, code(entry.agreed), entry.text, state, entry)
-    if entry.operation == "coalesced":  # the launch of what came before, which has a text already
+        return Operation(number, codes[entry.agreed], entry.text, state, entry)
+    if entry.operation == "coalesced":  # the launch of the entries before it, which have a text
         return replace(before, state=state)
     text = before.text if before.text.endswith(", ...") else f"{before.text}, ..."
-    fingerprint = code((before.fingerprint, entry.agreed))
+    fingerprint = codes[before.fingerprint, entry.agreed]
     return Operation(number, fingerprint, text, state, entry)
 
 
 def _align(operations: dict[int, dict[int, Operation]]) -> None:
-    """Give both ends the same numbers where older transfers are lost: as many have completed at each."""
+    """Give both ends of a pair equal numbers if older transfers are lost: equally many have completed."""
     done = {
         rank: sum(each.state is State.COMPLETED for each in theirs.values())
         for rank, theirs in operations.items()
@@ -146,10 +143,10 @@ def _align(operations: dict[int, dict[int, Operation]]) -> None:
 def _enqueued(
     dumps: Sequence[Dump], groups: _Groups, operations: Mapping[str, Mapping[int, Operations]]
 ) -> dict[tuple[str, int], int]:
-    """What ``pg_status`` says of ranks whose own entries of a group are lost.
+    """Read the last numbers of ranks whose entries of a group are lost from ``pg_status``.
 
-    It counts groups as each process does, so it is used only where all others count a group alike; and
-    on Gloo, or where there are transfers, it counts those too.
+    Each process numbers its groups itself, so this is used only if all other ranks give a group the same
+    number, and only without Gloo and transfers, which it counts too.
     """
     ids: dict[str, set[int]] = defaultdict(set)
     with_transfers = set()
@@ -172,14 +169,14 @@ def _enqueued(
 
 
 def _times_starts(dumps: Sequence[Dump]) -> bool:
-    """Whether starts are recorded wherever one should be."""
+    """Whether starts are recorded for all operations that must have one."""
     on_device = [entry for dump in dumps for entry in dump.entries if entry.backend != "gloo"]
     completed = [entry for entry in on_device if entry.state is State.COMPLETED]
     return any(entry.was_started for entry in on_device) and all(entry.was_started for entry in completed)
 
 
 class _Groups:
-    """The lines of a job, by what its dumps say of process groups."""
+    """The lines of a job, from what its dumps record about process groups."""
 
     def __init__(self, dumps: Sequence[Dump], world_size: int) -> None:
         self.lines: dict[str, CommGroup] = {}
@@ -198,7 +195,7 @@ class _Groups:
                 self._used[entry.group, entry.description].add(dump.rank)
 
     def line(self, dump: Dump, entry: Entry) -> str:
-        """The line of a collective."""
+        """Return the line of a collective."""
         at = (dump.rank, entry.group, entry.description)
         if at not in self._keys:
             members, is_guess = self._members(dump, entry)
@@ -211,7 +208,7 @@ class _Groups:
         return self._keys[at]
 
     def pair(self, dump: Dump, entry: Entry) -> str | None:
-        """The line of a transfer; None where its ends are not in the group."""
+        """Return the line of a transfer; None if its ends are not in the group."""
         assert entry.ends is not None
         members, _ = self._members(dump, entry)
         if max(entry.ends) >= len(members):
@@ -227,7 +224,7 @@ class _Groups:
         return key
 
     def _members(self, dump: Dump, entry: Entry) -> tuple[tuple[int, ...], bool]:
-        """Global ranks, and whether they are a guess."""
+        """Return global ranks, and whether they are guessed."""
         if own := dump.groups.get(entry.group):
             return own, False
         others = {members for members in self._known[entry.group] if dump.rank in members}
@@ -236,12 +233,12 @@ class _Groups:
         if entry.description == WORLD:
             return self._world, False
         used = self._used[entry.group, entry.description]
-        # A group that all others have used is one of all ranks, so those without a dump are of it too.
+        # A group that all ranks with a dump have used probably has all ranks.
         return (self._world if used == self._dumped else tuple(sorted(used))), True
 
 
 def _renamed(lines: Mapping[str, CommGroup]) -> dict[str, CommGroup]:
-    """Lines that a person can tell apart: those of one description get their number as well."""
+    """Add a number or members to names that several lines share."""
     count = Counter(line.name for line in lines.values())
     seen: Counter[str] = Counter()
     named = {}

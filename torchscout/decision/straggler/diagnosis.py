@@ -1,13 +1,11 @@
 """Slow ranks, phases and whole jobs, from times of many rounds (paper, sections 5.4 and 6.1.2).
 
-``Baseline`` finds slowdowns that all peers share, against the job's own clean history. A vote among peers
-cannot see those, and history cannot say which rank is at fault: the incident is the job's and names no
-rank.
+``Baseline`` finds slowdowns that all peers share, by comparing with the job's own history. A vote among peers
+cannot find those, and history does not show which rank is at fault, so the incident names no rank.
 
-``PhaseDiagnosis`` finds who is slow to fetch batches, or to read and write checkpoints. These phases have
-boundaries of their own, so that their times are compared as they are, without a replay. A survey is one
-comparison of every rank's recent times; the observers decide when to make one. A rank that never leaves
-such a phase is a hang.
+``PhaseDiagnosis`` finds ranks that are slow to fetch batches, or to read and write checkpoints. The times of
+these phases are compared without a replay. A survey is one comparison of every rank's recent times; observers
+decide when to make one. A rank that never leaves such a phase is a hang.
 """
 
 from __future__ import annotations
@@ -17,35 +15,34 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 from torchscout.config import BaselineConfig, StragglerConfig
 from torchscout.decision.consensus import Status, robust_scale, statistical
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
-from torchscout.decision.sdc import ReplayDiagnosis
 from torchscout.decision.straggler.groups import GroupDiagnosis
 from torchscout.decision.straggler.persistence import Persistence, SlowRun, Times
+from torchscout.decision.straggler.ranks import RankStragglers, slow_rank
 from torchscout.decision.straggler.timings import Timings
 from torchscout.mesh import LayerKind, Mesh
-from torchscout.utils.text import listed, named
 
 __all__ = ["Baseline", "PhaseDiagnosis", "Slowness", "Stragglers"]
 
 
 class Baseline:
-    """The usual time of every kind of work, and what takes longer now.
+    """Compares the time of every kind of work with its usual time.
 
-    A slowdown is reported once, and again only after times were normal in between: a change that is
-    there to stay does not alarm for ever. Longer sequences are other work and start afresh.
+    A slowdown is reported once, and again only after times were normal in between: a lasting change is not
+    reported forever. Sequences of another length are another kind of work.
     """
 
     def __init__(self, config: BaselineConfig) -> None:
         self._config = config
         self._levels: dict[Hashable, _Level] = {}
 
-    def lagging(self, records: Sequence[EvidenceRecord]) -> set[str | None]:
-        """Layers in which these records would make the job be reported as slow. Nothing is taken in."""
+    def suspicious_layers(self, records: Sequence[EvidenceRecord]) -> set[str | None]:
+        """Return the layers for which these records would report the job as slow, without adding them."""
         return {
             record.layer
             for key, found in _by_work(records).items()
@@ -54,7 +51,7 @@ class Baseline:
         }
 
     def observe(self, records: Sequence[EvidenceRecord]) -> list[Incident]:
-        """Take in the records of one round."""
+        """Add the records of one round."""
         work = _by_work(records)
         levels = [(self._levels.setdefault(key, _Level(self._config)), found) for key, found in work.items()]
         slow = [slowdown for level, found in levels if (slowdown := level.observe(found))]
@@ -63,7 +60,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class _Slowdown:
-    """One kind of work that has become slower on all peers."""
+    """A kind of work that has become slower on all peers."""
 
     time: float
     usual: float
@@ -72,16 +69,14 @@ class _Slowdown:
 
 
 class _Level:
-    """The clean history of one kind of work among one peer group."""
+    """The history of one kind of work among one peer group."""
 
     def __init__(self, config: BaselineConfig) -> None:
         self._config = config
         self._clean: deque[float] = deque(maxlen=config.history)
         self._usual = math.inf
-        """The fastest level so far; infinite while there is too little history.
-
-        A rolling median alone would follow a gradual slowdown.
-        """
+        """The lowest median so far, since a rolling one would follow a gradual slowdown; infinite until there
+        is enough history."""
         self._slow: list[EvidenceRecord] = []
         self._reported = False
 
@@ -91,14 +86,14 @@ class _Level:
         return time - self._usual > self._margin() and len(self._slow) + 1 >= self._config.confirmations
 
     def observe(self, records: Sequence[EvidenceRecord]) -> _Slowdown | None:
-        """Take in one round of this work; return the slowdown it confirms."""
+        """Add one round of this work; return the slowdown it confirms."""
         timed = {time: record for record in records if (time := _shared_time(record)) is not None}
         if not timed:
             return None
         time = statistics.median_high(timed)
         excess, margin = time - self._usual, self._margin()
-        # Between half the margin and all of it a round is neither normal nor slow: it must not end a
-        # slowdown, only for the next round to report it anew.
+        # Between half the margin and the margin a round is neither normal nor slow: it must not end a
+        # slowdown that the next round would report again.
         if excess <= margin / 2:
             self._remember(time)
         elif excess > margin and not self._reported:
@@ -106,7 +101,7 @@ class _Level:
         return None
 
     def _margin(self) -> float:
-        """How much above the usual time is slow; infinite until enough is known."""
+        """How much above the usual time is slow; infinite until there is enough history."""
         if math.isinf(self._usual):
             return math.inf
         return max(
@@ -116,7 +111,7 @@ class _Level:
         )
 
     def _confirm(self, time: float, record: EvidenceRecord) -> _Slowdown | None:
-        # Never remembered as clean: a slow round would become the measure of the next.
+        # Never added to the clean history: a slow round must not become the usual time.
         self._slow.append(record)
         if len(self._slow) < self._config.confirmations:
             return None
@@ -140,7 +135,7 @@ def _by_work(records: Sequence[EvidenceRecord]) -> dict[Hashable, list[EvidenceR
 
 
 def _shared_time(record: EvidenceRecord) -> float | None:
-    """The time most peers took, if they agree on one."""
+    """The time that most peers took, if they agree."""
     if record.verdict is None or record.verdict.status is Status.INCONCLUSIVE:
         return None
     times = Times.of(record)
@@ -162,7 +157,7 @@ def _incident(slow: Sequence[_Slowdown], step: int) -> Incident:
         action=Action.INSPECT,
         sentence=f"All {len(deciding.peers)} peers have become slower together: {deciding.surface}{more} "
         f"takes {worst.time:.1f} ms at step {step}, usually {worst.usual:.1f} ms; "
-        f"no rank stands out, so none is named.",
+        "no rank stands out, so none is named.",
     )
 
 
@@ -173,109 +168,93 @@ _PURPOSES = {
 }
 
 
-class _Compared(NamedTuple):
-    """One history: a phase among the peers that timed it."""
-
-    phase: Phase
-    peers: tuple[int, ...]
-
-
 class PhaseDiagnosis:
-    """Turns each survey into incidents; remembers only what persistence needs."""
+    """Turns each survey into incidents."""
 
     def __init__(self, mesh: Mesh, config: StragglerConfig) -> None:
-        self._mesh = mesh
-        self._config = config
-        self._histories: dict[_Compared, Persistence] = {}
+        self._mesh, self._config = mesh, config
+        self._histories: dict[tuple[Phase, tuple[int, ...]], Persistence] = {}
 
     def observe(self, step: int, milliseconds: Mapping[Phase, Mapping[int, float]]) -> list[Incident]:
-        """Take in one survey: what each phase took lately on each rank that timed it."""
-        # Batches belong to data-parallel ranks, whoever holds which experts.
+        """Add one survey: the recent time of each phase on each rank that timed it."""
+        # Batches belong to data-parallel ranks, whatever experts they have.
         groups = [group.ranks for group in self._mesh.peer_groups(LayerKind.DENSE)]
         return [
             incident
             for phase, times in milliseconds.items()
             for peers in groups
-            for incident in self._compare(step, _Compared(phase, peers), times)
+            for incident in self._compare(step, phase, peers, times)
         ]
 
-    def _compare(self, step: int, compared: _Compared, times: Mapping[int, float]) -> list[Incident]:
-        timed = tuple(rank for rank in compared.peers if rank in times)
-        if len(timed) < 2 or 2 * len(timed) <= len(compared.peers):
-            return []  # most peers have nothing to compare with, as when one rank writes for all
+    def _compare(
+        self, step: int, phase: Phase, peers: tuple[int, ...], times: Mapping[int, float]
+    ) -> list[Incident]:
+        timed = tuple(rank for rank in peers if rank in times)
+        if len(timed) < 2 or 2 * len(timed) <= len(peers):
+            return []  # such as when one rank writes for all
         values = [times[rank] for rank in timed]
         record = EvidenceRecord(
             step=step,
-            surface=f"time/{compared.phase.value}",
+            surface=f"time/{phase.value}",
             manifestation=Manifestation.STRAGGLER,
             peers=timed,
             verdict=statistical(values, kappa=self._config.kappa, ratio=self._config.min_slowdown_ratio),
         )
-        history = self._histories.setdefault(compared, Persistence(self._config))
-        return [self._incident(compared.phase, run, step) for run in history.observe([record])]
-
-    def _incident(self, phase: Phase, run: SlowRun, step: int) -> Incident:
-        deciding = run.records[0]
-        attributed = run.rank in deciding.ranks
-        ranks = (run.rank,) if attributed else deciding.peers
-        return Incident(
-            manifestation=Manifestation.STRAGGLER,
-            scope=Scope.RANK if attributed else Scope.PEER_GROUP,
-            step=step,
-            ranks=ranks,
-            hosts=self._mesh.hosts_of(ranks),
-            records=run.records,
-            action=Action.INSPECT,
-            sentence=self._sentence(phase, run, ranks),
-        )
-
-    def _sentence(self, phase: Phase, run: SlowRun, ranks: tuple[int, ...]) -> str:
-        times, hosts = Times.of(run.records[0]), self._mesh.hosts_of(ranks)
-        assert times is not None, "persistence reports what it could compare"
-        who = f"{named(ranks)} on {listed(hosts)}" if hosts else named(ranks)
-        slow, usual = _spoken(times.of_rank[run.rank]), _spoken(times.reference)
-        purpose = _PURPOSES[phase]
-        since = min(record.step for record in run.records)
-        proof = f"slow in {len(run.records)} surveys since step {since}"
-        if len(ranks) == 1:
-            return f"{who} takes {slow} {purpose} where its peers take {usual}; {proof}"
-        return (
-            f"{who} differ: rank {run.rank} takes {slow} {purpose} where its peer takes {usual}; "
-            f"{proof}, but two peers have no majority"
-        )
+        history = self._histories.setdefault((phase, peers), Persistence(self._config))
+        return [
+            slow_rank(self._mesh, [run], step, partial(_sentence, phase, run))
+            for run in history.observe([record])
+        ]
 
 
-def _spoken(milliseconds: float) -> str:
+def _sentence(phase: Phase, run: SlowRun, who: str, is_named: bool) -> str:
+    times = Times.of(run.records[0])
+    assert times is not None, "persistence confirms only what was compared"
+    slow, usual = _rounded(times.of_rank[run.rank]), _rounded(times.reference)
+    proof = f"slow in {len(run.records)} surveys since step {run.since}"
+    if is_named:
+        return f"{who} takes {slow} {_PURPOSES[phase]} where its peers take {usual}; {proof}"
+    return (
+        f"{who} differ: rank {run.rank} takes {slow} {_PURPOSES[phase]} where its peer takes {usual}; "
+        f"{proof}, but two peers have no majority"
+    )
+
+
+def _rounded(milliseconds: float) -> str:
     return "less than 1 ms" if milliseconds < 1 else f"{milliseconds:.0f} ms"
 
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """What one check has to say about speed."""
+    """The result of one check of speed."""
 
     incidents: Sequence[Incident]
     records: Sequence[EvidenceRecord]
-    """Those in which this rank takes part."""
+    """Those of comparisons with this rank."""
 
 
 class Stragglers:
-    """Three diagnoses of the same times; every rank is fed alike and concludes alike."""
+    """Three diagnoses of the same times: slow ranks, slow process groups and a slow job.
+
+    Every rank receives the same times and reaches the same conclusions.
+    """
 
     def __init__(self, mesh: Mesh, rank: int, straggler: StragglerConfig, baseline: BaselineConfig) -> None:
         self._rank = rank
-        self._ranks = ReplayDiagnosis(mesh, straggler)
+        self._ranks = RankStragglers(mesh, straggler)
         self._groups = GroupDiagnosis(mesh, straggler)
         self._job = Baseline(baseline)
 
-    def doubted(self, timings: Timings) -> set[str | None]:
-        """Layers to time again before these times are observed: somebody would be reported as slow for them.
+    def layers_to_time_again(self, timings: Timings) -> set[str | None]:
+        """Return the layers for which these times would be reported as slow, without adding them.
 
-        A rank that had to wait for a core, or for a device that it shares with others, is fast the next time.
+        A rank that only waited for a core, or for a device that it shares, is fast the next time.
         """
         computation = timings.computation()
-        return self._ranks.lagging(computation) | self._job.lagging(computation)
+        return self._ranks.suspicious_layers(computation) | self._job.suspicious_layers(computation)
 
     def observe(self, timings: Timings) -> Slowness:
+        """Add the times of one check."""
         computation = timings.computation()
         times, communication = timings.communication()
         records = [*computation, *communication]

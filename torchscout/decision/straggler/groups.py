@@ -1,11 +1,7 @@
-"""Which process groups are slow, and what an operator should do about it (paper, section 6.1.2).
+"""Finds slow process groups and what they have in common (paper, section 6.1.2).
 
-A collective holds up all its members, so its time names a process group and never an endpoint.
-Here corresponding groups are compared round after round; those that stay slow are handed to
-``localization``, and what it finds becomes an incident.
-
-Nothing is timed or gathered here, module times are ``decision.sdc``, and how often a group must
-be slow is ``persistence``.
+A collective delays all its members, so its time names a process group and never one member. Corresponding
+groups are compared in every check; ``localization`` explains those that ``persistence`` confirms as slow.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifes
 from torchscout.decision.straggler.localization import Diagnosis, Group, Localization, localize, undecided
 from torchscout.decision.straggler.persistence import Persistence
 from torchscout.mesh import Mesh
+from torchscout.utils.text import sentences
 
 __all__ = ["CollectiveTime", "GroupDiagnosis", "incident", "scope_of"]
 
@@ -36,7 +33,7 @@ class CollectiveTime:
     """Which collective: ``time/all_gather``."""
     milliseconds: float
     shape: tuple[int, ...] = ()
-    """The size of the work; only collectives of equal shape are compared."""
+    """The size of the work; only equal shapes are compared."""
 
     def __post_init__(self) -> None:
         if len(self.ranks) < 2 or list(self.ranks) != sorted(set(self.ranks)):
@@ -46,58 +43,45 @@ class CollectiveTime:
         if not (math.isfinite(self.milliseconds) and self.milliseconds >= 0):
             raise ValueError(f"{self.group}: {self.surface} took {self.milliseconds} ms")
 
-    @classmethod
-    def of_members(
-        cls, axis: str, surface: Surface, milliseconds: Mapping[int, float], shape: tuple[int, ...] = ()
-    ) -> CollectiveTime:
-        """One number from each member's own: the smallest.
-
-        The member that enters last waits for nobody, so its time is the transfer. The others'
-        times also hold their wait for it, and a rank that computes late is another diagnosis.
-        """
-        if not milliseconds:
-            raise ValueError(f"{surface} of a {axis} group needs the time of its members, got none")
-        return cls(axis, tuple(sorted(milliseconds)), surface, min(milliseconds.values()), shape)
-
     @property
     def group(self) -> Group:
         return Group(self.axis, self.ranks)
 
 
-_PATIENCE = 4
-"""Rounds to wait for a group to be confirmed or cleared: one at the edge must not silence the others."""
+_MAX_DELAY = 4
+"""Rounds that findings may wait until a group is confirmed or normal again."""
 
 
 class _Kind(NamedTuple):
-    """Groups correspond, and their times are comparable, if they are alike in all of this."""
+    """What corresponding groups, whose times are comparable, have in common."""
 
     axis: str
     surface: Surface
     shape: tuple[int, ...]
     placement: tuple[int, ...]
-    """Members per machine: a group within one machine is not measured against one that leaves it."""
+    """Members per machine: a group within one machine is not compared with one that spans several."""
 
 
 class GroupDiagnosis:
-    """Slow process groups, round after round, and the findings that are new."""
+    """Turns the times of process groups in each check into incidents."""
 
     def __init__(self, mesh: Mesh, config: StragglerConfig) -> None:
-        self._mesh = mesh
-        self._config = config
+        self._mesh, self._config = mesh, config
         self._rounds: dict[_Kind, Persistence] = {}
         self._known: dict[_Kind, dict[Group, int]] = defaultdict(dict)
-        """Every group compared so far and its place, which stands for it where ``Persistence`` has ranks."""
+        """Every group compared so far, with its index, which ``Persistence`` uses as a rank."""
         self._records: dict[Surface, tuple[EvidenceRecord, ...]] = {}
         self._reported: set[tuple[object, ...]] = set()
-        self._held = 0
-        """Rounds for which findings have been held back."""
+        self._delayed = 0
+        """Rounds that findings have waited."""
 
     def observe(
         self, step: int, times: Iterable[CollectiveTime], records: Sequence[EvidenceRecord]
     ) -> list[Incident]:
-        """Take in one warm round: every group's times, and at least one record for each of their surfaces.
+        """Add the times of one round, without cold ones, and at least one record for each of their surfaces.
 
-        A finding is reported once, and again when it grows or comes back.
+        A finding is reported once, and again if it grows or comes back. Raises ``ValueError`` for a surface
+        without a record, and for a group that is timed twice or is not in the mesh.
         """
         kinds = _corresponding(self._mesh, times)
         proof = {surface: tuple(r for r in records if r.surface == surface) for _, surface, _, _ in kinds}
@@ -106,18 +90,18 @@ class GroupDiagnosis:
         self._records |= proof
         for kind, members in kinds.items():
             self._compare(step, kind, members)
-        self._held = self._held + 1 if self._half_confirmed() else 0
-        if 0 < self._held <= _PATIENCE:
+        self._delayed = self._delayed + 1 if self._may_change() else 0
+        if 0 < self._delayed <= _MAX_DELAY:
             return []
         findings = self._findings()
-        news = [finding for finding in findings if not _subjects(finding) <= self._reported]
+        new = [finding for finding in findings if not _subjects(finding) <= self._reported]
         self._reported = {subject for finding in findings for subject in _subjects(finding)}
-        return [incident(finding, step, self._proof(finding)) for finding in news]
+        return [incident(finding, step, self._proof(finding)) for finding in new]
 
     def _compare(self, step: int, kind: _Kind, members: Mapping[Group, float]) -> None:
         known = self._known[kind]
         if len(members) < 3 <= len(known):
-            return  # too few were measured this time for a majority
+            return  # too few groups for a majority
         peers = tuple(known.setdefault(group, len(known)) for group in members)
         verdict = statistical(
             list(members.values()), kappa=self._config.kappa, ratio=self._config.min_slowdown_ratio
@@ -146,11 +130,10 @@ class GroupDiagnosis:
             for place in sorted(rounds.confirmed)
         ]
 
-    def _half_confirmed(self) -> bool:
-        """Whether a group that may be confirmed next would change what the confirmed ones mean.
+    def _may_change(self) -> bool:
+        """Whether a group that may be confirmed next would change the finding.
 
-        Surfaces are not all confirmed in one round: a machine must not pass for the network because
-        the group within it was measured later.
+        A slow machine must not be reported as a slow network because its inner group is confirmed later.
         """
         inner: set[str] = set()
         leaving: set[str] = set()
@@ -184,7 +167,7 @@ def _corresponding(mesh: Mesh, times: Iterable[CollectiveTime]) -> dict[_Kind, d
 
 
 def _subjects(finding: Localization) -> set[tuple[object, ...]]:
-    """What a finding is about, each part by itself, so that a shrinking one is no news."""
+    """The parts of a finding, so that a finding which shrinks is not new."""
     parts: Sequence[object] = finding.hosts if finding.names_machines else finding.groups
     if finding.diagnosis is Diagnosis.JOB:
         parts = ["job"]
@@ -192,14 +175,14 @@ def _subjects(finding: Localization) -> set[tuple[object, ...]]:
 
 
 def scope_of(finding: Localization) -> Scope:
-    """How precisely a finding points."""
+    """Return the scope of a finding."""
     if finding.names_machines:
         return Scope.MACHINE
     return Scope.JOB if finding.diagnosis is Diagnosis.JOB else Scope.PROCESS_GROUP
 
 
 def incident(finding: Localization, step: int, records: Sequence[EvidenceRecord]) -> Incident:
-    """The finding as something to act on, with the comparisons that prove it."""
+    """Return the incident for a finding; ``records`` prove it."""
     action = {Diagnosis.MACHINE: Action.REPLACE, Diagnosis.JOB: Action.CONTINUE}
     return Incident(
         manifestation=Manifestation.STRAGGLER,
@@ -209,5 +192,5 @@ def incident(finding: Localization, step: int, records: Sequence[EvidenceRecord]
         hosts=finding.hosts,
         records=tuple(records),
         action=Action.INSPECT if finding.ambiguous else action.get(finding.diagnosis, Action.INSPECT),
-        sentence=f"{finding.sentence[0].upper()}{finding.sentence[1:]}.",
+        sentence=sentences(finding.sentence),
     )

@@ -1,8 +1,8 @@
 """What slow process groups have in common: a machine, the network, or the job (paper, section 6.1.2).
 
-Pure set logic over the groups found slow and the groups measured. Groups are told apart by what they
-span, one machine or several, and not by the name of their axis. What is slow is ``groups``'s to
-say; which link or switch of the network is at fault is left to the network's own tools.
+Set logic over the slow and the measured groups. Groups are distinguished by what they span, one machine or
+several, and not by the name of their axis. Which link or switch of the network is at fault is left to the
+tools of the network.
 """
 
 from __future__ import annotations
@@ -19,31 +19,29 @@ from torchscout.utils.text import listed
 __all__ = ["Diagnosis", "Group", "Localization", "localize", "undecided"]
 
 _MACHINES = 2
-"""Machines that may be at fault at once, however small the job."""
+"""Machines that may be at fault at once in a small job."""
 _SHARE = 8
-"""In a large job, one in this many; with more, the fault is not in the machines."""
+"""In a large job one machine in this many may be; if it were more, the fault is not in the machines."""
 
 # [Note: Who is at fault]
 #
-# A slow group within one machine puts the fault in that machine: nobody else takes part. Slow groups
-# that leave such a machine are explained by it, and raise the finding from its inner links
-# (intra_machine) to the machine itself (machine).
+# A slow group within one machine means that this machine is at fault. It also explains slow groups that span
+# this machine and others, which raise the finding from its inner links (intra_machine) to the machine.
 #
-# Slow groups that touch no such machine are the network's, if groups within their machines were
-# measured and are normal. Where no group within a machine was measured, the machine itself stays
-# possible, and the groups that leave it decide: it is named if it alone, or the one smallest set of
-# machines, explains them all and they come from different directions (one slow group always has
-# several endpoints). Among equally small sets, machines without a normal group are preferred; what
-# is then still undecided is reported as an ambiguous set of candidates.
+# Slow groups that touch no such machine are attributed to the network, if groups within their machines were
+# measured and are normal. If no group within a machine was measured, the machine itself may be at fault. It
+# is named if it alone, or the one smallest set of machines, explains all slow groups, and these lead to
+# different machines (one slow group always has several endpoints). Among equally small sets, machines without
+# a normal group are preferred. If that does not decide, the candidates are reported as ambiguous.
 #
-# Many slow groups that share no machine are nobody's fault in particular: the job's.
+# Many slow groups that share no machine are attributed to the job.
 
 
 class Group(NamedTuple):
     """A process group of the job."""
 
     axis: str
-    """What it is for: a mesh axis, or an adapter's name for a group over several axes."""
+    """Its purpose: a mesh axis, or an adapter's name for a group over several axes."""
     ranks: tuple[int, ...]
     """Global ranks, ascending."""
 
@@ -52,20 +50,20 @@ class Group(NamedTuple):
 
 
 class Diagnosis(str, Enum):
-    """The paper's four, and two for evidence that does not reach as far."""
+    """The paper's four causes, and two for insufficient evidence."""
 
     MACHINE = "machine"
-    """Groups within a machine and groups that leave it are slow: the machine."""
+    """Groups within a machine, and groups that span it and others, are slow."""
     INTRA_MACHINE = "intra_machine"
-    """Only groups within the machine are slow: its inner links."""
+    """Only groups within a machine are slow: its inner links."""
     NETWORK = "network"
-    """Only groups between machines are slow: the network between them."""
+    """Only groups between machines are slow."""
     JOB = "job"
     """Many groups that share no machine are slow: software, or contention across the cluster."""
     PROCESS_GROUP = "process_group"
-    """Groups are slow, but their machines are unknown or too little was measured to choose among them."""
+    """The machines of slow groups are unknown, or too little was measured to choose among them."""
     UNDECIDED = "undecided"
-    """Two corresponding groups differ, and there is no third to say which is slow."""
+    """Two corresponding groups differ, and there is no third one to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +72,15 @@ class Localization:
 
     diagnosis: Diagnosis
     hosts: tuple[str, ...]
-    """The machines at fault; where ambiguous, the candidates; for the network, those it connects."""
+    """The machines at fault; if ambiguous, the candidates; for the network, the machines it connects."""
     ranks: tuple[int, ...]
-    """All ranks of a machine at fault, since machines are what is replaced; else the groups' members."""
+    """All ranks of the machines at fault, since machines are replaced; otherwise members of the groups."""
     endpoints: tuple[int, ...]
     """Those of ``ranks`` in which two or more of the slow groups meet."""
     groups: tuple[Group, ...]
     """The slow groups that are explained."""
     ambiguous: bool = False
-    """Evidence does not decide among ``hosts``, or between them and the network."""
+    """Evidence does not decide between the hosts, or between them and the network."""
 
     @property
     def names_machines(self) -> bool:
@@ -90,7 +88,7 @@ class Localization:
 
     @property
     def sentence(self) -> str:
-        """The finding in words, with the groups that prove it."""
+        """The finding in words, without capital and period."""
         groups = listed([str(group) for group in sorted(self.groups, key=lambda group: len(group.ranks))])
         if self.diagnosis is Diagnosis.UNDECIDED:
             return f"{groups} differ on equal work, and there is no third such group to say which is slow"
@@ -115,10 +113,9 @@ _Spans = Mapping[Group, frozenset[str]]
 
 
 def localize(mesh: Mesh, slow: Iterable[Group], measured: Iterable[Group]) -> tuple[Localization, ...]:
-    """What explains the slow groups: at most one finding of each kind, none when nothing is slow.
+    """Explain the slow groups; returns at most one finding of each kind. See [Note: Who is at fault].
 
-    ``measured`` are all groups that were compared with at least two others: a group that is in
-    neither list is unknown, not normal. See [Note: Who is at fault].
+    ``measured`` are all groups that were compared with at least two others; any other group is unknown.
     """
     guilty = sorted(set(slow))
     if not guilty:
@@ -144,12 +141,12 @@ def localize(mesh: Mesh, slow: Iterable[Group], measured: Iterable[Group]) -> tu
 
 
 def undecided(mesh: Mesh, pair: Sequence[Group]) -> Localization:
-    """Two corresponding groups that differ: one of them is slow, and nothing says which."""
+    """Return the finding for two corresponding groups of which an unknown one is slow."""
     return _groups_only(mesh, Diagnosis.UNDECIDED, pair, ambiguous=True)
 
 
 def _independent(spans: _Spans, slow: Collection[Group]) -> int:
-    """How many slow groups share no machine: at least as many machines would have to be at fault."""
+    """How many slow groups share no machine, and so how many machines at least would be at fault."""
     taken: set[str] = set()
     count = 0
     for group in sorted(slow, key=lambda group: len(spans[group])):
@@ -162,7 +159,7 @@ def _independent(spans: _Spans, slow: Collection[Group]) -> int:
 def _between_machines(
     mesh: Mesh, spans: _Spans, slow: frozenset[Group], rest: Sequence[Group]
 ) -> list[Localization]:
-    """Explain slow groups that leave their machines and touch none that is slow inside."""
+    """Explain slow groups that span several machines, none of which has a slow group inside."""
     normal_inside = {host for span in spans.values() if len(span) == 1 for host in span}
     open_groups = [group for group in rest if not spans[group] <= normal_inside]
     covers = _smallest_covers({spans[group] for group in open_groups}) if open_groups else []
@@ -187,7 +184,7 @@ def _between_machines(
 def _choose(
     spans: _Spans, slow: frozenset[Group], groups: Sequence[Group], covers: Sequence[frozenset[str]]
 ) -> frozenset[str] | None:
-    """The one set of machines that explains ``groups``; empty for no groups, None if undecided."""
+    """Return the one set of machines that explains ``groups``; empty without groups, None if undecided."""
     if not groups:
         return frozenset()
     with_normal = frozenset().union(*(spans[group] for group in spans.keys() - slow))
@@ -199,7 +196,7 @@ def _choose(
 
 
 def _smallest_covers(spans: Collection[frozenset[str]]) -> list[frozenset[str]]:
-    """Every smallest set of machines, of one or two, that touches all groups."""
+    """Return every smallest set of one or two machines that touches all groups."""
     if single := frozenset.intersection(*spans):
         return [frozenset({host}) for host in sorted(single)]
     pairs = set()

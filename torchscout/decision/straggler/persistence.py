@@ -1,9 +1,8 @@
-"""Slow by chance, or persistently slow? (paper, sections 5.4 and 6.1; evaluation: two confirmations.)
+"""Decides whether a rank is slow by chance or persistently (paper, sections 5.4 and 6.1).
 
-The one place that knows direction (only slow counts), materiality and persistence. It remembers the
-recent warm rounds of one surface among one peer group and says which ranks stayed slow until chance
-no longer explains it. It does not compare peers, which is ``consensus``, and it concludes nothing,
-which is ``decision.sdc``.
+The only place that knows direction (only slow counts), materiality and persistence. It keeps the recent
+rounds of one surface among one peer group, without cold ones, and returns the ranks that were slow so often
+that chance does not explain it.
 """
 
 from __future__ import annotations
@@ -26,37 +25,35 @@ __all__ = ["Persistence", "SlowRun", "Times"]
 
 # [Note: A slow round]
 #
-# Among few peers the scale of one round is itself noise: with 10% jitter and eight equal ranks, kappa
-# 5 finds a slow outlier in 4% of all rounds, and loses a rank at twice the median in 8% of them. So a
-# round is slow for a rank when it lies beyond kappa *pooled* scales: the median of the recent rounds'
-# scales, each relative to its own round. In a round whose slowest rank it was, its own time is left
-# out of the scale; otherwise a straggler among few widens the very scale it is measured with. Rounds
-# of an unfinished run are judged again as the pooled scale improves, so that the first, noisiest
-# estimate of a fresh job decides nothing for good.
+# Among few peers the scale of one round is itself noise: with 10% jitter and eight equal ranks, kappa 5 finds
+# a slow outlier in 4% of all rounds, and misses a rank at twice the median in 8% of them. So a round is slow
+# for a rank if it lies beyond kappa *pooled* scales: the median of the scales of recent rounds, each relative
+# to its own round. The time of the slowest rank is left out of its own scale; otherwise a straggler among few
+# peers would widen the scale that it is measured with. The rounds of an unfinished run are evaluated again as
+# the pooled scale improves, so that the first, noisiest estimate of a new job is not final.
 #
-# The round's own verdict must have named the rank at least once in its run: nobody is reported whom
-# C3 never named, and a surface that mixes quiet and noisy layers, whose pooled scale is too small for
-# some of them, keeps that protection. Asking for it in every round would lose too many stragglers.
+# The verdict of at least one round of the run must have named the rank, so that a surface with quiet and
+# noisy layers, whose pooled scale is too small for some of them, reports only ranks that C3 has named.
+# Requiring it in every round would miss too many stragglers.
 #
 # [Note: A run]
 #
-# A run lasts while the rank does not return to its peers. A round in which it is materially slower,
-# yet within kappa, neither confirms nor ends the run; nor does a round that did not measure it.
-# Otherwise the jitter that delays one confirmation would also void those before it.
+# A run lasts until the rank is as fast as its peers. A round in which it is materially slower, but within
+# kappa, neither confirms nor ends the run; nor does a round that did not measure it. Otherwise the jitter
+# that delays one confirmation would also void those before it.
 #
 # [Note: How many rounds]
 #
-# Were a rank slow by chance in a share p of its rounds, some one of N ranks would be slow k times
-# running about N * p**k times a round. The needed k is the smallest that keeps this within ``chance``,
-# and at least ``confirmations``. p is counted among the *other* ranks, so that a straggler does not
-# raise its own bar, and it counts beginnings of runs, so that one straggler, which is one event
-# however long it lasts, does not hide the next. The prior lets a small quiet job speak after
-# ``confirmations`` rounds, and a few rounds of a large job outweigh it.
+# If a rank were slow by chance in a share p of its rounds, one of N ranks would be slow k times in a row
+# about N * p**k times a round. The required k is the smallest that keeps this within ``false_alarm_rate``,
+# and at least ``confirmations``. p is counted among the *other* ranks, so that a straggler does not raise its
+# own k, and counts beginnings of runs, so that one lasting straggler does not hide the next. The prior lets a
+# small quiet job report after ``confirmations`` rounds, and a few rounds of a large job outweigh it.
 _PRIOR_SLOW, _PRIOR_SEEN = 0.5, 100.0
 
 
 class Spread(NamedTuple):
-    """How far the times of one round lie apart, relative to its reference."""
+    """The dispersion of the times of one round, relative to its reference."""
 
     slowest: int
     scale: float
@@ -71,20 +68,20 @@ class Times:
     """The usable durations of one comparison, in milliseconds."""
 
     of_rank: dict[int, float]
-    """Finite times only: what could not be measured says nothing about speed."""
+    """Finite times only."""
     reference: float
-    """The peers' median; of two, the faster, since the middle of a pair is nobody's time."""
+    """The median of the peers; of two peers, the faster one."""
     spread: Spread
 
     @classmethod
     def of(cls, record: EvidenceRecord) -> Times | None:
-        """None where too few peers were timed to compare any."""
+        """Return the times of a record; None if too few peers were timed to compare them."""
         if record.verdict is None:
             return None
         evidence = cast("tuple[float, ...]", record.verdict.evidence)
         timed = zip(record.peers, evidence, strict=True)
         of_rank = {rank: time for rank, time in timed if math.isfinite(time) and time > 0}
-        # Two that disagree are a case for the group; any other inconclusive round was not timed by most.
+        # Two peers that disagree are usable; in any other inconclusive round most peers were not timed.
         pair, unsettled = len(of_rank) == 2, record.verdict.status is Status.INCONCLUSIVE
         if len(of_rank) < 2 or (unsettled and not pair):
             return None
@@ -109,11 +106,16 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class SlowRun:
-    """A rank whose slowness this round has confirmed."""
+    """A rank that has been confirmed as slow."""
 
     rank: int
     records: tuple[EvidenceRecord, ...]
-    """Its slow rounds: first the latest whose own verdict shows it, then the others, oldest first."""
+    """Its slow rounds: first the latest one whose verdict names the rank, then the others, oldest first."""
+
+    @property
+    def since(self) -> int:
+        """The step of its first slow round."""
+        return min(record.step for record in self.records)
 
 
 @dataclass(slots=True)
@@ -121,20 +123,20 @@ class _Run:
     """The rounds since a rank fell behind its peers."""
 
     rounds: deque[tuple[float, EvidenceRecord]]
-    """Its excess in each, with the record that shows it."""
+    """The excess in each round, with its record."""
     begun: bool = False
-    """Whether one of them was slow."""
+    """Whether one of the rounds was slow."""
     reported: bool = False
 
 
 class _Round(NamedTuple):
     measured: int
     begun: tuple[int, ...]
-    """The ranks whose run began with it."""
+    """The ranks whose run began in this round."""
 
 
 class Persistence:
-    """Recent warm rounds of one surface among one peer group, and who is behind in them now."""
+    """Recent rounds of one surface among one peer group, and the ranks that are slow in them."""
 
     def __init__(self, config: StragglerConfig) -> None:
         self._config = config
@@ -144,16 +146,16 @@ class Persistence:
 
     @property
     def confirmed(self) -> set[int]:
-        """Ranks found persistently slow and not back with their peers since."""
+        """Ranks that were confirmed as slow, and have not been as fast as their peers since."""
         return {rank for rank, run in self._runs.items() if run.reported}
 
     @property
     def unconfirmed(self) -> set[int]:
-        """Ranks that have been slow, but not often enough to exclude chance."""
+        """Ranks that were slow, but not often enough to exclude chance."""
         return {rank for rank, run in self._runs.items() if run.begun and not run.reported}
 
     def would_confirm(self, record: EvidenceRecord) -> set[int]:
-        """Ranks whose slowness this record would confirm, or nearly so. Nothing is taken in."""
+        """Return the ranks that this record would confirm as slow, or nearly so, without adding it."""
         if (times := Times.of(record)) is None:
             return set()
         found = set()
@@ -167,9 +169,9 @@ class Persistence:
         return found
 
     def observe(self, records: Sequence[EvidenceRecord]) -> list[SlowRun]:
-        """Take in one warm round; return the runs it confirms.
+        """Add one round; return the runs it confirms.
 
-        A round may time the surface in several layers; behind in one of them is behind.
+        A round may time the surface in several layers; a rank that is slow in one of them is slow.
         """
         timed = [(record, times) for record in records if (times := Times.of(record)) is not None]
         if not timed:
@@ -187,7 +189,7 @@ class Persistence:
     def _behind(
         self, timed: Sequence[tuple[EvidenceRecord, Times]]
     ) -> dict[int, tuple[float, EvidenceRecord]]:
-        """Every rank that is materially slower, with its largest excess."""
+        """Return every rank that is materially slower, with its largest excess."""
         behind: dict[int, tuple[float, EvidenceRecord]] = {}
         for record, times in timed:
             for rank in times.slower(self._config):
@@ -206,7 +208,7 @@ class Persistence:
 
     def _limit(self, rank: int, *more: Spread) -> float:
         """The excess above which a round is slow."""
-        # A pair that never agreed has no scale: its rounds count by materiality alone.
+        # A pair that never agreed has no scale: only materiality counts.
         scales = [spread.scale_for(rank) for spread in (*self._spreads, *more)]
         return self._config.kappa * statistics.median(scales) if scales else 0.0
 

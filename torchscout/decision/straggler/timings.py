@@ -1,8 +1,7 @@
-"""The times of one check: who tells what, and what is compared with what (paper, sections 5.4 and 6.1.2).
+"""The times of one check, and which of them are comparable (paper, sections 5.4 and 6.1.2).
 
-Every rank tells the whole job what it has measured. What a rank spent by itself is compared among its
-peers; what a collective took belongs to a process group, and stands for each of its members. Pure: nothing
-is timed or exchanged here, and what a slow rank or group means is for the diagnoses to say.
+Every rank sends its times to all ranks. The time that a rank spends by itself is compared among its peers;
+the time of a collective belongs to a process group, and counts for each of its members.
 """
 
 from __future__ import annotations
@@ -26,26 +25,24 @@ class Lap:
     """The collectives of one kind that one replay made on one process group."""
 
     surface: Surface
-    """Ends in ``@`` where the axis of the group is to be added: a module's own collectives."""
+    """Ends in ``@`` for the collectives of a module, whose surfaces get the axis of the group."""
     members: tuple[int, ...]
     elements: int
     milliseconds: tuple[float, ...]
-    """Of each, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one replay took on this rank."""
+    """The times of one replay on this rank."""
 
     layer: str
-    """What was replayed."""
     shape: tuple[int, ...]
     """The size of the work."""
     times: Mapping[Surface, float]
     laps: Sequence[Lap]
 
     def to_json(self, mesh: Mesh) -> dict[str, Any]:
-        """Without the members of groups, which may be many: who tells of the same group is in it."""
+        """Return plain JSON, without members: the ranks that send times of a group are its members."""
         return {
             "layer": self.layer,
             "shape": list(self.shape),
@@ -58,9 +55,9 @@ class Measured:
 
 
 def axis_of(mesh: Mesh, members: Sequence[int]) -> str:
-    """The axis of the mesh that a process group lies along, of dense layers or of experts.
+    """Return the mesh axis of a process group, of dense layers or of experts.
 
-    Of a group over several of them, or of a part of one, those along which its members differ.
+    For a group over several axes, or a part of one, these are the axes along which its members differ.
     """
     wanted = tuple(sorted(members))
     along = (axis for role in LayerKind for axis in AXES if mesh.ranks_along(axis, wanted[0], role) == wanted)
@@ -68,33 +65,32 @@ def axis_of(mesh: Mesh, members: Sequence[int]) -> str:
 
 
 class Timings:
-    """What every rank has told about one check."""
+    """The times of all ranks in one check."""
 
     def __init__(
         self,
         step: int,
         mesh: Mesh,
-        told: Sequence[Sequence[Mapping[str, Any]]],
+        measured: Sequence[Sequence[Mapping[str, Any]]],
         config: StragglerConfig = StragglerConfig(),  # noqa: B008  it is frozen
     ) -> None:
-        """``told`` has for each rank the JSON form of what it measured."""
-        self.step, self._mesh, self._config = step, mesh, config
-        self._told = told
+        """``measured`` has the JSON form of ``Measured`` for each rank."""
+        self.step, self._mesh, self._config, self._measured = step, mesh, config, measured
 
     def computation(self) -> list[EvidenceRecord]:
-        """What ranks spent by themselves, among peers."""
+        """Compare the times that ranks spent by themselves."""
         found: dict[Surface, dict[int, _Value]] = defaultdict(dict)
-        for rank, measured in enumerate(self._told):
+        for rank, measured in enumerate(self._measured):
             for each in measured:
                 for surface, milliseconds in each["times"].items():
                     found[surface][rank] = _Value(milliseconds, each["layer"], tuple(each["shape"]))
         return [record for surface, values in found.items() for record in self._compared(surface, values)]
 
     def communication(self) -> tuple[list[CollectiveTime], list[EvidenceRecord]]:
-        """What collectives took: each process group's time, and that of its members as peers of others."""
+        """Return the time of each process group, and comparisons of its members with their peers."""
         found: dict[_GroupKey, dict[int, _Value]] = defaultdict(dict)
         laps: dict[_GroupKey, dict[int, Sequence[float]]] = defaultdict(dict)
-        for rank, measured in enumerate(self._told):
+        for rank, measured in enumerate(self._measured):
             for each in measured:
                 for surface, axis, *identity, milliseconds in each["laps"]:
                     key = _GroupKey(_named(surface, axis), axis, *identity)
@@ -102,12 +98,12 @@ class Timings:
                     found[key][rank] = _Value(0.0, each["layer"], (key.elements,))
         times: list[CollectiveTime] = []
         by_surface: dict[Surface, dict[int, _Value]] = defaultdict(dict)
-        for key, told in laps.items():
-            if (total := _total(told, key.size)) is not None:
+        for key, by_rank in laps.items():
+            if (total := _total(by_rank, key.size)) is not None:
                 shape = (key.elements,)
-                times.append(CollectiveTime(key.axis, tuple(sorted(told)), key.surface, total, shape))
+                times.append(CollectiveTime(key.axis, tuple(sorted(by_rank)), key.surface, total, shape))
                 for rank, value in found[key].items():
-                    # Of several groups, as a stage of a pipeline has two neighbours, the slowest.
+                    # The slowest of several groups, such as those with two neighbours in a pipeline.
                     before, own = by_surface[key.surface].get(rank), value._replace(milliseconds=total)
                     if before is None or before.milliseconds < total:
                         by_surface[key.surface][rank] = own
@@ -122,12 +118,12 @@ class Timings:
         for rank, value in values.items():
             if rank in seen:
                 continue
-            # Of state, which only replicas share.
+            # Only replicas share state.
             is_update = surface.startswith(("time/optimizer", "time/expert_optimizer"))
             role = LayerKind.EXPERT if _is_of_experts(surface) else LayerKind.DENSE
             among = self._mesh.peers_of if is_update else self._mesh.layer_peers_of
             peers = among(rank, role)
-            # A rank that could not replay has told nothing; that is no slowness. Other sizes are other work.
+            # A rank that could not replay has no times, and other sizes are other work.
             having = tuple(
                 each for each in peers.ranks if each in values and values[each].shape == value.shape
             )
@@ -168,7 +164,7 @@ def _identity(lap: Lap) -> tuple[int, int, int, int]:
 
 
 def _is_of_experts(surface: Surface) -> bool:
-    """Their own work, and what is exchanged among those who hold different ones."""
+    """Whether it is the work of experts, or communication among ranks with different ones."""
     return surface.startswith(("time/experts", "time/expert_")) or surface.endswith("@expert")
 
 
@@ -177,9 +173,9 @@ def _named(surface: Surface, axis: str) -> Surface:
 
 
 def _total(laps: Mapping[int, Sequence[float]], size: int) -> float | None:
-    """What the transfers took, without the wait for whoever came last; None unless all members told it.
+    """Return the time of the transfers, without waiting; None unless all members sent theirs.
 
-    The member that enters last waits for nobody, and it may be another one each time.
+    The member that enters last does not wait, and it may be another one each time.
     """
     counts = {len(each) for each in laps.values()}
     if len(laps) != size or len(counts) != 1:

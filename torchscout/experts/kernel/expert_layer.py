@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from torchscout.utils._torch import assert_async
+
 if TYPE_CHECKING:
     from torchscout.experts.kernel.grouped_gemm import GroupedGemm
 
@@ -127,7 +129,7 @@ def _rows_on(rows: Sequence[int] | Tensor, x: Tensor, experts: int) -> Tensor:
     if len(rows) != experts:
         raise ValueError(f"rows must have one number for each of {experts} experts, got {len(rows)} numbers")
     if isinstance(rows, Tensor) and rows.device == x.device and x.device.type != "cpu":
-        torch._assert_async((rows >= 0).all() & (rows.sum() == x.shape[0]))
+        assert_async((rows >= 0).all() & (rows.sum() == x.shape[0]))
         return rows.to(torch.int32)
     counts = [int(count) for count in rows]
     if min(counts) < 0 or sum(counts) != x.shape[0]:

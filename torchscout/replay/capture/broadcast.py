@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchscout.errors import ReplayError
+from torchscout.utils._torch import AsyncCollectiveTensor
 
 __all__ = [
     "Broadcast",

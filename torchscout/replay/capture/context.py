@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from torchscout.errors import ReplayError
+from torchscout.utils._torch import plain_attention, set_deterministic
 
 __all__ = [
     "Attention",
@@ -172,7 +173,6 @@ def seeded(stream: Any, seed: int) -> Callable[[], object] | None:
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 # The attributes that are used; the interface is experimental.
 _NAMES = ("_cp_options", "_disable_cp_dtensor_dispatcher", "_enable_cp_dtensor_dispatcher", "custom_ops")
-_PLAIN = torch._C._nn.scaled_dot_product_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Attention:
         function = functional.scaled_dot_product_attention
         module = sys.modules.get(_MODULE)
         missing = [name for name in _NAMES if not hasattr(module, name)]
-        if module is None or (missing and function is _PLAIN):
+        if module is None or (missing and function is plain_attention):
             return cls(function)
         if missing:
             raise ReplayError(f"this version of context_parallel is not supported: it has no {missing[0]}")
@@ -388,8 +388,7 @@ def deterministic(*, strict: bool = True) -> Iterator[None]:
 
     Not for compiled code: the mode is one of its guards, so it would be compiled again.
     """
-    # Not torch.use_deterministic_algorithms: it imports the compiler, and sets its switch, too.
-    switch: Any = torch._C._set_deterministic_algorithms
+    # Not torch.use_deterministic_algorithms: it imports the compiler, and sets the compiler's switch too.
     mode = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
@@ -398,11 +397,11 @@ def deterministic(*, strict: bool = True) -> Iterator[None]:
         with warnings.catch_warnings():
             # Kernels without a deterministic version warn; their results are marked, or found by comparing.
             warnings.filterwarnings("ignore", message=".*deterministic.*")
-            switch(True, warn_only=not strict)
+            set_deterministic(True, warn_only=not strict)
             memory.fill_uninitialized_memory = False
             torch.backends.cudnn.benchmark = False
             yield
     finally:
-        switch(mode, warn_only=warn_only)
+        set_deterministic(mode, warn_only=warn_only)
         memory.fill_uninitialized_memory = fill
         torch.backends.cudnn.benchmark = benchmark

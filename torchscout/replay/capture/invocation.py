@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from torchscout.errors import ReplayError
 from torchscout.experts.coverage import Rows
 from torchscout.replay.capture.broadcast import DTensorLayout, as_dense, captured, described, refuse, room_for
 from torchscout.replay.capture.context import Attention, RngState, autocast_now
+from torchscout.utils._torch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["Invocation", "RowResize", "is_floating", "tensors_in"]
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import treespec_dumps, treespec_loads
 
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import flat, local_part
 from torchscout.replay.capture.context import Attention
 from torchscout.replay.capture.invocation import Invocation
+from torchscout.utils._torch import treespec_dumps, treespec_loads
 
 __all__ = ["SavedCall", "SavedCalls", "restored"]
 
