@@ -1,7 +1,7 @@
 """The fold: all bytes of a tensor as one 64-bit number that every flipped bit changes (paper, section 5.2).
 
-Here it is defined, proven and written in torch operations, which serve any device; ``fold_triton`` is the
-same as one pass over CUDA memory. What else makes a signature is ``signature``'s business.
+This module defines it and implements it in torch operations for any device; ``fold_triton`` computes it in
+one pass over CUDA memory.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ __all__ = ["MULTIPLIER", "SALT", "avalanche", "dense", "fold_with_torch", "memor
 
 # [Note: every single-bit flip changes the fold]
 #
-# The bytes, in row-major order, are little-endian 64-bit words w[0], w[1], ...; the last one is
-# padded with zeros. With all arithmetic modulo 2**64,
+# The bytes, in row-major order, are little-endian 64-bit words w[0], w[1], ...; the last one is padded with
+# zeros. With all arithmetic modulo 2**64,
 #
 #     fold      = avalanche(w[0] + 1 * SALT) + avalanche(w[1] + 2 * SALT) + ...
 #     signature = avalanche(fold + tag)        tag = xxh3(algorithm, dtype, shape, length in bytes)
 #
-# A flipped bit changes one word. Adding a constant is a bijection; so is x ^= x >> 32 with a
-# logical shift (the upper half stays and undoes the lower), and so is multiplying by an odd
-# number (it has an inverse). Hence that word's term changes, the other terms do not, one changed
-# term always changes a sum, and for a fixed tag the last line is a bijection again.
+# A flipped bit changes one word. Adding a constant is a bijection; so is x ^= x >> 32 with a logical shift
+# (the upper half stays and restores the lower), and so is multiplying by an odd number (it has an inverse).
+# Hence the term of that word changes, the other terms do not, one changed term always changes a sum, and for
+# a fixed tag the last line is a bijection again.
 #
-# What would break it: an even multiplier drops high bits, which are signs and exponents. int64 >>
-# is arithmetic in torch and in Triton, and x ^ (x >> 32) is then the same for x and for its
-# complement; so the torch version xors the 32-bit halves, and the kernel computes in uint64. And
-# a term that is linear in its word changes by exactly 2**63 when the word's top bit flips, whatever
-# the word: two such changes cancel, and x collides with -x. Hence shifts *between* multiplications.
+# What would break it: an even multiplier drops high bits, which are signs and exponents. int64 >> is
+# arithmetic in torch and in Triton, and x ^ (x >> 32) is then the same for x and for its complement; so the
+# torch version xors the 32-bit halves, and the kernel computes in uint64. A term that is linear in its word
+# changes by exactly 2**63 when the top bit of the word flips: two such changes cancel, and x collides with
+# -x. Hence shifts *between* multiplications.
 #
-# Changes of several words can cancel, by a chance of 2**-64. One wrapping sum is all that combines
-# words: it does not depend on order, so tiling, block size, launch configuration and the order of
-# atomic additions have no influence on the result.
+# Changes of several words can cancel with probability 2**-64. Words are combined by a wrapping sum only,
+# which does not depend on order, so that tiling, block size, launch configuration and the order of atomic
+# additions do not affect the result.
 #
-# SALT is 2**64 / golden ratio (Knuth): its multiples lie far apart. MULTIPLIER is the public
-# "degski64" constant, found for just this mixer. Shifts by 32 are cheap on a GPU, where a word is
-# two registers and only one of them changes.
+# SALT is 2**64 / golden ratio (Knuth): its multiples lie far apart. MULTIPLIER is the public "degski64"
+# constant, found for this mixer. Shifts by 32 are cheap on a GPU, where a word is two registers and only one
+# of them changes.
 SALT = 0x9E37_79B9_7F4A_7C15
 MULTIPLIER = 0xD6E8_FEB8_6659_FD93
 
@@ -46,7 +46,7 @@ _CHUNK = 1 << 18  # words the torch version holds at a time, in buffers of 2 MiB
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """A tensor whose memory holds the same bytes row-major, the tensor itself where it does already."""
+    """Return a tensor whose memory holds the same bytes row-major, if possible the tensor itself."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     tensor = tensor.detach()
@@ -56,12 +56,12 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, row-major."""
+    """Return the bytes of a tensor, row-major."""
     return dense(tensor).detach().view(-1).view(torch.uint8)
 
 
 def fold_with_torch(tensor: Tensor) -> Tensor:
-    """The fold in torch operations, chunk by chunk, as a zero-dimensional tensor on the same device."""
+    """Return the fold as a zero-dimensional tensor on the same device."""
     data = memory_of(tensor)
     size = data.numel()
     total = torch.zeros((), dtype=torch.int64, device=data.device)
@@ -97,5 +97,5 @@ def _avalanche_in_place(words: Tensor) -> Tensor:
 
 
 def signed(word: int) -> int:
-    """The residue of ``word`` modulo 2**64 that fits torch.int64."""
+    """Return the residue of ``word`` modulo 2**64 that fits torch.int64."""
     return (word + (1 << 63) & _MASK) - (1 << 63)

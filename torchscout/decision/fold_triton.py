@@ -1,7 +1,7 @@
 """The fold as one pass over CUDA memory (paper, section 5.2).
 
-Imported on first use, because Triton is optional. The kernel only adds folds to integers on the
-device; what a fold is and why is said in [Note: every single-bit flip changes the fold].
+Imported on first use, because Triton is optional. ``fold`` defines the fold: see [Note: every single-bit flip
+changes the fold].
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ __all__ = ["LAUNCH", "FoldKernel", "Launch", "chunks_of", "fold_with_triton"]
 
 
 class Launch(NamedTuple):
-    """How the work is spread; it changes the speed and never the result."""
+    """The launch configuration, which affects only the speed."""
 
     block: int
-    """Words one program reads at a time, a power of two."""
+    """Words that one program reads at a time, a power of two."""
     warps: int
     """Warps of one program."""
     programs: int
-    """Most programs for each multiprocessor; a program takes blocks in turn until none is left."""
+    """The largest number of programs for each multiprocessor, which share the blocks."""
 
 
 LAUNCH = Launch(block=2048, warps=4, programs=16)  # the best of a sweep on an H200
 CHUNK = 1 << 18
-"""Bytes that one program folds where many tensors share a launch; a multiple of any block."""
+"""Bytes that one program folds if many tensors share a launch; a multiple of any block."""
 _FEW = 4
-"""From so many tensors on, one launch with a table is cheaper than one launch for each."""
+"""For this many tensors one launch with a table is faster than one launch for each."""
 _ALIGNMENT = 16
 
 
 # [Note: the scratch cleans itself]
 #
-# Programs add what they folded to a word in device memory that must be zero when the kernel starts. To
-# allocate and clear one for every call would cost more than to fold 16 MiB. So a word is kept for every
-# stream, whose kernels run one after another, next to a counter of finished programs: the last
-# program takes the total out, and leaves both words at zero for the next kernel.
+# Programs add their folds to a word in device memory, which must be zero when the kernel starts. Allocating
+# and clearing one for every call would take longer than folding 16 MiB. So each stream, whose kernels run one
+# after another, has one word and a counter of finished programs: the last program takes the total, and leaves
+# both at zero for the next kernel.
 #
 # [Note: one launch for many tensors]
 #
-# A launch costs the host about as much as the device needs for 16 MiB, and a model with its optimizer has
-# thousands of tensors that are smaller. So they are cut into chunks, a table says where each chunk lies, and
-# one launch folds them all: every program adds its part to the fold of its tensor. The table depends on
-# addresses and sizes alone, which are the same from check to check, so that the last ones are kept.
+# A launch takes the host about as long as the device takes for 16 MiB, and a model with its optimizer has
+# thousands of smaller tensors. So tensors are divided into chunks, a table contains where each chunk is, and
+# one launch folds all of them: every program adds its part to the fold of its tensor. The table depends only
+# on addresses and sizes, which are the same in every check, so that the last ones are cached.
 
 
 def fold_with_triton(tensors: Sequence[Tensor], launch: Launch = LAUNCH) -> Tensor:
-    """The folds of tensors on one CUDA device, on that device; needs 8 bytes for each."""
+    """Return the folds of tensors on one CUDA device, on that device; allocates 8 bytes for each."""
     device = tensors[0].device
     if device.index != torch.cuda.current_device():  # asking is cheaper than switching
         with torch.cuda.device(device):
@@ -84,7 +84,7 @@ def fold_with_triton(tensors: Sequence[Tensor], launch: Launch = LAUNCH) -> Tens
 
 
 def chunks_of(places: Sequence[tuple[int, int]], chunk: int = CHUNK) -> torch.Tensor:
-    """For each chunk its address, its bytes, the index of its first word and the place of its tensor.
+    """Return the address, the size, the index of the first word and the index of the tensor of each chunk.
 
     ``places`` are addresses and sizes in bytes. An empty tensor has no chunk: its fold is zero.
     """
@@ -99,7 +99,7 @@ def chunks_of(places: Sequence[tuple[int, int]], chunk: int = CHUNK) -> torch.Te
 
 @functools.lru_cache(maxsize=16)
 def _table_for(device: int, stream: int, places: tuple[tuple[int, int], ...]) -> Tensor:  # noqa: ARG001
-    """See [Note: one launch for many tensors]. One for each stream, on which it is also filled."""
+    """See [Note: one launch for many tensors]. Each stream fills a table of its own."""
     return chunks_of(places).pin_memory().to(f"cuda:{device}", non_blocking=True)
 
 
@@ -115,11 +115,10 @@ def _scratch_for(device: int, stream: int) -> Tensor:  # noqa: ARG001  one for e
 
 
 class FoldKernel:
-    """The compiled kernel of one device, which must be current in every call.
+    """The compiled kernel of one device, which must be the current device in every call.
 
-    It takes addresses instead of tensors and is kept compiled here: one kernel then serves every
-    dtype and size, and a launch does without Triton's own dispatch, which looks at all arguments
-    anew and takes longer than to fold 16 MiB.
+    It takes addresses instead of tensors: one kernel then serves every dtype and size, and a launch skips
+    Triton's own dispatch, which inspects all arguments and takes longer than folding 16 MiB.
     """
 
     def __init__(self, launch: Launch, processors: int) -> None:
@@ -129,7 +128,8 @@ class FoldKernel:
         self._chunked: Any = None
 
     def fold(self, result: int, scratch: int, address: int, size: int) -> None:
-        """Write the fold of ``size`` bytes at ``address`` to ``result``; ``scratch`` are two zero words."""
+        """Write the fold of ``size`` bytes at ``address`` to ``result``; ``scratch`` points to two zero
+        words."""
         block = self._launch.block
         programs = min(size // (8 * block) + 1, self._most_programs)
         alignment = min(address & -address, 16) or 16  # an empty tensor may have no address
@@ -137,7 +137,7 @@ class FoldKernel:
         kernel[programs, 1, 1](result, scratch, address, size, alignment, block)
 
     def fold_chunks(self, folds: int, table: int, chunks: int) -> None:
-        """Add the folds of the chunks in a table, see ``chunks_of``, to the words at ``folds``."""
+        """Add the folds of the chunks in a table (``chunks_of``) to the words at ``folds``."""
         if not chunks:
             return
         if self._chunked is None:
@@ -151,7 +151,7 @@ class FoldKernel:
 
     def _compile(self, alignment: int) -> Any:
         kernel, launch = _fold_kernel, self._launch
-        if isinstance(kernel, triton.JITFunction):  # else Triton's interpreter runs it as it is
+        if isinstance(kernel, triton.JITFunction):  # otherwise Triton interprets it
             wide = 1 << 40  # any value that does not fit 32 bits
             kernel = kernel.warmup(
                 wide, wide, wide, wide, alignment, launch.block, num_warps=launch.warps, grid=(1,)
@@ -164,7 +164,7 @@ _SALT = tl.constexpr(SALT)
 _MULTIPLIER = tl.constexpr(MULTIPLIER)
 
 
-# Nothing is specialized on values: the kernel is compiled once and launched with any address and size.
+# The kernel is not specialized on values: it is compiled once and launched with any address and size.
 @triton.jit(do_not_specialize=["result", "scratch", "address", "size"])  # type: ignore[untyped-decorator]
 def _fold_kernel(
     result: tl.int64,
@@ -184,7 +184,7 @@ def _fold_kernel(
         first = number * block
         word = _load_words(address + first * 8, lane, None, alignment)
         folded += _avalanche(word + (salt + first.to(tl.uint64) * _SALT))
-    if program == blocks % programs:  # whose turn the last, partial block is
+    if program == blocks % programs:  # the program of the last, partial block
         first = blocks * block
         index = first + lane
         word = _load_words(address + first * 8, lane, index < words, alignment)
@@ -234,7 +234,7 @@ def _avalanche(word: tl.tensor) -> tl.tensor:
 def _load_words(
     address: tl.tensor, lane: tl.tensor, mask: tl.tensor | None, alignment: tl.constexpr
 ) -> tl.tensor:
-    """The 64-bit words from ``address`` on, in the widest pieces its alignment allows."""
+    """Return the 64-bit words from ``address`` on, read in the widest pieces that its alignment allows."""
     if alignment >= 8:
         pointer = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), alignment)
         return tl.load(pointer + lane, mask=mask)
@@ -249,7 +249,7 @@ def _load_words(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_tail(address: tl.tensor, size: tl.tensor) -> tl.tensor:
-    """The last ``size`` bytes, fewer than 8, as one word padded with zeros."""
+    """Return the last ``size`` bytes, fewer than 8, as one word padded with zeros."""
     place = tl.arange(0, 8)
     byte = tl.load(address.to(tl.pointer_type(tl.uint8)) + place, mask=place < size, other=0)
     return tl.sum(byte.to(tl.uint64) << (8 * place).to(tl.uint64))

@@ -208,16 +208,16 @@ def _files(path: Path, opened: ExitStack) -> list[tuple[Path, BinaryIO]]:
 
 
 class Follower:
-    """Reads the new lines of a file that grows."""
+    """The lines of a file that grows, each once, without reading again what was read before."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None  # kept open, so that its inode is not used again
-        self._read = self._number = 0
-        """Bytes and lines that have been read."""
+        self._file: BinaryIO | None = None  # open, so that no other file can get its number
+        self._read, self._number = 0, 0
+        """Bytes and lines so far."""
 
-    def new_lines(self) -> Iterator[Stamped | Problem]:
-        """Yield the lines added since the last call, without a last line that is still incomplete."""
+    def fresh(self) -> Iterator[Stamped | Problem]:
+        """What was added since the last call; a line that is not whole yet waits until it is."""
         file = self._opened()
         if file is None:
             return
@@ -236,7 +236,7 @@ class Follower:
             file.close()
 
     def _opened(self) -> BinaryIO | None:
-        """Return the file, opened again if it was replaced; None if it has nothing new."""
+        """The file, from its beginning if it was removed and made again; None if nothing is new."""
         try:
             status = self._path.stat()
             if self._file is None or not os.path.samestat(status, os.fstat(self._file.fileno())):
@@ -256,7 +256,7 @@ def _parsed(path: Path, number: int, line: bytes) -> Stamped | Problem:
 
 
 def stamped(line: Any) -> Stamped:
-    """Read one line of JSON; raises ``ValueError`` if it is not a record of this version."""
+    """One line, as JSON has it; a ``ValueError`` says what is foreign about it."""
     if not isinstance(line, dict):
         raise ValueError(f"not a record: {line!r:.80}")
     if line.get("schema") != SCHEMA:

@@ -1,9 +1,8 @@
-"""A tensor, or several, as one 64-bit integer, computed where the tensor lives (paper, section 5.2).
+"""Computes 64-bit signatures of tensors on their own device (paper, section 5.2).
 
-Peers exchange these signatures instead of tensors: equal dtype, shape and bytes give equal signatures on
-every run, device and launch configuration, and any single flipped bit changes them. They are no defence
-against somebody who constructs collisions. ``digest`` is for tensors that are compared as one, such as all
-inputs of a replay. This module only reads tensors, and copies those that are not contiguous.
+Peers exchange signatures instead of tensors: equal dtype, shape and bytes give equal signatures in every run,
+on every device and with every launch configuration, and any single flipped bit changes them. They do not
+protect against deliberate collisions. Tensors are only read; those that are not contiguous are copied.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ __all__ = ["Algorithm", "PendingSignatures", "digest", "read_signatures", "signa
 
 
 class Algorithm(str, Enum):
-    """How bytes become 64 bits; peers must use the same one."""
+    """The hash of a tensor's bytes; peers must use the same one."""
 
     XXH3 = "xxh3"
-    """The fastest for host memory, and for nothing else. Chance of a missed change: 2**-64."""
+    """The fastest one, for host memory only. It misses a change with probability 2**-64."""
     FOLD = "fold"
-    """The same on every device, at memory bandwidth on CUDA; sees every single-bit flip."""
+    """For every device, at memory bandwidth on CUDA; it detects every single-bit flip."""
 
 
 def signature(tensor: Tensor, *, algorithm: Algorithm | str | None = None) -> int:
-    """The signature of one tensor, as a signed 64-bit integer.
+    """Return the signature of one tensor, as a signed 64-bit integer.
 
-    A DTensor stands for its local shard. By default host tensors use xxh3 and all others fold;
-    name FOLD where peers hold a tensor on different kinds of device. The tensor is read on
-    the current stream of its device.
+    For a DTensor it is that of the local shard. By default host tensors use xxh3 and all others fold; pass
+    FOLD if peers hold the tensor on different kinds of device. The tensor is read on the current stream of
+    its device. Raises ``ValueError`` for a tensor without plain memory.
     """
     tensor = _plain(tensor)
     used = _algorithm_for(tensor, algorithm)
@@ -55,14 +54,14 @@ def signature(tensor: Tensor, *, algorithm: Algorithm | str | None = None) -> in
 
 
 def signatures(tensors: Iterable[Tensor], *, algorithm: Algorithm | str | None = None) -> list[int]:
-    """What ``signature`` gives for each, with one small transfer per device for all of them."""
+    """Return the signature of each tensor, with one small transfer per device for all of them."""
     return PendingSignatures(tensors, algorithm=algorithm).read()
 
 
 class PendingSignatures:
-    """What ``signatures`` gives, begun on the tensors' devices and not waited for.
+    """Signatures that are being computed on the devices of the tensors.
 
-    The tensors may be changed or freed as soon as this is made, on the same stream.
+    The tensors may be changed or freed on the same stream as soon as this object exists.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, algorithm: Algorithm | str | None = None) -> None:
@@ -72,25 +71,25 @@ class PendingSignatures:
             if used is Algorithm.FOLD:
                 groups.setdefault(tensor.device, []).append(tensor)
         self.folds = {device: _fold(group) for device, group in groups.items()}
-        """By device, those that are computed there."""
-        # While the devices fold.
+        """Device -> the folds that are computed there."""
+        # Computed while the devices fold.
         self._tags = [_tag(tensor, used) for tensor, used in work]
         self._digests: list[int | torch.device] = [
             tensor.device if used is Algorithm.FOLD else _xxh3(tensor) for tensor, used in work
         ]
 
     def read(self) -> list[int]:
-        """The signatures, once the devices are done with them."""
+        """Wait for the devices and return the signatures."""
         return read_signatures([self])[0]
 
     def finished(self, folded: Mapping[torch.device, Iterator[int]]) -> list[int]:
-        """The signatures, given the values of ``folds``."""
+        """Return the signatures, given the values of ``folds``."""
         digests = [next(folded[each]) if isinstance(each, torch.device) else each for each in self._digests]
         return [_finished(digest, tag) for digest, tag in zip(digests, self._tags, strict=True)]
 
 
 def read_signatures(pending: Sequence[PendingSignatures]) -> list[list[int]]:
-    """Those of each, with one small transfer per device for all of them."""
+    """Read several pending signatures with one small transfer per device."""
     groups: dict[torch.device, list[Tensor]] = {}
     for each in pending:
         for device, fold in each.folds.items():
@@ -103,13 +102,13 @@ def read_signatures(pending: Sequence[PendingSignatures]) -> list[list[int]]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The strided tensor whose memory is read, or a ValueError where there is none."""
+    """Return the strided tensor whose memory is read; raises ``ValueError`` if there is none."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         tensor = _unwrapped(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         raise ValueError(
             f"a signature needs a strided tensor of plain numbers, got {_described(tensor)}; "
-            "take the signatures of the tensors it is made of, such as indices and values"
+            "take the signatures of its parts, such as indices and values"
         )
     if tensor.is_meta:
         raise ValueError(f"a meta tensor has no bytes, got {_described(tensor)}; materialize it first")
@@ -122,7 +121,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    """The memory behind a tensor subclass."""
+    """Return the memory of a tensor subclass."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"a signature needs a tensor, got {type(tensor).__name__}")
     if torch.distributed.is_available():
@@ -156,13 +155,13 @@ def _algorithm_for(tensor: Tensor, requested: Algorithm | str | None) -> Algorit
 
 def _xxh3(tensor: Tensor) -> int:
     data = memory_of(tensor)
-    # Not as an array of NumPy's: that forbids the storage ever to be resized, and FSDP frees its own so.
+    # Not a NumPy array: it would forbid to resize the storage, which is how FSDP frees its storages.
     memory = (ctypes.c_ubyte * data.numel()).from_address(data.data_ptr()) if data.numel() else b""
     return xxhash.xxh3_64_intdigest(memory)
 
 
 def _fold(tensors: Sequence[Tensor]) -> Tensor:
-    """The folds of tensors on one device, still on that device."""
+    """Return the folds of tensors on one device, on that device."""
     if tensors[0].is_cuda and (fused := _fused_fold()) is not None:
         return fused(tensors)
     return torch.stack([fold_with_torch(tensor) for tensor in tensors])
@@ -170,7 +169,7 @@ def _fold(tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.cache
 def _fused_fold() -> Callable[[Sequence[Tensor]], Tensor] | None:
-    """The Triton version; None where Triton is not installed, and torch operations must do."""
+    """Return the Triton version; None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     from torchscout.decision.fold_triton import fold_with_triton
@@ -193,5 +192,5 @@ def _finished(digest: int, tag: int) -> int:
 
 
 def digest(signatures: Sequence[int]) -> int:
-    """A signed 64-bit integer for tensors with these signatures; which tensor comes first matters."""
+    """Combine signatures, in order, into one signed 64-bit integer."""
     return signed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(signatures)}q", *signatures)))

@@ -64,7 +64,7 @@ class IncidentCallback:
         """Take what is new now."""
         with self._looking:
             try:
-                for line in () if self._file is None else self._file.new_lines():
+                for line in () if self._file is None else self._file.fresh():
                     if isinstance(line, Stamped):
                         self._take(line.item)
             except OSError as error:

@@ -1,4 +1,4 @@
-"""How a process of ours is started: a fresh interpreter that imports this very package, and no torch."""
+"""The command line of a child process: a new interpreter that imports this package without torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 __all__ = ["HOME", "command"]
 
 HOME = Path(__file__).parents[2]
-"""Where this very package was imported from."""
-# That folder is often site-packages, and must not come before the standard library: what lies there may have
-# the name of one of its modules. So this package alone is imported from there, and it comes last otherwise.
+"""The folder that this package was imported from."""
+# It is often site-packages, which must not come before the standard library on the path, since its modules
+# may have the same names. So only this package is imported from there, and the folder comes last on the path.
 _START = """
 import importlib.util, runpy, sys
 home, module = sys.argv[1:3]
@@ -23,5 +23,5 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def command(module: str, *arguments: str, home: Path = HOME) -> list[str]:
-    """To be started with ``cwd="/"``: no module of the user's may stand in for one of ours."""
+    """Return the command to run a module. Start it with ``cwd="/"``, so that no user module shadows ours."""
     return [sys.executable, "-c", _START, str(home), module, *arguments]

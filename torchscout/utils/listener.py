@@ -1,21 +1,20 @@
-"""A TCP listener in front of a ZeroMQ socket that limits what a connection may do before it authenticates.
+"""A TCP listener that limits unauthenticated connections to a ZeroMQ socket.
 
-ZeroMQ accepts every connection, as many as there are descriptors, and lets each send frames of full size
-before it has authenticated. So a listener of ours accepts in its place, and relays bytes to and from the
-ZeroMQ socket, which other users of the machine cannot use. CURVE still runs end to end: nothing is decrypted
-here.
+ZeroMQ accepts as many connections as there are descriptors, and each may send frames of full size before it
+has authenticated. So this listener accepts connections instead, and relays bytes to and from a ZeroMQ socket
+that other users of the machine cannot reach. CURVE still runs end to end: nothing is decrypted here.
 
-Until a connection has authenticated
+A connection that has not authenticated
 
-- it is one of a few. If another comes, the oldest is closed, once it has had time for a handshake; until
-  then the new one waits in the kernel's queue, at no cost;
-- it may send no more than a handshake needs, and has a few seconds for it.
+- is one of a few. If another one arrives, the oldest is closed, once it has had time for a handshake; until
+  then the new one waits in the kernel's queue;
+- may send no more than a handshake needs, within a few seconds.
 
-ZeroMQ 4.3.5 ends its process if no file descriptor is left to accept with. So connections are closed while
-the process that owns the ZeroMQ socket has few descriptors left; whoever needs one comes again.
+ZeroMQ 4.3.5 ends its process if no file descriptor is left to accept with. So new connections are closed
+while the process that owns the ZeroMQ socket has few descriptors left; clients connect again.
 
-One thread serves all connections. It runs in a process of its own where the ZeroMQ socket is a trainer's
-(see ``listener_process``), and in the process of the hub otherwise. Torch-free.
+One thread serves all connections. It runs in a process of its own for the ZeroMQ socket of a trainer (see
+``listener_process``), and in the process of the hub otherwise. Torch-free.
 """
 
 from __future__ import annotations
@@ -42,35 +41,35 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """For connections that have not authenticated."""
+    """Limits for connections that have not authenticated."""
 
     connections: int = 8
-    """At a time."""
+    """The number of connections."""
     seconds: float = 5.0
-    """For the whole handshake."""
+    """The time for the whole handshake."""
     grace_seconds: float = 0.25
-    """What each has at least, even if others wait: a handshake takes a few milliseconds of it."""
+    """The least time for each, even if others wait; a handshake takes a few milliseconds."""
     received_bytes: int = 4096
-    """Greeting, HELLO and INITIATE; that has the metadata, some hundred bytes."""
+    """Greeting, HELLO and INITIATE, which has some hundred bytes of metadata."""
 
 
 # [Note: when a connection has authenticated]
 #
-# A CURVE server sends a greeting (64 bytes) to everybody and WELCOME (2 + 168 bytes) to who knows its public
-# key, which is derived from the token. READY follows only once INITIATE was decrypted and verified. So who
-# has been sent more than greeting and WELCOME has authenticated: no key is needed to see that.
+# A CURVE server sends a greeting (64 bytes) to every client and WELCOME (2 + 168 bytes) to clients that know
+# its public key, which is derived from the token. READY follows only after INITIATE was decrypted and
+# verified. So a client has authenticated if it was sent more than greeting and WELCOME.
 _BEFORE_READY = 64 + 2 + 168
 _PIECE = 1 << 18
 _BACKLOG = 4096
 _SPARE_DESCRIPTORS = 8
-"""What the owner of the ZeroMQ socket must have left: it may open files of its own meanwhile."""
+"""Descriptors that the owner of the ZeroMQ socket must have left, for files that it may open meanwhile."""
 _PAUSE_SECONDS = 0.2
-"""After an accept that failed: what fails at once, fails often."""
+"""The pause after a failed accept."""
 
 
 @dataclass(eq=False, slots=True)
 class _End:
-    """One of the two sockets of a connection, and what waits to be written to it."""
+    """One of the two sockets of a connection, and the data to be written to it."""
 
     socket: socket.socket
     pending: memoryview = field(default_factory=lambda: memoryview(b""))
@@ -82,7 +81,7 @@ class _Connection:
     outer: _End
     inner: _End
     since: float
-    # Bytes from the other side and to it, until it has authenticated.
+    # Bytes from and to the client, until it has authenticated.
     received: int = 0
     sent: int = 0
 
@@ -98,10 +97,10 @@ class Listener:
         *,
         owner: int | None = None,
     ) -> None:
-        """Reserve the address: until ``start``, connections to it are refused.
+        """Reserve the address; connections are refused until ``start``.
 
         ``inner`` is the abstract name of the ZeroMQ socket, and ``owner`` the process that has it, by default
-        this one; ``OSError`` if the address cannot be had.
+        this one. Raises ``OSError`` if the address is not available.
         """
         self._inner, self._limits, self._owner = inner, limits, os.getpid() if owner is None else owner
         self._accepting = _bound(address)
@@ -110,7 +109,7 @@ class Listener:
         self._selector.register(self._accepting, selectors.EVENT_READ)
         self._connections: set[_Connection] = set()
         self._unauthenticated: dict[_Connection, None] = {}
-        """Those that have not authenticated, oldest first."""
+        """Oldest first."""
         self._listens = True
         self._paused_until = 0.0
         self._wake_out, self._wake = socket.socketpair()
@@ -119,7 +118,7 @@ class Listener:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Accept connections, and serve them from a thread."""
+        """Accept connections and serve them in a thread."""
         self._accepting.listen(_BACKLOG)
         self._thread = threading.Thread(target=self.serve, name="torchscout-listener", daemon=True)
         self._thread.start()
@@ -136,13 +135,13 @@ class Listener:
             self._selector.close()
 
     def close(self, seconds: float = 0.0) -> None:
-        """Accept no more; connections have so long to be closed by the ZeroMQ socket. Idempotent."""
+        """Stop accepting, and give the ZeroMQ socket this long to close its connections. Idempotent."""
         if self._ends_at is not None:
             return
         self._ends_at = time.monotonic() + seconds
         self._wake.close()
         if self._thread is None:
-            self.serve()  # only closes what was opened
+            self.serve()  # only closes sockets
         else:
             self._thread.join(seconds + 5.0)
 
@@ -152,9 +151,9 @@ class Listener:
         return not self._connections or time.monotonic() >= self._ends_at
 
     def _turn(self) -> None:
-        for key, events in self._selector.select(self._patience()):
+        for key, events in self._selector.select(self._timeout()):
             if key.fileobj is self._wake_out:
-                self._selector.unregister(self._wake_out)  # it would be readable ever after
+                self._selector.unregister(self._wake_out)  # it would stay readable
             elif key.fileobj is self._accepting and self._ends_at is None:
                 self._accept()
             elif isinstance(key.data, _Connection) and key.data in self._connections:
@@ -166,8 +165,9 @@ class Listener:
                     self._end(key.data)
         self._close_overdue(time.monotonic())
 
-    def _patience(self) -> float | None:
-        """Seconds until something is overdue, or until connections are accepted again; None waits forever."""
+    def _timeout(self) -> float | None:
+        """Seconds until a connection is overdue, or until connections are accepted again; None for no
+        limit."""
         now, moments = time.monotonic(), []
         if self._unauthenticated:
             moments.append(next(iter(self._unauthenticated)).since + self._limits.seconds)
@@ -196,9 +196,9 @@ class Listener:
             self._end(oldest)
         try:
             outer, _ = self._accepting.accept()
-        except (BlockingIOError, ConnectionError):  # it is gone already
+        except (BlockingIOError, ConnectionError):  # the client is gone
             return
-        except OSError:  # no descriptors, no memory: those who wait are asked again a moment later
+        except OSError:  # no descriptors or no memory: try again later
             self._pause(now + _PAUSE_SECONDS)
             return
         inner = None
@@ -206,7 +206,7 @@ class Listener:
             if not _has_descriptors(self._owner):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            inner.connect(f"\0{self._inner}")  # to a socket of this machine: at once, or not
+            inner.connect(f"\0{self._inner}")  # a local socket connects at once or fails
             self._begin(outer, inner, now)
         except OSError:
             outer.close()
@@ -218,7 +218,7 @@ class Listener:
         for each in (outer, inner):
             each.setblocking(False)
         outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # By the kernel, so that a vanished machine is noticed and no message is needed.
+        # The kernel notices that a machine is gone, without messages of ours.
         outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
         connection = _Connection(_End(outer), _End(inner), now)
@@ -261,7 +261,7 @@ class Listener:
             del self._unauthenticated[connection]
 
     def _watch(self, connection: _Connection) -> None:
-        """Each end is read while the other one takes it, and written while something is left."""
+        """Read each end while the other one has nothing to write, and write it while data is left."""
         outer, inner = connection.outer, connection.inner
         for here, there in ((outer, inner), (inner, outer)):
             events = (0 if there.pending else selectors.EVENT_READ) | (
@@ -305,24 +305,26 @@ def _bound(address: Address) -> socket.socket:
 
 
 def _has_descriptors(pid: int) -> bool:
-    """Whether a process can still accept connections."""
+    """Whether a process has descriptors left to accept connections."""
     try:
         used = len([*Path(f"/proc/{pid}/fd").iterdir()])
         limit, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    except OSError as error:  # nothing is left in this process, or the other one does not let us look
+    except OSError as error:  # none is left in this process, or the other one cannot be read
         return error.errno not in (errno.EMFILE, errno.ENFILE)
     return limit == resource.RLIM_INFINITY or limit - used >= _SPARE_DESCRIPTORS
 
 
 def main() -> None:
-    """Arguments: host, port, the abstract name, and the process to serve. Print the port, and relay until
-    that process ends or standard input does."""
+    """Print the port, and relay until the process to serve, or standard input, ends.
+
+    Arguments: host, port, the abstract name of the ZeroMQ socket, and the process to serve.
+    """
     host, port, inner, parent = sys.argv[-4:]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     waiting = select.poll()
     waiting.register(0, select.POLLIN)
-    with suppress(OSError):  # without it, a child that the trainer forked may keep standard input open
+    with suppress(OSError):  # a child that the trainer forked may keep standard input open
         waiting.register(os.pidfd_open(int(parent)), select.POLLIN)
     try:
         listener = Listener((host, int(port)), inner, owner=int(parent))

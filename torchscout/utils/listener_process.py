@@ -1,4 +1,4 @@
-"""A listener in a process of its own: the trainer then has no listener that the network can reach."""
+"""Runs a listener in its own process, so that the trainer itself is not reachable over the network."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _MOST_RESTARTS = 3
 
 
 class ListenerProcess:
-    """It ends with ``close``, and with this process, however that ends."""
+    """A listener process, which ends with ``close`` or with this process."""
 
     def __init__(self, address: Address, inner: str) -> None:
-        """``inner`` is the abstract name of the socket to relay to; ``OSError`` if it cannot listen."""
+        """``inner`` is the abstract name of the socket to relay to; raises ``OSError`` if it cannot
+        listen."""
         self._host, self._inner = address[0], inner
         self.restarts = 0
         self.port = address[1]
         self._process = self._start()
 
     def restart_if_ended(self) -> str | None:
-        """Start it again if it has ended, a few times; what to say of that. Takes about 0.1 s then."""
+        """Start the process again if it has ended, a few times; return what happened, None if it runs."""
         if self._process.poll() is None or self.restarts >= _MOST_RESTARTS:
             return None
         self.restarts += 1
@@ -37,10 +38,8 @@ class ListenerProcess:
         try:
             self._process = self._start()
         except OSError as error:
-            return (
-                f"the process that listens for copies of other ranks ended, and cannot start again: {error}"
-            )
-        return "the process that listens for copies of other ranks ended, and was started again"
+            return f"the process that receives copies of other ranks ended and cannot be restarted: {error}"
+        return "the process that receives copies of other ranks ended and was restarted"
 
     def close(self) -> None:
         self._drop()
@@ -86,9 +85,9 @@ def _first_line(process: subprocess.Popen[bytes]) -> dict[str, str]:
     poll.register(process.stdout, select.POLLIN)
     while not line.endswith(b"\n"):
         if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-            raise OSError(f"its process is not ready after {_START_SECONDS:g} s")
+            raise OSError(f"the listener process was not ready after {_START_SECONDS:g} s")
         if not (piece := os.read(process.stdout.fileno(), 4096)):
-            raise OSError("its process ended at once")
+            raise OSError("the listener process ended at once")
         line += piece
     answer: dict[str, str] = json.loads(line)
     return answer

@@ -1,6 +1,6 @@
-"""Files and folders under names that others can predict: owner-only, checked, and never through a link.
+"""Creates and opens owner-only files and folders under predictable names, never through a link.
 
-Whoever may write to ``/dev/shm`` or ``/tmp`` can put a link or a folder under such a name beforehand.
+Other users who may write to ``/dev/shm`` or ``/tmp`` can create a link or a folder with such a name before.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from pathlib import Path
 
 __all__ = ["is_private", "make_folders", "make_private_folder", "open_file", "open_private", "replace_text"]
 
-_UNFOLLOWED = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must not hold anybody up
+_UNFOLLOWED = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
 
 
 def is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Whether this is of that kind, belongs to this user, and nobody else may use it."""
+    """Whether a file is of this kind, belongs to this user, and no other user may use it."""
     return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def make_private_folder(path: Path, *, parents: bool = False) -> None:
-    """Have this folder, for this user alone; ``PermissionError`` if something else has its name."""
+    """Create an owner-only folder if it does not exist; raises ``PermissionError`` if it is not one."""
     path.mkdir(mode=0o700, parents=parents, exist_ok=True)
     if not is_private(os.lstat(path), stat.S_ISDIR):
         raise PermissionError(
-            errno.EPERM, "it must be a folder that belongs to this user alone (mode 0700)", str(path)
+            errno.EPERM, "must be a folder that belongs to this user alone (0700)", str(path)
         )
 
 
 def make_folders(path: Path) -> None:
-    """Have this folder; what is missing of it and its parents is made for this user alone."""
+    """Create a folder and its missing parents as owner-only; existing ones are kept."""
     for folder in (*reversed(path.parents), path):
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
-    """A descriptor of a regular file; an ``OSError`` for a link, a pipe or anything else."""
+    """Open a regular file and return its descriptor; raises ``OSError`` for a link, a pipe or a folder."""
     file = os.open(path, flags | _UNFOLLOWED, mode)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -46,18 +46,16 @@ def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """The same for a file that must be this user's alone."""
+    """As ``open_file``, and raise ``PermissionError`` unless the file is owner-only."""
     file = open_file(path, flags)
     if not is_private(os.fstat(file), stat.S_ISREG):
         os.close(file)
-        raise PermissionError(
-            errno.EPERM, "it must be a file that belongs to this user alone (mode 0600)", str(path)
-        )
+        raise PermissionError(errno.EPERM, "must be a file that belongs to this user alone (0600)", str(path))
     return file
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put a new owner-only file under this name, whatever was there."""
+    """Replace a file by a new owner-only one, atomically."""
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     file = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:

@@ -1,8 +1,8 @@
 """Tells hooks whether a call comes from training, from activation recomputation, or from SCOUT itself (paper,
 section 6).
 
-Replay calls a layer with all its hooks in place, because tensor parallelism and FSDP are implemented as
-hooks. SCOUT's own hooks ask here, and do nothing meanwhile.
+Replay calls a layer with all its hooks, because tensor parallelism and FSDP are implemented as hooks. SCOUT's
+own hooks use this module to do nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _blocks: list[None] = []
 
 
 def in_own_work() -> bool:
-    """Whether it is SCOUT itself that computes on the user's modules."""
+    """Whether SCOUT itself is running the user's modules."""
     return bool(_blocks)
 
 
 @contextmanager
 def own_work() -> Iterator[None]:
-    """SCOUT's own hooks do nothing in this block."""
+    """Disable SCOUT's own hooks in this block."""
     _blocks.append(None)
     try:
         yield
@@ -37,7 +37,7 @@ def own_work() -> Iterator[None]:
         _blocks.pop()
 
 
-# What PyTorch puts around the ``step`` of every class of which there is an optimizer; it calls the hooks.
+# The wrapper of ``step`` that PyTorch installs in every optimizer class, and that calls the hooks.
 _HOOKED_STEP: CodeType | None = next(
     (
         each
@@ -49,15 +49,15 @@ _HOOKED_STEP: CodeType | None = next(
 
 
 def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step hook is called for a step inside a step of the same optimizer.
+    """Whether a step hook runs for a step inside a step of the same optimizer.
 
-    If a subclass calls the ``step`` of its base class, PyTorch calls the hooks for both.
+    If a subclass calls ``step`` of its base class, PyTorch calls the hooks for both.
     """
     return _steps_under_way(optimizer, sys._getframe(1)) > 1
 
 
 def is_stepping(optimizer: torch.optim.Optimizer, thread: int) -> bool:
-    """Whether a thread, given by its identifier, is inside a step of this optimizer."""
+    """Whether the thread with this identifier is inside a step of the optimizer."""
     return _steps_under_way(optimizer, sys._current_frames().get(thread)) > 0
 
 
@@ -70,5 +70,5 @@ def _steps_under_way(optimizer: torch.optim.Optimizer, frame: FrameType | None) 
 
 
 def in_backward() -> bool:
-    """Whether this thread is at a backward pass: activation checkpointing runs layers again in it."""
+    """Whether this thread is in a backward pass, where activation checkpointing runs layers again."""
     return bool(current_graph_task_id() != -1)

@@ -1,4 +1,4 @@
-"""Ranks and names in words, and lines wrapped to the width of the screen."""
+"""Formats ranks, lists and sentences, and wraps lines to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["WIDEST", "columns", "listed", "named", "sentences", "wrapped"]
 
 
 def listed(items: Iterable[object], *, most: int = 4) -> str:
-    """``a, b and c``, or ``a, b and 5 more``."""
+    """Return ``a, b and c``, or ``a, b and 5 more``."""
     names = [str(item) for item in items]
     if len(names) > most:
         names = [*names[: most - 1], f"{len(names) - most + 1} more"]
@@ -20,7 +20,7 @@ def listed(items: Iterable[object], *, most: int = 4) -> str:
 
 
 def named(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """``rank 5``, ``ranks 1, 3 and 5``, or ``rank 5 on node-1``."""
+    """Return ``rank 5``, ``ranks 1, 3 and 5``, or ``rank 5 on node-1``."""
     names = f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, most=8)}"
     return f"{names} on {listed(hosts)}" if hosts else names
 
@@ -31,19 +31,19 @@ def sentences(*parts: str) -> str:
 
 
 WIDEST = 150
-"""Of tables where there is no terminal."""
+"""The width of tables without a terminal."""
 
 
 def columns() -> int | None:
-    """Of the terminal that standard output goes to, or as COLUMNS says; None where neither is."""
-    told = os.environ.get("COLUMNS", "")
-    if sys.stdout.isatty() or (told.isdigit() and int(told)):
+    """Return the width of the terminal, or COLUMNS if it is set; None if standard output is no terminal."""
+    setting = os.environ.get("COLUMNS", "")
+    if sys.stdout.isatty() or (setting.isdigit() and int(setting)):
         return shutil.get_terminal_size().columns
     return None
 
 
 def wrapped(line: str, indent: int = 11) -> str:
-    """The line as it is, or on several lines if it is wider than the screen; long words stay whole."""
+    """Wrap the line if it is wider than the terminal; long words stay whole."""
     width = columns()
     if width is None or len(line) <= width:
         return line
