@@ -113,7 +113,7 @@ def test_the_worst_outcome_of_any_rank_is_the_jobs(worst: Outcome):
 
 
 def test_ranks_in_different_cycles_are_an_error_that_moves_nothing():
-    with pytest.raises(CheckpointError, match="some have accepted 1 of it, others 2; no checkpoint"):
+    with pytest.raises(CheckpointError, match="some have accepted 1 of its checks, others 2; no checkpoint"):
         counted(CheckVote(Outcome.HEALTHY, 1), CheckVote(Outcome.HEALTHY, 2))
     assert counted(CheckVote(Outcome.HEALTHY, 2), CheckVote(Outcome.HEALTHY, 2)).accepted == 2
 
