@@ -34,6 +34,7 @@ from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.observer.monitor import HangMonitor
 from torchscout.testing.local_ranks import LiveRanks, RankError
+from torchscout.utils.procfs import is_running
 
 __all__ = [
     "QUICK",
@@ -334,13 +335,7 @@ def _await_observers(run_dir: Path) -> None:
 def _observers(run_dir: Path) -> list[int]:
     """Those that are there."""
     numbers = [int(entry.read_text() or 0) for entry in observers_of(run_dir).iterdir()]
-    return [number for number in numbers if number and _is_alive(number)]
-
-
-def _is_alive(number: int) -> bool:
-    with suppress(OSError):
-        return b") Z " not in Path(f"/proc/{number}/stat").read_bytes()
-    return False
+    return [number for number in numbers if number and is_running(number)]
 
 
 def _is_undisturbed(run_dir: Path) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchscout.utils.private_files import open_private
+from torchscout.utils.procfs import catches_signal
 
 __all__ = ["Registration", "is_waiting", "register", "take", "trim"]
 
@@ -90,7 +91,7 @@ def take(pid: int, path: Path, number: int, timeout: float) -> str:
     A stopped process gives none. One that does not catch the signal is not sent it.
     """
     try:
-        if not _catches(pid, number):
+        if not catches_signal(pid, number):
             return ""
         file = open_private(path, os.O_RDWR)
     except OSError:  # gone, or its file is, or that is not a file of ours
@@ -119,15 +120,6 @@ def _settled(file: int, timeout: float) -> str:
         elif text and now - since > _SETTLED_SECONDS:
             break
     return text.decode(errors="replace")
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Whether the process runs and has a handler: the signal's default would end it."""
-    status = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
-    )
-    stopped = status["State"].split()[0] in {"T", "t", "Z", "X"}
-    return not stopped and bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
 
 
 def trim(stack: str, limit: int) -> str:

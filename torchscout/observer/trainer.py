@@ -27,6 +27,7 @@ from torchscout.observer.protocol import RankReport
 from torchscout.observer.record.directory import How
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.silence import allowance
+from torchscout.utils.procfs import process_stat
 
 __all__ = ["SAMPLES", "Ending", "Surveying", "TrainerView", "typical_seconds"]
 
@@ -334,10 +335,10 @@ class TrainerView:
 def _exit_status(pid: int) -> int | None:
     """Of a process for which nobody has waited yet; afterwards only its parent knows."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:  # it is gone, or there is no descriptor left to look with
+        stat = process_stat(pid)
+    except OSError:  # for example, no file descriptor is left to look with
         return None
-    return int(fields[-1]) if fields[0] == "Z" else None
+    return stat.wait_status if stat is not None and stat.has_ended else None
 
 
 def _ending_of(status: int | None, *, is_exiting: bool) -> Ending:

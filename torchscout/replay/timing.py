@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -31,6 +30,7 @@ from torchscout.collectives.call import POINT_TO_POINT, Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.decision.record import Surface
 from torchscout.replay.recipe import Observation
+from torchscout.utils.procfs import core_wait_seconds
 from torchscout.utils.reentrancy import in_backward
 
 __all__ = ["lapped", "timed"]
@@ -38,7 +38,6 @@ __all__ = ["lapped", "timed"]
 _PATIENCE_SECONDS = 5.0
 _READS = 8
 """How often a clock is read again because the thread had to wait for a core meanwhile."""
-_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _Mark = TypeVar("_Mark")
 
 
@@ -169,10 +168,10 @@ class _HostMark(NamedTuple):
 
 class _HostClock:
     def mark(self) -> _HostMark:
-        waited = _waited_for_a_core()
+        waited = core_wait_seconds()
         for _ in range(_READS):
             now, before = time.perf_counter(), waited
-            waited = _waited_for_a_core()
+            waited = core_wait_seconds()
             if waited == before:  # it did not wait between the two readings, so that they fit each other
                 break
         return _HostMark(now, waited)
@@ -185,14 +184,6 @@ class _HostClock:
 
     def own_milliseconds(self, begin: _HostMark, end: _HostMark) -> float:
         return 1e3 * (end.at - begin.at - (end.waited - begin.waited))
-
-
-def _waited_for_a_core() -> float:
-    """Seconds in which this thread could have run and had no core, since it began; 0 if that is not known."""
-    try:
-        return int(_SCHEDSTAT.read_bytes().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 class _DeviceClock:

@@ -20,12 +20,12 @@ import socket
 import stat
 import tempfile
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from torchscout.decision.progress import Process
 from torchscout.observer.record.layout import HEADER, SIZE
+from torchscout.utils import procfs
 from torchscout.utils.private_files import is_private, make_folders, replace_text
 
 __all__ = [
@@ -58,41 +58,21 @@ class ProcessIdentity(NamedTuple):
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        stat = _stat(os.getpid())
+        stat = procfs.process_stat(os.getpid())
         assert stat is not None, "a process finds itself in /proc"
-        return cls(os.getpid(), stat.started, _boot())
+        return cls(os.getpid(), stat.started, procfs.boot_id())
 
     def process(self) -> Process:
         """What the operating system says of it now."""
         try:
-            stat = _stat(self.pid)
+            stat = procfs.process_stat(self.pid)
         except OSError as error:
             if error.errno not in _NO_DESCRIPTOR:
                 raise
             return Process.RUNNING  # as far as is known; its pidfd tells of its end all the same
-        if stat is None or stat.started != self.started or stat.state in "ZXx" or self.boot != _boot():
+        if stat is None or (stat.started, procfs.boot_id()) != (self.started, self.boot) or stat.has_ended:
             return Process.GONE
-        return Process.STOPPED if stat.state in "Tt" else Process.RUNNING
-
-
-class _Stat(NamedTuple):
-    state: str
-    started: int
-
-
-def _stat(pid: int) -> _Stat | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while we read
-        return None
-    # The second field, the program's name, may itself hold spaces and parentheses.
-    fields = stat.rpartition(")")[2].split()
-    return _Stat(state=fields[0], started=int(fields[19]))
-
-
-@cache
-def _boot() -> bytes:
-    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", ""))
+        return Process.STOPPED if stat.is_stopped else Process.RUNNING
 
 
 _MAGIC = b"SCOUTrec"
