@@ -420,11 +420,12 @@ def test_a_client_that_connects_anew_replaces_its_lost_connection(board: Board):
 
 
 def test_both_ends_derive_the_same_keys_from_the_token_and_nothing_else_does():
-    assert network.hub_keys(TOKEN) == network.hub_keys(TOKEN)
-    pairs = [network.hub_keys(TOKEN), network.client_keys(TOKEN), network.hub_keys(TOKEN + "x")]
-    assert len({pair.secret for pair in pairs}) == len({pair.public for pair in pairs}) == 3
+    assert network.derive(TOKEN, "board", "hub") == network.derive(TOKEN, "board", "hub")
+    ends = [(TOKEN, "board", "hub"), (TOKEN, "board", "client"), (TOKEN + "x", "board", "hub")]
+    pairs = [network.derive(*end) for end in (*ends, (TOKEN, "replica", "hub"))]
+    assert len({pair.secret for pair in pairs}) == len({pair.public for pair in pairs}) == 4
     with pytest.raises(ValueError, match="at least 16 characters, got 5"):
-        network.hub_keys("short")
+        network.derive("short", "board", "hub")
 
 
 def test_a_survey_asks_everybody_and_tells_what_it_found(board: Board):
@@ -542,10 +543,10 @@ def test_a_diagnosis_that_fails_over_what_was_posted_does_not_end_a_hub(board: B
     board.hold_round(0, 1, 2)
 
 
-def test_observers_of_another_version_fail_at_the_handshake(board: Board, monkeypatch: pytest.MonkeyPatch):
+def test_observers_of_another_version_fail_at_the_handshake(board: Board):
     board.join(0)
-    monkeypatch.setattr(network, "_PURPOSE", "board 1")
-    other = connect(board.context, TOKEN, 1, ("127.0.0.1", board.hub.port))
+    older = network.CurveSockets("board 1", LIMIT)
+    other = older.connect(board.context, TOKEN, 1, ("127.0.0.1", board.hub.port))
     assert not other.poll(500, zmq.POLLOUT)
     other.close()
     board.turn()

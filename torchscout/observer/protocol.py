@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +20,8 @@ import zmq
 
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus, Shared
 from torchscout.observer.record.layout import LINES, Declarations, line_text
-from torchscout.utils import network
 from torchscout.utils.listener import Limits, Listener
+from torchscout.utils.network import Address, CurveSockets, encode
 
 __all__ = [
     "HUBS_AT_FIRST",
@@ -136,10 +135,8 @@ HUBS_AT_FIRST = 2
 """The hub and its standby. Those that follow in the order of ``hub_ranks`` listen once they are elected."""
 LIMIT = 4 << 20
 """Bytes of a message; whoever sends more is disconnected."""
-_KEEPALIVE_SECONDS = 60
-_RECONNECT_MS, _RECONNECT_MOST_MS = 100, 5000
-_FLUSH_MS = 200
-_HANDSHAKE_MS = 5000
+_SOCKETS = CurveSockets("board 4", LIMIT)
+connect = _SOCKETS.connect
 _LIMITS = Limits(connections=64)
 """Of a hub, to which all observers of a job connect at the same time."""
 
@@ -148,8 +145,6 @@ MISTAKES = (
 )
 """How what a peer has sent fails, by a mistake of ours or of the peer's: it is dropped and counted."""
 
-Address = tuple[str, int]
-"""Host and port."""
 Message = dict[str, Any]
 
 
@@ -160,10 +155,6 @@ class Tally:
     sent: int = 0
     received: int = 0
     malformed: int = 0
-
-
-def encode(kind: str, **fields: Any) -> bytes:
-    return json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False).encode()
 
 
 def decode(frame: bytes, tally: Tally) -> Message | None:
@@ -200,52 +191,14 @@ def listen_limited(
 
     The port is reserved; connections are accepted once the listener is started.
     """
-    socket = _router(context, token)
     name = f"torchscout-{secrets.token_hex(16)}"
-    socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-    socket.bind(f"ipc://@{name}")
+    socket = _SOCKETS.listen(context, token, f"ipc://@{name}")
     try:
         listener = Listener((address, port), name, _LIMITS)
     except OSError:
         socket.close()
         raise
     return socket, listener
-
-
-def _router(context: zmq.Context[zmq.Socket[bytes]], token: str) -> zmq.Socket[bytes]:
-    socket = _socket(context, zmq.ROUTER)
-    socket.curve_server = True
-    socket.curve_publickey, socket.curve_secretkey = network.hub_keys(token)
-    socket.router_mandatory = True  # to learn at once who is not connected
-    socket.router_handover = True  # a client that connects anew replaces its lost connection
-    socket.backlog = 4096
-    return socket
-
-
-def connect(
-    context: zmq.Context[zmq.Socket[bytes]], token: str, rank: int, address: Address
-) -> zmq.Socket[bytes]:
-    """A client's socket. The handshake carries the rank: a hub can ask who never sent anything."""
-    socket = _socket(context, zmq.DEALER)
-    socket.curve_serverkey = network.hub_keys(token).public
-    socket.curve_publickey, socket.curve_secretkey = network.client_keys(token)
-    socket.routing_id = str(rank).encode()
-    socket.immediate = True  # nothing is queued for a hub that is not there
-    socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _RECONNECT_MOST_MS
-    host, port = address
-    socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
-    return socket
-
-
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.ipv6 = True
-    socket.linger = _FLUSH_MS
-    socket.maxmsgsize = LIMIT
-    socket.handshake_ivl = _HANDSHAKE_MS  # who does not say who it is has its descriptor for so long
-    # By the kernel, so that a vanished machine is noticed and no message of ours is needed.
-    socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, _KEEPALIVE_SECONDS
-    return socket
 
 
 class Client:
