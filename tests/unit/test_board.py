@@ -436,6 +436,7 @@ def test_a_survey_asks_everybody_and_tells_what_it_found(board: Board):
     board.until(lambda: board.surveys)
     assert sorted(board.surveys[0]) == [0, 1, 2]
     assert board.written == [incident(2)]
+    board.until(lambda: all("news" in board.kinds(rank) for rank in range(3)))
     assert board.rounds == []
     assert [board.kinds(rank) for rank in range(3)] == [["sample", "news"]] * 3, "no stacks, no outcome"
 
