@@ -22,12 +22,12 @@ import torch
 
 from torchscout.attach import enable_resiliency
 from torchscout.campaign.cell import Cell, JobLayout
-from torchscout.campaign.grading import Reports, grade, unfired
+from torchscout.campaign.grading import grade, unfired
 from torchscout.campaign.results import Result, found_in
 from torchscout.campaign.training import Training
 from torchscout.config import ObserverConfig
 from torchscout.decision.record import Incident
-from torchscout.decision.recorder import Stamped
+from torchscout.decision.recorder import IncidentLog, Stamped
 from torchscout.faults.effects import CallEffect, Freeze, Sleep
 from torchscout.faults.fault import Fault
 from torchscout.faults.injector import Injector
@@ -256,7 +256,7 @@ def observe(
     """Run the cell's job; ``stop`` ends it before its time."""
     begin = time.monotonic()
     reports, found, told, failures = (
-        Reports(run_dir),
+        IncidentLog(run_dir, strict=True),
         list[Stamped](),
         list[ObservedRankResult](),
         list[str](),
@@ -305,7 +305,7 @@ def _goes_on(cell: Cell) -> bool:
 
 def _followed(
     ranks: LiveRanks,
-    reports: Reports,
+    reports: IncidentLog,
     stop: threading.Event,
     run_dir: Path,
     *,
