@@ -95,7 +95,7 @@ def test_messages():
         {"kind": "announce", "insistent": False, "finding": None},
         {"kind": "post", "round": 1, "post": post(0)},
         {"kind": "stack", "round": 1, "stack": "", "waiting": None},
-        {"kind": "moved", "seconds": 1.5},
+        {"kind": "moved", "seconds": 1.5, "finding": None, "is_reporter": True},
     ]
 
     def attempt(chance: random.Random) -> None:

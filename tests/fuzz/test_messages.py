@@ -160,7 +160,12 @@ def messages_to_a_hub(posts: list[dict[str, Any]], rank: int, number: int) -> li
         {"kind": "post", "round": number, "post": gone},
         {"kind": "stack", "round": number, "stack": "File x, line 1", "waiting": True},
         {"kind": "leave", "post": posts[rank]},
-        {"kind": "moved", "seconds": 1.5},
+        {
+            "kind": "moved",
+            "seconds": 1.5,
+            "finding": Finding.of(incident(1), {}).to_json(),
+            "is_reporter": True,
+        },
         {"kind": "elsewhere", "round": number},
     ]
 

@@ -317,7 +317,7 @@ def test_the_end_of_an_incident_is_written_once_all_that_were_named_move(board: 
     board.verdict = incident(1, 2)
     board.hold_round(0, 1, 2)
     for rank, seconds in ((0, 50.0), (2, 7.5), (1, 7.0)):
-        board.clients[rank].send(0, "moved", seconds=seconds)
+        board.clients[rank].send(0, "moved", seconds=seconds, finding=None, is_reporter=True)
     board.until(lambda: len(board.written) == 2)
     assert board.written[1] == Resolved(
         step=3, ranks=(1, 2), sentence="ranks (1, 2) are late", stalled_seconds=7.5
@@ -329,9 +329,20 @@ def test_what_the_other_hub_said_is_not_said_again(board: Board):
     board.verdict = incident(2)
     board.hub.adopt(Finding.of(board.verdict, {}))
     board.hold_round(0, 1, 2)
-    board.clients[2].send(0, "moved", seconds=7.5)
+    board.clients[2].send(0, "moved", seconds=7.5, finding=None, is_reporter=False)
     board.hold_round(0, 1, 2)
     assert board.written == [board.verdict], "only what was found after the first was over"
+
+
+def test_the_end_of_what_a_lost_hub_reported_is_written_by_the_hub_that_is_asked_to(board: Board):
+    board.join(0, 1, 2)
+    finding = Finding.of(incident(2), {}).to_json()
+    for is_reporter in (False, True):
+        received = board.hub.tally.received
+        board.clients[2].send(0, "moved", seconds=7.5, finding=finding, is_reporter=is_reporter)
+        board.until(lambda received=received: board.hub.tally.received > received)
+        assert len(board.written) == is_reporter
+    assert board.written[0].sentence == incident(2).sentence
 
 
 def test_a_wrong_token_is_refused(board: Board):
@@ -362,7 +373,8 @@ def test_a_wrong_token_is_refused(board: Board):
         b'{"kind": "announce"}',
         b'{"kind": "post", "round": 1}',
         b'{"kind": "post", "round": 1, "post": 7}',
-        b'{"kind": "moved", "seconds": []}',
+        b'{"kind": "moved", "seconds": [], "finding": null, "is_reporter": true}',
+        b'{"kind": "moved", "seconds": 1.0, "finding": {"ranks": [0]}, "is_reporter": true}',
         b'{"kind": "stack", "round": 1, "stack": "", "waiting": "perhaps"}',
         json.dumps({"kind": "leave", "post": post(2)}).encode(),
         b"[" * 100_000,
@@ -499,7 +511,7 @@ HOSTILE = {
     "nan": b'{"kind":"moved","seconds":NaN}',
     "infinite": b'{"kind":"moved","seconds":1e999}',
     "huge": b'{"kind":"moved","seconds":' + b"9" * 400 + b"}",
-    "seconds that are none": b'{"kind":"moved","seconds":{}}',
+    "seconds that are none": b'{"kind":"moved","seconds":{},"finding":null,"is_reporter":true}',
     "nested": b'{"kind":"leave","post":' + NESTED + b"}",
     "a round that is a list": b'{"kind":"stack","round":[],"stack":{},"waiting":[]}',
     "members": json.dumps(

@@ -57,12 +57,32 @@ def test_it_is_resolved_when_all_that_were_named_move():
     assert docket.enter(LATE), "the same again is news again"
 
 
-def test_what_another_hub_found_is_no_news_and_its_end_is_not_written_here():
+def test_what_another_hub_found_is_no_news_and_its_end_is_known_here_too():
     docket = ReportedIncidents()
     docket.adopt(LATE)
     assert not docket.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
-    assert docket.moved(2, 7.5) is None
+    assert docket.moved(2, 7.5).sentence == LATE.sentence
     assert docket.finding is None
+
+
+def test_a_hub_that_knows_of_no_finding_learns_it_from_those_who_move():
+    docket, both = ReportedIncidents(), replace(LATE, ranks=(1, 2))
+    assert docket.moved(2, 7.5) is None
+    assert docket.moved(2, 7.5, both) is None
+    assert docket.finding is None, "only part of the ranks is known to move, and nothing stands here"
+    assert docket.moved(2, 7.5, both) is None
+    resolved = docket.moved(1, 7.0, both)
+    assert resolved == Resolved(step=3, ranks=(1, 2), sentence=LATE.sentence, stalled_seconds=7.5)
+    assert docket.moved(2, 7.5, replace(LATE, job_ended=True)) is None
+    assert docket.enter(both), "the same again is news again"
+
+
+def test_a_finding_that_stands_counts_and_not_what_those_who_move_say():
+    docket = ReportedIncidents()
+    docket.enter(LATE)
+    assert docket.moved(1, 7.5, replace(LATE, ranks=(1,))) is None
+    assert docket.finding == LATE
+    assert docket.moved(2, 7.5, replace(LATE, ranks=(1,))).ranks == (2,)
 
 
 def test_what_was_found_here_stays_ones_own_when_another_hub_repeats_it():

@@ -226,7 +226,7 @@ class Hub:
             case "leave":
                 self._say_goodbye(rank, _post_of(rank, message, self._shared, self._size), now)
             case "moved":
-                self._resolve(rank, float(message["seconds"]))
+                self._resolve(rank, message)
             case kind:
                 raise ValueError(f"unknown kind {kind}")
 
@@ -308,9 +308,10 @@ class Hub:
         if self._round is not None and self._round.number == number:
             self._round = None
 
-    def _resolve(self, rank: int, seconds: float) -> None:
-        resolved = self._docket.moved(rank, seconds)
-        if resolved is not None:
+    def _resolve(self, rank: int, message: Message) -> None:
+        named_by = None if message["finding"] is None else Finding.from_json(message["finding"])
+        resolved = self._docket.moved(rank, float(message["seconds"]), named_by)
+        if resolved is not None and message["is_reporter"]:
             self._report(resolved)
 
     def _say_goodbye(self, rank: int, post: RankReport, now: float) -> None:

@@ -73,7 +73,10 @@ class ReportedIncidents:
         self._is_own = True
         self._reported: Incident | None = None
         """The last one, whether it stands or not."""
+        self._resolving: Finding | None = None
+        """The finding that ``_still`` belongs to."""
         self._still: set[int] = set()
+        """Its ranks that have not moved since."""
         self._stalled_seconds = 0.0
         self._job_ended = False
         """Once a trainer is gone there is nothing to resolve: a rank that moves again finds the others
@@ -115,24 +118,30 @@ class ReportedIncidents:
         return True
 
     def adopt(self, finding: Finding | None) -> None:
-        """What another hub says stands. Whoever found it also writes down its end."""
+        """Take over what another hub says stands."""
         if finding is None:
             self.finding = self.finding if self._is_own else None
         elif self.finding is None or not finding.says_the_same_as(self.finding):
             self._set(finding, is_own=False)
 
-    def moved(self, rank: int, stalled_seconds: float) -> Resolved | None:
-        """A rank that was named moves again; what to write down once all of them do."""
-        finding = self.finding
-        if finding is None or rank not in self._still or self._job_ended:
+    def moved(self, rank: int, stalled_seconds: float, named_by: Finding | None = None) -> Resolved | None:
+        """Note that a rank moves again. Return the end of the incident once all ranks that it names do.
+
+        ``named_by`` is the finding as the rank's observer knows it. It counts if no finding stands here,
+        because the hub that reported it is lost.
+        """
+        finding = self.finding or named_by
+        if finding is None or finding.job_ended or (self.finding is not None and self._job_ended):
+            return None
+        if self._resolving is None or not finding.says_the_same_as(self._resolving):
+            self._start_resolving(finding)
+        if rank not in self._still:
             return None
         self._still.discard(rank)
         self._stalled_seconds = max(self._stalled_seconds, stalled_seconds)
         if self._still:
             return None
-        self.finding = None
-        if not self._is_own:
-            return None
+        self.finding = self._resolving = None
         return Resolved(
             step=finding.step,
             ranks=finding.ranks,
@@ -142,5 +151,8 @@ class ReportedIncidents:
 
     def _set(self, finding: Finding, *, is_own: bool) -> None:
         self.finding, self._is_own = finding, is_own
-        self._still, self._stalled_seconds = set(finding.ranks), 0.0
         self._job_ended = finding.job_ended
+        self._start_resolving(finding)
+
+    def _start_resolving(self, finding: Finding) -> None:
+        self._resolving, self._still, self._stalled_seconds = finding, set(finding.ranks), 0.0

@@ -104,6 +104,15 @@ class _Place(NamedTuple):
     """When its silence began."""
 
 
+class _Named(NamedTuple):
+    """An incident that names this rank."""
+
+    place: _Place
+    finding: Finding
+    hub: int
+    """The hub that reported it last."""
+
+
 class RoundClient:
     """One rank's."""
 
@@ -133,8 +142,8 @@ class RoundClient:
         self._finding: Finding | None = None
         """The last outcome of a round."""
         self._posted: _Place | None = None
-        self._named: _Place | None = None
-        """Where it stood when it became part of an incident that stands."""
+        self._named: _Named | None = None
+        """Its part in an incident that stands."""
         self._has_announced_end = False
         self._concluded_at: float | None = None
         self._goodbye: dict[str, Any] | None = None
@@ -257,14 +266,21 @@ class RoundClient:
             self._call(hubs[passed:], now)
 
     def _mind_incident(self, now: float) -> None:
-        """Tell whoever named this rank that it goes on."""
+        """Tell the hubs once this rank goes on after it was named. One of them writes that down: the one that
+        reported the incident or, if that is lost, the first one that can be reached."""
         named, progress = self._named, self.trainer.progress
         if named is None or progress is None:
             return
-        if progress.step > named.step or self.trainer.ending is Ending.FINISHED:
-            for hub in range(len(self._client.sockets)):
-                self._client.send(hub, "moved", seconds=now - named.since)
-            self._named = None
+        if progress.step <= named.place.step and self.trainer.ending is not Ending.FINISHED:
+            return
+        hubs = (named.hub, *self.election.order())
+        reporter = next(filter(self._client.is_connected, hubs), None)
+        if reporter is None:
+            return  # another hub may be elected soon
+        told = {"seconds": now - named.place.since, "finding": named.finding.to_json()}
+        for hub in range(len(self._client.sockets)):
+            self._client.send(hub, "moved", is_reporter=hub == reporter, **told)
+        self._named = None
 
     def _grant_time(self, hub: int, now: float) -> None:
         self.election.answered(hub)
@@ -303,8 +319,9 @@ class RoundClient:
         self._announcement = None
         self._concluded_at, self._finding = now, finding
         self._on_outcome(hub, finding)
-        if finding is not None and self.trainer.rank in finding.ranks and self._named is None:
-            self._named = self._posted
+        place = self._posted if self._named is None else self._named.place
+        if finding is not None and self.trainer.rank in finding.ranks and place is not None:
+            self._named = _Named(place, finding, hub)
 
     def _give_up(self, now: float) -> None:
         """Nobody to confer with: what is known here is written down here."""
