@@ -298,7 +298,7 @@ def test_a_stopped_observer_does_not_hold_its_trainer_up(observer: ObserverHandl
     os.kill(observer.pid, signal.SIGSTOP)
     with pytest.raises(ObserverError, match="the observer of rank 0 does not answer"):
         observer.status(timeout=0.1)
-    with pytest.raises(ObserverError, match="takes no message"):
+    with pytest.raises(ObserverError, match="does not read its input"):
         fill_its_pipe(observer)
 
 

@@ -17,98 +17,100 @@ LATE = Finding("rank", "issued/world", 3, (2,), "rank 2 is late since 6 s", job_
 
 
 def test_the_same_conclusion_is_news_once():
-    docket = ReportedIncidents()
-    assert docket.enter(LATE)
-    assert not docket.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
-    assert docket.finding == LATE
+    reported = ReportedIncidents()
+    assert reported.enter(LATE)
+    assert not reported.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
+    assert reported.finding == LATE
 
 
 @pytest.mark.parametrize(
     "change", [{"ranks": (1, 2)}, {"scope": "machine"}, {"step": 4}, {"surface": "fingerprint/world"}]
 )
 def test_another_conclusion_is_news(change: dict[str, object]):
-    docket = ReportedIncidents()
-    docket.enter(LATE)
-    assert docket.enter(replace(LATE, **change))
-    assert docket.finding == replace(LATE, **change)
+    reported = ReportedIncidents()
+    reported.enter(LATE)
+    assert reported.enter(replace(LATE, **change))
+    assert reported.finding == replace(LATE, **change)
 
 
 def test_whoever_ends_after_the_job_has_stopped_is_no_news():
-    docket = ReportedIncidents()
-    docket.enter(LATE)
-    assert not docket.enter(replace(LATE, ranks=(0,), job_ended=True))
-    assert docket.finding == LATE
+    reported = ReportedIncidents()
+    reported.enter(LATE)
+    assert not reported.enter(replace(LATE, ranks=(0,), job_ended=True))
+    assert reported.finding == LATE
 
 
 def test_after_a_death_nothing_is_news():
-    docket = ReportedIncidents()
-    assert docket.enter(replace(LATE, ranks=(1,), job_ended=True))
-    assert not docket.enter(LATE)
+    reported = ReportedIncidents()
+    assert reported.enter(replace(LATE, ranks=(1,), job_ended=True))
+    assert not reported.enter(LATE)
 
 
 def test_it_is_resolved_when_all_that_were_named_move():
-    docket = ReportedIncidents()
-    docket.enter(replace(LATE, ranks=(1, 2)))
-    assert docket.moved(0, 99.0) is None
-    assert docket.moved(2, 7.5) is None
-    assert docket.moved(2, 99.0) is None  # told before
-    assert docket.moved(1, 7.0) == Resolved(step=3, ranks=(1, 2), sentence=LATE.sentence, stalled_seconds=7.5)
-    assert docket.finding is None
-    assert docket.enter(LATE), "the same again is news again"
+    reported = ReportedIncidents()
+    reported.enter(replace(LATE, ranks=(1, 2)))
+    assert reported.moved(0, 99.0) is None
+    assert reported.moved(2, 7.5) is None
+    assert reported.moved(2, 99.0) is None  # told before
+    assert reported.moved(1, 7.0) == Resolved(
+        step=3, ranks=(1, 2), sentence=LATE.sentence, stalled_seconds=7.5
+    )
+    assert reported.finding is None
+    assert reported.enter(LATE), "the same again is news again"
 
 
 def test_what_another_hub_found_is_no_news_and_its_end_is_known_here_too():
-    docket = ReportedIncidents()
-    docket.adopt(LATE)
-    assert not docket.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
-    assert docket.moved(2, 7.5).sentence == LATE.sentence
-    assert docket.finding is None
+    reported = ReportedIncidents()
+    reported.adopt(LATE)
+    assert not reported.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
+    assert reported.moved(2, 7.5).sentence == LATE.sentence
+    assert reported.finding is None
 
 
 def test_a_hub_that_knows_of_no_finding_learns_it_from_those_who_move():
-    docket, both = ReportedIncidents(), replace(LATE, ranks=(1, 2))
-    assert docket.moved(2, 7.5) is None
-    assert docket.moved(2, 7.5, both) is None
-    assert docket.finding is None, "only part of the ranks is known to move, and nothing stands here"
-    assert docket.moved(2, 7.5, both) is None
-    resolved = docket.moved(1, 7.0, both)
+    reported, both = ReportedIncidents(), replace(LATE, ranks=(1, 2))
+    assert reported.moved(2, 7.5) is None
+    assert reported.moved(2, 7.5, both) is None
+    assert reported.finding is None, "only part of the ranks is known to move, and nothing stands here"
+    assert reported.moved(2, 7.5, both) is None
+    resolved = reported.moved(1, 7.0, both)
     assert resolved == Resolved(step=3, ranks=(1, 2), sentence=LATE.sentence, stalled_seconds=7.5)
-    assert docket.moved(2, 7.5, replace(LATE, job_ended=True)) is None
-    assert docket.enter(both), "the same again is news again"
+    assert reported.moved(2, 7.5, replace(LATE, job_ended=True)) is None
+    assert reported.enter(both), "the same again is news again"
 
 
 def test_a_finding_that_stands_counts_and_not_what_those_who_move_say():
-    docket = ReportedIncidents()
-    docket.enter(LATE)
-    assert docket.moved(1, 7.5, replace(LATE, ranks=(1,))) is None
-    assert docket.finding == LATE
-    assert docket.moved(2, 7.5, replace(LATE, ranks=(1,))).ranks == (2,)
+    reported = ReportedIncidents()
+    reported.enter(LATE)
+    assert reported.moved(1, 7.5, replace(LATE, ranks=(1,))) is None
+    assert reported.finding == LATE
+    assert reported.moved(2, 7.5, replace(LATE, ranks=(1,))).ranks == (2,)
 
 
 def test_what_was_found_here_stays_ones_own_when_another_hub_repeats_it():
-    docket = ReportedIncidents()
-    docket.enter(LATE)
-    docket.adopt(replace(LATE, sentence="rank 2 is late since 16 s"))
-    assert docket.moved(2, 7.5).sentence == LATE.sentence
+    reported = ReportedIncidents()
+    reported.enter(LATE)
+    reported.adopt(replace(LATE, sentence="rank 2 is late since 16 s"))
+    assert reported.moved(2, 7.5).sentence == LATE.sentence
 
 
 def test_another_hub_takes_back_only_what_it_found_itself():
-    docket = ReportedIncidents()
-    docket.adopt(LATE)
-    docket.adopt(None)
-    assert docket.finding is None
-    docket.enter(LATE)
-    docket.adopt(None)
-    assert docket.finding == LATE
+    reported = ReportedIncidents()
+    reported.adopt(LATE)
+    reported.adopt(None)
+    assert reported.finding is None
+    reported.enter(LATE)
+    reported.adopt(None)
+    assert reported.finding == LATE
 
 
 def test_a_rank_that_moves_after_others_have_ended_resolves_nothing():
     """It finds them missing, and they must not be reported as if they were the cause."""
-    docket = ReportedIncidents()
-    assert docket.enter(LATE)
-    assert not docket.enter(replace(LATE, ranks=(0,), job_ended=True))
-    assert docket.moved(2, 7.0) is None
-    assert not docket.enter(replace(LATE, ranks=(0, 1), job_ended=True))
+    reported = ReportedIncidents()
+    assert reported.enter(LATE)
+    assert not reported.enter(replace(LATE, ranks=(0,), job_ended=True))
+    assert reported.moved(2, 7.0) is None
+    assert not reported.enter(replace(LATE, ranks=(0, 1), job_ended=True))
 
 
 def incident_of(*ranks: int) -> Incident:
@@ -137,27 +139,27 @@ def posted(*gone: int, has_timed_out: bool = True) -> dict[int, RankReport]:
 
 
 def test_what_those_do_who_waited_too_long_is_a_consequence():
-    docket = ReportedIncidents()
-    assert docket.report(incident_of(2), posted())
-    docket.moved(2, 7.0)
-    assert docket.traced(incident_of(0, 1), posted()) is None
-    traced = docket.traced(incident_of(0, 1), posted(0, 1))
+    reported = ReportedIncidents()
+    assert reported.report(incident_of(2), posted())
+    reported.moved(2, 7.0)
+    assert reported.traced(incident_of(0, 1), posted()) is None
+    traced = reported.traced(incident_of(0, 1), posted(0, 1))
     assert traced.ranks == (2,)
     assert traced.sentence.endswith("the trainers of ranks 0 and 1 ended after waiting for too long")
-    assert docket.report(traced, posted(0, 1))
-    assert not docket.report(docket.traced(incident_of(0), posted(0, 1)), posted(0, 1)), "once"
+    assert reported.report(traced, posted(0, 1))
+    assert not reported.report(reported.traced(incident_of(0), posted(0, 1)), posted(0, 1)), "once"
 
 
 def test_only_those_who_waited_too_long_for_somebody_that_was_named_are_excused():
-    docket = ReportedIncidents()
+    reported = ReportedIncidents()
     late = incident_of(0, 1)
-    assert docket.traced(late, posted()) is late, "nobody was named before"
-    docket.report(incident_of(2), posted())
-    assert docket.traced(late, posted(has_timed_out=False)) is late
+    assert reported.traced(late, posted()) is late, "nobody was named before"
+    reported.report(incident_of(2), posted())
+    assert reported.traced(late, posted(has_timed_out=False)) is late
     again = incident_of(2)
-    assert docket.traced(again, posted()) is again
+    assert reported.traced(again, posted()) is again
     both = incident_of(1, 2)
-    assert docket.traced(both, posted()) is both
+    assert reported.traced(both, posted()) is both
 
 
 @pytest.mark.parametrize(("process", "job_ended"), [(Process.RUNNING, False), (Process.GONE, True)])
