@@ -186,14 +186,14 @@ def test_a_round_without_a_finding_writes_nothing(board: Board):
     assert board.heard[2][-1] == {"kind": "outcome", "finding": None}
 
 
-def test_who_is_not_connected_is_not_waited_for(board: Board):
+def test_a_round_does_not_wait_for_an_unconnected_rank(board: Board):
     board.join(0, 2)
     board.hold_round(0, 2)
     assert sorted(board.rounds[0][0]) == [0, 2]
     assert board.now == 0.0
 
 
-def test_who_does_not_report_is_absent_after_the_deadline(board: Board):
+def test_a_rank_that_does_not_report_is_absent_after_the_deadline(board: Board):
     board.join(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)
     board.report_all(0, 1)
@@ -206,7 +206,7 @@ def test_who_does_not_report_is_absent_after_the_deadline(board: Board):
     assert sorted(board.rounds[0][0]) == [0, 1]
 
 
-def test_stacks_are_asked_for_when_all_have_reported_and_only_of_the_still(board: Board):
+def test_only_still_ranks_are_asked_for_stacks_and_after_all_reports(board: Board):
     board.join(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)
     board.until(lambda: "ask" in board.kinds(1))  # connections are not read in the order of their messages
@@ -228,7 +228,7 @@ def test_stacks_are_asked_for_when_all_have_reported_and_only_of_the_still(board
     assert "show" not in board.kinds(2)
 
 
-def test_a_stack_that_does_not_come_is_not_waited_for(board: Board):
+def test_a_round_does_not_wait_for_a_missing_stack(board: Board):
     board.join(0)
     board.clients[0].send(0, "announce", insistent=False)
     board.clients[0].send(0, "report", round=1, report=report(0, moving=False))
@@ -250,7 +250,7 @@ def test_announcements_during_a_round_join_it(board: Board):
     assert board.kinds(2).count("ask") == 1
 
 
-def test_a_report_of_an_earlier_round_is_not_taken(board: Board):
+def test_a_report_of_an_earlier_round_is_dropped(board: Board):
     board.join(0, 1, 2)
     board.hold_round(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)
@@ -261,7 +261,7 @@ def test_a_report_of_an_earlier_round_is_not_taken(board: Board):
     assert board.rounds[1][0] == {}
 
 
-def test_who_left_is_not_asked_and_its_last_word_counts(board: Board):
+def test_an_observer_that_left_is_not_asked_and_its_last_report_counts(board: Board):
     board.join(0, 1, 2)
     board.clients[2].send(0, "leave", report=report(2, Process.GONE, gone_seconds=1.0))
     board.until(lambda: board.hub.left == {2})
@@ -273,7 +273,7 @@ def test_who_left_is_not_asked_and_its_last_word_counts(board: Board):
     assert board.kinds(2) == []
 
 
-def test_the_last_word_of_who_leaves_during_a_round_counts_though_it_was_not_asked(board: Board):
+def test_the_last_report_of_an_observer_that_leaves_during_a_round_counts(board: Board):
     board.join(0, 1)
     board.clients[0].send(0, "announce", insistent=False)
     board.until(lambda: board.kinds(0) == ["accepted", "ask"])
@@ -324,7 +324,7 @@ def test_the_end_of_an_incident_is_written_once_all_that_were_named_move(board: 
     )
 
 
-def test_what_the_other_hub_said_is_not_said_again(board: Board):
+def test_an_incident_of_another_hub_is_not_reported_again(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
     board.hub.adopt(Finding.of(board.verdict, {}))
@@ -334,7 +334,7 @@ def test_what_the_other_hub_said_is_not_said_again(board: Board):
     assert board.written == [board.verdict], "only what was found after the first was over"
 
 
-def test_the_end_of_what_a_lost_hub_reported_is_written_by_the_hub_that_is_asked_to(board: Board):
+def test_the_end_of_a_lost_hubs_incident_is_written_by_the_reporter(board: Board):
     board.join(0, 1, 2)
     finding = Finding.of(incident(2), {}).to_json()
     for is_reporter in (False, True):
@@ -380,7 +380,7 @@ def test_a_wrong_token_is_refused(board: Board):
         b"[" * 100_000,
     ],
 )
-def test_what_is_malformed_is_counted_and_dropped(board: Board, raw: bytes):
+def test_malformed_messages_are_counted_and_dropped(board: Board, raw: bytes):
     board.join(0, 1)
     board.clients[1].sockets[0].send(raw)
     board.until(lambda: board.hub.tally.malformed == 1)
@@ -388,7 +388,7 @@ def test_what_is_malformed_is_counted_and_dropped(board: Board, raw: bytes):
     assert sorted(board.rounds[0][0]) == [0, 1]
 
 
-def test_a_stranger_rank_is_dropped(board: Board):
+def test_a_rank_outside_the_job_is_dropped(board: Board):
     board.join(0)
     for rank in (3, -1):
         board.clients[rank] = Client(board.context, rank, TOKEN, [("127.0.0.1", board.hub.port)])
@@ -418,7 +418,7 @@ def test_a_client_knows_when_its_hub_is_gone(board: Board):
     assert not board.clients[0].send(0, "announce", insistent=False)
 
 
-def test_a_client_that_connects_anew_replaces_its_lost_connection(board: Board):
+def test_a_client_that_reconnects_replaces_its_lost_connection(board: Board):
     board.join(0, 1, 2)
     again = connect(board.context, TOKEN, 2, ("127.0.0.1", board.hub.port))
     board.until(lambda: board.reaches(2) and again.poll(10))
@@ -431,7 +431,7 @@ def test_a_client_that_connects_anew_replaces_its_lost_connection(board: Board):
     again.close()
 
 
-def test_both_ends_derive_the_same_keys_from_the_token_and_nothing_else_does():
+def test_keys_depend_on_token_purpose_and_role():
     assert network.derive(TOKEN, "board", "hub") == network.derive(TOKEN, "board", "hub")
     ends = [(TOKEN, "board", "hub"), (TOKEN, "board", "client"), (TOKEN + "x", "board", "hub")]
     pairs = [network.derive(*end) for end in (*ends, (TOKEN, "replica", "hub"))]
@@ -492,7 +492,7 @@ def test_a_silence_ends_a_survey(board: Board):
     assert board.surveys == []
 
 
-def test_during_a_round_and_while_an_incident_stands_there_is_no_survey(board: Board):
+def test_there_is_no_survey_during_a_round_or_an_open_incident(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
     board.clients[0].send(0, "announce", insistent=False)
@@ -546,7 +546,7 @@ def test_no_message_of_a_peer_ends_a_hub_or_takes_much_memory(board: Board, name
     board.hold_round(0, 1, 2)  # it lives on
 
 
-def test_a_diagnosis_that_fails_over_what_was_reported_does_not_end_a_hub(board: Board):
+def test_a_diagnosis_that_raises_does_not_end_a_hub(board: Board):
     board.join(0, 1, 2)
     board.verdict = "not an incident"  # type: ignore[assignment]
     board.clients[0].send(0, "announce", insistent=False)
@@ -566,7 +566,7 @@ def test_observers_of_another_version_fail_at_the_handshake(board: Board):
     assert not board.reaches(1)
 
 
-def test_a_connection_that_never_says_who_it_is_is_closed(board: Board):
+def test_a_connection_that_never_authenticates_is_closed(board: Board):
     with socket.create_connection(("127.0.0.1", board.hub.port)) as stranger:
         stranger.settimeout(0.2)
         ended = []
@@ -594,7 +594,7 @@ def test_a_connection_that_never_says_who_it_is_is_closed(board: Board):
         [["0", 1, 1]],
     ],
 )
-def test_members_that_cannot_be_are_refused_before_they_are_counted_out(members: list[Any]):
+def test_impossible_members_are_refused_before_they_are_expanded(members: list[Any]):
     """A sum of few members stood for 10**12 of them."""
     text = json.dumps({"key": "w", "name": "w", "pair": False, "members": members}) + "\n"
     with pytest.raises(ValueError, match="members"):
@@ -612,7 +612,7 @@ def test_members_that_cannot_be_are_refused_before_they_are_counted_out(members:
         ("entered", {"w": None}),
     ],
 )
-def test_progress_of_other_types_is_refused_and_the_round_is_diagnosed_without_it(name: str, value: Any):
+def test_progress_of_wrong_types_is_refused(name: str, value: Any):
     """One such report made the diagnosis of all ranks fail."""
     progress = Progress(0, 1, 2, Phase.FORWARD, {"w": 1}, (), True, 3.0)
     whole = RankReport(RankStatus(0, Process.RUNNING, progress), (LINE,)).to_json()
@@ -625,7 +625,7 @@ def test_progress_of_other_types_is_refused_and_the_round_is_diagnosed_without_i
 @pytest.mark.parametrize(
     "change", [{"ranks": "01"}, {"step": None}, {"job_ended": 1}, {"sentence": []}, {"ranks": [[0]]}]
 )
-def test_a_finding_of_other_types_is_refused(change: dict[str, Any]):
+def test_a_finding_of_wrong_types_is_refused(change: dict[str, Any]):
     whole = Finding.of(incident(0, 1), {}).to_json()
     with pytest.raises(ValueError, match="not a finding"):
         Finding.from_json({**whole, **change})

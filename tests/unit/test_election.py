@@ -70,7 +70,7 @@ def test_an_elected_hub_gives_the_others_time_to_find_it(board: Board):
     board.hold_round(0, 1)
 
 
-def test_what_another_hub_has_found_of_the_same_silence_is_not_reported_again(board: Board):
+def test_another_hubs_finding_about_the_same_silence_is_not_reported_again(board: Board):
     board.hub.open()
     board.join(0, 1, 2)
     board.verdict = incident(1)

@@ -16,7 +16,7 @@ from torchscout.observer.reported_incidents import Finding, ReportedIncidents
 LATE = Finding("rank", "issued/world", 3, (2,), "rank 2 is late since 6 s", job_ended=False)
 
 
-def test_the_same_conclusion_is_news_once():
+def test_the_same_conclusion_is_new_once():
     reported = ReportedIncidents()
     assert reported.enter(LATE)
     assert not reported.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
@@ -26,27 +26,27 @@ def test_the_same_conclusion_is_news_once():
 @pytest.mark.parametrize(
     "change", [{"ranks": (1, 2)}, {"scope": "machine"}, {"step": 4}, {"surface": "fingerprint/world"}]
 )
-def test_another_conclusion_is_news(change: dict[str, object]):
+def test_another_conclusion_is_new(change: dict[str, object]):
     reported = ReportedIncidents()
     reported.enter(LATE)
     assert reported.enter(replace(LATE, **change))
     assert reported.finding == replace(LATE, **change)
 
 
-def test_whoever_ends_after_the_job_has_stopped_is_no_news():
+def test_a_trainer_that_ends_after_the_job_has_stopped_is_not_new():
     reported = ReportedIncidents()
     reported.enter(LATE)
     assert not reported.enter(replace(LATE, ranks=(0,), job_ended=True))
     assert reported.finding == LATE
 
 
-def test_after_a_death_nothing_is_news():
+def test_after_a_death_nothing_is_new():
     reported = ReportedIncidents()
     assert reported.enter(replace(LATE, ranks=(1,), job_ended=True))
     assert not reported.enter(LATE)
 
 
-def test_it_is_resolved_when_all_that_were_named_move():
+def test_an_incident_is_resolved_when_all_named_ranks_move():
     reported = ReportedIncidents()
     reported.enter(replace(LATE, ranks=(1, 2)))
     assert reported.moved(0, 99.0) is None
@@ -59,7 +59,7 @@ def test_it_is_resolved_when_all_that_were_named_move():
     assert reported.enter(LATE), "the same again is news again"
 
 
-def test_what_another_hub_found_is_no_news_and_its_end_is_known_here_too():
+def test_a_finding_of_another_hub_is_not_new_and_can_be_resolved_here():
     reported = ReportedIncidents()
     reported.adopt(LATE)
     assert not reported.enter(replace(LATE, sentence="rank 2 is late since 16 s"))
@@ -67,7 +67,7 @@ def test_what_another_hub_found_is_no_news_and_its_end_is_known_here_too():
     assert reported.finding is None
 
 
-def test_a_hub_that_knows_of_no_finding_learns_it_from_those_who_move():
+def test_a_hub_without_a_finding_learns_it_from_ranks_that_move():
     reported, both = ReportedIncidents(), replace(LATE, ranks=(1, 2))
     assert reported.moved(2, 7.5) is None
     assert reported.moved(2, 7.5, both) is None
@@ -79,7 +79,7 @@ def test_a_hub_that_knows_of_no_finding_learns_it_from_those_who_move():
     assert reported.enter(both), "the same again is news again"
 
 
-def test_a_finding_that_stands_counts_and_not_what_those_who_move_say():
+def test_the_current_finding_takes_precedence_over_that_of_a_rank_that_moves():
     reported = ReportedIncidents()
     reported.enter(LATE)
     assert reported.moved(1, 7.5, replace(LATE, ranks=(1,))) is None
@@ -87,14 +87,14 @@ def test_a_finding_that_stands_counts_and_not_what_those_who_move_say():
     assert reported.moved(2, 7.5, replace(LATE, ranks=(1,))).ranks == (2,)
 
 
-def test_what_was_found_here_stays_ones_own_when_another_hub_repeats_it():
+def test_a_finding_keeps_its_sentence_when_another_hub_repeats_it():
     reported = ReportedIncidents()
     reported.enter(LATE)
     reported.adopt(replace(LATE, sentence="rank 2 is late since 16 s"))
     assert reported.moved(2, 7.5).sentence == LATE.sentence
 
 
-def test_another_hub_takes_back_only_what_it_found_itself():
+def test_another_hub_withdraws_only_its_own_finding():
     reported = ReportedIncidents()
     reported.adopt(LATE)
     reported.adopt(None)
@@ -138,7 +138,7 @@ def posted(*gone: int, has_timed_out: bool = True) -> dict[int, RankReport]:
     }
 
 
-def test_what_those_do_who_waited_too_long_is_a_consequence():
+def test_ranks_that_timed_out_are_a_consequence_of_the_earlier_incident():
     reported = ReportedIncidents()
     assert reported.report(incident_of(2), posted())
     reported.moved(2, 7.0)
@@ -150,7 +150,7 @@ def test_what_those_do_who_waited_too_long_is_a_consequence():
     assert not reported.report(reported.traced(incident_of(0), posted(0, 1)), posted(0, 1)), "once"
 
 
-def test_only_those_who_waited_too_long_for_somebody_that_was_named_are_excused():
+def test_only_ranks_that_timed_out_after_an_incident_are_a_consequence():
     reported = ReportedIncidents()
     late = incident_of(0, 1)
     assert reported.traced(late, posted()) is late, "nobody was named before"
@@ -163,7 +163,7 @@ def test_only_those_who_waited_too_long_for_somebody_that_was_named_are_excused(
 
 
 @pytest.mark.parametrize(("process", "job_ended"), [(Process.RUNNING, False), (Process.GONE, True)])
-def test_a_finding_is_the_incident_in_short(process: Process, job_ended: bool):
+def test_a_finding_summarizes_the_incident(process: Process, job_ended: bool):
     record = EvidenceRecord(
         step=3, surface="issued/world", manifestation=Manifestation.HANG, peers=(1, 2), verdict=exact([5, 4])
     )

@@ -63,14 +63,14 @@ def round_of(*different: RankReport) -> dict[int, RankReport]:
     return {rank: report(rank) for rank in range(SIZE)} | {each.status.rank: each for each in different}
 
 
-def test_who_has_not_entered_is_named_with_its_stack_and_those_of_a_few_others():
+def test_a_rank_that_has_not_entered_is_named_with_a_few_stacks():
     incident = conclude(round_of(report(2, 4, stack="File lagging")), MESH)
     assert (incident.scope, incident.ranks, incident.hosts) == (Scope.RANK, (2,), ("b",))
     stacks = {record.progress["rank"]: record.progress["stack"] for record in incident.records}
     assert stacks == {2: "File lagging", 0: "File ...", 1: "File ...", 3: "File ..."}
 
 
-def test_a_watchdog_that_ends_those_who_wait_is_not_blamed_on_them():
+def test_ranks_that_a_watchdog_ended_for_waiting_are_not_blamed():
     incident = conclude(round_of(report(2, 4), timed_out(0), timed_out(1)), MESH)
     assert incident.ranks == (2,)
     assert incident.sentence.endswith("the trainers of ranks 0 and 1 ended after waiting for too long")
@@ -78,7 +78,7 @@ def test_a_watchdog_that_ends_those_who_wait_is_not_blamed_on_them():
     assert conclude(round_of(timed_out(2, 4, 0.2), timed_out(0), timed_out(1)), MESH).ranks == (2,)
 
 
-def test_a_watchdog_that_is_slow_is_not_blamed_on_those_who_waited():
+def test_ranks_that_a_slow_watchdog_ended_are_not_blamed():
     """Who was late has come, all went on, and only then does the watchdog end those who had waited."""
     late = report(2, 5)
     moved = replace(late, status=replace(late.status, progress=report(2, 6).status.progress), moving=True)
@@ -98,7 +98,7 @@ def test_trainers_that_end_after_waiting_for_nobody_in_particular_are_named_toge
     assert incident.ranks == tuple(range(SIZE))
 
 
-def test_what_the_flight_recorder_says_goes_with_the_incident():
+def test_open_operations_of_the_flight_recorder_are_in_the_incident():
     shown = {"step": 3, "open": 1, "operations": [{"operation": "all_reduce", "state": "started"}]}
     incident = conclude(round_of(report(2, 4), report(1, operations=shown)), MESH)
     (record,) = [each for each in incident.records if each.surface == "flight_recorder"]
@@ -106,7 +106,7 @@ def test_what_the_flight_recorder_says_goes_with_the_incident():
     assert record.verdict is None
 
 
-def test_while_one_moves_nobody_is_blamed_at_first():
+def test_the_first_round_blames_nobody_while_a_rank_moves():
     reports = round_of(report(2, 4, moving=True))
     assert conclude(reports, MESH) is None
     assert conclude(reports, MESH, insistent=True).ranks == (2,)
@@ -117,16 +117,16 @@ def test_an_excused_rank_is_not_blamed(insistent: bool):
     assert conclude(round_of(report(2, 4, excused=True)), MESH, insistent=insistent) is None
 
 
-def test_an_excused_rank_is_blamed_before_the_library_ends_those_who_wait():
+def test_an_excused_rank_is_blamed_if_a_waiting_rank_is_close_to_its_timeout():
     reports = round_of(report(2, 4, excused=True), report(0, is_pressed=True))
     assert conclude(reports, MESH).ranks == (2,)
 
 
-def test_a_rank_beside_an_excused_one_is():
+def test_a_rank_is_blamed_together_with_an_excused_one():
     assert conclude(round_of(report(1, 4), report(2, 4, excused=True)), MESH).ranks == (1, 2)
 
 
-def test_who_ended_is_named_though_everybody_else_moves():
+def test_a_rank_that_ended_is_named_while_all_others_move():
     reports = {rank: report(rank, 4, moving=True) for rank in range(SIZE)} | {1: gone(1, 0.001)}
     incident = conclude(reports, MESH)
     assert (incident.scope, incident.ranks, incident.action) == (Scope.RANK, (1,), Action.RESTART)
@@ -136,7 +136,7 @@ def test_who_ended_is_named_though_everybody_else_moves():
     assert (incident.records[0].surface, incident.records[0].ranks) == ("process", (1,))
 
 
-def test_who_did_something_else_is_named_though_the_library_ended_another():
+def test_a_rank_that_diverged_is_named_although_the_library_ended_another():
     reports = {rank: report(rank, moving=True) for rank in range(SIZE)} | {2: report(2, last=8, moving=True)}
     alive = reports[1]
     reports[1] = replace(alive, gone_seconds=0.001, status=replace(alive.status, process=Process.GONE))
@@ -144,7 +144,7 @@ def test_who_did_something_else_is_named_though_the_library_ended_another():
     assert (incident.ranks, incident.records[0].surface) == ((2,), "fingerprint/world")
 
 
-def test_two_that_differ_leave_the_group_undecided_only_when_nobody_can_join_them_any_more():
+def test_a_diverged_group_is_undecided_only_once_no_moving_rank_can_join():
     """The library ends one of two that differ at once, before the others have come as far."""
     reports = {rank: report(rank, 4, moving=True) for rank in range(SIZE)} | {
         2: report(2, last=8, moving=True)
@@ -161,7 +161,7 @@ def test_two_that_differ_leave_the_group_undecided_only_when_nobody_can_join_the
         assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1, 2, 3))
 
 
-def test_who_ended_first_took_the_others_along():
+def test_only_the_trainers_that_ended_first_are_named():
     reports = {0: report(0, moving=True), 1: gone(1, 0.5), 2: gone(2, 0.1), 3: gone(3, 0.499)}
     assert conclude(reports, MESH).ranks == (1, 3)
 
@@ -182,7 +182,7 @@ def test_several_that_ended_together(ranks: tuple[int, ...], scope: Scope, actio
     assert (incident.scope, incident.ranks, incident.action) == (scope, ranks, action)
 
 
-def test_when_all_are_silent_the_diagnosis_says_what_the_death_meant():
+def test_when_all_are_silent_the_diagnosis_explains_the_death():
     incident = conclude(round_of(gone(2, 6.0)), MESH)
     assert incident.ranks == (2,)
     assert "barrier number 5" in incident.sentence
@@ -192,6 +192,6 @@ def test_a_pause_of_all_is_no_incident():
     assert conclude({rank: report(rank, 4) for rank in range(SIZE)}, MESH) is None
 
 
-def test_a_post_survives_the_way_over_the_board():
+def test_a_report_survives_serialization():
     for each in (report(1, excused=True), report(2, moving=True), gone(3, 0.25)):
         assert RankReport.from_json(each.to_json()) == each

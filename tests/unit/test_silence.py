@@ -40,7 +40,7 @@ def test_the_threshold(phase: Phase, steps: list[float], seconds: float):
     assert threshold(CONFIG, phase, steps) == seconds
 
 
-def test_an_allowance_is_told_from_the_usual():
+def test_an_allowance_applies_to_special_phases_and_the_first_step():
     assert allowance(CONFIG, Phase.FORWARD, STEADY) is None
     assert allowance(CONFIG, Phase.EVALUATION, STEADY) == 600.0
     assert allowance(CONFIG, Phase.FORWARD, []) == 300.0
@@ -67,28 +67,28 @@ class Clock:
         return times
 
 
-def test_a_lasting_silence_is_looked_at_again_after_growing_intervals():
+def test_rounds_of_a_lasting_silence_repeat_at_growing_intervals():
     clock = Clock()
     assert clock.due_until(100) == [6, 16, 36, 76]
     assert clock.detector.rounds == 4
     assert clock.due_until(3000)[-2:] == [2416, 2716]  # never longer than five minutes
 
 
-def test_a_rank_that_moved_starts_anew():
+def test_a_rank_that_moved_starts_over():
     clock = Clock()
     clock.due_until(20)
     assert clock.due_until(30, since=21.0, step=8) == [27]
     assert clock.detector.rounds == 1
 
 
-def test_a_round_called_by_others_counts():
+def test_a_round_announced_by_another_rank_counts():
     clock = Clock()
     clock.due_until(4)
     clock.detector.round_held(progress().coordinate, clock.now)
     assert clock.due_until(20) == [14]
 
 
-def test_a_round_while_the_rank_moved_does_not_quiet_its_later_silence():
+def test_a_round_while_the_rank_moved_does_not_delay_its_next_one():
     clock = Clock()
     clock.detector.round_held((6, 0), 0.0)
     assert clock.due_until(10) == [6]
@@ -100,7 +100,7 @@ def test_nothing_is_due_while_paused_nor_right_after():
     assert clock.due_until(60) == [56]  # though nothing was published for 50 s before
 
 
-def test_time_that_the_observer_itself_slept_is_nobodys_silence():
+def test_time_while_the_observer_was_suspended_is_not_silence():
     clock = Clock()
     clock.due_until(2)
     clock.now = 1000.0  # the job was suspended
@@ -145,14 +145,14 @@ def test_a_hang_that_ended_does_not_hide_the_next_one():
     assert not SilenceDetector(CONFIG).is_due(progress(6.0, step=8), steps, paused=False, now=200.0)
 
 
-def test_a_long_step_that_was_never_looked_at_is_a_usual_one():
+def test_a_long_step_without_a_round_counts_as_usual():
     detector = SilenceDetector(CONFIG)
     detector.round_held((7, 3), 100.0)
     later = [1.0] * 19 + [600.0]  # step 40, not step 7
     assert not detector.is_due(progress(6.0, step=41), later, paused=False, now=200.0)
 
 
-def test_who_is_about_to_be_ended_for_waiting_asks_at_once():
+def test_a_rank_close_to_its_timeout_announces_at_once():
     waiting, quick = progress(6.0, step=0), SilenceDetector(CONFIG)
     assert not quick.is_due(waiting, [], paused=False, now=200.0)
     assert quick.is_due(waiting, [], paused=False, now=200.1, is_pressed=True)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import zmq
@@ -66,22 +66,22 @@ Compare = Callable[[Mapping[int, RankReport]], Sequence[Incident]]
 """From the reports of a survey to incidents."""
 
 
+@dataclass(slots=True)
 class Round:
     """Collects first reports and then stacks.
 
     Not both at once: taking stacks interrupts a trainer, and may end the very wait that the others report.
     """
 
-    def __init__(
-        self, number: int, deadline: float, *, insistent: bool = False, survey: bool = False
-    ) -> None:
-        self.number, self.deadline = number, deadline
-        self.insistent, self.is_survey = insistent, survey
-        self.awaited: set[int] = set()
-        self.reports: dict[int, RankReport] = {}
-        self.shared: Shared = {}
-        """What its reports have in common."""
-        self.takes_stacks = False
+    number: int
+    deadline: float
+    insistent: bool = False
+    is_survey: bool = False
+    takes_stacks: bool = False
+    awaited: set[int] = field(default_factory=set)
+    reports: dict[int, RankReport] = field(default_factory=dict)
+    shared: Shared = field(default_factory=dict)
+    """What its reports have in common."""
 
     def add(self, rank: int, report: RankReport) -> None:
         if rank in self.awaited and not self.takes_stacks:
@@ -269,7 +269,7 @@ class Hub:
     def _ask_all(self, now: float, *, insistent: bool = False, survey: bool = False) -> Round:
         self._rounds += 1
         deadline = now + self.config.round_deadline_seconds
-        started = Round(self._rounds, deadline, insistent=insistent, survey=survey)
+        started = Round(self._rounds, deadline, insistent, survey)
         kind = "sample" if survey else "ask"
         for rank in range(self._size):
             if rank not in self._left and self._send(rank, kind, round=started.number):

@@ -181,6 +181,9 @@ class ObserverProcess:
         self._trainer.look(time.monotonic())
         progress, steps = self._trainer.progress, self._trainer.reader.step_seconds()
         tallies = [end.tally for end in (self._hub, self._client) if end is not None]
+        problem = None if self._hub is None else self._hub.problem
+        if problem is None and self._rounds is not None and self._rounds.election.is_exhausted:
+            problem = "no hub answered when one was last asked, and no candidate for one is left"
         return {
             "silent_seconds": progress and progress.silent_seconds,
             "threshold_seconds": progress and threshold(self.config, progress.phase, steps),
@@ -188,23 +191,10 @@ class ObserverProcess:
             "messages": sum(tally.sent + tally.received for tally in tallies),
             "malformed": sum(tally.malformed for tally in tallies),
             "connected": [] if self._client is None else self._client.connected(),
-            "hub": self._hub_in_use(),
-            **self._problem(),
+            "hub": None if self._rounds is None else self._rounds.election.hub(),
+            **({} if problem is None else {"problem": problem}),
             "config": asdict(self.config),
         }
-
-    def _hub_in_use(self) -> int | None:
-        """Return the position in ``hub_ranks`` of the hub to ask now; None if none is reachable."""
-        if self._client is None or self._rounds is None:
-            return None
-        return next(filter(self._client.is_connected, self._rounds.election.order()), None)
-
-    def _problem(self) -> dict[str, str]:
-        if self._hub is not None and self._hub.problem is not None:
-            return {"problem": self._hub.problem}
-        if self._rounds is not None and self._rounds.election.is_exhausted:
-            return {"problem": "no hub answered when one was last asked, and no candidate for one is left"}
-        return {}
 
     def _host_hub(self, place: int) -> Hub:
         # A hub has a connection to each observer of the job.

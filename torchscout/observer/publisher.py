@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -153,9 +153,11 @@ class Publisher:
         """Return the line of a call, and the device's track on it if the device enters its operations."""
         line = line_of(call)
         index = NOWHERE if line is None else self._writer.declare(line)
-        if index == NOWHERE or device is None or not _is_entered_by(device, call):
+        if index == NOWHERE or device is None or device.type != "cuda":
             return index, None
-        return index, self._progress_of(device).track(index)
+        # With NCCL the device runs the operation. Gloo runs all of its own on the host.
+        is_on_device = "nccl" in call.process_group._get_backend(device).name()
+        return index, self._progress_of(device).track(index) if is_on_device else None
 
     def _progress_of(self, device: torch.device) -> DeviceProgress:
         if self._device is None:
@@ -202,17 +204,6 @@ class Publisher:
         # Prepended, because this forward pass belongs to the next step.
         self._undo.append(layer.register_forward_pre_hook(before_forward, prepend=True).remove)
 
-    def watch_optimizer(self, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
-        """Publish the end of a step after each step of the optimizer; see ``watch_updates``."""
-
-        def hook_updates(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-            undo = ExitStack()
-            undo.callback(optimizer.register_step_pre_hook(lambda *_: before()).remove)
-            undo.callback(optimizer.register_step_post_hook(lambda *_: after()).remove)
-            return undo.close
-
-        self.watch_updates(hook_updates, device)
-
     def watch_updates(
         self,
         hook_updates: Callable[[Callable[[], None], Callable[[], None]], Callable[[], None]],
@@ -258,11 +249,6 @@ class Publisher:
     def remove(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _is_entered_by(device: torch.device, call: Call) -> bool:
-    """Return whether the device runs the operation, as with NCCL. Gloo runs all of its own on the host."""
-    return device.type == "cuda" and "nccl" in call.process_group._get_backend(device).name()
 
 
 class WatchedInput(Generic[_Batch]):

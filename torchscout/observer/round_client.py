@@ -58,9 +58,13 @@ class Election:
         hubs = [*range(HUBS_AT_FIRST, known), *range(min(known, HUBS_AT_FIRST))]
         return [hub for hub in hubs if hub >= self.in_office]
 
+    def hub(self) -> int | None:
+        """Return the first hub that is reachable now; None if none is."""
+        return next(filter(self._client.is_connected, self.order()), None)
+
     def tick(self, now: float, seconds: float) -> None:
         """Try the next candidate if no hub was reachable for so many seconds. Sends nothing."""
-        if any(self._client.is_connected(hub) for hub in self.order()):
+        if self.hub() is not None:
             self._lost_since = None
         elif self._lost_since is None:
             self._lost_since = now
@@ -94,18 +98,12 @@ class _Announcement:
     """When the hub, or every hub, counts as lost."""
 
 
-class _Place(NamedTuple):
-    """Where this rank was when it reported."""
-
-    step: int
-    since: float
-    """When its silence began."""
-
-
 class _Named(NamedTuple):
     """A current finding that names this rank."""
 
-    place: _Place
+    step: int
+    since: float
+    """When the silence of this rank began."""
     finding: Finding
     hub: int
     """The hub that sent it last."""
@@ -139,7 +137,8 @@ class RoundClient:
         """The hub to ask for the next survey: the one that held the last or, failing that, the next."""
         self._finding: Finding | None = None
         """The last outcome of a round."""
-        self._last_place: _Place | None = None
+        self._reported: tuple[int, float] | None = None
+        """Step and begin of the silence in the last report."""
         self._named: _Named | None = None
         self._has_announced_end = False
         self._concluded_at: float | None = None
@@ -266,13 +265,12 @@ class RoundClient:
         named, progress = self._named, self.trainer.progress
         if named is None or progress is None:
             return
-        if progress.step <= named.place.step and self.trainer.ending is not Ending.FINISHED:
+        if progress.step <= named.step and self.trainer.ending is not Ending.FINISHED:
             return
-        hubs = (named.hub, *self.election.order())
-        reporter = next(filter(self._client.is_connected, hubs), None)
+        reporter = named.hub if self._client.is_connected(named.hub) else self.election.hub()
         if reporter is None:
             return  # another hub may be elected soon
-        fields = {"seconds": now - named.place.since, "finding": named.finding.to_json()}
+        fields = {"seconds": now - named.since, "finding": named.finding.to_json()}
         for hub in range(len(self._client.sockets)):
             self._client.send(hub, "moved", is_reporter=hub == reporter, **fields)
         self._named = None
@@ -293,7 +291,7 @@ class RoundClient:
         self._send_report(hub, number, now)
         progress = self.trainer.progress
         if progress is not None:
-            self._last_place = _Place(progress.step, now - progress.silent_seconds)
+            self._reported = progress.step, now - progress.silent_seconds
         self.silence.round_held(None if progress is None else progress.coordinate, now)
 
     def _send_report(self, hub: int, number: object, now: float) -> None:
@@ -308,9 +306,9 @@ class RoundClient:
         self._announcement = None
         self._concluded_at, self._finding = now, finding
         self._on_outcome(hub, finding)
-        place = self._last_place if self._named is None else self._named.place
+        place = self._reported if self._named is None else self._named[:2]
         if finding is not None and self.trainer.rank in finding.ranks and place is not None:
-            self._named = _Named(place, finding, hub)
+            self._named = _Named(*place, finding, hub)
 
     def _give_up(self, now: float) -> None:
         """Record what is known here, since no hub answers."""

@@ -30,19 +30,19 @@ _POLL_SECONDS = 0.005
 _MAX_BYTES = 4 << 20
 
 
+@dataclass(slots=True)
 class Registration:
     """Until ``unregister``, the trainer writes its stacks to ``path`` whenever it receives the signal."""
 
-    def __init__(self, path: Path, number: int) -> None:
-        self.path = path
-        self.number = number
-        self._registered = True
+    path: Path
+    number: int
+    is_registered: bool = True
 
     def unregister(self) -> None:
         """Idempotent."""
-        if not self._registered:
+        if not self.is_registered:
             return
-        self._registered = False
+        self.is_registered = False
         self.path.unlink(missing_ok=True)
         handler = _handlers[self.number]
         handler.names.remove(self.path)
