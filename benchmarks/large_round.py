@@ -1,6 +1,6 @@
 """How a round of the observers grows with the job: a part of ``observer.py``.
 
-Nobody moves in a large job on paper, and its observers' posts are read and diagnosed as the hub does it.
+Nobody moves in a large job on paper, and its observers' reports are read and diagnosed as the hub does it.
 
 It has replicas of eight tensor-parallel ranks. In every step a rank takes part in three all-reduces of its
 tensor group, one of its replica group, and one of the whole job.
@@ -29,7 +29,7 @@ FLAT = 1.5
 
 
 def scale() -> dict[str, dict[str, Any]]:
-    """How a round grows with the job: its posts read, and then diagnosed, for each of two faults.
+    """How a round grows with the job: its reports read, and then diagnosed, for each of two faults.
 
     ``per_rank`` is the time for a rank relative to that in the smallest job, in this run.
     """
@@ -53,20 +53,20 @@ def scale() -> dict[str, dict[str, Any]]:
 
 
 def seconds_of_round(large: LargeRound) -> dict[str, float]:
-    """To read all posts, and to name the culprit: the fastest of some times.
+    """To read all reports, and to name the culprit: the fastest of some times.
 
     Of the processor, not of the clock: minutes of somebody else's work would pass for growth.
     """
-    posts, shared, read_ns, times = [], {}, 0, []
+    reports, shared, read_ns, times = [], {}, 0, []
     for message in large.messages():
         begin = time.process_time_ns()
-        posts.append(RankReport.from_json(decode(message, Tally())["post"], shared))
+        reports.append(RankReport.from_json(decode(message, Tally())["report"], shared))
         read_ns += time.process_time_ns() - begin
-    standings = [post.standing for post in posts]
-    lines = {line.key: line for post in posts for line in post.lines}
+    statuses = [report.status for report in reports]
+    lines = {line.key: line for report in reports for line in report.lines}
     for _ in range(3):
         begin = time.process_time_ns()
-        incident = diagnose(standings, lines, large.mesh)
+        incident = diagnose(statuses, lines, large.mesh)
         times.append(time.process_time_ns() - begin)
         assert incident.ranks == (large.culprit,), incident.sentence
     return {"read": read_ns / 1e9, "diagnose": min(times) / 1e9}
@@ -90,13 +90,13 @@ class LargeRound:
         self._texts = {line.key: line_text(line).decode() for line in (*self._replica, self._world)}
 
     def messages(self) -> Iterator[bytes]:
-        """Each rank's post, as it arrives at the hub."""
+        """Each rank's report, as it arrives at the hub."""
         for rank in range(len(self.mesh)):
-            post, recent = self._post(rank)
+            report, recent = self._report(rank)
             tensor, replica, world = self._lines(rank)
             lines = line_text(tensor).decode() + self._texts[replica.key] + self._texts[world.key]
-            document = {**post.to_json(), "lines": lines}
-            message = encode("post", round=1, post=document)
+            document = {**report.to_json(), "lines": lines}
+            message = encode("report", round=1, report=document)
             yield message.replace(b'"recent":[]', b'"recent":[%b]' % b",".join(recent))
 
     def _lines(self, rank: int) -> tuple[CommGroup, CommGroup, CommGroup]:
@@ -104,8 +104,8 @@ class LargeRound:
         tensor = CommGroup(f"tensor.{first}", tuple(range(first, first + TENSOR)), "tp")
         return tensor, self._replica[rank % TENSOR], self._world
 
-    def _post(self, rank: int) -> tuple[RankReport, list[bytes]]:
-        """And what it has issued, which is left out of the post."""
+    def _report(self, rank: int) -> tuple[RankReport, list[bytes]]:
+        """And what it has issued, which is left out of the report."""
         is_late, beside = rank == self.culprit, rank // TENSOR == self.culprit // TENSOR
         tensor, replica, world = self._lines(rank)
         program = [tensor, tensor, tensor, replica, world] * (RECENT // 5 + 2)
@@ -129,8 +129,8 @@ class LargeRound:
         )
         is_gone = is_late and self._gone
         process = Process.GONE if is_gone else Process.RUNNING
-        standing = RankStatus(rank, process, progress, waiting=None if is_gone else not is_late)
-        return RankReport(standing, (), gone_seconds=7.0 if is_gone else None), recent[-RECENT:]
+        status = RankStatus(rank, process, progress, waiting=None if is_gone else not is_late)
+        return RankReport(status, (), gone_seconds=7.0 if is_gone else None), recent[-RECENT:]
 
 
 def _issued(line: str, number: int) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
-from tests.unit.test_board import post
+from tests.unit.test_board import report
 from tests.unit.test_gate import train
 from tests.unit.test_record import AGREEMENTS, EVIDENCE, INCIDENT, NOT_CHECKED, RESOLVED, TIMES
 from torchscout.checkpoint import ledger
@@ -93,15 +93,15 @@ def test_ends(tmp_path: Path):
 def test_messages():
     kinds = [
         {"kind": "announce", "insistent": False, "finding": None},
-        {"kind": "post", "round": 1, "post": post(0)},
+        {"kind": "report", "round": 1, "report": report(0)},
         {"kind": "stack", "round": 1, "stack": "", "waiting": None},
-        {"kind": "moved", "seconds": 1.5},
+        {"kind": "moved", "seconds": 1.5, "finding": None, "is_reporter": True},
     ]
 
     def attempt(chance: random.Random) -> None:
         message = protocol.decode(text_mutant(chance, chance.choice(kinds)), protocol.Tally())
-        if message is not None and message["kind"] == "post":
-            protocol.encode("post", post=RankReport.from_json(message["post"], {}, 8).to_json())
+        if message is not None and message["kind"] == "report":
+            protocol.encode("report", report=RankReport.from_json(message["report"], {}, 8).to_json())
 
     tried(attempt, protocol.MISTAKES)
 

@@ -19,7 +19,7 @@ import zmq
 
 from tests.support.mutation import bytes_mutant, document_mutant, text_mutant, tried
 from tests.support.replica_ranks import identity, seal
-from tests.unit.test_board import incident, post
+from tests.unit.test_board import incident, report
 from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.receiver import ReplicaReceiver
 from torchscout.checkpoint.replication.sender import ReplicaSender
@@ -81,8 +81,8 @@ def posted(writer: ProgressWriter) -> dict[str, Any]:
     """What the observer of this trainer would say, had it been silent for long."""
     trainer = TrainerView(writer.path, None)
     trainer.look(time.monotonic())
-    post = replace(trainer.post(CONFIG, 1e6, time.monotonic()), excused=False, moving=False)
-    return json.loads(json.dumps(post.to_json()))
+    report = replace(trainer.report(CONFIG, 1e6, time.monotonic()), excused=False, moving=False)
+    return json.loads(json.dumps(report.to_json()))
 
 
 class _Job:
@@ -101,7 +101,7 @@ class _Job:
         self.now = 0.0
         for client in self.clients:
             assert client.sockets[0].poll(10_000, zmq.POLLOUT)
-        self.posts = [posted(writer) for writer in writers]
+        self.reports = [posted(writer) for writer in writers]
 
     def send(self, rank: int, message: bytes) -> None:
         self.clients[rank].sockets[0].send(message, zmq.NOBLOCK)
@@ -117,23 +117,23 @@ class _Job:
     def forget(self) -> None:
         """A hub that nobody has left and that has said nothing, as at the beginning of a job."""
         self.hub._left.clear()
-        self.hub._docket.__init__()
+        self.hub._reported.__init__()
 
     def pass_time(self) -> None:
-        """Until any round is over, with its posts and its stacks."""
+        """Until any round is over, with its reports and its stacks."""
         for _ in range(2):
             self.now += 100.0
             self.tick()
 
     def holds_a_round(self) -> bool:
-        """Whether three ranks that post properly still get the right answer."""
+        """Whether three ranks that report properly still get the right answer."""
         self.pass_time()
         self.forget()
         self.send(0, protocol.encode("announce", insistent=True))
         for rank in range(RANKS):
-            self.send(rank, protocol.encode("post", round=self.hub._rounds, post=self.posts[rank]))
+            self.send(rank, protocol.encode("report", round=self.hub._rounds, report=self.reports[rank]))
         self.pass_time()
-        finding = self.hub._docket.finding
+        finding = self.hub._reported.finding
         return finding is not None and finding.ranks == (RANKS - 1,)
 
     def close(self) -> None:
@@ -150,24 +150,29 @@ def job(writers: list[ProgressWriter], tmp_path: Path) -> Iterator[_Job]:
     job.close()
 
 
-def messages_to_a_hub(posts: list[dict[str, Any]], rank: int, number: int) -> list[dict[str, Any]]:
-    gone = post(rank, gone_seconds=3.0)
+def messages_to_a_hub(reports: list[dict[str, Any]], rank: int, number: int) -> list[dict[str, Any]]:
+    gone = report(rank, gone_seconds=3.0)
     return [
         {"kind": "announce", "insistent": True},
         {"kind": "announce", "insistent": True, "finding": Finding.of(incident(1), {}).to_json()},
         {"kind": "survey"},
-        {"kind": "post", "round": number, "post": posts[rank]},
-        {"kind": "post", "round": number, "post": gone},
+        {"kind": "report", "round": number, "report": reports[rank]},
+        {"kind": "report", "round": number, "report": gone},
         {"kind": "stack", "round": number, "stack": "File x, line 1", "waiting": True},
-        {"kind": "leave", "post": posts[rank]},
-        {"kind": "moved", "seconds": 1.5},
-        {"kind": "elsewhere", "round": number},
+        {"kind": "leave", "report": reports[rank]},
+        {
+            "kind": "moved",
+            "seconds": 1.5,
+            "finding": Finding.of(incident(1), {}).to_json(),
+            "is_reporter": True,
+        },
+        {"kind": "declined", "round": number},
     ]
 
 
-def lines_mutant(chance: random.Random, post: dict[str, Any]) -> str:
-    """The groups of a post, which are JSON texts of their own."""
-    lines = [json.loads(line) for line in post["lines"].splitlines()]
+def lines_mutant(chance: random.Random, report: dict[str, Any]) -> str:
+    """The groups of a report, which are JSON texts of their own."""
+    lines = [json.loads(line) for line in report["lines"].splitlines()]
     place = chance.randrange(len(lines))
     if chance.random() < 0.8:
         lines[place] = document_mutant(chance, lines[place])
@@ -188,11 +193,14 @@ def test_a_hub_survives_every_message(job: _Job, tmp_path: Path, capfd: pytest.C
             job.send(0, protocol.encode("announce", insistent=True))
         for _ in range(chance.randrange(4)):  # some answer properly
             rank = chance.randrange(RANKS)
-            job.send(rank, protocol.encode("post", round=job.hub._rounds, post=job.posts[rank]))
+            job.send(rank, protocol.encode("report", round=job.hub._rounds, report=job.reports[rank]))
         rank = chance.randrange(RANKS)
-        message = chance.choice(messages_to_a_hub(job.posts, rank, job.hub._rounds))
-        if "post" in message and chance.random() < 0.3:
-            message = {**message, "post": {**message["post"], "lines": lines_mutant(chance, message["post"])}}
+        message = chance.choice(messages_to_a_hub(job.reports, rank, job.hub._rounds))
+        if "report" in message and chance.random() < 0.3:
+            message = {
+                **message,
+                "report": {**message["report"], "lines": lines_mutant(chance, message["report"])},
+            }
         job.send(rank, text_mutant(chance, message))
         if chance.random() < 0.02:
             assert job.holds_a_round()
@@ -200,7 +208,7 @@ def test_a_hub_survives_every_message(job: _Job, tmp_path: Path, capfd: pytest.C
     tried(attempt, ())
     assert job.holds_a_round()
     assert job.hub.tally.malformed
-    assert not (tmp_path / "run" / "records").exists(), "a post kept a round from being diagnosed"
+    assert not (tmp_path / "run" / "records").exists(), "a report kept a round from being diagnosed"
     for line in read(tmp_path / "run" / "incidents.jsonl"):
         assert all(rank in range(RANKS) for rank in getattr(line, "ranks", ()))
 
@@ -213,17 +221,17 @@ def test_an_observer_survives_every_message(
     listener.start()
     observing = ObserverProcess(assigned(writers[0], tmp_path))
     observing._obey({"hubs": [["127.0.0.1", listener.port]]})
-    client, lookout = observing._client, observing._lookout
+    client, rounds = observing._client, observing._rounds
     assert client is not None
-    assert lookout is not None
+    assert rounds is not None
     assert client.sockets[0].poll(10_000, zmq.POLLOUT)
-    standing = Finding.of(incident(0, 1), {0: RankReport.from_json(post(0))})
+    finding = Finding.of(incident(0, 1), {0: RankReport.from_json(report(0))})
     messages = [
-        {"kind": "heard"},
+        {"kind": "accepted"},
         {"kind": "ask", "round": 3},
         {"kind": "sample", "round": 3},
         {"kind": "show", "round": 3},
-        {"kind": "outcome", "finding": json.loads(json.dumps(standing.to_json()))},
+        {"kind": "outcome", "finding": json.loads(json.dumps(finding.to_json()))},
         {"kind": "outcome", "finding": None},
     ]
 
@@ -241,9 +249,9 @@ def test_an_observer_survives_every_message(
 
     tried(attempt, ())
     assert client.tally.malformed
-    before = lookout.rounds
+    before = rounds.rounds
     told(protocol.encode("ask", round=9))
-    assert lookout.rounds == before + 1
+    assert rounds.rounds == before + 1
     hub.close()
     listener.close()
     observing._close()

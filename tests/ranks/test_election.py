@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.small_job import SmallJob, is_alive, small_job, until
-from torchscout.decision.record import Incident
+from torchscout.decision.record import Incident, Resolved
 
 LONG = 600.0
 ELECTED = 2
@@ -111,6 +111,26 @@ def test_what_the_lost_hub_has_reported_is_not_reported_again_by_the_elected_one
         log = tmp_path / "observers/rank-1.log"
         until(lambda: log.exists() and "opens its hub" in log.read_text(), "another hub is elected")
         assert one_incident(job).ranks == (3,)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [pytest.param((0,), id="the standby writes it"), pytest.param((0, 4), id="the elected hub writes it")],
+)
+def test_the_end_of_an_incident_that_a_lost_hub_reported_is_written_once(
+    tmp_path: Path, lost: tuple[int, ...]
+):
+    with small_job(5, tmp_path, election_seconds=1.0) as job:
+        job.order(3, do="sleep", seconds=10.0)
+        incident = until(job.lines, "the hub reports it")[0]
+        time.sleep(0.5)  # and tells the observers
+        lose(job, *lost)
+        assert job.lines() == [incident]
+        end = until(lambda: job.lines()[1:], "its end is written")[0]
+        assert isinstance(end, Resolved)
+        assert (end.ranks, end.sentence) == ((3,), incident.sentence)
+        goes_on(job)
+        assert job.lines() == [incident, end]
 
 
 @pytest.mark.slow

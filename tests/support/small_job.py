@@ -200,13 +200,6 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any
     raise AssertionError(f"not within {seconds} s: {what}")
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 class _Trainer:
     """One trainer's whole life, in its own process."""
 

@@ -42,14 +42,14 @@ def incident(*ranks: int) -> Incident:
     )
 
 
-def post(
+def report(
     rank: int,
     process: Process = Process.RUNNING,
     gone_seconds: float | None = None,
     moving: bool = True,
 ) -> dict[str, Any]:
-    standing = RankStatus(rank, process, None)
-    return RankReport(standing, (LINE,), moving=moving, gone_seconds=gone_seconds).to_json()
+    status = RankStatus(rank, process, None)
+    return RankReport(status, (LINE,), moving=moving, gone_seconds=gone_seconds).to_json()
 
 
 class Board:
@@ -75,12 +75,12 @@ class Board:
             place=place,
         )
 
-    def _conclude(self, posts: dict[int, RankReport], insistent: bool) -> Incident | None:
-        self.rounds.append((dict(posts), insistent))
+    def _conclude(self, reports: dict[int, RankReport], insistent: bool) -> Incident | None:
+        self.rounds.append((dict(reports), insistent))
         return self.verdict
 
-    def _compare(self, posts: dict[int, RankReport]) -> list[Incident]:
-        self.surveys.append(dict(posts))
+    def _compare(self, reports: dict[int, RankReport]) -> list[Incident]:
+        self.surveys.append(dict(reports))
         return [] if self.verdict is None else [self.verdict]
 
     def join(self, *ranks: int) -> None:
@@ -113,12 +113,12 @@ class Board:
     def kinds(self, rank: int) -> list[str]:
         return [message["kind"] for message in self.heard[rank]]
 
-    def post_all(self, *ranks: int) -> None:
+    def report_all(self, *ranks: int) -> None:
         """Everybody answers the latest question."""
         for rank in ranks:
             self.until(lambda rank=rank: {"ask", "sample"} & {*self.kinds(rank)})
             asked = [message for message in self.heard[rank] if message["kind"] in {"ask", "sample"}][-1]
-            self.clients[rank].send(0, "post", round=asked["round"], post=post(rank))
+            self.clients[rank].send(0, "report", round=asked["round"], report=report(rank))
 
     def hold_round(self, *ranks: int) -> None:
         concluded = len(self.rounds)
@@ -127,7 +127,7 @@ class Board:
         self.clients[ranks[0]].send(0, "announce", insistent=False)
         for rank in ranks:  # A question of before may still be on its way to some.
             self.until(lambda rank=rank: "ask" in self.kinds(rank))
-        self.post_all(*ranks)
+        self.report_all(*ranks)
         self.until(lambda: len(self.rounds) > concluded)
         for rank in ranks:
             self.until(lambda rank=rank: "outcome" in self.kinds(rank))
@@ -158,15 +158,15 @@ def test_a_round_asks_everybody_and_tells_everybody(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
     board.hold_round(1, 0, 2)
-    ((posts, insistent),) = board.rounds
-    assert sorted(posts) == [0, 1, 2]
-    assert posts[2].standing.rank == 2
-    assert posts[2].lines == (LINE,)
+    ((reports, insistent),) = board.rounds
+    assert sorted(reports) == [0, 1, 2]
+    assert reports[2].status.rank == 2
+    assert reports[2].lines == (LINE,)
     assert not insistent
     assert board.written == [board.verdict]
-    assert board.kinds(1) == ["heard", "ask", "news", "outcome"]
+    assert board.kinds(1) == ["accepted", "ask", "news", "outcome"]
     assert board.kinds(2) == ["ask", "news", "outcome"]
-    finding = Finding.of(board.verdict, posts)
+    finding = Finding.of(board.verdict, reports)
     assert Finding.from_json(board.heard[0][-1]["finding"]) == finding
 
 
@@ -186,17 +186,17 @@ def test_a_round_without_a_finding_writes_nothing(board: Board):
     assert board.heard[2][-1] == {"kind": "outcome", "finding": None}
 
 
-def test_who_is_not_connected_is_not_waited_for(board: Board):
+def test_a_round_does_not_wait_for_an_unconnected_rank(board: Board):
     board.join(0, 2)
     board.hold_round(0, 2)
     assert sorted(board.rounds[0][0]) == [0, 2]
     assert board.now == 0.0
 
 
-def test_who_does_not_post_is_absent_after_the_deadline(board: Board):
+def test_a_rank_that_does_not_report_is_absent_after_the_deadline(board: Board):
     board.join(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)
-    board.post_all(0, 1)
+    board.report_all(0, 1)
     board.until(lambda: board.hub.tally.received == 3)
     board.now = CONFIG.round_deadline_seconds - 0.01
     board.turn()
@@ -206,37 +206,37 @@ def test_who_does_not_post_is_absent_after_the_deadline(board: Board):
     assert sorted(board.rounds[0][0]) == [0, 1]
 
 
-def test_stacks_are_asked_for_when_all_have_posted_and_only_of_the_still(board: Board):
+def test_only_still_ranks_are_asked_for_stacks_and_after_all_reports(board: Board):
     board.join(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)
     board.until(lambda: "ask" in board.kinds(1))  # connections are not read in the order of their messages
-    board.clients[0].send(0, "post", round=1, post=post(0, moving=False))
-    board.clients[1].send(0, "post", round=1, post=post(1, moving=False))
+    board.clients[0].send(0, "report", round=1, report=report(0, moving=False))
+    board.clients[1].send(0, "report", round=1, report=report(1, moving=False))
     board.clients[0].send(0, "stack", round=1, stack="too early", waiting=True)
     board.until(lambda: board.hub.tally.received == 4)
     assert "show" not in board.kinds(0) + board.kinds(1)
-    board.clients[2].send(0, "post", round=1, post=post(2, moving=True))
+    board.clients[2].send(0, "report", round=1, report=report(2, moving=True))
     for rank in (0, 1):
         board.until(lambda rank=rank: "show" in board.kinds(rank))
-        board.clients[rank].send(0, "post", round=1, post=post(rank, Process.STOPPED))  # too late
+        board.clients[rank].send(0, "report", round=1, report=report(rank, Process.STOPPED))  # too late
         board.clients[rank].send(0, "stack", round=1, stack=f"File {rank}", waiting=rank == 0)
     board.until(lambda: board.rounds)
-    standings = {rank: post.standing for rank, post in board.rounds[0][0].items()}
-    assert [standings[rank].stack for rank in range(3)] == ["File 0", "File 1", ""]
-    assert [standings[rank].waiting for rank in range(3)] == [True, False, None]
-    assert standings[0].process is standings[1].process is Process.RUNNING
+    statuses = {rank: report.status for rank, report in board.rounds[0][0].items()}
+    assert [statuses[rank].stack for rank in range(3)] == ["File 0", "File 1", ""]
+    assert [statuses[rank].waiting for rank in range(3)] == [True, False, None]
+    assert statuses[0].process is statuses[1].process is Process.RUNNING
     assert "show" not in board.kinds(2)
 
 
-def test_a_stack_that_does_not_come_is_not_waited_for(board: Board):
+def test_a_round_does_not_wait_for_a_missing_stack(board: Board):
     board.join(0)
     board.clients[0].send(0, "announce", insistent=False)
-    board.clients[0].send(0, "post", round=1, post=post(0, moving=False))
+    board.clients[0].send(0, "report", round=1, report=report(0, moving=False))
     board.until(lambda: "show" in board.kinds(0))
     assert board.rounds == []
     board.now = CONFIG.stack_seconds + 0.3
     board.turn()
-    assert board.rounds[0][0][0].standing.waiting is None
+    assert board.rounds[0][0][0].status.waiting is None
 
 
 def test_announcements_during_a_round_join_it(board: Board):
@@ -244,55 +244,55 @@ def test_announcements_during_a_round_join_it(board: Board):
     for rank in (0, 1, 2):
         board.clients[rank].send(0, "announce", insistent=rank == 1)
     board.until(lambda: board.hub.tally.received == 3)
-    board.post_all(0, 1, 2)
+    board.report_all(0, 1, 2)
     board.until(lambda: board.rounds)
     assert [insistent for _, insistent in board.rounds] == [True]
     assert board.kinds(2).count("ask") == 1
 
 
-def test_a_post_of_an_earlier_round_is_not_taken(board: Board):
+def test_a_report_of_an_earlier_round_is_dropped(board: Board):
     board.join(0, 1, 2)
     board.hold_round(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)
-    board.clients[2].send(0, "post", round=1, post=post(2))
+    board.clients[2].send(0, "report", round=1, report=report(2))
     board.until(lambda: board.hub.tally.received == 6)
     board.now = 5.0
     board.turn()
     assert board.rounds[1][0] == {}
 
 
-def test_who_left_is_not_asked_and_its_last_word_counts(board: Board):
+def test_an_observer_that_left_is_not_asked_and_its_last_report_counts(board: Board):
     board.join(0, 1, 2)
-    board.clients[2].send(0, "leave", post=post(2, Process.GONE, gone_seconds=1.0))
+    board.clients[2].send(0, "leave", report=report(2, Process.GONE, gone_seconds=1.0))
     board.until(lambda: board.hub.left == {2})
     board.now = 4.0
     board.clients[0].send(0, "announce", insistent=False)
-    board.post_all(0, 1)
+    board.report_all(0, 1)
     board.until(lambda: board.rounds)
     assert board.rounds[0][0][2].gone_seconds == 5.0
     assert board.kinds(2) == []
 
 
-def test_the_last_word_of_who_leaves_during_a_round_counts_though_it_was_not_asked(board: Board):
+def test_the_last_report_of_an_observer_that_leaves_during_a_round_counts(board: Board):
     board.join(0, 1)
     board.clients[0].send(0, "announce", insistent=False)
-    board.until(lambda: board.kinds(0) == ["heard", "ask"])
+    board.until(lambda: board.kinds(0) == ["accepted", "ask"])
     board.join(2)  # it could not be asked
-    board.clients[2].send(0, "leave", post=post(2, Process.GONE, 0.5))
+    board.clients[2].send(0, "leave", report=report(2, Process.GONE, 0.5))
     board.until(lambda: board.hub.left == {2})
     board.now = 0.25
-    board.post_all(0, 1)
+    board.report_all(0, 1)
     board.until(lambda: board.rounds)
-    ((posts, _),) = board.rounds
-    assert sorted(posts) == [0, 1, 2]
-    assert posts[2].gone_seconds == 0.75
+    ((reports, _),) = board.rounds
+    assert sorted(reports) == [0, 1, 2]
+    assert reports[2].gone_seconds == 0.75
 
 
 def test_a_round_that_another_hub_took_over_is_called_off(board: Board):
     board.join(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)
     board.until(lambda: "ask" in board.kinds(0))
-    board.clients[0].send(0, "elsewhere", round=1)
+    board.clients[0].send(0, "declined", round=1)
     board.until(lambda: board.hub.deadline is None)
     board.now = 5.0
     board.turn()
@@ -301,7 +301,7 @@ def test_a_round_that_another_hub_took_over_is_called_off(board: Board):
 
 def test_after_a_death_the_verdict_stands(board: Board):
     board.join(0, 1, 2)
-    board.clients[1].send(0, "leave", post=post(1, Process.GONE, gone_seconds=0.0))
+    board.clients[1].send(0, "leave", report=report(1, Process.GONE, gone_seconds=0.0))
     board.until(lambda: board.hub.left == {1})
     board.verdict = incident(1)
     board.hold_round(0, 2)
@@ -317,21 +317,32 @@ def test_the_end_of_an_incident_is_written_once_all_that_were_named_move(board: 
     board.verdict = incident(1, 2)
     board.hold_round(0, 1, 2)
     for rank, seconds in ((0, 50.0), (2, 7.5), (1, 7.0)):
-        board.clients[rank].send(0, "moved", seconds=seconds)
+        board.clients[rank].send(0, "moved", seconds=seconds, finding=None, is_reporter=True)
     board.until(lambda: len(board.written) == 2)
     assert board.written[1] == Resolved(
         step=3, ranks=(1, 2), sentence="ranks (1, 2) are late", stalled_seconds=7.5
     )
 
 
-def test_what_the_other_hub_said_is_not_said_again(board: Board):
+def test_an_incident_of_another_hub_is_not_reported_again(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
     board.hub.adopt(Finding.of(board.verdict, {}))
     board.hold_round(0, 1, 2)
-    board.clients[2].send(0, "moved", seconds=7.5)
+    board.clients[2].send(0, "moved", seconds=7.5, finding=None, is_reporter=False)
     board.hold_round(0, 1, 2)
     assert board.written == [board.verdict], "only what was found after the first was over"
+
+
+def test_the_end_of_a_lost_hubs_incident_is_written_by_the_reporter(board: Board):
+    board.join(0, 1, 2)
+    finding = Finding.of(incident(2), {}).to_json()
+    for is_reporter in (False, True):
+        received = board.hub.tally.received
+        board.clients[2].send(0, "moved", seconds=7.5, finding=finding, is_reporter=is_reporter)
+        board.until(lambda received=received: board.hub.tally.received > received)
+        assert len(board.written) == is_reporter
+    assert board.written[0].sentence == incident(2).sentence
 
 
 def test_a_wrong_token_is_refused(board: Board):
@@ -360,15 +371,16 @@ def test_a_wrong_token_is_refused(board: Board):
         b'{"kind": 3}',
         b'{"kind": "dance"}',
         b'{"kind": "announce"}',
-        b'{"kind": "post", "round": 1}',
-        b'{"kind": "post", "round": 1, "post": 7}',
-        b'{"kind": "moved", "seconds": []}',
+        b'{"kind": "report", "round": 1}',
+        b'{"kind": "report", "round": 1, "report": 7}',
+        b'{"kind": "moved", "seconds": [], "finding": null, "is_reporter": true}',
+        b'{"kind": "moved", "seconds": 1.0, "finding": {"ranks": [0]}, "is_reporter": true}',
         b'{"kind": "stack", "round": 1, "stack": "", "waiting": "perhaps"}',
-        json.dumps({"kind": "leave", "post": post(2)}).encode(),
+        json.dumps({"kind": "leave", "report": report(2)}).encode(),
         b"[" * 100_000,
     ],
 )
-def test_what_is_malformed_is_counted_and_dropped(board: Board, raw: bytes):
+def test_malformed_messages_are_counted_and_dropped(board: Board, raw: bytes):
     board.join(0, 1)
     board.clients[1].sockets[0].send(raw)
     board.until(lambda: board.hub.tally.malformed == 1)
@@ -376,7 +388,7 @@ def test_what_is_malformed_is_counted_and_dropped(board: Board, raw: bytes):
     assert sorted(board.rounds[0][0]) == [0, 1]
 
 
-def test_a_stranger_rank_is_dropped(board: Board):
+def test_a_rank_outside_the_job_is_dropped(board: Board):
     board.join(0)
     for rank in (3, -1):
         board.clients[rank] = Client(board.context, rank, TOKEN, [("127.0.0.1", board.hub.port)])
@@ -406,7 +418,7 @@ def test_a_client_knows_when_its_hub_is_gone(board: Board):
     assert not board.clients[0].send(0, "announce", insistent=False)
 
 
-def test_a_client_that_connects_anew_replaces_its_lost_connection(board: Board):
+def test_a_client_that_reconnects_replaces_its_lost_connection(board: Board):
     board.join(0, 1, 2)
     again = connect(board.context, TOKEN, 2, ("127.0.0.1", board.hub.port))
     board.until(lambda: board.reaches(2) and again.poll(10))
@@ -419,22 +431,24 @@ def test_a_client_that_connects_anew_replaces_its_lost_connection(board: Board):
     again.close()
 
 
-def test_both_ends_derive_the_same_keys_from_the_token_and_nothing_else_does():
-    assert network.hub_keys(TOKEN) == network.hub_keys(TOKEN)
-    pairs = [network.hub_keys(TOKEN), network.client_keys(TOKEN), network.hub_keys(TOKEN + "x")]
-    assert len({pair.secret for pair in pairs}) == len({pair.public for pair in pairs}) == 3
+def test_keys_depend_on_token_purpose_and_role():
+    assert network.derive(TOKEN, "board", "hub") == network.derive(TOKEN, "board", "hub")
+    ends = [(TOKEN, "board", "hub"), (TOKEN, "board", "client"), (TOKEN + "x", "board", "hub")]
+    pairs = [network.derive(*end) for end in (*ends, (TOKEN, "replica", "hub"))]
+    assert len({pair.secret for pair in pairs}) == len({pair.public for pair in pairs}) == 4
     with pytest.raises(ValueError, match="at least 16 characters, got 5"):
-        network.hub_keys("short")
+        network.derive("short", "board", "hub")
 
 
 def test_a_survey_asks_everybody_and_tells_what_it_found(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
     board.clients[2].send(0, "survey")
-    board.post_all(0, 1, 2)
+    board.report_all(0, 1, 2)
     board.until(lambda: board.surveys)
     assert sorted(board.surveys[0]) == [0, 1, 2]
     assert board.written == [incident(2)]
+    board.until(lambda: all("news" in board.kinds(rank) for rank in range(3)))
     assert board.rounds == []
     assert [board.kinds(rank) for rank in range(3)] == [["sample", "news"]] * 3, "no stacks, no outcome"
 
@@ -449,7 +463,7 @@ def test_announcements_that_cross_are_one_survey(board: Board):
         board.clients[2].send(0, "survey")
         board.until(lambda received=received: board.hub.tally.received > received)
         if board.hub.deadline is not None:
-            board.post_all(0, 1, 2)
+            board.report_all(0, 1, 2)
             board.until(lambda: board.hub.deadline is None)
         assert len(board.surveys) == held
         received = board.hub.tally.received
@@ -461,7 +475,7 @@ def test_announcements_that_cross_are_one_survey(board: Board):
 def test_a_survey_ends_at_its_deadline(board: Board):
     board.join(0, 1, 2)
     board.clients[2].send(0, "survey")
-    board.post_all(0, 2)
+    board.report_all(0, 2)
     board.until(lambda: board.hub.tally.received == 3)
     assert board.surveys == []
     board.now += CONFIG.round_deadline_seconds
@@ -472,19 +486,19 @@ def test_a_survey_ends_at_its_deadline(board: Board):
 def test_a_silence_ends_a_survey(board: Board):
     board.join(0, 1, 2)
     board.clients[2].send(0, "survey")
-    board.post_all(0)
+    board.report_all(0)
     board.hold_round(1, 0, 2)
-    assert [sorted(posts) for posts, _ in board.rounds] == [[0, 1, 2]]
+    assert [sorted(reports) for reports, _ in board.rounds] == [[0, 1, 2]]
     assert board.surveys == []
 
 
-def test_during_a_round_and_while_an_incident_stands_there_is_no_survey(board: Board):
+def test_there_is_no_survey_during_a_round_or_an_open_incident(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
     board.clients[0].send(0, "announce", insistent=False)
     board.until(lambda: "ask" in board.kinds(1))
     board.clients[1].send(0, "survey")
-    board.post_all(0, 1, 2)
+    board.report_all(0, 1, 2)
     board.until(lambda: "outcome" in board.kinds(1))
     received = board.hub.tally.received
     board.clients[1].send(0, "survey")
@@ -497,23 +511,23 @@ HOSTILE = {
     "nan": b'{"kind":"moved","seconds":NaN}',
     "infinite": b'{"kind":"moved","seconds":1e999}',
     "huge": b'{"kind":"moved","seconds":' + b"9" * 400 + b"}",
-    "seconds that are none": b'{"kind":"moved","seconds":{}}',
-    "nested": b'{"kind":"leave","post":' + NESTED + b"}",
+    "seconds that are none": b'{"kind":"moved","seconds":{},"finding":null,"is_reporter":true}',
+    "nested": b'{"kind":"leave","report":' + NESTED + b"}",
     "a round that is a list": b'{"kind":"stack","round":[],"stack":{},"waiting":[]}',
     "members": json.dumps(
         {
             "kind": "leave",
-            "post": {
-                **post(0),
+            "report": {
+                **report(0),
                 "lines": '{"key":"a","name":"a","pair":false,"members":[[0,1,100000000]]}\\n',
             },
         }
     )
     .replace("\\\\n", "\\n")
     .encode(),
-    "lines": json.dumps({"kind": "leave", "post": {**post(0), "lines": "{}\n" * 5000}}).encode(),
+    "lines": json.dumps({"kind": "leave", "report": {**report(0), "lines": "{}\n" * 5000}}).encode(),
     "a progress of texts": json.dumps(
-        {"kind": "leave", "post": {**post(0), "standing": {"rank": 0, "process": [], "progress": 7}}}
+        {"kind": "leave", "report": {**report(0), "status": {"rank": 0, "process": [], "progress": 7}}}
     ).encode(),
 }
 
@@ -532,27 +546,27 @@ def test_no_message_of_a_peer_ends_a_hub_or_takes_much_memory(board: Board, name
     board.hold_round(0, 1, 2)  # it lives on
 
 
-def test_a_diagnosis_that_fails_over_what_was_posted_does_not_end_a_hub(board: Board):
+def test_a_diagnosis_that_raises_does_not_end_a_hub(board: Board):
     board.join(0, 1, 2)
     board.verdict = "not an incident"  # type: ignore[assignment]
     board.clients[0].send(0, "announce", insistent=False)
-    board.post_all(0, 1, 2)
+    board.report_all(0, 1, 2)
     board.until(lambda: board.hub.tally.malformed)
     board.verdict = None
     board.hold_round(0, 1, 2)
 
 
-def test_observers_of_another_version_fail_at_the_handshake(board: Board, monkeypatch: pytest.MonkeyPatch):
+def test_observers_of_another_version_fail_at_the_handshake(board: Board):
     board.join(0)
-    monkeypatch.setattr(network, "_PURPOSE", "board 1")
-    other = connect(board.context, TOKEN, 1, ("127.0.0.1", board.hub.port))
+    older = network.CurveSockets("board 1", LIMIT)
+    other = older.connect(board.context, TOKEN, 1, ("127.0.0.1", board.hub.port))
     assert not other.poll(500, zmq.POLLOUT)
     other.close()
     board.turn()
     assert not board.reaches(1)
 
 
-def test_a_connection_that_never_says_who_it_is_is_closed(board: Board):
+def test_a_connection_that_never_authenticates_is_closed(board: Board):
     with socket.create_connection(("127.0.0.1", board.hub.port)) as stranger:
         stranger.settimeout(0.2)
         ended = []
@@ -580,11 +594,11 @@ def test_a_connection_that_never_says_who_it_is_is_closed(board: Board):
         [["0", 1, 1]],
     ],
 )
-def test_members_that_cannot_be_are_refused_before_they_are_counted_out(members: list[Any]):
+def test_impossible_members_are_refused_before_they_are_expanded(members: list[Any]):
     """A sum of few members stood for 10**12 of them."""
     text = json.dumps({"key": "w", "name": "w", "pair": False, "members": members}) + "\n"
     with pytest.raises(ValueError, match="members"):
-        RankReport.from_json({**post(0), "lines": text}, {}, 3)
+        RankReport.from_json({**report(0), "lines": text}, {}, 3)
 
 
 @pytest.mark.parametrize(
@@ -598,12 +612,12 @@ def test_members_that_cannot_be_are_refused_before_they_are_counted_out(members:
         ("entered", {"w": None}),
     ],
 )
-def test_progress_of_other_types_is_refused_and_the_round_is_diagnosed_without_it(name: str, value: Any):
-    """One such post made the diagnosis of all ranks fail."""
+def test_progress_of_wrong_types_is_refused(name: str, value: Any):
+    """One such report made the diagnosis of all ranks fail."""
     progress = Progress(0, 1, 2, Phase.FORWARD, {"w": 1}, (), True, 3.0)
     whole = RankReport(RankStatus(0, Process.RUNNING, progress), (LINE,)).to_json()
-    assert RankReport.from_json(json.loads(json.dumps(whole)), {}, 3).standing.progress == progress
-    whole["standing"]["progress"][name] = value
+    assert RankReport.from_json(json.loads(json.dumps(whole)), {}, 3).status.progress == progress
+    whole["status"]["progress"][name] = value
     with pytest.raises(MISTAKES):
         RankReport.from_json(whole, {}, 3)
 
@@ -611,7 +625,7 @@ def test_progress_of_other_types_is_refused_and_the_round_is_diagnosed_without_i
 @pytest.mark.parametrize(
     "change", [{"ranks": "01"}, {"step": None}, {"job_ended": 1}, {"sentence": []}, {"ranks": [[0]]}]
 )
-def test_a_finding_of_other_types_is_refused(change: dict[str, Any]):
+def test_a_finding_of_wrong_types_is_refused(change: dict[str, Any]):
     whole = Finding.of(incident(0, 1), {}).to_json()
     with pytest.raises(ValueError, match="not a finding"):
         Finding.from_json({**whole, **change})

@@ -239,14 +239,14 @@ def test_what_ranks_say_alike_is_one_object_and_the_diagnosis_is_the_same():
     job = replicas(4)
     job.issue("world", *others(2, count=4), sends=[1, 1, 1, 1], receives=[1, 1, 1, 1])
     shared: Shared = {}
-    posts = [RankReport(standing, tuple(job.lines.values())) for standing in job.standings().values()]
-    sent = [json.loads(json.dumps(post.to_json())) for post in posts]
+    reports = [RankReport(standing, tuple(job.lines.values())) for standing in job.standings().values()]
+    sent = [json.loads(json.dumps(report.to_json())) for report in reports]
     read = [RankReport.from_json(document, shared) for document in sent]
-    assert read == posts
-    assert len({id(post.lines[0]) for post in read}) == 1
-    assert len({id(post.standing.progress.recent[0]) for post in read}) == 1
+    assert read == reports
+    assert len({id(report.lines[0]) for report in read}) == 1
+    assert len({id(report.status.progress.recent[0]) for report in read}) == 1
     alone = [RankReport.from_json(document) for document in sent]
-    assert len({id(post.lines[0]) for post in alone}) == 4
+    assert len({id(report.lines[0]) for report in alone}) == 4
 
 
 # The parts.

@@ -70,14 +70,14 @@ def test_an_elected_hub_gives_the_others_time_to_find_it(board: Board):
     board.hold_round(0, 1)
 
 
-def test_what_another_hub_has_found_of_the_same_silence_is_not_reported_again(board: Board):
+def test_another_hubs_finding_about_the_same_silence_is_not_reported_again(board: Board):
     board.hub.open()
     board.join(0, 1, 2)
     board.verdict = incident(1)
     known = Finding.of(incident(1), {}).to_json()
     board.clients[0].send(0, "announce", insistent=True, finding=known)
     board.until(lambda: "ask" in board.kinds(0))
-    board.post_all(0, 1, 2)
+    board.report_all(0, 1, 2)
     board.until(lambda: "outcome" in board.kinds(0))
     assert (len(board.rounds), board.written) == (1, [])
 

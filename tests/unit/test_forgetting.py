@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from torchscout.checkpoint.storage import lock
 from torchscout.checkpoint.storage.forgetting import forget_old, kept_jobs
-from torchscout.checkpoint.storage.memory import available_memory, check_budget, memory_folder
+from torchscout.checkpoint.storage.memory import check_budget, memory_folder
 from torchscout.cli.main import app
 from torchscout.errors import CheckpointError
 
@@ -63,46 +63,6 @@ def test_the_command_shows_and_deletes_and_refuses_a_job_that_runs(root: Path):
         assert len(kept_jobs(root)) == 2
         assert CliRunner().invoke(app, ["checkpoint", "forget", "--all", "--yes"]).exit_code == 0
         assert [each.name for each in kept_jobs(root)] == ["running"]
-
-
-def machine(
-    folder: Path, available: int, groups: dict[str, tuple[str, int, int]], own: str
-) -> tuple[Path, Path]:
-    """Files as the kernel shows them."""
-    proc, cgroups = folder / "proc", folder / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable:   {available // 1024} kB\n")
-    (proc / "self" / "cgroup").write_text(own)
-    for name, (most, used, cached) in groups.items():
-        (cgroups / name).mkdir(parents=True, exist_ok=True)
-        prefix, total = ("memory.max", "memory.current"), ""
-        if name.startswith("memory"):
-            prefix, total = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
-        (cgroups / name / prefix[0]).write_text(f"{most}\n")
-        (cgroups / name / prefix[1]).write_text(f"{used}\n")
-        (cgroups / name / "memory.stat").write_text(f"anon 1\n{total}inactive_file {cached}\n")
-    return proc, cgroups
-
-
-@pytest.mark.parametrize(
-    ("available", "groups", "own", "expected"),
-    [
-        (22 * GIB, {}, "0::/\n", 22 * GIB),
-        (22 * GIB, {"job": ("max", GIB, 0)}, "0::/job\n", 22 * GIB),
-        (22 * GIB, {"job": (str(8 * GIB), 5 * GIB, GIB)}, "0::/job\n", 4 * GIB),
-        (22 * GIB, {"a": (str(6 * GIB), 5 * GIB, 0), "a/b": ("max", GIB, 0)}, "0::/a/b\n", GIB),
-        (22 * GIB, {"memory/job": (str(4 * GIB), GIB, 0)}, "5:cpu:/job\n4:memory:/job\n", 3 * GIB),
-        (22 * GIB, {"job": (str(GIB), 2 * GIB, 0)}, "0::/job\n", 0),
-    ],
-)
-def test_memory_is_what_the_machine_and_every_group_has_left(
-    tmp_path: Path, available: int, groups: dict[str, tuple[str, int, int]], own: str, expected: int
-):
-    assert available_memory(*machine(tmp_path, available, groups, own)) == expected
-
-
-def test_this_machine_has_some():
-    assert 0 < available_memory() < 1 << 50
 
 
 def test_a_budget_in_memory_is_of_what_is_available_and_not_of_the_file_system():

@@ -25,6 +25,7 @@ from torchscout.errors import CheckpointError
 from torchscout.observer.protocol import connect, listen_limited
 from torchscout.utils.listener import Limits, Listener
 from torchscout.utils.network import new_token
+from torchscout.utils.procfs import is_running
 
 STRANGERS = 500
 
@@ -252,13 +253,6 @@ def test_a_listener_ends_with_its_trainer_even_if_children_live_on(tmp_path: Pat
         assert is_running(child), "its standard input was still open"
     finally:
         os.kill(child, 9)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def test_the_same_holds_for_a_hub():

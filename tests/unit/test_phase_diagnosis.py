@@ -109,14 +109,14 @@ def test_replicas_with_different_experts_still_fetch_alike():
 
 
 def test_a_survey_is_made_of_posts():
-    def posts() -> dict[int, RankReport]:
+    def reports() -> dict[int, RankReport]:
         sent = [
             RankReport(RankStatus(rank, Process.RUNNING, None), (), phase_seconds={Phase.INPUT: seconds})
             for rank, seconds in enumerate([0.018, 0.017, 0.018, 0.41])
         ]
-        return {post.standing.rank: RankReport.from_json(post.to_json()) for post in sent}
+        return {report.status.rank: RankReport.from_json(report.to_json()) for report in sent}
 
     found = diagnosis()
-    assert compare_phases(posts(), found) == []
-    (incident,) = compare_phases(posts(), found)
+    assert compare_phases(reports(), found) == []
+    (incident,) = compare_phases(reports(), found)
     assert incident.records[0].verdict.evidence == (18.0, 17.0, 18.0, 410.0)

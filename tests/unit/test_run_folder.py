@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_record import INCIDENT
-from torchscout.decision.recorder import JsonlRecorder, Problem, Stamped, read
+from tests.unit.test_record import INCIDENT, RESOLVED
+from torchscout.decision.recorder import IncidentLog, JsonlRecorder, Problem, Stamped, read
 
 
 @contextmanager
@@ -79,3 +79,41 @@ def test_a_file_that_is_moved_away_gets_a_successor(tmp_path: Path):
     recorder.record(INCIDENT)
     recorder.close()
     assert items_of(path) == items_of(tmp_path / "old") == [INCIDENT]
+
+
+def test_a_log_of_incidents_is_followed_to_their_ends(tmp_path: Path):
+    recorder, log = JsonlRecorder(tmp_path / "run", 0), IncidentLog(tmp_path / "run", strict=True)
+    assert log.new() == []
+    recorder.record(INCIDENT)
+    assert [line.item for line in log.new()] == log.open_incidents == [INCIDENT]
+    recorder.record(RESOLVED)
+    assert (log.new(), log.entries, log.open_incidents) == ([], [(INCIDENT, RESOLVED)], [])
+    recorder.close()
+
+
+def test_what_happens_again_after_it_was_resolved_is_open(tmp_path: Path):
+    recorder = JsonlRecorder(tmp_path, 0)
+    for item in (INCIDENT, RESOLVED, INCIDENT):
+        recorder.record(item)
+    recorder.close()
+    log = IncidentLog.read(tmp_path)
+    assert log.entries == [(INCIDENT, RESOLVED), (INCIDENT, None)]
+    assert log.incidents == [INCIDENT, INCIDENT]
+    assert log.open_incidents == [INCIDENT]
+
+
+def test_a_strict_log_refuses_a_line_that_another_one_skips(tmp_path: Path):
+    recorder, path = JsonlRecorder(tmp_path, 0), tmp_path / "incidents.jsonl"
+    recorder.record(INCIDENT)
+    with path.open("a") as file:
+        file.write("{}\n")
+    recorder.record(INCIDENT)
+    recorder.close()
+    assert IncidentLog.read(tmp_path).incidents == [INCIDENT, INCIDENT]
+    with pytest.raises(ValueError, match=f"{path}:2: schema None"):
+        IncidentLog(tmp_path, strict=True).new()
+
+
+def test_where_there_is_no_run_directory_there_are_no_incidents(tmp_path: Path):
+    (tmp_path / "file").touch()
+    assert IncidentLog.read(tmp_path / "nothing").entries == IncidentLog.read(tmp_path / "file").entries == []

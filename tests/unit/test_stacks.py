@@ -63,7 +63,7 @@ def test_the_topmost_frame_decides(file: str, function: str, expected: bool | No
     assert stacks.is_waiting(thread((f"{TORCH}/{file}", function), MINE)) is expected
 
 
-def test_what_stands_between_a_wait_and_its_caller_is_looked_through():
+def test_frames_between_a_wait_and_its_caller_are_ignored():
     dispatcher = (f"{TORCH}/_ops.py", "__call__")
     wait = (f"{TORCH}/distributed/_functional_collectives.py", "wait_tensor")
     ours = ("/env/lib/python3.11/site-packages/torchscout/collectives/interceptor.py", "kernel")
@@ -92,7 +92,7 @@ def test_the_standard_library_does_not_communicate():
         (thread((f"{TORCH}/serialization.py", "_save"), MINE), None),
     ],
 )
-def test_other_threads_count_where_the_main_one_hands_over(main: str, expected: bool | None):
+def test_other_threads_count_if_the_main_one_may_wait_for_them(main: str, expected: bool | None):
     assert stacks.is_waiting(COMMUNICATING + "\n" + main) is expected
 
 
@@ -105,7 +105,7 @@ def test_no_stack_says_nothing(text: str):
     assert stacks.is_waiting(text) is None
 
 
-def test_trimming_keeps_whole_threads_and_above_all_the_main_one():
+def test_trimming_keeps_whole_threads_and_the_main_one_first():
     text = COMMUNICATING * 9 + BACKWARD
     trimmed = stacks.trim(text, len(BACKWARD) + 2 * len(COMMUNICATING) + 5)
     assert trimmed == 2 * COMMUNICATING + BACKWARD
@@ -157,7 +157,7 @@ def test_a_stopped_trainer_gives_none(tmp_path: Path):
         assert stacks.take(pid, path, SIGNAL, 10.0) == ""
 
 
-def test_a_trainer_that_took_it_back_is_left_alone(tmp_path: Path):
+def test_a_trainer_that_unregistered_is_not_signalled(tmp_path: Path):
     with trainer(tmp_path, "registration.unregister(); time.sleep(60)") as (pid, path):
         while path.exists():
             pass
@@ -185,7 +185,7 @@ def test_a_signal_in_use_is_refused(tmp_path: Path):
         signal.signal(SIGNAL, previous)
 
 
-def test_two_sessions_of_one_process_have_stacks_both(tmp_path: Path):
+def test_two_sessions_of_one_process_both_get_stacks(tmp_path: Path):
     """There is one handler of a signal in a process; it serves both, until the last one takes it back."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -8,7 +8,7 @@ import pytest
 
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Phase
-from torchscout.observer.trainer import SAMPLES, Surveying, typical_seconds
+from torchscout.observer.trainer import SAMPLES, SurveySchedule, typical_seconds
 
 CONFIG = ObserverConfig(repeat_seconds=10.0)
 STEPS = [1.0] * 20
@@ -36,88 +36,88 @@ def durations(phase: Phase = Phase.INPUT, values: list[float] | None = None) -> 
     ],
 )
 def test_what_is_remarkable(values: list[float], due: bool):
-    assert Surveying(CONFIG).is_due(durations(values=values), STEPS, 0.0) is due
+    assert SurveySchedule(CONFIG).is_due(durations(values=values), STEPS, 0.0) is due
 
 
-def test_milliseconds_are_nothing_in_a_step_of_milliseconds():
-    assert not Surveying(CONFIG).is_due(durations(values=times(0.009, 20)), [0.01] * 20, 0.0)
+def test_durations_below_phase_ms_are_not_remarkable():
+    assert not SurveySchedule(CONFIG).is_due(durations(values=times(0.009, 20)), [0.01] * 20, 0.0)
 
 
-def test_nothing_is_known_before_the_first_steps():
-    assert not Surveying(CONFIG).is_due(durations(values=times(0.3, 20)), [], 0.0)
+def test_no_survey_before_the_first_steps():
+    assert not SurveySchedule(CONFIG).is_due(durations(values=times(0.3, 20)), [], 0.0)
 
 
-def test_a_survey_is_repeated_after_a_growing_while():
-    surveying, asked, values = Surveying(CONFIG), [], []
+def test_surveys_repeat_at_growing_intervals():
+    schedule, asked, values = SurveySchedule(CONFIG), [], []
     for now in range(200):
         values = (values + times(0.3, 1))[-64:]
-        if surveying.is_due(durations(values=values), STEPS, now):
+        if schedule.is_due(durations(values=values), STEPS, now):
             asked.append(now)
-            surveying.announced(now)
-            surveying.held(durations(values=values), now)
+            schedule.announced(now)
+            schedule.held(durations(values=values), now)
     assert asked == [4, 14, 34, 74, 154]
 
 
-def test_after_a_long_calm_it_is_repeated_soon_again():
-    surveying = Surveying(CONFIG)
+def test_after_a_long_calm_intervals_start_over():
+    schedule = SurveySchedule(CONFIG)
     for now in (0.0, 10.0, 30.0, 70.0, 1000.0):
-        surveying.held(durations(), now)
+        schedule.held(durations(), now)
     slow = durations(values=times(0.3, 5))
-    assert not surveying.is_due(slow, STEPS, 1009.0)
-    assert surveying.is_due(slow, STEPS, 1010.0)
+    assert not schedule.is_due(slow, STEPS, 1009.0)
+    assert schedule.is_due(slow, STEPS, 1010.0)
 
 
-def test_it_never_repeats_so_often_that_it_cannot_count():
-    surveying = Surveying(CONFIG)
+def test_intervals_are_bounded():
+    schedule = SurveySchedule(CONFIG)
     for now in range(5000):
-        surveying.held(durations(), now)
-    assert surveying.is_due(durations(values=times(0.3, 5)), STEPS, 4999.0 + 300.0)
+        schedule.held(durations(), now)
+    assert schedule.is_due(durations(values=times(0.3, 5)), STEPS, 4999.0 + 300.0)
 
 
 def test_the_same_durations_are_not_compared_twice():
-    surveying, values = Surveying(CONFIG), times(0.3, 5)
-    surveying.held(durations(values=values), 0.0)
+    schedule, values = SurveySchedule(CONFIG), times(0.3, 5)
+    schedule.held(durations(values=values), 0.0)
     values += times(0.3, 4)
-    assert not surveying.is_due(durations(values=values), STEPS, 99.0)
+    assert not schedule.is_due(durations(values=values), STEPS, 99.0)
     values += times(0.3, 1)
-    assert surveying.is_due(durations(values=values), STEPS, 99.0)
+    assert schedule.is_due(durations(values=values), STEPS, 99.0)
 
 
-def test_a_survey_that_no_hub_took_up_is_announced_again():
-    surveying, slow = Surveying(CONFIG), durations(values=times(0.3, 5))
-    surveying.announced(0.0)
-    assert not surveying.is_due(slow, STEPS, 9.0)
-    assert surveying.is_due(slow, STEPS, 10.0)
+def test_a_survey_that_no_hub_held_is_announced_again():
+    schedule, slow = SurveySchedule(CONFIG), durations(values=times(0.3, 5))
+    schedule.announced(0.0)
+    assert not schedule.is_due(slow, STEPS, 9.0)
+    assert schedule.is_due(slow, STEPS, 10.0)
 
 
-def test_who_became_slow_is_surveyed_again_though_it_remembers_nothing_else():
-    surveying, before = Surveying(CONFIG), times(0.01, 40)
-    assert surveying.is_due(durations(values=before + times(0.1, 5)), STEPS, 0.0)
-    surveying.held(durations(values=before + times(0.1, 5)), 0.0)
-    assert surveying.is_due(durations(values=times(0.1, 64)), STEPS, 10.0)
-    assert not surveying.is_due(durations(values=times(0.1, 64)), STEPS, 100.0)
+def test_a_phase_that_became_slow_is_surveyed_again():
+    schedule, before = SurveySchedule(CONFIG), times(0.01, 40)
+    assert schedule.is_due(durations(values=before + times(0.1, 5)), STEPS, 0.0)
+    schedule.held(durations(values=before + times(0.1, 5)), 0.0)
+    assert schedule.is_due(durations(values=times(0.1, 64)), STEPS, 10.0)
+    assert not schedule.is_due(durations(values=times(0.1, 64)), STEPS, 100.0)
 
 
 @pytest.mark.parametrize(("every", "due"), [(100.0, False), (6.0, True)])
-def test_checkpoints_are_held_against_how_often_they_are_written(every: float, due: bool):
+def test_checkpoints_are_compared_with_how_often_they_are_written(every: float, due: bool):
     """Two seconds are longer than a step, which is nothing remarkable."""
-    surveying, values, asked = Surveying(CONFIG), [], False
+    schedule, values, asked = SurveySchedule(CONFIG), [], False
     for count in range(8):
         values += times(2.0, 1)
-        asked |= surveying.is_due(durations(Phase.CHECKPOINT_WRITE, values), STEPS, count * every)
+        asked |= schedule.is_due(durations(Phase.CHECKPOINT_WRITE, values), STEPS, count * every)
     assert asked is due
 
 
 def test_a_checkpoint_that_became_slow_is_remarkable():
-    surveying, values, asked = Surveying(CONFIG), [], []
+    schedule, values, asked = SurveySchedule(CONFIG), [], []
     for count in range(8):
         values += times(1.0 if count < 4 else 9.0, 1)
-        if surveying.is_due(durations(Phase.CHECKPOINT_WRITE, values), STEPS, count * 100.0):
+        if schedule.is_due(durations(Phase.CHECKPOINT_WRITE, values), STEPS, count * 100.0):
             asked.append(count)
     assert asked == [5, 6, 7]
 
 
-def test_what_is_posted_is_the_median_of_the_latest():
+def test_the_reported_duration_is_the_median_of_the_latest():
     values = [9.0] * 20 + [1.0, 2.0, 3.0, 4.0, 50.0]
     assert typical_seconds(durations(values=values)) == {Phase.INPUT: 3.0}
 

@@ -48,25 +48,25 @@ def ended(folder: Path, seconds: float, how: str, timeout: float = 600.0) -> Ran
         while trainer.ending is None and time.monotonic() < deadline:
             trainer.look(time.monotonic())
             time.sleep(0.05)
-        return RankReport.from_json(trainer.post(CONFIG, 0.0, time.monotonic()).to_json())
+        return RankReport.from_json(trainer.report(CONFIG, 0.0, time.monotonic()).to_json())
 
 
 def test_what_a_trainer_waited_for_is_kept_when_a_watchdog_has_ended_it(tmp_path: Path):
-    post = ended(tmp_path, 2.0, "stands still")
-    assert post.gone_seconds is not None
-    assert not post.was_killed
-    assert post.standing.progress.entered == {"world": 1}
-    assert post.stalled is not None
-    assert post.stalled.entered == {"world": 0}
+    report = ended(tmp_path, 2.0, "stands still")
+    assert report.gone_seconds is not None
+    assert not report.was_killed
+    assert report.status.progress.entered == {"world": 1}
+    assert report.stalled is not None
+    assert report.stalled.entered == {"world": 0}
 
 
 @pytest.mark.parametrize(("seconds", "how"), [(2.0, "moves"), (0.3, "stands still")])
 def test_a_trainer_that_ends_in_the_middle_of_its_work_waited_for_nobody(
     seconds: float, how: str, tmp_path: Path
 ):
-    post = ended(tmp_path, seconds, how)
-    assert post.gone_seconds is not None
-    assert post.stalled is None
+    report = ended(tmp_path, seconds, how)
+    assert report.gone_seconds is not None
+    assert report.stalled is None
 
 
 @pytest.mark.parametrize(
@@ -75,5 +75,5 @@ def test_a_trainer_that_ends_in_the_middle_of_its_work_waited_for_nobody(
 def test_a_wait_as_long_as_the_timeout_of_its_group_is_known_afterwards(
     timeout: float, how: str, is_over: bool, tmp_path: Path
 ):
-    post = ended(tmp_path, 2.5, how, timeout)
-    assert post.has_timed_out is is_over
+    report = ended(tmp_path, 2.5, how, timeout)
+    assert report.has_timed_out is is_over

@@ -15,13 +15,14 @@ from torch import nn
 
 from torchscout.attach import enable_resiliency
 from torchscout.campaign.cell import Cell, JobLayout
-from torchscout.campaign.grading import Flaw, Grade, Reports, grade, unfired
+from torchscout.campaign.grading import Flaw, Grade, grade, unfired
 from torchscout.campaign.observed import retried
 from torchscout.campaign.paper_cells import SHAPES, Turns
 from torchscout.campaign.results import Result, found_in
 from torchscout.campaign.training import device_of
 from torchscout.config import ReplayConfig, StragglerConfig
 from torchscout.decision.record import Incident
+from torchscout.decision.recorder import IncidentLog
 from torchscout.experts.kernel import expert_layer as counted
 from torchscout.experts.kernel.triton_kernel import INTERPRETED
 from torchscout.faults.effects import PerturbKernel
@@ -162,7 +163,12 @@ def _profile(rank: int, layout: JobLayout, catalog: Path) -> None:  # noqa: ARG0
 def run_job(cell: Cell, place: Path, job: Job, turns: Turns) -> Result:
     """One cell; ``turns`` are those of the job's catalog."""
     shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
-    begin, reports, told, failures = time.monotonic(), Reports(place), list[MoeRankResult](), list[str]()
+    begin, reports, told, failures = (
+        time.monotonic(),
+        IncidentLog(place, strict=True),
+        list[MoeRankResult](),
+        list[str](),
+    )
     try:
         told = retried(lambda: _trained(cell, place, job))
     except RankError as error:

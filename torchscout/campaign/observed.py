@@ -22,18 +22,19 @@ import torch
 
 from torchscout.attach import enable_resiliency
 from torchscout.campaign.cell import Cell, JobLayout
-from torchscout.campaign.grading import Reports, grade, unfired
+from torchscout.campaign.grading import grade, unfired
 from torchscout.campaign.results import Result, found_in
 from torchscout.campaign.training import Training
 from torchscout.config import ObserverConfig
 from torchscout.decision.record import Incident
-from torchscout.decision.recorder import Stamped
+from torchscout.decision.recorder import IncidentLog, Stamped
 from torchscout.faults.effects import CallEffect, Freeze, Sleep
 from torchscout.faults.fault import Fault
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.observer.monitor import HangMonitor
 from torchscout.testing.local_ranks import LiveRanks, RankError
+from torchscout.utils.procfs import is_running
 
 __all__ = [
     "QUICK",
@@ -255,7 +256,7 @@ def observe(
     """Run the cell's job; ``stop`` ends it before its time."""
     begin = time.monotonic()
     reports, found, told, failures = (
-        Reports(run_dir),
+        IncidentLog(run_dir, strict=True),
         list[Stamped](),
         list[ObservedRankResult](),
         list[str](),
@@ -304,7 +305,7 @@ def _goes_on(cell: Cell) -> bool:
 
 def _followed(
     ranks: LiveRanks,
-    reports: Reports,
+    reports: IncidentLog,
     stop: threading.Event,
     run_dir: Path,
     *,
@@ -334,13 +335,7 @@ def _await_observers(run_dir: Path) -> None:
 def _observers(run_dir: Path) -> list[int]:
     """Those that are there."""
     numbers = [int(entry.read_text() or 0) for entry in observers_of(run_dir).iterdir()]
-    return [number for number in numbers if number and _is_alive(number)]
-
-
-def _is_alive(number: int) -> bool:
-    with suppress(OSError):
-        return b") Z " not in Path(f"/proc/{number}/stat").read_bytes()
-    return False
+    return [number for number in numbers if number and is_running(number)]
 
 
 def _is_undisturbed(run_dir: Path) -> bool:

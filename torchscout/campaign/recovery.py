@@ -13,12 +13,13 @@ from typing import Any
 
 from torchscout.attach import enable_resiliency
 from torchscout.campaign.cell import Cell, JobLayout
-from torchscout.campaign.grading import Flaw, Grade, Reports, grade, unfired
+from torchscout.campaign.grading import Flaw, Grade, grade, unfired
 from torchscout.campaign.observed import retried
 from torchscout.campaign.results import Result, found_in
 from torchscout.campaign.training import Training
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.decision.record import Incident
+from torchscout.decision.recorder import IncidentLog
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import RankError, run_ranks
@@ -115,7 +116,11 @@ def run_recovery(cells: Sequence[Cell], folder: Path) -> Generator[Result, None,
 
 def _run(cell: Cell, place: Path) -> Result:
     begin, layout = time.monotonic(), cell.place
-    reports, told, again = Reports(place), list[RecoveryRankResult](), list[RecoveryRankResult]()
+    reports, told, again = (
+        IncidentLog(place, strict=True),
+        list[RecoveryRankResult](),
+        list[RecoveryRankResult](),
+    )
     problem = ""
     try:
         told, again = (_trained(layout, faults, place) for faults in (cell.faults, FaultPlan()))

@@ -16,12 +16,13 @@ import torch
 
 from torchscout.attach import enable_resiliency
 from torchscout.campaign.cell import BLOCKS, Cell, JobLayout
-from torchscout.campaign.grading import Flaw, Grade, Reports, grade, unfired
+from torchscout.campaign.grading import Flaw, Grade, grade, unfired
 from torchscout.campaign.observed import retried
 from torchscout.campaign.results import Result, found_in
 from torchscout.campaign.training import Training
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import Incident
+from torchscout.decision.recorder import IncidentLog
 from torchscout.faults.fault import SiteKind
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import Fault, FaultPlan
@@ -233,7 +234,7 @@ def _run(
 ) -> Generator[Result, None, None]:
     """Until all are done, or the ranks cannot be used for the next cell."""
     slots, layout = scheduled(cells, BLOCKS), cells[0].place
-    reports, begin = Reports(run_dir), time.monotonic()
+    reports, begin = IncidentLog(run_dir, strict=True), time.monotonic()
     try:
         started = retried(lambda: _started(body, layout, planned(slots), run_dir, seed))
     except RankError as error:
@@ -274,7 +275,7 @@ def _started(
     return ranks
 
 
-def _graded(slot: Slot, told: Sequence[WarmRankResult], reports: Reports, took: float) -> Result:
+def _graded(slot: Slot, told: Sequence[WarmRankResult], reports: IncidentLog, took: float) -> Result:
     cell, new = slot.cell, reports.new()
     fired = [firing for each in told for firing in each.fired]
     given = grade(

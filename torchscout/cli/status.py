@@ -12,10 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from torchscout.cli.console import as_document
-from torchscout.decision import recorder
 from torchscout.decision.progress import Process, Progress
 from torchscout.decision.record import Incident, Manifestation, Resolved
-from torchscout.decision.recorder import Stamped
+from torchscout.decision.recorder import IncidentLog
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
 from torchscout.observer.record.reader import ProgressReader
@@ -194,16 +193,12 @@ def device_of(progress: Progress) -> str | None:
 
 def incidents_of(run_dir: Path) -> list[dict[str, Any]]:
     """Incidents: ``open``, ``resolved``, or ``recovered`` by going back to an earlier state."""
-    path = run_dir / "incidents.jsonl"
-    lines = recorder.read(path) if path.exists() else iter(())
-    items = [line.item for line in lines if isinstance(line, Stamped)]
-    ended = {item.sentence: item.recovered for item in items if isinstance(item, Resolved)}
-    return [_incident(item, ended) for item in items if isinstance(item, Incident)]
+    return [_incident(*entry) for entry in IncidentLog.read(run_dir).entries]
 
 
-def _incident(item: Incident, ended: Mapping[str, int | None]) -> dict[str, Any]:
-    recovered = ended.get(item.sentence)
-    state = "open" if item.sentence not in ended else "resolved" if recovered is None else "recovered"
+def _incident(item: Incident, end: Resolved | None) -> dict[str, Any]:
+    recovered = None if end is None else end.recovered
+    state = "open" if end is None else "resolved" if recovered is None else "recovered"
     return {
         "step": item.step,
         "manifestation": item.manifestation.value,

@@ -23,6 +23,7 @@ from torchscout.utils.private_files import make_folders, open_file
 
 __all__ = [
     "Follower",
+    "IncidentLog",
     "JsonlRecorder",
     "Problem",
     "Recorder",
@@ -30,13 +31,13 @@ __all__ = [
     "line_of",
     "log_incident",
     "read",
-    "stamped",
 ]
 
 Recordable = EvidenceRecord | Incident | Resolved | Agreements
 
 _MOST_WAITING = 256
 """Lines that wait while the disk is full; older ones are dropped."""
+_INCIDENTS = "incidents.jsonl"
 MOST_BYTES = 16 << 20
 """The size of a file of records. A full file is renamed, and replaces the one that was full before."""
 
@@ -66,7 +67,7 @@ class JsonlRecorder:
     """
 
     def __init__(self, run_dir: Path | str, rank: int, *, most_bytes: int = MOST_BYTES) -> None:
-        incidents = _Lines(Path(run_dir) / "incidents.jsonl")
+        incidents = _Lines(Path(run_dir) / _INCIDENTS)
         records = _Lines(Path(run_dir) / "records" / f"rank-{rank}.jsonl", most_bytes)
         self._lines = {"incident": incidents, "resolved": incidents, "evidence": records}
         self._lines["agreements"] = records
@@ -208,16 +209,19 @@ def _files(path: Path, opened: ExitStack) -> list[tuple[Path, BinaryIO]]:
 
 
 class Follower:
-    """The lines of a file that grows, each once, without reading again what was read before."""
+    """Reads a growing JSONL file, each line once.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    A line that cannot be read is skipped or, if ``strict``, raises ``ValueError``.
+    """
+
+    def __init__(self, path: Path, *, strict: bool = False) -> None:
+        self._path, self._strict = path, strict
         self._file: BinaryIO | None = None  # open, so that no other file can get its number
         self._read, self._number = 0, 0
         """Bytes and lines so far."""
 
-    def fresh(self) -> Iterator[Stamped | Problem]:
-        """What was added since the last call; a line that is not whole yet waits until it is."""
+    def fresh(self) -> Iterator[Stamped]:
+        """Yield what was added since the last call; an incomplete last line is left for the next one."""
         file = self._opened()
         if file is None:
             return
@@ -226,8 +230,11 @@ class Follower:
             if not line.endswith(b"\n"):
                 return
             self._read, self._number = self._read + len(line), self._number + 1
-            if line.strip():
-                yield _parsed(self._path, self._number, line)
+            parsed = _parsed(self._path, self._number, line) if line.strip() else None
+            if isinstance(parsed, Stamped):
+                yield parsed
+            elif parsed is not None and self._strict:
+                raise ValueError(str(parsed))
 
     def close(self) -> None:
         """Idempotent."""
@@ -243,19 +250,61 @@ class Follower:
                 self.close()
                 self._file = self._path.open("rb")
                 self._read = self._number = 0
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return self._file if status.st_size > self._read else None
 
 
+class IncidentLog:
+    """Follows ``incidents.jsonl`` of a run directory; without that file there are no incidents."""
+
+    def __init__(self, run_dir: Path | str, *, strict: bool = False) -> None:
+        """``strict`` as in ``Follower``."""
+        self.entries: list[tuple[Incident, Resolved | None]] = []
+        """What has been read so far: each incident and how it ended, None while it is open."""
+        self._file = Follower(Path(run_dir) / _INCIDENTS, strict=strict)
+
+    @classmethod
+    def read(cls, run_dir: Path | str) -> IncidentLog:
+        """Return the log as it is now; raises ``OSError`` if it cannot be read."""
+        log = cls(run_dir)
+        log.new()
+        log._file.close()
+        return log
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return [incident for incident, _ in self.entries]
+
+    @property
+    def open_incidents(self) -> list[Incident]:
+        return [incident for incident, end in self.entries if end is None]
+
+    def new(self) -> list[Stamped]:
+        """Read on, and return the incidents that were added since the last call."""
+        added = []
+        for line in self._file.fresh():
+            item = line.item
+            if isinstance(item, Incident):
+                self.entries.append((item, None))
+                added.append(line)
+            elif isinstance(item, Resolved):
+                # The same may happen again later, and is then open.
+                self.entries = [
+                    (incident, item if end is None and incident.sentence == item.sentence else end)
+                    for incident, end in self.entries
+                ]
+        return added
+
+
 def _parsed(path: Path, number: int, line: bytes) -> Stamped | Problem:
     try:
-        return stamped(json.loads(line))
+        return _stamped(json.loads(line))
     except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors too
         return Problem(path, number, str(error))
 
 
-def stamped(line: Any) -> Stamped:
+def _stamped(line: Any) -> Stamped:
     """One line, as JSON has it; a ``ValueError`` says what is foreign about it."""
     if not isinstance(line, dict):
         raise ValueError(f"not a record: {line!r:.80}")

@@ -1,12 +1,11 @@
-"""How far a trainer's CUDA device is, which may be far behind its host (paper, section 7).
+"""Publishes the progress of a trainer's CUDA device, which may be far behind its host (paper, section 7).
 
-Over NCCL a host does not block inside a collective: it issues the operation, runs ahead, and stops where it
-needs a result. What the device has come to is evidence of its own. An event is recorded on the current stream
-before each operation that a device enters, and at the end of each training step; a small thread asks which of
-them the device has passed. Nothing here waits for the device or launches a kernel, and no tensor is kept
-alive. What the device's progress means is for the diagnosis to say.
+With NCCL a host does not block inside a collective: it issues the operation, runs ahead, and stops where it
+needs a result. So the device's progress is evidence of its own. An event is recorded on the current stream
+before each operation that the device enters, and at the end of each training step; a small thread asks which
+events the device has passed. Nothing here waits for the device, launches a kernel or keeps a tensor alive.
 
-Not seen: operations inside a CUDA graph that is replayed, since no operator is called then.
+Operations inside a replayed CUDA graph are not seen, since no operator is called then.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ __all__ = ["DeviceProgress", "Track", "device_of"]
 
 _POLL_SECONDS = 0.05
 _QUIET_SECONDS = 0.5
-"""How long a host has published nothing before its device is asked whether it has work left."""
+"""Silence of the host after which its device is asked whether it has work left."""
 _SILENT_SECONDS = 1.5
-"""How long it has published nothing before the Flight Recorder is read."""
+"""Silence of the host after which the Flight Recorder is read."""
 _RECORDER_SECONDS = 30.0
-"""The recorder is not read more often: the hosts of some healthy jobs are silent for seconds in every
-step."""
+"""Pause between two reads: the hosts of some healthy jobs are silent for seconds in every step."""
 _OUTSTANDING = 256
-"""Events of one track. A host is held up after about a thousand launches, of which an operation takes
+"""Events of one track. CUDA blocks a host after about a thousand outstanding launches, and an operation takes
 several."""
-_STREAMS = 16
+_MAX_STREAMS = 16
 _CLOSING_SECONDS = 1.0
 
 # From cuda.h.
@@ -45,42 +43,40 @@ _SUCCESS, _NOT_READY = 0, 600
 
 
 def device_of(modules: Iterable[torch.nn.Module]) -> torch.device | None:
-    """The CUDA device of these modules, the first one of several; None where they have none."""
+    """Return the first CUDA device of these modules; None if they have none."""
     return next((each.device for module in modules for each in module.parameters() if each.is_cuda), None)
 
 
 class Track:
-    """Events along one sequence of numbers, such as the operations of a process group; the last ones are
-    kept.
+    """The last events along one sequence of numbers, such as the operations of a process group.
 
-    One thread records while another asks. The count is raised last, so that whatever is asked for was
-    recorded. An event that is recorded anew while it is asked for looks as if it had not been passed yet, for
-    a moment.
+    One thread records while another polls. The count is raised last, so only recorded events are polled. An
+    event that is recorded again while it is polled looks for a moment as if it had not been passed.
     """
 
     def __init__(self, publish: Callable[[int], None]) -> None:
         self._publish = publish
         self._events: list[torch.cuda.Event] = []
         self._handles: list[int | None] = [None] * _OUTSTANDING
-        """Of the events; None for what no event stands for."""
+        """Handles of the events; None for a number without an event."""
         self._numbers = [0] * _OUTSTANDING
         self._recorded = self._passed = 0
 
     def record(self, number: int, stream: int | None, driver: _Driver) -> None:
-        """The host has come to ``number``. Without a stream there is nothing to ask the device about."""
+        """Note that the host has reached ``number``, and record an event if there is a stream."""
         place = self._recorded % _OUTSTANDING
         self._handles[place] = None if stream is None else self._record(place, stream, driver)
         self._numbers[place] = number
         self._recorded += 1
 
-    def ask(self, driver: _Driver) -> None:
-        """Publish the last number that the device has passed, if that is news."""
+    def poll(self, driver: _Driver) -> None:
+        """Publish the last number that the device has passed, if it has changed."""
         low, high = max(self._passed, self._recorded - _OUTSTANDING + 1), self._recorded
         if low >= high:
             return
         if self._has_passed(high - 1, driver):
             low = high
-        while low < high - 1:  # all before ``low`` are passed, and ``high - 1`` is not
+        while low < high - 1:  # everything before ``low`` is passed, and ``high - 1`` is not
             middle = (low + high - 1) // 2
             if self._has_passed(middle, driver):
                 low = middle + 1
@@ -109,8 +105,7 @@ class Track:
 class DeviceProgress:
     """Publishes what a device has passed, until ``close``.
 
-    Where CUDA reports an error it gives up, and the device's progress is unknown from then on: an old one
-    would look like a device that is behind.
+    After a CUDA error the device's progress is unknown: an old value would look like a device that is behind.
     """
 
     def __init__(self, writer: ProgressWriter, device: torch.device) -> None:
@@ -120,8 +115,7 @@ class DeviceProgress:
         self._first_step = writer.step
         self._tracks: list[Track] = [self._steps]
         self._streams: set[int] = set()
-        """Of the streams that operations were issued from, their handles. PyTorch never destroys its
-        streams."""
+        """Handles of the streams that issue operations. PyTorch never destroys its streams."""
         self._stop = threading.Event()
         self._driver: _Driver | None = None
         try:
@@ -132,18 +126,18 @@ class DeviceProgress:
         self._thread.start()
 
     def track(self, line: int) -> Track:
-        """Of the operations on one line of the record."""
+        """Return a new track for the operations on one line of the record."""
         track = Track(lambda number: self._writer.device_entered(line, number))
         self._writer.device_entered(line, 0)
         self._tracks.append(track)
         return track
 
     def record(self, track: Track, number: int) -> None:
-        """Called by the trainer before it issues an operation."""
+        """Record an event; called by the trainer before it issues an operation."""
         if self._stop.is_set() or self._driver is None:
             return
         try:
-            # An event that a capturing stream records would become part of the user's graph.
+            # An event on a capturing stream would become part of the user's graph.
             captures = torch.cuda.is_current_stream_capturing()
             stream = None if captures else current_raw_stream(self._index)
             track.record(number, stream, self._driver)
@@ -152,17 +146,17 @@ class DeviceProgress:
             return
         if stream is None:
             self._writer.captured()
-        elif len(self._streams) < _STREAMS:
+        elif len(self._streams) < _MAX_STREAMS:
             self._streams.add(stream)
 
     def step_finished(self, step: int) -> None:
-        """Called by the trainer when its host has finished ``step`` steps."""
+        """Record an event; called by the trainer when its host has finished ``step`` steps."""
         self.record(self._steps, step)
 
     def close(self) -> None:
-        """Stop the thread. May be called more than once."""
+        """Stop the thread. Idempotent."""
         self._stop.set()
-        self._thread.join(_CLOSING_SECONDS)  # no longer: the driver may be stuck
+        self._thread.join(_CLOSING_SECONDS)  # with a timeout, because the driver may hang
 
     def _run(self) -> None:
         try:
@@ -180,14 +174,14 @@ class DeviceProgress:
         coordinate, since, next_read = self._writer.coordinate, time.monotonic(), 0.0
         while not self._stop.wait(_POLL_SECONDS):
             for track in tuple(self._tracks):
-                track.ask(driver)
+                track.poll(driver)
             now = time.monotonic()
             if self._writer.coordinate != coordinate:
                 coordinate, since = self._writer.coordinate, now
             if now - since > _SILENT_SECONDS and now >= next_read:
                 next_read = now + _RECORDER_SECONDS
                 self._writer.show_operations(open_operations())
-            # A host that moves issues more work: whether there is some left is of interest once it is quiet.
+            # A host that moves issues more work, so this only matters once it is quiet.
             quiet = now - since > _QUIET_SECONDS
             self._writer.device_asked(self._is_busy(driver) if quiet else None, now)
 
@@ -197,24 +191,24 @@ class DeviceProgress:
 
     def _give_up(self, error: Exception) -> None:
         self._stop.set()
-        log.warning("the device's progress is unknown from now on: %s", error)
+        log.warning("the progress of the device is unknown from now on: %s", error)
 
 
 class _Driver:
-    """The CUDA driver, called without the interpreter's lock.
+    """Calls the CUDA driver without the interpreter's lock.
 
-    The methods of ``torch.cuda.Event`` do not serve: they keep that lock, while the driver may make them
-    wait, for another thread's call or for room in a queue that a stuck device does not empty. And a query may
-    void a CUDA graph that another thread is capturing, as those of PyTorch's own watchdog did
-    (pytorch/pytorch#148594), unless the thread that asks minds only its own captures.
+    The methods of ``torch.cuda.Event`` hold that lock while the driver may make them wait, for another
+    thread's call or for room in a queue that a stuck device does not empty. And a query may invalidate a CUDA
+    graph that another thread is capturing, as PyTorch's own watchdog did (pytorch/pytorch#148594), unless the
+    calling thread is in thread-local capture mode.
     """
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")  # releases the interpreter's lock during calls
 
     def enter_thread(self, device: torch.device) -> None:
-        """Make the calling thread one that asks about ``device``."""
-        torch.cuda.set_device(device)  # this thread's; or the next line would make a context on another
+        """Prepare the calling thread for queries about ``device``."""
+        torch.cuda.set_device(device)  # otherwise the next call would create a context on another device
         mode = ctypes.c_int(_THREAD_LOCAL_CAPTURE)
         _check(self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 

@@ -1,8 +1,7 @@
-"""What PyTorch's Flight Recorder, where one runs in this trainer, says of operations that are still open.
+"""Reads the open operations from PyTorch's Flight Recorder, if one runs in this trainer.
 
-It goes with an incident as it is: shown, not compared. For the small thread of a trainer, and only once it
-has been silent for long: the recorder asks the CUDA driver about each open operation, and its calls keep
-the interpreter's lock meanwhile.
+They are shown with an incident, but not compared. Only a trainer that has been silent for long reads them:
+the recorder asks the CUDA driver about each open operation while it holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torchscout.utils._torch import dump_flight_recorder, dump_nccl_flight_recor
 __all__ = ["open_operations"]
 
 _RECORDERS = (dump_nccl_flight_recorder, dump_flight_recorder)
-"""Of NCCL, and of everything else; which there are depends on how PyTorch was built."""
+"""For NCCL, and for other backends; which ones exist depends on how PyTorch was built."""
 _SHOWN = 16
 
 
 def open_operations() -> dict[str, Any] | None:
-    """The first operations that are not over, as plain JSON of a few kilobytes; None without a recorder."""
+    """Return the first open operations as a few kilobytes of plain JSON; None without a recorder."""
     dumps = [dump for recorder in _RECORDERS if (dump := _dump(recorder)) is not None]
     if not any(dump.entries or dump.enqueued for dump in dumps):
         return None  # nothing was ever recorded
@@ -42,7 +41,7 @@ def _dump(recorder: Callable[..., bytes | str] | None) -> Dump | None:
     try:
         return read_dump(0, json.loads(recorder(includeCollectives=True, onlyActive=True)))
     except (RuntimeError, TypeError, ValueError) as error:
-        log.warning("the Flight Recorder cannot be read: %s", error)
+        log.warning("cannot read the Flight Recorder: %s", error)
         return None
 
 

@@ -1,8 +1,7 @@
-"""One rank's share in hang localization: its progress record, its publisher, its observer process (paper,
+"""The trainer's side of hang localization: its progress record, publisher and observer process (paper,
 section 7).
 
-``launch`` starts the observer and configures it. Nothing here waits for the observer beyond a given time,
-whatever happened to it.
+Nothing here waits for the observer beyond a timeout, whatever has happened to it.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ __all__ = [
 
 _MODULE = "torchscout.observer.process"
 _LOG_CHARACTERS = 2000
-_MOST_RESTARTS = 3
+_MAX_RESTARTS = 3
 _RESTART_SECONDS = 1.0
-"""Until it is started again, the first time; later twice as long each time."""
-_RESTART_PATIENCE_SECONDS = 30.0
+"""Delay before the first restart; it doubles each time."""
+_RESTART_TIMEOUT_SECONDS = 30.0
 
 
-def launch(assignment: ObserverSpec, *, timeout: float = 30.0, home: Path = HOME) -> ObserverHandle:
-    """Start an observer and wait until it is ready; an ``ObserverError`` says why it is not."""
-    observer = ObserverHandle(_started(assignment, home), assignment, home)
+def launch(spec: ObserverSpec, *, timeout: float = 30.0, home: Path = HOME) -> ObserverHandle:
+    """Start an observer and wait until it is ready; raises ``ObserverError`` if it is not in time."""
+    observer = ObserverHandle(_start_process(spec, home), spec, home)
     try:
         observer.start(timeout)
     except ObserverError:
@@ -65,44 +64,44 @@ def launch(assignment: ObserverSpec, *, timeout: float = 30.0, home: Path = HOME
     return observer
 
 
-def _started(assignment: ObserverSpec, home: Path) -> subprocess.Popen[bytes]:
-    with _log_of(assignment) as log:
+def _start_process(spec: ObserverSpec, home: Path) -> subprocess.Popen[bytes]:
+    with _open_log(spec) as errors:
         return subprocess.Popen(
             command(_MODULE, home=home),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=errors,
             bufsize=0,
             cwd="/",
             start_new_session=True,
         )
 
 
-def _log_of(assignment: ObserverSpec) -> IO[bytes]:
-    """Where it writes its own errors; nowhere, if the run directory cannot be written to."""
+def _open_log(spec: ObserverSpec) -> IO[bytes]:
+    """Open the file for the observer's errors, or ``/dev/null`` if the run directory is not writable."""
     try:
-        make_folders(assignment.log.parent)
-        return os.fdopen(open_file(assignment.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+        make_folders(spec.log.parent)
+        return os.fdopen(open_file(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
     except OSError:
         return Path(os.devnull).open("ab")
 
 
 class ObserverHandle:
-    """A handle. It may be dropped at any time: the observer looks after itself."""
+    """Controls an observer process. It may be dropped at any time: the process ends by itself."""
 
-    def __init__(self, process: subprocess.Popen[bytes], assignment: ObserverSpec, home: Path = HOME) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], spec: ObserverSpec, home: Path = HOME) -> None:
         self.restarts = 0
-        """How often it had to be started again."""
         self.port: int | None = None
-        """Where the hub listens that this observer hosts, or will listen once it is elected; None if it hosts
+        """The port of the hub that this observer hosts, or will open once it is elected; None if it hosts
         none."""
-        self._assignment, self._home = assignment, home
-        self._config = assignment.config
+        self.config = spec.config
+        """The settings, as last changed."""
+        self._spec, self._home = spec, home
         self._hubs: Sequence[tuple[str, int]] | None = None
-        self._asked = 0
+        self._questions = 0
         self._closing = False
         self._lock = threading.RLock()
-        """Around every use of its pipes: it may be started again meanwhile."""
+        """Held while its pipes are used, because it may be restarted meanwhile."""
         self._attach(process)
 
     def _attach(self, process: subprocess.Popen[bytes]) -> None:
@@ -116,35 +115,30 @@ class ObserverHandle:
         return self._process.pid
 
     @property
-    def config(self) -> ObserverConfig:
-        """The settings, as last changed."""
-        return self._config
-
-    @property
     def is_running(self) -> bool:
         return self._process.poll() is None
 
     def start(self, timeout: float) -> None:
+        """Send the spec and wait for the answer; raises ``ObserverError``."""
         deadline = time.monotonic() + timeout
-        self._write(self._assignment.to_json(), deadline)
-        ready = self._read(deadline)
-        self.port = ready["port"]
+        self._write(self._spec.to_json(), deadline)
+        self.port = self._read(deadline)["port"]
 
     def configure(self, hubs: Sequence[tuple[str, int]], *, timeout: float = 1.0) -> None:
-        """Tell it where hubs listen, or will once they are elected, in the order of ``hub_ranks``. Once."""
+        """Send the addresses of all hubs, in the order of ``hub_ranks``. Call it once."""
         with self._lock:
             self._write({"hubs": [list(address) for address in hubs]}, time.monotonic() + timeout)
             self._hubs = hubs
 
     def keep_alive(self) -> None:
-        """From now on start it again should it end before it is let go, a few times.
+        """From now on restart the observer if it ends before it is closed, a few times.
 
-        A hub listens where it did before, so that the other observers find it again by themselves.
+        Its hub listens at the same port again, so the other observers reconnect by themselves.
         """
         threading.Thread(target=self._keep_alive, name="torchscout-observer", daemon=True).start()
 
     def _keep_alive(self) -> None:
-        while self.restarts < _MOST_RESTARTS:
+        while self.restarts < _MAX_RESTARTS:
             self._process.wait()
             if self._closing:
                 return
@@ -157,14 +151,14 @@ class ObserverHandle:
         with self._lock:
             if self._closing:
                 return
-            place = self._assignment.hub
+            place = self._spec.hub
             port = 0 if self.port is None or place is None else self.port - place
-            config = replace(self._config, port=port or self._config.port)
-            self._assignment = replace(self._assignment, config=config, is_restarted=True)
+            config = replace(self.config, port=port or self.config.port)
+            self._spec = replace(self._spec, config=config, is_restarted=True)
             self._input.close()
             self._output.close()
-            self._attach(_started(self._assignment, self._home))
-            self.start(_RESTART_PATIENCE_SECONDS)
+            self._attach(_start_process(self._spec, self._home))
+            self.start(_RESTART_TIMEOUT_SECONDS)
             if self._hubs is not None:
                 self.configure(self._hubs)
 
@@ -173,28 +167,31 @@ class ObserverHandle:
         self._process.kill()
 
     def change(self, *, timeout: float = 1.0, **settings: Any) -> None:
-        """Change fields of the ``ObserverConfig`` while it runs."""
-        config = replace(self._config, **settings)  # refuses what is not valid
+        """Change fields of the ``ObserverConfig`` while it runs; raises ``ValueError`` for an invalid one."""
+        config = replace(self.config, **settings)
         with self._lock:
             self._write({"config": settings}, time.monotonic() + timeout)
-            self._config = config
+            self.config = config
 
     def status(self, *, timeout: float = 1.0) -> Mapping[str, Any]:
-        """How it sees its trainer now: silence, threshold, rounds, messages exchanged so far."""
+        """Return the observer's status: the trainer's silence, its threshold, rounds, messages so far.
+
+        Raises ``ObserverError`` if it does not answer in time.
+        """
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=timeout):
-            raise self._error("is being started again")
+            raise self._error("is being restarted")
         try:
-            self._asked += 1
-            self._write({"status": self._asked}, deadline)
-            while (answer := self._read(deadline)).pop("answer", None) != self._asked:
-                continue  # it is to an earlier question, whose answer came too late
+            self._questions += 1
+            self._write({"status": self._questions}, deadline)
+            while (answer := self._read(deadline)).pop("answer", None) != self._questions:
+                continue  # a late answer to an earlier question
             return answer
         finally:
             self._lock.release()
 
     def close(self, *, timeout: float = 1.0) -> None:
-        """Let it go. It leaves by itself, at once or, with a hub, after the others; idempotent."""
+        """Ask it to exit, which it does at once or, if it hosts a hub, after the others. Idempotent."""
         self._closing = True
         if self._input.closed:
             return
@@ -205,7 +202,7 @@ class ObserverHandle:
             self._process.wait(timeout)
 
     def leave(self) -> None:
-        """This process ends; it sees that for itself, and how. Afterwards ``close`` does nothing."""
+        """Close its pipes because this process ends, which it sees by itself. ``close`` then does nothing."""
         self._closing = True
         if not self._input.closed:
             self._input.close()
@@ -216,13 +213,10 @@ class ObserverHandle:
         try:
             while rest:
                 if not _is_ready(self._input, select.POLLOUT, deadline):
-                    raise self._error("takes no message")
-                # A pipe that is writable takes this much at once: a stopped observer stops nobody.
+                    raise self._error("does not read its input")
+                # A pipe that is writable takes this much at once: a stopped observer blocks nobody.
                 rest = rest[os.write(self._input.fileno(), rest[: select.PIPE_BUF]) :]
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # the latter if a pipe is closed: it could not be started again
+        except (OSError, ValueError) as error:  # ValueError: the pipe is closed, since a restart failed
             raise self._error("is gone") from error
 
     def _read(self, deadline: float) -> dict[str, Any]:
@@ -239,16 +233,15 @@ class ObserverHandle:
 
     def _error(self, state: str) -> ObserverError:
         with suppress(OSError):
-            state += (
-                f"; its log ends: {self._assignment.log.read_text()[-_LOG_CHARACTERS:].strip() or '(empty)'}"
-            )
-        return ObserverError(f"the observer of rank {self._assignment.rank} {state}")
+            end = self._spec.log.read_text()[-_LOG_CHARACTERS:].strip()
+            state += f"; its log ends: {end or '(empty)'}"
+        return ObserverError(f"the observer of rank {self._spec.rank} {state}")
 
 
 def _is_ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
-    """Whether it can be read or written before then, or is closed on the other side.
+    """Wait until the pipe can be read or written, or its other end is closed; return False at the deadline.
 
-    Not by ``select``: a rank of a large job has more open files than that can look at.
+    Not by ``select``, which fails for the large descriptors that a rank of a large job has.
     """
     poll = select.poll()
     poll.register(pipe, event)
@@ -257,61 +250,60 @@ def _is_ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HangMonitor:
-    """A rank that publishes its progress and has an observer."""
+    """Publishes the progress of this rank, and has an observer watch it."""
 
     writer: ProgressWriter
     publisher: Publisher
     observer: ObserverHandle
     hubs: Sequence[int]
-    """As those of ``Job``."""
+    """The result of ``hub_ranks``."""
     _undo: ExitStack
 
     def status(self) -> Mapping[str, Any]:
-        """As ``Observer.status``; ``hub`` is the rank whose observer would be asked, None if none can be."""
+        """Return ``ObserverHandle.status``; ``hub`` is the rank whose hub would be asked now, or None."""
         try:
             status = dict(self.observer.status())
-        except ObserverError as error:  # it is gone for good, or being started again
+        except ObserverError as error:  # it is gone for good, or being restarted
             status = {"problem": str(error), "hub": None}
         if status["hub"] is not None:
             status["hub"] = self.hubs[status["hub"]]
         return {**status, "restarts": self.observer.restarts}
 
     def close(self) -> None:
-        """Take everything back, last first; the observer sees a trainer that leaves on purpose."""
+        """Undo everything, last first; the observer sees that the trainer has finished."""
         self.writer.finished()
         self._undo.close()
 
     def leave(self) -> None:
-        """The interpreter ends: the observer learns from the exit status whether that was on purpose."""
+        """Like ``close`` while the interpreter exits: the exit status tells the observer how it ended."""
         self.writer.exiting()
         self.observer.leave()
         self._undo.close()
 
 
 def start_monitor(job: Job, config: ObserverConfig, communicators: Communicators) -> HangMonitor:
-    """Start publishing and observing: on every rank, or with a ``ScoutError`` on none."""
+    """Start publishing and observing on every rank; raises ``ScoutError`` on all ranks if one fails."""
     with ExitStack() as undo:
         problem = None
         try:
-            alone = _watch_alone(job, config, undo)
+            writer, publisher, observer, address = _start_alone(job, config, undo)
         except (OSError, ValueError, ScoutError) as error:
             problem = f"{type(error).__name__}: {error}"
         communicators.together(problem)
-        writer, publisher, observer, address = alone
         addresses = communicators.exchange([address, observer.port])
-        observer.configure([tuple(addresses[rank]) for rank in hub_ranks(job.hosts)])
+        hubs = hub_ranks(job.hosts)
+        observer.configure([tuple(addresses[rank]) for rank in hubs])
         observer.keep_alive()
-        return HangMonitor(
-            writer, publisher, observer, hub_ranks(job.hosts), undo.pop_all()
-        )  # the session's to close from now on
+        return HangMonitor(writer, publisher, observer, hubs, undo.pop_all())
     raise AssertionError("nothing above is suppressed")
 
 
-def _watch_alone(
+def _start_alone(
     job: Job, config: ObserverConfig, undo: ExitStack
 ) -> tuple[ProgressWriter, Publisher, ObserverHandle, str | None]:
-    """What each rank does by itself, and may fail at; last, where others reach the hub it hosts, if any."""
-    hub = hub_ranks(job.hosts).index(job.rank) if job.rank in hub_ranks(job.hosts) else None
+    """Do what this rank does by itself; the last result is the address of the hub that it hosts, if any."""
+    hubs = hub_ranks(job.hosts)
+    hub = hubs.index(job.rank) if job.rank in hubs else None
     address = None
     if hub is not None:
         listens, address = listening_address(job.hosts, job.rank, config.address)
@@ -343,19 +335,19 @@ def _watch_alone(
 
 
 def private_directory() -> Path:
-    """A new directory for this process; those of the dead are cleared away."""
+    """Return a new directory for this process's records, and remove those of dead processes."""
     home = records_home()
     try:
         make_private_folder(home)
-    except OSError as error:  # another user, or anything else, may have taken the name
-        log.warning("%s cannot hold progress records: %s", home, error)
+    except OSError as error:  # another user may have taken the name
+        log.warning("cannot keep progress records in %s: %s", home, error)
         return Path(tempfile.mkdtemp(prefix=f"{home.name}-", dir=home.parent))
     remove_stale_records()
     return Path(tempfile.mkdtemp(dir=home))
 
 
 def remove_stale_records() -> None:
-    """Remove the records of this user's trainers that are gone and could not do so themselves."""
+    """Remove the records of this user's dead trainers that could not do so themselves."""
     home = records_home()
     if not os.path.lexists(home) or not is_private(os.lstat(home), stat.S_ISDIR):
         return

@@ -1,16 +1,14 @@
-"""Messages among observers, and an observer's connections to the hub and its standby (paper, section 7).
+"""Messages among observers, and an observer's connections to the hubs (paper, section 7).
 
 This replaces the paper's Gloo group, because a collective waits for exactly the observer that is gone.
-Messages are JSON objects of bounded size, never pickles. Nothing here waits: what cannot be sent now is
-not sent, and what is malformed is counted and dropped. ``Post`` is what an observer reports about its
-trainer in a round.
+Messages are JSON objects of bounded size, never pickles. Nothing here waits: a message that cannot be sent
+now is not sent, and a malformed one is counted and dropped.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +19,8 @@ import zmq
 
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus, Shared
 from torchscout.observer.record.layout import LINES, Declarations, line_text
-from torchscout.utils import network
 from torchscout.utils.listener import Limits, Listener
+from torchscout.utils.network import Address, CurveSockets, encode
 
 __all__ = [
     "HUBS_AT_FIRST",
@@ -39,135 +37,117 @@ __all__ = [
     "listen_limited",
 ]
 
+HUBS_AT_FIRST = 2
+"""The hub and its standby. The other candidates in ``hub_ranks`` listen once they are elected."""
+LIMIT = 4 << 20
+"""Maximum size of a message in bytes; whoever sends more is disconnected."""
+MISTAKES = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+)
+"""What handling a message may raise, by a mistake of ours or of the peer: it is counted and dropped."""
+
+_SOCKETS = CurveSockets("board 4", LIMIT)
+connect = _SOCKETS.connect
+_LIMITS = Limits(connections=64)
+"""All observers of a job connect to its hub at the same time."""
+
+Message = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One rank's standing, and how its observer understands its silence."""
+    """What an observer reports about its trainer in a round."""
 
-    standing: RankStatus
+    status: RankStatus
     lines: tuple[CommGroup, ...]
-    """Everything the rank communicates on."""
+    """Everything that the rank communicates on."""
     moving: bool = False
-    """It published something a moment ago: not silent, whatever it waits for."""
+    """It has just published something, so it is not silent, whatever it waits for."""
     excused: bool = False
-    """It is paused, or within the allowance for what it is doing: its silence means nothing yet."""
+    """It is paused, or within the allowance for its phase: its silence means nothing yet."""
     gone_seconds: float | None = None
-    """Since its trainer was seen to have ended before it finished."""
+    """How long ago the trainer was seen to have ended early."""
     was_killed: bool = False
-    """Its trainer was ended by SIGKILL, which nothing in it sends when it loses a peer."""
+    """The trainer was ended by SIGKILL, which nothing inside it sends when it loses a peer."""
     stalled: Progress | None = None
-    """What it showed while it stood still for too long, if that was shortly before: a watchdog may have ended
-    trainers for it."""
+    """Its progress during a stall that was too long and ended shortly before: a watchdog may have ended
+    trainers because of it."""
     is_pressed: bool = False
-    """It has waited for most of the time that the library allows, which will soon end it."""
+    """It has used most of the time that the communication library allows, which will soon end it."""
     has_timed_out: bool = False
-    """It has waited for all of that time, now or a short time ago: what it does since, or that it ends, is a
-    consequence."""
+    """It has used all of that time, now or a short time ago: what it has done since, or that it has ended, is
+    a consequence."""
     operations: Mapping[str, Any] | None = None
-    """What the Flight Recorder of its trainer says is open; see ``flight_recorder``."""
+    """The operations that are open according to the trainer's Flight Recorder; see ``flight_recorder``."""
     phase_seconds: Mapping[Phase, float] = field(default_factory=dict)
-    """What its input and its checkpoints take lately."""
+    """Recent duration of its input and its checkpoints."""
 
     @property
     def is_still(self) -> bool:
-        """Whether the trainer's stacks would tell something."""
-        return not self.moving and self.standing.process is Process.RUNNING
+        """Whether the trainer's stacks are of interest."""
+        return not self.moving and self.status.process is Process.RUNNING
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "standing": self.standing.to_json(),
+            "status": self.status.to_json(),
             "lines": b"".join(map(line_text, self.lines)).decode(),
-            "moving": self.moving,
-            "excused": self.excused,
-            "gone_seconds": self.gone_seconds,
-            "was_killed": self.was_killed,
             "stalled": None if self.stalled is None else asdict(self.stalled),
-            "is_pressed": self.is_pressed,
-            "has_timed_out": self.has_timed_out,
-            "operations": self.operations,
             "phase_seconds": {phase.value: seconds for phase, seconds in self.phase_seconds.items()},
+            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
         }
 
     @classmethod
     def from_json(
         cls, document: Mapping[str, Any], shared: Shared | None = None, size: int | None = None
     ) -> RankReport:
-        """``shared`` by the posts of one round: what several say is kept once. ``size`` ranks there are."""
+        """Read a report of a job with ``size`` ranks; raises one of ``MISTAKES`` if it is malformed.
+
+        The reports of one round pass the same ``shared``, so that equal parts are kept once.
+        """
         shared = {} if shared is None else shared
         if document["lines"].count("\n") > LINES:
             raise ValueError(f"a rank communicates on {LINES} lines at most")
-        for name, types in _TYPES.items():
+        for name, types in _PLAIN_FIELDS.items():
             if type(document[name]) not in types:
                 raise ValueError(f"{name} is {document[name]!r:.40}")
+        seconds = document["phase_seconds"].items()
         return cls(
-            standing=RankStatus.from_json(document["standing"], shared),
+            status=RankStatus.from_json(document["status"], shared),
             lines=tuple([_line(text, shared, size) for text in document["lines"].splitlines()]),
-            moving=document["moving"],
-            excused=document["excused"],
-            gone_seconds=document["gone_seconds"],
-            was_killed=document["was_killed"],
             stalled=None if document["stalled"] is None else Progress.from_json(document["stalled"], shared),
-            is_pressed=document["is_pressed"],
-            has_timed_out=document["has_timed_out"],
-            operations=document["operations"],
-            phase_seconds={
-                Phase(name): float(seconds) for name, seconds in document["phase_seconds"].items()
-            },
+            phase_seconds={Phase(name): float(each) for name, each in seconds},
+            **{name: document[name] for name in _PLAIN_FIELDS},
         )
 
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
+_PLAIN_FIELDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("moving", "excused", "was_killed", "is_pressed", "has_timed_out"), (bool,)),
     "gone_seconds": (int, float, type(None)),
     "operations": (dict, type(None)),
 }
+"""Fields that are JSON as they are, with the types that they may have."""
 
 
 def _line(text: str, shared: Shared, size: int | None) -> CommGroup:
     if text not in shared:
-        journal = Declarations(size)
-        journal.extend(text.encode())
-        (shared[text],) = journal.lines
+        declared = Declarations(size)
+        declared.extend(text.encode())
+        (shared[text],) = declared.lines
     line: CommGroup = shared[text]
     return line
 
 
-HUBS_AT_FIRST = 2
-"""The hub and its standby. Those that follow in the order of ``hub_ranks`` listen once they are elected."""
-LIMIT = 4 << 20
-"""Bytes of a message; whoever sends more is disconnected."""
-_KEEPALIVE_SECONDS = 60
-_RECONNECT_MS, _RECONNECT_MOST_MS = 100, 5000
-_FLUSH_MS = 200
-_HANDSHAKE_MS = 5000
-_LIMITS = Limits(connections=64)
-"""Of a hub, to which all observers of a job connect at the same time."""
-
-MISTAKES = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
-)
-"""How what a peer has sent fails, by a mistake of ours or of the peer's: it is dropped and counted."""
-
-Address = tuple[str, int]
-"""Host and port."""
-Message = dict[str, Any]
-
-
 @dataclass(slots=True)
 class Tally:
-    """Messages of one process; all zero in a job that is healthy."""
+    """Counts the messages of one process; all zero while the job is healthy."""
 
     sent: int = 0
     received: int = 0
     malformed: int = 0
 
 
-def encode(kind: str, **fields: Any) -> bytes:
-    return json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False).encode()
-
-
 def decode(frame: bytes, tally: Tally) -> Message | None:
-    """None, and counted, unless it is a JSON object that says its kind."""
+    """Return the message, or None if it is not a JSON object with a kind, and count it."""
     tally.received += 1
     try:
         message = json.loads(frame, parse_constant=_finite, parse_float=_finite, parse_int=_bounded)
@@ -180,9 +160,9 @@ def decode(frame: bytes, tally: Tally) -> Message | None:
 
 
 def _finite(text: str) -> float:
-    """NaN and infinity are no numbers of ours, and cannot be written down or sent on."""
+    """NaN and infinity are rejected, because they can be neither recorded nor sent on."""
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no number")
+        raise ValueError(f"{text} is not a finite number")
     return number
 
 
@@ -195,78 +175,34 @@ def _bounded(text: str) -> int:
 def listen_limited(
     context: zmq.Context[zmq.Socket[bytes]], token: str, address: str, port: int
 ) -> tuple[zmq.Socket[bytes], Listener]:
-    """A hub's socket, and the listener in front of it, which limits what a connection may do before it
-    authenticates; ``port`` 0 takes a free one.
+    """Return a hub's socket, and the listener in front of it, which limits unauthenticated connections.
 
-    The port is reserved; connections are accepted once the listener is started.
+    The port is reserved, and connections are accepted once the listener is started; ``port`` 0 takes a free
+    one. Raises ``OSError`` if the address is not available.
     """
-    socket = _router(context, token)
     name = f"torchscout-{secrets.token_hex(16)}"
-    socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-    socket.bind(f"ipc://@{name}")
+    socket = _SOCKETS.listen(context, token, f"ipc://@{name}")
     try:
-        listener = Listener((address, port), name, _LIMITS)
+        return socket, Listener((address, port), name, _LIMITS)
     except OSError:
         socket.close()
         raise
-    return socket, listener
-
-
-def _router(context: zmq.Context[zmq.Socket[bytes]], token: str) -> zmq.Socket[bytes]:
-    socket = _socket(context, zmq.ROUTER)
-    socket.curve_server = True
-    socket.curve_publickey, socket.curve_secretkey = network.hub_keys(token)
-    socket.router_mandatory = True  # to learn at once who is not connected
-    socket.router_handover = True  # a client that connects anew replaces its lost connection
-    socket.backlog = 4096
-    return socket
-
-
-def connect(
-    context: zmq.Context[zmq.Socket[bytes]], token: str, rank: int, address: Address
-) -> zmq.Socket[bytes]:
-    """A client's socket. The handshake carries the rank: a hub can ask who never sent anything."""
-    socket = _socket(context, zmq.DEALER)
-    socket.curve_serverkey = network.hub_keys(token).public
-    socket.curve_publickey, socket.curve_secretkey = network.client_keys(token)
-    socket.routing_id = str(rank).encode()
-    socket.immediate = True  # nothing is queued for a hub that is not there
-    socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _RECONNECT_MOST_MS
-    host, port = address
-    socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
-    return socket
-
-
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.ipv6 = True
-    socket.linger = _FLUSH_MS
-    socket.maxmsgsize = LIMIT
-    socket.handshake_ivl = _HANDSHAKE_MS  # who does not say who it is has its descriptor for so long
-    # By the kernel, so that a vanished machine is noticed and no message of ours is needed.
-    socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, _KEEPALIVE_SECONDS
-    return socket
 
 
 class Client:
-    """One observer's idle connections, to the hub and to its standby, and to those elected since."""
+    """One observer's idle connections to the hub, its standby, and the hubs elected since."""
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        rank: int,
-        token: str,
-        hubs: Sequence[Address],
-        tally: Tally | None = None,
+        self, context: zmq.Context[zmq.Socket[bytes]], rank: int, token: str, hubs: Sequence[Address]
     ) -> None:
-        self.tally = Tally() if tally is None else tally
+        self.tally = Tally()
         self._connect = partial(connect, context, token, rank)
         self.sockets = [self._connect(address) for address in hubs[:HUBS_AT_FIRST]]
         self._candidates = list(hubs[HUBS_AT_FIRST:])
-        """Where hubs will listen that may be elected yet, in their order."""
+        """The addresses of hubs that may still be elected, in their order."""
 
     def connect_next(self) -> bool:
-        """Connect to the next candidate's hub as well; False where there is none left."""
+        """Connect to the next candidate's hub as well; return False if there is none left."""
         if self._candidates:
             self.sockets.append(self._connect(self._candidates.pop(0)))
             return True
@@ -279,7 +215,7 @@ class Client:
         return [self.is_connected(hub) for hub in range(len(self.sockets))]
 
     def send(self, hub: int, kind: str, **fields: Any) -> bool:
-        """Whether the message is on its way; a hub that is stopped looks like one that listens."""
+        """Return whether the message was sent; a hub that is stopped looks as if it listened."""
         message = encode(kind, **fields)
         if len(message) > LIMIT:
             return False
@@ -291,7 +227,7 @@ class Client:
         return True
 
     def receive(self) -> Iterator[tuple[int, Message]]:
-        """All that has arrived, each message with the hub it is from."""
+        """Yield all messages that have arrived, each with the hub that sent it."""
         for hub, socket in enumerate(self.sockets):
             while socket.poll(0, zmq.POLLIN):
                 message = decode(socket.recv(zmq.NOBLOCK), self.tally)

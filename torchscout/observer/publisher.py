@@ -1,10 +1,10 @@
 """Publishes a trainer's progress: layers, optimizer, input, checkpoints, collectives (paper, section 7).
 
-Intent is published before the operation that may block. All of it uses PyTorch's public hooks and the
-interceptor of collectives; nothing of the user's is patched or replaced. A collective is published as its
-fingerprint: what healthy callers have in common, in words and in 64 bits. Values that differ legitimately
-are left out: the splits of an all-to-all obey a compatibility rule of their own, a scatter's root gives
-what the others do not, and a shard's shape may be its own.
+An operation that may block is published before it begins. Everything uses PyTorch's public hooks and the
+interceptor of collectives; no user code is patched or replaced. A collective is published as its fingerprint:
+what healthy callers have in common, as text and as 64 bits. Values that may differ are left out: the splits
+of an all-to-all have a compatibility rule of their own, the root of a scatter has inputs that other members
+do not have, and a shard may have its own shape.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torchscout.utils.reentrancy import in_backward, in_own_work
 
 __all__ = ["Fingerprint", "Publisher", "WatchedInput", "line_of", "read"]
 
-# Where all callers must name the same shapes. A scatter is compared by what everybody gets, a
-# gather by what everybody gives; an all-gather's output and a reduce-scatter's input are whole,
-# while a rank's own part may be uneven.
 _BY_OUTPUT = frozenset({"all_gather", "scatter", "recv"})
-_ONE = (1,)
-"""A number is a vector of one: stages of a DeepSpeed pipeline reduce their norms as either, together."""
+"""Operations whose output shapes must be equal; of all others it is the input shapes. The output of an
+all-gather and the input of a reduce-scatter are whole, while a rank's own part may be uneven."""
+_SCALAR = (1,)
+"""A scalar counts as a vector of one: stages of a DeepSpeed pipeline reduce their norms as either."""
 _WITHOUT_SHAPE = frozenset({"all_to_all", "barrier"})
+_MAX_PHRASES = 4096
 
 
 class Fingerprint(NamedTuple):
-    """What callers must share, as read from a call; equal ones are one phrase."""
+    """What all callers of a collective must have in common; equal fingerprints share one phrase."""
 
     operation: str
     dtype: Hashable
@@ -47,7 +47,7 @@ class Fingerprint(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For a person: ``all_reduce float32[1024] sum``, ``broadcast int64[2] from 0``."""
+        """For people: ``all_reduce float32[1024] sum``, ``broadcast int64[2] root 0``."""
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         shapes = " ".join(f"[{','.join(map(str, shape))}]" for shape in self.shapes)
         root = "" if self.root is None else f"root {self.root}"
@@ -59,19 +59,19 @@ class Fingerprint(NamedTuple):
 
 
 def read(call: Call) -> Fingerprint:
-    """The fingerprint of a call; both ends of a transfer have the same."""
+    """Return the fingerprint of a call; both ends of a transfer have the same."""
     operation = call.operation
     if operation in _WITHOUT_SHAPE:
         return Fingerprint(operation, call.dtype, (), None, None)
     given = call.output_shapes if operation in _BY_OUTPUT else call.input_shapes
-    shapes = tuple([shape or _ONE for shape in given])
+    shapes = tuple([shape or _SCALAR for shape in given])
     if operation in POINT_TO_POINT:
         return Fingerprint("transfer", call.dtype, shapes, None, None)
     return Fingerprint(operation, call.dtype, shapes, call.reduction, call.root)
 
 
 def line_of(call: Call) -> CommGroup | None:
-    """What the call is counted on; None for a receive from anyone, which matches no particular send."""
+    """Return the line that the call is counted on; None for a receive from any source."""
     group = call.group
     members = group.members or ()
     if call.operation not in POINT_TO_POINT:
@@ -87,7 +87,7 @@ def line_of(call: Call) -> CommGroup | None:
 
 
 def _timeout(call: Call) -> float | None:
-    """Seconds after which the library gives up; SCOUT's own groups do not end anybody."""
+    """Return the seconds after which the library ends the trainer; None for SCOUT's own groups."""
     if call.group.is_scouts or call.device is None:
         return None
     try:
@@ -98,8 +98,8 @@ def _timeout(call: Call) -> float | None:
 
 
 def _key(call: Call) -> str:
-    """The group's name alone need not be unique in the job: another group elsewhere may have it. And a group
-    may have one backend for the host and one for devices, which count by themselves."""
+    """Return a key that is unique in the job. The group's name is not: a group elsewhere may have the same,
+    and a group may have one backend for the host and one for devices, which are counted separately."""
     group, device = call.group, call.device
     members = ",".join(map(str, group.members or ()))
     where = "" if device is None or device.type == "cpu" else f"/{device.type}"
@@ -112,23 +112,22 @@ def _name(group: Group) -> str:
 
 
 _Batch = TypeVar("_Batch")
-_REMEMBERED = 4096
 
 
 class Publisher:
-    """Everything that writes a trainer's progress record. Listens to collectives."""
+    """Writes a trainer's progress record. It is a listener of collectives."""
 
     def __init__(self, writer: ProgressWriter) -> None:
         self._writer = writer
         self._lines: dict[tuple[Any, ...], tuple[int, Track | None]] = {}
         self._phrases: dict[Fingerprint, int] = {}
-        self._went_back = False
-        """Whether there was a backward in this step."""
+        self._had_backward = False
+        """Whether there was a backward pass in this step."""
         self._device: DeviceProgress | None = None
         self._undo: list[Callable[[], None]] = []
 
     def before(self, call: Call) -> None:
-        """Publish the intent to enter a collective; SCOUT's own too, for a rank may be stuck in a check."""
+        """Publish that a collective is about to be entered; SCOUT's own too: a rank may hang in a check."""
         group, device = call.group, call.device
         where = None if device is None else device.type
         key = (group, where, call.operation, call.peer, call.tag) if call.tag is not None else (group, where)
@@ -140,7 +139,7 @@ class Publisher:
         phrase = self._phrases.get(shared)
         if phrase is None:
             phrase = self._writer.phrase(shared.text, shared.number)
-            if len(self._phrases) < _REMEMBERED:  # shapes that never repeat must not fill the memory
+            if len(self._phrases) < _MAX_PHRASES:  # shapes that never repeat must not fill the memory
                 self._phrases[shared] = phrase
         sent, received = call.splits or (None, None)
         number = self._writer.issue(line, phrase, sent, received)
@@ -148,16 +147,17 @@ class Publisher:
             self._device.record(track, number)
 
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
-        """That the backend has it says nothing about the others."""
+        """Part of the listener protocol; that the backend has the operation says nothing about peers."""
 
     def _declare(self, call: Call, device: torch.device | None) -> tuple[int, Track | None]:
-        """The line a call is counted on, and where a device enters its operations, what shows how far that
-        is."""
+        """Return the line of a call, and the device's track on it if the device enters its operations."""
         line = line_of(call)
         index = NOWHERE if line is None else self._writer.declare(line)
-        if index == NOWHERE or device is None or not _is_entered_by(device, call):
+        if index == NOWHERE or device is None or device.type != "cuda":
             return index, None
-        return index, self._progress_of(device).track(index)
+        # With NCCL the device runs the operation. Gloo runs all of its own on the host.
+        is_on_device = "nccl" in call.process_group._get_backend(device).name()
+        return index, self._progress_of(device).track(index) if is_on_device else None
 
     def _progress_of(self, device: torch.device) -> DeviceProgress:
         if self._device is None:
@@ -166,23 +166,23 @@ class Publisher:
         return self._device
 
     def watch_layers(self, layers: Iterable[torch.nn.Module]) -> None:
-        """Publish a coordinate whenever a layer's forward or backward begins."""
+        """Publish a coordinate whenever the forward or backward pass of a layer begins."""
         writer = self._writer
 
         def before_backward(_: torch.Tensor) -> None:
-            self._went_back = True
+            self._had_backward = True
             writer.advance(Phase.BACKWARD)
 
         def before_forward(_: torch.nn.Module, __: Any) -> None:
-            # Dynamo would trace the hook into the user's graph; it sees a constant instead.
+            # ``is_compiling`` is a constant to Dynamo, so the rest is not traced into the user's graph.
             if not torch.compiler.is_compiling() and not in_own_work():
                 writer.advance(Phase.FORWARD)
 
         def after_forward(_: torch.nn.Module, __: Any, output: Any) -> None:
             if torch.compiler.is_compiling() or in_own_work():
                 return
-            # A hook on the tensor, not on the module: the latter would put a node of its own into
-            # the user's graph, and forbid changing the output in place.
+            # A hook on the tensor, not on the module, which would add a node to the user's graph and forbid
+            # in-place changes of the output.
             for leaf in tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(before_backward)  # type: ignore[no-untyped-call]
@@ -193,47 +193,26 @@ class Publisher:
             self._undo.append(layer.register_forward_hook(after_forward).remove)
 
     def watch_steps(self, layer: torch.nn.Module, finished: Callable[[], None]) -> None:
-        """Without an optimizer to watch, a step ends when its first layer begins anew after a backward."""
+        """Without an optimizer, end a step when its first layer runs forward again after a backward pass."""
 
         def before_forward(_: torch.nn.Module, __: Any) -> None:
-            if not torch.compiler.is_compiling() and self._went_back and not in_backward():
-                self._went_back = False
+            if not torch.compiler.is_compiling() and self._had_backward and not in_backward():
+                self._had_backward = False
                 self._writer.next_step()
                 finished()
 
-        # Prepended: the forward is the next step's.
+        # Prepended, because this forward pass belongs to the next step.
         self._undo.append(layer.register_forward_pre_hook(before_forward, prepend=True).remove)
-
-    def watch_optimizer(
-        self,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device | None = None,
-    ) -> None:
-        """Publish the optimizer's boundary, at which a step ends; see ``watch_updates``."""
-
-        def hook_updates(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-            hooks = (
-                optimizer.register_step_pre_hook(lambda *_: before()),
-                optimizer.register_step_post_hook(lambda *_: after()),
-            )
-
-            def undo() -> None:
-                for hook in hooks:
-                    hook.remove()
-
-            return undo
-
-        self.watch_updates(hook_updates, device)
 
     def watch_updates(
         self,
         hook_updates: Callable[[Callable[[], None], Callable[[], None]], Callable[[], None]],
         device: torch.device | None = None,
     ) -> None:
-        """Publish where a step ends. ``hook_updates`` has two functions called around every update, until
-        what it returns is called.
+        """Publish the end of a step after each update, and with a CUDA device also how many steps that has
+        finished.
 
-        With a CUDA device it is also published how many of the steps that one has finished.
+        ``hook_updates(before, after)`` makes every update call both, and returns a function that undoes this.
         """
         progress = None if device is None else self._progress_of(device)
 
@@ -248,7 +227,7 @@ class Publisher:
         self._undo.append(hook_updates(before_step, after_step))
 
     def start_from(self, step: int) -> None:
-        """The job goes on from a checkpoint of this step."""
+        """Continue from a checkpoint of this step."""
         self._writer.start_from(step)
         if self._device is not None:
             self._device.step_finished(step)
@@ -258,7 +237,7 @@ class Publisher:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Publish that a phase has begun and, at its end, that it is over and how long it took."""
+        """Publish the begin of a phase, and then its end and duration."""
         self._writer.advance(phase)
         begin = time.monotonic()
         try:
@@ -272,14 +251,8 @@ class Publisher:
             self._undo.pop()()
 
 
-def _is_entered_by(device: torch.device, call: Call) -> bool:
-    """Whether the host only issues the operation: so over NCCL. Gloo's run on the host, whatever they
-    move."""
-    return device.type == "cuda" and "nccl" in backend_of(call.process_group, device).name()
-
-
 class WatchedInput(Generic[_Batch]):
-    """The user's own source of batches; whatever else it has is reached through this one."""
+    """Wraps the user's source of batches; its other attributes are available through the wrapper."""
 
     def __init__(self, source: Iterable[_Batch], publisher: Publisher) -> None:
         self._source, self._publisher = source, publisher

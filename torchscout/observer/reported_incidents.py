@@ -1,7 +1,7 @@
-"""What the hubs have already said, so that they say everything once (paper, section 7). Pure.
+"""Decides which findings of the hubs are new, so that each is reported once (paper, section 7). Pure.
 
 Rounds repeat while a silence lasts, a standby may have concluded the last one, and failures follow from
-failures: a job that hangs is in the end killed, rank by rank. Here it is decided what of that is news.
+failures: a job that hangs is eventually killed, rank by rank.
 """
 
 from __future__ import annotations
@@ -15,31 +15,38 @@ from torchscout.decision.record import Incident, Resolved
 from torchscout.observer.protocol import RankReport
 from torchscout.utils.text import named, sentences
 
-__all__ = ["Finding", "ReportedIncidents"]
+__all__ = ["Finding", "ReportedIncidents", "after_timeout"]
+
+
+def after_timeout(incident: Incident, ended: list[int]) -> Incident:
+    """Return the incident with the consequence that these trainers were ended for waiting too long."""
+    trainers = f"the trainer{'s' if len(ended) > 1 else ''} of {named(ended)}"
+    consequence = sentences(f"{trainers} ended after waiting for too long")
+    return replace(incident, sentence=f"{incident.sentence} {consequence}")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An incident in short, as the hubs tell it to everybody."""
+    """The summary of an incident that hubs send to all observers."""
 
     scope: str
     surface: str
-    """Of the deciding record."""
+    """The surface of the deciding record."""
     step: int
     ranks: tuple[int, ...]
     sentence: str
     job_ended: bool
-    """Whether a trainer is gone, one of ``ranks`` or another: the job cannot go on."""
+    """Whether any trainer is gone, so that the job cannot continue."""
 
     @classmethod
-    def of(cls, incident: Incident, posts: Mapping[int, RankReport]) -> Finding:
+    def of(cls, incident: Incident, reports: Mapping[int, RankReport]) -> Finding:
         return cls(
             scope=incident.scope.value,
             surface=incident.records[0].surface,
             step=incident.step,
             ranks=incident.ranks,
             sentence=incident.sentence,
-            job_ended=any(post.standing.process is Process.GONE for post in posts.values()),
+            job_ended=any(report.status.process is Process.GONE for report in reports.values()),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -47,92 +54,94 @@ class Finding:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Finding:
-        """``ValueError`` or ``TypeError`` where it is none."""
+        """Raises ``LookupError``, ``TypeError`` or ``ValueError`` if the document is not a finding."""
         finding = cls(**{**document, "ranks": tuple(document["ranks"])})
         texts = (finding.scope, finding.surface, finding.sentence)
         numbers = (finding.step, *finding.ranks)
-        if not (
-            all(type(each) is str for each in texts)
-            and all(type(each) is int for each in numbers)
-            and type(finding.job_ended) is bool
-        ):
+        types = [*map(type, texts), *map(type, numbers), type(finding.job_ended)]
+        if types != [str] * len(texts) + [int] * len(numbers) + [bool]:
             raise ValueError(f"not a finding: {document!r:.80}")
         return finding
 
     def says_the_same_as(self, other: Finding) -> bool:
-        """Conclusions may differ in seconds and proof."""
+        """Return whether both name the same; they may differ in seconds and evidence."""
         mine = (self.scope, self.surface, self.step, self.ranks)
         return mine == (other.scope, other.surface, other.step, other.ranks)
 
 
 class ReportedIncidents:
-    """One hub's knowledge of the finding that stands, if any."""
+    """What one hub knows of the current finding, if there is one."""
 
     def __init__(self) -> None:
         self.finding: Finding | None = None
         self._is_own = True
-        self._reported: Incident | None = None
-        """The last one, whether it stands or not."""
+        self._last: Incident | None = None
+        """The last incident that this hub reported, current or not."""
+        self._resolving: Finding | None = None
+        """The finding that ``_still`` belongs to."""
         self._still: set[int] = set()
+        """Its ranks that have not moved since."""
         self._stalled_seconds = 0.0
         self._job_ended = False
-        """Once a trainer is gone there is nothing to resolve: a rank that moves again finds the others
-        missing."""
+        """Once a trainer is gone, nothing can be resolved: a rank that moves again finds its peers gone."""
 
-    def traced(self, incident: Incident, posts: Mapping[int, RankReport]) -> Incident | None:
-        """The incident, or the earlier one that it is a consequence of; None if that says nothing new.
+    def traced(self, incident: Incident, reports: Mapping[int, RankReport]) -> Incident | None:
+        """Return the incident, or the earlier one that has caused it; None if that adds nothing new.
 
-        Whoever has waited for longer than the timeout of a process group is ended by NCCL's watchdog, or by
-        an exception, some time later. Until then it may go on, stand still, or leave operations out.
+        A trainer that has waited for longer than the timeout of a process group is ended by NCCL's watchdog,
+        or by an exception, some time later. Until then it may continue, stop, or leave out operations.
         """
-        earlier, named_now = self._reported, set(incident.ranks)
-        if earlier is None or named_now <= set(earlier.ranks):
+        cause, ranks = self._last, set(incident.ranks)
+        if cause is None or ranks <= set(cause.ranks):
             return incident
-        if not all(rank in posts and posts[rank].has_timed_out for rank in named_now):
+        if not all(rank in reports and reports[rank].has_timed_out for rank in ranks):
             return incident
-        gone = [rank for rank, post in sorted(posts.items()) if post.standing.process is Process.GONE]
-        if not gone:
-            return None
-        ended = f"the trainer{'s' if len(gone) > 1 else ''} of {named(gone)} ended after waiting for too long"
-        return replace(earlier, sentence=f"{earlier.sentence} {sentences(ended)}")
+        gone = [rank for rank, report in sorted(reports.items()) if report.status.process is Process.GONE]
+        return after_timeout(cause, gone) if gone else None
 
-    def report(self, incident: Incident, posts: Mapping[int, RankReport]) -> bool:
-        """Whether it is news; from then on it stands."""
-        if not self.enter(Finding.of(incident, posts)):
-            return False
-        self._reported = incident
-        return True
+    def report(self, incident: Incident, reports: Mapping[int, RankReport]) -> bool:
+        """Make the incident the current finding; return whether it is new."""
+        is_new = self.enter(Finding.of(incident, reports))
+        if is_new:
+            self._last = incident
+        return is_new
 
     def enter(self, finding: Finding) -> bool:
-        """Whether it is news; from then on it stands."""
-        standing = self.finding
-        if standing is not None:
-            # Whoever ends after the job has stopped was ended because of it.
-            self._job_ended |= standing.job_ended or finding.job_ended
-            if self._job_ended or finding.says_the_same_as(standing):
+        """Make it the current finding if it is new; return whether it is."""
+        current = self.finding
+        if current is not None:
+            # A trainer that ends after the job has stopped was ended because of that.
+            self._job_ended |= current.job_ended or finding.job_ended
+            if self._job_ended or finding.says_the_same_as(current):
                 return False
         self._set(finding, is_own=True)
         return True
 
     def adopt(self, finding: Finding | None) -> None:
-        """What another hub says stands. Whoever found it also writes down its end."""
+        """Take over the current finding of another hub."""
         if finding is None:
             self.finding = self.finding if self._is_own else None
         elif self.finding is None or not finding.says_the_same_as(self.finding):
             self._set(finding, is_own=False)
 
-    def moved(self, rank: int, stalled_seconds: float) -> Resolved | None:
-        """A rank that was named moves again; what to write down once all of them do."""
-        finding = self.finding
-        if finding is None or rank not in self._still or self._job_ended:
+    def moved(self, rank: int, stalled_seconds: float, named_by: Finding | None = None) -> Resolved | None:
+        """Note that a rank moves again. Return the end of the incident once all ranks that it names do.
+
+        ``named_by`` is the finding as the rank's observer knows it. It counts if there is none here, because
+        the hub that reported it is lost.
+        """
+        finding = self.finding or named_by
+        if finding is None or finding.job_ended or (self.finding is not None and self._job_ended):
+            return None
+        if self._resolving is None or not finding.says_the_same_as(self._resolving):
+            self._start_resolving(finding)
+        if rank not in self._still:
             return None
         self._still.discard(rank)
         self._stalled_seconds = max(self._stalled_seconds, stalled_seconds)
         if self._still:
             return None
-        self.finding = None
-        if not self._is_own:
-            return None
+        self.finding = self._resolving = None
         return Resolved(
             step=finding.step,
             ranks=finding.ranks,
@@ -141,6 +150,8 @@ class ReportedIncidents:
         )
 
     def _set(self, finding: Finding, *, is_own: bool) -> None:
-        self.finding, self._is_own = finding, is_own
-        self._still, self._stalled_seconds = set(finding.ranks), 0.0
-        self._job_ended = finding.job_ended
+        self.finding, self._is_own, self._job_ended = finding, is_own, finding.job_ended
+        self._start_resolving(finding)
+
+    def _start_resolving(self, finding: Finding) -> None:
+        self._resolving, self._still, self._stalled_seconds = finding, set(finding.ranks), 0.0

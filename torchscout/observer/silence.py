@@ -1,7 +1,7 @@
-"""When silence is too long (paper, section 7; DESIGN.md, "Silence"). Pure: it is told the time.
+"""Decides when silence is too long (paper, section 7; DESIGN.md, "Silence"). Pure: callers pass the time.
 
-A rank is silent for as long as it has published nothing. This says when that is worth asking the
-other ranks, and when to ask again; who is to blame is for the diagnosis of the round it causes.
+A rank is silent while it publishes nothing. This module decides when to announce a round, and when to repeat
+it. The diagnosis of that round decides who is to blame.
 """
 
 from __future__ import annotations
@@ -13,54 +13,48 @@ from collections.abc import Sequence
 from torchscout.config import ObserverConfig
 from torchscout.decision.progress import Phase, Progress
 
-__all__ = ["SilenceDetector", "allowance", "threshold"]
+__all__ = ["LONGEST_REPEAT_SECONDS", "SilenceDetector", "allowance", "threshold"]
 
-_LONGEST_REPEAT_SECONDS = 300.0
+LONGEST_REPEAT_SECONDS = 300.0
 _SUSPENDED_SECONDS = 2.0
-_REMEMBERED = 64
+_REMEMBERED_STEPS = 64
 
 
 def threshold(config: ObserverConfig, phase: Phase, step_seconds: Sequence[float]) -> float:
-    """Seconds of silence that are not yet remarkable, given the recent steps' durations."""
+    """Return the seconds of silence that are still normal, given the durations of recent steps."""
     usual = max(config.min_silence_seconds, config.silence_multiple * _p99(step_seconds))
     return max(usual, allowance(config, phase, step_seconds) or 0.0)
 
 
 def allowance(config: ObserverConfig, phase: Phase, step_seconds: Sequence[float]) -> float | None:
-    """What a rank is granted beyond the usual for what it is doing; None where that is nothing special."""
-    granted = {
+    """Return the extra time that a rank has in this phase; None where no special allowance applies."""
+    allowed = {
         Phase.START: config.startup_seconds,
         Phase.CHECKPOINT_READ: config.checkpoint_read_seconds,
         Phase.CHECKPOINT_WRITE: config.checkpoint_write_seconds,
         Phase.EVALUATION: config.evaluation_seconds,
     }.get(phase)
-    if step_seconds:
-        return granted
-    # The first step compiles and connects in whatever phase it is.
-    return max(config.startup_seconds, granted or 0.0)
+    # The first step compiles and connects, in whatever phase it is.
+    return allowed if step_seconds else max(config.startup_seconds, allowed or 0.0)
 
 
 class SilenceDetector:
-    """One observer's memory of its trainer's silence.
+    """Tracks the silence of one trainer. ``config`` may be replaced at any time.
 
-    ``config`` may be replaced at any time. Called at every poll; one that comes much too late means
-    that the observer itself, and perhaps the whole job, was suspended: such time counts for
-    nobody's silence, nor does time during which the trainer asked to be left alone.
+    ``is_due`` is called at every poll. A poll that comes much too late means that the observer, and perhaps
+    the whole job, was suspended. Such time does not count as silence, nor does a pause.
     """
 
     def __init__(self, config: ObserverConfig) -> None:
         self.config = config
+        self.rounds = 0
+        """Rounds held during the present silence."""
         self._watching_since = -math.inf
         self._last_poll: float | None = None
-        self._rounds = 0
-        self._held_at: tuple[int, int] | None = None
+        self._round_at: tuple[int, int] | None = None
+        """The trainer's coordinate in the last round."""
         self._next_round = -math.inf
-        self._held_steps: deque[int] = deque(maxlen=_REMEMBERED)
-
-    @property
-    def rounds(self) -> int:
-        """Rounds held during the present silence."""
-        return self._rounds
+        self._round_steps: deque[int] = deque(maxlen=_REMEMBERED_STEPS)
 
     def is_due(
         self,
@@ -71,50 +65,49 @@ class SilenceDetector:
         now: float,
         is_pressed: bool = False,
     ) -> bool:
-        """Whether a round should be announced now.
+        """Return whether to announce a round now.
 
-        ``is_pressed`` if the library will soon end the trainer for waiting: whoever is behind it must be
-        found before that, whatever its silence is allowed to be.
+        ``is_pressed`` means that the communication library will soon end the trainer for waiting, so the
+        cause must be found before that, whatever silence is allowed.
         """
         late = max(self.config.min_silence_seconds, self.config.poll_seconds + _SUSPENDED_SECONDS)
         suspended = self._last_poll is not None and now - self._last_poll > late
         self._last_poll = now
         if paused or suspended:
             self._watching_since = now
-        if progress.coordinate != self._held_at:
-            self._rounds, self._held_at, self._next_round = 0, None, -math.inf
+        if progress.coordinate != self._round_at:
+            self.rounds, self._round_at, self._next_round = 0, None, -math.inf
         usual = threshold(self.config, progress.phase, self._ordinary(progress.step, step_seconds))
         is_silent = is_pressed or self.silent_seconds(progress, now) > usual
         return is_silent and not paused and now >= self._next_round
 
     def silent_seconds(self, progress: Progress, now: float) -> float:
-        """The trainer's silence as far as it was watched."""
+        """Return how long the trainer has been silent while it was watched."""
         return min(progress.silent_seconds, now - self._watching_since)
 
     def round_held(self, coordinate: tuple[int, int] | None, now: float) -> None:
-        """A round was announced or took place, by whomever, while the trainer stood at ``coordinate``.
+        """Note that a round took place, announced by any rank, while the trainer was at ``coordinate``.
 
-        It is not announced again until the trainer moves, or a growing while has passed: the
-        situation may develop.
+        The next one is due when the trainer has moved and stopped again, or after a pause that grows: the
+        situation may change.
         """
-        if coordinate != self._held_at:
-            self._rounds, self._held_at = 0, coordinate
-        if coordinate is not None and coordinate[0] not in self._held_steps:
-            self._held_steps.append(coordinate[0])
-        doubled = min(self._rounds, 30)  # a silence of days must not outgrow a float
-        pause = min(self.config.repeat_seconds * 2**doubled, _LONGEST_REPEAT_SECONDS)
-        self._rounds += 1
-        self._next_round = now + pause
+        if coordinate != self._round_at:
+            self.rounds, self._round_at = 0, coordinate
+        if coordinate is not None and coordinate[0] not in self._round_steps:
+            self._round_steps.append(coordinate[0])
+        doubled = min(self.rounds, 30)  # a silence of days must not overflow a float
+        self.rounds += 1
+        self._next_round = now + min(self.config.repeat_seconds * 2**doubled, LONGEST_REPEAT_SECONDS)
 
     def _ordinary(self, step: int, step_seconds: Sequence[float]) -> Sequence[float]:
-        """The recent steps without as many of the longest as were looked at for a hang.
+        """Return the recent durations without the longest ones, as many as there were steps with a round.
 
-        Otherwise a hang that ended would count as a usual step, and hide the next one for many more.
+        Otherwise a hang that has ended would count as a usual step, and hide the next one.
         """
-        remarkable = sum(step - len(step_seconds) <= held < step for held in self._held_steps)
-        return sorted(step_seconds)[: max(1, len(step_seconds) - remarkable)]
+        with_round = sum(step - len(step_seconds) <= each < step for each in self._round_steps)
+        return sorted(step_seconds)[: max(1, len(step_seconds) - with_round)]
 
 
 def _p99(values: Sequence[float]) -> float:
-    """By nearest rank: below a hundred values the largest, so that a periodic slow step is no alarm."""
+    """By nearest rank: below a hundred values the largest, so that a periodic slow step raises no alarm."""
     return sorted(values)[math.ceil(0.99 * len(values)) - 1] if values else 0.0

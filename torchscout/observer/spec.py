@@ -1,7 +1,6 @@
-"""What a trainer tells its observer, and which ranks host the hubs.
+"""The configuration that a trainer sends to its observer, and which ranks host the hubs.
 
-It is sent over the observer's standard input, because the job's token must not show in a list of
-processes.
+It is sent over the observer's standard input, because a list of processes must not show the job's token.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ if TYPE_CHECKING:
 
 __all__ = ["ObserverSpec", "describe_mesh", "hub_ranks", "mesh_from"]
 
-_MOST_HUBS = 8
-"""Ranks that may host one. With all of these lost, a hang is not localized."""
+_MAX_HUBS = 8
+"""How many ranks may host a hub. If all of them are lost, hangs are not localized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverSpec:
-    """One observer's duties."""
+    """What one observer needs to know."""
 
     rank: int
     size: int
-    """Ranks in the job."""
+    """Number of ranks in the job."""
     record: str
-    """The trainer's progress record."""
+    """Path of the trainer's progress record."""
     run_dir: str
-    """Where incidents are written; an absolute path."""
+    """Absolute path of the run directory, where incidents are written."""
     token: str
-    """The job's own secret; the same on all ranks and of this run only."""
+    """The secret of this run of the job, the same on all ranks."""
     config: ObserverConfig
     stack: str | None = None
-    """The file its trainer writes its stacks to; None where it registered no signal."""
+    """The file that the trainer writes its stacks to; None if it has registered no signal."""
     hub: int | None = None
-    """Its place in ``hub_ranks``: 0 hosts the hub, 1 the standby, later ones a hub once they are elected;
+    """Position in ``hub_ranks``: 0 hosts the hub, 1 the standby, later ones a hub once they are elected;
     None hosts none."""
     mesh: Mapping[str, Any] | None = None
-    """As ``describe_mesh`` has it; only who may host a hub needs one."""
+    """The result of ``describe_mesh``; required for a rank that may host a hub."""
     is_restarted: bool = False
-    """Whether it takes the place of an observer that has ended: others have yet to find its hub again."""
+    """Whether it replaces an observer that has ended, so that the others must first find its hub again."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -57,7 +56,7 @@ class ObserverSpec:
 
     @property
     def log(self) -> Path:
-        """Where the observer's own errors go; there is no such file where there are none."""
+        """The file for the observer's own errors; it is removed if there are none."""
         return Path(self.run_dir) / "observers" / f"rank-{self.rank}.log"
 
     def to_json(self) -> dict[str, Any]:
@@ -69,13 +68,12 @@ class ObserverSpec:
 
 
 def hub_ranks(hosts: Sequence[str | None]) -> tuple[int, ...]:
-    """Who hosts the hub, who its standby, and who is elected in their place, in this order.
+    """Return the ranks that host the hub, its standby, and the hubs that are elected later, in this order.
 
-    The first rank, and one that does not share its fate: the last rank of another machine, or where there is
-    none the last rank. Then the first rank of each machine, the second one of each, and so on.
+    The hub is on the first rank. The standby is on the last rank of another machine or, if there is none, on
+    the last rank. Then follow the first rank of each machine, the second rank of each, and so on.
     """
-    last = len(hosts) - 1
-    standby = max((rank for rank, host in enumerate(hosts) if host != hosts[0]), default=last)
+    standby = max((rank for rank, host in enumerate(hosts) if host != hosts[0]), default=len(hosts) - 1)
     seen: Counter[str | None] = Counter()
     others = []
     for rank, host in enumerate(hosts):
@@ -83,11 +81,11 @@ def hub_ranks(hosts: Sequence[str | None]) -> tuple[int, ...]:
             others.append((seen[host], rank))
             seen[host] += 1
     candidates = (0, standby, *(rank for _, rank in sorted(others)))
-    return tuple(dict.fromkeys(candidates))[:_MOST_HUBS]
+    return tuple(dict.fromkeys(candidates))[:_MAX_HUBS]
 
 
 def describe_mesh(mesh: Mesh) -> dict[str, Any]:
-    """A mesh as plain JSON."""
+    """Return a mesh as plain JSON; ``mesh_from`` reads it."""
     ranks = range(len(mesh))
     hosts = [mesh.host_of(rank) for rank in ranks]
     return {
@@ -98,7 +96,7 @@ def describe_mesh(mesh: Mesh) -> dict[str, Any]:
 
 
 def mesh_from(document: Mapping[str, Any]) -> Mesh:
-    # Not above: it brings numpy, and most observers never need a mesh.
+    # Imported here because it brings numpy, and most observers never need a mesh.
     from torchscout.mesh import Mesh, MeshAddress
 
     dense, expert = ([MeshAddress(*row) for row in document[table]] for table in ("dense", "expert"))

@@ -1,9 +1,9 @@
-"""Where a trainer stands: its Python stacks, on request (paper, section 7; DESIGN.md, "Silence").
+"""Takes the Python stacks of a trainer on request (paper, section 7; DESIGN.md, "Silence").
 
-The trainer registers ``faulthandler`` on a real-time signal. Its handler is C code that takes no
-lock and no GIL, so it answers inside a collective, inside a loop that never releases the GIL, and
-without any right to trace the process. It shows Python frames only: what a C++ call inside
-the topmost frame does is not known, and ``is_waiting`` says so.
+The trainer registers ``faulthandler`` for a real-time signal. Its handler is C code that takes no lock and no
+GIL, so it works inside a collective, inside a loop that never releases the GIL, and without permission to
+trace the process. It shows Python frames only: what a C++ call inside the topmost frame does is unknown, and
+``is_waiting`` returns None then.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchscout.utils.private_files import open_private
+from torchscout.utils.procfs import catches_signal
 
 __all__ = ["Registration", "is_waiting", "register", "take", "trim"]
 
-_SETTLED_SECONDS = 0.03  # a dump has no end mark: it is whole once it stops growing
-_LOOK_SECONDS = 0.005
-_MOST_BYTES = 4 << 20
+_SETTLED_SECONDS = 0.03  # a dump has no end mark: it is complete once it stops growing
+_POLL_SECONDS = 0.005
+_MAX_BYTES = 4 << 20
 
 
+@dataclass(slots=True)
 class Registration:
-    """A trainer's promise to write its stacks to ``path`` whenever ``number`` is sent to it."""
+    """Until ``unregister``, the trainer writes its stacks to ``path`` whenever it receives the signal."""
 
-    def __init__(self, path: Path, number: int) -> None:
-        self.path = path
-        self.number = number
-        self._registered = True
+    path: Path
+    number: int
+    is_registered: bool = True
 
     def unregister(self) -> None:
-        """Take it back; idempotent."""
-        if not self._registered:
+        """Idempotent."""
+        if not self.is_registered:
             return
-        self._registered = False
+        self.is_registered = False
         self.path.unlink(missing_ok=True)
         handler = _handlers[self.number]
         handler.names.remove(self.path)
@@ -53,20 +54,23 @@ class Registration:
 
 @dataclass(slots=True)
 class _Handler:
-    """What a signal does in this process: there can be one, however many sessions there are."""
+    """The handler of one signal in this process, which all sessions share."""
 
     descriptor: int
-    """Of the file that dumps are written to."""
+    """The file that dumps are written to."""
     names: list[Path]
-    """Of that file: each session has its own."""
+    """One name of that file for each session."""
 
 
 _handlers: dict[int, _Handler] = {}
-"""By the number of the signal."""
+"""By signal number."""
 
 
 def register(directory: Path, number: int) -> Registration:
-    """Called by the trainer, in its main thread; ``directory`` is private to the user."""
+    """Register the signal; called by the trainer's main thread with an owner-only ``directory``.
+
+    Raises ``ValueError`` if the signal is in use.
+    """
     if (handler := _handlers.get(number)) is not None:
         path = directory / f"stack-{secrets.token_hex(8)}"
         os.link(handler.names[0], path)
@@ -74,10 +78,10 @@ def register(directory: Path, number: int) -> Registration:
         return Registration(path, number)
     if signal.getsignal(number) not in {signal.SIG_DFL, signal.SIG_IGN}:
         raise ValueError(f"signal {number} is in use here; set ObserverConfig.stack_signal to another one")
-    # What `unregister` puts back. By default a late request would end the trainer.
+    # ``faulthandler.unregister`` restores this. By default a late request would end the trainer.
     signal.signal(number, signal.SIG_IGN)
     descriptor, name = tempfile.mkstemp(prefix="stack-", dir=directory)  # owner-only
-    # Appending, so that the observer may cut the file between two dumps.
+    # In append mode, so that the observer may truncate the file between two dumps.
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
     _handlers[number] = _Handler(descriptor, [Path(name)])
@@ -85,18 +89,18 @@ def register(directory: Path, number: int) -> Registration:
 
 
 def take(pid: int, path: Path, number: int, timeout: float) -> str:
-    """Called by the observer: the trainer's stacks, or nothing if it gives none in time.
+    """Return the trainer's stacks, or an empty string if there are none in time; called by the observer.
 
-    A stopped process gives none. One that does not catch the signal is not sent it.
+    The signal is not sent to a process that is stopped or does not catch it.
     """
     try:
-        if not _catches(pid, number):
+        if not catches_signal(pid, number):
             return ""
         file = open_private(path, os.O_RDWR)
-    except OSError:  # gone, or its file is, or that is not a file of ours
+    except OSError:  # the process or its file is gone, or the file is not ours
         return ""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the observer of another session may be at it
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another session's observer may be doing the same
         os.ftruncate(file, 0)
         os.kill(pid, number)
         return _settled(file, timeout)
@@ -112,8 +116,8 @@ def _settled(file: int, timeout: float) -> str:
     deadline = time.monotonic() + timeout
     text, since = b"", time.monotonic()
     while (now := time.monotonic()) < deadline:
-        time.sleep(_LOOK_SECONDS)
-        fresh = os.pread(file, _MOST_BYTES, 0)
+        time.sleep(_POLL_SECONDS)
+        fresh = os.pread(file, _MAX_BYTES, 0)
         if fresh != text:
             text, since = fresh, now
         elif text and now - since > _SETTLED_SECONDS:
@@ -121,23 +125,14 @@ def _settled(file: int, timeout: float) -> str:
     return text.decode(errors="replace")
 
 
-def _catches(pid: int, number: int) -> bool:
-    """Whether the process runs and has a handler: the signal's default would end it."""
-    status = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
-    )
-    stopped = status["State"].split()[0] in {"T", "t", "Z", "X"}
-    return not stopped and bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
-
-
 def trim(stack: str, limit: int) -> str:
-    """At most ``limit`` characters: whole threads, the main one before all others, in the order they have."""
+    """Return at most ``limit`` characters of the stacks: whole threads, and the main one in any case."""
     kept: list[str] = []
-    for thread in reversed(_threads(stack)):  # newest thread first is how faulthandler lists them
+    for thread in reversed(_threads(stack)):  # faulthandler lists the main thread last
         if sum(map(len, kept)) + len(thread) > limit:
             break
         kept.append(thread)
-    return "".join(reversed(kept)) or stack[:limit]  # the main thread stays the last, as it is known by
+    return "".join(reversed(kept)) or stack[:limit]  # in the same order, so that the main one stays last
 
 
 class _Frame(NamedTuple):
@@ -149,41 +144,36 @@ class _Rule(NamedTuple):
     """What the topmost frame says about its thread."""
 
     file: str
-    """Ends with this, or, with a slash at its end, contains it."""
-    functions: frozenset[str] | None
-    """None is any."""
+    """The end of the file's path or, if this ends with a slash, a part of it."""
+    functions: str
+    """Names of functions, separated by spaces; empty matches any."""
     waiting: bool | None
-    """True: in a communication wait. False: certainly not. None: cannot be known."""
+    """True: waits in a communication. False: certainly not. None: unknown."""
 
 
-def _rule(file: str, functions: str, waiting: bool | None) -> _Rule:
-    return _Rule(file, frozenset(functions.split()) or None, waiting)
-
-
-# Seen on PyTorch 2.13 with Gloo; the first rule that fits decides. Whoever calls `Work.wait()`
-# is the topmost frame itself, since that is a C++ method: which is why a user's own frame on top,
-# a sleep as well as a wait, says nothing.
+# As seen on PyTorch 2.13 with Gloo; the first rule that matches decides. ``Work.wait()`` is a C++ method, so
+# its caller is the topmost frame: a user's own frame on top, in a sleep or in a wait, says nothing.
 _RULES = (
     # Pickling before an object is sent, unpickling after it was received.
-    _rule("torch/distributed/distributed_c10d.py", "_object_to_tensor _tensor_to_object", False),
+    _Rule("torch/distributed/distributed_c10d.py", "_object_to_tensor _tensor_to_object", False),
     # Blocking collectives, barriers, sends and receives: all wait in this file.
-    _rule("torch/distributed/distributed_c10d.py", "", True),
+    _Rule("torch/distributed/distributed_c10d.py", "", True),
     # DTensor, functional collectives: an asynchronous tensor is waited for on first use.
-    _rule("torch/distributed/_functional_collectives.py", "wait_tensor", True),
+    _Rule("torch/distributed/_functional_collectives.py", "wait_tensor", True),
     # Pipeline schedules: batched point-to-point.
-    _rule("torch/distributed/pipelining/schedules.py", "_wait_batch_p2p", True),
+    _Rule("torch/distributed/pipelining/schedules.py", "_wait_batch_p2p", True),
     # DDP and others broadcasting parameters and buffers in C++.
-    _rule("torch/nn/parallel/distributed.py", "_distributed_broadcast_coalesced _sync_module_states", True),
-    _rule("torch/distributed/utils.py", "_sync_params_and_buffers", True),
+    _Rule("torch/nn/parallel/distributed.py", "_distributed_broadcast_coalesced _sync_module_states", True),
+    _Rule("torch/distributed/utils.py", "_sync_params_and_buffers", True),
     # C++ runs the graph: DDP's reducer waits here, and here kernels compute.
-    _rule("torch/autograd/graph.py", "_engine_run_backward", None),
+    _Rule("torch/autograd/graph.py", "_engine_run_backward", None),
     # Files, worker processes.
-    _rule("torch/serialization.py", "", False),
-    _rule("torch/utils/data/", "", False),
-    _rule("torch/distributed/checkpoint/", "", False),
+    _Rule("torch/serialization.py", "", False),
+    _Rule("torch/utils/data/", "", False),
+    _Rule("torch/distributed/checkpoint/", "", False),
 )
-# Between a wait and whoever asked for it: the dispatcher, the logger around each collective, and
-# the one place of ours that every collective passes.
+# Frames between a wait and its caller: the dispatcher, the logger around each collective, and SCOUT's
+# interceptor.
 _TRANSPARENT = ("torch/_ops.py", "torch/distributed/c10d_logger.py", "torchscout/collectives/interceptor.py")
 _BACKWARD = _Frame("torch/autograd/graph.py", "_engine_run_backward")
 _FRAME = re.compile(r'^  File "(.*)", line \S+ in (.*)$', re.MULTILINE)
@@ -191,11 +181,11 @@ _STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packag
 
 
 def is_waiting(stack: str) -> bool | None:
-    """Whether the trainer waits in a communication; None where its stacks cannot tell.
+    """Return whether the trainer waits in a communication; None if its stacks cannot tell.
 
-    The main thread counts. Other threads may communicate in the background, and count only where
-    the main thread hands over to them: backward runs in threads of its own, and a main thread in the
-    standard library may be waiting for one of its own.
+    The main thread decides. Other threads may communicate in the background, and count only if the main
+    thread may wait for them: the backward pass runs in threads of its own, and a main thread in the standard
+    library may be waiting for one of its own.
     """
     threads = [_frames(thread) for thread in _threads(stack)]
     if not any(threads):
@@ -212,7 +202,7 @@ def _threads(stack: str) -> list[str]:
 
 
 def _frames(thread: str) -> list[_Frame]:
-    """Most recent call first, without what is transparent."""
+    """Return the frames, most recent call first, without transparent ones on top."""
     frames = [_Frame(*found) for found in _FRAME.findall(thread)]
     while frames and frames[0].file.endswith(_TRANSPARENT):
         del frames[0]
@@ -225,9 +215,9 @@ def _classify(frames: list[_Frame]) -> bool | None:
     top = frames[0]
     for rule in _RULES:
         fits = rule.file in top.file if rule.file.endswith("/") else top.file.endswith(rule.file)
-        if fits and (rule.functions is None or top.function in rule.functions):
+        if fits and (not rule.functions or top.function in rule.functions.split()):
             return rule.waiting
-    # The standard library calls no collective, but in C++ anybody else may.
+    # The standard library calls no collective; any other code may, in C++.
     return False if _STANDARD_LIBRARY.search(top.file) else None
 
 

@@ -35,6 +35,7 @@ from torchscout.collectives.interceptor import Pending, listen
 from torchscout.decision.record import Surface
 from torchscout.replay.recipe import Observation
 from torchscout.utils._torch import cuda_sleep
+from torchscout.utils.procfs import core_wait_seconds
 from torchscout.utils.reentrancy import in_backward
 
 __all__ = ["host_ahead", "timed", "timed_transfer"]
@@ -167,11 +168,11 @@ class _HostMark(NamedTuple):
 
 class _HostClock:
     def mark(self) -> Any:
-        waited = _waited_for_a_core()
+        waited = core_wait_seconds()
         for _ in range(_READS):
             now, before = time.perf_counter(), waited
-            waited = _waited_for_a_core()
-            if waited == before:  # no wait between the two readings, so they belong together
+            waited = core_wait_seconds()
+            if waited == before:  # it did not wait between the two readings, so that they fit each other
                 break
         return _HostMark(now, waited)
 

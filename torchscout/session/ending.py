@@ -10,14 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torchscout.decision import recorder
 from torchscout.decision.record import Incident, Manifestation, Resolved
-from torchscout.decision.recorder import JsonlRecorder, Stamped
+from torchscout.decision.recorder import IncidentLog, JsonlRecorder
 from torchscout.observer.record.directory import How
 from torchscout.utils.private_files import open_file
 from torchscout.utils.text import listed
 
-__all__ = ["add_run", "closing_line", "how_ended", "mark_recovered", "unresolved"]
+__all__ = ["add_run", "closing_line", "how_ended", "mark_recovered"]
 
 _ASKED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
 
@@ -57,7 +56,7 @@ def add_run(checkpoints: Path, run_dir: Path) -> None:
 def mark_recovered(checkpoints: Path, step: int) -> None:
     """All ranks have loaded a state of this step: what was found to be corrupt later than that is gone."""
     for run_dir in dict.fromkeys(_runs(checkpoints)):
-        gone = [each for each in unresolved(run_dir) if each.step > step]
+        gone = [each for each in IncidentLog.read(run_dir).open_incidents if each.step > step]
         lines = JsonlRecorder(run_dir, 0)
         for each in gone:
             if each.manifestation is Manifestation.SDC:
@@ -71,15 +70,6 @@ def mark_recovered(checkpoints: Path, step: int) -> None:
                     )
                 )
         lines.close()
-
-
-def unresolved(run_dir: Path) -> list[Incident]:
-    """The incidents of a run that are open."""
-    path = run_dir / "incidents.jsonl"
-    lines = list(recorder.read(path)) if path.exists() else []
-    items = [line.item for line in lines if isinstance(line, Stamped)]
-    resolved = {item.sentence for item in items if isinstance(item, Resolved)}
-    return [item for item in items if isinstance(item, Incident) and item.sentence not in resolved]
 
 
 def _runs(checkpoints: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torchscout.decision.record import EvidenceRecord, Incident, Resolved
-from torchscout.decision.recorder import Follower, Stamped, log_incident
+from torchscout.decision.recorder import Follower, log_incident
 from torchscout.log import log
 
 __all__ = ["IncidentCallback"]
@@ -65,8 +65,7 @@ class IncidentCallback:
         with self._looking:
             try:
                 for line in () if self._file is None else self._file.fresh():
-                    if isinstance(line, Stamped):
-                        self._take(line.item)
+                    self._take(line.item)
             except OSError as error:
                 self._failed(error)
             while not self._waiting.empty():

@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from torchscout.decision import recorder
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
-from torchscout.decision.recorder import Stamped
+from torchscout.decision.recorder import IncidentLog
 from torchscout.log import log
 from torchscout.observer.monitor import HangMonitor
 from torchscout.observer.record.directory import End, RankEntry
@@ -100,9 +99,7 @@ class Session:
     def incidents(self) -> list[Incident]:
         """Those in the run directory so far, by whichever rank; where it has none, because it cannot be
         written to or is another machine's, those of this session."""
-        path = self.run_dir / "incidents.jsonl"
-        lines = recorder.read(path) if path.exists() else iter(())
-        found = [line.item for line in lines if isinstance(line, Stamped) and isinstance(line.item, Incident)]
+        found = IncidentLog.read(self.run_dir).incidents
         return found or ([] if self.news is None else list(self.news.incidents))
 
     def status(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchscout.observer.monitor import remove_stale_records
+from torchscout.utils.procfs import processes_with
 
 __all__ = ["nothing_left"]
 
@@ -38,19 +39,8 @@ def end_processes(mark: str) -> None:
     Ranks end with their pipes; observers have sessions of their own and outlive a killed trainer for a while.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (marked := list(_marked(mark))) and time.monotonic() < deadline:
+    while (marked := list(processes_with(mark))) and time.monotonic() < deadline:
         for process in marked:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.05)
-
-
-def _marked(mark: str) -> Iterator[int]:
-    wanted, own = mark.encode(), os.getpid()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == own:
-            continue
-        with suppress(OSError):  # it is gone, or another user's
-            is_dead = b") Z " in (entry / "stat").read_bytes()
-            if not is_dead and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)

@@ -30,6 +30,7 @@ _REQUIRED = {
     "set_deterministic": "torch._C._set_deterministic_algorithms",
     "tree_flatten": "torch.utils._pytree.tree_flatten",
     "tree_leaves": "torch.utils._pytree.tree_leaves",
+    "tree_map": "torch.utils._pytree.tree_map",
     "tree_unflatten": "torch.utils._pytree.tree_unflatten",
     "treespec_dumps": "torch.utils._pytree.treespec_dumps",
     "treespec_loads": "torch.utils._pytree.treespec_loads",

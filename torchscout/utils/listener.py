@@ -31,7 +31,8 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from torchscout.utils.procfs import open_descriptors
 
 __all__ = ["Limits", "Listener", "main"]
 
@@ -307,7 +308,7 @@ def _bound(address: Address) -> socket.socket:
 def _has_descriptors(pid: int) -> bool:
     """Whether a process has descriptors left to accept connections."""
     try:
-        used = len([*Path(f"/proc/{pid}/fd").iterdir()])
+        used = open_descriptors(pid)
         limit, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     except OSError as error:  # none is left in this process, or the other one cannot be read
         return error.errno not in (errno.EMFILE, errno.ENFILE)

@@ -1,7 +1,7 @@
-"""Addresses and keys of a job's own connections.
+"""Sockets, keys and addresses of a job's own connections.
 
 CURVE encrypts and authenticates every connection. Both ends derive both key pairs from the job's token, so
-that nothing is exchanged or stored: who has the token belongs to the job. A listener's public key is never
+no key is exchanged or stored: whoever has the token belongs to the job. A listener's public key is never
 sent, so a client without the token cannot even begin the handshake.
 """
 
@@ -10,31 +10,41 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import ipaddress
+import json
 import os
 import secrets
 import socket
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
 
 from torchscout.errors import ScoutError
+from torchscout.utils.listener import Address
 
 __all__ = [
     "EVERYWHERE",
+    "Address",
+    "CurveSockets",
     "KeyPair",
-    "client_keys",
     "derive",
-    "hub_keys",
+    "encode",
     "listening_address",
     "new_token",
     "own_address",
 ]
 
 _SHORTEST = 16
+_HANDSHAKE_MS = 5000
+_RECONNECT_MS, _LONGEST_RECONNECT_MS = 100, 2000
+_FLUSH_MS = 200
+_KEEPALIVE_SECONDS = 60
+_BACKLOG = 4096
+
+_Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class KeyPair(NamedTuple):
@@ -55,17 +65,54 @@ def derive(token: str, purpose: str, role: str) -> KeyPair:
     return KeyPair(zmq.curve_public(secret), secret)
 
 
-_PURPOSE = "board 3"
-"""With the version of its messages, to be counted up when they change: observers of another version then fail
-at the handshake, and cannot send what the hub would misunderstand."""
+def encode(kind: str, **fields: Any) -> bytes:
+    """Return a message as JSON; raises ``ValueError`` for a number that JSON does not have."""
+    return json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False).encode()
 
 
-def hub_keys(token: str) -> KeyPair:
-    return derive(token, _PURPOSE, "hub")
+class CurveSockets(NamedTuple):
+    """Makes the two ends of encrypted connections that serve one purpose."""
 
+    purpose: str
+    """Include a version, and raise it when messages change: ends of different versions then fail at the
+    handshake instead of misunderstanding each other."""
+    max_bytes: int
+    """The size of a frame; whoever sends a larger one is disconnected."""
 
-def client_keys(token: str) -> KeyPair:
-    return derive(token, _PURPOSE, "client")
+    def listen(self, context: _Context, token: str, endpoint: str) -> zmq.Socket[bytes]:
+        """Return a socket that serves any number of clients; over ``ipc:`` only those of this user."""
+        socket = self._socket(context, zmq.ROUTER)
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = derive(token, self.purpose, "listener")
+        socket.router_mandatory = True  # sending to a client that is not connected fails at once
+        socket.router_handover = True  # a client that connects again replaces its lost connection
+        socket.backlog = _BACKLOG
+        if endpoint.startswith("ipc:"):
+            socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        socket.bind(endpoint)
+        return socket
+
+    def connect(self, context: _Context, token: str, rank: int, address: Address) -> zmq.Socket[bytes]:
+        """Return a client's socket. The handshake carries the rank, so the listener may send first."""
+        socket = self._socket(context, zmq.DEALER)
+        socket.curve_serverkey = derive(token, self.purpose, "listener").public
+        socket.curve_publickey, socket.curve_secretkey = derive(token, self.purpose, "client")
+        socket.routing_id = str(rank).encode()
+        socket.immediate = True  # nothing is queued for a listener that is not there
+        socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
+        host, port = address
+        socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+        return socket
+
+    def _socket(self, context: _Context, kind: int) -> zmq.Socket[bytes]:
+        socket = context.socket(kind)
+        socket.ipv6 = True
+        socket.linger = _FLUSH_MS
+        socket.maxmsgsize = self.max_bytes
+        socket.handshake_ivl = _HANDSHAKE_MS  # afterwards an unauthenticated peer loses its descriptor
+        # By the kernel, so that a vanished machine is noticed without a message of ours.
+        socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, _KEEPALIVE_SECONDS
+        return socket
 
 
 EVERYWHERE = {"*", "0.0.0.0", "::"}

@@ -24,13 +24,13 @@ from torchscout.campaign.ablation.variants import (
 )
 from torchscout.campaign.ablation.watchdog import train_gathering, train_posting
 from torchscout.campaign.cell import Cell, JobLayout, Processes
-from torchscout.campaign.grading import Tail
 from torchscout.campaign.observed import graded, observe, run_at_once
 from torchscout.campaign.results import Result
 from torchscout.campaign.warm import WARMUP, Slot, WarmRankResult, run_warm
 from torchscout.config import StragglerConfig
 from torchscout.decision.progress import RankStatus
 from torchscout.decision.record import EvidenceRecord, Incident
+from torchscout.decision.recorder import Follower, IncidentLog
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import read_roster
 from torchscout.observer.record.reader import ProgressReader
@@ -68,14 +68,15 @@ class _Judge:
     def __init__(self, layout: JobLayout) -> None:
         self._config = StragglerConfig().on_host()
         self._raw = RawStepTimes(layout.mesh(), self._config)
-        self._tails: dict[int, Tail] = {}
-        self._incidents: Tail | None = None
+        self._records: dict[int, Follower] = {}
+        self._incidents: IncidentLog | None = None
 
     def judge(self, slot: Slot, told: Sequence[WarmRankResult], run_dir: Path) -> Mapping[str, str]:
-        self._incidents = self._incidents or Tail(run_dir / "incidents.jsonl")
+        self._incidents = self._incidents or IncidentLog(run_dir, strict=True)
         for rank in range(len(told)):
-            self._tails.setdefault(rank, Tail(run_dir / "records" / f"rank-{rank}.jsonl"))
-        written = {rank: tail.new() for rank, tail in self._tails.items()}
+            path = run_dir / "records" / f"rank-{rank}.jsonl"
+            self._records.setdefault(rank, Follower(path, strict=True))
+        written = {rank: list(file.fresh()) for rank, file in self._records.items()}
         items = [line.item for lines in written.values() for line in lines]
         reported = [line.item for line in self._incidents.new()]
         claims = {

@@ -22,14 +22,13 @@ be gone. Credit bounds the memory that unread chunks take at the holder and keep
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import zmq
 
 from torchscout.checkpoint.generation import Generation
-from torchscout.utils import network
+from torchscout.utils.network import Address, CurveSockets, encode
 
 __all__ = [
     "CHUNK",
@@ -49,13 +48,8 @@ CHUNK = 4 << 20
 WINDOW = 4 * CHUNK
 """The maximum number of bytes in flight to a holder: see [Note: credit, not pull]."""
 _SLACK = 1 << 16
-_HANDSHAKE_MS = 5000
-_RECONNECT_MS, _RECONNECT_MOST_MS = 100, 2000
-_FLUSH_MS = 200
-_PURPOSE = "replica"
-
-Address = tuple[str, int]
-"""Host and port."""
+_SOCKETS = CurveSockets("replica 2", CHUNK + _SLACK)
+listen, connect = _SOCKETS.listen, _SOCKETS.connect
 
 
 class ReceivedMessage(NamedTuple):
@@ -64,38 +58,6 @@ class ReceivedMessage(NamedTuple):
     message: dict[str, Any]
     data: memoryview
     """The raw bytes; empty for most messages."""
-
-
-def encode(kind: str, **fields: Any) -> bytes:
-    return json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False).encode()
-
-
-def listen(context: zmq.Context[zmq.Socket[bytes]], token: str, endpoint: str) -> zmq.Socket[bytes]:
-    """Open a holder's socket."""
-    socket = _socket(context, zmq.ROUTER)
-    socket.curve_server = True
-    socket.curve_publickey, socket.curve_secretkey = network.derive(token, _PURPOSE, "holder")
-    socket.router_mandatory = True  # sending to an owner that is not connected fails at once
-    socket.router_handover = True  # an owner that reconnects replaces its lost connection
-    if endpoint.startswith("ipc:"):
-        socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-    socket.bind(endpoint)
-    return socket
-
-
-def connect(
-    context: zmq.Context[zmq.Socket[bytes]], token: str, rank: int, address: Address
-) -> zmq.Socket[bytes]:
-    """Open an owner's socket."""
-    socket = _socket(context, zmq.DEALER)
-    socket.curve_serverkey = network.derive(token, _PURPOSE, "holder").public
-    socket.curve_publickey, socket.curve_secretkey = network.derive(token, _PURPOSE, "owner")
-    socket.routing_id = str(rank).encode()
-    socket.immediate = True  # do not queue for a holder that is not connected
-    socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _RECONNECT_MOST_MS
-    host, port = address
-    socket.connect(f"tcp://{_bracketed(host)}:{port}")
-    return socket
 
 
 def receive(socket: zmq.Socket[bytes], most: int = 64) -> Iterator[ReceivedMessage]:
@@ -133,16 +95,3 @@ def _decoded(frame: memoryview) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else None
-
-
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.ipv6 = True
-    socket.linger = _FLUSH_MS
-    socket.handshake_ivl = _HANDSHAKE_MS
-    socket.maxmsgsize = CHUNK + _SLACK  # a peer that sends more is disconnected
-    return socket
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

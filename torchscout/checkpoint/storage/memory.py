@@ -16,8 +16,9 @@ from torchscout.checkpoint.storage.shard_files import files_under
 from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 from torchscout.utils.private_files import make_private_folder
+from torchscout.utils.procfs import available_memory, is_in_memory
 
-__all__ = ["available_memory", "budget_within", "check_budget", "memory_folder", "memory_root"]
+__all__ = ["budget_within", "check_budget", "memory_folder", "memory_root"]
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -50,19 +51,6 @@ def memory_folder(job: str) -> Path:
     return root / job
 
 
-def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still allocate, by the machine's and its control groups' limits."""
-    meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines() if ":" in line)
-    limits = [1024 * int(meminfo["MemAvailable"].split()[0])]
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        folder = cgroups / ("memory" if controllers else "") / path.lstrip("/")
-        limits += [left for each in (folder, *folder.parents) if (left := _left_in(each)) is not None]
-    return max(0, min(limits))
-
-
 def check_budget(
     bytes_per_snapshot: int,
     copies: int,
@@ -82,7 +70,7 @@ def check_budget(
     except OSError as error:
         raise CheckpointError(f"cannot determine the free memory of {folder}: {error.strerror}") from error
     free = status.f_bavail * status.f_frsize
-    if _is_in_memory(folder):  # its size may exceed the memory of the machine or container
+    if is_in_memory(folder):  # its size may exceed the memory of the machine or container
         free = min(free, available())
     free = max(0, free + own - _reserved_by_others(folder))
     allowed = budget_within(free, bytes_per_snapshot, copies, budget, folder)
@@ -104,31 +92,6 @@ def _reserved(folder: Path) -> int:
         return max(0, allowed - sum(map(_allocated, files_under(folder))))
     except (OSError, ValueError, CheckpointError):  # it is just ending, or not readable
         return 0
-
-
-def _left_in(group: Path) -> int | None:
-    """The memory that a control group has left; file caches count as free."""
-    for limit, usage, cached in (
-        ("memory.max", "memory.current", "inactive_file "),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
-    ):
-        try:
-            most, used = (int((group / name).read_text()) for name in (limit, usage))
-            rows = (group / "memory.stat").read_text().splitlines()
-        except (OSError, ValueError):  # no such group here, or its limit is "max"
-            continue
-        return most - used + sum(int(row.removeprefix(cached)) for row in rows if row.startswith(cached))
-    return None
-
-
-def _is_in_memory(folder: Path) -> bool:
-    """Whether the folder's file system is in memory."""
-    found, where = "", folder.resolve()
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, point, kind, *_ = line.split()
-        if where.is_relative_to(mounted := Path(point)) and len(str(mounted)) >= len(found.partition(" ")[0]):
-            found = f"{mounted} {kind}"
-    return found.endswith((" tmpfs", " ramfs"))
 
 
 def _allocated(path: Path) -> int:

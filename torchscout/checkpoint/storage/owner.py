@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torchscout.utils import procfs
+
 __all__ = ["Owner", "refusal"]
 
 
@@ -35,7 +37,9 @@ class Owner:
     def own(cls, job: str, run: str) -> Owner:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         digest = hashlib.sha256(f"torchscout lock {run}".encode()).hexdigest()
-        return cls(job, socket.gethostname(), os.getpid(), _started(os.getpid()), since, digest)
+        stat = procfs.process_stat(os.getpid())
+        started = None if stat is None else stat.started
+        return cls(job, socket.gethostname(), os.getpid(), started, since, digest)
 
     @property
     def is_here(self) -> bool:
@@ -44,7 +48,13 @@ class Owner:
     @property
     def is_gone(self) -> bool:
         """True only if it is certain: the process was on this machine and has ended."""
-        return self.is_here and self.started is not None and _started(self.pid) != self.started
+        if not self.is_here or self.started is None:
+            return False
+        try:
+            stat = procfs.process_stat(self.pid)
+        except OSError:  # for example, no file descriptor is left to look with
+            return False
+        return stat is None or stat.has_ended or stat.started != self.started
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -65,13 +75,3 @@ class Owner:
 def refusal(folder: Path, holder: Owner | None, how_known: str = "") -> str:
     who = "an unidentified process" if holder is None else str(holder)
     return f"{folder} is in use by {who}{how_known}; wait for it, end it, or use another folder"
-
-
-def _started(pid: int) -> int | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    # The second field, the program's name, may contain spaces and parentheses.
-    state, *others = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(others[18])

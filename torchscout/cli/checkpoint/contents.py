@@ -19,7 +19,7 @@ from torchscout.checkpoint.storage.owner import Owner
 from torchscout.checkpoint.storage.shard_files import ShardFile, shard_files
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.errors import CheckpointError
-from torchscout.utils.mounts import is_in_memory
+from torchscout.utils.procfs import is_in_memory
 from torchscout.utils.text import listed
 
 __all__ = ["Contents", "Folder", "StoredShard", "contents_of", "memory_beside"]

@@ -22,11 +22,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from torchscout.campaign.grading import Grade, Reports, grade
+from torchscout.campaign.grading import Grade, grade
 from torchscout.checkpoint.selection import SweepResult
 from torchscout.cli.demo.job import Began, Ended, train, train_alone
 from torchscout.cli.demo.scenario import STEPS, Kind, Scenario
 from torchscout.decision.record import Incident, Manifestation
+from torchscout.decision.recorder import IncidentLog
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import LiveRanks, run_ranks
 from torchscout.utils.text import wrapped
@@ -64,7 +65,7 @@ class Played:
 
 
 def play(stage: Scenario, planned: Mapping[Kind, FaultPlan], run_dir: Path, view: View) -> Played:
-    reports, lives, incidents = Reports(run_dir), list[Attempt](), list[Incident]()
+    reports, lives, incidents = IncidentLog(run_dir, strict=True), list[Attempt](), list[Incident]()
     ended: list[Ended] = []
     while not ended and len(lives) <= len(planned):
         if lives:
@@ -89,7 +90,7 @@ def play(stage: Scenario, planned: Mapping[Kind, FaultPlan], run_dir: Path, view
 
 
 def _live(
-    stage: Scenario, faults: FaultPlan, run_dir: Path, view: View, heard: tuple[Reports, list[Incident]]
+    stage: Scenario, faults: FaultPlan, run_dir: Path, view: View, heard: tuple[IncidentLog, list[Incident]]
 ) -> tuple[Attempt, list[Ended]]:
     with LiveRanks(train, stage.ranks, stage, faults, run_dir) as ranks:
         began: list[Began] = ranks.ask("begin", timeout=_SECONDS)
@@ -117,7 +118,7 @@ def _live(
         return life, ended
 
 
-def _hangs(ranks: LiveRanks, view: View, heard: tuple[Reports, list[Incident]]) -> bool:
+def _hangs(ranks: LiveRanks, view: View, heard: tuple[IncidentLog, list[Incident]]) -> bool:
     """Whether the step comes to no end, and is known not to."""
     deadline = time.monotonic() + _SECONDS
     while not ranks.have_answered(_POLL_SECONDS) and time.monotonic() < deadline:
@@ -126,7 +127,7 @@ def _hangs(ranks: LiveRanks, view: View, heard: tuple[Reports, list[Incident]]) 
     return False
 
 
-def _listen(view: View, heard: tuple[Reports, list[Incident]]) -> Sequence[Incident]:
+def _listen(view: View, heard: tuple[IncidentLog, list[Incident]]) -> Sequence[Incident]:
     """What has been reported since."""
     reports, incidents = heard
     new = [each.item for each in reports.new() if isinstance(each.item, Incident)]

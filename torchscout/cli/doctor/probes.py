@@ -26,8 +26,8 @@ from torchscout.decision.recorder import Stamped, read
 from torchscout.decision.repeatability import NONDETERMINISTIC
 from torchscout.errors import CheckpointError
 from torchscout.observer import stacks
-from torchscout.utils.mounts import is_in_memory
 from torchscout.utils.private_files import is_private
+from torchscout.utils.procfs import is_in_memory
 
 __all__ = [
     "FRAMEWORKS",

@@ -1,12 +1,11 @@
-"""The files behind progress records and the list of ranks: created, opened, and removed when their trainer is
-dead (paper, section 7).
+"""The files behind progress records, and each rank's entry and end in the run directory (paper, section 7).
 
-A plain file that both ends map, because segments of ``multiprocessing.shared_memory`` are unlinked by its
-tracker when a worker is killed. Only its owner can use it, and its name cannot be guessed. Whether a
-process still lives is read from ``/proc``, so this needs Linux; a process that is blocked in the kernel
-counts as running. The run directory has one small file per rank that says where it runs, and one that says
-how it ended: a session that is closed writes its own, and for a trainer that ended in any other way its
-observer does.
+A progress record is a plain file that both ends map. Segments of ``multiprocessing.shared_memory`` would be
+unlinked by its tracker when a worker is killed. Only its owner can use the file, and nobody can guess its
+name.
+
+The run directory has a small file per rank that says where it runs, and one that says how it ended. A session
+that is closed writes its own end; for a trainer that ended in any other way, its observer does. Needs Linux.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import socket
 import stat
 import tempfile
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torchscout.decision.progress import Process
 from torchscout.observer.record.layout import HEADER, SIZE
+from torchscout.utils import procfs
 from torchscout.utils.private_files import is_private, make_folders, replace_text
 
 __all__ = [
@@ -44,65 +43,43 @@ __all__ = [
     "records_home",
 ]
 
-_NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
+_MAGIC = b"SCOUTrec"
+_VERSION = 3
+_PREFIX = "progress-"
+_VARIABLE = "TORCHSCOUT_RECORDS"
+_SESSION = "session-"
 
 
 class ProcessIdentity(NamedTuple):
-    """One process of one machine, never confused with a later one."""
+    """Identifies one process of one machine, also after its process id was reused."""
 
     pid: int
     started: int
     """When it began, in clock ticks since the boot: a recycled ``pid`` has another."""
     boot: bytes
-    """The machine's boot, 16 bytes: ticks of different boots say nothing."""
+    """The machine's boot, 16 bytes: ticks of different boots cannot be compared."""
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        stat = _stat(os.getpid())
+        stat = procfs.process_stat(os.getpid())
         assert stat is not None, "a process finds itself in /proc"
-        return cls(os.getpid(), stat.started, _boot())
+        return cls(os.getpid(), stat.started, procfs.boot_id())
 
     def process(self) -> Process:
-        """What the operating system says of it now."""
+        """Return the state of the process now; one that is blocked in the kernel counts as running."""
         try:
-            stat = _stat(self.pid)
+            stat = procfs.process_stat(self.pid)
         except OSError as error:
-            if error.errno not in _NO_DESCRIPTOR:
+            if error.errno not in {errno.EMFILE, errno.ENFILE}:
                 raise
-            return Process.RUNNING  # as far as is known; its pidfd tells of its end all the same
-        if stat is None or stat.started != self.started or stat.state in "ZXx" or self.boot != _boot():
+            return Process.RUNNING  # no descriptor is left to look with; its pidfd still tells of its end
+        if stat is None or (stat.started, procfs.boot_id()) != (self.started, self.boot) or stat.has_ended:
             return Process.GONE
-        return Process.STOPPED if stat.state in "Tt" else Process.RUNNING
-
-
-class _Stat(NamedTuple):
-    state: str
-    started: int
-
-
-def _stat(pid: int) -> _Stat | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while we read
-        return None
-    # The second field, the program's name, may itself hold spaces and parentheses.
-    fields = stat.rpartition(")")[2].split()
-    return _Stat(state=fields[0], started=int(fields[19]))
-
-
-@cache
-def _boot() -> bytes:
-    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", ""))
-
-
-_MAGIC = b"SCOUTrec"
-_VERSION = 3
-_PREFIX = "progress-"
-_VARIABLE = "TORCHSCOUT_RECORDS"
+        return Process.STOPPED if stat.is_stopped else Process.RUNNING
 
 
 class Opened(NamedTuple):
-    """A record, from the reader's side."""
+    """A record that was opened for reading."""
 
     memory: mmap.mmap
     rank: int
@@ -110,10 +87,8 @@ class Opened(NamedTuple):
 
 
 def records_home() -> Path:
-    """Where the records of this user's trainers are, or will be: in memory, where that looks like one.
-
-    The environment variable ``TORCHSCOUT_RECORDS`` names another folder.
-    """
+    """Return the folder for the records of this user's trainers: ``TORCHSCOUT_RECORDS`` if it is set, or one
+    in shared memory where there is some."""
     if named := os.environ.get(_VARIABLE):
         return Path(named)
     root = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
@@ -121,7 +96,10 @@ def records_home() -> Path:
 
 
 def create(directory: Path, rank: int) -> tuple[Path, mmap.mmap]:
-    """A new record of this process, in a directory that only its owner can use; it is made if need be."""
+    """Create a record for this process in an owner-only directory, which is made if it does not exist.
+
+    Raises ``ValueError`` if others can use the directory, and ``OSError`` if there is no room.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private(os.lstat(directory), stat.S_ISDIR):
         raise ValueError(f"{directory} must be a directory that belongs to this user alone (mode 0700)")
@@ -129,9 +107,9 @@ def create(directory: Path, rank: int) -> tuple[Path, mmap.mmap]:
     header = HEADER.pack(_MAGIC, _VERSION, rank, *ProcessIdentity.own())
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # The owner first: to ``reclaim`` a file without one is a file in the making.
+        # The header comes first: ``reclaim`` leaves a file without one alone.
         os.write(file, header)
-        # Not merely extended: a full file system must say so here, not by a signal at some write later.
+        # Allocated, not merely extended: a full file system must fail here, not by a signal at a later write.
         os.posix_fallocate(file, 0, SIZE)
         return path, mmap.mmap(file, SIZE)
     except OSError:
@@ -142,17 +120,17 @@ def create(directory: Path, rank: int) -> tuple[Path, mmap.mmap]:
 
 
 def operations_of(path: Path) -> Path:
-    """The file beside a record that holds what the Flight Recorder said, if anything."""
+    """Return the file beside a record that holds the output of the Flight Recorder, if there is any."""
     return path.with_name(f"operations-{path.name}")
 
 
 def news_of(path: Path) -> Path:
-    """The file beside a record in which the observer tells its trainer what the observers have found."""
+    """Return the file beside a record in which the observer tells its trainer what the observers found."""
     return path.with_name(f"news-{path.name}")
 
 
 def open_record(path: Path) -> Opened:
-    """Map a record for reading; a ``ValueError`` says what is foreign about the file."""
+    """Map a record for reading; raises ``ValueError`` if the file is not a record of this user."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not is_private(os.fstat(file), stat.S_ISREG):
@@ -167,10 +145,10 @@ def open_record(path: Path) -> Opened:
 
 
 def reclaim(directory: Path) -> list[Path]:
-    """Remove the records of dead processes; returns them. Whoever has one open can read on."""
+    """Remove the records of dead processes and return their paths. Open mappings stay readable."""
     try:
         paths = sorted(directory.iterdir())
-    except OSError:  # another rank has cleared it away meanwhile, or it is not a folder of ours
+    except OSError:  # another rank has removed it, or it is not a folder of ours
         return []
     abandoned = [path for path in paths if path.name.startswith(_PREFIX) and _is_abandoned(path)]
     for path in abandoned:
@@ -181,7 +159,7 @@ def reclaim(directory: Path) -> list[Path]:
 def _is_abandoned(path: Path) -> bool:
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # gone by now, or a link, which is none of ours
+    except OSError:  # it is gone, or a link, which is not ours
         return False
     try:
         return _header(file, path)[1].process() is Process.GONE
@@ -201,27 +179,24 @@ def _header(file: int, path: Path) -> tuple[int, ProcessIdentity]:
     return rank, ProcessIdentity(*identity)
 
 
-_SESSION = "session-"
-
-
 @dataclass(frozen=True, slots=True)
 class RankEntry:
-    """Where one rank can be looked at."""
+    """Where one rank runs."""
 
     rank: int
     host: str
     pid: int
     record: str
-    """Its progress record, on that host; it is gone once the rank has finished. Where there is no observer,
-    a name that stands for the session."""
+    """Its progress record on that host, which is removed when the rank finishes; without an observer, a name
+    that identifies the session."""
     size: int = 0
-    """Ranks in the job; 0 where that is not known."""
+    """Number of ranks in the job; 0 if unknown."""
     started: int = 0
     """When its process began, in clock ticks since the boot: a recycled ``pid`` has another."""
 
     @classmethod
     def own(cls, rank: int, record: Path | None, size: int = 0) -> RankEntry:
-        """Of this process; without an observer there is no ``record``."""
+        """Return the entry of this process; ``record`` is None without an observer."""
         name = f"{_SESSION}{secrets.token_hex(16)}" if record is None else str(record)
         return cls(rank, socket.gethostname(), os.getpid(), name, size, ProcessIdentity.own().started)
 
@@ -230,24 +205,19 @@ class RankEntry:
         return self.record.startswith(_SESSION)
 
     def process(self) -> Process:
-        """What the operating system says of its process; only on the same host."""
-        return ProcessIdentity(self.pid, self.started, ProcessIdentity.own().boot).process()
+        """Return the state of its process; only valid on the same host."""
+        return ProcessIdentity(self.pid, self.started, procfs.boot_id()).process()
 
     def write(self, run_dir: Path) -> None:
-        path = run_dir / "ranks" / f"rank-{self.rank}.json"
-        make_folders(path.parent)
-        replace_text(path, json.dumps(asdict(self)) + "\n")
+        _write(run_dir / "ranks", self.rank, asdict(self))
 
 
 def read_roster(run_dir: Path) -> list[RankEntry]:
-    """Every rank's entry, by rank; a ``ValueError`` names a file that is none."""
-    folder = run_dir / "ranks"
-    paths = folder.iterdir() if folder.is_dir() else ()  # unlike ``glob``, it says what may not be read
-    found = [_entry(path) for path in paths if path.match("rank-*.json")]
-    return sorted(found, key=lambda entry: entry.rank)
+    """Return every rank's entry, by rank; raises ``ValueError`` for a file that is not an entry."""
+    return sorted((_read_entry(path) for path in _files(run_dir / "ranks")), key=lambda entry: entry.rank)
 
 
-def _entry(path: Path) -> RankEntry:
+def _read_entry(path: Path) -> RankEntry:
     try:
         entry = RankEntry(**json.loads(path.read_text()))
     except OSError as error:
@@ -263,51 +233,56 @@ def _entry(path: Path) -> RankEntry:
 
 How = Literal["finished", "interrupted", "failed", "killed"]
 """``interrupted``: by SIGINT, SIGTERM or SIGHUP. ``failed``: by an exception or a non-zero exit status.
-``killed``: by any other signal, or nobody could tell."""
+``killed``: by any other signal, or in an unknown way."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Of one rank."""
+    """How one rank's session ended."""
 
     rank: int
     how: How
     step: int
     """Training steps that it had finished."""
     record: str
-    """The progress record of the session that ended, as in the rank's entry: another one's end is out of
-    date."""
+    """The record of that session, as in the rank's entry: the end of another session is out of date."""
     why: str = ""
-    """The exception, where there was one."""
+    """The exception, if there was one."""
 
     def write(self, run_dir: Path) -> None:
-        """An ``OSError`` if it cannot be written."""
-        path = _path(run_dir, self.rank)
-        make_folders(path.parent)
-        replace_text(path, json.dumps(asdict(self)) + "\n")
+        """Raises ``OSError`` if it cannot be written."""
+        _write(run_dir / "ends", self.rank, asdict(self))
 
     def is_written(self, run_dir: Path) -> bool:
-        """Whether there is an end of the same session."""
-        found = _read(_path(run_dir, self.rank))
-        return found is not None and found.record == self.record
+        """Return whether an end of the same session is written."""
+        end = _read_end(_path(run_dir / "ends", self.rank))
+        return end is not None and end.record == self.record
 
 
 def read_ends(run_dir: Path) -> dict[int, End]:
-    """By rank; what is not an end is left out."""
-    folder = run_dir / "ends"
-    paths = folder.iterdir() if folder.is_dir() else ()
-    found = [_read(path) for path in paths if path.match("rank-*.json")]
+    """Return the ends by rank; files that are not an end are left out."""
+    found = map(_read_end, _files(run_dir / "ends"))
     return {each.rank: each for each in found if each is not None}
 
 
-def _path(run_dir: Path, rank: int) -> Path:
-    return run_dir / "ends" / f"rank-{rank}.json"
-
-
-def _read(path: Path) -> End | None:
+def _read_end(path: Path) -> End | None:
     try:
         end = End(**json.loads(path.read_text()))
     except (OSError, TypeError, ValueError, RecursionError):
         return None
-    is_sound = type(end.rank) is int and type(end.step) is int and end.how in get_args(How)
-    return end if is_sound and isinstance(end.why, str) else None
+    is_valid = type(end.rank) is int and type(end.step) is int and end.how in get_args(How)
+    return end if is_valid and isinstance(end.why, str) else None
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
+
+
+def _write(folder: Path, rank: int, document: dict[str, Any]) -> None:
+    make_folders(folder)
+    replace_text(_path(folder, rank), json.dumps(document) + "\n")
+
+
+def _files(folder: Path) -> list[Path]:
+    # Not ``glob``, which hides a folder that may not be read.
+    return [path for path in folder.iterdir() if path.match("rank-*.json")] if folder.is_dir() else []

@@ -1,7 +1,6 @@
 """The observer's end of a trainer's progress record, which ``writer`` publishes (paper, section 7).
 
-It never waits for the trainer: see ``layout``, [Note: never torn]. What a coordinate means for a hang, and
-when silence is too long, is decided elsewhere.
+It never waits for the trainer; see ``layout``, [Note: never torn].
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ __all__ = ["ProgressReader"]
 
 _ATTEMPTS = 100
 _DEVICE_SECONDS = 2.0
-"""After this long, what a device was last known to have come to may be out of date."""
+"""After this long, what is known of a device's progress may be out of date."""
 _MARGIN = 16
 """Operations that a trainer may issue while its record is read."""
 
 
 class ProgressReader:
-    """The observer's end. It reads on when the trainer is gone, or the file."""
+    """Reads a progress record, also after the trainer or the file is gone."""
 
     def __init__(self, path: Path) -> None:
-        """A ``ValueError`` names a file that is no record of this user."""
+        """Raises ``OSError`` or ``ValueError`` if the file is not a record of this user."""
         self.path = path
         memory, self.rank, self._trainer = directory.open_record(path)
         self._memory = Memory(memory)
-        self._journal = Declarations()
+        self._declarations = Declarations()
 
     @property
     def pid(self) -> int:
@@ -51,23 +50,23 @@ class ProgressReader:
 
     @property
     def is_exiting(self) -> bool:
-        """Its interpreter was about to end."""
+        """Whether the trainer's interpreter had begun to exit."""
         return self._memory.words[layout.FINISHED] == layout.EXITING
 
     @property
     def dropped(self) -> int:
-        """Declarations without room: while this is not 0, there may be communication not told of here."""
+        """Number of declarations without room; unless it is 0, some communication may be missing here."""
         return self._memory.words[layout.DROPPED]
 
     def trainer(self) -> Process:
+        """Return the state of the trainer's process."""
         return self._trainer.process()
 
     def operations(self, step: int) -> dict[str, Any] | None:
-        """What the Flight Recorder said when the trainer fell silent in this step; None if it said
-        nothing."""
+        """Return the output of the Flight Recorder if it was read during a silence in this step."""
         try:
             shown: dict[str, Any] = json.loads(directory.operations_of(self.path).read_text())
-        except (OSError, ValueError):  # none was written, or is being written right now
+        except (OSError, ValueError):  # none was written, or it is being written right now
             return None
         return shown if shown.get("step") == step else None
 
@@ -75,29 +74,28 @@ class ProgressReader:
         return {line.key: line for line in self._declared().lines}
 
     def step_seconds(self) -> list[float]:
-        """Recent steps, oldest first."""
+        """Return the durations of recent steps, oldest first."""
         return self._memory.noted(layout.STEPS)
 
     def phase_seconds(self, phase: Phase) -> list[float]:
-        """Recent sampled durations of a phase, oldest first."""
+        """Return recent durations of a phase, oldest first."""
         return self._memory.noted(layout.CODES[phase])
 
     def read(self, now: float | None = None) -> Progress:
-        """Where the trainer stands; ``now`` is a monotonic time.
+        """Return the trainer's progress at the monotonic time ``now``, also after it died during a write.
 
-        Also after it died in the middle of a write. ``TornRecordError`` means that it lives and has,
-        many times in a row, published faster than one could read.
+        Raises ``TornRecordError`` if the trainer publishes too fast to be read, so that it is alive.
         """
         for _ in range(_ATTEMPTS):
             progress = self._attempt(now)
             if progress is not None:
                 return progress
-        raise TornRecordError(f"{self.path}: no whole record in {_ATTEMPTS} attempts")
+        raise TornRecordError(f"{self.path}: no consistent record in {_ATTEMPTS} attempts")
 
     def glance(self, now: float | None = None) -> Progress | None:
-        """What one polls for, at a hundredth of the price of ``read``: nothing of the operations.
+        """Return the progress without operations, at a hundredth of the cost of ``read``.
 
-        None in the rare moment when neither head is whole.
+        Returns None in the rare moment when neither head is valid.
         """
         head = self._memory.head()
         if head is None:
@@ -105,7 +103,7 @@ class ProgressReader:
         return self._progress(head, {}, [], monotonic() if now is None else now)
 
     def _attempt(self, now: float | None) -> Progress | None:
-        """None if the writer was too fast."""
+        """Return None if the writer was too fast."""
         before = self._memory.head()
         counts = self._memory.counts[: len(self._declared().lines)].tolist()
         head = self._memory.head()
@@ -122,31 +120,30 @@ class ProgressReader:
             counts[operation.line] = operation.number
         now = monotonic() if now is None else now
         entered = self._entered(counts, now)
-        recent = [*self._where_devices_are(orders.start, entered, declared), *recent]
+        recent = [*self._near_device(orders.start, entered, declared), *recent]
         keys = [line.key for line in declared.lines]
         progress = self._progress(head, dict(zip(keys, counts, strict=True)), recent, now)
         return replace(progress, entered={keys[line]: number for line, number in entered.items()})
 
     def _entered(self, counts: Sequence[int], now: float) -> dict[int, int]:
-        """Per line, what the device has come to, where that is known.
+        """Return what the device has reached on each line where that is known.
 
-        A trainer that has not asked for a while cannot tell: it may be stopped, or hold the interpreter's
-        lock. But a device that had come to everything then cannot have fallen behind a host that issued
-        nothing since.
+        A trainer that has not asked its device for a while cannot tell: it may be stopped, or hold the
+        interpreter's lock. But a device that had reached everything cannot have fallen behind a host that has
+        issued nothing since.
         """
         asked = self._memory.words[layout.DEVICE_ASKED] / 1000
         is_fresh = now - asked < _DEVICE_SECONDS
-        found = enumerate(self._memory.entered[: len(counts)].tolist())
         return {
             line: min(number, counts[line])
-            for line, number in found
+            for line, number in enumerate(self._memory.entered[: len(counts)].tolist())
             if number != layout.UNKNOWN and (is_fresh or number >= counts[line])
         }
 
-    def _where_devices_are(
+    def _near_device(
         self, before: int, entered: Mapping[int, int], declared: Declarations
     ) -> Iterator[Operation]:
-        """Operations issued ``before`` the recent ones that devices have only now come to, and their
+        """Yield operations issued ``before`` the recent ones that devices have just reached, with their
         neighbours."""
         oldest = max(1, before + layout.RECENT - layout.PLACES + _MARGIN)
         for order in range(oldest, before) if entered else ():
@@ -173,17 +170,17 @@ class ProgressReader:
         )
 
     def _issued(self, operation: Operation) -> IssuedOp:
-        journal, phrase = self._journal, operation.phrase
+        declared, phrase = self._declarations, operation.phrase
         return IssuedOp(
-            line=journal.lines[operation.line].key,
+            line=declared.lines[operation.line].key,
             number=operation.number,
             fingerprint=operation.fingerprint,
             digest=operation.digest,
-            text=journal.phrases[phrase] if phrase >= 0 else f"unlisted {operation.fingerprint:016x}",
+            text=declared.phrases[phrase] if phrase >= 0 else f"unlisted {operation.fingerprint:016x}",
             sends=operation.sends,
             receives=operation.receives,
         )
 
     def _declared(self) -> Declarations:
-        self._journal.extend(self._memory.appended(self._journal.length))
-        return self._journal
+        self._declarations.extend(self._memory.appended(self._declarations.length))
+        return self._declarations

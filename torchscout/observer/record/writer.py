@@ -1,9 +1,8 @@
 """The trainer's end of its progress record, which ``reader`` reads (paper, section 7).
 
-What may block is published before it is entered, into shared memory; so the record stays readable
-and true while the trainer is blocked, stopped or dead. Neither end waits for the other, see
-``layout``, [Note: never torn]. What a coordinate means for a hang, and when silence is too long, is
-decided elsewhere.
+An operation that may block is published to shared memory before it is entered, so the record stays readable
+and correct while the trainer is blocked, stopped or dead. Neither end waits for the other; see ``layout``,
+[Note: never torn].
 """
 
 from __future__ import annotations
@@ -27,34 +26,35 @@ from torchscout.observer.record.layout import Memory, line_text, pack_operation,
 __all__ = ["NOWHERE", "ProgressWriter", "digest_after"]
 
 NOWHERE = -1
-"""The index of a line for which there was no room."""
+"""The index of a line without room in the record."""
 
-_PHRASES = 2048
+_MAX_PHRASES = 2048
 _BITS = 0xFFFF_FFFF_FFFF_FFFF
 _FIRST_DIGEST = 0x243F_6A88_85A3_08D3
-_ASIDE = (Phase.CHECKPOINT_READ, Phase.CHECKPOINT_WRITE, Phase.EVALUATION)
-"""Phases that are no part of an ordinary step."""
+_OUTSIDE_STEPS = (Phase.CHECKPOINT_READ, Phase.CHECKPOINT_WRITE, Phase.EVALUATION)
+"""Phases that do not belong to an ordinary step."""
 
 
 def digest_after(digest: int, fingerprint: int) -> int:
-    """The digest of a line that goes on with ``fingerprint``; both have 64 bits.
+    """Return the digest of a line after one more operation with this fingerprint; both have 64 bits.
 
-    Equal sequences have equal digests on every rank. An odd factor, and a shift of the high bits
-    into the low ones, make each step a bijection of either argument, and order matter.
+    Equal sequences have equal digests on every rank. An odd factor, and a shift of the high bits into the low
+    ones, make each step a bijection in either argument and the digest depend on the order.
     """
     mixed = (digest * 0x9E37_79B9_7F4A_7C15 + fingerprint) & _BITS
     return mixed ^ (mixed >> 32)
 
 
 class ProgressWriter:
-    """The trainer's end. Any thread may call; no call waits for a reader or fails for lack of room.
+    """Publishes a trainer's progress. Thread-safe; no call waits for a reader or fails for lack of room.
 
-    After ``close``, and in a forked child, calls go to memory that nobody reads: late hooks do no harm.
+    After ``close``, and in a forked child, calls write to memory that nobody reads, so late hooks are
+    harmless.
     """
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self.path = path
-        # Reentrant at the same price: a signal handler that publishes may interrupt a publication.
+        # Reentrant, because a signal handler that publishes may interrupt a publication.
         self._lock = threading.RLock()
         self._memory = Memory(memory)
         self._owns_file = True
@@ -72,7 +72,7 @@ class ProgressWriter:
 
     @classmethod
     def create(cls, directory: Path, rank: int) -> ProgressWriter:
-        """A new record, in a directory that only its owner can use; it is made if need be."""
+        """Create a new record; see ``directory.create``."""
         return cls(*create(directory, rank))
 
     @property
@@ -81,17 +81,17 @@ class ProgressWriter:
 
     @property
     def coordinate(self) -> tuple[int, int]:
-        """How far the host is, as ``Progress.coordinate`` has it."""
+        """The host's coordinate, as in ``Progress.coordinate``."""
         return self._step, self._operation
 
     def start_from(self, step: int) -> None:
-        """So many steps were done before this process began."""
+        """Set the number of steps that were finished before this process began."""
         with self._lock:
             self._step = step
             self._publish()
 
     def advance(self, phase: Phase) -> None:
-        """One more coordinate in this step."""
+        """Publish the next coordinate of this step."""
         with self._lock:
             self._operation += 1
             self._phase = layout.CODES[phase]
@@ -99,7 +99,7 @@ class ProgressWriter:
             self._publish()
 
     def next_step(self) -> None:
-        """The step is over. Its duration is noted, but for the first one and a paused one."""
+        """End the step. Its duration is noted, unless it is the first one or was paused."""
         with self._lock:
             now = monotonic()
             if self._began is not None and now > self._began:
@@ -111,7 +111,7 @@ class ProgressWriter:
             self._publish()
 
     def declare(self, line: CommGroup) -> int:
-        """The index of a line, the same for the same key; ``NOWHERE`` if there is no room for one more."""
+        """Return the index of a line, the same for equal keys; ``NOWHERE`` if there is no room for it."""
         with self._lock:
             index = self._lines.get(line.key)
             if index is not None:
@@ -124,17 +124,16 @@ class ProgressWriter:
             return self._lines.setdefault(line.key, len(self._lines))
 
     def phrase(self, text: str, fingerprint: int) -> int:
-        """What stands for this fingerprint, 64 bits of it, in ``issue``.
+        """Return the number that stands for this text and 64-bit fingerprint in ``issue``.
 
-        Without room the text is dropped but never the fingerprint: it is in the negative number
-        returned.
+        Without room the text is dropped, and the negative number returned contains the fingerprint.
         """
         fingerprint &= _BITS
         with self._lock:
             index = self._phrases.get(fingerprint)
             if index is not None:
                 return index
-            if len(self._phrases) == _PHRASES or not self._memory.append(phrase_text(text)):
+            if len(self._phrases) == _MAX_PHRASES or not self._memory.append(phrase_text(text)):
                 return self._drop() - fingerprint
             self._fingerprints.append(fingerprint)
             return self._phrases.setdefault(fingerprint, len(self._phrases))
@@ -146,10 +145,10 @@ class ProgressWriter:
         sends: Sequence[int] | None = None,
         receives: Sequence[int] | None = None,
     ) -> int:
-        """About to enter the next operation on that line: one more coordinate. Returns its number.
+        """Publish that the next operation on that line is about to be entered, and return its number.
 
-        Splits of more than 64 members are not kept. On a line that is ``NOWHERE`` only the
-        coordinate advances, and the number is 0.
+        Splits of more than 64 members are not kept. On the line ``NOWHERE`` only the coordinate advances, and
+        the number is 0.
         """
         with self._lock:
             self._operation += 1
@@ -169,88 +168,85 @@ class ProgressWriter:
             return number
 
     def pause(self) -> None:
-        """Silence means nothing until ``resume``."""
+        """Ignore silence until ``resume``."""
         with self._lock:
             self._memory.words[layout.PAUSED] = 1
             self._began = None
 
     def resume(self) -> None:
-        """Silence counts again, beginning now."""
+        """Let silence count again, from now on."""
         with self._lock:
             self._publish()
             self._memory.words[layout.PAUSED] = 0
 
     def device_step(self, step: int) -> None:
-        """The accelerator has finished ``step``: if that is news, it ends silence but no communication."""
+        """Publish that the device has finished ``step``; news ends silence but no communication."""
         with self._lock:
             if step != self._memory.words[layout.DEVICE_STEP]:
                 self._memory.words[layout.DEVICE_STEP] = step
                 self._publish()
 
     def device_entered(self, line: int, number: int) -> None:
-        """The accelerator has come to an operation: if that is news, it ends silence but no communication."""
+        """Publish that the device has reached an operation; news ends silence but no communication."""
         with self._lock:
             if line != NOWHERE and number != self._memory.entered[line]:
                 self._memory.entered[line] = number
                 self._publish()
 
     def device_asked(self, busy: bool | None, now: float) -> None:
-        """The accelerator was asked how far it is, and whether it has work left if that matters."""
+        """Note that the device's progress was read at ``now``; ``busy`` is whether it has work, if known."""
         self._memory.words[layout.DEVICE_BUSY] = layout.UNKNOWN if busy is None else int(busy)
         self._memory.words[layout.DEVICE_ASKED] = int(1000 * now)
 
     def device_unknown(self) -> None:
-        """Nothing is known of an accelerator, or no longer. Of a trainer that left, what was known last
-        stays."""
+        """Mark the device's progress as unknown, unless the trainer has finished."""
         with self._lock:
             words = self._memory.words
             if words[layout.FINISHED]:
                 return
-            words[layout.DEVICE_STEP] = words[layout.DEVICE_BUSY] = words[layout.DEVICE_ASKED] = (
-                layout.UNKNOWN
-            )
+            for word in (layout.DEVICE_STEP, layout.DEVICE_BUSY, layout.DEVICE_ASKED):
+                words[word] = layout.UNKNOWN
             for line in range(len(self._lines)):
                 self._memory.entered[line] = layout.UNKNOWN
 
     def captured(self) -> None:
-        """An operation went into a CUDA graph, whose replays nobody sees."""
+        """Count an operation that was captured into a CUDA graph, whose replays are not seen."""
         self._memory.words[layout.CAPTURED] += 1
 
     def show_operations(self, operations: Mapping[str, Any] | None) -> None:
-        """Put what the Flight Recorder says beside the record, for its observer to show."""
+        """Write the output of the Flight Recorder beside the record, for the observer to include."""
         if operations is not None and self._owns_file:
-            with suppress(OSError):  # it only goes along with an incident: a full file system must not matter
-                beside = operations_of(self.path)
-                beside.write_text(json.dumps({"step": self._step, **operations}))
+            with suppress(OSError):  # optional evidence: a full file system must not matter
+                operations_of(self.path).write_text(json.dumps({"step": self._step, **operations}))
 
     def time_phase(self, phase: Phase, seconds: float) -> None:
-        """A phase took so long."""
+        """Note the duration of a phase."""
         with self._lock:
             self._memory.note(layout.CODES[phase], seconds)
-            if phase in _ASIDE and self._began is not None:
-                self._began += seconds  # or a checkpoint would make its step look slow, and us patient
+            if phase in _OUTSIDE_STEPS and self._began is not None:
+                self._began += seconds  # a checkpoint must not lengthen its step, and so the threshold
 
     def finished(self) -> None:
-        """The trainer leaves on purpose."""
+        """Publish that the trainer ends on purpose."""
         with self._lock:
             self._memory.words[layout.FINISHED] = 1
 
     def exiting(self) -> None:
-        """The interpreter ends. Whether on purpose, the status says with which the process exits."""
+        """Publish that the interpreter exits; the exit status will tell whether on purpose."""
         with self._lock:
             self._memory.words[layout.FINISHED] = self._memory.words[layout.FINISHED] or layout.EXITING
 
     def close(self) -> None:
-        """Remove the file; whoever has it open can read on."""
+        """Remove the file; open mappings stay readable."""
         with self._lock:
             if self._owns_file:
-                self.path.unlink(missing_ok=True)
-                operations_of(self.path).unlink(missing_ok=True)
-                news_of(self.path).unlink(missing_ok=True)
+                for path in (self.path, operations_of(self.path), news_of(self.path)):
+                    path.unlink(missing_ok=True)
             self._detach()
 
     def forget_after_fork(self) -> None:
-        """The record is the parent's. Its lock may be held by a thread that is not here to release it."""
+        """Detach in a forked child: the record is the parent's, and a thread of the parent may hold the
+        lock."""
         self._lock = threading.RLock()
         self._detach()
 

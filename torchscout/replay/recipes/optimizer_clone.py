@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import captured, is_dense, refuse
 from torchscout.replay.capture.context import preserved_rng
 from torchscout.replay.guard import guarded
+from torchscout.utils._torch import tree_map
 
 __all__ = [
     "FAILURES",

@@ -40,7 +40,7 @@ def test_the_threshold(phase: Phase, steps: list[float], seconds: float):
     assert threshold(CONFIG, phase, steps) == seconds
 
 
-def test_an_allowance_is_told_from_the_usual():
+def test_an_allowance_applies_to_special_phases_and_the_first_step():
     assert allowance(CONFIG, Phase.FORWARD, STEADY) is None
     assert allowance(CONFIG, Phase.EVALUATION, STEADY) == 600.0
     assert allowance(CONFIG, Phase.FORWARD, []) == 300.0
@@ -50,7 +50,7 @@ class Clock:
     """A trainer that went silent at 0, polled every second."""
 
     def __init__(self, config: ObserverConfig = CONFIG) -> None:
-        self.watch = SilenceDetector(config)
+        self.detector = SilenceDetector(config)
         self.now = 0.0
 
     def due_until(
@@ -61,36 +61,36 @@ class Clock:
         while self.now < end:
             self.now += 1
             seen = progress(self.now - since, step=step)
-            if self.watch.is_due(seen, STEADY, paused=paused, now=self.now):
+            if self.detector.is_due(seen, STEADY, paused=paused, now=self.now):
                 times.append(self.now)
-                self.watch.round_held(seen.coordinate, self.now)
+                self.detector.round_held(seen.coordinate, self.now)
         return times
 
 
-def test_a_lasting_silence_is_looked_at_again_after_growing_intervals():
+def test_rounds_of_a_lasting_silence_repeat_at_growing_intervals():
     clock = Clock()
     assert clock.due_until(100) == [6, 16, 36, 76]
-    assert clock.watch.rounds == 4
+    assert clock.detector.rounds == 4
     assert clock.due_until(3000)[-2:] == [2416, 2716]  # never longer than five minutes
 
 
-def test_a_rank_that_moved_starts_anew():
+def test_a_rank_that_moved_starts_over():
     clock = Clock()
     clock.due_until(20)
     assert clock.due_until(30, since=21.0, step=8) == [27]
-    assert clock.watch.rounds == 1
+    assert clock.detector.rounds == 1
 
 
-def test_a_round_called_by_others_counts():
+def test_a_round_announced_by_another_rank_counts():
     clock = Clock()
     clock.due_until(4)
-    clock.watch.round_held(progress().coordinate, clock.now)
+    clock.detector.round_held(progress().coordinate, clock.now)
     assert clock.due_until(20) == [14]
 
 
-def test_a_round_while_the_rank_moved_does_not_quiet_its_later_silence():
+def test_a_round_while_the_rank_moved_does_not_delay_its_next_one():
     clock = Clock()
-    clock.watch.round_held((6, 0), 0.0)
+    clock.detector.round_held((6, 0), 0.0)
     assert clock.due_until(10) == [6]
 
 
@@ -100,12 +100,12 @@ def test_nothing_is_due_while_paused_nor_right_after():
     assert clock.due_until(60) == [56]  # though nothing was published for 50 s before
 
 
-def test_time_that_the_observer_itself_slept_is_nobodys_silence():
+def test_time_while_the_observer_was_suspended_is_not_silence():
     clock = Clock()
     clock.due_until(2)
     clock.now = 1000.0  # the job was suspended
     assert clock.due_until(1010) == [1007]
-    assert clock.watch.silent_seconds(progress(1010.0), 1010.0) == 9.0
+    assert clock.detector.silent_seconds(progress(1010.0), 1010.0) == 9.0
 
 
 def test_a_poll_that_is_a_little_late_changes_nothing():
@@ -118,7 +118,7 @@ def test_a_poll_that_is_a_little_late_changes_nothing():
 def test_settings_can_change_while_it_watches():
     clock = Clock()
     assert clock.due_until(4) == []
-    clock.watch.config = replace(CONFIG, min_silence_seconds=2.0, silence_multiple=1.0)
+    clock.detector.config = replace(CONFIG, min_silence_seconds=2.0, silence_multiple=1.0)
     assert clock.due_until(5) == [5]
 
 
@@ -139,20 +139,20 @@ def test_settings_are_checked(settings: dict[str, float], message: str):
 
 def test_a_hang_that_ended_does_not_hide_the_next_one():
     steps = [1.0] * 19 + [600.0]  # the last one hung for ten minutes
-    watch = SilenceDetector(CONFIG)
-    watch.round_held((7, 3), 100.0)
-    assert watch.is_due(progress(6.0, step=8), steps, paused=False, now=200.0)
+    detector = SilenceDetector(CONFIG)
+    detector.round_held((7, 3), 100.0)
+    assert detector.is_due(progress(6.0, step=8), steps, paused=False, now=200.0)
     assert not SilenceDetector(CONFIG).is_due(progress(6.0, step=8), steps, paused=False, now=200.0)
 
 
-def test_a_long_step_that_was_never_looked_at_is_a_usual_one():
-    watch = SilenceDetector(CONFIG)
-    watch.round_held((7, 3), 100.0)
+def test_a_long_step_without_a_round_counts_as_usual():
+    detector = SilenceDetector(CONFIG)
+    detector.round_held((7, 3), 100.0)
     later = [1.0] * 19 + [600.0]  # step 40, not step 7
-    assert not watch.is_due(progress(6.0, step=41), later, paused=False, now=200.0)
+    assert not detector.is_due(progress(6.0, step=41), later, paused=False, now=200.0)
 
 
-def test_who_is_about_to_be_ended_for_waiting_asks_at_once():
+def test_a_rank_close_to_its_timeout_announces_at_once():
     waiting, quick = progress(6.0, step=0), SilenceDetector(CONFIG)
     assert not quick.is_due(waiting, [], paused=False, now=200.0)
     assert quick.is_due(waiting, [], paused=False, now=200.1, is_pressed=True)

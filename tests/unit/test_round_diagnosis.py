@@ -1,4 +1,4 @@
-"""From the posts of a round to an incident: who moves, who is excused, who was gone first."""
+"""From the reports of a round to an incident: who moves, who is excused, who was gone first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORLD = CommGroup("world", tuple(range(SIZE)), "world")
 MESH = Mesh.grid(replica=SIZE, hosts=["a", "a", "b", "b"])
 
 
-def post(rank: int, issued: int = 5, *, stack: str = "File ...", last: int = 7, **more) -> RankReport:
+def report(rank: int, issued: int = 5, *, stack: str = "File ...", last: int = 7, **more) -> RankReport:
     prints = {number: last if number == issued else 7 for number in range(1, issued + 1)}
     recent = tuple(
         IssuedOp("world", number, each, number * each, "barrier") for number, each in prints.items()
@@ -36,57 +36,57 @@ def post(rank: int, issued: int = 5, *, stack: str = "File ...", last: int = 7, 
 
 
 def gone(rank: int, seconds: float) -> RankReport:
-    alive = post(rank, 4, stack="", gone_seconds=seconds)
-    return replace(alive, standing=replace(alive.standing, process=Process.GONE))
+    alive = report(rank, 4, stack="", gone_seconds=seconds)
+    return replace(alive, status=replace(alive.status, process=Process.GONE))
 
 
 def test_of_those_that_ended_together_the_killed_one_is_named():
     """As it was seen: whoever loses a connection to it fails within milliseconds."""
-    posts = {rank: gone(rank, 1.0 + rank / 1000) for rank in range(3)} | {3: post(3, moving=True)}
-    assert conclude(posts, MESH).ranks == (0, 1, 2)
-    posts[1] = replace(posts[1], was_killed=True)
-    assert conclude(posts, MESH).ranks == (1,)
+    reports = {rank: gone(rank, 1.0 + rank / 1000) for rank in range(3)} | {3: report(3, moving=True)}
+    assert conclude(reports, MESH).ranks == (0, 1, 2)
+    reports[1] = replace(reports[1], was_killed=True)
+    assert conclude(reports, MESH).ranks == (1,)
 
 
 def timed_out(rank: int, issued: int = 5, seconds: float = 0.5) -> RankReport:
     """Its trainer waited for 5.5 seconds before something ended it."""
-    alive = post(rank, issued, stack="", gone_seconds=seconds)
+    alive = report(rank, issued, stack="", gone_seconds=seconds)
     return replace(
         alive,
-        standing=replace(alive.standing, process=Process.GONE),
-        stalled=alive.standing.progress,
+        status=replace(alive.status, process=Process.GONE),
+        stalled=alive.status.progress,
     )
 
 
 def round_of(*different: RankReport) -> dict[int, RankReport]:
     """Everybody waits in number 5, but for these."""
-    return {rank: post(rank) for rank in range(SIZE)} | {each.standing.rank: each for each in different}
+    return {rank: report(rank) for rank in range(SIZE)} | {each.status.rank: each for each in different}
 
 
-def test_who_has_not_entered_is_named_with_its_stack_and_those_of_a_few_others():
-    incident = conclude(round_of(post(2, 4, stack="File lagging")), MESH)
+def test_a_rank_that_has_not_entered_is_named_with_a_few_stacks():
+    incident = conclude(round_of(report(2, 4, stack="File lagging")), MESH)
     assert (incident.scope, incident.ranks, incident.hosts) == (Scope.RANK, (2,), ("b",))
     stacks = {record.progress["rank"]: record.progress["stack"] for record in incident.records}
     assert stacks == {2: "File lagging", 0: "File ...", 1: "File ...", 3: "File ..."}
 
 
-def test_a_watchdog_that_ends_those_who_wait_is_not_blamed_on_them():
-    incident = conclude(round_of(post(2, 4), timed_out(0), timed_out(1)), MESH)
+def test_ranks_that_a_watchdog_ended_for_waiting_are_not_blamed():
+    incident = conclude(round_of(report(2, 4), timed_out(0), timed_out(1)), MESH)
     assert incident.ranks == (2,)
     assert incident.sentence.endswith(" The trainers of ranks 0 and 1 ended after waiting for too long.")
     # Nor if the one they waited for was ended soon after them.
     assert conclude(round_of(timed_out(2, 4, 0.2), timed_out(0), timed_out(1)), MESH).ranks == (2,)
 
 
-def test_a_watchdog_that_is_slow_is_not_blamed_on_those_who_waited():
+def test_ranks_that_a_slow_watchdog_ended_are_not_blamed():
     """Who was late has come, all went on, and only then does the watchdog end those who had waited."""
-    late = post(2, 5)
-    moved = replace(late, standing=replace(late.standing, progress=post(2, 6).standing.progress), moving=True)
-    posts = round_of(
-        replace(moved, stalled=post(2, 4).standing.progress),
-        *(replace(timed_out(rank, 6), stalled=post(rank).standing.progress) for rank in (0, 1)),
+    late = report(2, 5)
+    moved = replace(late, status=replace(late.status, progress=report(2, 6).status.progress), moving=True)
+    reports = round_of(
+        replace(moved, stalled=report(2, 4).status.progress),
+        *(replace(timed_out(rank, 6), stalled=report(rank).status.progress) for rank in (0, 1)),
     )
-    assert conclude(posts, MESH).ranks == (2,)
+    assert conclude(reports, MESH).ranks == (2,)
 
 
 def test_a_trainer_that_ends_after_a_long_silence_of_its_own_is_named():
@@ -98,37 +98,37 @@ def test_trainers_that_end_after_waiting_for_nobody_in_particular_are_named_toge
     assert incident.ranks == tuple(range(SIZE))
 
 
-def test_what_the_flight_recorder_says_goes_with_the_incident():
+def test_open_operations_of_the_flight_recorder_are_in_the_incident():
     shown = {"step": 3, "open": 1, "operations": [{"operation": "all_reduce", "state": "started"}]}
-    incident = conclude(round_of(post(2, 4), post(1, operations=shown)), MESH)
+    incident = conclude(round_of(report(2, 4), report(1, operations=shown)), MESH)
     (record,) = [each for each in incident.records if each.surface == "flight_recorder"]
     assert (record.peers, record.progress["operations"]) == ((1,), shown["operations"])
     assert record.verdict is None
 
 
-def test_while_one_moves_nobody_is_blamed_at_first():
-    posts = round_of(post(2, 4, moving=True))
-    assert conclude(posts, MESH) is None
-    assert conclude(posts, MESH, insistent=True).ranks == (2,)
+def test_the_first_round_blames_nobody_while_a_rank_moves():
+    reports = round_of(report(2, 4, moving=True))
+    assert conclude(reports, MESH) is None
+    assert conclude(reports, MESH, insistent=True).ranks == (2,)
 
 
 @pytest.mark.parametrize("insistent", [False, True])
 def test_an_excused_rank_is_not_blamed(insistent: bool):
-    assert conclude(round_of(post(2, 4, excused=True)), MESH, insistent=insistent) is None
+    assert conclude(round_of(report(2, 4, excused=True)), MESH, insistent=insistent) is None
 
 
-def test_an_excused_rank_is_blamed_before_the_library_ends_those_who_wait():
-    posts = round_of(post(2, 4, excused=True), post(0, is_pressed=True))
-    assert conclude(posts, MESH).ranks == (2,)
+def test_an_excused_rank_is_blamed_if_a_waiting_rank_is_close_to_its_timeout():
+    reports = round_of(report(2, 4, excused=True), report(0, is_pressed=True))
+    assert conclude(reports, MESH).ranks == (2,)
 
 
-def test_a_rank_beside_an_excused_one_is():
-    assert conclude(round_of(post(1, 4), post(2, 4, excused=True)), MESH).ranks == (1, 2)
+def test_a_rank_is_blamed_together_with_an_excused_one():
+    assert conclude(round_of(report(1, 4), report(2, 4, excused=True)), MESH).ranks == (1, 2)
 
 
-def test_who_ended_is_named_though_everybody_else_moves():
-    posts = {rank: post(rank, 4, moving=True) for rank in range(SIZE)} | {1: gone(1, 0.001)}
-    incident = conclude(posts, MESH)
+def test_a_rank_that_ended_is_named_while_all_others_move():
+    reports = {rank: report(rank, 4, moving=True) for rank in range(SIZE)} | {1: gone(1, 0.001)}
+    incident = conclude(reports, MESH)
     assert (incident.scope, incident.ranks, incident.action) == (Scope.RANK, (1,), Action.RESTART)
     assert (
         incident.sentence == "The trainer of rank 1 on a ended before it had finished, in forward of step 3."
@@ -136,32 +136,34 @@ def test_who_ended_is_named_though_everybody_else_moves():
     assert (incident.records[0].surface, incident.records[0].ranks) == ("process", (1,))
 
 
-def test_who_did_something_else_is_named_though_the_library_ended_another():
-    posts = {rank: post(rank, moving=True) for rank in range(SIZE)} | {2: post(2, last=8, moving=True)}
-    alive = posts[1]
-    posts[1] = replace(alive, gone_seconds=0.001, standing=replace(alive.standing, process=Process.GONE))
-    incident = conclude(posts, MESH)
+def test_a_rank_that_diverged_is_named_although_the_library_ended_another():
+    reports = {rank: report(rank, moving=True) for rank in range(SIZE)} | {2: report(2, last=8, moving=True)}
+    alive = reports[1]
+    reports[1] = replace(alive, gone_seconds=0.001, status=replace(alive.status, process=Process.GONE))
+    incident = conclude(reports, MESH)
     assert (incident.ranks, incident.records[0].surface) == ((2,), "fingerprint/world")
 
 
-def test_two_that_differ_leave_the_group_undecided_only_when_nobody_can_join_them_any_more():
+def test_a_diverged_group_is_undecided_only_once_no_moving_rank_can_join():
     """The library ends one of two that differ at once, before the others have come as far."""
-    posts = {rank: post(rank, 4, moving=True) for rank in range(SIZE)} | {2: post(2, last=8, moving=True)}
-    ended = post(1)
-    posts[1] = replace(ended, gone_seconds=0.001, standing=replace(ended.standing, process=Process.GONE))
-    assert conclude(posts, MESH) is None
-    majority = posts | {rank: post(rank, moving=True) for rank in (0, 3)}
+    reports = {rank: report(rank, 4, moving=True) for rank in range(SIZE)} | {
+        2: report(2, last=8, moving=True)
+    }
+    ended = report(1)
+    reports[1] = replace(ended, gone_seconds=0.001, status=replace(ended.status, process=Process.GONE))
+    assert conclude(reports, MESH) is None
+    majority = reports | {rank: report(rank, moving=True) for rank in (0, 3)}
     assert conclude(majority, MESH).ranks == (2,)
     for incident in (
-        conclude(posts, MESH, insistent=True),
-        conclude({rank: replace(each, moving=False) for rank, each in posts.items()}, MESH),
+        conclude(reports, MESH, insistent=True),
+        conclude({rank: replace(each, moving=False) for rank, each in reports.items()}, MESH),
     ):
         assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1, 2, 3))
 
 
-def test_who_ended_first_took_the_others_along():
-    posts = {0: post(0, moving=True), 1: gone(1, 0.5), 2: gone(2, 0.1), 3: gone(3, 0.499)}
-    assert conclude(posts, MESH).ranks == (1, 3)
+def test_only_the_trainers_that_ended_first_are_named():
+    reports = {0: report(0, moving=True), 1: gone(1, 0.5), 2: gone(2, 0.1), 3: gone(3, 0.499)}
+    assert conclude(reports, MESH).ranks == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -173,23 +175,23 @@ def test_who_ended_first_took_the_others_along():
     ],
 )
 def test_several_that_ended_together(ranks: tuple[int, ...], scope: Scope, action: Action):
-    posts = {rank: post(rank, moving=True) for rank in range(SIZE)} | {
+    reports = {rank: report(rank, moving=True) for rank in range(SIZE)} | {
         rank: gone(rank, 1.0) for rank in ranks
     }
-    incident = conclude(posts, MESH)
+    incident = conclude(reports, MESH)
     assert (incident.scope, incident.ranks, incident.action) == (scope, ranks, action)
 
 
-def test_when_all_are_silent_the_diagnosis_says_what_the_death_meant():
+def test_when_all_are_silent_the_diagnosis_explains_the_death():
     incident = conclude(round_of(gone(2, 6.0)), MESH)
     assert incident.ranks == (2,)
     assert "barrier number 5" in incident.sentence
 
 
 def test_a_pause_of_all_is_no_incident():
-    assert conclude({rank: post(rank, 4) for rank in range(SIZE)}, MESH) is None
+    assert conclude({rank: report(rank, 4) for rank in range(SIZE)}, MESH) is None
 
 
-def test_a_post_survives_the_way_over_the_board():
-    for each in (post(1, excused=True), post(2, moving=True), gone(3, 0.25)):
+def test_a_report_survives_serialization():
+    for each in (report(1, excused=True), report(2, moving=True), gone(3, 0.25)):
         assert RankReport.from_json(each.to_json()) == each

@@ -29,7 +29,7 @@ def test_the_hub_its_standby_and_those_elected_after_them_are_spread_over_machin
     assert hub_ranks(hosts) == ranks
 
 
-def test_nothing_is_lost_on_the_way():
+def test_a_spec_survives_serialization():
     assert ObserverSpec.from_json(json.loads(json.dumps(PLAIN.to_json()))) == PLAIN
 
 
@@ -50,7 +50,7 @@ def test_mistakes_are_refused(changes: dict[str, object], message: str):
 @pytest.mark.parametrize(
     "mesh", [Mesh.grid(replica=4, tensor=2, hosts=list("aabbccdd")), Mesh.grid(replica=4).carve_experts(2)]
 )
-def test_a_mesh_survives_the_way(mesh: Mesh):
+def test_a_mesh_survives_serialization(mesh: Mesh):
     again = mesh_from(json.loads(json.dumps(describe_mesh(mesh))))
     assert len(again) == len(mesh)
     for rank in range(len(mesh)):

@@ -1,0 +1,180 @@
+"""What ``/proc`` says, of real processes and of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from torchscout.checkpoint.storage.owner import Owner
+from torchscout.utils import procfs
+
+GIB = 1 << 30
+NOBODY = 1 << 22
+"""Above the largest process id that Linux gives out."""
+PROGRAM = """
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: None)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """It handles SIGUSR1, and carries a variable; nobody waits for it before the test ends."""
+    environment = {**os.environ, "PROCFS_TEST": "yes"}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, env=environment
+    ) as started:
+        assert started.stdout is not None
+        started.stdout.readline()
+        yield started
+        started.kill()
+
+
+def stat_of(pid: int) -> procfs.ProcessStat:
+    stat = procfs.process_stat(pid)
+    assert stat is not None
+    return stat
+
+
+def test_the_name_of_a_program_does_not_confuse_the_parser(tmp_path: Path):
+    program = tmp_path / "a) Z 1 (b"
+    program.symlink_to("/bin/sleep")
+    with subprocess.Popen([program, "600"]) as started:
+        wait_for(lambda: ") Z 1" in Path(f"/proc/{started.pid}/comm").read_text())
+        assert not stat_of(started.pid).has_ended
+        assert stat_of(started.pid).started >= stat_of(os.getpid()).started
+        started.kill()
+
+
+def test_a_process_that_runs_stops_and_ends(process: subprocess.Popen[bytes]):
+    pid, begun = process.pid, stat_of(process.pid).started
+    assert procfs.is_running(pid)
+    process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: stat_of(pid).is_stopped)
+    assert procfs.is_running(pid)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    wait_for(lambda: stat_of(pid).has_ended)
+    assert not procfs.is_running(pid)
+    assert (stat_of(pid).started, stat_of(pid).wait_status) == (begun, signal.SIGTERM)
+    process.wait()
+    assert procfs.process_stat(pid) is None
+
+
+def test_the_status_with_which_a_process_exited():
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as started:
+        wait_for(lambda: stat_of(started.pid).has_ended)
+        assert os.waitstatus_to_exitcode(stat_of(started.pid).wait_status) == 3
+
+
+def test_which_signals_a_process_catches(process: subprocess.Popen[bytes]):
+    assert procfs.catches_signal(process.pid, signal.SIGUSR1)
+    assert not procfs.catches_signal(process.pid, signal.SIGUSR2)
+    process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: stat_of(process.pid).is_stopped)
+    assert not procfs.catches_signal(process.pid, signal.SIGUSR1)
+    with pytest.raises(FileNotFoundError):
+        procfs.catches_signal(NOBODY, signal.SIGUSR1)
+
+
+def test_descriptors_are_counted():
+    before = procfs.open_descriptors(os.getpid())
+    with tempfile.TemporaryFile(), tempfile.TemporaryFile():
+        assert procfs.open_descriptors(os.getpid()) == before + 2
+
+
+def test_processes_are_found_by_their_environment(process: subprocess.Popen[bytes]):
+    assert list(procfs.processes_with("PROCFS_TEST=yes")) == [process.pid]
+    assert list(procfs.processes_with("PROCFS_TEST=ye")) == []
+    process.kill()
+    wait_for(lambda: stat_of(process.pid).has_ended)
+    assert list(procfs.processes_with("PROCFS_TEST=yes")) == []
+
+
+def test_file_systems_in_memory():
+    assert procfs.is_in_memory(Path("/dev/shm"))
+    assert not procfs.is_in_memory(Path("/proc"))
+
+
+def test_this_boot_and_this_thread():
+    assert len(procfs.boot_id()) == 16
+    assert procfs.core_wait_seconds() >= 0
+
+
+def test_an_owner_is_not_gone_because_no_descriptor_is_left_to_look_with():
+    """The lock of a folder would be taken from a job that runs."""
+    program = """
+import os, resource
+from torchscout.checkpoint.storage.owner import Owner
+own = Owner.own("job", "run")
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, 64))
+print(own.is_gone)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
+
+
+def test_an_owner_is_gone_once_it_has_ended(process: subprocess.Popen[bytes]):
+    own = Owner.own("job", "run")
+    other = Owner("job", own.host, process.pid, stat_of(process.pid).started, own.since, own.run)
+    assert not own.is_gone
+    assert not other.is_gone
+    process.kill()
+    wait_for(lambda: other.is_gone)
+
+
+def machine(
+    folder: Path, available: int, groups: dict[str, tuple[str, int, int]], own: str
+) -> tuple[Path, Path]:
+    """Files as the kernel shows them."""
+    proc, cgroups = folder / "proc", folder / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable:   {available // 1024} kB\n")
+    (proc / "self" / "cgroup").write_text(own)
+    for name, (most, used, cached) in groups.items():
+        (cgroups / name).mkdir(parents=True, exist_ok=True)
+        prefix, total = ("memory.max", "memory.current"), ""
+        if name.startswith("memory"):
+            prefix, total = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
+        (cgroups / name / prefix[0]).write_text(f"{most}\n")
+        (cgroups / name / prefix[1]).write_text(f"{used}\n")
+        (cgroups / name / "memory.stat").write_text(f"anon 1\n{total}inactive_file {cached}\n")
+    return proc, cgroups
+
+
+@pytest.mark.parametrize(
+    ("available", "groups", "own", "expected"),
+    [
+        (22 * GIB, {}, "0::/\n", 22 * GIB),
+        (22 * GIB, {"job": ("max", GIB, 0)}, "0::/job\n", 22 * GIB),
+        (22 * GIB, {"job": (str(8 * GIB), 5 * GIB, GIB)}, "0::/job\n", 4 * GIB),
+        (22 * GIB, {"a": (str(6 * GIB), 5 * GIB, 0), "a/b": ("max", GIB, 0)}, "0::/a/b\n", GIB),
+        (22 * GIB, {"memory/job": (str(4 * GIB), GIB, 0)}, "5:cpu:/job\n4:memory:/job\n", 3 * GIB),
+        (22 * GIB, {"job": (str(GIB), 2 * GIB, 0)}, "0::/job\n", 0),
+    ],
+)
+def test_memory_is_what_the_machine_and_every_group_has_left(
+    tmp_path: Path, available: int, groups: dict[str, tuple[str, int, int]], own: str, expected: int
+):
+    assert procfs.available_memory(*machine(tmp_path, available, groups, own)) == expected
+
+
+def test_this_machine_has_some():
+    assert 0 < procfs.available_memory() < 1 << 50
