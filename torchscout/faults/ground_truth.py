@@ -110,7 +110,7 @@ class GroundTruth:
     steps: range
     """Those in which it may happen."""
 
-    def is_told_by(self, incident: Incident) -> bool:
+    def matches(self, incident: Incident) -> bool:
         """Whether an incident says this, and nothing else."""
         told = (incident.manifestation, incident.ranks, incident.scope)
         shown = incident.records[0].surface

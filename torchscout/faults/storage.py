@@ -75,7 +75,7 @@ class Lost:
     paths: tuple[Path, ...]
     damage: Damage
 
-    def is_told_by(self, problems: Iterable[str]) -> bool:
+    def is_reported_in(self, problems: Iterable[str]) -> bool:
         """Whether each damaged file is spoken of; of one that is not there nobody can know."""
         told = "\n".join(problems)
         return isinstance(self.damage, Delete) or all(str(path) in told for path in self.paths)

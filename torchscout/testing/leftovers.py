@@ -1,4 +1,4 @@
-"""However a campaign ends, no process and no shared memory of it stays."""
+"""Removes the processes and shared memory of a demo or campaign, however it ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchscout.observer.monitor import remove_stale_records
 __all__ = ["nothing_left"]
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
-_PATIENCE_SECONDS = 5.0
+_TIMEOUT_SECONDS = 5.0
 
 
 @contextmanager
 def nothing_left(folder: Path) -> Iterator[None]:
-    """While in this block checkpoints in memory go to ``folder``; at its end all that it started is ended."""
+    """Keep in-memory checkpoints in ``folder`` during this block; then remove them and kill its processes."""
     memory = folder / "memory"
     os.environ[_VARIABLE] = str(memory)
     try:
@@ -33,11 +33,11 @@ def nothing_left(folder: Path) -> Iterator[None]:
 
 
 def end_processes(mark: str) -> None:
-    """Kill whoever has ``mark`` in its environment, and wait until they are gone.
+    """Kill all processes with ``mark`` in their environment, and wait until they are gone.
 
-    Ranks end with their pipes; observers have sessions of their own and outlive a killed trainer for a while.
+    Ranks end with their pipes, but observers have their own sessions and outlive a killed trainer.
     """
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while (marked := list(_marked(mark))) and time.monotonic() < deadline:
         for process in marked:
             with suppress(ProcessLookupError):
@@ -50,7 +50,7 @@ def _marked(mark: str) -> Iterator[int]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == own:
             continue
-        with suppress(OSError):  # it is gone, or another user's
+        with suppress(OSError):  # it is gone, or belongs to another user
             is_dead = b") Z " in (entry / "stat").read_bytes()
             if not is_dead and wanted in (entry / "environ").read_bytes().split(b"\0"):
                 yield int(entry.name)
