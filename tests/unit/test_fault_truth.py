@@ -222,8 +222,8 @@ def test_a_truth_knows_whether_an_incident_tells_it():
     ("plan", "told"),
     [
         (FaultPlan().flip_bit(rank=4, at="layer.2/weight", step=7, bit=1), "rank 4 is not in a mesh of 4"),
-        (FaultPlan().delay(rank=1, at="step", step=7, seconds=1), "shows on no surface"),
-        (FaultPlan().delay(rank=1, at="all_reduce@tp", step=7, seconds=1), "say it by axis"),
+        (FaultPlan().delay(rank=1, at="step", step=7, seconds=1), "cannot be detected"),
+        (FaultPlan().delay(rank=1, at="all_reduce@tp", step=7, seconds=1), "pass axis, one of"),
     ],
 )
 def test_what_cannot_be_known_is_refused(plan: FaultPlan, told: str):

@@ -139,7 +139,7 @@ def test_corruption_that_was_recovered_from_says_so_in_the_run_that_found_it(tmp
     sdc, slow = report(first)["incidents"]
     assert (sdc["state"], sdc["recovered"], slow["state"]) == ("recovered", 6, "open")
     done = ask(first)
-    assert f"step 7, recovered from step 6: {INCIDENT.sentence}" in done.output
+    assert f"step 7, recovered by resuming from step 6: {INCIDENT.sentence}" in " ".join(done.output.split())
     assert "is corrupt" not in done.output
     assert ask(second).exit_code == 0
 

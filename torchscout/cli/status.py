@@ -226,7 +226,7 @@ def screen(report: dict[str, Any]) -> str:
     for incident in report["incidents"]:
         state = "OPEN" if incident["state"] == "open" else incident["state"]
         if incident["recovered"] is not None:
-            state += f" from step {incident['recovered']}"
+            state += f" by resuming from step {incident['recovered']}"
         lines += ["", wrapped(f"step {incident['step']}, {state}: {incident['sentence']}", 2)]
     return "\n".join(lines)
 
