@@ -102,7 +102,7 @@ def test_what_a_mesh_cannot_show_is_refused():
     with pytest.raises(ValueError, match="rank 0 has no peer to be compared with in this mesh"):
         plan.check(Mesh.grid(tensor=2), Block())
     FaultPlan().stall(rank=0, at="step", step=1, seconds=1).check(Mesh.grid(tensor=2), Block())
-    with pytest.raises(ValueError, match="say it by axis"):
+    with pytest.raises(ValueError, match="pass axis, one of"):
         FaultPlan().delay(rank=0, at="all_reduce@tp", step=1, seconds=1).check(FOUR, Block())
 
 

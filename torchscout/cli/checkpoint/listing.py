@@ -7,7 +7,7 @@ from typing import Any
 
 from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.ledger import reconcile, settled
+from torchscout.checkpoint.ledger import reconcile
 from torchscout.cli.checkpoint.contents import Contents, Folder, StoredShard
 from torchscout.cli.checkpoint.wording import (
     counted,
@@ -124,7 +124,7 @@ def _ledgers(folder: Folder, contents: Contents) -> str:
     gates = [each.gate for each in folder.ledgers]
     if not gates:
         return "none"
-    agreed = settled(reconcile(gates), lambda pending: not contents.missing(pending))
+    agreed = reconcile(gates)
     roles = ", ".join(f"{name} {each or 'none'}" for name, each in _named(agreed).items())
     poisoned = "" if agreed.poisoned is None else f"; corruption was found at step {agreed.poisoned}"
     return f"{len(gates)} of {counted(contents.world_size, 'rank')}; {roles}{poisoned}"
