@@ -147,7 +147,7 @@ def killed(name: str, folder: Path, _: int) -> Result:
     """One rank is killed. The others may wait or fail; observers must say which one it was."""
     trial = Trial(run_dir=folder / "run", kill=(FAULTY, 17), min_silence_seconds=3.0)
     with LiveRanks(answering, CLIENTS[name].ranks, backend=BACKEND) as ranks:
-        ranks.tell((name, trial))
+        ranks.send((name, trial))
         deadline = time.monotonic() + SECONDS * CLIENTS[name].patience
         while not incidents(folder / "run") and time.monotonic() < deadline:
             time.sleep(0.2)

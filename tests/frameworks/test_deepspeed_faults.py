@@ -280,7 +280,7 @@ def does_something_else(plan: Plan, at: str, what: str, size: int, tmp_path: Pat
     lasting = replace(QUICK, grace_seconds=30.0)  # the hub's own rank may be the one that is aborted
     plan = replace(plan, replay=None, observer=lasting, faults=faults, log=fired, run_dir=tmp_path)
     with LiveRanks(answering, size) as ranks:
-        ranks.tell(plan)
+        ranks.send(plan)
         wait_for_incident(tmp_path, 60)
         ranks.have_answered(2.0)  # what else there is to be found
     assert fired.read_text().count("\n") == 1

@@ -407,7 +407,7 @@ def names_another(size: int, trial: Trial, at: str, axis: str, ranks: tuple[int,
     faults = FaultPlan().change_collective(rank=1, at=at, axis=axis, step=FAULTY_STEP, what="dtype")
     trial = replace(trial, observer=QUICK, replay=None, faults=faults, log=folder / "fired")
     with LiveRanks(answering, size) as live:  # Gloo may abort a process over it, or never return
-        live.tell((trial, folder))
+        live.send((trial, folder))
         wait_for_incident(folder, 60)
     assert (folder / "fired").read_text().count("\n") == 1
     (found,) = {(each.manifestation.value, each.scope.value, each.ranks) for each in incidents(folder)}

@@ -90,7 +90,7 @@ def test_a_slow_link_names_its_machine(assets: Path, tmp_path: Path):
     (incident,) = told[0].incidents
     hosts = [f"machine-{rank // 2}" for rank in range(6)]
     (truth,) = faults.truth(Mesh.grid(replica=3, shard=2, hosts=hosts))
-    assert truth.is_told_by(incident), incident.sentence
+    assert truth.matches(incident), incident.sentence
     assert (incident.ranks, incident.hosts) == ((2, 3), ("machine-1",))
 
 

@@ -67,7 +67,7 @@ def test_a_spin_keeps_the_device_busy_for_its_time_and_the_host_goes_on():
 @pytest.mark.nccl(3)
 def test_wrong_numbers_and_slow_kernels_are_named_and_clean_cells_are_silent(tmp_path: Path):
     output = FaultPlan().flip_bit(rank=2, at="head/output", step=2, bit=0, calls=REPLAYED)
-    parameter = FaultPlan().flip_bit(rank=1, at="blocks.1.up/weight", step=2, bit=0)
+    parameter = FaultPlan().flip_bit(rank=1, at="layer.1.up/weight", step=2, bit=0)
     never = FaultPlan().flip_bit(rank=0, at="head/output", step=2, bit=0, calls=range(70, 71))
     cells = on(
         THREE,

@@ -21,11 +21,11 @@ from torchscout.campaign.campaigns import MODULES, PAPER, run_kernel
 from torchscout.campaign.cell import ROWS, Cell, Processes
 from torchscout.campaign.grading import Flaw
 from torchscout.campaign.moe import run_routed
-from torchscout.campaign.observed import QUICK, graded, observe, train
+from torchscout.campaign.observed import QUICK, observe, train
 from torchscout.campaign.paper_cells import REPLAYED
 from torchscout.campaign.results import Result
 from torchscout.campaign.warm import EVERY_STEP, run_warm
-from torchscout.cli.campaign import answer, run_campaign
+from torchscout.cli.campaign import Options, print_campaign, run_campaign
 from torchscout.config import StragglerConfig
 from torchscout.faults.fault import since
 from torchscout.faults.plan import FaultPlan
@@ -37,7 +37,7 @@ preload(*MODULES)
 ROOT = Path(__file__).parents[2]
 SCOUT = [sys.executable, "-c", "from torchscout.cli.main import app; app()", "campaign"]
 OUTPUT = FaultPlan().flip_bit(rank=2, at="head/output", step=2, bit=0, calls=REPLAYED)
-PARAMETER = FaultPlan().flip_bit(rank=1, at="blocks.1.up/weight", step=2, bit=0)
+PARAMETER = FaultPlan().flip_bit(rank=1, at="layer.1.up/weight", step=2, bit=0)
 
 
 def scout(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -58,8 +58,8 @@ def test_a_campaign_that_is_interrupted_leaves_nothing_and_goes_on_where_it_stop
     _, errors = first.communicate(timeout=30)
     assert first.returncode == 130, errors
     again = f"scout campaign paper --cells 'hang*/ddp-4/*-0' --jobs 2 --resume {folder}"
-    assert f"Go on with: {again}\n" in errors
-    assert f" of 5 results are kept in {folder}/results.jsonl." in errors
+    assert f"To continue: {again}\n" in errors
+    assert f" of 5 results are in {folder}/results.jsonl." in errors
     assert processes_of(folder) == []
     assert not any(record.exists() for record in records)
     assert not (folder / "memory").exists()
@@ -140,9 +140,9 @@ def test_cells_fail_when_the_detector_is_broken_and_when_nothing_was_injected(tm
     report, screen = run_campaign(campaign, cells[:2], 0, 1, tmp_path / "blind")
     assert not report["passed"]
     assert [each["flaw"] for each in report["failed"]] == ["missed"]
-    assert "nothing was reported of sdc of rank 1 (rank) in blocks.1.up/weight" in " ".join(screen.split())
+    assert "nothing was reported of sdc of rank 1 (rank) in layer.1.up/weight" in " ".join(screen.split())
     with pytest.raises(typer.Exit) as left:
-        answer(report, screen, as_json=False, output=None, html=None)
+        print_campaign(report, screen, Options())
     assert left.value.exit_code == 1
 
 
@@ -168,8 +168,8 @@ def test_a_hang_that_nobody_notices_fails_its_cell(tmp_path: Path):
     cell = Cell("hang", "late", "ddp-4", Processes.OBSERVED, faults)
     deaf = partial(train, observer=replace(QUICK, min_silence_seconds=60.0))
     seen = observe(cell, tmp_path / "run", threading.Event(), body=deaf)
-    assert [firing["rank"] for firing in seen.fired] == [1]
-    assert graded(cell, seen).grade.flaw is Flaw.MISSED
+    assert [firing.rank for firing in seen.fired] == [1]
+    assert seen.grade(cell).grade.flaw is Flaw.MISSED
 
 
 def wrong_weight(step: int) -> FaultPlan:
@@ -240,7 +240,7 @@ def test_ranks_that_break_are_replaced_and_their_cell_fails(tmp_path: Path):
     ]
     killed, after = run_warm(cells, tmp_path, 0)
     assert killed.grade.flaw is Flaw.BROKEN
-    assert "replaced: rank 1: left without an answer, exit code -9; " in killed.grade.reason
+    assert "replaced: rank 1: exited without an answer, exit code -9; " in killed.grade.reason
     assert after.grade.passed, after.grade.reason
 
 

@@ -117,7 +117,7 @@ def test_a_missing_shard_is_listed_as_missing_with_whose_it_is(disk: Path):
     shard(disk, 4, 3).unlink()
     shard(disk, 4, 1).unlink()
     assert ask("list", disk)["generations"][1]["missing"] == [1, 3]
-    assert "step 4: no usable shard of ranks 1 and 3 is here" in run("list", disk).stdout
+    assert "step 4: there is no usable shard of ranks 1 and 3 here" in run("list", disk).stdout
 
 
 def test_a_shard_with_a_damaged_header_is_as_good_as_missing(disk: Path):
@@ -207,7 +207,7 @@ def test_a_cut_file_is_damaged(disk: Path, size: int):
 def test_a_shard_under_anothers_name_is_damaged(disk: Path):
     rewrite(shard(disk, 6, 2), shard(disk, 6, 1).read_bytes())
     (damage,) = ask("verify", disk, expect=1)["damaged"]
-    assert damage["problems"] == ["it is not what its name says, but the shard of rank 1 of 4 at step 6"]
+    assert damage["problems"] == ["its name is wrong: it is the shard of rank 1 of 4 at step 6"]
 
 
 @pytest.mark.parametrize("also_before", [False, True])
@@ -246,7 +246,7 @@ def test_what_is_not_there_cannot_be_chosen(disk: Path, memory: Path):
     assert chosen(ask("explain", disk))["straggler"] == ("latest", 6, False)
     assert chosen(ask("explain", disk, memory))["straggler"] == ("latest", 7, False)
     told = run("explain", disk).stdout
-    assert f"This machine's memory has more of this job: {memory}" in told
+    assert f"This machine has more of this job in memory: {memory}" in told
     assert "has more of this job" not in run("explain", disk, memory).stdout
 
 
@@ -259,7 +259,8 @@ def test_a_damaged_verified_generation_falls_back_to_the_older_verified_one(disk
     assert (unusable["step"], unusable["roles"], unusable["missing"]) == (4, ["verified"], [1])
     assert unusable["damaged"][0]["file"] == str(shard(disk, 4, 1))
     assert (
-        "step 4 (verified) cannot be loaded: no whole shard of rank 1 is here." in run("explain", disk).stdout
+        "step 4 (verified) cannot be loaded: there is no intact shard of rank 1 here."
+        in run("explain", disk).stdout
     )
     assert ask("explain", disk, memory, "--quick")["unusable"] == [], "headers do not tell"
 
@@ -291,8 +292,8 @@ def test_without_a_ledger_nothing_is_trusted(disk: Path):
     report = ask("explain", disk)
     assert not report["has_ledger"]
     assert {each[:2] for each in chosen(report).values()} == {(None, None)}
-    assert "No ledger is here" in run("explain", disk).stdout
-    assert "no ledger is here" in run("prune", disk, expect=1).stderr
+    assert "There is no ledger here" in run("explain", disk).stdout
+    assert "there is no ledger here" in run("prune", disk, expect=1).stderr
 
 
 # prune
@@ -379,7 +380,7 @@ def test_of_several_jobs_one_must_be_chosen(disk: Path):
     assert "more than one job here; choose with --job: 'llm-41f0' (16 files) and 'other' (4 files)" in told
     assert steps(ask("list", disk, "--job", "other")["generations"]) == [9]
     assert steps(ask("list", disk, "--job", JOB)["generations"]) == [2, 4, 6]
-    assert "nothing of job 'third' here" in run("list", disk, "--job", "third", expect=2).stderr
+    assert "there is no job 'third' here" in run("list", disk, "--job", "third", expect=2).stderr
     flip(shard(disk, 2, 1), 50)
     run("prune", disk, "--job", JOB, "--yes", "--keep", "0")
     assert {each.generation.step for each in shard_files(disk)} == {2, 4, 6, 9}, "another job's stay"
@@ -394,7 +395,7 @@ def test_of_several_world_sizes_one_must_be_chosen(disk: Path):
     assert "different world sizes; choose with --world-size: 2 ranks (2 files) and 4 ranks (16 files)" in told
     assert steps(ask("list", disk, "--world-size", "2")["generations"]) == [9]
     assert steps(ask("list", disk, "--world-size", "4")["generations"]) == [2, 4, 6]
-    assert "nothing of 3 ranks here" in run("list", disk, "--world-size", "3", expect=2).stderr
+    assert "nothing of a job of 3 ranks here" in run("list", disk, "--world-size", "3", expect=2).stderr
 
 
 # how it is printed

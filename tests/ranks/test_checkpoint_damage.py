@@ -144,7 +144,7 @@ MIDDLE = FlipFileBit(0.5)
 def test_a_damaged_snapshot_is_not_loaded_and_its_file_is(left: Left, how: str):
     lost = spoil(copies([left.memory], 1, STEPS), SPOIL[how])
     problems = left.went_on(STEPS, ("memory", "disk"))
-    assert lost.is_told_by(problems), problems
+    assert lost.is_reported_in(problems), problems
 
 
 @pytest.mark.parametrize("how", ["a bit of the header", "its random state", "it is deleted"])

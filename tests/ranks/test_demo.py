@@ -77,7 +77,7 @@ def test_a_slow_rank_a_flipped_bit_and_a_hang_are_named_and_recovered_from(
     assert not (tmp_path / "memory").exists()
     told = done.stderr
     assert told.count("reported   ") == 3
-    assert told.count("The job is started again") == 2
+    assert told.count("Restarting the job") == 2
     assert "\x1b" not in told, "plain where there is no terminal"
 
 
@@ -130,7 +130,7 @@ def test_an_interrupted_demo_says_where_its_evidence_is_and_leaves_nothing_runni
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
     assert (running.returncode, out) == (130, "")
-    assert err.endswith(f"Interrupted; nothing is left running. The evidence so far is in {tmp_path}.\n")
+    assert err.endswith(f"Interrupted. No process is left running. The evidence so far is in {tmp_path}.\n")
     assert processes_of(tmp_path) == []
 
 
@@ -152,24 +152,24 @@ def test_on_a_terminal_the_ranks_are_a_live_table(tmp_path: Path):
         screen = running.communicate(timeout=60)[0]
     os.close(master)
     assert running.returncode == 0, screen
-    assert b"what is known" in shown
+    assert b"finding" in shown
     assert b"replica 2, tensor 1" in shown
     assert b"sdc: layer.2.attention.query/weight" in shown
-    assert "Exactly what was injected was named." in screen
-    assert "bitwise the state of one that was never disturbed" in screen
+    assert "Exactly the injected faults were named." in screen
+    assert "bitwise the state of a job without faults" in screen
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--at", "layer.2.attention.queries/weight"], "layer.2.attention.query/weight"),
-        (["--rank", "8"], "there are ranks 0 to 7, got 8"),
-        (["--mesh", "replica=2,tensor=2"], "of 2 replicas no majority can name one"),
-        (["--mesh", "replica=4,tensor=3"], "cannot be shared by 3 ranks"),
-        (["--mesh", "data=4"], "a mesh is replica=N or"),
-        (["--mesh", "replica=4,expert=3"], "4 experts cannot be shared by 3 ranks"),
-        (["--mesh", "replica=2,expert=4"], "of 2 replicas no majority can name one"),
-        (["--mesh", "replica=4,tensor=2,expert=2"], "take expert or tensor alone"),
+        (["--rank", "8"], "the job has ranks 0 to 7, got 8"),
+        (["--mesh", "replica=2,tensor=2"], "2 replicas have no majority that can name one"),
+        (["--mesh", "replica=4,tensor=3"], "cannot be split over 3 ranks"),
+        (["--mesh", "data=4"], "a mesh must be replica=N"),
+        (["--mesh", "replica=4,expert=3"], "4 experts cannot be split over 3 ranks"),
+        (["--mesh", "replica=2,expert=4"], "2 replicas have no majority that can name one"),
+        (["--mesh", "replica=4,tensor=2,expert=2"], "use expert or tensor alone"),
         (["--mesh", "replica=4,expert=2", "--at", "layer.1.mixture.experts/out"], "mixture.experts/down"),
         (["--mesh", "replica=4", "--ranks", "8"], "has 4 ranks, not 8"),
         (["--fault", "fire"], "fire"),

@@ -52,7 +52,7 @@ def test_an_interrupted_discovery_goes_on_and_makes_the_same_catalog(tmp_path: P
     assert first.returncode == 130
     assert not out
     again = "scout discover --rows 0:4 --hidden 16 --intermediate 16 --layers 2 --positions 3 --device cpu"
-    assert f"Go on with: {again} --programs 2 --resume {folder}\n" in err
+    assert f"To continue: {again} --programs 2 --resume {folder}\n" in err
     assert f"is kept in {folder}." in err
     before = journal.read_text().splitlines()
     assert len(before) < 6
@@ -94,7 +94,7 @@ def test_every_routing_to_two_experts_is_covered(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--rows", "9:1"), "from fewer rows to more, got '9:1'"),
+        (("--rows", "9:1"), "a range must not end before it begins, got '9:1'"),
         (("--rows", "-1"), "got '-1'"),
         (("--rows", "1,,2"), "row counts such as 1:2048"),
         (("--hidden", "0"), "at least 1, got 0"),
@@ -102,12 +102,12 @@ def test_every_routing_to_two_experts_is_covered(tmp_path: Path):
         (("--layers", "a,a"), "different names, got 'a,a'"),
         (("--kernel", "cublas"), "one of triton, torch, got 'cublas'"),
         (("--regime", "high"), "one of pressure, waves, got 'high'"),
-        (("--tokens", "8"), "--heterogeneous and --tokens go together"),
-        (("--output", "/no/such/folder/catalog.json"), "there is no folder /no/such/folder"),
+        (("--tokens", "8"), "--heterogeneous and --tokens need each other"),
+        (("--output", "/no/such/folder/catalog.json"), "the folder /no/such/folder does not exist"),
         (("--module", "nothing"), "package.module:function, got 'nothing'"),
         (
             ("--module", "no.such:thing"),
-            "'no.such:thing' cannot be had: ModuleNotFoundError: No module named 'no'",
+            "'no.such:thing' fails: ModuleNotFoundError: No module named 'no'",
         ),
     ],
 )

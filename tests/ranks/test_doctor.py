@@ -102,7 +102,7 @@ def test_what_is_wrong_is_found_and_comes_with_what_to_do(tmp_path: Path):
     assert "Address already in use" in told
     assert "127.0.0.1:1: cannot connect: Connection refused" in told
     assert f"chmod 0700 {memory}" in (tmp_path / "report.json").read_text()
-    assert "7 checks failed: do what the arrows say before a long run." in done.stdout
+    assert "7 checks failed: follow the arrows before a long run." in done.stdout
     assert "\x1b" not in done.stdout
 
 
@@ -158,7 +158,7 @@ def test_a_memory_that_is_full_is_found(tmp_path: Path):
     told = in_small_memory(folder, fill, MEMORY).splitlines()
     assert len(told) == 3
     for line in told:
-        assert line == f"fail nothing can be kept in it: {folder}: No space left on device"
+        assert line == f"fail not writable: {folder}: No space left on device"
 
 
 def test_two_machines_doctors_meet():
@@ -187,7 +187,7 @@ def test_two_machines_doctors_meet():
 
 def test_listening_ends_by_itself_if_told_so():
     done = alone("--listen", "--address", "127.0.0.1", "--seconds", "0.1")
-    assert (done.returncode, done.stdout) == (0, "0 visits.\n")
+    assert (done.returncode, done.stdout) == (0, "0 machines connected.\n")
     assert "scout doctor --connect 127.0.0.1:" in done.stderr
 
 
@@ -203,7 +203,9 @@ def test_a_board_that_cannot_be_hosted_says_why():
     assert reach_own_board("lo", 0).problem is None
     assert reach_own_board("lo", 0).is_local
     assert "Cannot assign requested address" in str(reach_own_board("203.0.113.9", 0).problem)
-    assert "'eth99' is no interface or address here" in str(reach_own_board("eth99", 0).problem)
+    assert "'eth99' is not an interface or address of this machine" in str(
+        reach_own_board("eth99", 0).problem
+    )
 
 
 def test_folders_are_tried_by_writing(tmp_path: Path):

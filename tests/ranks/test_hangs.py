@@ -65,7 +65,7 @@ def ddp_job(rank: int, run_dir: Path, faults: FaultPlan):
 def only_incident(run_dir: Path, faults: FaultPlan, mesh: Mesh = Mesh.grid(replica=4)) -> Incident:  # noqa: B008
     """The one incident there is, which says exactly what was done to the job."""
     (incident,), (truth,) = incidents(run_dir), faults.truth(mesh)
-    assert truth.is_told_by(incident), (truth, incident.sentence)
+    assert truth.matches(incident), (truth, incident.sentence)
     return incident
 
 
@@ -111,7 +111,7 @@ def test_a_stalled_checkpoint_write_is_named_as_such(tmp_path: Path):
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=SLOW), 2])
 def test_a_killed_trainer_is_named_as_gone(tmp_path: Path, victim: int):
     faults = FaultPlan().kill(rank=victim, step=FAULTY_STEP)
-    with pytest.raises(RankError, match=f"rank {victim}: left without an answer, exit code -9"):
+    with pytest.raises(RankError, match=f"rank {victim}: exited without an answer, exit code -9"):
         run_ranks(ddp_job, 4, tmp_path, faults, timeout=60)
     wait_for_incident(tmp_path)
     incident = only_incident(tmp_path, faults)
@@ -282,7 +282,7 @@ def test_a_rank_that_does_something_else_is_named(tmp_path: Path, what: str, hid
         assert [fired for _, fired in results] == [0, 1, 0, 0]
     wait_for_incident(tmp_path)
     (truth,) = faults.truth(Mesh.grid(replica=4))
-    assert all(truth.is_told_by(incident) for incident in incidents(tmp_path)), (truth, incidents(tmp_path))
+    assert all(truth.matches(incident) for incident in incidents(tmp_path)), (truth, incidents(tmp_path))
     assert {incident.ranks for incident in incidents(tmp_path)} == {(1,)}
 
 

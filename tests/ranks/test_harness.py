@@ -87,8 +87,8 @@ def killed_and_stopped(rank: int) -> None:
 def test_killed_and_stopped_ranks_are_reported_not_waited_for():
     with pytest.raises(RankError) as caught:
         run_ranks(killed_and_stopped, 2, timeout=30.0)
-    assert "rank 0: left without an answer, exit code -9" in str(caught.value)
-    assert "rank 1: did not answer in time and gave no stack" in str(caught.value)
+    assert "rank 0: exited without an answer, exit code -9" in str(caught.value)
+    assert "rank 1: did not answer in time, and its stack is unknown" in str(caught.value)
 
 
 def unpicklable(rank: int) -> object:

@@ -67,7 +67,7 @@ def slow(phase: str, *ranks: int) -> FaultPlan:
 
 def only_incident(run_dir: Path, faults: FaultPlan, ranks: int) -> Incident:
     (incident,), (truth,) = incidents(run_dir), faults.truth(Mesh.grid(replica=ranks))
-    assert truth.is_told_by(incident), (truth, incident.sentence)
+    assert truth.matches(incident), (truth, incident.sentence)
     assert (incident.manifestation, incident.action) == (Manifestation.STRAGGLER, Action.INSPECT)
     return incident
 

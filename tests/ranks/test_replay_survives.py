@@ -185,7 +185,9 @@ def dying_job(rank: int, run_dir: Path, observer: ObserverConfig | None) -> None
 
 @pytest.mark.parametrize("observer", [None, QUICK], ids=["replay alone", "with the observer"])
 def test_a_rank_killed_in_a_check_strands_nobody(tmp_path: Path, observer: ObserverConfig | None):
-    with pytest.raises(RankError, match="1 of 4 ranks failed\nrank 2: left without an answer, exit code -9"):
+    with pytest.raises(
+        RankError, match="1 of 4 ranks failed\nrank 2: exited without an answer, exit code -9"
+    ):
         run_ranks(dying_job, 4, tmp_path, observer, timeout=60)
     for rank in (0, 1, 3):
         told = json.loads((tmp_path / f"survivor-{rank}.json").read_text())

@@ -136,7 +136,7 @@ def check(wanted: Sequence[Cell], found: Sequence[Found], truths: Sequence[Groun
     for incident in incidents:
         place = (incident.step - 2) // 3
         assert incident.ranks == (wanted[place].rank,), incident.sentence
-        assert truths[place].is_told_by(incident), (truths[place], incident.sentence)
+        assert truths[place].matches(incident), (truths[place], incident.sentence)
 
 
 def run(wanted: Sequence[Cell], run_dir: Path, *, seed: int = 0, timeout: float = 600) -> None:

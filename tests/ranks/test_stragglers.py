@@ -46,7 +46,7 @@ def test_a_slow_layer_names_its_rank_after_two_rounds(at: str, tmp_path: Path):
     (incident,) = found[0].incidents
     (truth,) = faults.truth(Mesh.grid(replica=4))
     assert truth.ranks == (2,)
-    assert truth.is_told_by(incident), incident.sentence
+    assert truth.matches(incident), incident.sentence
     assert {each.surface for each in incident.records} == {truth.surface}
     # Two rounds, or three where another rank was held up by the machine meanwhile.
     assert sorted(each.step for each in incident.records) in ([4, 5], [4, 5, 6])
@@ -102,7 +102,7 @@ def test_a_slow_collective_names_its_process_group(
     ((_, named, step),) = found[0].stragglers
     assert (named, step) == (ranks, 5), found[0].sentences
     (truth,) = faults.truth(layout.mesh())
-    assert truth.is_told_by(found[0].incidents[0]), (truth, found[0].sentences)
+    assert truth.matches(found[0].incidents[0]), (truth, found[0].sentences)
     for each in found:
         assert each.failures == []
         assert {record.step for record in each.records if _is_slow(record)} <= {4, 5}  # the next are clean
@@ -123,7 +123,7 @@ def sixteen(faults: FaultPlan, run_dir: Path) -> Told:
     assert [each.failures for each in found] == [[]] * 16
     assert {rank for rank, each in enumerate(found) if each.fired} == {each.rank for each in faults}
     for truth, incident in zip(faults.truth(PAPER.mesh()), found[0].incidents, strict=True):
-        assert truth.is_told_by(incident), (truth, incident.sentence)
+        assert truth.matches(incident), (truth, incident.sentence)
     return found[0]
 
 

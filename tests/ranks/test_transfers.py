@@ -59,7 +59,7 @@ def test_slow_gradients_name_their_replicas_among_those_of_other_stages(six: Liv
     (truth,) = job.faults.truth(job.mesh())
     (incident,) = told[0].incidents
     assert truth.ranks == (1, 4)
-    assert truth.is_told_by(incident), incident.sentence
+    assert truth.matches(incident), incident.sentence
 
 
 def test_a_slow_link_between_stages_names_the_two_it_connects(six: LiveRanks, tmp_path: Path):
@@ -69,7 +69,7 @@ def test_a_slow_link_between_stages_names_the_two_it_connects(six: LiveRanks, tm
     (truth,) = job.faults.truth(job.mesh())
     (incident,) = told[0].incidents
     assert truth.ranks == (2, 3)
-    assert truth.is_told_by(incident), incident.sentence
+    assert truth.matches(incident), incident.sentence
 
 
 def test_a_slow_link_of_a_long_pipeline_is_one_of_several(six: LiveRanks, tmp_path: Path):
@@ -78,7 +78,7 @@ def test_a_slow_link_of_a_long_pipeline_is_one_of_several(six: LiveRanks, tmp_pa
     (incident,) = six.ask((job, tmp_path), 60)[0].incidents
     (truth,) = job.faults.truth(job.mesh())
     assert truth.ranks == (3, 4)
-    assert truth.is_told_by(incident), incident.sentence
+    assert truth.matches(incident), incident.sentence
 
 
 def test_of_two_groups_nothing_says_which_is_slow(six: LiveRanks, tmp_path: Path):

@@ -9,13 +9,13 @@ import pytest
 
 from torchscout.campaign.ablation.variants import ablation_cells, pieces_for
 from torchscout.campaign.campaigns import PAPER, chosen, sampled
-from torchscout.campaign.cell import BLOCKS, ROWS, Cell
+from torchscout.campaign.cell import ROWS, Cell
 from torchscout.campaign.paper_cells import SHAPES, WORK, Turns, paper_cells
-from torchscout.campaign.training import Transformer
 from torchscout.campaign.warm import WARMUP, planned, scheduled
 from torchscout.decision.record import Manifestation, Scope
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.moe_model import LAYERS, MoeTransformer
+from torchscout.testing.transformer import TINY, Transformer
 
 CELLS = paper_cells(0)
 
@@ -91,7 +91,7 @@ def test_a_wrong_weight_comes_after_a_clean_cycle_when_its_shape_is_due():
 
 def test_every_cell_has_a_clean_step_before_and_after_and_finds_replay_at_its_layer():
     cells = [cell for cell in CELLS if cell.layout == "hsdp" and cell.row != "dense-sdc"]
-    slots = scheduled(cells, BLOCKS)
+    slots = scheduled(cells, TINY.layers)
     assert {slot.cell for slot in slots} == set(cells)
     assert len(slots) == len(cells)
     faulty: set[int] = set()
@@ -102,7 +102,7 @@ def test_every_cell_has_a_clean_step_before_and_after_and_finds_replay_at_its_la
         assert max(steps, default=0) < slot.last
         assert min(steps, default=WARMUP + 1) > WARMUP
         if slot.cell.due is not None:
-            assert {(step - 1) % BLOCKS for step in steps} == {slot.cell.due}
+            assert {(step - 1) % TINY.layers for step in steps} == {slot.cell.due}
         assert slot.restored_after in {None, *steps}
         assert not {step - 1 for step in steps} & faulty - steps, "the step before is another cell's fault"
         faulty |= steps
@@ -112,7 +112,7 @@ def test_every_cell_has_a_clean_step_before_and_after_and_finds_replay_at_its_la
 def test_what_a_fault_leaves_in_a_ranks_state_is_mended_before_the_next_cell():
     state = Cell("r", "state", "ddp", faults=FaultPlan().flip_bit(rank=1, at="head/weight", step=2, bit=3))
     output = Cell("r", "output", "ddp", faults=FaultPlan().flip_bit(rank=1, at="head/output", step=2, bit=3))
-    first, second = scheduled([state, output], BLOCKS)
+    first, second = scheduled([state, output], TINY.layers)
     assert first.restored_after == WARMUP + 1
     assert second.restored_after is None
 

@@ -16,12 +16,11 @@ from torchscout.campaign.campaigns import PAPER, paper_on, sampled
 from torchscout.campaign.cell import LAYOUTS, Cell, Hardware
 from torchscout.campaign.grading import Flaw, Grade
 from torchscout.campaign.machine import fitted, hardware_for
-from torchscout.campaign.observed import is_busy, retried
 from torchscout.campaign.page import page
 from torchscout.campaign.paper_cells import paper_cells
 from torchscout.campaign.results import Result, Store
 from torchscout.campaign.tables import markdown
-from torchscout.campaign.training import Transformer
+from torchscout.campaign.training import is_busy, retried
 from torchscout.cli.campaign import app, run_campaign
 from torchscout.decision.record import Scope
 from torchscout.faults.effects import DeviceSpin, Sleep
@@ -29,6 +28,7 @@ from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import RankError
 from torchscout.testing.moe_model import MoeTransformer
+from torchscout.testing.transformer import Transformer
 
 CUDA = Hardware("cuda", "nccl", 4)
 CELLS = paper_cells(0)
@@ -101,7 +101,7 @@ def test_what_needs_more_ranks_is_skipped_with_the_reason():
     assert {cell.layout for cell in cells} == {"ddp", "fsdp2", "ddp-4", "fsdp2-4", "alone"}
     assert {LAYOUTS[each.cell.split("/")[1]].smaller for each in skipped} >= {"hsdp-8", "tensor-8", "dp-4"}
     assert {each.reason for each in skipped if "/hsdp/" in each.cell} == {
-        "HSDP 4x4 needs more than 3 ranks, also if reduced"
+        "HSDP 4x4 needs more than 3 ranks, even if reduced"
     }
 
 
@@ -123,8 +123,8 @@ def test_the_backend_follows_from_the_device(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--device", "tpu"], "no device 'tpu'; there is cpu and cuda"),
-        (["--backend", "nccl"], "no backend 'nccl' for cpu; there is gloo"),
+        (["--device", "tpu"], "unknown device 'tpu'; choose cpu or cuda"),
+        (["--backend", "nccl"], "unknown backend 'nccl' for cpu; choose gloo"),
     ],
 )
 def test_hardware_that_there_is_not_is_refused_before_anything_starts(arguments: list[str], reason: str):

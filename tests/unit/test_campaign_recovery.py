@@ -10,29 +10,29 @@ from torchscout.campaign.grading import Flaw, Grade
 from torchscout.campaign.recovery import STEPS, Counter, RecoveryRankResult, recovered
 
 CORRUPTED = [RecoveryRankResult([], [], 3, 0, {1: "a", 2: f"b{rank}", 3: "spoilt"}) for rank in range(2)]
-GOING_ON = [
+RESUMED = [
     RecoveryRankResult([], [], None, 2, {2: f"b{rank}", 3: "c", 4: "d", STEPS: "e"}) for rank in range(2)
 ]
 
 
 def test_a_job_that_goes_on_from_the_step_before_is_recovered():
-    assert recovered(3, CORRUPTED, GOING_ON) == Grade()
+    assert recovered(3, CORRUPTED, RESUMED) == Grade()
 
 
 @pytest.mark.parametrize(
-    ("told", "again", "reason"),
+    ("before", "after", "reason"),
     [
         ({"poisoned": 4}, {}, "checkpoints are poisoned at step ['3', '4'], not at 3"),
         ({"poisoned": None}, {}, "checkpoints are poisoned at step ['3', 'None'], not at 3"),
-        ({}, {"resumed": 3}, "ranks went on from step [2, 3], not from 2"),
+        ({}, {"resumed": 3}, "ranks resumed from step [2, 3], not from 2"),
         ({}, {"digests": {2: "b0", STEPS: "e"}}, "rank 1 has other bits than after step 2"),
-        ({}, {"digests": {2: "b1", 3: "c"}}, f"rank 1 came to step 3, not to {STEPS}"),
+        ({}, {"digests": {2: "b1", 3: "c"}}, f"rank 1 reached step 3, not {STEPS}"),
     ],
 )
-def test_one_rank_that_differs_is_enough_to_fail(told: dict, again: dict, reason: str):
-    before = [CORRUPTED[0], replace(CORRUPTED[1], **told)]
-    after = [GOING_ON[0], replace(GOING_ON[1], **again)]
-    assert recovered(3, before, after) == Grade(Flaw.NOT_RECOVERED, reason)
+def test_one_rank_that_differs_is_enough_to_fail(before: dict, after: dict, reason: str):
+    first = [CORRUPTED[0], replace(CORRUPTED[1], **before)]
+    second = [RESUMED[0], replace(RESUMED[1], **after)]
+    assert recovered(3, first, second) == Grade(Flaw.NOT_RECOVERED, reason)
 
 
 def test_the_callers_own_state_goes_on_where_it_was():

@@ -71,7 +71,7 @@ def test_another_campaigns_folder_is_refused(tmp_path: Path, campaign: str, seed
 
 def test_a_folder_with_something_else_is_refused(tmp_path: Path):
     (tmp_path / "results.jsonl").write_text('{"schema": 1, "campaign": "paper", "seed": 0}\n{"loss": 1.5}\n')
-    with pytest.raises(ValueError, match=r"results\.jsonl:2 is not a campaign's"):
+    with pytest.raises(ValueError, match=r"results\.jsonl:2 is not a campaign's result"):
         Store(tmp_path, "paper", 0)
 
 
@@ -79,17 +79,17 @@ def test_the_table_counts_what_passed_and_what_was_missed():
     cells = [cell for cell in CELLS if cell.row in {"numerical-sdc", "numerical-clean"}][:12]
     flaws = [None, Flaw.MISSED, Flaw.WRONG_NAME, Flaw.FALSE_ALARM, Flaw.NOT_INJECTED, *[None] * 5]
     results = {cell.identity: result(cell, flaw) for cell, flaw in zip(cells, flaws, strict=False)}
-    summaries = {each.row.key: each for each in summarized(ROWS, cells, results)}
+    summaries = {each["row"]: each for each in summarized(ROWS, cells, results)}
     assert set(summaries) == {cell.row for cell in cells}
     row = summaries["numerical-sdc"]
     counted = sum(cell.row == "numerical-sdc" for cell in cells[:10])
-    assert (row.run, row.passed) == (counted, counted - 4)
-    assert (row.missed, row.wrong_names, row.false_alarms) == (1, 1, 1)
+    assert (row["run"], row["passed"]) == (counted, counted - 4)
+    assert (row["missed"], row["wrong_names"], row["false_alarms"]) == (1, 1, 1)
 
     report = as_report("paper", 0, list(summaries.values()), list(results.values()))
     assert (report["passed"], report["complete"], len(report["failed"])) == (False, False, 4)
     screen = screen_of_rows(list(summaries.values()), results.values(), "folder")
-    assert f"{row.passed}/{row.run} (of {row.cells})" in screen
+    assert f"{row['passed']}/{row['run']} (of {row['cells']})" in screen
     assert screen.count("FAILED") == 4
     html = page(report)
     assert "&lt;rank 9&gt;" in html

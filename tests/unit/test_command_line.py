@@ -23,7 +23,7 @@ from tests.unit.test_explain_command import late_rank, write_json
 from torchscout.campaign.campaigns import PAPER
 from torchscout.campaign.cell import ROWS, Cell
 from torchscout.campaign.grading import Grade
-from torchscout.campaign.results import Result, RowSummary
+from torchscout.campaign.results import Result
 from torchscout.campaign.tables import HEADS, screen_of
 from torchscout.cli.campaign import run_campaign
 from torchscout.cli.demo.runner import Picture
@@ -43,49 +43,49 @@ NEEDED = {
     "checkpoint prune": "{checkpoints}",
 }
 """What a command cannot do without, each of it right."""
-OUTPUT = ("--output {folder}", "--output: {folder} is a folder, and a file is needed")
+OUTPUT = ("--output {folder}", "--output: {folder} is a folder; give a file")
 CAMPAIGN = {
     "--output": OUTPUT,
-    "--html": ("--html {gone}/page.html", "--html: there is no folder {gone}"),
+    "--html": ("--html {gone}/page.html", "--html: the folder {gone} does not exist"),
     "--seed": ("--seed -1", "--seed"),
     "--cells": ("--cells nothing", "no cell matches 'nothing'"),
     "--jobs": ("--jobs 0", "--jobs"),
-    "--resume": ("--resume {file}", "--resume: {file} is a file, and a folder is needed"),
+    "--resume": ("--resume {file}", "--resume: {file} is a file; give a folder"),
 }
 CHECKPOINT = {
     "--output": OUTPUT,
     "DIR": ("{folder}", "holds neither shards nor ledgers"),
-    "--job": ("{checkpoints} --job other", "there is nothing of job 'other' here"),
-    "--world-size": ("{checkpoints} --world-size 3", "there is nothing of 3 ranks here"),
+    "--job": ("{checkpoints} --job other", "there is no job 'other' here"),
+    "--world-size": ("{checkpoints} --world-size 3", "there is nothing of a job of 3 ranks here"),
 }
 WRONG: dict[str, dict[str, tuple[str, str]]] = {
     "demo": {
         "--fault": ("--fault fire", "fire"),
         "--ranks": ("--ranks 65", "--ranks"),
-        "--mesh": ("--mesh replica=100", "--mesh: at most 64 ranks run here, got 100"),
-        "--rank": ("--rank 8", "--rank: there are ranks 0 to 7, got 8"),
+        "--mesh": ("--mesh replica=100", "--mesh: at most 64 ranks, got 100"),
+        "--rank": ("--rank 8", "--rank: the job has ranks 0 to 7, got 8"),
         "--at": ("--at nothing", "the model has no 'nothing'"),
-        "--run-dir": ("--run-dir {file}", "--run-dir: {file} is a file, and a folder is needed"),
+        "--run-dir": ("--run-dir {file}", "--run-dir: {file} is a file; give a folder"),
         "--output": OUTPUT,
     },
     "discover": {
-        "--rows": (f"{DISCOVER} --rows 1:99999999999", "at most 1000000 row counts are executed"),
-        "--hidden": (f"{DISCOVER} --hidden 0", "at least 1, got 0"),
-        "--intermediate": (f"{DISCOVER} --intermediate 1000000000000", "of weights, and cpu has"),
-        "--experts": (f"{DISCOVER} --experts 0", "at least 1, got 0"),
-        "--layers": (f"{DISCOVER} --layers 99999999999", "1 to 10000 layers, got 99999999999"),
-        "--positions": (f"{DISCOVER} --positions 0", "at least 1, got 0"),
-        "--kernel": (f"{DISCOVER} --kernel cublas", "one of triton, torch, got 'cublas'"),
-        "--module": (f"{DISCOVER} --module os:abort_", "'os:abort_' cannot be had: AttributeError"),
-        "--regime": (f"{DISCOVER} --regime high", "one of pressure, waves, got 'high'"),
-        "--device": (f"{DISCOVER} --device tpu", "--device: cpu, cuda or cuda:0, got 'tpu'"),
+        "--rows": (f"{DISCOVER} --rows 1:99999999999", "at most 1000000 row counts can be executed"),
+        "--hidden": (f"{DISCOVER} --hidden 0", "must be at least 1, got 0"),
+        "--intermediate": (f"{DISCOVER} --intermediate 1000000000000", "for weights, but cpu has"),
+        "--experts": (f"{DISCOVER} --experts 0", "must be at least 1, got 0"),
+        "--layers": (f"{DISCOVER} --layers 99999999999", "must be 1 to 10000 layers, got 99999999999"),
+        "--positions": (f"{DISCOVER} --positions 0", "must be at least 1, got 0"),
+        "--kernel": (f"{DISCOVER} --kernel cublas", "must be one of triton, torch, got 'cublas'"),
+        "--module": (f"{DISCOVER} --module os:abort_", "'os:abort_' fails: AttributeError"),
+        "--regime": (f"{DISCOVER} --regime high", "must be one of pressure, waves, got 'high'"),
+        "--device": (f"{DISCOVER} --device tpu", "--device: must be cpu, cuda or cuda:0, got 'tpu'"),
         "--programs": (f"{DISCOVER} --programs 0", "--programs"),
-        "--tokens": (f"{DISCOVER} --tokens 3", "--heterogeneous and --tokens go together"),
-        "--resume": (f"{DISCOVER} --resume {{file}}", "--resume: {file} is a file, and a folder is needed"),
-        "--output": (f"{DISCOVER} --output /proc/nothing", "--output: /proc/nothing cannot be written"),
+        "--tokens": (f"{DISCOVER} --tokens 3", "--heterogeneous and --tokens need each other"),
+        "--resume": (f"{DISCOVER} --resume {{file}}", "--resume: {file} is a file; give a folder"),
+        "--output": (f"{DISCOVER} --output /proc/nothing", "--output: cannot write /proc/nothing"),
     },
     "doctor": {
-        "--mesh": ("--mesh replica=99999999", "at most 100000 ranks can be looked at, got 99999999"),
+        "--mesh": ("--mesh replica=99999999", "at most 100000 ranks are supported, got 99999999"),
         "--experts": ("--experts 3 --mesh replica=4", "cannot carve 3 expert partitions out of 4"),
         "--ranks": (
             "--mesh replica=4 --ranks 3",
@@ -93,40 +93,40 @@ WRONG: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "--machines": ("--mesh replica=8 --machines 3", "8 ranks, which cannot be divided into 3 machines"),
         "--state-bytes": ("--state-bytes 0", "--state-bytes"),
-        "--parameters": ("--parameters 1e308", "a number of parameters, got 1e+308"),
+        "--parameters": ("--parameters 1e308", "must be a number of parameters, got 1e+308"),
         "--checkpoint": ("--checkpoint {file}", "--checkpoint: {file} is not a folder"),
         "--run-dir": ("--run-dir {folder}", "--run-dir: {folder} is not a job's run directory"),
         "--address": ("--listen --seconds 0 --address 203.0.113.9", "cannot listen on 203.0.113.9"),
-        "--port": ("--port 65535", "--port"),
+        "--port": ("--port 65535", "--port: port must lie between 0 and 65528, got 65535"),
         "--seconds": ("--listen --seconds -1", "--seconds"),
-        "--connect": ("--connect node1", "HOST:PORT, such as node1:41234, got 'node1'"),
+        "--connect": ("--connect node1", "must be HOST:PORT, such as node1:41234, got 'node1'"),
         "--output": OUTPUT,
     },
     "explain": {
         "FILES": ("{gone}", "{gone} does not exist"),
         "--world-size": ("{dumps} --world-size 0", "--world-size"),
-        "--rank-pattern": ("{dumps} --rank-pattern (", "'(' is no regular expression"),
+        "--rank-pattern": ("{dumps} --rank-pattern (", "'(' is not a regular expression"),
         "--output": OUTPUT,
     },
-    "status": {"run_dir": ("{gone}", "{gone} holds no job"), "--output": OUTPUT},
+    "status": {"run_dir": ("{gone}", "{gone} is not the run directory of a job"), "--output": OUTPUT},
     "campaign paper": {
         **CAMPAIGN,
-        "--device": ("--device tpu", "no device 'tpu'; there is cpu and cuda"),
-        "--backend": ("--backend nccl", "no backend 'nccl' for cpu; there is gloo"),
+        "--device": ("--device tpu", "unknown device 'tpu'; choose cpu or cuda"),
+        "--backend": ("--backend nccl", "unknown backend 'nccl' for cpu; choose gloo"),
         "--max-ranks": ("--max-ranks 1 --cells hang", "none of these cells can run here"),
     },
     "campaign ablation": CAMPAIGN,
-    "campaign table": {"REPORTS": ("{file}", "{file} is not what --output of a campaign writes")},
+    "campaign table": {"REPORTS": ("{file}", "{file} is not the --output of a campaign")},
     "checkpoint list": CHECKPOINT,
     "checkpoint verify": CHECKPOINT,
     "checkpoint explain": CHECKPOINT,
     "checkpoint prune": {**CHECKPOINT, "--keep": ("{checkpoints} --keep -1", "--keep")},
     "checkpoint adopt": {
         "DIR": ("{gone} --as job", "{gone}"),
-        "--as": ("{folder} --as a/b", "a name is of letters, digits and ._+=@-, got 'a/b'"),
+        "--as": ("{folder} --as a/b", "a job's name consists of letters, digits and ._+=@-, got 'a/b'"),
         "--output": ("{folder} --as job " + OUTPUT[0], OUTPUT[1]),
     },
-    "checkpoint forget": {"[JOB]...": ("nothing", "has nothing of nothing"), "--output": OUTPUT},
+    "checkpoint forget": {"[JOB]...": ("nothing", "has no job nothing"), "--output": OUTPUT},
 }
 """By command and parameter: a command line that has it wrong, and what must be said of it."""
 
@@ -230,14 +230,14 @@ def test_a_flag_takes_no_value(command: str, flag: str, places: dict[str, Path])
         ("demo", "--mesh replica=3,replica=4", "replica is given twice"),
         ("demo", "--mesh replica=5 --ranks 4", "--mesh, --ranks: replica=5 has 5 ranks, not 4"),
         ("demo", "--ranks 5 --at nothing", "--at: the model has no 'nothing'"),
-        ("demo", "--run-dir {checkpoints}/..", "holds an earlier run; give a new folder"),
-        ("demo", "--run-dir /proc/nothing", "--run-dir: nothing can be written to /proc/nothing"),
-        ("discover", f"{DISCOVER} --module torch.nn:ReLU", "gives a module without parameters"),
-        ("discover", f"{DISCOVER} --module torch.nn:Linear", "cannot be had: TypeError"),
+        ("demo", "--run-dir {checkpoints}/..", "has an earlier run; give a new folder"),
+        ("demo", "--run-dir /proc/nothing", "--run-dir: cannot write to /proc/nothing"),
+        ("discover", f"{DISCOVER} --module torch.nn:ReLU", "returns a module without parameters"),
+        ("discover", f"{DISCOVER} --module torch.nn:Linear", "fails: TypeError"),
         ("doctor", "--seconds 3", "together with --listen, got 3.0"),
         ("doctor", "--listen --connect a:1", "--listen only answers"),
-        ("campaign table", "{folder}", "{folder} is not what --output of a campaign writes"),
-        ("checkpoint forget", "--output {gone}/x", "--output: there is no folder {gone}"),
+        ("campaign table", "{folder}", "{folder} is not the --output of a campaign"),
+        ("checkpoint forget", "--output {gone}/x", "--output: the folder {gone} does not exist"),
         ("checkpoint prune", "{checkpoints} --yes --output {folder}", "{folder} is a folder"),
     ],
 )
@@ -251,7 +251,7 @@ def test_cuda_is_refused_where_there_is_none(places: dict[str, Path], monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ("cuda", "cuda:3"):
         told = refused("discover", f"{DISCOVER} --device {device}", places)
-        assert f"--device: {device} needs a CUDA device, and PyTorch finds none" in told
+        assert f"--device: {device} needs a CUDA device, but PyTorch finds none" in told
 
 
 def test_an_output_that_exists_is_kept_until_it_is_written(places: dict[str, Path]):
@@ -263,7 +263,7 @@ def test_verify_of_a_folder_without_shards_is_no_success(tmp_path: Path):
     put_ledgers(tmp_path / "checkpoints")
     done = CliRunner().invoke(app, ["checkpoint", "verify", str(tmp_path / "checkpoints")])
     assert done.exit_code == 1
-    assert "0 shards, 0 bytes: there is nothing that could be verified." in done.stdout
+    assert "0 shards, 0 bytes: there is nothing to verify." in done.stdout
 
 
 def test_what_needs_triton_is_skipped_and_counted_without_it(
@@ -276,7 +276,7 @@ def test_what_needs_triton_is_skipped_and_counted_without_it(
     from torchscout.campaign.cell import Hardware
     from torchscout.cli import campaign
 
-    wanted, skipped = campaign._wanted(PAPER, campaign.AskedPaper(quick=True), Hardware())
+    wanted, skipped = campaign._wanted(PAPER, campaign.PaperOptions(quick=True), Hardware())
     assert {each.row for each in skipped} == {"moe-kernel"}
     assert {row.key for row in ROWS} - {cell.row for cell in wanted} == {"moe-kernel"}
     done = replace(PAPER, run=lambda cells, *_: (passed(cell) for cell in cells))
@@ -304,9 +304,9 @@ def test_an_interrupted_campaign_says_what_is_kept_and_repeats_all_options(
     options = ["--json", "--html", str(page), "--seed", "3", "--cells", "hang*", "--jobs", "2", "--quick"]
     done = CliRunner().invoke(app, ["campaign", "paper", *options, "--resume", str(folder)])
     assert done.exit_code == 130
-    assert f"1 of 8 results are kept in {folder}/results.jsonl." in done.stderr
+    assert f"1 of 8 results are in {folder}/results.jsonl." in done.stderr
     again = f"scout campaign paper --json --html {page} --seed 3 --cells 'hang*' --jobs 2 --quick"
-    assert f"Go on with: {again} --resume {folder}\n" in done.stderr
+    assert f"To continue: {again} --resume {folder}\n" in done.stderr
 
 
 def test_it_runs_as_a_module_and_says_its_version():
@@ -345,11 +345,14 @@ def test_the_sick_rank_stays_in_the_demos_table(stage: Scenario):
 
 def test_tensor_parallel_ranks_are_not_called_shards():
     assert Scenario(4, 2).place_of(5) == "replica 2, tensor 1"
-    assert Scenario(4, 2).told.endswith("4 replicas x 2 tensor-parallel ranks.")
+    assert Scenario(4, 2).sentence.endswith("4 replicas x 2 tensor-parallel ranks.")
 
 
 def test_a_campaigns_table_has_whole_words_at_80_columns(monkeypatch: pytest.MonkeyPatch):
-    summaries = [RowSummary(row, 128, 128, 127, (4, 8, 16), (), 0, 1, 0, [1.25, 12.5]) for row in ROWS]
+    figures = {"cells": 128, "run": 128, "passed": 127, "interval": [0.957, 0.999], "reduced": []}
+    figures |= {"false_alarms": 0, "wrong_names": 1, "missed": 0, "ranks": [4, 8, 16]}
+    figures |= {"seconds_median": 1.25, "seconds_p95": 12.5}
+    summaries = [{"row": row.key, "title": row.title, **figures} for row in ROWS]
     monkeypatch.setenv("COLUMNS", "80")
     lines = screen_of(summaries, [], "/tmp/scout-campaign-abcdefgh").splitlines()
     assert all(len(line) <= 80 for line in lines)

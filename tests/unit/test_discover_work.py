@@ -57,7 +57,7 @@ def test_routings_that_cannot_be_covered_leave_the_uniform_shapes_and_a_reason(t
     catalog, shown, _ = told(TiledMatmul(experts=2, coupled=True), tmp_path, Routings(2, 9))
     assert len(catalog.tables) == 1
     assert "Not covered: every routing of 9 rows to 2 experts, 3x2: forward/tail_low neither add up" in shown
-    assert "Only uniform shapes are." in shown
+    assert "Only uniform shapes are covered." in shown
     assert all(len(set(rows)) == 1 for rows in catalog.representatives("mlp.a", 0))
 
 

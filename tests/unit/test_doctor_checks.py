@@ -56,7 +56,7 @@ def test_python_must_be_new_enough(version: str, grade: str):
     ("version", "grade", "word"),
     [
         ("2.9.1", "fail", "2.10 to 2.13"),
-        ("2.10.0", "ok", "FSDP layers are replayed with 2.13"),
+        ("2.10.0", "ok", "FSDP layers are replayed only with 2.13"),
         ("2.13.1+cu130", "ok", "2.13.1+cu130"),
         ("2.14.0.dev2026", "warn", "2.10 to 2.13"),
     ],
@@ -117,7 +117,7 @@ def test_frameworks_are_named_with_their_versions():
         software_checks.frameworks(HERE, names), "skipped", "neither torchtitan, deepspeed nor transformers"
     )
     some = Installed({"deepspeed": "0.19.9", "transformers": "5.1"}, curve=True)
-    told = "deepspeed 0.19.9 and transformers 5.1; absent: torchtitan"
+    told = "deepspeed 0.19.9 and transformers 5.1; not installed: torchtitan"
     holds(software_checks.frameworks(some, names), "ok", told)
     older = Installed({"deepspeed": "0.18.2"}, curve=True)
     holds(software_checks.frameworks(older, names), "warn", "deepspeed 0.18.2 is not known here, 0.19 is")
@@ -129,7 +129,7 @@ def test_a_board_that_only_this_machine_reaches_is_no_board_for_several():
     holds(machine_checks.board(local, 1), "warn", "ObserverConfig.address")
     holds(machine_checks.board(local, 2), "fail", "ObserverConfig.address")
     silent = Reached("10.0.0.4", 41234, None, "no message came through in 5 s")
-    holds(machine_checks.board(silent, 1), "fail", "no message", "let TCP through")
+    holds(machine_checks.board(silent, 1), "fail", "no message", "allow TCP")
 
 
 def test_the_other_machine_must_answer_quickly_run_the_same_and_know_the_time():
@@ -204,18 +204,22 @@ def test_what_is_kept_in_memory_is_its_owners_alone():
     holds(
         machine_checks.private([MEMORY, replace(MEMORY, is_private=False)]), "fail", "chmod 0700 /dev/shm/x"
     )
-    holds(machine_checks.private([replace(new, is_private=False)]), "fail", "a file system that keeps owners")
+    holds(machine_checks.private([replace(new, is_private=False)]), "fail", "system that supports owners")
 
 
 def test_files_need_room_for_three_generations_of_the_machines_ranks():
     disk = replace(MEMORY, path=Path("/data"), in_memory=False)
     holds(machine_checks.directory(None, JobDescription(1)), "skipped", "--checkpoint")
     holds(machine_checks.directory(disk, JobDescription(1)), "ok", "/data, 80.0 GiB free")
-    holds(machine_checks.directory(replace(disk, exists=False), JobDescription(1)), "ok", "it can be made")
+    holds(machine_checks.directory(replace(disk, exists=False), JobDescription(1)), "ok", "it can be created")
     holds(machine_checks.directory(disk, JobDescription(8, 1, 3 * GIB)), "ok")
     holds(machine_checks.directory(disk, JobDescription(8, 1, 4 * GIB)), "warn", "96.0 GiB")
     holds(machine_checks.directory(disk, JobDescription(8, 1, 11 * GIB)), "fail", "264.0 GiB")
-    holds(machine_checks.directory(replace(disk, locks=False), JobDescription(1)), "warn", "no locks")
+    holds(
+        machine_checks.directory(replace(disk, locks=False), JobDescription(1)),
+        "warn",
+        "does not support locks",
+    )
     holds(
         machine_checks.directory(replace(disk, holder="job 'x'"), JobDescription(1)),
         "fail",
@@ -298,16 +302,16 @@ def test_restarts_of_torchrun_need_a_setting_with_one_torch():
     holds(software_checks.restarts(TorchFacts(problem="gone"), {}), "skipped")
 
 
-def test_attention_backends_repeat_or_are_said_not_to():
-    holds(software_checks.attention(TORCH), "skipped", "CUDA devices only")
+def test_nondeterministic_attention_backends_are_named():
+    holds(software_checks.attention(TORCH), "skipped", "only CUDA devices")
     holds(software_checks.attention(CUDA), "warn", "could not be tried")
     tried = replace(CUDA, attention={"flash": 1, "cuDNN": 0, "memory-efficient": 1})
-    holds(software_checks.attention(tried), "ok", "flash and memory-efficient repeat")
+    holds(software_checks.attention(tried), "ok", "flash and memory-efficient: deterministic")
     noisy = replace(CUDA, attention={"flash": 9, "memory-efficient": 1})
-    holds(software_checks.attention(noisy), "warn", "flash attention does not repeat", "another backend")
+    holds(software_checks.attention(noisy), "warn", "flash attention is nondeterministic", "another backend")
 
 
-def test_surfaces_of_a_run_that_do_not_repeat_are_listed(tmp_path: Path):
+def test_nondeterministic_surfaces_of_a_run_are_listed(tmp_path: Path):
     holds(software_checks.surfaces(not_repeating(tmp_path)), "skipped", "--run-dir")
     reason = "nondeterministic kernel: replayed twice, ranks 0 and 1 did not repeat the same numbers"
     unlike = {"layers.0/grad_input": reason, "layers.0/output": "it returns no tensor"}
@@ -321,4 +325,4 @@ def test_surfaces_of_a_run_that_do_not_repeat_are_listed(tmp_path: Path):
     recorder.close()
     assert not_repeating(tmp_path) == {"layers.0/grad_input": reason}
     holds(software_checks.surfaces(not_repeating(tmp_path)), "warn", "1 of this run", reason, "require")
-    holds(software_checks.surfaces({}), "ok", "repeats")
+    holds(software_checks.surfaces({}), "ok", "deterministic")

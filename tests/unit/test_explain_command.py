@@ -67,7 +67,7 @@ def test_json_and_pickles_say_the_same(tmp_path: Path):
     assert pickled["groups"] == written["groups"]
     assert pickled["last_operations"][0]["frames"][-1] == "/job/train.py:11 train_2"
     assert written["last_operations"][0]["frames"] == []
-    assert "pickled dumps have it" in run(tmp_path / "json").stdout
+    assert "pickled dumps have one" in run(tmp_path / "json").stdout
 
 
 def test_the_document_goes_to_a_file_too(tmp_path: Path):
@@ -165,7 +165,7 @@ def test_the_same_object_many_times_is_not_unfolded(tmp_path: Path):
     document["pg_status"] = {"0": {"last_enqueued_collective": bomb}, "1": bomb}
     folder = write_pickles(tmp_path / "dumps", {0: document})
     found = ask(folder, expect=1)
-    assert any("2 of 3 entries could not be understood" in note for note in found["notes"])
+    assert any("2 of 3 entries could not be read" in note for note in found["notes"])
 
 
 def test_too_few_dumps_name_nobody(tmp_path: Path):
@@ -197,12 +197,12 @@ def test_a_file_whose_rank_is_not_in_its_name(tmp_path: Path):
         )
     files = sorted(tmp_path.glob("worker*/dump.json"))
     refused = run(*files, expect=1)
-    assert "whose dump is" in refused.stderr
+    assert "does not end with a rank" in refused.stderr
     assert "--rank-pattern" in refused.stderr
     assert ask(*files, "--rank-pattern", r"worker(\d+)-")["ranks"] == [2]
 
 
-@pytest.mark.parametrize(("pattern", "problem"), [("(", "no regular expression"), ("x", "no parentheses")])
+@pytest.mark.parametrize(("pattern", "problem"), [("(", "not a regular expression"), ("x", "no parentheses")])
 def test_a_pattern_that_is_none(tmp_path: Path, pattern: str, problem: str):
     folder = write_json(tmp_path / "json", late_rank().documents())
     assert problem in run(folder, "--rank-pattern", pattern, expect=2).stderr
@@ -210,7 +210,7 @@ def test_a_pattern_that_is_none(tmp_path: Path, pattern: str, problem: str):
 
 def test_no_such_file_and_an_empty_folder(tmp_path: Path):
     assert "does not exist" in run(tmp_path / "gone", expect=2).stderr
-    assert "holds no file" in run(tmp_path, expect=2).stderr
+    assert "there is no file in" in run(tmp_path, expect=2).stderr
 
 
 def test_jobs_of_different_sizes(tmp_path: Path):

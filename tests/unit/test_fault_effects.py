@@ -115,8 +115,8 @@ def test_effects_travel():
         (lambda: FlipBit(32).corrupt(torch.ones(1)), r"float32 has bits 0 to 31, got 32"),
         (lambda: FlipBits((3, 40)).corrupt(torch.ones(1)), r"float32 has bits 0 to 31, got 40"),
         (lambda: StuckBit(8, 1).corrupt(torch.ones(1, dtype=torch.int8)), "int8 has bits 0 to 7, got 8"),
-        (lambda: FlipBit(0, index=4).corrupt(torch.ones(4)), "element 4 of a tensor of 4"),
-        (lambda: Overwrite(2, 3).corrupt(torch.ones(4)), "elements 2 to 4 of a tensor of 4"),
+        (lambda: FlipBit(0, index=4).corrupt(torch.ones(4)), "no element 4 in a tensor of 4"),
+        (lambda: Overwrite(2, 3).corrupt(torch.ones(4)), "no elements 2 to 4 in a tensor of 4"),
         (
             lambda: FlipBit(0).corrupt(torch.ones(2, dtype=torch.complex128)),
             "cannot flip a bit of torch.complex128",

@@ -47,9 +47,9 @@ def test_whoever_has_the_file_open_sees_the_damage(sealed: Path):
 
 def test_a_damaged_file_must_be_spoken_of_and_a_missing_one_need_not(sealed: Path):
     lost = spoil([sealed], Cut(0.5))
-    assert lost.is_told_by([f"{sealed} is damaged"])
-    assert not lost.is_told_by(["something is damaged"])
-    assert spoil([sealed], Delete()).is_told_by([])
+    assert lost.is_reported_in([f"{sealed} is damaged"])
+    assert not lost.is_reported_in(["something is damaged"])
+    assert spoil([sealed], Delete()).is_reported_in([])
     assert not sealed.exists()
 
 

@@ -258,7 +258,7 @@ def test_a_plan_travels():
     ("plan", "told"),
     [
         (lambda: FaultPlan().delay(rank=-1, at="step", step=1, seconds=1), "negative, got -1"),
-        (lambda: FaultPlan().delay(rank=0, at="step", step=0, seconds=1), "counted from 1"),
+        (lambda: FaultPlan().delay(rank=0, at="step", step=0, seconds=1), "steps count from 1"),
         (
             lambda: train(FaultPlan().delay(rank=0, at="layer.3/output", step=1, seconds=1)),
             "no module 'layer.3'",

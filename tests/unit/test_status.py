@@ -139,7 +139,7 @@ def test_corruption_that_was_recovered_from_says_so_in_the_run_that_found_it(tmp
     sdc, slow = report(first)["incidents"]
     assert (sdc["state"], sdc["recovered"], slow["state"]) == ("recovered", 6, "open")
     done = ask(first)
-    assert f"recovered by going back to step 6, step 7: {INCIDENT.sentence}" in done.output
+    assert f"step 7, recovered by resuming from step 6: {INCIDENT.sentence}" in " ".join(done.output.split())
     assert "is corrupt" not in done.output
     assert ask(second).exit_code == 0
 
@@ -160,7 +160,7 @@ def test_what_cannot_be_told_is_not_healthy(tmp_path: Path):
     ended(tmp_path / "run", "finished", rank=0, size=3)
     done = ask(tmp_path / "run")
     assert done.exit_code == 2
-    assert "nothing is known here of ranks 1 and 2" in done.output
+    assert "the state of ranks 1 and 2 is unknown here" in done.output
     assert ask(tmp_path / "none").exit_code == 2
 
 
@@ -169,7 +169,7 @@ def test_ranks_of_other_machines_are_not_looked_at(tmp_path: Path):
     replace(RankEntry.own(1, tmp_path / "record", 2), host="another").write(tmp_path)
     found = report(tmp_path)
     assert (found["state"], found["exit_status"]) == ("elsewhere", 0)
-    assert found["ranks"][1]["inside"] == "ask on another"
+    assert found["ranks"][1]["inside"] == "run scout status on another"
 
 
 def test_without_an_argument_the_newest_run_of_the_folder_is_shown(

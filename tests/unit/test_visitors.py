@@ -78,7 +78,7 @@ def test_a_visitor_who_leaves_before_the_answer_does_not_end_a_doctor():
     (port,) = until(lambda: ports, "it listens")
     context: zmq.Context = zmq.Context()
     for rank in range(8):
-        client = protocol.connect(context, network._ANYBODY, rank, ("127.0.0.1", port))
+        client = protocol.connect(context, network._PUBLIC_TOKEN, rank, ("127.0.0.1", port))
         assert client.poll(5000, zmq.POLLOUT)
         for _ in range(50):
             client.send(protocol.encode("hello", host="visitor", versions={}))

@@ -1,4 +1,4 @@
-"""Which campaigns there are, which cells of one are selected, and on which bench each cell runs."""
+"""The campaigns, the selection of their cells, and the processes that each cell runs in."""
 
 from __future__ import annotations
 
@@ -9,88 +9,64 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchscout.campaign.ablation import variants as of_ablation
-from torchscout.campaign.ablation.runner import run_ablated
-from torchscout.campaign.ablation.variants import ROWS as ABLATION_ROWS
-from torchscout.campaign.ablation.variants import ablation_cells
+from torchscout.campaign.ablation import variants
+from torchscout.campaign.ablation.runner import judged_warm, run_ablated_hangs
 from torchscout.campaign.cell import DEVICE_ROWS, ROWS, Cell, Hardware, Processes, Row
-from torchscout.campaign.grading import Flaw, Grade
 from torchscout.campaign.moe import run_routed
 from torchscout.campaign.observed import run_observed
 from torchscout.campaign.paper_cells import device_hang_cells, paper_cells
 from torchscout.campaign.recovery import run_recovery
-from torchscout.campaign.results import Result, RowSummary, as_report, found_in
+from torchscout.campaign.results import Result, as_report
 from torchscout.campaign.tables import screen_of
 from torchscout.campaign.warm import run_warm
 
-__all__ = [
-    "ABLATION",
-    "MODULES",
-    "PAPER",
-    "Campaign",
-    "chosen",
-    "paper_on",
-    "run_cells",
-    "run_kernel",
-    "sampled",
-]
-
-_ORDER = (Processes.WARM, Processes.RECOVERY, Processes.ROUTED, Processes.KERNEL, Processes.OBSERVED)
-"""Many results first. Cells that kill their ranks come last: a shared CUDA device recovers from each."""
-
-
-def run_cells(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Generator[Result, None, None]:
-    """Results as they come. ``jobs`` hangs are run at once, since they mostly wait; over NCCL one at a time,
-    because jobs that share a device wait inside NCCL for each other's multiprocessors.
-    """
-    ordered = sorted(cells, key=lambda cell: (_ORDER.index(cell.processes), cell.layout))
-    for (processes, layout), group in groupby(ordered, key=_group):
-        together = list(group)
-        place = folder / "evidence" / f"{processes}-{layout}"
-        if processes == Processes.WARM.value:
-            yield from run_warm(together, place, seed)
-        elif processes == Processes.RECOVERY.value:
-            yield from run_recovery(together, place)
-        elif processes == Processes.ROUTED.value:
-            yield from run_routed(together, place)
-        elif processes == Processes.KERNEL.value:
-            yield from run_kernel(together, place)
-        else:
-            is_shared = together[0].place.backend == "nccl"
-            yield from run_observed(together, place, 1 if is_shared else jobs)
-
-
-def _group(cell: Cell) -> tuple[str, str]:
-    return cell.processes.value, cell.layout
-
+__all__ = ["ABLATION", "MODULES", "PAPER", "Campaign", "chosen", "paper_on", "run_kernel", "sampled"]
 
 _SECONDS = 600.0
-_REASON_CHARACTERS = 600
+_QUICK_LAYOUTS = ("ddp", "hsdp")
+"""A quick run has 16 ranks in one of these only, where a row has the choice: starting them takes longest."""
+MODULES = (
+    "torch._dynamo",  # comes with the first optimizer
+    "torchscout.campaign.ablation.watchdog",
+    "torchscout.campaign.observed",
+    "torchscout.campaign.recovery",
+    "torchscout.campaign.moe",
+    "torchscout.campaign.warm",
+    "torchscout.session.checkpoint_manager",
+)
+"""What ranks need; the server that they are forked from imports it once."""
+
+_Bench = Callable[[list[Cell], Path, int, int], Iterator[Result]]
+"""Runs cells of one layout, given a folder for evidence, the seed, and how many hangs may run at once."""
+_Benches = Mapping[Processes, _Bench]
 
 
 def run_kernel(cells: Sequence[Cell], folder: Path) -> Generator[Result, None, None]:
-    """One after another; the evidence of those that fail stays in ``folder``."""
+    """Run one cell after another; the evidence of those that fail stays in ``folder``."""
     for cell in cells:
         begin = time.monotonic()
         try:
-            yield _run(cell, folder / cell.name)
+            yield _run_process(cell, folder / cell.name)
         except (subprocess.SubprocessError, ValueError) as error:
-            grade = Grade(Flaw.BROKEN, f"its process failed: {_told(error)}")
-            took = time.monotonic() - begin
-            yield found_in(cell, grade, [], happened=None, took_seconds=took)
+            written = (
+                error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else ""
+            )
+            reason = written.splitlines()[-1] if written else str(error)
+            yield Result.broken(cell, "its process failed", reason, time.monotonic() - begin)
 
 
-def _run(cell: Cell, place: Path) -> Result:
-    """On CUDA the kernel is compiled. CPU ranks have no device; without ranks one is used if it is there."""
+def _run_process(cell: Cell, place: Path) -> Result:
+    """CUDA ranks compile the kernel, CPU ranks interpret it; without ranks, a device is used if present."""
     is_on_cpu = cell.place.device == "cpu"
     is_interpreted = is_on_cpu and (bool(cell.faults) or not torch.cuda.is_available())
     done = subprocess.run(
@@ -104,29 +80,51 @@ def _run(cell: Cell, place: Path) -> Result:
     return Result.from_json(json.loads(done.stdout))
 
 
-def _told(error: Exception) -> str:
-    written = error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else ""
-    return (written.splitlines()[-1] if written else str(error))[:_REASON_CHARACTERS]
+def _run_hangs(cells: list[Cell], folder: Path, _: int, jobs: int) -> Iterator[Result]:
+    """Jobs that share a device wait inside NCCL for each other's multiprocessors: one at a time there."""
+    return run_observed(cells, folder, 1 if cells[0].place.backend == "nccl" else jobs)
 
 
-_QUICK_LAYOUTS = ("ddp", "hsdp")
-"""A quick run has 16 ranks in one of these only, where a row has the choice: starting them takes longest."""
+_PAPER_BENCHES: _Benches = {
+    Processes.WARM: lambda cells, folder, seed, _: run_warm(cells, folder, seed),
+    Processes.RECOVERY: lambda cells, folder, *_: run_recovery(cells, folder),
+    Processes.ROUTED: lambda cells, folder, *_: run_routed(cells, folder),
+    Processes.KERNEL: lambda cells, folder, *_: run_kernel(cells, folder),
+    Processes.OBSERVED: _run_hangs,
+}
+"""In this order: many results first, and cells that kill their ranks last, since a shared CUDA device needs
+time to recover from each."""
+_ABLATION_BENCHES: _Benches = {
+    Processes.OBSERVED: lambda cells, folder, _, jobs: run_ablated_hangs(cells, folder, jobs),
+    Processes.WARM: lambda cells, folder, seed, _: judged_warm(cells, folder, seed),
+}
+
+
+def _run(
+    benches: _Benches, cells: Sequence[Cell], folder: Path, seed: int, jobs: int
+) -> Generator[Result, None, None]:
+    """Yield results as they come; cells of one layout run together."""
+    order = list(benches)
+    ordered = sorted(cells, key=lambda cell: (order.index(cell.processes), cell.layout))
+    for (processes, layout), together in groupby(ordered, key=lambda cell: (cell.processes, cell.layout)):
+        place = folder / "evidence" / f"{processes.value}-{layout}"
+        yield from benches[processes](list(together), place, seed, jobs)
 
 
 def chosen(cells: Sequence[Cell], rows: Sequence[Row], pattern: str) -> list[Cell]:
-    """Those whose identity, or the beginning of it, matches; a ``ValueError`` where none does."""
-    matching = [cell for cell in cells if _matches(cell, pattern)]
+    """The cells whose identity, or the beginning of it, matches. Raises ``ValueError`` if none does."""
+    patterns = (pattern, f"{pattern}@*", f"{pattern}/*")
+    matching = [cell for cell in cells if any(fnmatchcase(cell.identity, each) for each in patterns)]
     if matching:
         return matching
-    known = ", ".join(row.key for row in rows)
     raise ValueError(
         f"no cell matches {pattern!r}; a pattern is ROW, ROW/LAYOUT or ROW/LAYOUT/NAME with * for anything, "
-        f"and the rows are {known}"
+        f"and the rows are {', '.join(row.key for row in rows)}"
     )
 
 
 def sampled(cells: Sequence[Cell], seed: int, counts: Mapping[str, int]) -> list[Cell]:
-    """As many of every row as ``counts`` says, or one, the same for the same seed."""
+    """As many cells of every row as ``counts`` says, or one; the same for the same seed."""
     choose = random.Random(seed)
     layout = choose.choice(_QUICK_LAYOUTS)
     found: list[Cell] = []
@@ -138,21 +136,7 @@ def sampled(cells: Sequence[Cell], seed: int, counts: Mapping[str, int]) -> list
     return found
 
 
-def _matches(cell: Cell, pattern: str) -> bool:
-    identity = cell.identity
-    return any(fnmatchcase(identity, each) for each in (pattern, f"{pattern}@*", f"{pattern}/*"))
-
-
-MODULES = (
-    "torch._dynamo",  # comes with the first optimizer
-    "torchscout.campaign.ablation.watchdog",
-    "torchscout.campaign.observed",
-    "torchscout.campaign.recovery",
-    "torchscout.campaign.moe",
-    "torchscout.campaign.warm",
-    "torchscout.session.checkpoint_manager",
-)
-"""What ranks need; the server that they are forked from imports it once."""
+_Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,27 +144,26 @@ class Campaign:
     name: str
     rows: tuple[Row, ...]
     cells: Callable[[int], list[Cell]]
-    """Of a seed."""
+    """Its cells, for a seed."""
     sample: Mapping[str, int]
-    """How many cells of a row a quick run has; of others, one."""
+    """How many cells of a row a quick run has; one of each other row."""
     run: Callable[[Sequence[Cell], Path, int, int], Generator[Result, None, None]]
-    """Of cells, a folder, the seed and how many at once."""
-    told: Callable[[int, Sequence[RowSummary], Sequence[Result], str], tuple[dict[str, Any], str]]
-    """Of the seed, the table, all results and the folder: one document, and a screen."""
+    """Takes cells, a folder, the seed and how many hangs may run at once."""
+    report: Callable[[int, _Rows, Sequence[Result], str], tuple[dict[str, Any], str]]
+    """Takes the seed, the table's rows, all results and the folder; returns the document and the screen."""
 
 
-def _told_of_paper(
-    seed: int, summaries: Sequence[RowSummary], results: Sequence[Result], folder: str
+def _report_paper(
+    seed: int, rows: _Rows, results: Sequence[Result], folder: str
 ) -> tuple[dict[str, Any], str]:
-    return as_report("paper", seed, summaries, results), screen_of(summaries, results, folder)
+    return as_report("paper", seed, rows, results), screen_of(rows, results, folder)
 
 
-def _told_of_ablation(
-    seed: int, summaries: Sequence[RowSummary], results: Sequence[Result], folder: str
+def _report_ablation(
+    seed: int, rows: _Rows, results: Sequence[Result], folder: str
 ) -> tuple[dict[str, Any], str]:
-    report = as_report("ablation", seed, summaries, results)
-    report["ablations"] = of_ablation.ablations(results)
-    return report, of_ablation.screen_of(report, folder)
+    report = as_report("ablation", seed, rows, results) | {"ablations": variants.ablations(results)}
+    return report, variants.screen_of(report, folder)
 
 
 PAPER = Campaign(
@@ -188,13 +171,21 @@ PAPER = Campaign(
     ROWS,
     paper_cells,
     {"numerical-sdc": 8, "numerical-clean": 2, "hang": 6, "hang-clean": 2},
-    run_cells,
-    _told_of_paper,
+    partial(_run, _PAPER_BENCHES),
+    _report_paper,
+)
+ABLATION = Campaign(
+    "ablation",
+    variants.ROWS,
+    variants.ablation_cells,
+    {"sdc": 6, "transient": 2, "nondeterminism": 2, "hang": 6},
+    partial(_run, _ABLATION_BENCHES),
+    _report_ablation,
 )
 
 
 def paper_on(hardware: Hardware) -> Campaign:
-    """The paper's campaign; on CUDA with what only a device can show."""
+    """The paper's campaign; on CUDA it has a row more, for hangs of a device."""
     if hardware.device == "cpu":
         return PAPER
     return replace(
@@ -202,13 +193,3 @@ def paper_on(hardware: Hardware) -> Campaign:
         rows=(*ROWS, *DEVICE_ROWS),
         cells=lambda seed: [*paper_cells(seed), *device_hang_cells(seed)],
     )
-
-
-ABLATION = Campaign(
-    "ablation",
-    ABLATION_ROWS,
-    ablation_cells,
-    {"sdc": 6, "transient": 2, "nondeterminism": 2, "hang": 6},
-    run_ablated,
-    _told_of_ablation,
-)

@@ -10,47 +10,33 @@ from torchscout.faults.ground_truth import GroundTruth
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 
-__all__ = [
-    "BLOCKS",
-    "DEVICE_ROWS",
-    "LAYOUTS",
-    "ROWS",
-    "Cell",
-    "Hardware",
-    "JobLayout",
-    "Processes",
-    "Row",
-    "row_of",
-]
-
-BLOCKS = 3
-"""Of the Transformer that is trained."""
+__all__ = ["DEVICE_ROWS", "LAYOUTS", "ROWS", "Cell", "Hardware", "JobLayout", "Processes", "Row"]
 
 
 @dataclass(frozen=True, slots=True)
 class JobLayout:
-    """Ranks row-major in this order: the last degree varies fastest."""
+    """How a job's ranks are laid out: row-major in the order of the degrees."""
 
     title: str
     replica: int = 1
     shard: int = 1
     tensor: int = 1
     experts: int = 1
-    """Replicas that share the experts of a mixture: expert parallelism is carved out of data parallelism."""
+    """How many replicas share the experts: expert parallelism is carved out of data parallelism."""
     apart: bool = False
-    """Whether each rank is taken to be on a machine of its own, so that a group is no machine."""
+    """Whether each rank counts as a machine, so that no process group is one machine."""
     smaller: str | None = None
-    """The key of the layout that is used instead where there may not be as many ranks."""
+    """The key of the layout to use instead where fewer ranks may run."""
     device: str = "cpu"
     backend: str = "gloo"
-    """Of the process groups: Gloo or NCCL."""
+    """The backend of process groups: gloo or nccl."""
 
     @property
     def ranks(self) -> int:
         return self.replica * self.shard * self.tensor
 
     def mesh(self) -> Mesh:
-        """The machines are left to be found where ranks are not apart."""
+        """The job's mesh; hosts are detected at run time unless ranks are apart."""
         hosts = [f"node-{rank}" for rank in range(self.ranks)] if self.apart else None
         mesh = Mesh.grid(replica=self.replica, shard=self.shard, tensor=self.tensor, hosts=hosts)
         return mesh.carve_experts(self.experts) if self.experts > 1 else mesh
@@ -82,21 +68,21 @@ LAYOUTS = {
     "dp-4": JobLayout("EP1 x DP4", replica=4),
 }
 """By the name that cells use. The small ones are for hangs, where each rank has an observer process, and for
-machines on which fewer ranks may run. On 4 ranks a mixture either divides its experts, and of two holders
-of each nobody can be named, or it does not: there is one layout of each kind."""
+machines on which fewer ranks may run. On 4 ranks a mixture either divides its experts, and then two holders
+of each cannot name one of them, or it does not: there is one layout of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What all ranks of a campaign run on."""
+    """The hardware that all ranks of a campaign run on."""
 
     device: str = "cpu"
     backend: str = "gloo"
     max_ranks: int | None = None
-    """How many a job may have; None for any number."""
+    """The most ranks that a job may have; None for any number."""
 
     def fit(self, key: str) -> JobLayout | None:
-        """The layout of this name, or a smaller one with at most ``max_ranks``; None where there is none."""
+        """The layout of this name, or a smaller one with at most ``max_ranks``; None if there is none."""
         layout = LAYOUTS[key]
         while self.max_ranks is not None and layout.ranks > self.max_ranks:
             if layout.smaller is None:
@@ -108,72 +94,72 @@ class Hardware:
 
 
 class Processes(str, Enum):
-    """Which processes a cell runs in."""
+    """The processes that a cell runs in."""
 
     WARM = "warm"
-    """Ranks that have run other cells before, and go on training."""
+    """Ranks that have run other cells before, and continue training."""
     RECOVERY = "recovery"
-    """Ranks of its own, and after the fault new ones that go on from a checkpoint."""
+    """Its own ranks, and after the fault new ones that resume from a checkpoint."""
     OBSERVED = "observed"
-    """Ranks of its own, each with its observer: what hangs cannot be used again."""
+    """Its own ranks, each with an observer: ranks that hang cannot be used again."""
     ROUTED = "routed"
-    """Ranks of its own that train a mixture of experts."""
+    """Its own ranks, which train a mixture of experts."""
     KERNEL = "kernel"
-    """A process of its own, in which Triton may interpret the kernel of experts, and the ranks it starts."""
+    """Its own process, in which Triton may interpret the expert kernel, and the ranks it starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the campaign's table."""
+    """A row of the campaign's table."""
 
     key: str
     title: str
     trigger: str
-    """What is injected, in a few words."""
+    """The injected fault, in a few words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Plain data that travels to every rank."""
+    """One run with one fault or none; plain data that is sent to every rank."""
 
     row: str
     """The key of the row it counts for."""
     name: str
-    """What tells it from the others of its row."""
+    """Its name within row and layout."""
     layout: str
     """A key of ``LAYOUTS``."""
     processes: Processes = Processes.WARM
     faults: FaultPlan = field(default_factory=FaultPlan)
-    """Steps are the cell's own: the first one is clean. Without faults nothing must be reported."""
+    """Steps count from the start of the cell; step 1 is clean. Without faults nothing must be reported."""
     benign: bool = False
-    """What happens is no failure: nothing must be reported of it."""
+    """Whether the faults are no failure, and nothing must be reported."""
     due: int | None = None
-    """The hidden layer that replay must be at when the fault happens, where that matters."""
+    """The hidden layer that must be replayed when the fault happens; None if that does not matter."""
     seed: int = 0
     hardware: Hardware = field(default_factory=Hardware)
     """See ``machine`` for how a cell is adapted to it."""
     coarser: str = ""
-    """What must be reported with fewer ranks, where that is less precise than what was planned."""
+    """What must be reported with fewer ranks, if that is less precise than with all."""
 
     @property
     def identity(self) -> str:
-        """The same in every run of the same campaign, and for no other cell: ``ROW/LAYOUT/NAME@DIGEST``."""
-        told = repr((self.faults, self.benign, self.due, self.seed))
+        """``ROW/LAYOUT/NAME@DIGEST``: unique, and the same in every run of the same campaign."""
+        described = repr((self.faults, self.benign, self.due, self.seed))
         if self.place is not LAYOUTS[self.layout]:
-            told += repr(self.place)
-        digest = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+            described += repr(self.place)
+        digest = hashlib.blake2b(described.encode(), digest_size=4).hexdigest()
         return f"{self.row}/{self.layout}/{self.name}@{digest}"
 
     @property
     def place(self) -> JobLayout:
-        """How its ranks are laid out on its hardware; only of a cell that fits."""
+        """The layout on its hardware. The cell must fit."""
         layout = self.hardware.fit(self.layout)
         assert layout is not None, f"{self.name} needs more ranks than {self.hardware} has"
         return layout
 
     @property
     def truths(self) -> tuple[GroundTruth, ...]:
-        """What a perfect detector says; nothing where nothing is wrong."""
+        """What a perfect detector reports; empty if nothing is wrong."""
         return () if self.benign else self.faults.truth(self.place.mesh())
 
 
@@ -182,7 +168,7 @@ ROWS = (
         "dense-sdc",
         "Dense SDC",
         "rank 9, persistently, after two accepted checks: a DDP parameter, an FSDP2 replay output, an HSDP "
-        "gradient shard; then new processes go on",
+        "gradient shard; then new processes resume",
     ),
     Row(
         "numerical-sdc",
@@ -199,7 +185,7 @@ ROWS = (
     Row(
         "moe-sdc",
         "MoE SDC",
-        "rank 15's expert weights when 128, and when 512 routed rows are due, after one clean recipe cycle",
+        "rank 15's expert weights when 128 and when 512 routed rows are replayed, after a clean recipe cycle",
     ),
     Row("moe-clean", "MoE, fault-free", "nothing, for two recipe cycles"),
     Row(
@@ -216,8 +202,4 @@ ROWS = (
     ),
 )
 DEVICE_ROWS = (Row("device-hang", "Device stuck (CUDA only)", "one rank's kernel does not end for 6 s"),)
-"""What only a device can show; not in the paper's table."""
-
-
-def row_of(key: str) -> Row:
-    return next(row for row in ROWS if row.key == key)
+"""Not in the paper's table."""

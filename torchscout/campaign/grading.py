@@ -16,28 +16,28 @@ __all__ = ["Flaw", "Grade", "grade", "unfired"]
 
 
 class Flaw(str, Enum):
-    """Why a cell has failed; the first that applies."""
+    """Why a cell has failed."""
 
     BROKEN = "broken"
-    """Its ranks, or SCOUT itself, failed on the way."""
+    """Its ranks, or SCOUT itself, failed."""
     NOT_INJECTED = "not_injected"
-    """A fault did not happen, so that nothing is shown either way."""
+    """A fault did not happen, so the cell shows nothing."""
     MISSED = "missed"
     """Nothing was reported."""
     WRONG_NAME = "wrong_name"
-    """Something was, but not what is wrong."""
+    """Something else was reported than is wrong."""
     FALSE_ALARM = "false_alarm"
     """More was reported than is wrong."""
     NOT_RECOVERED = "not_recovered"
-    """It was found, and the job did not go back to what it should."""
+    """The fault was found, but the job did not resume from the right state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grade:
     flaw: Flaw | None = None
-    """None where the cell has passed."""
+    """None if the cell has passed."""
     reason: str = ""
-    """The flaw in one sentence."""
+    """One sentence about the flaw."""
 
     @property
     def passed(self) -> bool:
@@ -51,7 +51,7 @@ def grade(
     incidents: Sequence[Incident] = (),
     failures: Sequence[str] = (),
 ) -> Grade:
-    """``unfired`` are faults that did not happen, ``failures`` what SCOUT says went wrong within itself."""
+    """Compare incidents with the truth; ``unfired`` faults did not happen, ``failures`` are SCOUT's own."""
     if unfired:
         return Grade(Flaw.NOT_INJECTED, f"not injected: {listed(unfired)} did not happen")
     if failures:
@@ -60,27 +60,27 @@ def grade(
         return Grade(Flaw.MISSED, f"nothing was reported of {_wanted(truths[0])}")
     left = list(incidents)
     for truth in truths:
-        told = next((each for each in left if truth.is_told_by(each)), None)
-        if told is None:
+        matching = next((each for each in left if truth.matches(each)), None)
+        if matching is None:
             return Grade(Flaw.WRONG_NAME, _difference(truth, left))
-        left.remove(told)
+        left.remove(matching)
     if left:
-        return Grade(Flaw.FALSE_ALARM, f"{'also ' if truths else ''}reported: {_told(left[0])}")
+        return Grade(Flaw.FALSE_ALARM, f"{'also ' if truths else ''}reported: {_found(left[0])}")
     return Grade()
 
 
 def unfired(faults: Iterable[Fault], happened: Collection[tuple[int, str]]) -> list[str]:
-    """Those of the faults that did not happen, in words; ``happened`` are ranks and places."""
+    """Describe the faults that did not happen; ``happened`` are ranks and places."""
     missing = [fault for fault in faults if (fault.rank, fault.at) not in happened]
     return [f"the fault of rank {fault.rank} at {fault.at}" for fault in missing]
 
 
 def _difference(truth: GroundTruth, incidents: Sequence[Incident]) -> str:
-    """What is wrong about the report that comes nearest to the truth."""
+    """What is wrong about the incident that comes nearest to the truth."""
     if not incidents:
         return f"nothing was reported of {_wanted(truth)}"
-    wrong = min((_wrong(truth, each) for each in incidents), key=len)
-    return f"wrong {listed(wrong)}: {_wanted(truth)} was reported as {_told(incidents[0])}"
+    nearest = min(incidents, key=lambda each: len(_wrong(truth, each)))
+    return f"wrong {listed(_wrong(truth, nearest))}: {_wanted(truth)} was reported as {_found(nearest)}"
 
 
 def _wrong(truth: GroundTruth, incident: Incident) -> list[str]:
@@ -97,7 +97,7 @@ def _wanted(truth: GroundTruth) -> str:
     return f"{truth.manifestation.value} of {_ranks(truth.ranks)} ({truth.scope.value}) in {truth.surface}"
 
 
-def _told(incident: Incident) -> str:
+def _found(incident: Incident) -> str:
     return (
         f"{incident.manifestation.value} of {_ranks(incident.ranks)} ({incident.scope.value}) "
         f"in {incident.records[0].surface} at step {incident.step}"

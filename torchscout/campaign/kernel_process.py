@@ -1,4 +1,4 @@
-"""Cells inside the kernel of experts, in a process of their own with Triton's interpreter."""
+"""Cells that perturb the expert kernel: run as a process, in which Triton may interpret the kernel."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import pickle
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from torchscout.campaign.cell import Cell
 from torchscout.campaign.grading import Flaw, Grade
-from torchscout.campaign.moe import PROGRAMS, TILE, Job, hasten, run_job
-from torchscout.campaign.observed import retried
+from torchscout.campaign.moe import PROGRAMS, TILE, Job, run_job, speed_up_interpreter
 from torchscout.campaign.paper_cells import KERNEL_SHAPES, SHAPES, Turns
 from torchscout.campaign.results import Result
+from torchscout.campaign.training import retried
 from torchscout.experts.catalog import load
 from torchscout.experts.coverage import Rows, tabulated
 from torchscout.experts.discovery import discover
@@ -30,22 +31,22 @@ from torchscout.testing.moe_model import EXPERTS, HIDDEN, WIDTH, experts_at, sav
 __all__ = ["LAYERS", "grade_of", "main", "perturb_all", "profile"]
 
 LAYERS = 1
-"""Of experts, where ranks train; an interpreted kernel is slow."""
+"""Expert layers of a job; an interpreted kernel is slow."""
 
 _FEATURES = {"up": (18, 24), "down": (24, 18)}
-"""Hidden and intermediate; tiles are cut off in every direction."""
+"""Hidden and intermediate features; no multiple of a tile in any direction."""
 _SHAPES: tuple[Rows, ...] = ((0, 5), (4, 8), (8, 16), (16, 0), (16, 16), (17, 24))
-"""Rows of two experts: none, less than half a tile, more, whole tiles and some more."""
+"""Rows of two experts: none, less than half a tile, more, whole tiles, and more than a tile."""
 _DEVICE_TILES = 16
-"""A tile of the device's is that many times as long and wide as an interpreted one, or nearly so."""
+"""About how many times longer and wider a tile on a device is than an interpreted one."""
 
 
 def profile(rank: int, spread: int, shapes: Sequence[int], catalog: Path, device: str) -> None:  # noqa: ARG001
-    """Save a catalog of the kernel's own profiles, in a process that ends: ranks are to have the device.
+    """Save a catalog of the kernel's profiles. Runs in its own process, which leaves the device to the ranks.
 
     ``spread`` ranks share the experts of one replica.
     """
-    hasten()
+    speed_up_interpreter()
     programs, tiling = (PROGRAMS, Tiling(*TILE)) if INTERPRETED else (None, None)
     profilers = {
         f"{hidden}x{intermediate}": KernelProfiler(
@@ -57,7 +58,7 @@ def profile(rank: int, spread: int, shapes: Sequence[int], catalog: Path, device
 
 
 def perturb_all(cell: Cell) -> Result:
-    """Discover which shapes stand for all, then perturb all that those do."""
+    """Discover representative shapes, then perturb every work item of theirs."""
     begin, is_device = time.monotonic(), torch.cuda.is_available()
     scale, tiling = (_DEVICE_TILES, None) if is_device else (1, Tiling(*TILE))
     hidden, intermediate = (scale * each for each in _FEATURES[cell.name.rpartition("-")[2]])
@@ -76,19 +77,7 @@ def perturb_all(cell: Cell) -> Result:
         f"{found.changed} of {found.injected} perturbed work items of {len(table.representatives)} shapes, "
         f"which stand for {table.admitted}, changed the output or a gradient"
     )
-    took = time.monotonic() - begin
-    return Result(
-        cell.identity,
-        cell.row,
-        False,
-        grade_of(found),
-        None,
-        took,
-        detail=detail,
-        ranks=cell.place.ranks,
-        device=cell.place.device,
-        backend=cell.place.backend,
-    )
+    return replace(Result.of(cell, grade_of(found), time.monotonic() - begin, detail=detail), is_clean=False)
 
 
 def grade_of(found: Qualification) -> Grade:
@@ -103,25 +92,25 @@ def grade_of(found: Qualification) -> Grade:
 
 _SECONDS = 300.0
 _BEYOND = 2
-"""Steps from the fault on: what goes on is not reported again."""
+"""Steps from the fault on, to see that an ongoing fault is not reported again."""
 
 
 def main(place: Path) -> None:
     cell: Cell = pickle.loads(sys.stdin.buffer.read())
     torch.set_num_threads(1)  # tiles are small
-    hasten()
+    speed_up_interpreter()
     result = _localized(cell, place) if cell.faults else perturb_all(cell)
     print(json.dumps(result.to_json()))
 
 
 def _localized(cell: Cell, place: Path) -> Result:
-    """A job in which one rank's kernel falls ill, after a clean cycle."""
+    """Run a job in which one rank's kernel is perturbed after a clean cycle."""
     preload("torch._dynamo", "torchscout.campaign.moe", "torchscout.faults.faulty_gemm")
     device, catalog = cell.place.device, place.with_suffix(".catalog.json")
     shapes = KERNEL_SHAPES if INTERPRETED else SHAPES
     place.parent.mkdir(parents=True, exist_ok=True)
     retried(lambda: run_ranks(profile, 1, cell.place.experts, shapes, catalog, device, timeout=_SECONDS))
-    # Where the device runs several of the shapes alike, one of them stands for all.
+    # Where a device runs several shapes alike, one of them represents all.
     chosen = load(catalog).representatives(experts_at(0), 0)
     turns = Turns(tuple(rows[0] for rows in chosen), LAYERS)
     job = Job(

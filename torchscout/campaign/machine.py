@@ -1,4 +1,4 @@
-"""What this machine has, and which cells can run on it."""
+"""The hardware of this machine, and which cells can run on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,23 +23,23 @@ from torchscout.faults.plan import Fault, FaultPlan
 __all__ = ["Skipped", "caption", "counted_by_reason", "described", "fitted", "hardware_for", "has_triton"]
 
 _BACKENDS = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}
-"""Of each device, the default first."""
+"""The backends of each device, the default first."""
 _RANKS_OF_DEVICE = 4
-"""More NCCL ranks than that wait for ever for multiprocessors of a device that they share."""
+"""More NCCL ranks that share a device would wait forever for its multiprocessors."""
 
 
 def hardware_for(device: str, backend: str | None, max_ranks: int | None) -> Hardware:
-    """What was asked for; a ``ValueError`` where there is no such thing, or not on this machine."""
+    """The hardware that was asked for. Raises ``ValueError`` if it does not exist, or not on this machine."""
     if device not in _BACKENDS:
-        raise ValueError(f"no device {device!r}; there is {' and '.join(_BACKENDS)}")
+        raise ValueError(f"unknown device {device!r}; choose {' or '.join(_BACKENDS)}")
     backend = backend or _BACKENDS[device][0]
     if backend not in _BACKENDS[device]:
-        there = " and ".join(_BACKENDS[device])
-        raise ValueError(f"no backend {backend!r} for {device}; there is {there}")
+        known = " or ".join(_BACKENDS[device])
+        raise ValueError(f"unknown backend {backend!r} for {device}; choose {known}")
     if device == "cpu":
         return Hardware(device, backend, max_ranks)
     if not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA device, and PyTorch finds none")
+        raise ValueError("--device cuda needs a CUDA device, but PyTorch finds none")
     if backend == "nccl" and not dist.is_nccl_available():
         raise ValueError("this PyTorch has no NCCL; --backend gloo runs the same cells over Gloo")
     return Hardware(device, backend, max_ranks or _RANKS_OF_DEVICE * torch.cuda.device_count())
@@ -51,7 +51,7 @@ def has_triton() -> bool:
 
 
 def described(hardware: Hardware) -> dict[str, Any]:
-    """What a report says of the hardware, and the versions that matter."""
+    """The hardware and the relevant versions, for a report."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if hardware.device == "cuda":
         versions["cuda"] = str(torch.version.cuda)
@@ -59,16 +59,11 @@ def described(hardware: Hardware) -> dict[str, Any]:
             versions["triton"] = importlib.metadata.version("triton")
     if hardware.backend == "nccl":
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {
-        "device": hardware.device,
-        "backend": hardware.backend,
-        "max_ranks": hardware.max_ranks,
-        "versions": versions,
-    }
+    return {**asdict(hardware), "versions": versions}
 
 
 def caption(report: Mapping[str, Any]) -> str:
-    """The table's, from a report that has ``described`` in it."""
+    """The table's caption, from a report that includes ``described``."""
     device = {"cpu": "CPU", "cuda": "CUDA"}[report["device"]]
     backend = {"gloo": "Gloo", "nccl": "NCCL"}[report["backend"]]
     most = "" if report["max_ranks"] is None else f", at most {report['max_ranks']} ranks to a job"
@@ -85,12 +80,9 @@ class Skipped:
     row: str
     reason: str
 
-    def to_json(self) -> dict[str, str]:
-        return {"cell": self.cell, "row": self.row, "reason": self.reason}
-
 
 def counted_by_reason(skipped: Iterable[Skipped]) -> list[str]:
-    """A line for each row and reason: a row may have hundreds of cells."""
+    """One line for each row and reason: a row may have hundreds of cells."""
     counts = Counter((each.row, each.reason) for each in skipped)
     return [f"skipped    {count} of {row}: {reason}" for (row, reason), count in counts.items()]
 
@@ -98,16 +90,15 @@ def counted_by_reason(skipped: Iterable[Skipped]) -> list[str]:
 def fitted(
     cells: Iterable[Cell], hardware: Hardware, *, with_triton: bool = True
 ) -> tuple[list[Cell], list[Skipped]]:
-    """Those that can run, and those that cannot."""
+    """Adapt cells to the hardware; return those that can run and those that cannot."""
     fit: list[Cell] = []
     skipped: list[Skipped] = []
     for cell in cells:
         layout = hardware.fit(cell.layout)
         name = f"{cell.row}/{cell.layout}/{cell.name}"
         if layout is None:
-            reason = (
-                f"{LAYOUTS[cell.layout].title} needs more than {hardware.max_ranks} ranks, also if reduced"
-            )
+            title = LAYOUTS[cell.layout].title
+            reason = f"{title} needs more than {hardware.max_ranks} ranks, even if reduced"
             skipped.append(Skipped(name, cell.row, reason))
         elif cell.processes is Processes.KERNEL and not with_triton:
             skipped.append(Skipped(name, cell.row, "the expert kernel needs Triton: pip install triton"))
@@ -120,7 +111,7 @@ def fitted(
 
 
 def _coarser(planned: Sequence[GroundTruth], here: Sequence[GroundTruth]) -> str:
-    """Of two peers nobody can say which one is wrong, so that both must be reported."""
+    """How the right answer is less precise: with two peers, nobody can say which one is wrong."""
     for before, after in zip(planned, here, strict=True):
         if len(after.ranks) > len(before.ranks):
             scope = after.scope.value.replace("_", " ")
@@ -129,7 +120,7 @@ def _coarser(planned: Sequence[GroundTruth], here: Sequence[GroundTruth]) -> str
 
 
 def _moved(fault: Fault, share: float, device: str) -> Fault:
-    """The same fault on the rank that is as far along, and on the device where it is about computing."""
+    """The fault on the corresponding rank; slow computation becomes a slow device on CUDA."""
     is_slow_work = fault.manifestation is Manifestation.STRAGGLER and fault.place.kind is SiteKind.PASS
     effect = fault.effect
     if device == "cuda" and is_slow_work and type(effect) is Sleep:

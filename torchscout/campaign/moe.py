@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,11 +15,10 @@ from torch import nn
 
 from torchscout.attach import enable_resiliency
 from torchscout.campaign.cell import Cell, JobLayout
-from torchscout.campaign.grading import Flaw, Grade, grade, unfired
-from torchscout.campaign.observed import retried
+from torchscout.campaign.grading import Flaw, Grade, unfired
 from torchscout.campaign.paper_cells import SHAPES, Turns
-from torchscout.campaign.results import Result, found_in
-from torchscout.campaign.training import device_of
+from torchscout.campaign.results import Result, graded
+from torchscout.campaign.training import device_of, retried, silence_log
 from torchscout.config import ReplayConfig, StragglerConfig
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import IncidentLog
@@ -36,16 +35,16 @@ __all__ = [
     "TILE",
     "Job",
     "MoeRankResult",
-    "hasten",
     "in_its_turn",
     "run_job",
     "run_routed",
+    "speed_up_interpreter",
     "train",
 ]
 
 
-def hasten() -> None:
-    """Leave out its checks for overflow of integers, which take most of its time; no result changes."""
+def speed_up_interpreter() -> None:
+    """Skip the integer overflow checks of Triton's interpreter, which take most of its time."""
     if INTERPRETED:
         from triton.runtime.interpreter import interpreter_builder
 
@@ -54,47 +53,46 @@ def hasten() -> None:
 
 PROGRAMS, TILE = 2, (16, 16, 16, 2)
 """Of the interpreted kernel: rows and columns of a tile, a step, and row tiles that are done together."""
-_EVER = 1e9
-"""Milliseconds."""
+_NEVER_SLOW_MS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How long ranks train, and on what."""
+    """How long ranks train, and which experts."""
 
     steps: int
     catalog: Path
     layers: int = LAYERS
     is_kernel: bool = False
-    """Whether experts run on the grouped GEMM whose paths are counted."""
+    """Whether experts run on the grouped GEMM that counts its paths."""
     is_interpreted: bool = True
-    """Whether that is in Triton's interpreter, with small tiles, or on the device as it is used there."""
+    """Whether that runs in Triton's interpreter, with small tiles, or is compiled for the device."""
 
     @property
     def replay(self) -> ReplayConfig:
-        """Experts alone, shape by shape. A kernel that falls ill is another program, and not as fast."""
-        straggler = StragglerConfig(min_slowdown_ms=_EVER) if self.is_kernel else StragglerConfig()
+        """Replay experts only, shape by shape. A perturbed kernel is another program, and slower."""
+        straggler = StragglerConfig(min_slowdown_ms=_NEVER_SLOW_MS) if self.is_kernel else StragglerConfig()
         return ReplayConfig(interval=1, recipes=("experts",), catalog=self.catalog, straggler=straggler)
 
 
 @dataclass(frozen=True, slots=True)
 class MoeRankResult:
-    """What one rank has to tell."""
+    """What one rank returns."""
 
     fired: list[Firing]
     failures: list[str]
     cycles: int
-    """Over all shapes and layers, of checks that were accepted."""
+    """Complete cycles of accepted checks over all shapes and layers."""
     applied: int
-    """How often the kernel says that it was perturbed."""
+    """How often the kernel was perturbed, by its own count."""
 
 
 def train(
     rank: int, layout: JobLayout, faults: FaultPlan, run_dir: Path, seed: int, job: Job
 ) -> MoeRankResult:
-    """A check after each step, of experts alone: a census of all weights would not need their shapes."""
-    logging.getLogger("torchscout").addHandler(logging.NullHandler())  # the campaign tells what was found
-    warnings.filterwarnings("ignore", module="torch")  # of nothing that a small job could do about
+    """Train with a check of the experts after each step."""
+    silence_log()
+    warnings.filterwarnings("ignore", module="torch")  # a small job cannot do anything about them
     make = _on_kernel(is_interpreted=job.is_interpreted) if job.is_kernel else Experts
     training = MoeTraining(layout.mesh(), seed, layers=job.layers, make=make, device=device_of(layout))
     with (
@@ -112,16 +110,19 @@ def train(
             training.step(step)
         replay = session.status()["replay"]
         failures = [*session.failures, *([replay["lacking"]] if replay["lacking"] else [])]
-        if not faults:  # where state differs, what is computed from it is not compared
+        if not faults:  # where state differs, results computed from it are not compared
             unchecked = replay["not_checked"]
             failures += [f"{surface} is not checked: {reason}" for surface, reason in unchecked.items()]
         cycles = replay["coverage"]["experts"]["cycles"]
-        return MoeRankResult(injector.fired, failures, cycles, _applied() if job.is_kernel else 0)
+        if not job.is_kernel:
+            return MoeRankResult(injector.fired, failures, cycles, 0)
+        from torchscout.faults.faulty_gemm import times_applied
+
+        return MoeRankResult(injector.fired, failures, cycles, times_applied())
 
 
 def _on_kernel(*, is_interpreted: bool) -> Callable[[int], nn.Module]:
-    """Makes experts on a grouped GEMM that may fall ill; Triton is needed here alone."""
-    # moved
+    """A factory of experts on a grouped GEMM that can be perturbed. Only this needs Triton."""
     from torchscout.experts.kernel.grouped_gemm import Tiling, programs_of
     from torchscout.faults.faulty_gemm import FaultyGemm
 
@@ -130,24 +131,17 @@ def _on_kernel(*, is_interpreted: bool) -> Callable[[int], nn.Module]:
             return FaultyGemm(hidden, intermediate, programs=PROGRAMS, tiling=Tiling(*TILE))
         return FaultyGemm(hidden, intermediate, programs=programs_of(device))
 
-    hasten()
+    speed_up_interpreter()
     return lambda count: counted.Experts(count, WIDTH, HIDDEN, gemm=gemm)
 
 
-def _applied() -> int:
-    from torchscout.faults.faulty_gemm import times_applied
-
-    return times_applied()
-
-
 _SECONDS = 300.0
-_REASON_CHARACTERS = 600
 _CYCLES = 2
-"""The first is clean, and so is the second where there is no fault."""
+"""The first cycle is clean, and so is the second in a cell without a fault."""
 
 
 def run_routed(cells: Sequence[Cell], folder: Path) -> Generator[Result, None, None]:
-    """One after another; the evidence of those that fail stays in ``folder``."""
+    """Run one cell after another; the evidence of those that fail stays in ``folder``."""
     turns, catalog, layout = Turns(SHAPES, LAYERS), folder / "catalog.json", cells[0].place
     folder.mkdir(parents=True, exist_ok=True)
     retried(lambda: run_ranks(_profile, 1, layout, catalog, timeout=_SECONDS))
@@ -156,82 +150,55 @@ def run_routed(cells: Sequence[Cell], folder: Path) -> Generator[Result, None, N
 
 
 def _profile(rank: int, layout: JobLayout, catalog: Path) -> None:  # noqa: ARG001  as ranks are called
-    """In a process of its own: the campaign's has nothing to do on a device."""
+    """Save a catalog. Runs in its own process, since the campaign's must not use a device."""
     catalog_for(layout.experts, SHAPES, catalog, device=layout.device)
 
 
 def run_job(cell: Cell, place: Path, job: Job, turns: Turns) -> Result:
-    """One cell; ``turns`` are those of the job's catalog."""
-    shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
-    begin, reports, told, failures = (
-        time.monotonic(),
-        IncidentLog(place, strict=True),
-        list[MoeRankResult](),
-        list[str](),
-    )
+    """Run one cell; ``turns`` are those of the job's catalog."""
+    shutil.rmtree(place, ignore_errors=True)  # left by an interrupted run
+    begin, layout, reports = time.monotonic(), cell.place, IncidentLog(place, strict=True)
+    answers, failures = list[MoeRankResult](), list[str]()
+    args = (train, layout.ranks, layout, cell.faults, place, cell.seed, job)
     try:
-        told = retried(lambda: _trained(cell, place, job))
+        answers = retried(partial(run_ranks, *args, timeout=_SECONDS, backend=layout.backend))
     except RankError as error:
-        failures = [error.in_short[:_REASON_CHARACTERS]]
-    found = reports.new()
-    incidents = [each.item for each in found if isinstance(each.item, Incident)]
-    fired = [firing for each in told for firing in each.fired]
-    given = grade(
-        cell.truths,
-        unfired=_unfired(cell, told) if told else (),
-        incidents=incidents,
-        failures=[*failures, *(failure for each in told for failure in each.failures)],
-    )
-    if given.passed:
-        given = in_its_turn(cell, told, incidents, turns)
-    if given.passed:
-        shutil.rmtree(place, ignore_errors=True)
-    return found_in(
+        failures = [error.in_short]
+    result = graded(
         cell,
-        given,
-        found,
-        happened=min((each.monotonic for each in fired), default=None),
-        took_seconds=time.monotonic() - begin,
-        detail=fired[0].detail if fired else "",
+        reports.new(),
+        [firing for each in answers for firing in each.fired],
+        time.monotonic() - begin,
+        unfired=_unfired(cell, answers) if answers else (),
+        failures=[*failures, *(failure for each in answers for failure in each.failures)],
+        further=lambda incidents: in_its_turn(cell, answers, incidents, turns),
     )
+    if result.grade.passed:
+        shutil.rmtree(place, ignore_errors=True)
+    return result
 
 
-def _trained(cell: Cell, place: Path, job: Job) -> list[MoeRankResult]:
-    layout = cell.place
-    return run_ranks(
-        train,
-        layout.ranks,
-        layout,
-        cell.faults,
-        place,
-        cell.seed,
-        job,
-        timeout=_SECONDS,
-        backend=layout.backend,
-    )
-
-
-def _unfired(cell: Cell, told: Sequence[MoeRankResult]) -> list[str]:
-    """By the injector, and where the kernel is perturbed by the kernel's own count."""
-    happened = {(firing.rank, firing.at) for each in told for firing in each.fired}
+def _unfired(cell: Cell, answers: Sequence[MoeRankResult]) -> list[str]:
+    """Faults that did not happen by the injector's count, or by the kernel's own where it is perturbed."""
+    happened = {(firing.rank, firing.at) for each in answers for firing in each.fired}
     idle = [fault.rank for fault in cell.faults if isinstance(fault.effect, PerturbKernel)]
-    idle = [rank for rank in idle if not told[rank].applied]
+    idle = [rank for rank in idle if not answers[rank].applied]
     return [*unfired(cell.faults, happened), *(f"a wrong work item of rank {rank}" for rank in idle)]
 
 
 def in_its_turn(
-    cell: Cell, told: Sequence[MoeRankResult], incidents: Sequence[Incident], turns: Turns
+    cell: Cell, answers: Sequence[MoeRankResult], incidents: Sequence[Incident], turns: Turns
 ) -> Grade:
-    """Whether there was a whole clean cycle before the fault, which was found at the shape that was due."""
+    """Whether a clean cycle came before the fault, and the fault was found when its shape was replayed."""
     first = min((fault.steps[0] for fault in cell.faults), default=None)
     wanted = _CYCLES if first is None else (first - 1) // len(turns)
-    if {each.cycles for each in told} != {wanted}:
-        cycles = sorted({each.cycles for each in told})
-        return Grade(Flaw.BROKEN, f"ranks went through {cycles} clean cycles of the catalog, not {wanted}")
+    if {each.cycles for each in answers} != {wanted}:
+        cycles = sorted({each.cycles for each in answers})
+        return Grade(Flaw.BROKEN, f"ranks completed {cycles} clean cycles of the catalog, not {wanted}")
     for incident in incidents:
-        step = min(fault.steps[0] for fault in cell.faults)
-        at, due = incident.records[0].layer, turns.target(step)
-        if (incident.step, at) != (step, due):
-            reason = f"found at {at} after step {incident.step}, not at {due} after step {step}"
+        assert first is not None, "a cell without a fault has passed only without incidents"
+        at, due = incident.records[0].layer, turns.target(first)
+        if (incident.step, at) != (first, due):
+            reason = f"found at {at} after step {incident.step}, not at {due} after step {first}"
             return Grade(Flaw.WRONG_NAME, reason)
     return Grade()

@@ -1,14 +1,15 @@
-"""A campaign as one HTML page that needs nothing from elsewhere."""
+"""A campaign as one self-contained HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from torchscout.campaign.ablation.variants import HEADS as ABLATION_HEADS
-from torchscout.campaign.ablation.variants import figures
+from torchscout.campaign.ablation.variants import figures as ablation_figures
 from torchscout.campaign.machine import caption
+from torchscout.campaign.tables import HEADS, figures
 
 __all__ = ["page"]
 
@@ -33,31 +34,21 @@ td small { color: #555; display: block; }
 _RULE = (
     "A cell passes only if manifestation, ranks, scope and surface are right and nothing else was reported."
 )
-_HEADS = (
-    "Fault",
-    "Ranks",
-    "Passed",
-    "95% interval",
-    "False positives",
-    "Wrong names",
-    "Missed",
-    "Fault to incident, median",
-    "p95",
-)
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """``report`` as ``summary.as_report`` makes it."""
+    """The page of a report that ``results.as_report`` has made."""
     outcome = "Every cell has passed." if report["passed"] else f"{len(report['failed'])} cells have failed."
+    place = caption(report) if "device" in report else f"Seed {report['seed']}"
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>scout campaign {escape(report['campaign'])}</title><style>{_STYLE}</style></head><body>",
             f"<h1>scout campaign {escape(report['campaign'])}</h1>",
-            f"<p>{escape(_on(report))}. {outcome} {_RULE}</p>",
-            *([_ablations(report["ablations"])] if "ablations" in report else []),
-            _table(report["rows"]),
+            f"<p>{escape(place)}. {outcome} {_RULE}</p>",
+            *([_ablations(report["ablations"]), "<h2>Cells</h2>"] if "ablations" in report else []),
+            _table(HEADS, map(_row, report["rows"])),
             *_listed("What failed", report["failed"]),
             *_listed("What was skipped", report.get("skipped", ())),
             "</body></html>",
@@ -65,48 +56,33 @@ def page(report: Mapping[str, Any]) -> str:
     )
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    heads = "".join(f"<th>{head}</th>" for head in _HEADS)
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(map(_row, rows))}</tbody></table>"
-
-
-def _ablations(rows: Sequence[Mapping[str, Any]]) -> str:
-    heads = "".join(f"<th>{head.capitalize()}</th>" for head in ABLATION_HEADS)
-    body = "".join(map(_ablation, rows))
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table><h2>Cells</h2>"
-
-
-def _ablation(row: Mapping[str, Any]) -> str:
-    title, *rest = figures(row)
-    told = f"<td>{escape(title)}<small>instead: {escape(row['instead'])}</small></td>"
-    return f"<tr>{told}{''.join(f'<td>{escape(each)}</td>' for each in rest)}</tr>"
+def _table(heads: Sequence[str], rows: Iterable[str]) -> str:
+    head = "".join(f"<th>{each.capitalize()}</th>" for each in heads)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _row(row: Mapping[str, Any]) -> str:
-    under = "; ".join([row["trigger"], *row["reduced"]])
-    title = f"<td>{escape(row['title'])}<small>{escape(under)}</small></td>"
-    ranks = f"<td>{', '.join(map(str, row['ranks']))}</td>"
+    title, ranks, passed, *rest = map(escape, figures(row))
     kind = "passed" if row["passed"] == row["run"] else "failed"
-    low, high = row["interval"] or (0.0, 1.0)
-    figures = [
-        f'<td class="{kind}">{row["passed"]}/{row["run"]}</td>',
-        f"<td>{100 * low:.1f} to {100 * high:.1f} %</td>",
-        *(f"<td>{row[name]}</td>" for name in ("false_alarms", "wrong_names", "missed")),
-        *(f"<td>{_seconds(row[name])}</td>" for name in ("seconds_median", "seconds_p95")),
-    ]
-    return f"<tr>{title}{ranks}{''.join(figures)}</tr>"
+    about = escape("; ".join([row["trigger"], *row["reduced"]]))
+    return (
+        f"<tr><td>{title}<small>{about}</small></td><td>{ranks}</td>"
+        f'<td class="{kind}">{passed}</td>{"".join(f"<td>{each}</td>" for each in rest)}</tr>'
+    )
 
 
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f} s"
+def _ablations(rows: Sequence[Mapping[str, Any]]) -> str:
+    return _table(ABLATION_HEADS, map(_ablation, rows))
 
 
-def _on(report: Mapping[str, Any]) -> str:
-    return caption(report) if "device" in report else f"Seed {report['seed']}"
+def _ablation(row: Mapping[str, Any]) -> str:
+    title, *rest = map(escape, ablation_figures(row))
+    head = f"<td>{title}<small>instead: {escape(row['instead'])}</small></td>"
+    return f"<tr>{head}{''.join(f'<td>{each}</td>' for each in rest)}</tr>"
 
 
 def _listed(title: str, cells: Sequence[Mapping[str, Any]]) -> list[str]:
     if not cells:
         return []
-    told = [f"<li><b>{escape(each['cell'])}</b>: {escape(each['reason'])}</li>" for each in cells]
-    return [f"<h2>{title}</h2><ul>", *told, "</ul>"]
+    items = [f"<li><b>{escape(each['cell'])}</b>: {escape(each['reason'])}</li>" for each in cells]
+    return [f"<h2>{title}</h2><ul>", *items, "</ul>"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torchscout.campaign.cell import BLOCKS, LAYOUTS, Cell, Processes
+from torchscout.campaign.cell import LAYOUTS, Cell, Processes
 from torchscout.faults.effects import CHANGES
 from torchscout.faults.fault import FaultSite, SiteKind, since
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import LayerKind
 from torchscout.testing.moe_model import LAYERS, experts_at
+from torchscout.testing.transformer import TINY
 
 __all__ = [
     "FAULTY",
@@ -25,53 +27,43 @@ __all__ = [
     "hang_cells",
     "numerical_cells",
     "paper_cells",
-    "recovery_cells",
-    "routed_cells",
-    "slow_cells",
     "slow_layers",
 ]
 
 REPLAYED = range(1, 200)
-"""The passes over a place within a step that are not training's own."""
+"""The passes over a place within a step that belong to replay; pass 0 is training's."""
 FAULTY = 2
-"""A cell's step after its first, clean one."""
+"""The step of a cell's fault; the step before it is clean."""
 
-_OUTPUTS = ("blocks.0/output", "blocks.1/output", "blocks.2/output", "tokens/output", "head/output")
+_Plan = Callable[..., FaultPlan]
+_OUTPUTS = ("layer.0/output", "layer.1/output", "layer.2/output", "embedding/output", "head/output")
 _PARAMETERS = (
-    "blocks.0.attention.qkv/weight",
-    "blocks.1.attention.out/weight",
-    "blocks.2.norm/weight",
-    "blocks.0.up/weight",
+    "layer.0.attention.query/weight",
+    "layer.1.attention.out/weight",
+    "layer.2.mlp_norm/weight",
+    "layer.0.up/weight",
     "head/weight",
-    "tokens/weight",
-    "blocks.1.down/weight",
-    "blocks.2.up/weight",
+    "embedding/weight",
+    "layer.1.down/weight",
+    "layer.2.up/weight",
 )
-_LOW_BITS = range(4)
-"""Of 23 bits of a mantissa: a change by less than a millionth of the value."""
 _CLEAN = 10
 """Cells without a fault, of each layout."""
 _ELEMENTS = 16
-"""Every place has as many, also where it is sharded."""
-
-_Plan = Callable[..., FaultPlan]
+"""Every place has at least this many elements, also where it is sharded."""
 
 
 def _flip(*bits: int, every: int = 0) -> tuple[str, _Plan]:
-    """Bits of one element, or of every n-th."""
-    name = f"bit-{bits[0]}" if len(bits) == 1 else f"bits-{'-'.join(map(str, bits))}"
-    return (
-        f"{name}-every-{every}" if every else name,
-        lambda **where: FaultPlan().flip_bits(bits=bits, every=every, **where),
-    )
+    name = f"bit{'s' * (len(bits) > 1)}-{'-'.join(map(str, bits))}" + (f"-every-{every}" if every else "")
+    return name, partial(FaultPlan().flip_bits, bits=bits, every=every)
 
 
 def _value(value: float) -> tuple[str, _Plan]:
-    return f"value-{value:g}", lambda **where: FaultPlan().set_value(value=value, **where)
+    return f"value-{value:g}", partial(FaultPlan().set_value, value=value)
 
 
 def _times(factor: float) -> tuple[str, _Plan]:
-    def plan(*, index: int, **where: Any) -> FaultPlan:  # noqa: ARG001  it is about the whole tensor
+    def plan(*, index: int, **where: Any) -> FaultPlan:  # noqa: ARG001  the whole tensor is scaled
         return FaultPlan().scale(factor=factor, **where)
 
     return f"times-{factor:g}", plan
@@ -99,24 +91,26 @@ _EFFECTS = (
     _value(1.5),
     _times(-1.0),
 )
-"""From a millionth of the value to ten thousand times it, in one element, in several and in all. Of the bit
-flips, those of a single bit are the smaller part, as in the field."""
+"""From a millionth of the value to ten thousand times it, in one element, in several and in all. As in the
+field, flips of a single bit are the smaller part of bit flips."""
+_LOW_BITS = tuple(_flip(bit) for bit in range(4))
+"""Of a mantissa of 23 bits: a change by less than a millionth of the value."""
+_NUMERICAL = (
+    ("ddp", (*_OUTPUTS, *_PARAMETERS), _EFFECTS),
+    ("ddp", (*_OUTPUTS, *_PARAMETERS[:5]), _LOW_BITS),
+    ("hsdp", (*_OUTPUTS, *_PARAMETERS[3:6]), _EFFECTS[:8]),
+    ("hsdp", (*_OUTPUTS[:3], *_PARAMETERS[3:6]), _LOW_BITS),
+    ("fsdp2", _OUTPUTS, _EFFECTS),
+)
+"""Layouts, places and effects: every effect at every place."""
 
 
 def numerical_cells(seed: int) -> list[Cell]:
     """Every cell once, in the same order for the same seed."""
     choose = random.Random(seed)
-    low = [_flip(bit) for bit in _LOW_BITS]
-    matrix = (
-        ("ddp", (*_OUTPUTS, *_PARAMETERS), _EFFECTS),
-        ("ddp", (*_OUTPUTS, *_PARAMETERS[:5]), low),
-        ("hsdp", (*_OUTPUTS, *_PARAMETERS[3:6]), _EFFECTS[:8]),
-        ("hsdp", (*_OUTPUTS[:3], *_PARAMETERS[3:6]), low),
-        ("fsdp2", _OUTPUTS, _EFFECTS),
-    )
     faulty = [
         _numerical_cell(layout, at, effect, choose, seed)
-        for layout, places, effects in matrix
+        for layout, places, effects in _NUMERICAL
         for effect in effects
         for at in places
     ]
@@ -125,35 +119,23 @@ def numerical_cells(seed: int) -> list[Cell]:
         for layout in ("ddp", "hsdp", "fsdp2")
         for number in range(_CLEAN)
     ]
-    return list(_spread(faulty, clean))
+    return list(_interleaved(faulty, clean))
 
 
 def _numerical_cell(
     layout: str, at: str, effect: tuple[str, _Plan], choose: random.Random, seed: int
 ) -> Cell:
-    name, plan = effect
-    place = FaultSite.read(at)
+    (name, plan), place = effect, FaultSite.read(at)
+    rank, index = choose.randrange(LAYOUTS[layout].ranks), choose.randrange(_ELEMENTS)
     is_computed = place.kind is SiteKind.PASS
-    faults = plan(
-        rank=choose.randrange(LAYOUTS[layout].ranks),
-        at=at,
-        step=FAULTY,
-        index=choose.randrange(_ELEMENTS),
-        **({"calls": REPLAYED} if is_computed else {}),
-    )
-    block = place.module.partition(".")[2] if is_computed and place.module.startswith("blocks.") else None
-    return Cell(
-        "numerical-sdc",
-        f"{at}/{name}",
-        layout,
-        faults=faults,
-        due=None if block is None else int(block),
-        seed=seed,
-    )
+    calls = {"calls": REPLAYED} if is_computed else {}
+    faults = plan(rank=rank, at=at, step=FAULTY, index=index, **calls)
+    due = int(place.module[len("layer.") :]) if is_computed and place.module.startswith("layer.") else None
+    return Cell("numerical-sdc", f"{at}/{name}", layout, faults=faults, due=due, seed=seed)
 
 
-def _spread(faulty: Sequence[Cell], clean: Sequence[Cell]) -> Iterator[Cell]:
-    """Cells without a fault between the others, in the order of layouts."""
+def _interleaved(faulty: Sequence[Cell], clean: Sequence[Cell]) -> Iterator[Cell]:
+    """Spread cells without a fault evenly over the others, in the order of layouts."""
     every = len(faulty) // len(clean)
     for number, cell in enumerate(faulty):
         yield cell
@@ -161,99 +143,80 @@ def _spread(faulty: Sequence[Cell], clean: Sequence[Cell]) -> Iterator[Cell]:
             yield clean[number // every]
 
 
-_FAULTY = 4
-"""The steps before it are clean, and those after it."""
-_SECONDS = 8.0
-"""What a stall lasts if nobody notices it, far beyond what observers take."""
-_PLACES = ("step", *(f"blocks.{block}/{way}" for block in range(BLOCKS) for way in ("forward", "backward")))
-_OF_EACH = 30
-_ON_DEVICE = 8
+_HANG_STEP = 4
+"""The steps before and after it are clean."""
+_HANG_SECONDS = 8.0
+"""How long a stall lasts if nobody notices it: much longer than observers take."""
 _SPIN_SECONDS = 6.0
-"""What a kernel spins. It cannot be stopped once it is reported, and its cell waits for its end."""
+"""How long a kernel spins. It cannot be stopped once it is reported, and its cell waits for its end."""
+_OF_EACH, _ON_DEVICE = 30, 8
+_PLACES = (
+    "step",
+    *(f"layer.{layer}/{way}" for layer in range(TINY.layers) for way in ("forward", "backward")),
+)
+_DDP, _MIXED = ("ddp-4",), ("ddp-4", "fsdp2-4", "ddp-4", "fsdp2-4", "hybrid-8")
+_STALL: dict[str, Any] = {"step": _HANG_STEP, "seconds": _HANG_SECONDS}
+_OTHER = partial(FaultPlan().change_collective, at="all_reduce@default_pg", axis="replica", step=_HANG_STEP)
+
+_HANGS: Mapping[str, tuple[Sequence[str], Sequence[Callable[[int, str], FaultPlan]]]] = {
+    # Stopped by a signal; or one of its threads holds the interpreter lock.
+    "frozen": (
+        _DDP,
+        [
+            lambda rank, _: FaultPlan().freeze(rank=rank, **_STALL),
+            lambda rank, _: FaultPlan().hold_interpreter(rank=rank, **_STALL),
+        ],
+    ),
+    "late": (_MIXED, [lambda rank, at: FaultPlan().stall(rank=rank, at=at, **_STALL)]),
+    "input": (_DDP, [lambda rank, _: FaultPlan().stall(rank=rank, at="input", **_STALL)]),
+    "other": (_DDP, [lambda rank, _, what=what: _OTHER(rank=rank, what=what) for what in CHANGES]),  # type: ignore[misc]
+    "clean": (_MIXED, [lambda *_: FaultPlan()]),
+    "stuck": (
+        _MIXED,
+        [
+            lambda rank, at: FaultPlan().stall(
+                rank=rank, at=at, step=_HANG_STEP, seconds=_SPIN_SECONDS, on_device=True
+            )
+        ],
+    ),
+}
+"""Kinds of hangs: their layouts and faults take turns. A fault is given a rank and a place of ``_PLACES``."""
 
 
 def hang_cells(seed: int) -> list[Cell]:
-    """120 with a fault, 30 of each kind, and 30 without."""
-    choose = random.Random(seed)
-    return [
-        *_frozen(choose, seed),
-        *_late(choose, seed),
-        *_input(choose, seed),
-        *_other(choose, seed),
-        *_clean(seed),
-    ]
+    """120 cells with a fault, 30 of each kind, and 30 without."""
+    faulty = _hang_cells("hang", ("frozen", "late", "input", "other"), _OF_EACH, seed)
+    return [*faulty, *_hang_cells("hang-clean", ("clean",), _OF_EACH, seed)]
 
 
 def device_hang_cells(seed: int) -> list[Cell]:
-    """Only on CUDA: one rank's device is busy with a kernel, somewhere in its step, and its host is not."""
-    choose = random.Random(seed)
-    cells = []
-    for number in range(_ON_DEVICE):
-        layout = _layout(number)
-        at, rank = choose.choice(_PLACES), choose.randrange(LAYOUTS[layout].ranks)
-        faults = FaultPlan().stall(rank=rank, at=at, step=_FAULTY, seconds=_SPIN_SECONDS, on_device=True)
-        cells.append(Cell("device-hang", f"stuck-{number}", layout, Processes.OBSERVED, faults, seed=seed))
+    """Only on CUDA: one rank's device is busy with a kernel somewhere in its step, and its host is not."""
+    return _hang_cells("device-hang", ("stuck",), _ON_DEVICE, seed)
+
+
+def _hang_cells(row: str, kinds: Sequence[str], count: int, seed: int) -> list[Cell]:
+    choose, cells = random.Random(seed), list[Cell]()
+    for kind in kinds:
+        layouts, plans = _HANGS[kind]
+        for number in range(count):
+            layout = layouts[number % len(layouts)]
+            at, rank = choose.choice(_PLACES), choose.randrange(LAYOUTS[layout].ranks)
+            faults = plans[number % len(plans)](rank, at)
+            cells.append(Cell(row, f"{kind}-{number}", layout, Processes.OBSERVED, faults, seed=seed))
     return cells
 
 
-def _late(choose: random.Random, seed: int) -> Iterator[Cell]:
-    """A rank sleeps somewhere in its step, in three layouts."""
-    for number in range(_OF_EACH):
-        layout = _layout(number)
-        at, rank = choose.choice(_PLACES), choose.randrange(LAYOUTS[layout].ranks)
-        faults = FaultPlan().stall(rank=rank, at=at, step=_FAULTY, seconds=_SECONDS)
-        yield _hang_cell(f"late-{number}", layout, faults, seed)
-
-
-def _frozen(choose: random.Random, seed: int) -> Iterator[Cell]:
-    """A process is stopped by a signal, or one of its threads keeps the interpreter to itself."""
-    for number in range(_OF_EACH):
-        rank = choose.randrange(LAYOUTS["ddp-4"].ranks)
-        plan = (FaultPlan().freeze, FaultPlan().hold_interpreter)[number % 2]
-        yield _hang_cell(f"frozen-{number}", "ddp-4", plan(rank=rank, step=_FAULTY, seconds=_SECONDS), seed)
-
-
-def _input(choose: random.Random, seed: int) -> Iterator[Cell]:
-    for number in range(_OF_EACH):
-        rank = choose.randrange(LAYOUTS["ddp-4"].ranks)
-        faults = FaultPlan().stall(rank=rank, at="input", step=_FAULTY, seconds=_SECONDS)
-        yield _hang_cell(f"input-{number}", "ddp-4", faults, seed)
-
-
-def _other(choose: random.Random, seed: int) -> Iterator[Cell]:
-    """A rank issues a collective of another type, shape or operation."""
-    for number in range(_OF_EACH):
-        rank, what = choose.randrange(LAYOUTS["ddp-4"].ranks), choose.choice(CHANGES)
-        faults = FaultPlan().change_collective(
-            rank=rank, at="all_reduce@default_pg", axis="replica", step=_FAULTY, what=what
-        )
-        yield _hang_cell(f"other-{what}-{number}", "ddp-4", faults, seed)
-
-
-def _clean(seed: int) -> Iterator[Cell]:
-    for number in range(_OF_EACH):
-        yield Cell("hang-clean", f"clean-{number}", _layout(number), Processes.OBSERVED, seed=seed)
-
-
-def _layout(number: int) -> str:
-    return ("ddp-4", "fsdp2-4", "ddp-4", "fsdp2-4", "hybrid-8")[number % 5]
-
-
-def _hang_cell(name: str, layout: str, faults: FaultPlan, seed: int) -> Cell:
-    return Cell("hang", name, layout, Processes.OBSERVED, faults, seed=seed)
-
-
 SLOW = range(6, 10)
-"""Two rounds are enough for an incident, unless the machine is noisy. Before them there are clean ones, from
-which replay learns how noisy it is."""
+"""Two rounds are enough for an incident, unless the machine is noisy: the rounds before them are clean, and
+replay learns from them how noisy it is."""
 _SLOW_SECONDS = 0.25
 
 
 def slow_layers(rank: int, steps: range) -> FaultPlan:
-    """Whichever layer is replayed."""
+    """Delay every layer, whichever is replayed."""
     faults = FaultPlan()
-    for block in range(BLOCKS):
-        at = f"blocks.{block}/forward"
+    for layer in range(TINY.layers):
+        at = f"layer.{layer}/forward"
         faults = faults.delay(rank=rank, at=at, step=steps, seconds=_SLOW_SECONDS, calls=None)
     return faults
 
@@ -269,23 +232,18 @@ def slow_cells(seed: int) -> list[Cell]:
     return [*ranks, Cell("communication-straggler", "rank-15", "tensor", faults=link, seed=seed)]
 
 
-_CORRUPTED = 3
-"""After two accepted checks."""
-
-
 def recovery_cells(seed: int) -> list[Cell]:
-    """Rank 9's, each where its layout has something of the kind."""
-    parameter = FaultPlan().flip_bit(rank=9, at="blocks.1.up/weight", step=since(_CORRUPTED), bit=12)
-    # Whichever layer is replayed: a sick chip does not wait for its turn.
-    output = FaultPlan().flip_bit(rank=9, at="head/output", step=since(_CORRUPTED), bit=12, calls=REPLAYED)
-    gradient = FaultPlan().scale(rank=9, at="blocks.1.up/weight.grad", step=since(_CORRUPTED), factor=-3.0)
+    """Persistent faults of rank 9 after two accepted checks, each in a layout that has such a place."""
+    where: dict[str, Any] = {"rank": 9, "step": since(3)}
+    # The head is replayed after every step; a faulty chip does not wait for its turn either.
+    faults = {
+        ("parameter", "ddp"): FaultPlan().flip_bit(at="layer.1.up/weight", bit=12, **where),
+        ("replay-output", "fsdp2"): FaultPlan().flip_bit(at="head/output", bit=12, calls=REPLAYED, **where),
+        ("gradient-shard", "hsdp"): FaultPlan().scale(at="layer.1.up/weight.grad", factor=-3.0, **where),
+    }
     return [
-        Cell("dense-sdc", name, layout, Processes.RECOVERY, faults, seed=seed)
-        for name, layout, faults in (
-            ("parameter", "ddp", parameter),
-            ("replay-output", "fsdp2", output),
-            ("gradient-shard", "hsdp", gradient),
-        )
+        Cell("dense-sdc", name, layout, Processes.RECOVERY, each, seed=seed)
+        for (name, layout), each in faults.items()
     ]
 
 
@@ -294,11 +252,11 @@ SHAPES = (128, 512)
 KERNEL_SHAPES = (4, 16)
 """The same where Triton interprets the kernel: a part of a tile, and a whole one."""
 WORK = "work-items"
-"""How cells are called that perturb each of them."""
+"""The name of cells that perturb every work item."""
 
 
 class Turns:
-    """What a cycle of checks replays: each layer's experts, at one shape after another."""
+    """The order in which a cycle of checks replays the experts: each layer, at one shape after another."""
 
     def __init__(self, shapes: tuple[int, ...], layers: int) -> None:
         self._turns = [(rows, layer) for rows in shapes for layer in range(layers)]
@@ -307,54 +265,35 @@ class Turns:
         return len(self._turns)
 
     def second(self, rows: int, layer: int = 0) -> int:
-        """The step with which its turn comes again, one check having been made after each step."""
+        """The step of its turn in the second cycle, with one check after each step."""
         return len(self) + self._turns.index((rows, layer)) + 1
 
     def target(self, step: int) -> str:
-        """What is due after this step, as records name it."""
+        """What is replayed after this step, as records name it."""
         rows, layer = self._turns[(step - 1) % len(self)]
         return f"{experts_at(layer)} x{rows}"
 
 
 def routed_cells(seed: int) -> list[Cell]:
-    """Two of wrong weights, one without a fault, and four of the kernel."""
+    """Two cells with wrong weights, one without a fault, and four of the kernel."""
     at, turns = experts_at(0), Turns(SHAPES, LAYERS)
-    weights = {
-        f"rows-{rows}": FaultPlan()
-        .flip_bit(rank=15, at=f"{at}/up", step=turns.second(rows), bit=12)
-        .showing(f"{at}/parameters", role=LayerKind.EXPERT)
-        for rows in SHAPES
-    }
-    kernel_turns = Turns(KERNEL_SHAPES, 1)
-    sick = {
-        layout: FaultPlan()
-        .perturb_kernel(rank=rank, at=f"{at}/forward", step=since(kernel_turns.second(KERNEL_SHAPES[0])))
-        .showing(role=LayerKind.EXPERT)
-        for layout, rank in (("ep2", 7), ("ep4", 15))
-    }
-    return [
-        *(
-            Cell("moe-sdc", name, "ep4", Processes.ROUTED, faults, seed=seed)
-            for name, faults in weights.items()
-        ),
-        Cell("moe-clean", "clean", "ep4", Processes.ROUTED, seed=seed),
-        *(
-            Cell("moe-kernel", f"{WORK}-{projection}", "alone", Processes.KERNEL, seed=seed)
-            for projection in ("up", "down")
-        ),
-        *(
-            Cell("moe-kernel", "persistent", layout, Processes.KERNEL, faults, seed=seed)
-            for layout, faults in sick.items()
-        ),
+    sick_step = since(Turns(KERNEL_SHAPES, 1).second(KERNEL_SHAPES[0]))
+    table: list[tuple[str, str, str, Processes, FaultPlan]] = [
+        ("moe-clean", "clean", "ep4", Processes.ROUTED, FaultPlan()),
+        *(("moe-kernel", f"{WORK}-{way}", "alone", Processes.KERNEL, FaultPlan()) for way in ("up", "down")),
     ]
+    for rows in SHAPES:
+        weight = FaultPlan().flip_bit(rank=15, at=f"{at}/up", step=turns.second(rows), bit=12)
+        weight = weight.showing(f"{at}/parameters", role=LayerKind.EXPERT)
+        table.append(("moe-sdc", f"rows-{rows}", "ep4", Processes.ROUTED, weight))
+    for layout, rank in (("ep2", 7), ("ep4", 15)):
+        kernel = FaultPlan().perturb_kernel(rank=rank, at=f"{at}/forward", step=sick_step)
+        faults = kernel.showing(role=LayerKind.EXPERT)
+        table.append(("moe-kernel", "persistent", layout, Processes.KERNEL, faults))
+    return [Cell(*each, seed=seed) for each in table]
 
 
 def paper_cells(seed: int) -> list[Cell]:
-    """All of them; the same for the same seed."""
-    return [
-        *recovery_cells(seed),
-        *numerical_cells(seed),
-        *slow_cells(seed),
-        *routed_cells(seed),
-        *hang_cells(seed),
-    ]
+    """All cells of the paper's table; the same for the same seed."""
+    kinds = (recovery_cells, numerical_cells, slow_cells, routed_cells, hang_cells)
+    return [cell for cells in kinds for cell in cells(seed)]

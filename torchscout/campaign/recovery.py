@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import shutil
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchscout.attach import enable_resiliency
 from torchscout.campaign.cell import Cell, JobLayout
-from torchscout.campaign.grading import Flaw, Grade, grade, unfired
-from torchscout.campaign.observed import retried
-from torchscout.campaign.results import Result, found_in
-from torchscout.campaign.training import Training
+from torchscout.campaign.grading import Flaw, Grade, unfired
+from torchscout.campaign.results import Result, graded
+from torchscout.campaign.training import retried, silence_log, training_of
 from torchscout.config import CheckpointConfig, ReplayConfig
-from torchscout.decision.record import Incident
 from torchscout.decision.recorder import IncidentLog
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import RankError, run_ranks
+from torchscout.testing.transformer import Training
 
 __all__ = ["STEPS", "RecoveryRankResult", "run_recovery", "train"]
 
@@ -31,20 +30,20 @@ STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class RecoveryRankResult:
-    """What one rank has to tell."""
+    """What one rank returns."""
 
     fired: list[Firing]
     failures: list[str]
     poisoned: int | None
-    """The step at which its checkpoints say that corruption was found."""
+    """The step at which corruption was found, according to its checkpoints."""
     resumed: int
-    """The step that it went on from; 0 for a job that began."""
+    """The step that it resumed from; 0 for a job that started from the beginning."""
     digests: dict[int, str] = field(default_factory=dict)
-    """All state after each step, and after that of a checkpoint once it was loaded."""
+    """Digests of all state after each step, and after loading a checkpoint of that step."""
 
 
 class Counter:
-    """State that is the caller's own, with a random number generator of its own."""
+    """User state with its own random number generator."""
 
     def __init__(self) -> None:
         self.random = random.Random(0)
@@ -65,9 +64,9 @@ class Counter:
 def train(
     rank: int, layout: JobLayout, faults: FaultPlan, run_dir: Path, directory: Path
 ) -> RecoveryRankResult:
-    """Go on from a checkpoint, if there is one, with a check after each step, until corruption is found."""
-    logging.getLogger("torchscout").addHandler(logging.NullHandler())  # the campaign tells what was found
-    training, counter = Training(layout), Counter()
+    """Resume from a checkpoint, if there is one, and train until corruption is found; check every step."""
+    silence_log()
+    training, counter = training_of(layout), Counter()
     digests: dict[int, str] = {}
     with (
         Injector(faults, rank, training.net, training.optimizer) as injector,
@@ -87,7 +86,7 @@ def train(
         poisoned = None
         for step in range(session.step + 1, STEPS + 1):
             training.step(step)
-            counter.draw()  # as a schedule's step, which belongs to the update before it
+            counter.draw()  # like a scheduler's step, which belongs to the update before it
             digests[step] = _digest(training, counter)
             poisoned = session.status()["checkpoint"]["poisoned"]
             if poisoned is not None:
@@ -100,14 +99,13 @@ def _digest(training: Training, counter: Counter) -> str:
 
 
 _SECONDS = 180.0
-_REASON_CHARACTERS = 600
 
 
 def run_recovery(cells: Sequence[Cell], folder: Path) -> Generator[Result, None, None]:
-    """One after another; the evidence of those that fail stays in ``folder``."""
+    """Run one cell after another; the evidence of those that fail stays in ``folder``."""
     for cell in cells:
         place = folder / cell.name
-        shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
+        shutil.rmtree(place, ignore_errors=True)  # left by an interrupted run
         result = _run(cell, place)
         if result.grade.passed:
             shutil.rmtree(place)
@@ -115,64 +113,43 @@ def run_recovery(cells: Sequence[Cell], folder: Path) -> Generator[Result, None,
 
 
 def _run(cell: Cell, place: Path) -> Result:
-    begin, layout = time.monotonic(), cell.place
-    reports, told, again = (
-        IncidentLog(place, strict=True),
-        list[RecoveryRankResult](),
-        list[RecoveryRankResult](),
-    )
-    problem = ""
+    begin, reports, layout = time.monotonic(), IncidentLog(place, strict=True), cell.place
+    runs: list[list[RecoveryRankResult]] = []
+    failures: list[str] = []
     try:
-        told, again = (_trained(layout, faults, place) for faults in (cell.faults, FaultPlan()))
+        for faults in (cell.faults, FaultPlan()):  # new processes resume from the checkpoints of the first
+            args = (train, layout.ranks, layout, faults, place, place / "kept")
+            runs.append(retried(partial(run_ranks, *args, timeout=_SECONDS, backend=layout.backend)))
     except RankError as error:
-        problem = error.in_short[:_REASON_CHARACTERS]
-    found = reports.new()
-    fired = [firing for each in told for firing in each.fired]
-    given = grade(
-        cell.truths,
-        unfired=unfired(cell.faults, {(firing.rank, firing.at) for firing in fired}) if told else (),
-        incidents=[each.item for each in found if isinstance(each.item, Incident)],
-        failures=[problem] if problem else [failure for each in (*told, *again) for failure in each.failures],
-    )
-    if given.passed:
-        given = recovered(min(fault.steps[0] for fault in cell.faults), told, again)
-    return found_in(
+        failures = [error.in_short]
+    failures = failures or [failure for run in runs for each in run for failure in each.failures]
+    fired = [firing for each in (runs[0] if runs else ()) for firing in each.fired]
+    happened = {(firing.rank, firing.at) for firing in fired}
+    faulty = min(fault.steps[0] for fault in cell.faults)
+    return graded(
         cell,
-        given,
-        found,
-        happened=min((each.monotonic for each in fired), default=None),
-        took_seconds=time.monotonic() - begin,
-        detail=fired[0].detail if fired else "",
+        reports.new(),
+        fired,
+        time.monotonic() - begin,
+        unfired=unfired(cell.faults, happened) if runs else (),
+        failures=failures,
+        further=lambda _: recovered(faulty, *runs),
     )
 
 
-def _trained(layout: JobLayout, faults: FaultPlan, place: Path) -> list[RecoveryRankResult]:
-    """By new processes, from what the last ones have kept."""
-    return retried(
-        lambda: run_ranks(
-            train,
-            layout.ranks,
-            layout,
-            faults,
-            place,
-            place / "kept",
-            timeout=_SECONDS,
-            backend=layout.backend,
-        )
-    )
-
-
-def recovered(faulty: int, told: Sequence[RecoveryRankResult], again: Sequence[RecoveryRankResult]) -> Grade:
-    """Whether the step at which corruption was found is excluded and the state before it is back, bitwise."""
-    if {each.poisoned for each in told} != {faulty}:
-        poisoned = sorted({str(each.poisoned) for each in told})
+def recovered(
+    faulty: int, before: Sequence[RecoveryRankResult], after: Sequence[RecoveryRankResult]
+) -> Grade:
+    """Whether new processes resumed with bitwise the state before the step at which corruption was found."""
+    if {each.poisoned for each in before} != {faulty}:
+        poisoned = sorted({str(each.poisoned) for each in before})
         return Grade(Flaw.NOT_RECOVERED, f"checkpoints are poisoned at step {poisoned}, not at {faulty}")
-    steps = {each.resumed for each in again}
+    steps = {each.resumed for each in after}
     if steps != {faulty - 1}:
-        return Grade(Flaw.NOT_RECOVERED, f"ranks went on from step {sorted(steps)}, not from {faulty - 1}")
-    for rank, (before, after) in enumerate(zip(told, again, strict=True)):
-        if before.digests[faulty - 1] != after.digests[faulty - 1]:
+        return Grade(Flaw.NOT_RECOVERED, f"ranks resumed from step {sorted(steps)}, not from {faulty - 1}")
+    for rank, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old.digests[faulty - 1] != new.digests[faulty - 1]:
             return Grade(Flaw.NOT_RECOVERED, f"rank {rank} has other bits than after step {faulty - 1}")
-        if max(after.digests) != STEPS:
-            return Grade(Flaw.NOT_RECOVERED, f"rank {rank} came to step {max(after.digests)}, not to {STEPS}")
+        if max(new.digests) != STEPS:
+            return Grade(Flaw.NOT_RECOVERED, f"rank {rank} reached step {max(new.digests)}, not {STEPS}")
     return Grade()

@@ -1,4 +1,4 @@
-"""What a cell has shown, how results are stored and summed up."""
+"""Results of cells: how they are made, stored and summed up."""
 
 from __future__ import annotations
 
@@ -6,32 +6,25 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchscout.campaign.cell import LAYOUTS, Cell, Hardware, Row
-from torchscout.campaign.grading import Flaw, Grade
+from torchscout.campaign.grading import Flaw, Grade, grade
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped
+from torchscout.faults.injector import Firing
 
-__all__ = [
-    "Found",
-    "Result",
-    "RowSummary",
-    "Store",
-    "as_report",
-    "found_in",
-    "interval",
-    "percentile",
-    "summarized",
-]
+__all__ = ["Found", "Result", "Store", "as_report", "graded", "interval", "percentile", "summarized"]
+
+_REASON_CHARACTERS = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An incident, in what a cell is graded by."""
+    """The parts of an incident that a cell is graded by."""
 
     manifestation: str
     scope: str
@@ -54,7 +47,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A cell's."""
+    """The result of one cell."""
 
     cell: str
     """Its identity."""
@@ -69,67 +62,68 @@ class Result:
     detail: str = ""
     """What else is worth knowing."""
     ablated: Mapping[str, str] = field(default_factory=dict)
-    """What was decided without a piece of the method: see ``ablation``."""
+    """What was decided without a component of the method: see ``ablation``."""
     ranks: int = 0
-    """How many its job had; 0 for results that were kept before this was."""
+    """How many ranks its job had; 0 in results of versions that did not store it."""
     device: str = "cpu"
     backend: str = "gloo"
 
+    @classmethod
+    def of(cls, cell: Cell, grade: Grade, took_seconds: float, **rest: Any) -> Result:
+        """A result of ``cell`` on the hardware it ran on; ``rest`` are further fields."""
+        place = cell.place
+        rest |= {"ranks": place.ranks, "device": place.device, "backend": place.backend}
+        return cls(cell.identity, cell.row, not cell.truths, grade, took_seconds=took_seconds, **rest)
+
+    @classmethod
+    def broken(cls, cell: Cell, reason: str, error: str, took_seconds: float) -> Result:
+        """A cell whose processes failed."""
+        grade = Grade(Flaw.BROKEN, f"{reason}: {error[:_REASON_CHARACTERS]}")
+        return cls.of(cell, grade, took_seconds)
+
     def to_json(self) -> dict[str, Any]:
         document = asdict(self)
-        grade = document.pop("grade")
+        del document["grade"]
         flaw = None if self.grade.flaw is None else self.grade.flaw.value
-        return {**document, "passed": self.grade.passed, "flaw": flaw, "reason": grade["reason"]}
+        return {**document, "passed": self.grade.passed, "flaw": flaw, "reason": self.grade.reason}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Result:
-        """``ValueError``, ``KeyError`` or ``TypeError`` where it is none."""
+        """Raises ``ValueError``, ``KeyError`` or ``TypeError`` for anything else than a result."""
+        fields = {key: value for key, value in document.items() if key not in ("passed", "flaw", "reason")}
         flaw = None if document["flaw"] is None else Flaw(document["flaw"])
         found = [Found(**{**each, "ranks": tuple(each["ranks"])}) for each in document["found"]]
-        return cls(
-            document["cell"],
-            document["row"],
-            document["is_clean"],
-            Grade(flaw, document["reason"]),
-            document["seconds"],
-            document["took_seconds"],
-            tuple(found),
-            document["detail"],
-            document["ablated"],
-            document.get("ranks", 0),
-            document.get("device", "cpu"),
-            document.get("backend", "gloo"),
-        )
+        return cls(**{**fields, "grade": Grade(flaw, document["reason"]), "found": tuple(found)})
 
 
-def found_in(
+def graded(
     cell: Cell,
-    grade: Grade,
     reports: Sequence[Stamped],
-    *,
-    happened: float | None,
+    fired: Sequence[Firing],
     took_seconds: float,
-    detail: str = "",
+    *,
+    unfired: Sequence[str],
+    failures: Iterable[str] = (),
+    further: Callable[[Sequence[Incident]], Grade] | None = None,
 ) -> Result:
-    """``happened`` is when the first fault did, and ``reports`` what was written down, by the same clock."""
-    incidents = [each for each in reports if isinstance(each.item, Incident)]
-    named = [
-        each.monotonic
-        for each in incidents
-        if isinstance(each.item, Incident) and any(truth.is_told_by(each.item) for truth in cell.truths)
-    ]
-    return Result(
-        cell.identity,
-        cell.row,
-        not cell.truths,
-        grade,
-        max(0.0, min(named) - happened) if named and happened is not None else None,
+    """Grade a cell by what was reported and what was injected.
+
+    ``further`` checks what is particular to a kind of cell, given the incidents, once all else is right.
+    """
+    incidents = [(each.monotonic, each.item) for each in reports if isinstance(each.item, Incident)]
+    problems = [each[:_REASON_CHARACTERS] for each in failures]
+    items = [item for _, item in incidents]
+    given = grade(cell.truths, unfired=unfired, incidents=items, failures=problems)
+    if given.passed and further is not None:
+        given = further(items)
+    named = [time for time, item in incidents if any(truth.matches(item) for truth in cell.truths)]
+    return Result.of(
+        cell,
+        given,
         took_seconds,
-        tuple(Found.of(each.item) for each in incidents if isinstance(each.item, Incident)),
-        detail,
-        ranks=cell.place.ranks,
-        device=cell.place.device,
-        backend=cell.place.backend,
+        seconds=max(0.0, min(named) - min(each.monotonic for each in fired)) if named and fired else None,
+        found=tuple(map(Found.of, items)),
+        detail=fired[0].detail if fired else "",
     )
 
 
@@ -138,7 +132,7 @@ _QUANTILE = 1.959963984540054
 
 
 def interval(passed: int, total: int) -> tuple[float, float]:
-    """Wilson's score interval, 95 %: between which shares the true one may lie, also where all passed."""
+    """Wilson's score interval for the true share, at 95 %; not empty even where all have passed."""
     if total == 0:
         return 0.0, 1.0
     share, squared = passed / total, _QUANTILE**2
@@ -149,7 +143,7 @@ def interval(passed: int, total: int) -> tuple[float, float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """By nearest rank; None where there are no values."""
+    """The percentile by nearest rank; None if there are no values."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
@@ -160,19 +154,19 @@ _DEFAULT = Hardware()
 
 
 class Store:
-    """``results.jsonl`` in a campaign's folder: a line about the campaign, then one for each cell.
+    """``results.jsonl`` in a campaign's folder: a line about the campaign, then one for each result.
 
-    A cell that was run again has several; the last one counts.
+    A cell that was run again has several results; the last one counts.
     """
 
     def __init__(self, folder: Path, campaign: str, seed: int, hardware: Hardware = _DEFAULT) -> None:
-        """A ``ValueError`` where the folder holds another campaign, or what cannot be read."""
+        """Raises ``ValueError`` if the folder holds another campaign, or cannot be read."""
         self.folder = folder
         self.path = folder / "results.jsonl"
         self.results: dict[str, Result] = {}
         """By the cell's identity."""
         head = {"schema": _SCHEMA, "campaign": campaign, "seed": seed}
-        if hardware.device != "cpu":  # else as it always was
+        if hardware.device != "cpu":  # CPU campaigns of earlier versions stay readable
             head |= {"device": hardware.device, "backend": hardware.backend}
         folder.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size:
@@ -184,15 +178,10 @@ class Store:
         self.results[result.cell] = result
         self._write(result.to_json())
 
-    def summaries(self, rows: Sequence[Row], cells: Sequence[Cell]) -> tuple[list[RowSummary], list[Result]]:
-        """The table of these cells as far as they are done, and their results."""
-        done = [self.results[cell.identity] for cell in cells if cell.identity in self.results]
-        return summarized(rows, cells, self.results), done
-
     def _read(self, head: dict[str, Any]) -> None:
         whole = self.path.read_bytes()
         *lines, rest = whole.split(b"\n")
-        if rest:  # cut short in the middle of a line, whose cell is run again
+        if rest:  # the last line is incomplete: its cell is run again
             os.truncate(self.path, len(whole) - len(rest))
         for number, line in enumerate(lines, start=1):
             try:
@@ -200,11 +189,11 @@ class Store:
                 if number > 1:
                     self.results[document["cell"]] = Result.from_json(document)
             except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{self.path}:{number} is not a campaign's: {error!r}") from error
+                raise ValueError(f"{self.path}:{number} is not a campaign's result: {error!r}") from error
             if number == 1 and document != head:
                 raise ValueError(
                     f"{self.path} belongs to another campaign, {document}; this one is {head}. "
-                    "Choose another folder, or the same campaign, seed, device and backend"
+                    "Choose another folder, or use the same campaign, seed, device and backend"
                 )
 
     def _write(self, document: dict[str, Any]) -> None:
@@ -212,81 +201,40 @@ class Store:
             file.write(json.dumps(document) + "\n")
 
 
-@dataclass(frozen=True, slots=True)
-class RowSummary:
-    row: Row
-    cells: int
-    """That were asked for."""
-    run: int
-    passed: int
-    ranks: tuple[int, ...]
-    """How many each of its jobs has."""
-    reduced: tuple[str, ...]
-    """Which jobs have fewer ranks here than in the campaign, as ``HSDP 2x2 on 4 ranks for HSDP 4x4 on 16``,
-    and in how many cells less is to be named therefore."""
-    false_alarms: int
-    """Cells in which more was reported than was wrong."""
-    wrong_names: int
-    """Cells in which something else was."""
-    missed: int
-    """Cells in which nothing was, though something was wrong."""
-    seconds: Sequence[float]
-    """From fault to incident, of each cell that has both."""
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Of the share that passes, 95 %."""
-        return interval(self.passed, self.run)
-
-    def to_json(self) -> dict[str, Any]:
-        low, high = self.interval
-        return {
-            "row": self.row.key,
-            "title": self.row.title,
-            "trigger": self.row.trigger,
-            "ranks": list(self.ranks),
-            "reduced": list(self.reduced),
-            "cells": self.cells,
-            "run": self.run,
-            "passed": self.passed,
-            "interval": [low, high] if self.run else None,
-            "false_alarms": self.false_alarms,
-            "wrong_names": self.wrong_names,
-            "missed": self.missed,
-            "seconds_median": percentile(self.seconds, 0.5),
-            "seconds_p95": percentile(self.seconds, 0.95),
-        }
-
-
-def summarized(rows: Iterable[Row], cells: Sequence[Cell], results: Mapping[str, Result]) -> list[RowSummary]:
-    """One for each row of which cells are wanted."""
+def summarized(
+    rows: Iterable[Row], cells: Sequence[Cell], results: Mapping[str, Result]
+) -> list[dict[str, Any]]:
+    """The table's rows as JSON, one for each row that ``cells`` belong to; ``results`` by identity."""
     found = []
     for row in rows:
         wanted = [cell for cell in cells if cell.row == row.key]
+        done = [results[cell.identity] for cell in wanted if cell.identity in results]
         if wanted:
-            found.append(
-                _summary(row, wanted, [results[each.identity] for each in wanted if each.identity in results])
-            )
+            about = {"row": row.key, "title": row.title, "trigger": row.trigger}
+            found.append({**about, **_figures(wanted, done)})
     return found
 
 
-def as_report(
-    campaign: str, seed: int, summaries: Sequence[RowSummary], results: Sequence[Result]
-) -> dict[str, Any]:
-    """One document: the table, each cell that failed, and whether all have passed."""
+def _figures(cells: Sequence[Cell], results: Sequence[Result]) -> dict[str, Any]:
+    flaws = Counter(each.grade.flaw for each in results)
+    seconds = [each.seconds for each in results if each.seconds is not None]
     return {
-        "campaign": campaign,
-        "seed": seed,
-        "passed": all(each.grade.passed for each in results),
-        "complete": all(each.run == each.cells for each in summaries),
-        "took_seconds": sum(each.took_seconds for each in results),
-        "rows": [each.to_json() for each in summaries],
-        "failed": [each.to_json() for each in results if not each.grade.passed],
+        "ranks": sorted({cell.place.ranks for cell in cells}),
+        "reduced": [*dict.fromkeys(filter(None, map(_reduced, cells))), *_coarser(cells)],
+        "cells": len(cells),
+        "run": len(results),
+        "passed": flaws[None],
+        "interval": list(interval(flaws[None], len(results))) if results else None,
+        "false_alarms": flaws[Flaw.FALSE_ALARM],
+        "wrong_names": flaws[Flaw.WRONG_NAME],
+        "missed": flaws[Flaw.MISSED],
+        "seconds_median": percentile(seconds, 0.5),
+        "seconds_p95": percentile(seconds, 0.95),
     }
 
 
 def _reduced(cell: Cell) -> str:
-    """Nothing where its ranks are as many as planned."""
+    """``HSDP 2x2 on 4 ranks for HSDP 4x4 on 16``; empty if the cell has as many ranks as planned."""
     planned, here = LAYOUTS[cell.layout], cell.place
     if planned.ranks == here.ranks:
         return ""
@@ -296,21 +244,20 @@ def _reduced(cell: Cell) -> str:
 def _coarser(cells: Sequence[Cell]) -> list[str]:
     counted = Counter(cell.coarser for cell in cells if cell.coarser)
     return [
-        f"in {count} of {len(cells)} cells the right answer is a {what}" for what, count in counted.items()
+        f"in {count} of {len(cells)} cells the right answer is a {each}" for each, count in counted.items()
     ]
 
 
-def _summary(row: Row, cells: Sequence[Cell], results: Sequence[Result]) -> RowSummary:
-    flaws = [each.grade.flaw for each in results]
-    return RowSummary(
-        row,
-        len(cells),
-        len(results),
-        sum(each.grade.passed for each in results),
-        tuple(sorted({cell.place.ranks for cell in cells})),
-        (*dict.fromkeys(filter(None, map(_reduced, cells))), *_coarser(cells)),
-        flaws.count(Flaw.FALSE_ALARM),
-        flaws.count(Flaw.WRONG_NAME),
-        flaws.count(Flaw.MISSED),
-        [each.seconds for each in results if each.seconds is not None],
-    )
+def as_report(
+    campaign: str, seed: int, rows: Sequence[Mapping[str, Any]], results: Sequence[Result]
+) -> dict[str, Any]:
+    """One JSON document: the table, each cell that failed, and whether all have passed."""
+    return {
+        "campaign": campaign,
+        "seed": seed,
+        "passed": all(each.grade.passed for each in results),
+        "complete": all(each["run"] == each["cells"] for each in rows),
+        "took_seconds": sum(each.took_seconds for each in results),
+        "rows": list(rows),
+        "failed": [each.to_json() for each in results if not each.grade.passed],
+    }

@@ -1,8 +1,7 @@
-"""Many cells, one after another, in ranks that stay alive."""
+"""Runs many cells one after another in ranks that stay alive."""
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -15,18 +14,17 @@ from typing import Protocol
 import torch
 
 from torchscout.attach import enable_resiliency
-from torchscout.campaign.cell import BLOCKS, Cell, JobLayout
-from torchscout.campaign.grading import Flaw, Grade, grade, unfired
-from torchscout.campaign.observed import retried
-from torchscout.campaign.results import Result, found_in
-from torchscout.campaign.training import Training
+from torchscout.campaign.cell import Cell, JobLayout
+from torchscout.campaign.grading import Flaw, unfired
+from torchscout.campaign.results import Result, graded
+from torchscout.campaign.training import retried, silence_log, training_of
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import Incident
 from torchscout.decision.recorder import IncidentLog
 from torchscout.faults.fault import SiteKind
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import Fault, FaultPlan
 from torchscout.testing.local_ranks import LiveRanks, RankError
+from torchscout.testing.transformer import TINY
 
 __all__ = [
     "EVERY_STEP",
@@ -42,29 +40,29 @@ __all__ = [
 ]
 
 WARMUP = 4
-"""Steps before the first cell: what replay does for the first time is slow, and the last of them is clean."""
+"""Steps before the first cell, since first replays are slow. The last one is the first cell's clean step."""
 _CLEAN_STEPS = 2
-"""Besides the clean step before it, of a cell without faults."""
+"""Steps of a cell without faults, besides the clean step before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One cell's steps, and what happens in them."""
+    """The training steps that belong to one cell."""
 
     cell: Cell
     first: int
-    """What is reported from here on is the cell's."""
+    """Incidents from this step on belong to the cell."""
     last: int
     faults: FaultPlan = field(default_factory=FaultPlan)
-    """With steps as training counts them."""
+    """The cell's faults, in training steps."""
     restored_after: int | None = None
-    """The step after which all ranks get back the state from before it, where the fault has spoiled that."""
+    """The step after which all ranks restore the state from before it, if the fault corrupts state."""
     waits: int = 0
-    """Steps for which nothing happens but that replay comes to the right layer."""
+    """Idle steps until replay comes to the layer that the cell needs."""
 
 
 def scheduled(cells: Sequence[Cell], layers: int) -> list[Slot]:
-    """Every cell once: next comes the first that finds replay at the layer it needs."""
+    """A slot for every cell. The next one is always the cell with the fewest idle steps."""
     left, slots = list(cells), list[Slot]()
     while left:
         done = slots[-1].last if slots else WARMUP
@@ -76,7 +74,7 @@ def scheduled(cells: Sequence[Cell], layers: int) -> list[Slot]:
 
 
 def planned(slots: Sequence[Slot]) -> FaultPlan:
-    """All that is going to happen."""
+    """The faults of all slots."""
     return FaultPlan(tuple(fault for slot in slots for fault in slot.faults))
 
 
@@ -94,7 +92,7 @@ def _slot(cell: Cell, before: int, done: int, layers: int) -> Slot:
 
 
 def _later(fault: Fault, steps: int) -> Fault:
-    assert isinstance(fault.when, range), "a cell's faults happen in steps that are known"
+    assert isinstance(fault.when, range), "a cell's faults have fixed steps"
     return replace(fault, when=range(fault.when.start + steps, fault.when.stop + steps, fault.when.step))
 
 
@@ -103,22 +101,21 @@ EVERY_STEP = ReplayConfig(interval=1)
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What ranks are asked for: to train on."""
+    """A request to ranks: train up to and including step ``last``."""
 
     last: int
-    """Up to this step."""
     restored_after: int | None = None
-    """After this step, put back the state from before it."""
+    """Restore the state from before this step after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmRankResult:
-    """What one rank has to tell of it."""
+    """What one rank returns for a stretch."""
 
     fired: list[Firing]
     failures: list[str]
     step_seconds: dict[int, float] = field(default_factory=dict)
-    """What each step took here, checks not counted: what a rank knows without replay."""
+    """The duration of each step on this rank, without checks: what a rank knows without replay."""
 
 
 def train(
@@ -130,9 +127,9 @@ def train(
     seed: int,
     replay: ReplayConfig = EVERY_STEP,
 ) -> Iterator[WarmRankResult]:
-    """Go on with one training from stretch to stretch."""
-    logging.getLogger("torchscout").addHandler(logging.NullHandler())  # the campaign tells what was found
-    training = Training(layout, seed)
+    """Continue one training from stretch to stretch."""
+    silence_log()
+    training = training_of(layout, seed)
     with (
         Injector(faults, rank, training.net, training.optimizer) as injector,
         enable_resiliency(
@@ -144,24 +141,25 @@ def train(
             run_dir=run_dir,
         ) as session,
     ):
-        updates = _Updates(training.optimizer)
+        timer = _StepTimer(training.optimizer)
         for stretch in stretches:
             fired, failed = len(injector.fired), len(session.failures)
-            updates.seconds.clear()
+            timer.seconds.clear()
             for step in range(session.step + 1, stretch.last + 1):
-                before = _copied(training) if step == stretch.restored_after else []
-                updates.begin(step)
+                is_restored = step == stretch.restored_after
+                saved = [each.clone() for each in training.state()] if is_restored else []
+                timer.begin(step)
                 training.step(step)
-                if before:
-                    _restore(training, before)
+                for each, before in zip(training.state(), saved, strict=True) if is_restored else ():
+                    each.copy_(before)
             stopped = [] if session.replay_driver is not None else [session.not_replaying]
             yield WarmRankResult(
-                injector.fired[fired:], [*session.failures[failed:], *stopped], dict(updates.seconds)
+                injector.fired[fired:], [*session.failures[failed:], *stopped], dict(timer.seconds)
             )
 
 
-class _Updates:
-    """Times each step up to its update, which is where a check begins."""
+class _StepTimer:
+    """Times each step up to its optimizer step, where a check begins."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.seconds: dict[int, float] = {}
@@ -175,25 +173,15 @@ class _Updates:
         self.seconds[self._step] = time.perf_counter() - self._began
 
 
-def _copied(training: Training) -> list[torch.Tensor]:
-    return [each.clone() for each in training.state()]
-
-
-def _restore(training: Training, before: list[torch.Tensor]) -> None:
-    """As a recovery would."""
-    for each, saved in zip(training.state(), before, strict=True):
-        each.copy_(saved)
-
-
+_REPLACED = "the ranks failed, and were replaced"
 _SECONDS = 120.0
-"""What a cell may take, on a machine that is busy with other things."""
-_REASON_CHARACTERS = 600
+"""The time limit of a cell, on a machine that is busy with other things."""
 
 
 class Judge(Protocol):
-    """Decides on the same evidence by itself."""
+    """Decides the same cells from the same evidence, by other rules."""
 
-    def judge(self, slot: Slot, told: Sequence[WarmRankResult], run_dir: Path) -> Mapping[str, str]:
+    def judge(self, slot: Slot, answers: Sequence[WarmRankResult], run_dir: Path) -> Mapping[str, str]:
         """Called after each cell of the same ranks, in order."""
         ...
 
@@ -206,9 +194,9 @@ def run_warm(
     replay: ReplayConfig = EVERY_STEP,
     judge: Callable[[JobLayout], Judge] | None = None,
 ) -> Generator[Result, None, None]:
-    """Cells of one layout; their evidence goes to ``folder``, and stays there for those that fail.
+    """Run cells of one layout. The evidence of cells that fail stays in ``folder``.
 
-    ``replay`` must have a check at every step. Where there is a ``judge``, each set of ranks gets a new one.
+    ``replay`` must check at every step. With ``judge``, each set of ranks gets a new one.
     """
     left, run, layout = list(cells), 0, cells[0].place
     while left:
@@ -232,30 +220,28 @@ def _run(
     body: Callable[..., Iterator[WarmRankResult]],
     judge: Judge | None,
 ) -> Generator[Result, None, None]:
-    """Until all are done, or the ranks cannot be used for the next cell."""
-    slots, layout = scheduled(cells, BLOCKS), cells[0].place
+    """Run cells until all are done, or the ranks cannot be used for the next one."""
+    slots, layout = scheduled(cells, TINY.layers), cells[0].place
     reports, begin = IncidentLog(run_dir, strict=True), time.monotonic()
     try:
         started = retried(lambda: _started(body, layout, planned(slots), run_dir, seed))
     except RankError as error:
-        yield _broken(slots[0], error.in_short, time.monotonic() - begin)
+        yield Result.broken(slots[0].cell, _REPLACED, error.in_short, time.monotonic() - begin)
         return
     with started as ranks:
         for slot in slots:
             begin = time.monotonic()
             try:
-                told: list[WarmRankResult] = ranks.ask(
-                    Stretch(slot.last, slot.restored_after), timeout=_SECONDS
-                )
+                answers = ranks.ask(Stretch(slot.last, slot.restored_after), timeout=_SECONDS)
             except RankError as error:
-                yield _broken(slot, error.in_short, time.monotonic() - begin)
+                yield Result.broken(slot.cell, _REPLACED, error.in_short, time.monotonic() - begin)
                 return
-            result = _graded(slot, told, reports, time.monotonic() - begin)
+            result = _graded(slot, answers, reports, time.monotonic() - begin)
             if judge is not None:
-                result = replace(result, ablated=judge.judge(slot, told, run_dir))
+                result = replace(result, ablated=judge.judge(slot, answers, run_dir))
             yield result
             if result.grade.flaw is Flaw.BROKEN or any(each.step == slot.last for each in result.found):
-                return  # the step that should have been clean was not: the next cell would suffer from it
+                return  # the clean step was not clean, and the next cell would be affected
 
 
 def _started(
@@ -265,30 +251,18 @@ def _started(
     run_dir: Path,
     seed: int,
 ) -> LiveRanks:
-    """Ranks that are about to train; on CUDA they have said that they can."""
+    """Start the ranks; on CUDA, wait until they are ready."""
     with ExitStack() as undo:
         ranks = LiveRanks(body, layout.ranks, layout, faults, run_dir, seed, backend=layout.backend)
         undo.callback(ranks.close)
-        if layout.device == "cuda":  # which may refuse new processes: then no cell has begun
+        if layout.device == "cuda":  # a busy device refuses new processes, and the start is retried
             ranks.ask(Stretch(0), timeout=_SECONDS)
         undo.pop_all()
     return ranks
 
 
-def _graded(slot: Slot, told: Sequence[WarmRankResult], reports: IncidentLog, took: float) -> Result:
-    cell, new = slot.cell, reports.new()
-    fired = [firing for each in told for firing in each.fired]
-    given = grade(
-        cell.truths,
-        unfired=unfired(slot.faults, {(firing.rank, firing.at) for firing in fired}),
-        incidents=[each.item for each in new if isinstance(each.item, Incident)],
-        failures=[failure for each in told for failure in each.failures],
-    )
-    first = min((firing.monotonic for firing in fired), default=None)
-    detail = fired[0].detail if fired else ""
-    return found_in(cell, given, new, happened=first, took_seconds=took, detail=detail)
-
-
-def _broken(slot: Slot, error: str, took: float) -> Result:
-    reason = f"the ranks failed, and were replaced: {error[:_REASON_CHARACTERS]}"
-    return found_in(slot.cell, Grade(Flaw.BROKEN, reason), [], happened=None, took_seconds=took)
+def _graded(slot: Slot, answers: Sequence[WarmRankResult], reports: IncidentLog, took: float) -> Result:
+    fired = [firing for each in answers for firing in each.fired]
+    missing = unfired(slot.faults, {(firing.rank, firing.at) for firing in fired})
+    failures = [failure for each in answers for failure in each.failures]
+    return graded(slot.cell, reports.new(), fired, took, unfired=missing, failures=failures)

@@ -1,4 +1,4 @@
-"""What commands share: options, paths, JSON and tables, and what happens at Ctrl-C."""
+"""What commands share: options, errors, JSON output, and interruption."""
 
 from __future__ import annotations
 
@@ -13,54 +13,77 @@ from dataclasses import MISSING, fields
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
 __all__ = [
-    "as_document",
+    "AsJson",
+    "Output",
     "checked",
+    "exiting",
     "interruptible",
     "made_folder",
-    "refuse_unwritable",
+    "print_report",
+    "refusing",
     "repeated",
     "taking",
-    "written",
+    "write_file",
 ]
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Output = Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")]
 
-def refuse_unwritable(path: Path, option: str) -> None:
-    """``typer.BadParameter`` if a file cannot be written there. What is in the file stays."""
+
+@contextmanager
+def refusing(option: str, *errors: type[Exception]) -> Iterator[None]:
+    """Report a ``ValueError``, or one of ``errors``, as a wrong value of ``option``."""
+    kinds: tuple[type[Exception], ...] = (ValueError, *errors)
+    try:
+        yield
+    except kinds as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+@contextmanager
+def exiting(*errors: type[Exception]) -> Iterator[None]:
+    """Print one of ``errors`` to standard error and exit with status 1."""
+    try:
+        yield
+    except errors as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Raise ``ValueError`` if the file cannot be written. Its contents stay."""
     if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder, and a file is needed", param_hint=option)
+        raise ValueError(f"{path} is a folder; give a file")
     if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
+        raise ValueError(f"the folder {path.parent} does not exist")
     existed = path.exists()
-    if existed and not path.is_file():  # a pipe or a device: whoever reads it would see an end
+    if existed and not path.is_file():  # a pipe or a device, whose reader would see an end of file
         return
     try:
         path.open("ab").close()
         if not existed:
             path.unlink()
     except OSError as error:
-        raise typer.BadParameter(
-            f"{path} cannot be written: {error.strerror or error}", param_hint=option
-        ) from error
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def made_folder(path: Path, option: str) -> Path:
-    """The absolute path of a folder that exists and can be written; ``typer.BadParameter`` otherwise."""
-    if path.exists() and not path.is_dir():
-        raise typer.BadParameter(f"{path} is a file, and a folder is needed", param_hint=option)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise typer.BadParameter(
-            f"nothing can be written to {path}: {error.strerror or error}", param_hint=option
-        ) from error
+    """Create a folder if needed, and return its absolute path. Refuses one that cannot be written."""
+    with refusing(option):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file; give a folder")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise ValueError(f"cannot write to {path}: {error.strerror or error}") from error
     return path.absolute()
 
 
@@ -68,11 +91,11 @@ _Options = TypeVar("_Options")
 
 
 def taking(options: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
-    """Let typer see the fields of ``options`` as a command's own parameters; the command gets one object."""
+    """Make the fields of ``options`` the parameters of a command, which is called with one object."""
 
     def decorate(command: Callable[[_Options], None]) -> Callable[..., None]:
-        def run(**told: Any) -> None:
-            command(options(**told))
+        def run(**given: Any) -> None:
+            command(options(**given))
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__signature__ = _signature(options)  # type: ignore[attr-defined]
@@ -82,32 +105,33 @@ def taking(options: type[_Options]) -> Callable[[Callable[[_Options], None]], Ca
 
 
 def checked(command: Callable[..., None]) -> Callable[..., None]:
-    """The same command, which is refused before it begins if a file that it is to write cannot be written."""
+    """The same command, which first refuses output files that cannot be written."""
 
     @wraps(command)
     def run(**given: Any) -> None:
         for name in ("output", "html"):
             if given.get(name) is not None:
-                refuse_unwritable(given[name], f"--{name}")
+                with refusing(f"--{name}"):
+                    _refuse_unwritable(given[name])
         command(**given)
 
     return run
 
 
 def repeated(options: Any) -> str:
-    """The options that differ from their defaults, as they are given on a command line."""
-    told: list[str] = []
+    """The options that differ from their defaults, as on a command line."""
+    words: list[str] = []
     for field, parameter in zip(fields(options), _signature(type(options)).parameters.values(), strict=True):
         value = getattr(options, field.name)
         if value == field.default:
             continue
         declared = next(each for each in parameter.annotation.__metadata__ if isinstance(each, OptionInfo))
-        # Inside of Annotated the first name stands where a default would.
+        # Inside Annotated, the first name takes the place of a default.
         names = [name for name in (declared.default, *(declared.param_decls or ())) if isinstance(name, str)]
-        told.append(names[0] if names else f"--{field.name.replace('_', '-')}")
+        words.append(names[0] if names else f"--{field.name.replace('_', '-')}")
         if value is not True:
-            told.append(str(value))
-    return shlex.join(told)
+            words.append(str(value))
+    return shlex.join(words)
 
 
 def _signature(options: type) -> inspect.Signature:
@@ -125,30 +149,30 @@ def _signature(options: type) -> inspect.Signature:
     )
 
 
-def as_document(report: dict[str, Any], screen: str, *, as_json: bool, output: Path | None) -> None:
-    """Print the screen, or with ``--json`` the document; with ``--output`` a file gets the document too."""
+def print_report(report: dict[str, Any], screen: str, *, as_json: bool, output: Path | None) -> None:
+    """Print the screen, or the document with ``--json``; ``--output`` writes the document to a file too."""
     document = json.dumps(report, indent=2)
     print(document if as_json else screen)
     if output is not None:
-        written(output, document + "\n")
+        write_file(output, document + "\n")
 
 
-def written(path: Path, text: str) -> None:
-    """Write a file; if that fails, such as on a full disk, say so and end with exit status 1."""
+def write_file(path: Path, text: str) -> None:
+    """Write a file. Exits with status 1 if that fails, such as on a full disk."""
     try:
         path.write_text(text)
     except OSError as error:
-        typer.echo(f"Error: {path} cannot be written: {error.strerror or error}", err=True)
+        typer.echo(f"Error: cannot write {path}: {error.strerror or error}", err=True)
         raise typer.Exit(1) from error
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a command as Ctrl-C does: by an exception, so that it can clear up, once."""
+    """Let SIGTERM and SIGHUP raise ``KeyboardInterrupt`` like Ctrl-C, once, so that a command cleans up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         for each in before:
-            signal.signal(each, signal.SIG_IGN)  # an impatient second one would leave something behind
+            signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the cleaning up
         raise KeyboardInterrupt
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""``scout discover``."""
+"""``scout discover``: finds the few expert shapes that represent all."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
-from torchscout.cli.console import made_folder, repeated, taking
-from torchscout.cli.discover_plan import KERNELS, REGIMES, DiscoveryPlan, layers_in, rows_in
+from torchscout.cli.console import exiting, interruptible, made_folder, refusing, repeated, taking
+from torchscout.cli.discover_plan import (
+    KERNELS,
+    REGIMES,
+    DiscoveryPlan,
+    discovered,
+    kernels_of,
+    layers_in,
+    rows_in,
+)
 from torchscout.errors import CatalogError
 from torchscout.experts.catalog import Catalog
 from torchscout.experts.coverage import Observed, Table
@@ -30,22 +38,20 @@ if TYPE_CHECKING:
 __all__ = ["Screen", "discover", "screen_of"]
 
 _LINES = 10
-"""Of progress for each kernel, where there is no terminal."""
-
-
+"""Lines of progress for each kernel without a terminal."""
 _MOST = 5
-"""Retained shapes that are named as they come, for each kernel; the table counts them all."""
+"""How many retained shapes of each kernel are printed; the table counts them all."""
 
 
 class Screen:
-    """A bar on a terminal, a line now and then elsewhere."""
+    """Shows progress: a bar on a terminal, a few lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=console) if console.is_terminal else None
         self._task: TaskID | None = None
-        self._what, self._shapes, self._done, self._retained = "", 0, 0, 0
+        self._kernel, self._shapes, self._done, self._retained = "", 0, 0, 0
 
     def __enter__(self) -> Screen:
         if self._progress is not None:
@@ -56,31 +62,31 @@ class Screen:
         if self._progress is not None:
             self._progress.stop()
 
-    def begin(self, what: str, shapes: int) -> None:
-        self._what, self._shapes, self._done, self._retained = what, shapes, 0, 0
+    def begin(self, kernel: str, shapes: int) -> None:
+        self._kernel, self._shapes, self._done, self._retained = kernel, shapes, 0, 0
         if self._progress is not None:
-            self._task = self._progress.add_task(what, total=shapes)
+            self._task = self._progress.add_task(kernel, total=shapes)
 
     def show(self, seen: Observed) -> None:
         self._done += 1
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=self._done)
         elif self._done == self._shapes or self._done % max(1, self._shapes // _LINES) == 0:
-            self._say(f"{self._what}: {self._done} of {self._shapes} shapes")
+            self._say(f"{self._kernel}: {self._done} of {self._shapes} shapes")
         if seen.profile is None and self._retained < _MOST:
             self._retained += 1
-            self._say(f"{self._what}: rows {_rows(seen.rows)} retained, {seen.reason:.200}")
+            self._say(f"{self._kernel}: rows {_rows(seen.rows)} retained, {seen.reason:.200}")
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def screen_of(catalog: Catalog) -> str:
-    """What was admitted, what stands for it, and what could not be compressed."""
+    """A table of the admitted, selected and retained shapes."""
     heads = ["projection", "shapes", "admitted", "selected", "reduction", "occurrences covered", "retained"]
     parts = [table(heads, [_figures(each) for each in catalog.tables])]
     reasons = [_because(each) for each in catalog.tables if each.retained]
-    gaps = [f"Not covered: {gap}. Only uniform shapes are." for gap in catalog.gaps]
+    gaps = [f"Not covered: {gap}. Only uniform shapes are covered." for gap in catalog.gaps]
     return stacked([*parts, *reasons, *gaps])
 
 
@@ -99,10 +105,12 @@ def _figures(each: Table) -> list[str]:
 
 def _because(each: Table) -> str:
     kinds = Counter(retained.reason.partition(":")[0] for retained in each.retained)
-    told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    reasons = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     first = each.retained[0]
     shapes = counted(len(each.retained), "shape")
-    return f"{each.name}: {shapes} retained ({told}), such as rows {_rows(first.rows)}, {first.reason:.300}"
+    return (
+        f"{each.name}: {shapes} retained ({reasons}), such as rows {_rows(first.rows)}, {first.reason:.300}"
+    )
 
 
 def _rows(rows: tuple[int, ...]) -> str:
@@ -113,139 +121,132 @@ def _number(value: int) -> str:
     return f"{value:,}" if value < 10**9 else f"{value:.2e}"
 
 
-_Value = TypeVar("_Value")
-
-
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Options:
     """The options of `scout discover`."""
 
-    rows: Annotated[str, typer.Option(help="Rows that an expert may get: 1:2048, both included, or 0,1,128.")]
-    hidden: Annotated[int, typer.Option(help="Features that go into an expert and come out of it.")]
-    intermediate: Annotated[int, typer.Option(help="Features between its two projections.")]
+    rows: Annotated[str, typer.Option(help="Row counts of an expert: 1:2048, both included, or 0,1,128.")]
+    hidden: Annotated[int, typer.Option(help="Input and output features of an expert.")]
+    intermediate: Annotated[int, typer.Option(help="Features between the two projections of an expert.")]
     experts: Annotated[int, typer.Option(help="Experts that one kernel executes together.")] = 1
     layers: Annotated[
         str,
-        typer.Option(help="Names of the expert modules, a,b, in which * stands for anything; or a number."),
+        typer.Option(
+            help="Names of the expert modules, separated by commas, with * for anything; or a number."
+        ),
     ] = "*"
     positions: Annotated[int, typer.Option(help="Expert-parallel positions of each layer.")] = 1
     kernel: Annotated[
-        str, typer.Option(help="triton, which counts its paths; or torch, whose paths are unknown.")
+        str, typer.Option(help="triton, which counts its execution paths, or torch, which does not.")
     ] = "triton"
     module: Annotated[
         str | None,
-        typer.Option(help="Execute this instead: package.module:function, which gives the expert module."),
+        typer.Option(help="A function that returns the module to execute instead: package.module:function."),
     ] = None
     regime: Annotated[
-        str, typer.Option(help="What compared shapes share: pressure (idle or full), or exact waves.")
+        str, typer.Option(help="What comparable shapes have in common: pressure (idle or full), or waves.")
     ] = "pressure"
     device: Annotated[
-        str | None, typer.Option(help="Where to execute; by default cuda if there is one, else cpu.")
+        str | None, typer.Option(help="Where to execute; by default cuda if there is a device, else cpu.")
     ] = None
     programs: Annotated[
-        int | None, typer.Option(min=1, help="Programs of the kernel; by default one a multiprocessor.")
+        int | None,
+        typer.Option(min=1, help="Programs of the kernel; by default one for each multiprocessor."),
     ] = None
     heterogeneous: Annotated[
-        bool, typer.Option("--heterogeneous", help="Also cover every routing of --tokens to the experts.")
+        bool,
+        typer.Option("--heterogeneous", help="Also cover every routing of --tokens rows to the experts."),
     ] = False
-    tokens: Annotated[int | None, typer.Option(help="Rows that the experts of one kernel get together.")] = (
-        None
-    )
-    at_most: Annotated[bool, typer.Option("--at-most", help="Or fewer rows than --tokens.")] = False
+    tokens: Annotated[int | None, typer.Option(help="Rows of all experts of one kernel together.")] = None
+    at_most: Annotated[bool, typer.Option("--at-most", help="Also cover fewer rows than --tokens.")] = False
     resume: Annotated[
-        Path | None, typer.Option(help="The folder of an interrupted discovery, to go on with it.")
+        Path | None, typer.Option(help="The folder of an interrupted discovery, to continue it.")
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the catalog and nothing else.")] = False
     output: Annotated[Path | None, typer.Option(help="Write the catalog to a file.")] = None
 
 
-@taking(Asked)
-def discover(asked: Asked) -> None:
-    """Execute every admitted expert shape and find the few that stand for all of them."""
-    plan = _plan(asked)
-    from torchscout.cli.discover_plan import kernels_of
-
-    kernels = _or_refused("--kernel" if plan.module is None else "--module", lambda: kernels_of(plan))
-    if asked.resume is None:
+@taking(Options)
+def discover(options: Options) -> None:
+    """Execute every admitted expert shape, and find the few that represent all of them."""
+    plan = _plan(options)
+    with refusing("--kernel" if plan.module is None else "--module"):
+        kernels = kernels_of(plan)
+    if options.resume is None:
         folder = Path(tempfile.mkdtemp(prefix="scout-discover-")).absolute()
     else:
-        folder = made_folder(asked.resume, "--resume")
-    _run(asked, plan, kernels, folder)
-    if asked.resume is None:
+        folder = made_folder(options.resume, "--resume")
+    _run(options, plan, kernels, folder)
+    if options.resume is None:
         shutil.rmtree(folder)
 
 
-def _run(asked: Asked, plan: DiscoveryPlan, kernels: Sequence[Kernel], folder: Path) -> None:
-    from rich.console import Console
-
-    from torchscout.cli.console import interruptible
-
-    # moved
-    from torchscout.cli.discover_plan import discovered
+def _run(options: Options, plan: DiscoveryPlan, kernels: Sequence[Kernel], folder: Path) -> None:
     from torchscout.experts.catalog import save, text_of
 
-    print(f"What was executed is kept in {folder}", file=sys.stderr, flush=True)
+    print(f"Executed shapes are stored in {folder}", file=sys.stderr, flush=True)
     try:
-        with interruptible(), Screen(Console(stderr=True)) as screen:
+        with exiting(CatalogError), interruptible(), Screen(Console(stderr=True)) as screen:
             catalog = discovered(plan, kernels, folder, screen)
-        if asked.output is not None:
-            save(catalog, asked.output)
+            if options.output is not None:
+                save(catalog, options.output)
     except KeyboardInterrupt:
-        print(f"Interrupted. Every shape that was executed is kept in {folder}.", file=sys.stderr)
-        print(f"Go on with: {_again(asked, folder)}", file=sys.stderr)
+        print(f"Interrupted. The shapes that were executed are stored in {folder}.", file=sys.stderr)
+        command = f"scout discover {repeated(replace(options, resume=folder))}"
+        print(f"To continue: {command}", file=sys.stderr)
         raise typer.Exit(130) from None
-    except CatalogError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    print(text_of(catalog) if asked.as_json else screen_of(catalog))
+    print(text_of(catalog) if options.as_json else screen_of(catalog))
 
 
-def _again(asked: Asked, folder: Path) -> str:
-    return f"scout discover {repeated(replace(asked, resume=folder))}"
-
-
-def _plan(asked: Asked) -> DiscoveryPlan:
-    """A user's mistake shows before anything starts."""
-    rows = _or_refused("--rows", lambda: rows_in(asked.rows))
-    layers = _or_refused("--layers", lambda: layers_in(asked.layers))
+def _plan(options: Options) -> DiscoveryPlan:
+    """Refuse wrong options before anything starts."""
+    with refusing("--rows"):
+        rows = rows_in(options.rows)
+    with refusing("--layers"):
+        layers = layers_in(options.layers)
     for name in ("hidden", "intermediate", "experts", "positions"):
-        if (value := getattr(asked, name)) < 1:
-            raise typer.BadParameter(f"at least 1, got {value}", param_hint=f"--{name}")
-    for option, value, known in (("--kernel", asked.kernel, KERNELS), ("--regime", asked.regime, REGIMES)):
+        if (value := getattr(options, name)) < 1:
+            raise typer.BadParameter(f"must be at least 1, got {value}", param_hint=f"--{name}")
+    for option, value, known in (
+        ("--kernel", options.kernel, KERNELS),
+        ("--regime", options.regime, REGIMES),
+    ):
         if value not in known:
-            raise typer.BadParameter(f"one of {', '.join(known)}, got {value!r}", param_hint=option)
-    device = _or_refused("--device", lambda: _device(asked.device))
-    if asked.module is None:
-        _or_refused("--hidden, --intermediate", lambda: _require_memory(asked, device))
+            raise typer.BadParameter(f"must be one of {', '.join(known)}, got {value!r}", param_hint=option)
+    with refusing("--device"):
+        device = _device(options.device)
+    if options.module is None:
+        with refusing("--hidden, --intermediate"):
+            _require_memory(options, device)
     return DiscoveryPlan(
         rows=rows,
-        domain=asked.rows,
-        hidden=asked.hidden,
-        intermediate=asked.intermediate,
-        experts=asked.experts,
+        domain=options.rows,
+        hidden=options.hidden,
+        intermediate=options.intermediate,
+        experts=options.experts,
         layers=layers,
-        positions=asked.positions,
-        kernel=asked.kernel if asked.module is None else "torch",
-        module=asked.module,
-        regime=asked.regime,
+        positions=options.positions,
+        kernel=options.kernel if options.module is None else "torch",
+        module=options.module,
+        regime=options.regime,
         device=device,
-        programs=asked.programs,
-        routings=_routings(asked),
+        programs=options.programs,
+        routings=_routings(options),
     )
 
 
-def _routings(asked: Asked) -> Routings | None:
-    if asked.heterogeneous != (asked.tokens is not None):
-        raise typer.BadParameter("--heterogeneous and --tokens go together", param_hint="--tokens")
-    if asked.at_most and not asked.heterogeneous:
-        raise typer.BadParameter("--at-most is about --heterogeneous --tokens", param_hint="--at-most")
-    if asked.tokens is None:
+def _routings(options: Options) -> Routings | None:
+    if options.heterogeneous != (options.tokens is not None):
+        raise typer.BadParameter("--heterogeneous and --tokens need each other", param_hint="--tokens")
+    if options.at_most and not options.heterogeneous:
+        raise typer.BadParameter("--at-most needs --heterogeneous and --tokens", param_hint="--at-most")
+    if options.tokens is None:
         return None
-    if asked.tokens < 1:
-        raise typer.BadParameter(f"at least 1, got {asked.tokens}", param_hint="--tokens")
-    from torchscout.experts.templates import Routings  # with it comes numpy
+    if options.tokens < 1:
+        raise typer.BadParameter(f"must be at least 1, got {options.tokens}", param_hint="--tokens")
+    from torchscout.experts.templates import Routings  # imports numpy
 
-    return Routings(asked.experts, asked.tokens, asked.at_most)
+    return Routings(options.experts, options.tokens, options.at_most)
 
 
 def _device(given: str | None) -> str:
@@ -256,30 +257,25 @@ def _device(given: str | None) -> str:
         return "cuda" if devices else "cpu"
     kind, _, number = given.partition(":")
     if kind not in {"cpu", "cuda"} or (number and not number.isdigit()):
-        raise ValueError(f"cpu, cuda or cuda:0, got {given!r}")
+        raise ValueError(f"must be cpu, cuda or cuda:0, got {given!r}")
     if kind == "cuda" and not devices:
-        raise ValueError(f"{given} needs a CUDA device, and PyTorch finds none")
+        raise ValueError(f"{given} needs a CUDA device, but PyTorch finds none")
     if kind == "cuda" and int(number or 0) >= devices:
         raise ValueError(f"PyTorch finds CUDA devices 0 to {devices - 1}, got {given!r}")
     return kind if kind == "cpu" else given
 
 
-def _require_memory(asked: Asked, device: str) -> None:
-    """``ValueError`` if the weights alone are larger than the memory; torch would fill it, and be killed."""
+def _require_memory(options: Options, device: str) -> None:
+    """Raise ``ValueError`` if the weights alone exceed the memory, rather than be killed when it is full."""
     import torch
 
     if device == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         memory = torch.cuda.get_device_properties(device).total_memory
-    weights = 2 * asked.hidden * asked.intermediate * asked.experts * torch.bfloat16.itemsize
+    weights = 2 * options.hidden * options.intermediate * options.experts * torch.bfloat16.itemsize
     if weights > memory:
-        told = f"{size_in_words(weights)} of weights, and {device} has {size_in_words(memory)} of memory"
-        raise ValueError(f"{asked.experts} experts of {asked.hidden} x {asked.intermediate} have {told}")
-
-
-def _or_refused(option: str, action: Callable[[], _Value]) -> _Value:
-    try:
-        return action()
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from error
+        need = f"{size_in_words(weights)} for weights, but {device} has {size_in_words(memory)}"
+        raise ValueError(
+            f"{options.experts} experts of {options.hidden} x {options.intermediate} need {need}"
+        )

@@ -1,4 +1,4 @@
-"""What ``scout discover`` executes, and with which profilers."""
+"""The shapes and kernels that ``scout discover`` executes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
     from torchscout.experts.coverage import Profiler
     from torchscout.experts.routing import Loads
-    from torchscout.experts.templates import Routings
 
 __all__ = [
     "KERNELS",
     "REGIMES",
-    "Audience",
     "DiscoveryPlan",
     "Kernel",
+    "Listener",
     "discovered",
     "kernel_loads",
     "kernels_of",
@@ -41,12 +40,12 @@ _MOST_ROWS, _MOST_LAYERS = 1_000_000, 10_000
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryPlan:
-    """The experts of a model, and the shapes they may be given."""
+    """The experts of a model, and their admitted shapes."""
 
     rows: tuple[int, ...]
     """Row counts to admit, the same for every expert of the kernel."""
     domain: str
-    """The same, as the user said it."""
+    """The row counts as given on the command line."""
     hidden: int
     intermediate: int
     experts: int
@@ -54,13 +53,13 @@ class DiscoveryPlan:
     positions: int
     kernel: str
     module: str | None
-    """Where to get the expert module whose kernels run instead, ``package.module:function``."""
+    """A function that returns the module to execute instead, ``package.module:function``."""
     regime: str
     device: str
     programs: int | None
-    """Of the kernel; None for one on each multiprocessor."""
+    """Programs of the kernel; None for one on each multiprocessor."""
     routings: Routings | None
-    """Rows that a kernel's experts share in any way; None if only uniform shapes are admitted."""
+    """Admitted distributions of rows over a kernel's experts; None if only uniform shapes are admitted."""
 
     @property
     def shapes(self) -> list[Rows]:
@@ -68,41 +67,41 @@ class DiscoveryPlan:
 
     @property
     def projections(self) -> tuple[tuple[int, int], ...]:
-        """Up and down; one will do if they are alike."""
+        """Features of the up and down projections; only one if they are equal."""
         return tuple(dict.fromkeys([(self.hidden, self.intermediate), (self.intermediate, self.hidden)]))
 
 
-def rows_in(told: str) -> tuple[int, ...]:
-    """``1:2048``, both included, or single numbers, or several of either with commas between them."""
+def rows_in(text: str) -> tuple[int, ...]:
+    """Parse row counts: ranges such as ``1:2048``, both included, and numbers, separated by commas."""
     found: set[int] = set()
-    for part in told.split(","):
+    for part in text.split(","):
         first, colon, last = part.strip().partition(":")
         if not first.isdigit() or (colon and not last.isdigit()):
-            raise ValueError(f"row counts such as 1:2048 or 0,1,128, got {part!r}")
+            raise ValueError(f"must be row counts such as 1:2048 or 0,1,128, got {part!r}")
         begin, end = int(first), int(last or first)
         if end < begin:
-            raise ValueError(f"a range goes from fewer rows to more, got {part!r}")
+            raise ValueError(f"a range must not end before it begins, got {part!r}")
         if end - begin >= _MOST_ROWS:
-            raise ValueError(f"at most {_MOST_ROWS} row counts are executed, got {part!r}")
+            raise ValueError(f"at most {_MOST_ROWS} row counts can be executed, got {part!r}")
         found.update(range(begin, end + 1))
     return tuple(sorted(found))
 
 
-def layers_in(told: str) -> tuple[str, ...]:
-    """A number of layers, or their names with commas between them."""
-    if told.isdigit():
-        if not 0 < int(told) <= _MOST_LAYERS:
-            raise ValueError(f"1 to {_MOST_LAYERS} layers, got {told}")
-        return tuple(f"layer.{number}" for number in range(int(told)))
-    names = tuple(name.strip() for name in told.split(","))
+def layers_in(text: str) -> tuple[str, ...]:
+    """Parse a number of layers, or their names, separated by commas."""
+    if text.isdigit():
+        if not 0 < int(text) <= _MOST_LAYERS:
+            raise ValueError(f"must be 1 to {_MOST_LAYERS} layers, got {text}")
+        return tuple(f"layer.{number}" for number in range(int(text)))
+    names = tuple(name.strip() for name in text.split(","))
     if not all(names) or len(set(names)) < len(names):
-        raise ValueError(f"a number of layers, or different names, got {told!r}")
+        raise ValueError(f"must be a number of layers, or different names, got {text!r}")
     return names
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One projection, or one whole expert, that can be executed and looked at."""
+    """One projection, or one whole expert, that can be executed and profiled."""
 
     name: str
     profiler: Profiler
@@ -110,12 +109,12 @@ class Kernel:
 
 
 def kernels_of(plan: DiscoveryPlan) -> list[Kernel]:
-    """A ``ValueError`` where this machine cannot run them."""
+    """The kernels of a plan. Raises ``ValueError`` if this machine cannot run them."""
     try:
         return _kernels(plan)
-    except (MemoryError, RuntimeError) as error:  # what torch says to sizes for which there is no memory
+    except (MemoryError, RuntimeError) as error:  # what torch raises if memory does not suffice
         first = str(error).strip().partition("\n")[0]
-        raise ValueError(f"the experts cannot be made on {plan.device}: {first}") from error
+        raise ValueError(f"the experts cannot be created on {plan.device}: {first}") from error
 
 
 def _kernels(plan: DiscoveryPlan) -> list[Kernel]:
@@ -142,7 +141,7 @@ def _kernels(plan: DiscoveryPlan) -> list[Kernel]:
 
 
 def kernel_loads() -> Loads:
-    """Programs have as many last tiles as first ones, and all others follow one: together, all tiles."""
+    """For each pass, the work items that add up to all tiles: last tiles, and tiles that follow another."""
     from torchscout.experts.kernel.work_items import Pass, WorkItem
 
     turns = (WorkItem.LAST_TILE.word, WorkItem.FOLLOWING_TILE.word)
@@ -164,50 +163,50 @@ def _plain_expert(plan: DiscoveryPlan) -> Kernel:
     return Kernel(f"{plan.hidden}x{plan.intermediate} and back", profiler, {})
 
 
-def _made(told: str) -> nn.Module:
-    """What the user's function gives; a ``ValueError`` says what is wrong with it."""
+def _made(text: str) -> nn.Module:
+    """The module that the user's function returns. Raises ``ValueError`` if that is not an expert module."""
     from torch import nn
 
-    path, colon, name = told.partition(":")
+    path, colon, name = text.partition(":")
     if not colon:
-        raise ValueError(f"package.module:function, got {told!r}")
+        raise ValueError(f"must be package.module:function, got {text!r}")
     sys.path.insert(0, str(Path.cwd()))  # as when Python runs a script from here
     try:
         module = getattr(importlib.import_module(path), name)()
     except Exception as error:  # a user's module and function may raise anything
-        raise ValueError(f"{told!r} cannot be had: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{text!r} fails: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
     if not isinstance(module, nn.Module):
-        raise ValueError(f"{told!r} gives a {type(module).__name__}, and not a torch.nn.Module")
+        raise ValueError(f"{text!r} returns a {type(module).__name__}, not a torch.nn.Module")
     if next(module.parameters(), None) is None:
-        raise ValueError(f"{told!r} gives a module without parameters; experts have some")
+        raise ValueError(f"{text!r} returns a module without parameters; experts have some")
     return module
 
 
-class Audience(Protocol):
-    """Whoever watches."""
+class Listener(Protocol):
+    """Is told the progress of a discovery."""
 
-    def begin(self, what: str, shapes: int) -> None:
-        """Before the first of so many shapes."""
+    def begin(self, kernel: str, shapes: int) -> None:
+        """Called before the first of ``shapes`` shapes."""
         ...
 
     def show(self, seen: Observed) -> None:
-        """After each of them."""
+        """Called after each shape."""
         ...
 
 
-def discovered(plan: DiscoveryPlan, kernels: Sequence[Kernel], folder: Path, audience: Audience) -> Catalog:
-    """The whole catalog; journals in ``folder`` keep what was executed, and must be of the same facts."""
+def discovered(plan: DiscoveryPlan, kernels: Sequence[Kernel], folder: Path, listener: Listener) -> Catalog:
+    """Discover the whole catalog. Logs of executed shapes in ``folder`` must be of the same facts."""
     tables: list[Table] = []
     gaps: list[str] = []
     for kernel in kernels:
-        journal = folder / f"{kernel.name.replace(' ', '-')}.jsonl"
-        audience.begin(kernel.name, len(plan.rows))
-        seen = discover(kernel.profiler, plan.shapes, on_progress=audience.show, resume_from=journal)
+        log = folder / f"{kernel.name.replace(' ', '-')}.jsonl"
+        listener.begin(kernel.name, len(plan.rows))
+        seen = discover(kernel.profiler, plan.shapes, on_progress=listener.show, resume_from=log)
         tables.append(tabulated(kernel.name, kernel.profiler.facts(), _domain(plan), seen))
         if plan.routings is not None:
-            found = _routed(kernel, plan.routings, journal, audience)
+            found = _routed(kernel, plan.routings, log, listener)
             if found.table is None:
                 gaps.append(f"{plan.routings}, {kernel.name}: {found.reason}")
             else:
@@ -216,15 +215,15 @@ def discovered(plan: DiscoveryPlan, kernels: Sequence[Kernel], folder: Path, aud
     return Catalog(tuple(tables), (places,), tuple(gaps))
 
 
-def _routed(kernel: Kernel, admitted: Routings, journal: Path, audience: Audience) -> Routed:
-    audience.begin(f"{kernel.name}, routings", len(first_shapes(admitted)))
+def _routed(kernel: Kernel, admitted: Routings, log: Path, listener: Listener) -> Routed:
+    listener.begin(f"{kernel.name}, routings", len(first_shapes(admitted)))
     return routed(
         kernel.name,
         kernel.profiler.facts(),
         kernel.loads,
         admitted,
-        executions=Executions(kernel.profiler, journal),
-        on_progress=audience.show,
+        executions=Executions(kernel.profiler, log),
+        on_progress=listener.show,
     )
 
 

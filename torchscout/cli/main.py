@@ -21,7 +21,7 @@ __all__ = ["app"]
 
 
 class _Group(TyperGroup):
-    """Lists its commands with their whole first paragraph; typer's own list cuts it to one line."""
+    """Lists commands with their whole first paragraph; typer cuts it to one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         helps = {name: self.commands[name].help or "" for name in self.list_commands(ctx)}
@@ -47,8 +47,8 @@ for group, name in ((campaign, "campaign"), (checkpoint, "checkpoint")):
     app.add_typer(group, name=name, cls=_Group)
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(f"torchscout {torchscout.__version__}")
         raise typer.Exit
 
@@ -56,7 +56,7 @@ def _say_version(asked: bool) -> None:
 @app.callback()
 def scout(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
-    """Names the sick rank, machine or process group of a distributed training job."""
+    """Find the faulty rank, machine or process group of a distributed training job."""

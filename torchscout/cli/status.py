@@ -1,4 +1,4 @@
-"""`scout status`: how a job is, from its run directory and the records of the ranks on this machine."""
+"""`scout status`: the state of a job, from its run directory and the progress records of this machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from torchscout.cli.console import as_document
+from torchscout.cli.console import AsJson, Output, print_report
 from torchscout.decision.progress import Process, Progress
 from torchscout.decision.record import Incident, Manifestation, Resolved
 from torchscout.decision.recorder import IncidentLog
 from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import End, RankEntry, read_ends, read_roster
 from torchscout.observer.record.reader import ProgressReader
-from torchscout.utils.text import named
+from torchscout.utils.text import named, wrapped
 
 __all__ = ["status"]
 
@@ -27,7 +27,7 @@ HEALTHY, SICK, UNKNOWN = 0, 1, 2
 _WATCH_SECONDS = 2.0
 _CLEAR = "\033[2J\033[H"
 _WORST_FIRST = ("killed", "failed", "interrupted", "running", "elsewhere", "finished")
-"""A job's state is the first of these that any of its ranks is in."""
+"""The state of a job is the first of these that any of its ranks is in."""
 _RUNNING = {"running", "stopped", "paused"}
 
 
@@ -38,30 +38,27 @@ def status(
             help="The job's run directory, scout-run-...; by default the newest one in this folder."
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
-    output: Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")] = None,
+    as_json: AsJson = False,
+    output: Output = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again and again until the job ends.")
+        bool, typer.Option("--watch", help="Refresh every 2 seconds until the job ends.")
     ] = False,
 ) -> None:
-    """Show how a job is: running, finished, interrupted, failed or killed, and what was found wrong with it.
+    """Show whether a job is running, finished, interrupted, failed or killed, and its incidents.
 
-    The exit status is 0 if it is healthy, 1 if incidents are open or a rank failed or was killed, and 2 if
-    that cannot be told.
+    The exit status is 0 if the job is healthy, 1 if incidents are open or a rank failed or was killed, and 2
+    if that is unknown.
     """
     if watch and (as_json or output is not None):
-        raise typer.BadParameter("--watch shows a screen; leave out --json and --output")
+        raise typer.BadParameter("--watch cannot be combined with --json or --output")
     folder = newest_run(Path.cwd()) if run_dir is None else run_dir
     report = examined(folder)
     while watch and report["state"] == "running":
         print(_CLEAR * sys.stdout.isatty() + screen(report), flush=True)
         time.sleep(_WATCH_SECONDS)
         report = examined(folder)
-    as_document(
-        report, _CLEAR * (watch and sys.stdout.isatty()) + screen(report), as_json=as_json, output=output
-    )
+    shown = _CLEAR * (watch and sys.stdout.isatty()) + screen(report)
+    print_report(report, shown, as_json=as_json, output=output)
     raise typer.Exit(report["exit_status"])
 
 
@@ -70,23 +67,22 @@ def newest_run(folder: Path) -> Path:
     found = [each for each in folder.iterdir() if (each / "ranks").is_dir()]
     if not found:
         raise typer.BadParameter(
-            f"{folder} has no run directory; name one, or go to where the job was started",
+            f"{folder} contains no run directory; give one, or change to the folder the job was started in",
             param_hint="RUN_DIR",
         )
     return max(found, key=lambda each: (each / "ranks").stat().st_mtime)
 
 
 def examined(run_dir: Path) -> dict[str, Any]:
-    """All that the run directory shows."""
+    """The report on a run directory."""
     try:
         entries, ends = read_roster(run_dir), read_ends(run_dir)
         incidents = incidents_of(run_dir)
     except (OSError, ValueError) as error:  # another user's run, or a damaged one
         raise typer.BadParameter(str(error), param_hint="RUN_DIR") from error
     if not entries:
-        raise typer.BadParameter(
-            f"{run_dir} holds no job: there is no ranks/rank-0.json", param_hint="RUN_DIR"
-        )
+        problem = f"{run_dir} is not the run directory of a job: it has no ranks/rank-0.json"
+        raise typer.BadParameter(problem, param_hint="RUN_DIR")
     ranks = [standing(entry, ends.get(entry.rank)) for entry in entries]
     missing = sorted({*range(max(entry.size for entry in entries))} - {entry.rank for entry in entries})
     state = overall([rank["state"] for rank in ranks])
@@ -135,17 +131,17 @@ def sentence(
         parts.append("its state is corrupt and was not recovered")
     parts.append(f"{len(still_open) or 'no'} open incident{'s' * (len(still_open) != 1)}")
     if missing:
-        parts.append(f"nothing is known here of {named(missing)}: the run directory is not shared")
+        parts.append(f"the state of {named(missing)} is unknown here: the run directory is not shared")
     return "; ".join(parts)
 
 
 def standing(entry: RankEntry, end: End | None = None) -> dict[str, Any]:
-    """One rank, as far as it can be seen from here."""
+    """The state of one rank, as far as it is visible from this machine."""
     line: dict[str, Any] = {"rank": entry.rank, "host": entry.host, "pid": entry.pid}
     if end is not None and end.record == entry.record:
         return {**line, "state": end.how, "step": end.step, "inside": " ".join(end.why.split()) or None}
     if entry.host != socket.gethostname():
-        return {**line, "state": "elsewhere", "inside": f"ask on {entry.host}"}
+        return {**line, "state": "elsewhere", "inside": f"run scout status on {entry.host}"}
     try:
         reader = ProgressReader(Path(entry.record))
         progress = reader.read()
@@ -153,7 +149,7 @@ def standing(entry: RankEntry, end: End | None = None) -> dict[str, Any]:
         return {**line, "state": without_record(entry)}
     except TornRecordError:
         return {**line, "state": Process.RUNNING.value}
-    except (OSError, ValueError) as error:  # another user's, of another version, or damaged
+    except (OSError, ValueError) as error:  # of another user or version, or damaged
         return {**line, "state": f"unknown: {getattr(error, 'strerror', None) or error}"}
     last = progress.recent[-1] if progress.recent else None
     return {
@@ -169,22 +165,22 @@ def standing(entry: RankEntry, end: End | None = None) -> dict[str, Any]:
 
 
 def state_of(reader: ProgressReader) -> str:
-    """Of a rank without an end marker: a trainer that is gone has not lived to have one written."""
+    """The state of a rank without an end marker: a trainer that is gone was killed before it wrote one."""
     if (process := reader.trainer()) is Process.GONE:
         return "finished" if reader.has_finished else "killed"
     return "paused" if reader.paused else process.value
 
 
 def without_record(entry: RankEntry) -> str:
-    """Of a rank that has neither an end marker nor a progress record."""
+    """The state of a rank with neither an end marker nor a progress record."""
     if entry.process() is Process.GONE:
         return "killed"
-    # A session without an observer has no record; any other one removes it when it is closed.
+    # A session without an observer has no record; other sessions remove theirs when they close.
     return Process.RUNNING.value if entry.has_no_observer else "finished"
 
 
 def device_of(progress: Progress) -> str | None:
-    """How far the device is behind its host, where that is known."""
+    """How far the device is behind its host, if that is known."""
     behind = sum(progress.issued[line] - entered for line, entered in progress.entered.items())
     if behind:
         return f"{behind} operations behind"
@@ -217,18 +213,17 @@ def screen(report: dict[str, Any]) -> str:
     if any(rank.get("device") for rank in report["ranks"]):
         columns.append("device")
     heads = [COLUMNS.get(column, column) for column in columns]
-    rows = [[shown(rank.get(column)) for column in columns] for rank in report["ranks"]]
+    rows = [
+        ["" if (cell := rank.get(name)) is None else str(cell) for name in columns]
+        for rank in report["ranks"]
+    ]
     lines = [f"{report['run_dir']}: {report['sentence']}", "", *aligned([heads, *rows])]
     for incident in report["incidents"]:
         state = "OPEN" if incident["state"] == "open" else incident["state"]
         if incident["recovered"] is not None:
-            state += f" by going back to step {incident['recovered']}"
-        lines.append(f"\n{state}, step {incident['step']}: {incident['sentence']}")
+            state += f" by resuming from step {incident['recovered']}"
+        lines += ["", wrapped(f"step {incident['step']}, {state}: {incident['sentence']}", 2)]
     return "\n".join(lines)
-
-
-def shown(value: object) -> str:
-    return "" if value is None else str(value)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,9 +1,9 @@
-"""What a fault does: to a tensor, to a collective, to its process, to a kernel, on the device.
+"""The effects of faults on tensors, collectives, processes, kernels and devices.
 
-Tensors are changed in place and without autograd's knowledge, as a faulty chip would change them, and only
-in this rank's memory. A collective is replaced, left out or issued in another order, and the rank's own
-code goes on as if nothing were wrong (``injector.Tampering`` intercepts the calls). A kernel that spins on
-the device ends by itself, because a kernel cannot be stopped from outside without ending its process.
+Tensors are changed in place and behind autograd's back, as a faulty chip would change them, and only in this
+rank's memory. A collective is replaced, skipped or issued in another order while the rank's code continues
+(``injector.Tampering`` intercepts the calls). A kernel that spins on the device ends by itself, because it
+cannot be stopped from outside without ending its process.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorEffect(ABC):
-    """Something that happens to a tensor at a place."""
+    """Changes a tensor at a site."""
 
     def corrupt(self, tensor: torch.Tensor) -> str | None:
-        """Change the tensor in place; say what became of what, or None if nothing has changed.
+        """Change the tensor in place; return a description, or None if nothing has changed.
 
-        A bit that is stuck where it is anyway corrupts nothing, and must not count as a fault.
+        A bit that is stuck at its correct value corrupts nothing, and must not count as a fault.
         """
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local = local.data  # unlike detach(), without a version counter that backward would check
+        local = local.data  # unlike detach(), without the version counter that backward checks
         before = local.clone()
-        told = self._change(local)
-        return None if _is_same(before, local) else told
+        description = self._change(local)
+        return None if _is_same(before, local) else description
 
     @abstractmethod
     def _change(self, local: torch.Tensor) -> str: ...
@@ -80,27 +80,29 @@ class FlipBit(TensorEffect):
     """Which element, in row-major order."""
 
     def _change(self, local: torch.Tensor) -> str:
-        return f"bit {self.bit} of {_rewrite(local, self.index, _flipped(local, [self.bit]))}"
+        mask = _mask(local, [self.bit])
+        return f"bit {self.bit} of {_rewrite(local, self.index, lambda bits: bits ^ mask)}"
 
 
 @dataclass(frozen=True, slots=True)
 class FlipBits(TensorEffect):
-    """Several bits of one element; or of every n-th one, as a failing address line would hit."""
+    """Flips several bits of one element, or of every n-th one, as a failing address line does."""
 
     bits: tuple[int, ...]
     index: int = 0
-    """Of the first element that is hit."""
+    """The first element that is hit."""
     every: int = 0
-    """How far apart the elements are; 0 hits only one."""
+    """The distance between the elements that are hit; 0 hits only one."""
 
     def _change(self, local: torch.Tensor) -> str:
-        told = _rewrite(local, self.index, _flipped(local, self.bits), self.every)
-        return f"bits {', '.join(map(str, self.bits))} of {told}"
+        mask = _mask(local, self.bits)
+        changed = _rewrite(local, self.index, lambda bits: bits ^ mask, self.every)
+        return f"bits {', '.join(map(str, self.bits))} of {changed}"
 
 
 @dataclass(frozen=True, slots=True)
 class StuckBit(TensorEffect):
-    """A bit that can only be 0, or only 1."""
+    """A bit that is always 0, or always 1."""
 
     bit: int
     value: int
@@ -136,7 +138,7 @@ class Scale(TensorEffect):
 
 @dataclass(frozen=True, slots=True)
 class Overwrite(TensorEffect):
-    """Elements that lie side by side become noise of the tensor's own size, or one value."""
+    """Overwrites adjacent elements with noise of the tensor's magnitude, or with one value."""
 
     start: int
     length: int
@@ -146,7 +148,7 @@ class Overwrite(TensorEffect):
     def _change(self, local: torch.Tensor) -> str:
         stop = self.start + self.length
         if not 0 <= self.start < stop <= local.numel():
-            raise ValueError(f"elements {self.start} to {stop - 1} of a tensor of {local.numel()}")
+            raise ValueError(f"no elements {self.start} to {stop - 1} in a tensor of {local.numel()}")
         place = torch.arange(local.numel(), device=local.device).view(local.shape)
         written = torch.full_like(local, self.value) if self.value is not None else self._noise(local)
         local.copy_(torch.where((place >= self.start) & (place < stop), written, local))
@@ -161,7 +163,7 @@ class Overwrite(TensorEffect):
 def _rewrite(
     local: torch.Tensor, index: int, become: Callable[[torch.Tensor], torch.Tensor], every: int = 0
 ) -> str:
-    """Change the bits of one element, or of every n-th from there on; in words."""
+    """Change the bits of one element, or of every n-th from there on; return a description."""
     element = _element(local, index)
     before, bits = element.item(), local.view(_INTEGERS[local.element_size()])
     if not every:
@@ -174,11 +176,6 @@ def _rewrite(
     return f"every {every}th element from {index}, {int(hit.sum())} in all"
 
 
-def _flipped(local: torch.Tensor, bits: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-    mask = _mask(local, bits)
-    return lambda held: held ^ mask
-
-
 def _mask(local: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
     width = 8 * local.element_size()
     for bit in bits:
@@ -187,15 +184,15 @@ def _mask(local: torch.Tensor, bits: Sequence[int]) -> torch.Tensor:
     if local.element_size() not in _INTEGERS:
         raise ValueError(f"cannot flip a bit of {local.dtype}; flip it in its real view")
     mask = sum(1 << bit for bit in set(bits))
-    # The top bit is the sign of a signed integer, and only one byte wide integers are unsigned.
+    # The top bit is the sign of a signed integer; only integers of one byte are unsigned here.
     signed = mask - (1 << width) if width > 8 and mask >> (width - 1) else mask
     return torch.tensor(signed, dtype=_INTEGERS[local.element_size()], device=local.device)
 
 
 def _element(local: torch.Tensor, index: int) -> torch.Tensor:
-    """A view of one element, whatever the strides."""
+    """A view of one element, for any strides."""
     if not 0 <= index < local.numel():
-        raise ValueError(f"element {index} of a tensor of {local.numel()}")
+        raise ValueError(f"no element {index} in a tensor of {local.numel()}")
     shape = local.shape
     for axis, size in enumerate(shape):
         local = local[index // math.prod(shape[axis + 1 :]) % size]
@@ -203,7 +200,7 @@ def _element(local: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def _is_same(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Bit by bit: a NaN is the same as itself."""
+    """Whether both have the same bits; a NaN equals itself."""
     if after.is_complex():
         before, after = torch.view_as_real(before), torch.view_as_real(after)
     integers = _INTEGERS[after.element_size()]
@@ -215,46 +212,46 @@ CHANGES = ("dtype", "operation", "shape")
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """A collective about to be issued."""
+    """A collective that is about to be issued."""
 
     operation: str
     group: dist.ProcessGroup
     arguments: tuple[Any, ...]
-    go_on: Callable[..., Any]
-    """Issues it with the arguments that it is given."""
+    call: Callable[..., Any]
+    """Issues the operator with the given arguments."""
     returns_tensors: bool
-    """Or only the work."""
+    """Whether the operator returns tensors besides the work."""
 
 
 class CallEffect(ABC):
-    """Something that happens to a collective."""
+    """Replaces a collective."""
 
     @abstractmethod
     def replace(self, issue: Issue) -> Any:
-        """What its caller gets instead; None to have it issued after the rank's next one."""
+        """Return the caller's result; None to issue the collective after the rank's next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change(CallEffect):
-    """Another element type, another operation or twice as many elements."""
+    """Changes the element type or the operation, or doubles the number of elements."""
 
     what: str
 
     def __post_init__(self) -> None:
         if self.what not in CHANGES:
-            raise ValueError(f"a collective's {self.what!r} cannot change; there is {', '.join(CHANGES)}")
+            raise ValueError(f"cannot change {self.what!r} of a collective; use one of {', '.join(CHANGES)}")
 
     def replace(self, issue: Issue) -> Any:
         if self.what == "operation":
             return _result(issue, _other_operation(issue).boxed())
         change = _doubled if self.what == "shape" else _retyped
-        issued = issue.go_on(*tree_map_only(torch.Tensor, change, issue.arguments))
+        issued = issue.call(*tree_map_only(torch.Tensor, change, issue.arguments))
         return _result(issue, issued[-1] if isinstance(issued, tuple) else issued)
 
 
 @dataclass(frozen=True, slots=True)
 class Skip(CallEffect):
-    """It is not issued at all."""
+    """Does not issue the collective."""
 
     def replace(self, issue: Issue) -> Any:
         return done(issue)
@@ -262,14 +259,14 @@ class Skip(CallEffect):
 
 @dataclass(frozen=True, slots=True)
 class Swap(CallEffect):
-    """It is issued only after the next one is done."""
+    """Issues the collective only after the next one has completed."""
 
-    def replace(self, issue: Issue) -> Any:  # noqa: ARG002  as it is
+    def replace(self, issue: Issue) -> Any:  # noqa: ARG002  nothing is replaced
         return None
 
 
 def done(issue: Issue) -> Any:
-    """What a caller gets of a collective that is done."""
+    """The result of a collective that has completed, for its caller."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     tensors = [leaf for leaf in tree_leaves(issue.arguments) if isinstance(leaf, torch.Tensor)]
     future.set_result(tensors[0] if tensors else None)
@@ -277,7 +274,7 @@ def done(issue: Issue) -> Any:
 
 
 def _result(issue: Issue, work: Any) -> Any:
-    """As the operator returns it: what was to be filled in, and the work."""
+    """What the operator returns: the output tensors, if it returns them, and the work."""
     return (issue.arguments[0], work) if issue.returns_tensors else work
 
 
@@ -303,10 +300,10 @@ def _retyped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ProcessEffect(ABC):
-    """Something that happens to the process at a place."""
+    """Happens to the process at a site."""
 
-    def prepare(self) -> None:  # noqa: B027  most need nothing
-        """Called when the fault is armed, before training: what takes time must not delay the fault."""
+    def prepare(self) -> None:  # noqa: B027  most effects need nothing
+        """Do slow preparations. Called when the fault is armed, before training."""
 
     @abstractmethod
     def happen(self) -> None: ...
@@ -322,7 +319,7 @@ class Sleep(ProcessEffect):
 
 @dataclass(frozen=True, slots=True)
 class StayInside(Sleep):
-    """Within a collective that it has entered as all others have: the transport is stuck, not the rank."""
+    """Sleeps within a collective that all ranks have entered: the transport is stuck, not the rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +332,7 @@ class Signal(ProcessEffect):
 
 @dataclass(frozen=True, slots=True)
 class Freeze(ProcessEffect):
-    """Stopped by a signal as a debugger stops it, and let go again by somebody else."""
+    """Stops the process by a signal, like a debugger; another process continues it."""
 
     seconds: float
 
@@ -347,7 +344,7 @@ class Freeze(ProcessEffect):
 
 @dataclass(frozen=True, slots=True)
 class HoldInterpreter(ProcessEffect):
-    """No other thread of the process runs meanwhile: a foreign function that keeps the interpreter's lock."""
+    """Calls a foreign function that holds the interpreter lock, so that no other thread runs."""
 
     seconds: float
 
@@ -357,51 +354,42 @@ class HoldInterpreter(ProcessEffect):
 
 @dataclass(frozen=True, slots=True)
 class PerturbKernel(ProcessEffect):
-    """From here on this process computes one work item wrong, in each launch that has such a one.
-
-    For experts whose kernel is a ``FaultyGemm``.
-    """
+    """From now on, computes one work item wrong in each launch that has it. For experts on ``FaultyGemm``."""
 
     tile: int = 0
-    """In the order in which programs take tiles."""
+    """The tile's number in the order in which programs take tiles."""
     step: int = -1
-    """Of the tile's reduction; -1 is the finished tile."""
+    """The step of the tile's reduction; -1 is the finished tile."""
 
     def happen(self) -> None:
-        from torchscout.faults.faulty_gemm import activate  # it needs Triton, a plan of faults does not
+        from torchscout.faults.faulty_gemm import activate  # needs Triton, unlike a plan of faults
 
         activate(self.tile, self.step)
 
 
 _WARM_CYCLES, _TIMED_CYCLES = 50_000_000, 20_000_000
-"""An idle device runs at a lower clock rate, so that it is kept busy before its rate is measured."""
+"""The device is kept busy before its clock rate is measured, since an idle device runs slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpin(ProcessEffect):
-    """The current CUDA stream is busy for ``seconds``."""
+    """Keeps the current CUDA stream busy for ``seconds``."""
 
     seconds: float
 
     def prepare(self) -> None:
-        import torch  # a plan of faults needs no device
-
         if not torch.cuda.is_available():
-            raise RuntimeError(f"{self} needs a CUDA device: use a delay or stall of the host instead")
+            raise RuntimeError(f"{self} needs a CUDA device; use a delay or stall of the host instead")
         _cycles_per_second(torch.cuda.current_device())
 
     def happen(self) -> None:
-        import torch
-
         cycles = int(self.seconds * _cycles_per_second(torch.cuda.current_device()))
         cuda_sleep(cycles)  # PyTorch's own tests delay streams by it
 
 
 @cache
 def _cycles_per_second(index: int) -> float:
-    """Of the clock that the kernel counts by. Measured on a stream of its own: nobody else waits for it."""
-    import torch
-
+    """The rate of the clock that the kernel counts, measured on a separate stream."""
     stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):

@@ -1,8 +1,6 @@
-"""One planned fault: what happens to which rank, where and when. Plain data; ``Injector`` carries it out.
+"""One planned fault: its rank, site, steps and effect. Plain data, which ``Injector`` carries out.
 
-``Place`` is the word after ``at``; whether a job has such a place ``plan.check`` and the injector find
-out. A fault that recurs by chance is decided for each step by itself, from a seed, so that all ranks and
-all runs decide alike.
+A fault that recurs at random is drawn for each step from a seed, so that all ranks and all runs agree.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ __all__ = [
 ]
 
 FIRST = range(1)
-"""The first pass over a place in a step."""
+"""The first pass over a site in a step."""
 
 STEP = "step"
-"""The moment before the optimizer runs."""
+"""The site just before the optimizer step."""
 FORWARD = ("forward", "input", "output")
 BACKWARD = ("backward", "grad_output", "grad_input")
 _PHASES = ("input", "checkpoint_read", "checkpoint_write")
@@ -46,31 +44,31 @@ _PHASES = ("input", "checkpoint_read", "checkpoint_write")
 class SiteKind(str, Enum):
     STEP = "step"
     PHASE = "phase"
-    """A batch is fetched, a checkpoint read or written."""
+    """Fetching a batch, reading or writing a checkpoint."""
     COLLECTIVE = "collective"
     PASS = "pass"
-    """A module's forward or backward pass, and what goes in and out of it."""
+    """A module's forward or backward pass, and its inputs and outputs."""
     GRADIENT = "gradient"
-    """What this rank's own backward computes for a parameter, before any reduction."""
+    """A parameter's gradient as computed by this rank, before any reduction."""
     STATE = "state"
-    """What a rank holds: a parameter, its reduced gradient or a slot of its optimizer, a buffer."""
+    """A parameter, its reduced gradient, its optimizer state, or a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultSite:
-    """One place, in parts."""
+    """The parsed site of a fault."""
 
     kind: SiteKind
     module: str = ""
-    """Its dotted path; empty for the model itself."""
+    """The module's dotted path; empty for the model itself."""
     name: str = ""
-    """Of a pass, a phase, a parameter or buffer, or of a collective's operation."""
+    """The name of a pass, phase, parameter, buffer or collective operation."""
     slot: str = ""
-    """``grad``, or a slot of the optimizer; of a collective the description of its process group."""
+    """``grad``, or a key of the optimizer state; for a collective, the description of its process group."""
 
     @classmethod
     def read(cls, at: str) -> FaultSite:
-        """``step``, ``input``, ``all_reduce@GROUP``, ``layer.2/output``, ``layer.2/weight.exp_avg``, ..."""
+        """Parse ``step``, ``input``, ``all_reduce@GROUP``, ``layer.2/output``, ``layer.2/weight.exp_avg``."""
         if at == STEP:
             return cls(SiteKind.STEP)
         if at in _PHASES:
@@ -81,7 +79,7 @@ class FaultSite:
         module, slash, what = at.rpartition("/")
         if not slash or not what:
             raise ValueError(
-                f"{at!r} is no place; there are MODULE/output, MODULE/PARAMETER, OPERATION@GROUP, "
+                f"{at!r} is not a site; use MODULE/output, MODULE/PARAMETER, OPERATION@GROUP, "
                 f"{', '.join([STEP, *_PHASES])}"
             )
         if what in FORWARD + BACKWARD:
@@ -97,7 +95,7 @@ class FaultSite:
 
 @dataclass(frozen=True, slots=True)
 class Recurring:
-    """In each of ``steps`` with some probability: an intermittent fault."""
+    """An intermittent fault: happens in each of ``steps`` with some probability."""
 
     steps: range
     probability: float
@@ -105,7 +103,7 @@ class Recurring:
 
     def __post_init__(self) -> None:
         if not 0 < self.probability <= 1:
-            raise ValueError(f"a probability is above 0 and at most 1, got {self.probability}")
+            raise ValueError(f"probability must be above 0 and at most 1, got {self.probability}")
 
     def __contains__(self, step: object) -> bool:
         drawn = xxhash.xxh3_64_intdigest(f"{self.seed} {step}".encode()) / 2**64
@@ -113,21 +111,21 @@ class Recurring:
 
 
 Steps = int | range | Recurring
-"""How a plan says when, in training steps counted from 1."""
+"""When a fault happens, in training steps counted from 1."""
 
 
 def since(step: int) -> range:
-    """In this step and in all after it: a persistent fault."""
+    """A persistent fault: this step and all later ones."""
     return range(step, sys.maxsize)
 
 
 def steps_of(when: Steps) -> range | Recurring:
-    """The same, as something that a step can be in; a ``ValueError`` for steps that there are not."""
+    """The steps as a container. Raises ``ValueError`` for steps below 1."""
     if isinstance(when, int):
         when = range(when, when + 1)
     steps = when.steps if isinstance(when, Recurring) else when
     if not steps or min(steps[0], steps[-1]) < 1:
-        raise ValueError(f"steps are counted from 1, got {steps}")
+        raise ValueError(f"steps count from 1, got {steps}")
     return when
 
 
@@ -136,40 +134,40 @@ Effect = ProcessEffect | TensorEffect | CallEffect
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the plan's author knows of the finding, where it does not follow from the fault alone."""
+    """What the plan's author expects of the finding, if it does not follow from the fault alone."""
 
     surface: Surface | None = None
     scope: Scope | None = None
     ranks: tuple[int, ...] | None = None
     role: LayerKind | None = None
-    """Whose peers vote, where experts are carved out of data parallelism."""
+    """The kind of layer whose peers vote, if experts are carved out of data parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One effect on one rank at one place."""
+    """One effect on one rank at one site."""
 
     rank: int
     at: str
-    """A place: ``MODULE/what``, a collective, a phase, or ``step`` for the moment before the optimizer runs.
+    """A site: ``MODULE/what``, a collective, a phase, or ``step`` for the moment before the optimizer step.
 
     ``what`` is ``output``, ``input``, ``grad_output``, ``grad_input``, ``forward`` or ``backward`` (the
     moments before those passes), the name of a parameter or buffer, or ``PARAMETER.grad`` and
-    ``PARAMETER.SLOT`` for its gradient and its optimizer state. ``PARAMETER.gradient`` is what this rank's
-    backward computes, before any reduction. ``broadcast@DESCRIPTION`` is a collective on a process group of
-    that description, and what it leaves in this rank's memory. ``input``, ``checkpoint_read`` and
-    ``checkpoint_write`` are the phases that ``Injector.input`` and ``Injector.checkpoint_io`` are put around.
+    ``PARAMETER.SLOT`` for its gradient and its optimizer state. ``PARAMETER.gradient`` is the gradient that
+    this rank computes, before any reduction. ``broadcast@DESCRIPTION`` is a collective on a process group of
+    that description, and its output on this rank. ``input``, ``checkpoint_read`` and ``checkpoint_write``
+    are the phases of ``Injector.input`` and ``Injector.checkpoint_io``.
     """
     when: range | Recurring
-    """Training steps, counted from 1; the step ends with the optimizer."""
+    """Training steps, counted from 1; a step ends with the optimizer step."""
     effect: Effect
     manifestation: Manifestation
     calls: range | None = FIRST
-    """Which passes over the place within a step, counted from 0; None for all. Replay passes again."""
+    """Which passes over the site within a step, counted from 0; None for all. Later passes are replay's."""
     axis: str | None = None
-    """Of the mesh, along which the process group of a collective lies."""
+    """The mesh axis of a collective's process group."""
     shown: Shown = field(default_factory=Shown)
-    """What is known of the finding besides."""
+    """What is known of the finding."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -181,5 +179,5 @@ class Fault:
 
     @property
     def steps(self) -> range:
-        """Those in which it may happen."""
+        """The steps in which it may happen."""
         return self.when.steps if isinstance(self.when, Recurring) else self.when

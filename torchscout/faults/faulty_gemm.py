@@ -1,6 +1,6 @@
-"""The grouped GEMM on a device that may be sick: it perturbs itself once a fault says so (paper, evaluation).
+"""A grouped GEMM that perturbs its results once ``activate`` is called (paper, evaluation).
 
-Healthy ranks run it too, so that all have the same kernel. Who falls ill is planned in ``effects``.
+Healthy ranks run it too, so that all ranks have the same kernel.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["FaultyGemm", "activate", "times_applied"]
 
 _APPLIED = 2
-"""The word in which the kernel counts."""
+"""The word in which the kernel counts perturbations."""
 _words: dict[torch.device, torch.Tensor] = {}
-"""The fault of this process, where its kernels read it."""
+"""The perturbation of this process, in the memory of each device."""
 
 
 class FaultyGemm(GroupedGemm):
-    """Perturbs, in every pass, the work item that this process has fallen ill with."""
+    """Perturbs the work item that ``activate`` has chosen, in every pass."""
 
     def launch(
         self,
@@ -36,18 +36,18 @@ class FaultyGemm(GroupedGemm):
         counters: Tensor | None = None,
         fault: Tensor | None = None,
     ) -> Any:
-        illness = _on(rows.device) if fault is None else fault
-        return super().launch(which, operands, rows, counters=counters, fault=illness)
+        words = _on(rows.device) if fault is None else fault
+        return super().launch(which, operands, rows, counters=counters, fault=words)
 
 
 def activate(tile: int, step: int) -> None:
-    """From now on, on the device of every launch so far and on the host."""
+    """Perturb one work item from now on, on the host and on every device used so far."""
     for device in {torch.device("cpu"), *_words}:
         _on(device)[:2] = torch.tensor(Perturbation(tile, step), dtype=torch.int32, device="cpu")
 
 
 def times_applied() -> int:
-    """How often kernels say that they perturbed something."""
+    """How often kernels have perturbed a work item, by their own count."""
     return sum(int(words[_APPLIED]) for words in _words.values())
 
 

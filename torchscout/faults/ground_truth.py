@@ -1,9 +1,8 @@
-"""What a detector that makes no mistakes would report (paper, sections 4, 5 and 7).
+"""What a perfect detector would report (paper, sections 4, 5 and 7).
 
-How precisely evidence can point depends on the mesh: of two peers nobody can say which one is right, a
-slow collective belongs to its process group, and who holds others up is named in a group of any size.
-``surface_of`` says on which surface a fault shows first. A module is taken for the layer that replay
-calls; for what is inside of one, a plan must say so by ``showing``.
+The mesh limits how precise evidence can be: with two peers, it is unknown which one is right; a slow
+collective belongs to its process group; a rank that others wait for is named in a group of any size.
+A module counts as the layer that replay calls; for a part of a layer, a plan must use ``showing``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["GroundTruth", "axis_of", "peers_of", "surface_of", "truths"]
 
 
 def surface_of(fault: Fault, mesh: Mesh) -> Surface:
-    """As an incident gives it; ``*`` stands for what only the job knows."""
+    """The surface on which a fault shows first, as in an incident; ``*`` is known only at run time."""
     if fault.shown.surface is not None:
         return fault.shown.surface
     if fault.manifestation is Manifestation.HANG:
@@ -39,12 +38,12 @@ def surface_of(fault: Fault, mesh: Mesh) -> Surface:
 
 def _surface_of_hang(fault: Fault) -> Surface:
     if fault.effect == Signal(signal.SIGKILL):
-        return "process|issued/*|entered/*"  # it is seen to be gone before others wait for it, or after
+        return "process|issued/*|entered/*"  # found missing before or after others wait for it
     if fault.place.kind is not SiteKind.COLLECTIVE:
-        return "issued/*|entered/*"  # the latter where devices enter operations
+        return "issued/*|entered/*"  # the latter on devices
     group = fault.place.slot if fault.place.slot not in ("", "undefined") else "*"
     if isinstance(fault.effect, Skip | Swap):
-        return f"deadlock|fingerprint/{group}"  # the latter where its next collective is on the same group
+        return f"deadlock|fingerprint/{group}"  # the latter if its next collective is on the same group
     if isinstance(fault.effect, CallEffect):
         return f"fingerprint/{group}"
     return f"issued/{group}|entered/{group}"
@@ -53,14 +52,14 @@ def _surface_of_hang(fault: Fault) -> Surface:
 def _surface_of_time(place: FaultSite, fault: Fault, mesh: Mesh) -> Surface:
     if place.kind is SiteKind.COLLECTIVE:
         axis = axis_of(fault, mesh)
-        # Of embeddings, layers and outputs, forward and backward; those that gather and reduce a layer's
-        # state are told from the ones it makes itself.
+        # Any of embeddings, layers and outputs, forward and backward. Collectives that gather and reduce a
+        # layer's state have other surfaces than those of the layer itself.
         return f"time/*{place.name}*" if axis in ("replica", "shard") else f"time/*{place.name}*@{axis}"
     if place.kind is SiteKind.PHASE:
         return f"time/{place.name}"
     if place.kind is SiteKind.PASS:
         return "time/module_backward" if place.name in BACKWARD else "time/module"
-    raise ValueError(f"a delay at {fault.at!r} shows on no surface: nothing times that place by itself")
+    raise ValueError(f"a delay at {fault.at!r} cannot be detected: this site is not timed")
 
 
 def _surface_of_number(place: FaultSite, mesh: Mesh) -> Surface:
@@ -72,71 +71,71 @@ def _surface_of_number(place: FaultSite, mesh: Mesh) -> Surface:
         return f"{module}/{seen.get(place.name, 'grad_input' if place.name in BACKWARD else place.name)}"
     if place.kind is SiteKind.GRADIENT:
         return f"{module}/{place.name}.grad"
-    if mesh.peer_axis() is Axis.SHARD:  # nobody has a second copy: the owner's own evidence
+    if mesh.peer_axis() is Axis.SHARD:  # there is no second copy, only the owner's evidence
         if place.slot == "grad":
             raise ValueError(
-                f"a wrong gradient of {place.tensor} shows on no surface: only its owner has that shard of it"
+                f"a wrong gradient of {place.tensor} cannot be detected: only its owner has that shard of it"
             )
         return AT_REST if place.slot else "optimizer/update"
-    slot = "" if place.slot in ("", "grad") else f".{place.slot}"  # a wrong gradient leaves a wrong weight
+    slot = "" if place.slot in ("", "grad") else f".{place.slot}"  # a wrong gradient makes a wrong weight
     return f"{module}/{place.name}{slot}"
 
 
 def axis_of(fault: Fault, mesh: Mesh) -> str:
-    """The axis of the mesh along which the process group of a collective lies."""
+    """The mesh axis of a collective's process group. Raises ``ValueError`` if it is unknown."""
     if fault.axis is not None:
         return fault.axis
     everybody = tuple(range(len(mesh)))
     along = [axis for axis in AXES if mesh.ranks_along(axis, 0) == everybody]
     if fault.place.slot != "default_pg" or not along:
         raise ValueError(
-            f"along which axis of the mesh the process group of {fault.at!r} lies is not known; "
-            f"say it by axis, one of {', '.join(AXES)}"
+            f"the mesh axis of the process group of {fault.at!r} is unknown; "
+            f"pass axis, one of {', '.join(AXES)}"
         )
     return along[0]
 
 
 @dataclass(frozen=True, slots=True)
 class GroundTruth:
-    """One finding that a run with these faults must have."""
+    """One incident that a run with these faults must report."""
 
     manifestation: Manifestation
     ranks: tuple[int, ...]
-    """Who is named; for a group scope all its members."""
+    """The named ranks; all members for a group scope."""
     scope: Scope
     surface: Surface
-    """As an incident gives it. ``*`` stands for what only the job knows: ``issued/*`` is whatever process
-    group the others wait in; ``|`` is between surfaces where the moment decides which shows first."""
+    """The surface of the incident. ``*`` is known only at run time: ``issued/*`` is any process group that
+    other ranks wait in. ``|`` separates surfaces of which timing decides which shows first."""
     steps: range
-    """Those in which it may happen."""
+    """The steps in which it may happen."""
 
-    def is_told_by(self, incident: Incident) -> bool:
-        """Whether an incident says this, and nothing else."""
-        told = (incident.manifestation, incident.ranks, incident.scope)
-        shown = incident.records[0].surface
-        is_there = any(fnmatchcase(shown, surface) for surface in self.surface.split("|"))
-        return is_there and told == (self.manifestation, self.ranks, self.scope)
+    def matches(self, incident: Incident) -> bool:
+        """Whether an incident reports exactly this."""
+        found = (incident.manifestation, incident.ranks, incident.scope)
+        patterns = self.surface.split("|")
+        is_there = any(fnmatchcase(incident.records[0].surface, each) for each in patterns)
+        return is_there and found == (self.manifestation, self.ranks, self.scope)
 
 
 def truths(faults: Iterable[Fault], mesh: Mesh) -> tuple[GroundTruth, ...]:
-    """The findings of faults that happen in one job, each once: what happens together is told together."""
+    """The findings of faults in one job; faults that happen together make one finding."""
     together: dict[Hashable, list[Fault]] = defaultdict(list)
     for fault in faults:
-        together[_occasion(fault, mesh)].append(fault)
+        together[_finding_key(fault, mesh)].append(fault)
     return tuple(
-        _stated(fault.shown, truth)
+        _with_expectations(fault.shown, truth)
         for each in together.values()
         for fault, truth in ((each[0], found) for found in _found(each, mesh))
     )
 
 
-def _occasion(fault: Fault, mesh: Mesh) -> Hashable:
-    """Faults with the same one make one finding."""
+def _finding_key(fault: Fault, mesh: Mesh) -> Hashable:
+    """Faults with the same key make one finding."""
     kind, common = fault.place.kind, (fault.manifestation, fault.steps)
     if fault.manifestation is Manifestation.SDC:
         return *common, surface_of(fault, mesh), peers_of(fault, mesh).ranks
     if kind is SiteKind.COLLECTIVE:
-        # What process groups that are slow have in common is asked of all of them at once.
+        # All slow process groups are localized together, by what they have in common.
         is_slow = fault.manifestation is Manifestation.STRAGGLER
         return *common, kind, "" if is_slow else (surface_of(fault, mesh), type(fault.effect))
     if fault.manifestation is Manifestation.STRAGGLER:
@@ -153,7 +152,7 @@ def _found(faults: Sequence[Fault], mesh: Mesh) -> list[GroundTruth]:
 
 
 def _wrong(faults: Sequence[Fault], mesh: Mesh) -> GroundTruth:
-    """A strict majority shows who is wrong; what a rank alone holds, and must not change, it shows itself."""
+    """A strict majority shows which ranks are wrong; owned state that must not change shows by itself."""
     first, peers = faults[0], peers_of(faults[0], mesh).ranks
     ranks, surface = _ranks(faults), surface_of(faults[0], mesh)
     if 2 * len(ranks) >= len(peers) and surface != AT_REST:
@@ -165,10 +164,10 @@ def _wrong(faults: Sequence[Fault], mesh: Mesh) -> GroundTruth:
 
 
 def _late(faults: Sequence[Fault], mesh: Mesh) -> GroundTruth:
-    """Who is waited for and does not wait is the source: evidence that needs no vote.
+    """A rank that others wait for and that waits for no rank is the source: this evidence needs no vote.
 
-    Who issued something else, or waits in a circle, is for the members of the group to vote on; and where all
-    have entered, nobody in it is to blame.
+    The members of the group vote on a rank that issued another operation or waits in a cycle. If all have
+    entered, no member is to blame.
     """
     ranks, first = _ranks(faults), faults[0]
     if isinstance(first.effect, CallEffect | StayInside):
@@ -183,7 +182,7 @@ def _late(faults: Sequence[Fault], mesh: Mesh) -> GroundTruth:
 
 
 def _slow(faults: Sequence[Fault], mesh: Mesh) -> list[GroundTruth]:
-    """Each slow rank by itself; where all are equally slow it is the job."""
+    """One finding for each slow rank; one for the job if all are slow."""
     first, peers = faults[0], peers_of(faults[0], mesh)
     surfaces = {
         rank: min(surface_of(each, mesh) for each in faults if each.rank == rank) for rank in _ranks(faults)
@@ -200,7 +199,7 @@ def _slow(faults: Sequence[Fault], mesh: Mesh) -> list[GroundTruth]:
 
 
 def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[GroundTruth]:
-    """What the slow process groups have in common, all others being measured and normal."""
+    """What the slow process groups have in common, if all other groups are measured and normal."""
     first = faults[0]
     slow = list(dict.fromkeys(group for fault in faults for group in _slow_with(fault, mesh)))
     rivals = {group: _corresponding(group, mesh) for group in slow}
@@ -218,7 +217,7 @@ def _slow_groups(faults: Sequence[Fault], mesh: Mesh) -> list[GroundTruth]:
 
 
 def _slow_with(fault: Fault, mesh: Mesh) -> list[Group]:
-    """The groups in which others wait for this rank."""
+    """The groups in which other ranks wait for this one."""
     group = _group(fault, mesh)
     parts = [Group(group.axis, ranks) for ranks in _timed_together(group.axis, group.ranks)]
     return [part for part in parts if fault.rank in part.ranks]
@@ -235,12 +234,12 @@ def _groups(axis: str, mesh: Mesh) -> list[Group]:
 
 
 def _timed_together(axis: str, ranks: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
-    """A stage of a pipeline passes on to its neighbours, and each two of them are timed."""
+    """A pipeline stage sends to its neighbours, and each pair of stages is timed."""
     return list(pairwise(ranks)) if axis == "pipeline" else [ranks]
 
 
 def _corresponding(group: Group, mesh: Mesh) -> list[Group]:
-    """Groups that are alike in size and in how they lie on machines, itself among them."""
+    """The groups of the same size and placement on machines, including this one."""
     return [each for each in _groups(group.axis, mesh) if _placed(each, mesh) == _placed(group, mesh)]
 
 
@@ -249,7 +248,7 @@ def _placed(group: Group, mesh: Mesh) -> list[int]:
 
 
 def peers_of(fault: Fault, mesh: Mesh) -> PeerGroup:
-    """Who is compared: holders of the same state, or whoever computes the same layer."""
+    """The ranks that are compared: those that hold the same state, or compute the same layer."""
     role = fault.shown.role
     if fault.place.kind in (SiteKind.PASS, SiteKind.GRADIENT):
         return mesh.layer_peers_of(fault.rank, role)
@@ -262,7 +261,7 @@ def _ranks(faults: Sequence[Fault]) -> tuple[int, ...]:
     return tuple(sorted({fault.rank for fault in faults}))
 
 
-def _stated(shown: Shown, truth: GroundTruth) -> GroundTruth:
+def _with_expectations(shown: Shown, truth: GroundTruth) -> GroundTruth:
     return replace(
         truth,
         scope=truth.scope if shown.scope is None else shown.scope,

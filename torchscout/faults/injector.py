@@ -1,9 +1,9 @@
-"""Carries out a plan of faults through PyTorch's public hooks, and counts what fired.
+"""Carries out a plan of faults through PyTorch's public hooks, and counts the faults that happened.
 
-The code under test has no branch for faults: an unarmed job and an armed one run the same code. A listener
-of ``collectives`` delays collectives and changes results. To replace a collective takes a dispatch mode
+The code under test has no branch for faults: it is the same with and without an injector. A listener of
+``collectives`` delays collectives and changes their results. Replacing a collective needs a dispatch mode
 above the kernels that ``collectives`` registers, so that all other listeners see what the rank issues
-instead; the mode is active only during steps in which such a fault is due.
+instead; the mode is active only in steps with such a fault.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = ["CollectiveFaults", "Firing", "Injector", "Tampering"]
 
 
 class CollectiveFaults:
-    """Hears of the collectives at one fault's place, and lets it happen there."""
+    """Listens to collectives, and applies one fault at its site."""
 
     def __init__(self, fault: Fault, happen: Callable[[Any], None]) -> None:
         self._place, self._happen = fault.place, happen
         self._is_after = isinstance(fault.effect, TensorEffect)
-        """A wrong number is what the collective has left in memory; a late rank has not entered it."""
+        """Corruption changes the collective's output; a delay comes before the rank enters it."""
         self._is_inside = isinstance(fault.effect, StayInside)
         self._handle: Handle | None = None if self._is_inside else listen(self, outermost=True)
 
     def step_begins(self) -> None:
-        """Who is stuck inside has told all others that it enters: it comes after every other listener."""
+        """Register as the last listener: a rank that is stuck inside has published that it enters."""
         if self._is_inside:
             self.remove()
             self._handle = listen(self)
@@ -70,22 +70,22 @@ class CollectiveFaults:
 
 
 _FUNCTIONAL = "_c10d_functional"
-"""Operators that issue collectives from within: those of DTensor, of expert and context parallelism."""
+"""The namespace of operators that issue collectives: of DTensor, and of expert and context parallelism."""
 _BELOW = DispatchKeySet(DispatchKey.CPU)
-"""They have one kernel each, whatever the device."""
+"""These operators have one kernel each, for all devices."""
 
 
 class Tampering(TorchDispatchMode):
-    """The call effects of one rank. ``is_due`` is asked once for each collective at a fault's place."""
+    """Applies one rank's call effects. ``is_due`` is called once for each collective at a fault's site."""
 
     def __init__(self, faults: Sequence[Fault], is_due: Callable[[Fault], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._faults, self._is_due = faults, is_due
-        self._held: Issue | None = None
+        self._postponed: Issue | None = None
         self._is_on = False
 
     def begin(self, step: int) -> None:
-        """Be on during a step in which something may happen, and in no other."""
+        """Activate the mode if a fault may happen in this step."""
         self.end()
         if any(step in fault.when for fault in self._faults):
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -95,15 +95,15 @@ class Tampering(TorchDispatchMode):
         if self._is_on:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._is_on = False
-        self._issue_held()
+        self._issue_postponed()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # a distributed tensor first takes it apart, and its parts come here again
+            return NotImplemented  # DTensor dispatches again with its local tensors
         if func.namespace == _FUNCTIONAL:
-            with self:  # the operator is passed by, what it issues is not
+            with self:  # intercept what the operator issues, not the operator itself
                 return func.redispatch(_BELOW, *args, **(kwargs or {}))
         operator = _operators().get(func)
         if operator is None:
@@ -118,23 +118,23 @@ class Tampering(TorchDispatchMode):
             if (fault.place.name, fault.place.slot) == here and self._is_due(fault):
                 return self._replaced(fault, issue)
         result = func(*args)
-        if self._held is not None:
+        if self._postponed is not None:
             dist.Work.unbox(result[-1] if isinstance(result, tuple) else result).wait()
-            self._issue_held()
+            self._issue_postponed()
         return result
 
     def _replaced(self, fault: Fault, issue: Issue) -> Any:
-        assert isinstance(fault.effect, CallEffect), "nothing else is given to this mode"
+        assert isinstance(fault.effect, CallEffect), "this mode has only call effects"
         result = fault.effect.replace(issue)
         if result is not None:
             return result
-        self._held = issue
+        self._postponed = issue
         return done(issue)
 
-    def _issue_held(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held.go_on(*held.arguments)
+    def _issue_postponed(self) -> None:
+        postponed, self._postponed = self._postponed, None
+        if postponed is not None:
+            postponed.call(*postponed.arguments)
 
 
 @cache
@@ -155,21 +155,21 @@ _Batch = TypeVar("_Batch")
 
 @dataclass(frozen=True, slots=True)
 class Firing:
-    """One fault, seen to happen."""
+    """One occurrence of a fault."""
 
     rank: int
     at: str
     step: int
     detail: str
     monotonic: float
-    """When, by the machine's monotonic clock."""
+    """The time by the machine's monotonic clock."""
 
 
 class Injector:
-    """One rank's share of the plan, armed until ``disarm`` or the end of the ``with`` block.
+    """Carries out one rank's faults until ``disarm`` or the end of the ``with`` block.
 
-    ``log`` names a file that gets a JSON line for each firing, written before the effect, so
-    that a rank that kills itself is still seen to have done it.
+    Each firing is written to the file ``log`` as a JSON line, before the effect on the process, so that a
+    rank that kills itself leaves a trace.
     """
 
     def __init__(
@@ -184,10 +184,10 @@ class Injector:
         self.step = 1
         self.fired: list[Firing] = []
         self._passes: Counter[tuple[Fault, int]] = Counter()
-        """How often each place was passed in each step."""
+        """Passes over each fault's site in each step."""
         self._happened: set[Fault] = set()
         self._masked: Counter[Fault] = Counter()
-        """How often a fault came to its place and changed nothing there."""
+        """How often a fault changed nothing at its site."""
         self._rank, self._model, self._optimizer, self._log = rank, model, optimizer, log
         self._mine = faults.of(rank).planned
         self._is_updated = False
@@ -195,14 +195,14 @@ class Injector:
         self._handles: list[RemovableHandle | CollectiveFaults] = []
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
-        """What is due just before and just after the optimizer runs."""
+        """Called just before and just after the optimizer step."""
         replacing = [fault for fault in self._mine if isinstance(fault.effect, CallEffect)]
         self._tampering = Tampering(replacing, self._is_replaced)
         for fault in self._mine:
             if isinstance(fault.effect, ProcessEffect):
                 fault.effect.prepare()
             self._hook(fault)
-        # Before all other hooks: FSDP gathers a model's parameters in one, and that belongs to the step.
+        # Before all other hooks: FSDP gathers parameters in one of them, which belongs to the step.
         for called in [model] if is_called(model) else model.children():
             self._handles.append(called.register_forward_pre_hook(self._next_begins, prepend=True))
         self._handles.append(optimizer.register_step_pre_hook(self._before_update))
@@ -217,11 +217,11 @@ class Injector:
 
     @property
     def unfired(self) -> list[Fault]:
-        """Faults of this rank that have not happened in any step: a test must not pass with one."""
+        """Faults of this rank that have not happened. A test must not pass with one."""
         return [fault for fault in self._mine if fault not in self._happened]
 
     def report(self) -> dict[str, Any]:
-        """What became of this rank's share, as plain data."""
+        """What happened on this rank, as plain data."""
         return {
             "rank": self._rank,
             "planned": len(self._mine),
@@ -236,14 +236,14 @@ class Injector:
             self._handles.pop().remove()
 
     def input(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
-        """The same batches; whatever is planned for fetching them happens meanwhile."""
+        """Yield the batches; faults at ``input`` happen while they are fetched."""
         for batch in batches:
             self._pass("input", self.step + self._is_updated)
             yield batch
 
     @contextmanager
     def checkpoint_io(self, kind: Literal["read", "write"]) -> Iterator[None]:
-        """What is planned for reading or writing checkpoints happens here."""
+        """Let faults at ``checkpoint_read`` or ``checkpoint_write`` happen."""
         self._pass(f"checkpoint_{kind}", self.step)
         yield
 
@@ -261,10 +261,10 @@ class Injector:
         elif place.kind is SiteKind.STATE:
             tensor = tensor_at(place, self._model)
             moment = self._before if place.slot == "grad" else self._after
-            moment.append(lambda: act(self._held(tensor, place.slot)))
+            moment.append(lambda: act(self._state(tensor, place.slot)))
 
     def _next_begins(self, *_: Any) -> None:
-        """A step ends when the next one begins: what is replayed between them belongs to the first."""
+        """A step ends when the next one begins: replay in between belongs to the earlier step."""
         if self._is_updated and not in_own_work():
             self.step, self._is_updated = self.step + 1, False
             self._tampering.begin(self.step)
@@ -289,7 +289,7 @@ class Injector:
                 self._fire(fault, (), step)
 
     def _is_due(self, fault: Fault, step: int) -> bool:
-        """Whether its step has come, and within it its call."""
+        """Count a pass over the fault's site; return whether the fault happens in it."""
         call = self._passes[fault, step]
         self._passes[fault, step] += 1
         return step in fault.when and (fault.calls is None or call in fault.calls)
@@ -306,14 +306,14 @@ class Injector:
             return
         found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
         if isinstance(fault.effect, ProcessEffect):
-            self._count(fault, repr(fault.effect), step)  # first: the process may not come back from it
+            self._count(fault, repr(fault.effect), step)  # first: the process may not survive
             fault.effect.happen()
         elif found and isinstance(fault.effect, TensorEffect):
-            told = fault.effect.corrupt(found[0])
-            if told is None:
+            change = fault.effect.corrupt(found[0])
+            if change is None:
                 self._masked[fault] += 1
             else:
-                self._count(fault, told, step)
+                self._count(fault, change, step)
 
     def _count(self, fault: Fault, detail: str, step: int) -> None:
         firing = Firing(self._rank, fault.at, step, detail, time.monotonic())
@@ -323,7 +323,7 @@ class Injector:
             with self._log.open("a") as log:
                 log.write(json.dumps(asdict(firing)) + "\n")
 
-    def _held(self, tensor: torch.Tensor, slot: str) -> Any:
+    def _state(self, tensor: torch.Tensor, slot: str) -> Any:
         if not slot:
             return tensor
         return tensor.grad if slot == "grad" else self._optimizer.state[tensor].get(slot)

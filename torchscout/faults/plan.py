@@ -1,13 +1,11 @@
-"""The plan of faults: plain data that travels to every rank and knows its ground truth.
+"""The plan of faults, its checks, and random plans.
 
-``check`` refuses a plan that cannot be carried out, or that no detector could see, before anything starts.
-Each refusal names the fault and what there is instead. What a model looks like on other ranks, as in a
-pipeline, is not known here: there each rank checks its own faults, ``faults.of(rank)``.
+``check`` refuses a plan that cannot be carried out, or that no detector could see, before anything starts. It
+does not know the models of other ranks, as in a pipeline: there each rank checks ``faults.of(rank)``.
 
-``realistic`` draws wrong numbers as they are seen in the field. By published measurements (arXiv
-2605.04213) NaN or infinity is only about 1% of the outcomes of silent data corruption, and single-bit
-flips are under 40% of bit-flip events: most corruptions are finite numbers, and hit several bits.
-``SHARES`` follows both figures; how the rest is divided is our choice.
+``realistic`` draws corruptions as they occur in the field. By published measurements (arXiv 2605.04213) NaN
+or infinity is only about 1% of silent data corruptions, and flips of a single bit are under 40% of bit flips:
+most corruptions are finite, and hit several bits. ``SHARES`` follows both figures; the rest is our choice.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import random
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -50,9 +48,6 @@ from torchscout.faults.fault import FIRST, Effect, Fault, FaultSite, Shown, Site
 from torchscout.faults.ground_truth import GroundTruth, peers_of, surface_of, truths
 from torchscout.mesh import LayerKind, Mesh
 
-if TYPE_CHECKING:
-    from torchscout.faults.fault import Fault
-
 __all__ = [
     "FIRST",
     "SHARES",
@@ -70,13 +65,13 @@ _SDC, _STRAGGLER, _HANG = Manifestation.SDC, Manifestation.STRAGGLER, Manifestat
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """A plan of faults, built link by link; plain data that travels to every rank.
+    """A plan of faults, built by chaining calls; plain data that is sent to every rank.
 
-    ``Faults().flip_bit(rank=5, at="layer.2/weight", step=7, bit=30).delay(rank=1, ...)``
+    ``FaultPlan().flip_bit(rank=5, at="layer.2/weight", step=7, bit=30).delay(rank=1, ...)``
 
-    ``at`` is a place as ``Fault.at`` describes them. ``step`` is one step, a ``range`` of them,
-    ``since(step)`` for ever, or ``Recurring`` by chance. ``calls`` says which passes over the place within a
-    step are hit, all of them with None: the first is training's own. ``Injector`` carries the plan out.
+    ``at`` is a site, as ``Fault.at`` describes. ``step`` is one step, a ``range``, ``since(step)`` for a
+    persistent fault, or ``Recurring`` for a random one. ``calls`` are the passes over the site within a step
+    that are hit, None for all; the first one is training's. ``Injector`` carries the plan out.
     """
 
     planned: tuple[Fault, ...] = ()
@@ -91,17 +86,17 @@ class FaultPlan:
         return FaultPlan(self.planned + other.planned)
 
     def of(self, rank: int) -> FaultPlan:
-        """One rank's share."""
+        """The faults of one rank."""
         return FaultPlan(tuple(fault for fault in self.planned if fault.rank == rank))
 
     def truth(self, mesh: Mesh) -> tuple[GroundTruth, ...]:
-        """What a perfect detector says of all of them; one finding may be of several faults."""
+        """What a perfect detector reports; several faults may make one finding."""
         return truths(self.planned, mesh)
 
     def check(self, mesh: Mesh | int, model: nn.Module) -> None:
-        """Refuse what cannot happen or cannot be seen in this job, before anything starts.
+        """Raise ``ValueError`` for a fault that cannot happen, or cannot be detected, in this job.
 
-        ``mesh`` may be the number of ranks alone; what is visible to whom is then not looked at.
+        ``mesh`` may be the number of ranks; detectability is not checked then.
         """
         check(self.planned, mesh, model)
 
@@ -113,7 +108,7 @@ class FaultPlan:
         ranks: tuple[int, ...] | None = None,
         role: LayerKind | None = None,
     ) -> FaultPlan:
-        """What is known of the last fault's finding: a part of a layer shows in the layer's output."""
+        """Set what the last fault's finding shows, such as the layer's output for a part of a layer."""
         *before, last = self.planned
         return FaultPlan((*before, replace(last, shown=Shown(surface, scope, ranks, role))))
 
@@ -148,7 +143,7 @@ class FaultPlan:
         index: int = 0,
         calls: range | None = None,
     ) -> FaultPlan:
-        """A bit of one element can only be ``value``, 0 or 1, whenever the place is passed."""
+        """Set a bit of one element to ``value``, 0 or 1, at every pass over the site."""
         return self._add(rank, at, step, StuckBit(bit, value, index), _SDC, calls)
 
     def set_value(
@@ -173,14 +168,14 @@ class FaultPlan:
         value: float | None = None,
         calls: range | None = FIRST,
     ) -> FaultPlan:
-        """Neighbouring elements become noise drawn from a seed, or all one value."""
+        """Overwrite adjacent elements with noise drawn from a seed, or with one value."""
         effect = Overwrite(elements.start, len(elements), seed, value)
         return self._add(rank, at, step, effect, _SDC, calls)
 
     def perturb_kernel(
         self, *, rank: int, at: str, step: Steps, tile: int = 0, within: int = -1
     ) -> FaultPlan:
-        """Experts on a ``FaultyGemm`` compute a tile, or a step ``within`` it, wrong from then on."""
+        """Let experts on a ``FaultyGemm`` compute a tile, or a step ``within`` it, wrong from then on."""
         return self._add(rank, at, step, PerturbKernel(tile, within), _SDC, None)
 
     def delay(
@@ -193,9 +188,9 @@ class FaultPlan:
         calls: range | None = FIRST,
         on_device: bool = False,
     ) -> FaultPlan:
-        """Be slow, and go on: a straggler. Modules, fetching batches, reading and writing checkpoints.
+        """Delay a module, fetching a batch, or reading or writing a checkpoint: a straggler.
 
-        The host sleeps; ``on_device`` a kernel keeps the current CUDA stream busy instead.
+        The host sleeps; with ``on_device`` a kernel keeps the current CUDA stream busy instead.
         """
         effect = DeviceSpin(seconds) if on_device else Sleep(seconds)
         return self._add(rank, at, step, effect, _STRAGGLER, calls)
@@ -203,11 +198,11 @@ class FaultPlan:
     def slow_collective(
         self, *, ranks: Sequence[int], at: str, axis: str, step: Steps, seconds: float
     ) -> FaultPlan:
-        """These members are late at every such collective of a process group that lies along ``axis``."""
-        return self._add_each(ranks, at, axis, step, Sleep(seconds), _STRAGGLER, None)
+        """Delay these ranks at every such collective of a process group along the mesh axis ``axis``."""
+        return self._add(ranks, at, step, Sleep(seconds), _STRAGGLER, None, axis)
 
     def stall(self, *, rank: int, at: str, step: Steps, seconds: float, on_device: bool = False) -> FaultPlan:
-        """Stop for so long that the job hangs: the host, or ``on_device`` the current CUDA stream."""
+        """Stop for so long that the job hangs: the host, or with ``on_device`` the current CUDA stream."""
         return self._add(rank, at, step, DeviceSpin(seconds) if on_device else Sleep(seconds), _HANG)
 
     def freeze(self, *, rank: int, step: Steps, seconds: float, at: str = "step") -> FaultPlan:
@@ -228,51 +223,40 @@ class FaultPlan:
     def change_collective(
         self, *, rank: int, at: str, axis: str, step: Steps, what: str, calls: range | None = FIRST
     ) -> FaultPlan:
-        """Issue a collective of another ``dtype``, ``operation`` or ``shape`` than the other members do."""
-        return self._add_each([rank], at, axis, step, Change(what), _HANG, calls)
+        """Issue a collective of another ``dtype``, ``operation`` or ``shape`` than the other ranks."""
+        return self._add(rank, at, step, Change(what), _HANG, calls, axis)
 
     def skip_collective(
         self, *, rank: int, at: str, axis: str, step: Steps, calls: range | None = FIRST
     ) -> FaultPlan:
-        """Go on without a collective that the other members enter."""
-        return self._add_each([rank], at, axis, step, Skip(), _HANG, calls)
+        """Skip a collective that the other ranks enter."""
+        return self._add(rank, at, step, Skip(), _HANG, calls, axis)
 
     def swap_collectives(
         self, *, rank: int, at: str, axis: str, step: Steps, calls: range | None = FIRST
     ) -> FaultPlan:
-        """Enter the next collective, on whatever group, before this one."""
-        return self._add_each([rank], at, axis, step, Swap(), _HANG, calls)
+        """Enter the next collective, on any group, before this one."""
+        return self._add(rank, at, step, Swap(), _HANG, calls, axis)
 
     def stick_collective(
         self, *, ranks: Sequence[int], at: str, axis: str, step: Steps, seconds: float
     ) -> FaultPlan:
-        """All of these members enter a collective, and none comes out again for a while."""
-        return self._add_each(ranks, at, axis, step, StayInside(seconds), _HANG, FIRST)
-
-    def _add_each(
-        self,
-        ranks: Sequence[int],
-        at: str,
-        axis: str,
-        step: Steps,
-        effect: CallEffect | Sleep,
-        manifestation: Manifestation,
-        calls: range | None,
-    ) -> FaultPlan:
-        when = steps_of(step)
-        added = [Fault(rank, at, when, effect, manifestation, calls, axis) for rank in ranks]
-        return FaultPlan((*self.planned, *added))
+        """Let all of these ranks enter a collective and stay inside for ``seconds``."""
+        return self._add(ranks, at, step, StayInside(seconds), _HANG, FIRST, axis)
 
     def _add(
         self,
-        rank: int,
+        ranks: int | Sequence[int],
         at: str,
         step: Steps,
         effect: Effect,
         manifestation: Manifestation,
         calls: range | None = FIRST,
+        axis: str | None = None,
     ) -> FaultPlan:
-        return FaultPlan((*self.planned, Fault(rank, at, steps_of(step), effect, manifestation, calls)))
+        who, when = [ranks] if isinstance(ranks, int) else ranks, steps_of(step)
+        added = [Fault(rank, at, when, effect, manifestation, calls, axis) for rank in who]
+        return FaultPlan((*self.planned, *added))
 
 
 _MOMENTS = ("forward", "backward")
@@ -282,11 +266,11 @@ _Named = TypeVar("_Named")
 
 
 def check(faults: Iterable[Fault], mesh: Mesh | int, model: nn.Module) -> None:
-    """A ``ValueError`` for the first fault that is impossible in a job like this."""
+    """Raise ``ValueError`` for the first fault that is impossible in this job."""
     size = mesh if isinstance(mesh, int) else len(mesh)
     for fault in faults:
         if fault.rank >= size:
-            raise ValueError(f"{_said(fault)}: the job has ranks 0 to {size - 1}")
+            raise ValueError(f"{_described(fault)}: the job has ranks 0 to {size - 1}")
         _check_effect(fault)
         _check_place(fault, model)
         _check_surface(fault)
@@ -295,37 +279,40 @@ def check(faults: Iterable[Fault], mesh: Mesh | int, model: nn.Module) -> None:
 
 
 def module_at(place: FaultSite, model: nn.Module) -> nn.Module:
+    """The module of a site. Raises ``ValueError`` if the model has none."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     return _named(place.module, modules, "module")
 
 
 def tensor_at(place: FaultSite, model: nn.Module) -> torch.Tensor:
-    """The parameter, or the buffer."""
+    """The parameter or buffer of a site. Raises ``ValueError`` if the model has none."""
     known: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     return _named(place.tensor, known, "parameter")
 
 
 def _check_effect(fault: Fault) -> None:
-    """Whether such a thing can happen at such a place."""
+    """Whether the effect is possible at this kind of site."""
     kind, name = fault.place.kind, fault.place.name
     if isinstance(fault.effect, TensorEffect):
         if kind in (SiteKind.STEP, SiteKind.PHASE) or (kind is SiteKind.PASS and name in _MOMENTS):
-            raise ValueError(f"{_said(fault)}: there is no tensor at a moment; say which of its tensors")
+            raise ValueError(
+                f"{_described(fault)}: this site has no tensor; use MODULE/output or MODULE/PARAMETER"
+            )
         if kind is SiteKind.COLLECTIVE and name in POINT_TO_POINT:
-            # Gloo's receives can be waited for once, and their caller does so.
-            raise ValueError(f"{_said(fault)}: what one rank sends another cannot be made wrong")
+            # A receive over Gloo can be waited for only once, and its caller does so.
+            raise ValueError(f"{_described(fault)}: point-to-point messages cannot be corrupted")
     elif isinstance(fault.effect, CallEffect | StayInside):
         if kind is not SiteKind.COLLECTIVE:
-            raise ValueError(f"{_said(fault)}: this happens to a collective, such as all_reduce@GROUP")
+            raise ValueError(f"{_described(fault)}: needs a collective, such as all_reduce@GROUP")
     elif fault.manifestation is Manifestation.STRAGGLER and kind not in _TIMED:
         raise ValueError(
-            f"{_said(fault)}: shows on no surface, since nothing times that place by itself; "
+            f"{_described(fault)}: cannot be detected, since this site is not timed; "
             "delay MODULE/forward, MODULE/backward, a collective, input or checkpoint_write"
         )
 
 
 def _check_place(fault: Fault, model: nn.Module) -> None:
-    """Whether the model has it, and the effect fits what is there."""
+    """Whether the model has this site, and the effect fits its tensor."""
     place = fault.place
     if place.kind is SiteKind.COLLECTIVE:
         known = {operator.operation: None for operator in operators()}
@@ -340,11 +327,11 @@ def _check_place(fault: Fault, model: nn.Module) -> None:
             try:
                 fault.effect.corrupt(tensor.detach().clone())
             except ValueError as error:
-                raise ValueError(f"{_said(fault)}: {error}") from error
+                raise ValueError(f"{_described(fault)}: {error}") from error
 
 
 def _check_surface(fault: Fault) -> None:
-    """Whether what the plan expects is what a detector of this kind of failure reports."""
+    """Whether the expected surface belongs to this kind of failure."""
     surfaces = fault.shown.surface.split("|") if fault.shown.surface is not None else []
     for surface in surfaces:
         fits = {
@@ -353,33 +340,35 @@ def _check_surface(fault: Fault) -> None:
             Manifestation.SDC: "/" in surface and not surface.startswith(("time/", *_HANGS)),
         }[fault.manifestation]
         if not fits:
-            raise ValueError(f"{_said(fault)}: no {fault.manifestation.value} shows on {surface!r}")
+            raise ValueError(f"{_described(fault)}: no {fault.manifestation.value} shows on {surface!r}")
 
 
 def _check_visibility(fault: Fault, mesh: Mesh) -> None:
     surface_of(fault, mesh)
     is_causal = fault.manifestation is Manifestation.HANG or fault.place.kind is SiteKind.COLLECTIVE
     if not is_causal and not peers_of(fault, mesh).can_compare:
-        raise ValueError(f"{_said(fault)}: rank {fault.rank} has no peer to be compared with in this mesh")
+        raise ValueError(
+            f"{_described(fault)}: rank {fault.rank} has no peer to be compared with in this mesh"
+        )
     is_computed = fault.manifestation is Manifestation.SDC and fault.place.kind in (
         SiteKind.PASS,
         SiteKind.GRADIENT,
     )
     if is_computed and fault.calls == FIRST:
         raise ValueError(
-            f"{_said(fault)}: hits training's own pass alone, and nothing is left that replicas disagree "
-            "about; calls=range(1, 200) are those of replay, None are all"
+            f"{_described(fault)}: hits only training's own pass, so replicas agree in replay; use "
+            "calls=range(1, 200) for replay's passes, or None for all"
         )
 
 
-def _said(fault: Fault) -> str:
+def _described(fault: Fault) -> str:
     return f"{fault.effect} on rank {fault.rank} at {fault.at!r}"
 
 
 def _named(name: str, known: Mapping[str, _Named], kind: str, owner: str = "the model") -> _Named:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or sorted(known)[:3]
-        raise ValueError(f"{owner} has no {kind} {name!r}; there is {', '.join(map(repr, near))}")
+        raise ValueError(f"{owner} has no {kind} {name!r}; did you mean {', '.join(map(repr, near))}?")
     return known[name]
 
 
@@ -392,8 +381,7 @@ SHARES: Mapping[str, float] = {
     "value": 0.10,
     "not finite": 0.01,
 }
-"""How often each kind is drawn, relative to the others. Of the first three, the bit flips, one in three is of
-a single bit."""
+"""How often each kind is drawn. Of the first three, the bit flips, about one in three has a single bit."""
 
 
 def realistic(
@@ -405,15 +393,15 @@ def realistic(
     width: int = 32,
     calls: range | None = FIRST,
 ) -> FaultPlan:
-    """One wrong number in each of ``steps``: on one of ``ranks``, at one of ``places``.
+    """Draw one corruption in each of ``steps``, on one of ``ranks``, at one of ``places``.
 
-    ``places`` has the number of elements at each; ``width`` is that of an element, in bits. The same seed
-    gives the same plan on every rank and in every run.
+    ``places`` has the number of elements at each site; ``width`` is the number of bits of an element. The
+    same seed gives the same plan on every rank and in every run.
     """
     if not (steps and ranks and places):
         raise ValueError("a realistic plan needs steps, ranks and places to draw from")
     if empty := [at for at, elements in places.items() if elements < 1]:
-        raise ValueError(f"there is no element at {empty[0]!r}")
+        raise ValueError(f"{empty[0]!r} has no elements")
     chance, faults = random.Random(seed), FaultPlan()
     for step in steps:
         at = chance.choice(list(places))

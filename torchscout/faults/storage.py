@@ -1,7 +1,7 @@
-"""Damages real checkpoint files and memory snapshots, and makes disks that are full (paper, section 8).
+"""Damages checkpoint files and snapshots in memory, and fills disks (paper, section 8).
 
-Such a fault makes no incident: what must come of it is that the damaged copy is never loaded, that it is said
-where the file is, and that the job goes on from another copy or an older generation. ``Lost`` says which.
+Such a fault causes no incident. A damaged copy must never be loaded, its path must be reported, and the job
+must resume from another copy or an older generation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Damage(ABC):
-    """Something that happens to a file."""
+    """Damages a file."""
 
     @abstractmethod
     def happen(self, path: Path) -> None: ...
@@ -42,7 +42,7 @@ class Damage(ABC):
 @dataclass(frozen=True, slots=True)
 class FlipFileBit(Damage):
     at: float
-    """Which byte, as a share of the file: 0 is the first and 1 the last."""
+    """The position of the byte as a share of the file: 0 is the first and 1 the last."""
     bit: int = 3
 
     def happen(self, path: Path) -> None:
@@ -53,10 +53,10 @@ class FlipFileBit(Damage):
 
 @dataclass(frozen=True, slots=True)
 class Cut(Damage):
-    """What was not written when the machine went down."""
+    """Truncates a file, as when the machine goes down while it is written."""
 
     at: float
-    """What share of the file is left."""
+    """The share of the file that is left."""
 
     def happen(self, path: Path) -> None:
         _rewrite(path, path.read_bytes()[: int(self.at * path.stat().st_size)])
@@ -70,52 +70,52 @@ class Delete(Damage):
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What a job that resumes must not load, and must speak of."""
+    """Files that a job that resumes must not load, and must report."""
 
     paths: tuple[Path, ...]
     damage: Damage
 
-    def is_told_by(self, problems: Iterable[str]) -> bool:
-        """Whether each damaged file is spoken of; of one that is not there nobody can know."""
-        told = "\n".join(problems)
-        return isinstance(self.damage, Delete) or all(str(path) in told for path in self.paths)
+    def is_reported_in(self, problems: Iterable[str]) -> bool:
+        """Whether each damaged file is reported; deleted files cannot be."""
+        text = "\n".join(problems)
+        return isinstance(self.damage, Delete) or all(str(path) in text for path in self.paths)
 
 
 def copies(
     folders: Sequence[Path], rank: int, step: int, *, lineage: int = 0, holder: int | None = None
 ) -> list[Path]:
-    """Where a rank's state after a step lies in these folders, of memory or disk; one holder's, or all."""
-    held = "*" if holder is None else holder
-    name = f"step-{step:010d}.lineage-{lineage}/rank-{rank}-of-*.held-by-{held}.shard"
+    """The shards of a rank's state after a step in these folders, of one holder or of all."""
+    by = "*" if holder is None else holder
+    name = f"step-{step:010d}.lineage-{lineage}/rank-{rank}-of-*.held-by-{by}.shard"
     return [path for folder in folders for path in sorted(folder.glob(name))]
 
 
 def spoil(paths: Sequence[Path], damage: Damage) -> Lost:
-    """Damage every one of these files; a ``ValueError`` where there is none, which would prove nothing."""
+    """Damage all of these files. Raises ``ValueError`` if there are none, as a test would prove nothing."""
     if not paths:
-        raise ValueError(f"there is no file that {damage} could happen to")
+        raise ValueError(f"there is no file to apply {damage} to")
     for path in paths:
         damage.happen(path)
     return Lost(tuple(paths), damage)
 
 
 def lose_folder(folder: Path) -> None:
-    """As when a network file system goes away under a running job: nothing can be written there."""
+    """Make a folder unwritable, as when a network file system goes away under a running job."""
     folder.rename(_aside(folder))
     while not folder.is_file():
-        shutil.rmtree(folder, ignore_errors=True)  # whoever was writing may have made it anew
+        shutil.rmtree(folder, ignore_errors=True)  # a writer may have created it again
         with suppress(IsADirectoryError):
             folder.touch()
 
 
 def restore_folder(folder: Path) -> None:
-    """It is back, as it was."""
+    """Undo ``lose_folder``."""
     folder.unlink()
     _aside(folder).rename(folder)
 
 
 def block_ledger(memory: Path, rank: int) -> None:
-    """From now on a rank's ledger under this folder cannot be replaced, whoever the user is."""
+    """Make it impossible to replace a rank's ledgers under this folder, even for root."""
     for path in [*memory.rglob(f"rank-{rank}.ledger")]:
         before = path.with_name(f"{path.name}.previous")
         before.unlink(missing_ok=True)
@@ -123,23 +123,23 @@ def block_ledger(memory: Path, rank: int) -> None:
 
 
 def fill_file_system(folder: Path) -> None:
-    """Take all that is free where this folder lies. For a small file system of its own only."""
+    """Fill the file system of this folder, which must be small."""
     if os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize > _SMALL:
-        raise ValueError(f"the file system of {folder} is not a small one")
+        raise ValueError(f"the file system of {folder} is larger than {_SMALL} bytes")
     with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
 
 
 def can_fill_disks() -> bool:
-    """Whether this machine lets an ordinary user mount a file system of a certain size."""
+    """Whether an ordinary user can mount a file system of a given size on this machine."""
     if shutil.which("unshare") is None:
         return False
     return subprocess.run([*_UNSHARED, "true"], check=False, capture_output=True).returncode == 0
 
 
 def on_a_small_disk(folder: Path, kilobytes: int, command: Sequence[str]) -> list[str]:
-    """The command that runs ``command`` with ``folder`` in a file system of its own, of that size."""
+    """A command line that runs ``command`` with a file system of that size mounted on ``folder``."""
     script = f'mount -t tmpfs -o mode=0700,size={kilobytes}k tmpfs "$0" && exec "$@"'
     return [*_UNSHARED, "sh", "-c", script, str(folder), *command]
 
@@ -153,6 +153,6 @@ def _aside(folder: Path) -> Path:
 
 
 def _rewrite(path: Path, data: bytes) -> None:
-    """In the same file: whoever has it open sees it. Files that are sealed are not writable."""
+    """Write to the same file, so that processes that have it open see it. Sealed files are not writable."""
     path.chmod(0o600)
     path.write_bytes(data)

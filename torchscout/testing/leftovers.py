@@ -1,4 +1,4 @@
-"""However a campaign ends, no process and no shared memory of it stays."""
+"""Removes the processes and shared memory of a demo or campaign, however it ends."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torchscout.utils.procfs import processes_with
 __all__ = ["nothing_left"]
 
 _VARIABLE = "TORCHSCOUT_MEMORY"
-_PATIENCE_SECONDS = 5.0
+_TIMEOUT_SECONDS = 5.0
 
 
 @contextmanager
 def nothing_left(folder: Path) -> Iterator[None]:
-    """While in this block checkpoints in memory go to ``folder``; at its end all that it started is ended."""
+    """Keep in-memory checkpoints in ``folder`` during this block; then remove them and kill its processes."""
     memory = folder / "memory"
     os.environ[_VARIABLE] = str(memory)
     try:
@@ -34,11 +34,11 @@ def nothing_left(folder: Path) -> Iterator[None]:
 
 
 def end_processes(mark: str) -> None:
-    """Kill whoever has ``mark`` in its environment, and wait until they are gone.
+    """Kill all processes with ``mark`` in their environment, and wait until they are gone.
 
-    Ranks end with their pipes; observers have sessions of their own and outlive a killed trainer for a while.
+    Ranks end with their pipes, but observers have their own sessions and outlive a killed trainer.
     """
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while (marked := list(processes_with(mark))) and time.monotonic() < deadline:
         for process in marked:
             with suppress(ProcessLookupError):

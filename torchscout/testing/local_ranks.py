@@ -1,7 +1,7 @@
-"""Run functions on N real ranks of this machine: for the demo, campaigns and our own tests.
+"""Runs functions on N real ranks of this machine, for the demo, the campaign and tests.
 
-Importing torch costs seconds, so ranks are forked from a server that has done it once. A rank
-never takes the interpreter's exit path: Gloo threads of a live DDP object race with it.
+Importing torch takes seconds, so ranks are forked from a server that has imported it once. A rank never
+takes the interpreter's exit path: Gloo threads of a live DDP object race with it.
 
 Ranks communicate over Gloo, or over NCCL on the CUDA devices of this machine. More NCCL ranks than devices
 need NCCL 2.30 and ``NCCL_MULTI_RANK_GPU_ENABLE=1``.
@@ -31,25 +31,25 @@ __all__ = ["LiveRanks", "RankError", "preload", "run_ranks"]
 
 _AFTER_FAILURE_SECONDS = 5.0
 _STACK_SECONDS = 3.0
-_LEAVE_SECONDS = 1.0
-_LEAVE = b"leave"
+_EXIT_SECONDS = 1.0
+_EXIT = b"exit"
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "torch.distributed", "torchscout.testing.local_ranks"]
 
 
 class RankError(AssertionError):
-    """One or more ranks raised, died or hung; the message holds each one's traceback or stack."""
+    """One or more ranks raised, died or hung; the message has the traceback or stack of each."""
 
     def __init__(self, failures: Mapping[int, str], size: int) -> None:
-        told = "\n".join(f"rank {rank}: {failure}" for rank, failure in failures.items())
-        super().__init__(f"{len(failures)} of {size} ranks failed\n{told}")
+        text = "\n".join(f"rank {rank}: {failure}" for rank, failure in failures.items())
+        super().__init__(f"{len(failures)} of {size} ranks failed\n{text}")
         self.failures = dict(failures)
-        """By rank, in words."""
+        """Descriptions by rank."""
 
     @property
     def in_short(self) -> str:
-        """The end of each one's traceback; whoever died without one comes first."""
-        last = {rank: told.strip().splitlines()[-1] for rank, told in self.failures.items()}
+        """The last line of each traceback; ranks that died without one come first."""
+        last = {rank: text.strip().splitlines()[-1] for rank, text in self.failures.items()}
         order = sorted(last, key=lambda rank: "\n" in self.failures[rank].strip())
         return "; ".join(f"rank {rank}: {last[rank]}" for rank in order)
 
@@ -58,7 +58,7 @@ class RankError(AssertionError):
 class _Answer:
     ok: bool
     value: Any
-    """What the body returned, or what went wrong in words."""
+    """What the body returned, or a description of what went wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class _Work:
     args: tuple[Any, ...]
     backend: str = "gloo"
     environment: Mapping[str, str] = field(default_factory=dict)
-    is_asked: bool = False
-    """Whether the body answers questions, one after another."""
+    is_live: bool = False
+    """Whether the body is a generator that answers requests."""
 
 
 def preload(*modules: str) -> None:
-    """Import more modules in the server; only before the first ``run_ranks`` of a process."""
+    """Import more modules in the server. Call it before the first ``run_ranks`` of a process."""
     _preloaded.extend(module for module in modules if module not in _preloaded)
 
 
@@ -87,8 +87,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``body(rank, *args)`` on ``world_size`` ranks and return their results in order.
 
-    ``body`` must be importable (defined at module level). A rank that has not answered after ``timeout``
-    seconds, or a few seconds after another one failed, is killed, and where it stood is part of the
+    ``body`` must be importable (defined at module level). A rank that has not returned after ``timeout``
+    seconds, or a few seconds after another one failed, is killed, and its stack is part of the
     ``RankError``. With ``backend="nccl"`` each rank has a current CUDA device. Variables of ``environment``
     are set before a rank uses any device.
     """
@@ -102,18 +102,17 @@ def run_ranks(
 
 
 class LiveRanks:
-    """Ranks that stay and are asked one thing after another, until ``close`` or the end of a ``with`` block.
+    """Ranks that answer requests until ``close`` or the end of a ``with`` block.
 
-    ``body(rank, questions, *args)`` is a generator: it takes one question after another and yields an
-    answer to each. When there are no more questions it comes to its end. After a ``RankError`` the ranks
-    are of no more use.
+    ``body(rank, requests, *args)`` is a generator that yields an answer to each request, and returns when
+    there are no more. After a ``RankError`` the ranks cannot be used any more.
     """
 
     def __init__(
         self, body: Callable[..., Iterator[Any]], world_size: int, *args: Any, backend: str = "gloo"
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="scout-ranks-")
-        work = _Work(body, world_size, args, backend, is_asked=True)
+        work = _Work(body, world_size, args, backend, is_live=True)
         self._ranks = _start(Path(self._folder.name), work)
 
     def __enter__(self) -> LiveRanks:
@@ -122,19 +121,19 @@ class LiveRanks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, question: Any, timeout: float = 60.0) -> list[Any]:
-        """Every rank's answer, in order."""
-        self.tell(question)
+    def ask(self, request: Any, timeout: float = 60.0) -> list[Any]:
+        """Send a request, and return the answers of all ranks in order."""
+        self.send(request)
         return self.answers(timeout)
 
-    def tell(self, question: Any) -> None:
-        """Ask, and do something else until there are answers."""
-        message = pickle.dumps(question)
+    def send(self, request: Any) -> None:
+        """Send a request without waiting; ``answers`` returns the answers."""
+        message = pickle.dumps(request)
         for rank in self._ranks:
-            rank.tell(message)
+            rank.send(message)
 
     def have_answered(self, timeout: float) -> bool:
-        """Whether all have, or have failed, within that time."""
+        """Whether all ranks answer or fail within ``timeout`` seconds."""
         waiting: set[Any] = {rank.pipe for rank in self._ranks}
         deadline = time.monotonic() + timeout
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -142,11 +141,11 @@ class LiveRanks:
         return not waiting
 
     def answers(self, timeout: float = 60.0) -> list[Any]:
-        """What was told, by every rank in order."""
+        """The answers of all ranks to the last request, in order."""
         return _values(_collect(self._ranks, timeout))
 
-    def close(self, timeout_seconds: float = _LEAVE_SECONDS) -> None:
-        """End all ranks; those that have not come to their end by then are killed. Idempotent."""
+    def close(self, timeout_seconds: float = _EXIT_SECONDS) -> None:
+        """End all ranks; those that have not ended by then are killed. Idempotent."""
         _end(self._ranks, timeout_seconds)
         self._ranks = []
         self._folder.cleanup()
@@ -160,7 +159,7 @@ def _start(folder: Path, work: _Work) -> list[_Rank]:
     with ExitStack() as undo:
         undo.callback(_end, ranks)
         for rank in range(work.world_size):
-            ranks.append(_Rank.start(rank, folder, work))  # noqa: PERF401  those begun so far must end
+            ranks.append(_Rank.start(rank, folder, work))  # noqa: PERF401  undo must see each one
         undo.pop_all()
     return ranks
 
@@ -192,29 +191,29 @@ class _Rank:
             answer: _Answer = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.process.join(_AFTER_FAILURE_SECONDS)
-            return _Answer(False, f"left without an answer, exit code {self.process.exitcode}")
+            return _Answer(False, f"exited without an answer, exit code {self.process.exitcode}")
         return answer
 
-    def where_it_stands(self) -> str:
-        """Ask the rank for its Python stacks; a stopped process has none to give."""
+    def stack_report(self) -> str:
+        """The rank's Python stacks. A stopped process cannot return them."""
         assert self.process.pid is not None
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
         deadline, before = time.monotonic() + _STACK_SECONDS, ""
         while time.monotonic() < deadline:
             text = self.stack.read_text() if self.stack.exists() else ""
-            if text.endswith("\n") and text == before:  # it is written line by line
+            if text.endswith("\n") and text == before:  # stacks are written line by line
                 return f"did not answer in time; its stack:\n{text}"
             before = text
             time.sleep(0.05)
-        return "did not answer in time and gave no stack (stopped, or blocked in the kernel)"
+        return "did not answer in time, and its stack is unknown (stopped, or blocked in the kernel)"
 
-    def tell(self, message: bytes) -> None:
-        with suppress(OSError):  # whoever is gone has no answer, which is found when it is collected
+    def send(self, message: bytes) -> None:
+        with suppress(OSError):  # a rank that is gone is found when answers are collected
             self.pipe.send_bytes(message)
 
     def end(self) -> None:
-        """Make sure that neither the rank nor a child of it stays."""
+        """Kill the rank and all its children."""
         assert self.process.pid is not None
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -223,7 +222,7 @@ class _Rank:
 
 
 def _collect(ranks: Sequence[_Rank], timeout: float) -> list[_Answer]:
-    """Every rank's answer; where one is missing, its stack."""
+    """The answer of every rank, or the stack of one that has not answered."""
     answers: dict[int, _Answer] = {}
     waiting: dict[object, int] = {rank.pipe: index for index, rank in enumerate(ranks)}
     deadline = time.monotonic() + timeout
@@ -234,13 +233,13 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[_Answer]:
             if not answers[index].ok:
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_SECONDS)
     for index in waiting.values():
-        answers[index] = _Answer(False, ranks[index].where_it_stands())
+        answers[index] = _Answer(False, ranks[index].stack_report())
     return [answers[index] for index in range(len(ranks))]
 
 
-def _end(ranks: Sequence[_Rank], timeout_seconds: float = _LEAVE_SECONDS) -> None:
+def _end(ranks: Sequence[_Rank], timeout_seconds: float = _EXIT_SECONDS) -> None:
     for rank in ranks:
-        rank.tell(_LEAVE)
+        rank.send(_EXIT)
     deadline = time.monotonic() + timeout_seconds
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
@@ -249,46 +248,44 @@ def _end(ranks: Sequence[_Rank], timeout_seconds: float = _LEAVE_SECONDS) -> Non
 
 
 def _rank_main(rank: int, folder: Path, pipe: Connection, work: _Work) -> None:
-    """The child's whole life. It answers, waits until every rank has answered, and leaves."""
-    os.setpgid(0, 0)  # so that the parent can end whatever this rank started
+    """The child process: answers, waits until every rank has answered, and exits."""
+    os.setpgid(0, 0)  # so that the parent can kill this rank's children too
     _die_with_parent()
     ok = True
     with (folder / f"stack-{rank}").open("w") as stack, suppress(OSError, EOFError):
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        questions = _Questions(pipe)
-        answers = _answers(
-            rank, folder, work, questions
-        )  # never closed: it is a body in the middle of its work
+        requests = _Requests(pipe)
+        answers = _answers(rank, folder, work, requests)  # never closed: the body may be in the middle
         for answer in answers:
-            ok = _tell(pipe, answer)
+            ok = _send_answer(pipe, answer)
             if not ok:
                 break
-        questions.wait_to_leave()  # a rank that leaves early looks like a failure to the others
+        requests.wait_for_exit()  # a rank that exits early looks like a failure to other ranks
     os._exit(0 if ok else 1)
 
 
-class _Questions:
-    """What the parent asks, until it says that the rank may leave."""
+class _Requests:
+    """The parent's requests, until it lets the rank exit."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._may_leave = pipe, False
+        self._pipe, self._may_exit = pipe, False
 
     def __iter__(self) -> Iterator[Any]:
-        while (message := self._pipe.recv_bytes()) != _LEAVE:
+        while (message := self._pipe.recv_bytes()) != _EXIT:
             yield pickle.loads(message)
-        self._may_leave = True
+        self._may_exit = True
 
-    def wait_to_leave(self) -> None:
-        if not self._may_leave:
+    def wait_for_exit(self) -> None:
+        if not self._may_exit:
             self._pipe.recv_bytes()
 
 
-def _tell(pipe: Connection, answer: _Answer) -> bool:
-    """Whether it was a good answer, and could be told."""
+def _send_answer(pipe: Connection, answer: _Answer) -> bool:
+    """Send an answer; return whether it is a result and could be pickled."""
     try:
-        # By value: torch would send a tensor as a shared-memory handle, which dies with us.
+        # By value: torch would send a tensor as a shared-memory handle, which is gone when we exit.
         message = pickle.dumps(answer)
-    except Exception:  # noqa: BLE001  whatever a result's own pickling raises is the answer
+    except Exception:  # noqa: BLE001  pickling a result may raise anything
         answer = _Answer(False, f"its result cannot be pickled\n{traceback.format_exc()}")
         message = pickle.dumps(answer)
     sys.stdout.flush()
@@ -297,15 +294,15 @@ def _tell(pipe: Connection, answer: _Answer) -> bool:
     return answer.ok
 
 
-def _answers(rank: int, folder: Path, work: _Work, questions: Iterable[Any]) -> Iterator[_Answer]:
+def _answers(rank: int, folder: Path, work: _Work, requests: Iterable[Any]) -> Iterator[_Answer]:
     try:
         _join(rank, folder, work)
-        if work.is_asked:
-            for value in work.body(rank, iter(questions), *work.args):
+        if work.is_live:
+            for value in work.body(rank, iter(requests), *work.args):
                 yield _Answer(True, value)
         else:
             yield _Answer(True, work.body(rank, *work.args))
-    except BaseException:  # noqa: BLE001  the boundary: whatever ended the body is the answer
+    except BaseException:  # noqa: BLE001  the boundary: whatever ends the body is its answer
         yield _Answer(False, traceback.format_exc())
 
 
@@ -319,15 +316,15 @@ def _join(rank: int, folder: Path, work: _Work) -> None:
     if work.backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     if Path("/sys/class/net/lo").exists():
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's own name need not resolve
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host name may not resolve
     store = dist.FileStore(str(folder / "store"), work.world_size)  # type: ignore[attr-defined]  # no port
     dist.init_process_group(work.backend, rank=rank, world_size=work.world_size, store=store)
 
 
 def _die_with_parent() -> None:
-    """Let the kernel end this rank, even a blocked one, once the caller of ``run_ranks`` is gone.
+    """Let the kernel kill this rank, even if it is blocked, once the caller of ``run_ranks`` is gone.
 
-    A caller that is gone already sends no signal, so that this is looked up once the kernel is asked.
+    A caller that is already gone causes no signal, so this is checked afterwards.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

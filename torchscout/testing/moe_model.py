@@ -1,10 +1,7 @@
-"""A small mixture of experts, a job that trains it, and a catalog of its shapes: for demo, campaign and
-tests.
-"""
+"""A small mixture of experts, its training, and a catalog of its shapes, for demo, campaign and tests."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from torchscout.experts.coverage import Profiler, tabulated, uniform
 from torchscout.experts.discovery import discover
 from torchscout.experts.launch_profiler import LaunchProfiler
 from torchscout.mesh import LayerKind, Mesh
+from torchscout.testing.transformer import average_gradients, counting_batch, digest
 from torchscout.utils._torch import all_to_all_single_autograd
 
 __all__ = [
@@ -38,11 +36,11 @@ __all__ = [
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN, LAYERS = 32, 16, 16, 32, 2
 EXPERTS, CHOSEN = 4, 2
-"""Of a layer, and those of them that a token goes to."""
+"""Experts of a layer, and how many of them each token is routed to."""
 
 
 class Router(nn.Module):
-    """Says which experts a token goes to, and with which weights."""
+    """Chooses the experts of each token, and their weights."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -54,7 +52,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Those of one rank, stacked."""
+    """The experts of one rank, stacked."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -69,9 +67,9 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router and this rank's share of the experts; ``group`` are the ranks that have the others.
+    """A router and this rank's share of the experts; the ranks of ``group`` have the rest.
 
-    ``make`` gives as many of them; they take rows sorted by expert, and how many are whose.
+    ``make(count)`` returns a module of that many experts, which takes rows sorted by expert and their counts.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Mixture(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, WIDTH)
         weights, chosen = self.router(tokens)
-        # Rows sorted by expert, hence by the rank that has it.
+        # Rows sorted by expert, hence by rank.
         order = chosen.flatten().argsort(stable=True)
         sent = torch.bincount(chosen.flatten(), minlength=self._ranks * self._local)
         received = self._announced(sent)
@@ -102,7 +100,7 @@ class Mixture(nn.Module):
         return out.view_as(x)
 
     def _announced(self, sent: torch.Tensor) -> torch.Tensor:
-        """How many rows everybody is going to send to each of this rank's experts."""
+        """How many rows each rank will send to each of this rank's experts."""
         if self._group is None:
             return sent
         received = torch.empty_like(sent)
@@ -117,7 +115,7 @@ class Mixture(nn.Module):
 
 
 def _by_expert(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From rows in the order of their senders to rows in the order of experts, and back."""
+    """Permutations from rows in the order of senders to rows in the order of experts, and back."""
     ranks, experts = counts.shape
     expert_of_row = (
         torch.arange(experts, device=counts.device).repeat(ranks).repeat_interleave(counts.flatten())
@@ -143,9 +141,9 @@ class MoeLayer(nn.Module):
 
 
 class MoeTransformer(nn.Module):
-    """``uneven`` is by how much the router prefers the first experts, before it has learned anything.
+    """A Transformer whose layers are mixtures. Without a ``group`` this rank has all experts.
 
-    Without a ``group`` all experts are here, and nothing travels.
+    ``uneven`` is how much the untrained router prefers the first experts.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class MoeTransformer(nn.Module):
             for module in self.modules():
                 if isinstance(module, Router):
                     module.gate.bias.copy_(preference)
-                if isinstance(module, Mixture):  # replicas of a place start alike, places do not
+                if isinstance(module, Mixture):  # equal among replicas, different among positions
                     for weight in module.experts.parameters():
                         weight.mul_(1 + place / 8)
 
@@ -180,36 +178,33 @@ class MoeTransformer(nn.Module):
 
 
 def experts_at(layer: int) -> str:
-    """The path of a layer's experts."""
+    """The dotted path of a layer's experts."""
     return f"layer.{layer}.mixture.experts"
 
 
 def expert_names(model: nn.Module) -> list[str]:
-    """The parameters that expert-parallel ranks do not have in common."""
+    """The names of the parameters that expert-parallel ranks do not share."""
     return [name for name, _ in model.named_parameters() if ".experts." in name]
 
 
 def share_gradients(model: nn.Module, holders: dist.ProcessGroup) -> None:
-    """Add up the gradients of experts among the ranks that hold the same ones, as DDP does for the rest."""
+    """Average the gradients of experts over the ranks that hold the same ones, as DDP does for the rest."""
     names = set(expert_names(model))
     for name, parameter in model.named_parameters():
         if name in names:
-            assert parameter.grad is not None, "the experts ran, if on no rows"
+            assert parameter.grad is not None, "experts run even without rows"
             dist.all_reduce(parameter.grad, group=holders)
             parameter.grad /= dist.get_world_size()
 
 
 def batch(step: int, rank: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counting sequences with a random start and stride; every rank gets its own."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    start = torch.randint(VOCABULARY, (rows, 1), generator=generator)
-    stride = torch.randint(1, 4, (rows, 1), generator=generator)
-    tokens = (start + stride * torch.arange(LENGTH + 1)) % VOCABULARY
+    """The inputs and targets of one rank for a step."""
+    tokens = counting_batch(1000 * step + rank, rows, LENGTH, VOCABULARY)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def catalog_for(spread: int, counts: Sequence[int], path: Path, *, device: str = "cpu") -> None:
-    """Of the shapes in which every expert has as many rows, for all layers; nothing of it is compressed.
+    """Save a catalog of the uniform shapes ``counts`` for all layers, without compression.
 
     ``spread`` ranks share the experts of one replica.
     """
@@ -221,15 +216,15 @@ def catalog_for(spread: int, counts: Sequence[int], path: Path, *, device: str =
 def save_catalog(
     profilers: Mapping[str, Profiler], spread: int, counts: Sequence[int], path: Path, layers: int = LAYERS
 ) -> None:
-    """``profilers`` of all projections, by name."""
-    held = EXPERTS // spread
-    shapes, words = [uniform(count, held) for count in counts], f"rows {counts}"
+    """Save a catalog with a table for each of ``profilers``, by the projection's name."""
+    local = EXPERTS // spread
+    shapes = [uniform(count, local) for count in counts]
     tables = [
-        tabulated(name, profiler.facts(), words, discover(profiler, shapes))
+        tabulated(name, profiler.facts(), f"rows {counts}", discover(profiler, shapes))
         for name, profiler in profilers.items()
     ]
     names = tuple(experts_at(layer) for layer in range(layers))
-    save(Catalog(tuple(tables), (Places(names, held, spread, tuple(range(len(tables)))),)), path)
+    save(Catalog(tuple(tables), (Places(names, local, spread, tuple(range(len(tables)))),)), path)
 
 
 class MoeTraining:
@@ -244,51 +239,33 @@ class MoeTraining:
         make: Callable[[int], nn.Module] = Experts,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``make`` gives as many experts, as ``Mixture`` calls them."""
         self.parallelism, self._rank, self._seed, self._device = mesh, dist.get_rank(), seed, device
         partition, self._holders = (group_of(mesh, axis, self._rank) for axis in ("expert", "replica"))
         torch.manual_seed(seed)
         self.model = MoeTransformer(EXPERTS, partition, layers=layers, make=make).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, foreach=False)
 
-    def step(self, number: int) -> float:
-        """The step of this number, for which each rank has its own batch; the loss of all of them."""
+    def step(self, number: int) -> torch.Tensor:
+        """Train step ``number`` on this rank's own batch; return this rank's loss."""
         drawn = batch(100 * self._seed + number, self._rank)
         tokens, targets = (each.to(self._device) for each in drawn)
         loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-        mean = loss.detach().clone()
-        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        self._average()
+        experts = set(expert_names(self.model))
+        average_gradients(each for name, each in self.model.named_parameters() if name not in experts)
         share_gradients(self.model, self._holders)
         self.optimizer.step()
-        return mean.item()
+        return loss.detach()
 
     def digest(self) -> str:
-        """Of all that training leaves behind on this rank."""
+        """A digest of everything that training leaves behind on this rank."""
         slots = [slot for slots in self.optimizer.state.values() for slot in slots.values()]
-        whole = hashlib.blake2b(digest_size=8)
-        for each in [*self.model.parameters(), *slots]:
-            whole.update(each.detach().cpu().numpy().tobytes())
-        return whole.hexdigest()
-
-    def _average(self) -> None:
-        """Data parallelism by hand, for what all ranks have in common."""
-        # DDP adds up in another order after its first step, so that a job that goes on from a checkpoint
-        # would not end with the same bits.
-        experts = set(expert_names(self.model))
-        shared = [each for name, each in self.model.named_parameters() if name not in experts]
-        gradients = [each.grad for each in shared if each.grad is not None]
-        flat = torch.cat([each.flatten() for each in gradients])
-        dist.all_reduce(flat, op=dist.ReduceOp.AVG)
-        lengths = [each.numel() for each in gradients]
-        for each, averaged in zip(gradients, torch.split(flat, lengths), strict=True):
-            each.copy_(averaged.view_as(each))
+        return digest([*self.model.parameters(), *slots])
 
 
 def group_of(mesh: Mesh, axis: str, rank: int) -> dist.ProcessGroup:
-    """This rank's along an axis of the experts; every rank makes all of them."""
+    """This rank's process group along an axis of the expert mesh. Every rank must call this."""
     own: dist.ProcessGroup | None = None
     for ranks in mesh.groups_along(axis, LayerKind.EXPERT):
         group = dist.new_group(list(ranks), group_desc=f"mesh_{axis}")

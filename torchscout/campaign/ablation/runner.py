@@ -7,7 +7,6 @@ import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 from torchscout.campaign.ablation.variants import (
@@ -23,8 +22,8 @@ from torchscout.campaign.ablation.variants import (
     unconfirmed,
 )
 from torchscout.campaign.ablation.watchdog import train_gathering, train_posting
-from torchscout.campaign.cell import Cell, JobLayout, Processes
-from torchscout.campaign.observed import graded, observe, run_at_once
+from torchscout.campaign.cell import Cell, JobLayout
+from torchscout.campaign.observed import observe, run_concurrently
 from torchscout.campaign.results import Result
 from torchscout.campaign.warm import WARMUP, Slot, WarmRankResult, run_warm
 from torchscout.config import StragglerConfig
@@ -35,11 +34,11 @@ from torchscout.errors import TornRecordError
 from torchscout.observer.record.directory import read_roster
 from torchscout.observer.record.reader import ProgressReader
 
-__all__ = ["run_ablated", "standings"]
+__all__ = ["judged_warm", "run_ablated_hangs"]
 
 
-def standings(run_dir: Path) -> list[RankStatus]:
-    """Of every rank whose record is there."""
+def _statuses(run_dir: Path) -> list[RankStatus]:
+    """The status of every rank that has a progress record."""
     found = []
     for entry in read_roster(run_dir):
         with suppress(FileNotFoundError, TornRecordError):
@@ -48,22 +47,18 @@ def standings(run_dir: Path) -> list[RankStatus]:
     return found
 
 
-def run_ablated(cells: Sequence[Cell], folder: Path, seed: int, jobs: int) -> Generator[Result, None, None]:
-    """Results as they come, each with what was decided without a piece."""
-    for (processes, layout), group in groupby(sorted(cells, key=_group), key=_group):
-        place, together = folder / "evidence" / f"{processes}-{layout}", list(group)
-        if processes == Processes.WARM.value:
-            yield from run_warm(together, place, seed, judge=_Judge)
-        else:
-            yield from run_at_once(_hang, together, place, jobs)
+def judged_warm(cells: Sequence[Cell], folder: Path, seed: int) -> Generator[Result, None, None]:
+    """Run warm cells; each result has what was decided without a component."""
+    return run_warm(cells, folder, seed, judge=_Judge)
 
 
-def _group(cell: Cell) -> tuple[str, str]:
-    return cell.processes.value, cell.layout
+def run_ablated_hangs(cells: Sequence[Cell], folder: Path, jobs: int) -> Generator[Result, None, None]:
+    """Run cells that may hang; each result has what was decided without a component."""
+    return run_concurrently(_hang, cells, folder, jobs)
 
 
 class _Judge:
-    """Decides on what warm ranks wrote down; remembers the step times of one set of them."""
+    """Decides from the records of warm ranks; keeps the step times of one set of ranks."""
 
     def __init__(self, layout: JobLayout) -> None:
         self._config = StragglerConfig().on_host()
@@ -71,11 +66,10 @@ class _Judge:
         self._records: dict[int, Follower] = {}
         self._incidents: IncidentLog | None = None
 
-    def judge(self, slot: Slot, told: Sequence[WarmRankResult], run_dir: Path) -> Mapping[str, str]:
+    def judge(self, slot: Slot, answers: Sequence[WarmRankResult], run_dir: Path) -> Mapping[str, str]:
         self._incidents = self._incidents or IncidentLog(run_dir, strict=True)
-        for rank in range(len(told)):
-            path = run_dir / "records" / f"rank-{rank}.jsonl"
-            self._records.setdefault(rank, Follower(path, strict=True))
+        for rank in range(len(answers)):
+            self._records.setdefault(rank, Follower(run_dir / "records" / f"rank-{rank}.jsonl", strict=True))
         written = {rank: list(file.fresh()) for rank, file in self._records.items()}
         items = [line.item for lines in written.values() for line in lines]
         reported = [line.item for line in self._incidents.new()]
@@ -85,47 +79,41 @@ class _Judge:
             "confirmation": unconfirmed(
                 (each for each in items if isinstance(each, EvidenceRecord)), self._config
             ),
-            "controlled_replay": self._by_step_times(told),
+            "controlled_replay": self._by_step_times(answers),
         }
         return _outcomes(slot.cell, claims)
 
-    def _by_step_times(self, told: Sequence[WarmRankResult]) -> set[Claim]:
+    def _by_step_times(self, answers: Sequence[WarmRankResult]) -> set[Claim]:
         claims: set[Claim] = set()
-        for step in told[0].step_seconds:
+        for step in answers[0].step_seconds:
             if step >= WARMUP:
-                claims |= self._raw.observe(step, [each.step_seconds[step] for each in told])
+                claims |= self._raw.observe(step, [each.step_seconds[step] for each in answers])
         return claims
 
 
-class _LastStandings:
-    """Where all ranks stood when they were last seen together, before anybody asked."""
-
-    def __init__(self, ranks: int) -> None:
-        self.standings: list[RankStatus] = []
-        self._ranks = ranks
-
-    def look(self, run_dir: Path) -> None:
-        found = standings(run_dir)
-        if len(found) == self._ranks:  # who has given up takes its record along
-            self.standings = found
-
-
 def _hang(cell: Cell, run_dir: Path, stop: threading.Event) -> Result:
-    last = _LastStandings(cell.place.ranks)
-    seen = observe(cell, run_dir / "whole", stop, look=last.look)
+    last: list[RankStatus] = []
+    """The statuses of all ranks when they were last read together, before observers asked for stacks."""
+
+    def look(whole: Path) -> None:
+        found = _statuses(whole)
+        if len(found) == cell.place.ranks:  # a rank that gives up removes its record
+            last[:] = found
+
+    seen = observe(cell, run_dir / "whole", stop, look=look)
     claims = {
         EVERYTHING: claims_of(seen.incidents),
-        "majority": first_to_time_out(last.standings),
-        "wait_graph": coordinate_vote(last.standings, cell.place.mesh()),
+        "majority": first_to_time_out(last),
+        "wait_graph": coordinate_vote(last, cell.place.mesh()),
     }
     for key, body in (("observer", train_gathering), ("observer_posting", train_posting)):
         claims[key] = claims_of(observe(cell, run_dir / key, stop, body=body).incidents)
-    result = graded(cell, seen)
+    result = seen.grade(cell)
     if result.grade.passed:
         shutil.rmtree(run_dir)
     return replace(result, ablated=_outcomes(cell, claims))
 
 
 def _outcomes(cell: Cell, claims: Mapping[str, set[Claim]]) -> dict[str, str]:
-    truths, wanted = cell.truths, {EVERYTHING, *pieces_for(cell.row)}
-    return {key: judged(truths, told).value for key, told in claims.items() if key in wanted}
+    wanted = {EVERYTHING, *pieces_for(cell.row)}
+    return {key: judged(cell.truths, each).value for key, each in claims.items() if key in wanted}

@@ -1,4 +1,4 @@
-"""Which component is left out of the method in which cells, and what is then decided."""
+"""The components that are left out, the cells that show the difference, and the decisions without them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from torchscout.campaign.cell import BLOCKS, LAYOUTS, Cell, Processes, Row
+from torchscout.campaign.cell import LAYOUTS, Cell, Processes, Row
 from torchscout.campaign.paper_cells import FAULTY, SLOW, hang_cells, numerical_cells, slow_layers
 from torchscout.campaign.results import Result, interval
 from torchscout.campaign.tables import printed
@@ -23,6 +23,7 @@ from torchscout.decision.straggler.ranks import COMPUTATION, RankStragglers
 from torchscout.faults.ground_truth import GroundTruth
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
+from torchscout.testing.transformer import TINY
 from torchscout.utils.text import wrapped
 
 __all__ = [
@@ -48,13 +49,13 @@ __all__ = [
 ]
 
 EVERYTHING = "everything"
-"""The key of what the whole method decides."""
+"""The key of the whole method's decision."""
 
 ROWS = (
     Row("sdc", "SDC", "one forward output or parameter of one rank"),
-    Row("nondeterminism", "Nondeterministic kernel", "other ranks differ each time: nobody is sick"),
+    Row("nondeterminism", "Nondeterministic kernel", "different ranks differ each time: none is faulty"),
     Row("straggler", "Compute straggler", "one rank's layers take 250 ms longer"),
-    Row("transient", "Slow once", "one rank's layers take 250 ms longer in one step: nobody is sick"),
+    Row("transient", "Slow once", "one rank's layers take 250 ms longer in one step: none is faulty"),
     Row("clean", "Fault-free", "nothing"),
     Row("hang", "Hang and input stall", "one rank late, frozen, without input, or in another collective"),
     Row("hang-clean", "Fault-free, observed", "nothing"),
@@ -63,20 +64,20 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Something that the method has, and what is done in its place."""
+    """A component of the method, and its replacement."""
 
     key: str
     title: str
     instead: str
     rows: tuple[str, ...]
-    """Of the cells that can tell the difference."""
+    """The rows of cells that can show a difference."""
 
 
 PIECES = (
     Piece(
         "majority",
         "Majority",
-        "whoever reports first is blamed: the first to write down that numbers differ, or the first whose "
+        "the first rank to report is blamed: the first to record that numbers differ, or the first whose "
         "collective times out",
         ("sdc", "clean", "hang", "hang-clean"),
     ),
@@ -89,39 +90,39 @@ PIECES = (
     Piece(
         "wait_graph",
         "Wait graph",
-        "whoever stands elsewhere than the majority of its peers is blamed",
+        "ranks whose progress differs from the majority of their peers are blamed",
         ("hang", "hang-clean"),
     ),
     Piece(
         "controlled_replay",
         "Controlled replay",
-        "each rank's own step times are compared, with the same rule and confirmations",
+        "the step times of ranks are compared, with the same rule and confirmations",
         ("straggler", "transient", "clean"),
     ),
     Piece(
         "observer",
         "Out-of-band observer",
-        "a thread of the trainer, conferring by an all-gather on a group of its own",
+        "a thread of the trainer, which exchanges records by an all-gather on its own process group",
         ("hang", "hang-clean"),
     ),
     Piece(
         "observer_posting",
         "Out-of-band observer, posts kept",
-        "a thread of the trainer, conferring by posts that are read after a deadline",
+        "a thread of the trainer, which exchanges records by posts that are read after a deadline",
         ("hang", "hang-clean"),
     ),
 )
 
 
 def pieces_for(row: str) -> list[str]:
-    """The keys of those that a cell of this row has to do with."""
+    """The keys of the components that cells of this row can show a difference for."""
     return [piece.key for piece in PIECES if row in piece.rows]
 
 
 def first_to_differ(written: Mapping[int, Sequence[Stamped]]) -> set[Claim]:
-    """Without a majority: peers see that their numbers differ, and whoever says so first is blamed.
+    """Without a majority: the first rank to record that numbers differ is blamed.
 
-    ``written`` has what each rank wrote down.
+    ``written`` has the records of each rank.
     """
     moments = [
         (line.monotonic, rank)
@@ -134,10 +135,10 @@ def first_to_differ(written: Mapping[int, Sequence[Stamped]]) -> set[Claim]:
     return {Claim(Manifestation.SDC, (min(moments)[1],))} if moments else set()
 
 
-def first_to_time_out(standings: Iterable[RankStatus]) -> set[Claim]:
-    """Without a majority: the rank that has waited longest inside a collective is the first to give up."""
+def first_to_time_out(statuses: Iterable[RankStatus]) -> set[Claim]:
+    """Without a majority: the rank that has waited longest inside a collective times out first."""
     waiting = [
-        each.progress for each in standings if each.progress is not None and each.progress.at_communication
+        each.progress for each in statuses if each.progress is not None and each.progress.at_communication
     ]
     if not waiting:
         return set()
@@ -167,7 +168,7 @@ def _materially_slow(record: EvidenceRecord, config: StragglerConfig) -> list[in
 
 
 class RawStepTimes:
-    """Without controlled replay: how long each rank's own step took, judged as replayed layers are.
+    """Without controlled replay: the duration of each rank's training step, diagnosed like replayed layers.
 
     Only the measurement differs: outliers, materiality and confirmation are the same.
     """
@@ -176,7 +177,7 @@ class RawStepTimes:
         self._diagnosis = RankStragglers(mesh, config)
 
     def observe(self, step: int, seconds: Sequence[float]) -> set[Claim]:
-        """``seconds`` by rank."""
+        """What the step times of one step, by rank, lead to."""
         record = EvidenceRecord(
             step=step,
             surface="time/module",
@@ -187,9 +188,9 @@ class RawStepTimes:
         return claims_of(self._diagnosis.observe([record]))
 
 
-def coordinate_vote(standings: Sequence[RankStatus], mesh: Mesh) -> set[Claim]:
-    """Without the wait graph: whoever stands elsewhere than the majority of its peers is blamed."""
-    where = {each.rank: (-1, -1) if each.progress is None else each.progress.coordinate for each in standings}
+def coordinate_vote(statuses: Sequence[RankStatus], mesh: Mesh) -> set[Claim]:
+    """Without the wait graph: ranks whose progress differs from the majority of their peers are blamed."""
+    where = {each.rank: (-1, -1) if each.progress is None else each.progress.coordinate for each in statuses}
     behind: list[int] = []
     for group in mesh.peer_groups():
         peers = [rank for rank in group.ranks if rank in where]
@@ -200,17 +201,17 @@ def coordinate_vote(standings: Sequence[RankStatus], mesh: Mesh) -> set[Claim]:
 
 class Outcome(str, Enum):
     RIGHT = "right"
-    """Exactly those are named that are at fault, or nobody where nobody is."""
+    """Exactly the faulty ranks are named, or none if none is faulty."""
     WRONG = "wrong"
-    """Others are named, or others too."""
+    """Other ranks are named."""
     MISSED = "missed"
     FALSE_ALARM = "false_alarm"
-    """Somebody is named, and nothing is wrong."""
+    """Ranks are named although nothing is wrong."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Claim:
-    """Who is named, for what."""
+    """The ranks that are named, and for what."""
 
     manifestation: Manifestation
     ranks: tuple[int, ...]
@@ -221,17 +222,17 @@ def claims_of(incidents: Iterable[Incident]) -> set[Claim]:
 
 
 def judged(truths: Sequence[GroundTruth], claims: Iterable[Claim]) -> Outcome:
-    wanted, told = {Claim(each.manifestation, each.ranks) for each in truths}, set(claims)
-    if told == wanted:
+    wanted, found = {Claim(each.manifestation, each.ranks) for each in truths}, set(claims)
+    if found == wanted:
         return Outcome.RIGHT
-    if not told:
+    if not found:
         return Outcome.MISSED
     return Outcome.WRONG if wanted else Outcome.FALSE_ALARM
 
 
 _SDC = 24
 _OF_LAYOUT = {"ddp": 4, "tensor": 3}
-"""Slow ranks; twice as many are slow once."""
+"""Slow ranks of each layout; twice as many are slow once."""
 _HANGS = {
     ("late", "ddp-4"): 4,
     ("late", "fsdp2-4"): 4,
@@ -244,7 +245,7 @@ _CLEAN_HANGS = 5
 
 
 def ablation_cells(seed: int) -> list[Cell]:
-    """The same for the same seed."""
+    """All cells of the ablation; the same for the same seed."""
     choose = random.Random(seed)
     wrong = [cell for cell in numerical_cells(seed) if (cell.row, cell.layout) == ("numerical-sdc", "ddp")]
     return [
@@ -261,7 +262,7 @@ def ablation_cells(seed: int) -> list[Cell]:
 
 
 def _slow(choose: random.Random, seed: int) -> Iterator[Cell]:
-    """Ranks that stay slow, and ranks that are slow in one step only."""
+    """Cells with a rank that stays slow, or that is slow in one step only."""
     for layout, count in _OF_LAYOUT.items():
         ranks = LAYOUTS[layout].ranks
         for rank in choose.sample(range(ranks), count):
@@ -272,23 +273,21 @@ def _slow(choose: random.Random, seed: int) -> Iterator[Cell]:
 
 
 def _nondeterministic(choose: random.Random, seed: int) -> Iterator[Cell]:
-    """In the first replay one rank differs, in the second another one."""
+    """Cells in which one rank differs in the first replay, and another one in the second."""
     for number in range(4):
-        block, faults = number % BLOCKS, FaultPlan()
+        layer, faults = number % TINY.layers, FaultPlan()
         for call, rank in enumerate(choose.sample(range(LAYOUTS["ddp"].ranks), 2), start=1):
-            at, calls = f"blocks.{block}/output", range(call, call + 1)
+            at, calls = f"layer.{layer}/output", range(call, call + 1)
             faults = faults.flip_bit(rank=rank, at=at, step=FAULTY, bit=3, index=number, calls=calls)
-        yield Cell(
-            "nondeterminism", f"kernel-{number}", "ddp", faults=faults, benign=True, due=block, seed=seed
-        )
+        name = f"kernel-{number}"
+        yield Cell("nondeterminism", name, "ddp", faults=faults, benign=True, due=layer, seed=seed)
 
 
 def _hanging(seed: int) -> Iterator[Cell]:
     every = hang_cells(seed)
     for (kind, layout), count in _HANGS.items():
-        yield from [cell for cell in every if (cell.name.split("-")[0], cell.layout) == (kind, layout)][
-            :count
-        ]
+        matching = [cell for cell in every if (cell.name.split("-")[0], cell.layout) == (kind, layout)]
+        yield from matching[:count]
     for number in range(_CLEAN_HANGS):
         layout = ("ddp-4", "fsdp2-4", "hybrid-8")[number % 3]
         yield Cell("hang-clean", f"clean-{number}", layout, Processes.OBSERVED, seed=seed)
@@ -307,16 +306,12 @@ HEADS = (
 
 
 def ablations(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """One for each piece that some of the cells have to do with."""
-    found = []
-    for piece in PIECES:
-        cells = [each for each in results if piece.key in each.ablated]
-        if cells:
-            found.append(_of(piece, cells))
-    return found
+    """One row for each component that any of these results is about."""
+    about = [(piece, [each for each in results if piece.key in each.ablated]) for piece in PIECES]
+    return [_row(piece, cells) for piece, cells in about if cells]
 
 
-def _of(piece: Piece, cells: Sequence[Result]) -> dict[str, Any]:
+def _row(piece: Piece, cells: Sequence[Result]) -> dict[str, Any]:
     without = Counter(each.ablated[piece.key] for each in cells)
     whole = Counter(each.ablated[EVERYTHING] for each in cells)
     low, high = interval(without[Outcome.RIGHT.value], len(cells))
@@ -332,7 +327,7 @@ def _of(piece: Piece, cells: Sequence[Result]) -> dict[str, Any]:
 
 
 def figures(row: Mapping[str, Any]) -> list[str]:
-    """One row of the table, as text."""
+    """The texts of one row, in the order of ``HEADS``."""
     low, high = row["interval"]
     return [
         row["title"],

@@ -1,1 +1,1 @@
-"""`scout checkpoint`: what lies in a job's checkpoint folders, and what a recovery would make of it."""
+"""`scout checkpoint`: inspects and manages the checkpoint folders of a job."""

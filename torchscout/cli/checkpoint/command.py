@@ -1,4 +1,4 @@
-"""``scout checkpoint``: list, verify, explain, prune, forget."""
+"""``scout checkpoint``: list, verify, explain, prune, adopt, forget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchscout.cli.checkpoint.contents import Contents, contents_of, memory_bes
 from torchscout.cli.checkpoint.listing import as_json, heading, roles_of
 from torchscout.cli.checkpoint.verification import Broken, Damage, broken_lines, examine, usable
 from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
-from torchscout.cli.console import as_document
+from torchscout.cli.console import AsJson, Output, exiting, print_report, refusing
 from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 
@@ -40,13 +40,12 @@ _AFTER = {
 
 
 def explanation(contents: Contents, damaged: Sequence[Damage]) -> tuple[dict[str, Any], str]:
-    """The document and the screen."""
-    named = contents.gate
-    gate, broken = usable(contents, named or CheckpointGate(), damaged)
+    """What a recovery would choose after each kind of failure: the document and the screen."""
+    gate, broken = usable(contents, contents.gate or CheckpointGate(), damaged)
     report = {
         "job": contents.job,
         "world_size": contents.world_size,
-        "has_ledger": named is not None,
+        "has_ledger": contents.gate is not None,
         "poisoned": gate.poisoned,
         "coverage": contents.coverage,
         "unusable": [each.to_json() for each in broken],
@@ -73,7 +72,7 @@ def _as_json(decision: Selection) -> dict[str, Any]:
 def _screen(contents: Contents, report: dict[str, Any], broken: Sequence[Broken]) -> str:
     lines = [*heading(contents), ""]
     if not report["has_ledger"]:
-        lines += ["No ledger is here: nobody has written down which generations may be trusted.", ""]
+        lines += ["There is no ledger here, so no generation can be trusted.", ""]
     if report["coverage"]:
         lines += [f"Checks cover: {report['coverage']}", ""]
     lines += broken_lines(broken, contents.world_size)
@@ -81,19 +80,19 @@ def _screen(contents: Contents, report: dict[str, Any], broken: Sequence[Broken]
         lines += [f"After {failure}:", f"  {decided['reason']}"]
         if decided["otherwise"]:
             lines.append(f"  If they find corruption: {decided['otherwise']['reason']}")
-    lines += ["", "Only what lies in these folders was considered."]
+    lines += ["", "Only these folders were considered."]
     if (memory := memory_beside(contents)) is not None:
-        lines.append(f"This machine's memory has more of this job: {memory}")
+        lines.append(f"This machine has more of this job in memory: {memory}")
     return stacked(lines)
 
 
 def pruning_plan(
     contents: Contents, damaged: Sequence[Damage], keep: int
 ) -> tuple[dict[str, Any], list[Broken]]:
-    """What stays and why, and what goes; a ``ValueError`` where nobody says what is trusted."""
+    """Which generations to keep, why, and which to delete. Raises ``ValueError`` without a ledger."""
     gate = contents.gate
     if gate is None:
-        raise ValueError("no ledger is here, so that nobody says which generations are needed")
+        raise ValueError("there is no ledger here that says which generations are needed")
     left, broken = usable(contents, gate, damaged)
     kept = _wanted(contents, [gate, left, *(found.gate for found in contents.ledgers)], keep)
     described = {}
@@ -110,21 +109,22 @@ def pruning_plan(
 
 
 def _wanted(contents: Contents, gates: Sequence[CheckpointGate], keep: int) -> dict[Generation, str]:
-    """With the reasons. What any rank needs stays: unlike in a recovery, a doubt is a reason to keep."""
+    """The generations to keep, with reasons. Keeps what any rank's ledger needs, unlike a recovery."""
     reasons: dict[Generation, str] = {}
-    for gate in gates:
+    for number, gate in enumerate(gates):
+        source = ("", ", as a fallback", ", by a rank's ledger")[min(number, 2)]
         for generation in contents.generations:
             if roles := [role for role in roles_of(generation, gate) if role != "older verified"]:
-                reasons.setdefault(generation, ", ".join(roles))
+                reasons.setdefault(generation, ", ".join(roles) + source)
     trusted = {generation for gate in gates for generation in gate.trusted}
     rest = [each for each in contents.generations if each not in reasons]
     rest.sort(key=lambda each: (each in trusted, not contents.missing(each), each.lineage, each.step))
     more = rest[max(0, len(rest) - keep) :]
-    return reasons | {each: "older verified" if each in trusted else "one more" for each in more}
+    return reasons | {each: "older verified" if each in trusted else "--keep" for each in more}
 
 
 def delete(contents: Contents, report: dict[str, Any]) -> None:
-    """What the plan says, and what killed writers have left."""
+    """Delete the generations of the plan, and incomplete files of killed writers."""
     unwanted = {Generation(each["step"], each["lineage"]) for each in report["removed"]}
     retention.remove(copy.file for copy in contents.copies if copy.file.generation in unwanted)
     for folder in contents.folders:
@@ -135,7 +135,7 @@ def pruning_screen(
     contents: Contents, report: dict[str, Any], broken: Sequence[Broken], *, done: bool
 ) -> str:
     gone, verb = report["removed"], "deleted" if done else "would be deleted"
-    rows = [_row(each, f"stays: {each['why']}") for each in report["kept"]]
+    rows = [_row(each, f"kept: {each['why']}") for each in report["kept"]]
     rows += [_row(each, verb) for each in gone]
     files, size = (sum(each[name] for each in gone) for name in ("files", "bytes"))
     warning = broken_lines(broken, contents.world_size)
@@ -143,10 +143,12 @@ def pruning_screen(
         *heading(contents),
         "",
         *warning,
-        table(["generation", "size", "what"], rows),
+        table(["generation", "size", "action"], rows),
         "",
     ]
-    parts.append(f"{counted(files, 'file')}, {size_in_words(size)} {verb}." if gone else "Nothing to delete.")
+    parts.append(
+        f"{counted(files, 'file')}, {size_in_words(size)}: {verb}." if gone else "Nothing to delete."
+    )
     if gone and not done:
         parts.append("Nothing was deleted. Add --yes to delete.")
     return stacked(parts)
@@ -158,7 +160,7 @@ def _row(described: dict[str, Any], what: str) -> list[str]:
 
 
 app = typer.Typer(
-    help="What lies in a job's checkpoint folders, and what a recovery would make of it.",
+    help="Inspect and manage a job's checkpoint folders.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -166,26 +168,27 @@ app = typer.Typer(
 Folders = Annotated[
     list[Path], typer.Argument(metavar="DIR", help="Checkpoint folders of one job, on disk or in memory.")
 ]
-Job = Annotated[str | None, typer.Option("--job", help="Which job, if a folder holds several.")]
-WorldSize = Annotated[int | None, typer.Option("--world-size", help="Of how many ranks, if that changed.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Look at headers and lengths only, not at every bit.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Output = Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")]
+Job = Annotated[str | None, typer.Option("--job", help="The job's name, if a folder holds several jobs.")]
+WorldSize = Annotated[
+    int | None, typer.Option("--world-size", help="The number of ranks, if the job ran with several.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Check only headers and lengths, not every bit.")]
+Yes = Annotated[bool, typer.Option("--yes/--dry-run", help="Delete, or only show what would be deleted.")]
 
 
 @app.command("list")
 def list_(
     folders: Folders,
-    files: Annotated[bool, typer.Option("--files", help="Show every shard.")] = False,
+    files: Annotated[bool, typer.Option("--files", help="List every shard file.")] = False,
     job: Job = None,
     world_size: WorldSize = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Show which generations lie where, and what each is to recovery."""
+    """List generations, their roles in a recovery, and their shards."""
     contents = _contents(folders, job, world_size)
     screen = listing.screen(contents, files=files)
-    as_document(listing.listing(contents), screen, as_json=as_json, output=output)
+    print_report(listing.listing(contents), screen, as_json=as_json, output=output)
 
 
 @app.command()
@@ -196,7 +199,7 @@ def verify(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Look at every bit of every shard.
+    """Verify every bit of every shard.
 
     The exit status is 1 if anything is damaged, or if there is no shard.
     """
@@ -205,7 +208,7 @@ def verify(
     ledgers = [problem for folder in contents.folders for problem in folder.problems]
     ledgers += [each.doubt for each in contents.ledgers if each.doubt]
     report = _verified(contents, damaged, ledgers)
-    as_document(report, _verification(contents, report), as_json=as_json, output=output)
+    print_report(report, _verification(contents, report), as_json=as_json, output=output)
     raise typer.Exit(0 if report["whole"] else 1)
 
 
@@ -218,40 +221,38 @@ def explain(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Say what a recovery would choose, and why."""
+    """Show which checkpoint a recovery would choose after each kind of failure, and why."""
     contents = _contents(folders, job, world_size)
     report, screen = explanation(contents, _needed(contents, bits=not quick))
-    as_document(report, screen, as_json=as_json, output=output)
+    print_report(report, screen, as_json=as_json, output=output)
 
 
 @app.command()
 def prune(
     folders: Folders,
     keep: Annotated[int, typer.Option(min=0, help="How many more to keep, verified ones first.")] = 1,
-    yes: Annotated[bool, typer.Option("--yes/--dry-run", help="Delete, or only say what would be.")] = False,
+    yes: Yes = False,
     quick: Quick = False,
     job: Job = None,
     world_size: WorldSize = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Delete generations that nobody needs.
+    """Delete generations that are not needed.
 
-    Verified, candidate, latest and a few more stay. Refused while a live job uses the folder.
+    Keeps the verified, candidate and latest generation and a few more. Refused while a job uses the folder.
     """
     contents = _contents(folders, job, world_size)
-    with ExitStack() as held:
+    with exiting(ValueError, CheckpointError), ExitStack() as locks:
         if yes:
-            _claim(contents, held)
+            for folder in contents.folders:  # no job may run in them, or start while files are deleted
+                locks.enter_context(lock.claim(folder.path, "scout checkpoint prune"))
             contents = _contents(folders, job, world_size)
-        try:
-            report, broken = pruning_plan(contents, _needed(contents, bits=not quick), keep)
-            if yes:
-                delete(contents, report)
-        except (ValueError, CheckpointError) as error:
-            raise _refused(error) from error
+        report, broken = pruning_plan(contents, _needed(contents, bits=not quick), keep)
+        if yes:
+            delete(contents, report)
     screen = pruning_screen(contents, report, broken, done=yes)
-    as_document({**report, "dry_run": not yes}, screen, as_json=as_json, output=output)
+    print_report({**report, "dry_run": not yes}, screen, as_json=as_json, output=output)
 
 
 @app.command()
@@ -260,89 +261,72 @@ def adopt(
         Path,
         typer.Argument(metavar="DIR", help="A checkpoint folder on disk.", exists=True, file_okay=False),
     ],
-    job: Annotated[str, typer.Option("--as", metavar="JOB", help="The name of the job that takes it over.")],
+    job: Annotated[
+        str, typer.Option("--as", metavar="JOB", help="The name of the job that takes them over.")
+    ],
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Let a job take over the checkpoints that another one has written.
+    """Give the checkpoints of one job to another.
 
-    Every file in the folder is written again with the job's name. Refused while a live job uses the folder.
+    Rewrites every file in the folder with the new job's name. Refused while a job uses the folder.
     """
     if not JOB_NAME.fullmatch(job):
-        raise typer.BadParameter(f"a name is of letters, digits and ._+=@-, got {job!r}", param_hint="--as")
-    try:
+        problem = f"a job's name consists of letters, digits and ._+=@-, got {job!r}"
+        raise typer.BadParameter(problem, param_hint="--as")
+    with exiting(CheckpointError, OSError):
         adopted = adopt_folder(folder.absolute(), job)
-    except (CheckpointError, OSError) as error:
-        raise _refused(error) from error
-    done = (
-        f"{counted(adopted.shards, 'shard')} and {counted(adopted.ledgers, 'ledger')} are of job {job} now."
-    )
-    screen = stacked([done, *(f"DAMAGED {each}" for each in adopted.damaged)])
-    as_document({"job": job, **asdict(adopted)}, screen, as_json=as_json, output=output)
+    files = f"{counted(adopted.shards, 'shard')} and {counted(adopted.ledgers, 'ledger')}"
+    screen = stacked([f"{files} now belong to job {job}.", *(f"DAMAGED {each}" for each in adopted.damaged)])
+    print_report({"job": job, **asdict(adopted)}, screen, as_json=as_json, output=output)
 
 
 @app.command()
 def forget(
-    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Of which jobs.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Of all jobs that do not run.")] = False,
-    yes: Annotated[bool, typer.Option("--yes/--dry-run", help="Delete, or only say what would be.")] = False,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Names of jobs.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All jobs that are not running.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Give back what ended jobs keep in this machine's memory; files on disk stay.
+    """Delete checkpoints of ended jobs from this machine's memory; files on disk stay.
 
-    Without a job, shows all of them. Refused for a job that runs.
+    Without a job, lists all jobs that have checkpoints in memory. Refused for a running job.
     """
     kept = kept_jobs(memory_root())
     wanted = {each.name for each in kept if each.holder is None} if everything else {*(jobs or ())}
     if unknown := sorted(wanted - {each.name for each in kept}):
-        raise typer.BadParameter(f"{memory_root()} has nothing of {', '.join(unknown)}", param_hint="JOB")
+        raise typer.BadParameter(f"{memory_root()} has no job {', '.join(unknown)}", param_hint="JOB")
     rows: list[dict[str, Any]] = []
     for each in kept:
         chosen = each.name in wanted
-        try:
+        with exiting(CheckpointError):
             if chosen and yes:
                 forget_job(each)
-        except CheckpointError as error:
-            raise _refused(error) from error
         rows.append({"job": each.name, "bytes": each.bytes, "in_use": each.holder, "forgotten": chosen})
     done = "deleted" if yes else "would be deleted; add --yes"
-    lines = [
-        f"{row['job']}  {size_in_words(row['bytes'])}"
-        + (f"  in use by {row['in_use']}" if row["in_use"] else "")
-        + (f"  {done}" if row["forgotten"] else "")
+    cells = [
+        [
+            row["job"],
+            size_in_words(row["bytes"]),
+            f"in use by {row['in_use']}" if row["in_use"] else done if row["forgotten"] else "",
+        ]
         for row in rows
     ]
-    screen = stacked(lines or ["Nothing is kept in memory."])
-    as_document({"jobs": rows, "dry_run": not yes}, screen, as_json=as_json, output=output)
+    screen = stacked([table(["job", "size", ""], cells)] if rows else ["No job has checkpoints in memory."])
+    print_report({"jobs": rows, "dry_run": not yes}, screen, as_json=as_json, output=output)
 
 
 def _contents(folders: list[Path], job: str | None, world_size: int | None) -> Contents:
-    try:
+    with refusing("DIR", OSError, CheckpointError):
         return contents_of(folders, job, world_size)
-    except (ValueError, OSError, CheckpointError) as error:
-        raise typer.BadParameter(str(error), param_hint="DIR") from error
 
 
 def _needed(contents: Contents, *, bits: bool) -> list[Damage]:
-    """What is damaged among the shards that a recovery could need."""
+    """The damaged ones of the shards that a recovery could need."""
     gate = contents.gate
     held = frozenset() if gate is None else gate.held
     return examine([copy for copy in contents.copies if copy.file.generation in held], bits=bits)
-
-
-def _claim(contents: Contents, held: ExitStack) -> None:
-    """No job may begin in these folders while files are deleted, and none may run."""
-    try:
-        for folder in contents.folders:
-            held.enter_context(lock.claim(folder.path, "scout checkpoint prune"))
-    except CheckpointError as error:
-        raise _refused(error) from error
-
-
-def _refused(error: Exception) -> typer.Exit:
-    typer.echo(f"Error: {error}", err=True)
-    return typer.Exit(1)
 
 
 def _verified(contents: Contents, damaged: list[Damage], ledgers: list[str]) -> dict[str, Any]:
@@ -371,10 +355,10 @@ def _verification(contents: Contents, report: dict[str, Any]) -> str:
     for each in report["damaged"]:
         lines += [f"DAMAGED {each['file']}", *(f"  {problem}" for problem in each["problems"])]
     lines += [f"DAMAGED ledger: {problem}" for problem in report["ledgers"]]
-    looked = f"{counted(report['files'], 'shard')}, {size_in_words(report['bytes'])}: "
+    total = f"{counted(report['files'], 'shard')}, {size_in_words(report['bytes'])}: "
     shards, ledgers = len(report["damaged"]), len(report["ledgers"])
-    found = f"{shards} damaged" if shards else "every bit is as it was sealed"
+    found = f"{shards} damaged" if shards else "every bit is intact"
     if not report["files"]:
-        found = "there is nothing that could be verified"
+        found = "there is nothing to verify"
     found += f"; {counted(ledgers, 'ledger')} damaged." if ledgers else "."
-    return stacked([*lines, *([""] if lines[-1] else []), looked + found])
+    return stacked([*lines, *([""] if lines[-1] else []), total + found])

@@ -1,4 +1,4 @@
-"""What lies in checkpoint folders: shards, ledgers, who holds them (paper, section 8). Reads no tensors."""
+"""The contents of checkpoint folders: shards, ledgers and owners (paper, section 8). Reads no tensors."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ class StoredShard:
     tier: Tier
     identity: ShardIdentity | None = None
     sealed_as: TrustLevel | None = None
-    """Its role when it was written; the ledgers say what it is by now."""
+    """Its role when it was written; the ledgers have its current role."""
     problem: str | None = None
-    """Why it cannot be loaded, as far as its header tells."""
+    """Why it cannot be loaded, as far as its header shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """One of the folders that were asked about."""
+    """One checkpoint folder."""
 
     path: Path
     tier: Tier
     copies: tuple[StoredShard, ...]
     ledgers: tuple[Ledger, ...]
     problems: tuple[str, ...]
-    """Ledgers that cannot be read, in words."""
+    """Why ledgers cannot be read."""
     owner: Owner | None
-    """The live job in it, other than this very process."""
-    untold: str | None
-    """Why that cannot be told."""
+    """The live job that uses it, other than this process."""
+    lock_problem: str | None
+    """Why the owner is unknown."""
 
     @property
     def jobs(self) -> Counter[str]:
@@ -77,9 +77,9 @@ class Contents:
 
     @property
     def coverage(self) -> str | None:
-        """What the checks that certified cover, as the rank with the lowest number that said so has it."""
-        said = [each for each in self.ledgers if each.coverage]
-        return min(said, key=lambda each: each.rank).coverage if said else None
+        """What the checks cover, by the ledger of the lowest rank that has it."""
+        found = [each for each in self.ledgers if each.coverage]
+        return min(found, key=lambda each: each.rank).coverage if found else None
 
     @property
     def generations(self) -> list[Generation]:
@@ -87,7 +87,7 @@ class Contents:
 
     @property
     def gate(self) -> CheckpointGate | None:
-        """What all ranks may rely on; None if no rank has a ledger here."""
+        """The state that all ranks agree on; None without a ledger."""
         gates: dict[int, list[CheckpointGate]] = {}
         for each in self.ledgers:
             gates.setdefault(each.rank, []).append(each.gate)
@@ -97,24 +97,24 @@ class Contents:
         return ledger.settled(gate, lambda pending: not self.missing(pending))
 
     def label(self, folder: Folder) -> str:
-        """The folder's tier, and a number where another one is of the same."""
+        """The folder's tier, with a number if several folders are of that tier."""
         alike = [each.path for each in self.folders if each.tier is folder.tier]
         number = f" {alike.index(folder.path) + 1}" if len(alike) > 1 else ""
         return f"{folder.tier.value}{number}"
 
     def missing(self, generation: Generation, unusable: Iterable[Path] = ()) -> list[int]:
-        """Ranks of whose state there is no usable copy."""
+        """The ranks without a usable shard of this generation."""
         without = frozenset(unusable)
-        had = {
+        found = {
             copy.file.rank
             for copy in self.copies
             if copy.file.generation == generation and not copy.problem and copy.file.path not in without
         }
-        return sorted(set(range(self.world_size)) - had)
+        return sorted(set(range(self.world_size)) - found)
 
 
 def contents_of(paths: Sequence[Path], job: str | None, world_size: int | None) -> Contents:
-    """What these folders hold of one job; a ``ValueError`` says what to choose, or that there is nothing."""
+    """What these folders hold of one job. Raises ``ValueError`` if there is none, or no clear choice."""
     folders = [_folder(path) for path in dict.fromkeys(path.absolute() for path in paths)]
     chosen = _chosen_job(folders, job)
     folders = [_of_job(folder, chosen) for folder in folders]
@@ -123,10 +123,10 @@ def contents_of(paths: Sequence[Path], job: str | None, world_size: int | None) 
 
 
 def memory_beside(contents: Contents) -> Path | None:
-    """The job's folder in this machine's memory, if there is one and it was not asked about."""
+    """The job's folder in this machine's memory, if there is one and it is not among ``contents``."""
     folder = memory_root() / contents.job
-    asked = {each.path.resolve() for each in contents.folders}
-    return folder if folder.is_dir() and folder.resolve() not in asked else None
+    known = {each.path.resolve() for each in contents.folders}
+    return folder if folder.is_dir() and folder.resolve() not in known else None
 
 
 def _folder(path: Path) -> Folder:
@@ -168,11 +168,11 @@ def _copy(file: ShardFile, tier: Tier) -> StoredShard:
         header = shards.inspect(file.path)
     except CheckpointError as error:
         return StoredShard(file, tier, problem=str(error).removeprefix(f"{file.path}: "))
-    told = header.identity
-    copy = StoredShard(file, tier, told, header.role)
-    if (told.generation, told.rank, told.world_size) != (file.generation, file.rank, file.world_size):
-        whose = f"rank {told.rank} of {told.world_size} at {told.generation}"
-        return replace(copy, problem=f"it is not what its name says, but the shard of {whose}")
+    own = header.identity
+    copy = StoredShard(file, tier, own, header.role)
+    if (own.generation, own.rank, own.world_size) != (file.generation, file.rank, file.world_size):
+        whose = f"rank {own.rank} of {own.world_size} at {own.generation}"
+        return replace(copy, problem=f"its name is wrong: it is the shard of {whose}")
     return copy
 
 
@@ -187,7 +187,7 @@ def _ledger(folder: Path, rank: int) -> Ledger | str:
 def _chosen_job(folders: Sequence[Folder], job: str | None) -> str:
     jobs = sum((folder.jobs for folder in folders), Counter[str]())
     if job is not None and job not in jobs:
-        raise ValueError(f"there is nothing of job {job!r} here, only of {_among(jobs)}")
+        raise ValueError(f"there is no job {job!r} here, only {_among(jobs)}")
     if job is None and len(jobs) > 1:
         raise ValueError(f"there is more than one job here; choose with --job: {_among(jobs)}")
     return job if job is not None else next(iter(jobs), "unknown")
@@ -198,7 +198,7 @@ def _among(jobs: Counter[str]) -> str:
 
 
 def _of_job(folder: Folder, job: str) -> Folder:
-    """A shard whose header cannot be read may be anybody's; it counts where there is one job only."""
+    """A shard with an unreadable header may belong to any job; it counts if there is only one."""
     alone = set(folder.jobs) <= {job}
     copies = tuple(each for each in folder.copies if (each.identity.job == job if each.identity else alone))
     return replace(folder, copies=copies, ledgers=tuple(each for each in folder.ledgers if each.job == job))
@@ -207,11 +207,11 @@ def _of_job(folder: Folder, job: str) -> Folder:
 def _chosen_size(folders: Sequence[Folder], size: int | None) -> int:
     sizes = Counter(copy.file.world_size for folder in folders for copy in folder.copies)
     sizes += Counter(each.world_size for folder in folders for each in folder.ledgers)
-    told = listed((f"{each} ranks ({count} files)" for each, count in sorted(sizes.items())), most=8)
+    known = listed((f"{each} ranks ({count} files)" for each, count in sorted(sizes.items())), most=8)
     if size is not None and size not in sizes:
-        raise ValueError(f"there is nothing of {size} ranks here, only of {told}")
+        raise ValueError(f"there is nothing of a job of {size} ranks here, only of {known}")
     if size is None and len(sizes) > 1:
-        raise ValueError(f"the job ran with different world sizes; choose with --world-size: {told}")
+        raise ValueError(f"the job ran with different world sizes; choose with --world-size: {known}")
     return size if size is not None else next(iter(sizes), 0)
 
 
@@ -224,7 +224,7 @@ def _of_size(folder: Folder, size: int) -> Folder:
 
 
 def _tier_of(path: Path) -> Tier:
-    """Memory, if that is what the folder's file system is made of."""
+    """Memory if the folder's file system is in memory, else disk."""
     if path.resolve().is_relative_to(memory_root().resolve()):
         return Tier.MEMORY
     return Tier.MEMORY if is_in_memory(path) else Tier.DISK

@@ -1,16 +1,13 @@
-"""`scout checkpoint list`: which generations lie where, and what each is to recovery."""
+"""`scout checkpoint list`: generations, their roles in a recovery, and their shards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
 from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation
 from torchscout.checkpoint.ledger import reconcile
-from torchscout.checkpoint.storage.owner import Owner
 from torchscout.cli.checkpoint.contents import Contents, Folder, StoredShard
 from torchscout.cli.checkpoint.wording import (
     counted,
@@ -20,17 +17,19 @@ from torchscout.cli.checkpoint.wording import (
     stacked,
     table,
 )
+from torchscout.utils.text import columns
 
 __all__ = ["as_json", "heading", "listing", "roles_of", "screen"]
 
 
 def listing(contents: Contents) -> dict[str, Any]:
+    """The document of ``--json``."""
     gate = contents.gate
     return {
         "job": contents.job,
         "world_size": contents.world_size,
         "folders": [_folder(folder) for folder in contents.folders],
-        "roles": None if gate is None else _standing(gate),
+        "roles": None if gate is None else _roles(gate),
         "generations": [
             {
                 **as_json(each),
@@ -48,7 +47,7 @@ def as_json(generation: Generation) -> dict[str, int]:
 
 
 def roles_of(generation: Generation, gate: CheckpointGate | None) -> list[str]:
-    """What this one is, by the ledgers."""
+    """The roles of a generation, by the ledgers."""
     if gate is None:
         return []
     roles = {
@@ -60,26 +59,24 @@ def roles_of(generation: Generation, gate: CheckpointGate | None) -> list[str]:
     return [name for name, holds in roles.items() if holds]
 
 
-def _standing(gate: CheckpointGate) -> dict[str, Any]:
-    named = {"latest": gate.latest, "candidate": gate.candidate, "verified": gate.verified}
-    roles: dict[str, Any] = {name: None if each is None else as_json(each) for name, each in named.items()}
+def _named(gate: CheckpointGate) -> dict[str, Generation | None]:
+    return {"latest": gate.latest, "candidate": gate.candidate, "verified": gate.verified}
+
+
+def _roles(gate: CheckpointGate) -> dict[str, Any]:
+    roles = {name: None if each is None else as_json(each) for name, each in _named(gate).items()}
     return {**roles, "poisoned": gate.poisoned, "lineage": gate.lineage}
 
 
 def _folder(folder: Folder) -> dict[str, Any]:
+    owner = folder.owner
     return {
         "path": str(folder.path),
         "tier": folder.tier.value,
-        "in_use_by": None if folder.owner is None else _owner(folder.owner),
-        "ledgers": [
-            {"rank": each.rank, **_standing(each.gate), "doubt": each.doubt} for each in folder.ledgers
-        ],
+        "in_use_by": owner and {name: getattr(owner, name) for name in ("job", "host", "pid", "since")},
+        "ledgers": [{"rank": each.rank, **_roles(each.gate), "doubt": each.doubt} for each in folder.ledgers],
         "problems": list(folder.problems),
     }
-
-
-def _owner(owner: Owner) -> dict[str, Any]:
-    return {"job": owner.job, "host": owner.host, "pid": owner.pid, "since": owner.since}
 
 
 def _shard(copy: StoredShard) -> dict[str, Any]:
@@ -95,27 +92,27 @@ def _shard(copy: StoredShard) -> dict[str, Any]:
 
 
 def screen(contents: Contents, *, files: bool = False) -> str:
+    """The table of generations; with ``files``, also every shard."""
     gate, several = contents.gate, len(contents.folders) > 1
-    parts: list[Table | str] = [*heading(contents), ""]
     rows = [
-        _row(each, folder, contents, gate, several)
+        [*_row(each, folder, contents, gate), contents.label(folder)]
         for each in contents.generations
         for folder in contents.folders
         if any(copy.file.generation == each for copy in folder.copies)
     ]
-    heads = ["generation", "roles", "own", "copies", "size", *(["in"] if several else [])]
-    parts.append(table(heads, rows) if rows else "There is no shard.")
-    if files:
-        parts += ["", _files(contents)]
-    return stacked([*parts, *_notes(contents)])
+    heads = ["generation", "roles", "own", "copies", "size", "in"]
+    end = len(heads) if several else -1
+    shown = table(heads[:end], [row[:end] for row in rows]) if rows else "There is no shard."
+    more = [line for folder in contents.folders for line in _files(folder)] if files else []
+    return stacked([*heading(contents), "", shown, *more, *_notes(contents)])
 
 
 def heading(contents: Contents) -> list[str]:
-    """Whose folders these are, and what each one's ledgers say."""
+    """The job, its folders, and the roles by each folder's ledgers."""
     lines = [f"job {contents.job}, {counted(contents.world_size, 'rank')}"]
     for folder in contents.folders:
         used = "not in use" if folder.owner is None else f"in use by {folder.owner}"
-        used = folder.untold or used
+        used = folder.lock_problem or used
         lines += [
             f"{contents.label(folder)}: {folder.path}, {used}",
             f"  ledgers: {_ledgers(folder, contents)}",
@@ -128,18 +125,13 @@ def _ledgers(folder: Folder, contents: Contents) -> str:
     if not gates:
         return "none"
     agreed = reconcile(gates)
-    named = {"latest": agreed.latest, "candidate": agreed.candidate, "verified": agreed.verified}
-    told = ", ".join(f"{name} {each or 'none'}" for name, each in named.items())
+    roles = ", ".join(f"{name} {each or 'none'}" for name, each in _named(agreed).items())
     poisoned = "" if agreed.poisoned is None else f"; corruption was found at step {agreed.poisoned}"
-    return f"{len(gates)} of {counted(contents.world_size, 'rank')}; {told}{poisoned}"
+    return f"{len(gates)} of {counted(contents.world_size, 'rank')}; {roles}{poisoned}"
 
 
 def _row(
-    generation: Generation,
-    folder: Folder,
-    contents: Contents,
-    gate: CheckpointGate | None,
-    several: bool,
+    generation: Generation, folder: Folder, contents: Contents, gate: CheckpointGate | None
 ) -> list[str]:
     copies = [copy for copy in folder.copies if copy.file.generation == generation]
     own = {copy.file.rank for copy in copies if not copy.file.is_replica}
@@ -150,42 +142,36 @@ def _row(
         _share(own, contents.world_size),
         _share(replicas, contents.world_size),
         size_in_words(sum(copy.file.size for copy in copies)),
-        *([contents.label(folder)] if several else []),
     ]
 
 
 def _share(ranks: set[int], of: int) -> str:
-    """Whose; a glance must tell all from some."""
+    """``all``, ``none``, or which ranks."""
     if not ranks:
         return "none"
     return "all" if len(ranks) == of else numbers_in_words([*ranks])
 
 
-def _files(contents: Contents) -> Table:
-    rows = [
-        [
-            str(copy.file.generation),
-            str(copy.file.rank),
-            str(copy.file.holder),
-            copy.sealed_as.value if copy.sealed_as else "damaged",
-            size_in_words(copy.file.size),
-            str(copy.file.path),
-        ]
-        for copy in sorted(contents.copies, key=lambda copy: (copy.file.generation, copy.file.rank))
-    ]
-    return table(["generation", "rank", "held by", "sealed as", "size", "file"], rows)
+def _files(folder: Folder) -> list[str]:
+    """Every shard in a folder: a path below it where there is a terminal, which is narrow, else whole."""
+    lines = ["", f"{folder.path}:", f"{'size':>10}  sealed as  file"]
+    for copy in sorted(folder.copies, key=lambda copy: (copy.file.generation, copy.file.rank)):
+        sealed_as = copy.sealed_as.value if copy.sealed_as else "damaged"
+        path = copy.file.path if columns() is None else copy.file.path.relative_to(folder.path)
+        lines.append(f"{size_in_words(copy.file.size):>10}  {sealed_as:9}  {path}")
+    return lines
 
 
 def _notes(contents: Contents) -> Sequence[str]:
     notes = [
-        f"{each}: no usable shard of {ranks_in_words(missing, contents.world_size)} is here"
+        f"{each}: there is no usable shard of {ranks_in_words(missing, contents.world_size)} here"
         for each in contents.generations
         if (missing := contents.missing(each))
     ]
     notes += [f"{copy.file.path}: {copy.problem}" for copy in contents.copies if copy.problem]
     notes += [problem for folder in contents.folders for problem in folder.problems]
-    notes += [f"the state before the last is used: {each.doubt}" for each in contents.ledgers if each.doubt]
+    notes += [f"the previous ledger is used: {each.doubt}" for each in contents.ledgers if each.doubt]
     meshes = {copy.identity.mesh for copy in contents.copies if copy.identity}
     if len(meshes) > 1:
-        notes.append(f"these are shards of {len(meshes)} layouts: {', '.join(sorted(meshes))}")
+        notes.append(f"the shards are of {len(meshes)} different layouts: {', '.join(sorted(meshes))}")
     return ["", *notes] if notes else []

@@ -1,13 +1,13 @@
-"""Looking at every bit of shards, and what is left to a recovery after that (paper, section 8)."""
+"""Verifies every bit of shards, and which generations a recovery can still load (paper, section 8)."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,7 +21,7 @@ from torchscout.cli.checkpoint.wording import ranks_in_words, size_in_words
 
 __all__ = ["Broken", "Damage", "broken_lines", "examine", "usable"]
 
-_EVERY_SECONDS = 5.0
+_PROGRESS_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A generation that the ledgers name and that cannot be loaded from these folders."""
+    """A generation that has a role in the ledgers but cannot be loaded from these folders."""
 
     generation: Generation
     roles: tuple[str, ...]
     missing: tuple[int, ...]
-    """Ranks of whose state there is no whole copy."""
+    """The ranks without an intact shard."""
     damaged: tuple[Damage, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -55,24 +55,24 @@ class Broken:
 
 
 def examine(copies: Sequence[StoredShard], *, bits: bool = True) -> list[Damage]:
-    """What is damaged among these; without ``bits``, only as far as headers and lengths tell."""
+    """The damaged ones of ``copies``; without ``bits``, as far as headers and lengths show."""
     suspects = [copy for copy in copies if copy.problem is not None]
     damaged = {copy.file.path: Damage(copy, (), (copy.problem or "",)) for copy in suspects}
     rest = [copy for copy in copies if copy.problem is None] if bits else []
-    with _watched(sum(copy.file.size for copy in rest), len(rest)) as told:
+    with _progress(sum(copy.file.size for copy in rest), len(rest)) as advance:
         for copy in rest:
             report = shards.verify(copy.file.path)
             if not report.whole:
                 problems = tuple(each.removeprefix(f"{report.path}: ") for each in report.problems)
                 damaged[report.path] = Damage(copy, report.damaged, problems)
-            told(copy.file.size)
+            advance(copy.file.size)
     return [damaged[copy.file.path] for copy in copies if copy.file.path in damaged]
 
 
 def usable(
     contents: Contents, gate: CheckpointGate, damaged: Sequence[Damage]
 ) -> tuple[CheckpointGate, list[Broken]]:
-    """The gate without the generations that cannot be loaded, and those."""
+    """The gate without the generations that cannot be loaded, and those generations."""
     paths = [each.copy.file.path for each in damaged]
     broken = [
         Broken(
@@ -101,18 +101,14 @@ def broken_lines(broken: Sequence[Broken], world_size: int) -> list[str]:
     for each in broken:
         whose = ranks_in_words(each.missing, world_size)
         name = f"{each.generation} ({', '.join(each.roles)})" if each.roles else str(each.generation)
-        lines.append(f"{name} cannot be loaded: no whole shard of {whose} is here.")
+        lines.append(f"{name} cannot be loaded: there is no intact shard of {whose} here.")
         lines += [f"  {file.copy.file.path}: {'; '.join(file.problems)}" for file in each.damaged]
     return [*lines, ""] if lines else []
 
 
-class _Told(Protocol):
-    def __call__(self, size: int, /) -> None: ...
-
-
 @contextmanager
-def _watched(size: int, count: int) -> Iterator[_Told]:
-    """Tell standard error how far the work is: a bar on a terminal, a line now and then elsewhere."""
+def _progress(size: int, count: int) -> Iterator[Callable[[int], None]]:
+    """Show progress on standard error: a bar on a terminal, a line every few seconds elsewhere."""
     if sys.stderr.isatty():
         columns = TextColumn("verifying"), BarColumn(), DownloadColumn(binary_units=True)
         with Progress(
@@ -128,11 +124,11 @@ class _Lines:
     def __init__(self, size: int, count: int) -> None:
         self._size, self._count = size, count
         self._done = self._files = 0
-        self._spoke = time.monotonic()
+        self._printed = time.monotonic()
 
     def __call__(self, size: int, /) -> None:
         self._done, self._files = self._done + size, self._files + 1
-        if time.monotonic() - self._spoke >= _EVERY_SECONDS and self._files < self._count:
-            self._spoke = time.monotonic()
+        if time.monotonic() - self._printed >= _PROGRESS_SECONDS and self._files < self._count:
+            self._printed = time.monotonic()
             of = f"{size_in_words(self._done)} of {size_in_words(self._size)}"
             print(f"verified {self._files} of {self._count} shards, {of}", file=sys.stderr, flush=True)

@@ -1,15 +1,14 @@
-"""How the checkpoint commands speak: sizes, tables and sentences that fit the terminal, if there is one."""
+"""Sizes and ranks in words, and tables and sentences that fit the terminal, if there is one."""
 
 from __future__ import annotations
 
-import os
-import sys
-import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from torchscout.utils.text import columns, listed, wrapped
 
 __all__ = ["counted", "numbers_in_words", "ranks_in_words", "size_in_words", "stacked", "table"]
 
@@ -36,15 +35,14 @@ def numbers_in_words(numbers: Sequence[int]) -> str:
             spans[-1][1:] = [number]
         else:
             spans.append([number])
-    told = [text for span in spans for text in _span(span[0], span[-1])]
-    return " and ".join(filter(None, (", ".join(told[:-1]), *told[-1:])))
+    words: list[str] = []
+    for first, last in ((span[0], span[-1]) for span in spans):
+        words += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
+    return listed(words, most=len(words))
 
 
-def _span(first: int, last: int) -> list[str]:
-    return [f"{first}-{last}"] if last - first > 1 else list(map(str, range(first, last + 1)))
-
-
-def ranks_in_words(ranks: Sequence[int], world_size: int) -> str:
+def ranks_in_words(ranks: Sequence[int], world_size: int = 0) -> str:
+    """``rank 3``, ``ranks 0-3 and 5``, or ``any rank`` for all of ``world_size``."""
     if len(ranks) == world_size > 1:
         return "any rank"
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers_in_words(ranks)}"
@@ -63,32 +61,16 @@ _STYLES = {"verified": "green", "latest, verified": "green", "damaged": "red"}
 
 
 def stacked(parts: Sequence[Table | str]) -> str:
-    """One after the other; as wide as the terminal, or where none is, as wide as it takes."""
-    console = Console(width=_width(), highlight=False, markup=False, emoji=False)
+    """One part below the other, as wide as the terminal; without one, as wide as needed.
+
+    Lines break between words only, so that a path can be copied.
+    """
+    console = Console(width=columns() or _UNBOUNDED, highlight=False, markup=False, emoji=False)
     with console.capture() as captured:
         for part in parts:
             if isinstance(part, Table):
                 console.print(part)
             else:
-                console.out(_wrapped(part, console.width), highlight=False)
+                indent = len(part) - len(part.lstrip())
+                console.out(wrapped(part, indent or 2), highlight=False)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def _wrapped(line: str, width: int) -> str:
-    """Between words only: whoever copies a path wants it whole."""
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.fill(
-        line.lstrip(),
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent or "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _width() -> int | None:
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdigit() and int(columns):
-        return int(columns)
-    return None if sys.stdout.isatty() else _UNBOUNDED

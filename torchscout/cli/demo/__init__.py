@@ -1,1 +1,1 @@
-"""`scout demo`: a real small training job, one real fault, and the verdict."""
+"""`scout demo`: faults in a small training job, named and recovered from."""

@@ -1,4 +1,4 @@
-"""The demo's command."""
+"""``scout demo``."""
 
 from __future__ import annotations
 
@@ -9,70 +9,66 @@ from typing import Annotated
 
 import typer
 
-from torchscout.cli.console import as_document, made_folder
+from torchscout.cli.console import AsJson, Output, interruptible, made_folder, print_report, refusing
 from torchscout.cli.demo.scenario import MOST_RANKS, Kind, Memory, Scenario, plan
 
 __all__ = ["demo"]
 
-_ABOUT = """{stage} After every step they replay parts of it, vote on what they compute and hold, and keep \
-what the vote certifies.
+_ABOUT = """{scenario} After every step, replicas replay parts of it, vote on results and state, and keep \
+checkpoints that the vote certifies.
 """
 
 _RANK = 5
-"""Whose memory goes bad, where there are so many."""
+"""The rank whose memory is corrupted by default; the last one in smaller jobs."""
 
 
 def demo(
     fault: Annotated[
-        list[Kind] | None, typer.Option(help="Only this, instead of all three; may be repeated.")
+        list[Kind] | None, typer.Option(help="Inject only this fault; may be repeated. By default all three.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=3, max=MOST_RANKS, help="How many ranks; 8 by default.")
+        int | None, typer.Option(min=3, max=MOST_RANKS, help="Number of ranks; 8 by default.")
     ] = None,
     mesh: Annotated[
         str | None,
         typer.Option(
-            help="How they are laid out, such as replica=4,tensor=2; replica=4,expert=2 trains a mixture of "
+            help="Layout of the ranks, such as replica=4,tensor=2; replica=4,expert=2 trains a mixture of "
             "experts."
         ),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(min=0, help="The rank whose memory goes bad; by default 5, or the last one.")
+        int | None, typer.Option(min=0, help="The rank with the flipped bit; by default 5, or the last one.")
     ] = None,
-    at: Annotated[str | None, typer.Option(help="The MODULE/PARAMETER in it that does.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="A new folder, to keep the evidence in.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
-    output: Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")] = None,
+    at: Annotated[str | None, typer.Option(help="The MODULE/PARAMETER with the flipped bit.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="A new folder for the evidence.")] = None,
+    as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
-    """A small training job with a slow rank, a flipped bit and a hang: see each named, and recovered from."""
+    """Inject a slow rank, a flipped bit and a hang into a small training job, and recover from each."""
     kinds = _kinds(fault)
-    stage = _stage(ranks, mesh)
-    memory = Memory(_rank(rank, stage), at or stage.weight)
+    scenario = _scenario(ranks, mesh)
+    memory = Memory(_rank(rank, scenario), at or scenario.weight)
 
-    from torchscout.testing.local_ranks import preload
-
-    preload("torchscout.cli.demo.job")
-    from torchscout.cli.console import interruptible
     from torchscout.cli.demo.job import surfaces
     from torchscout.cli.demo.runner import play, report_of, screen, view_for
     from torchscout.testing.leftovers import nothing_left
+    from torchscout.testing.local_ranks import preload
 
-    if memory.at not in (known := surfaces(stage)):
+    preload("torchscout.cli.demo.job")
+    if memory.at not in (known := surfaces(scenario)):
         near = ", ".join(difflib.get_close_matches(memory.at, known, n=3, cutoff=0.0))
-        raise typer.BadParameter(f"the model has no {memory.at!r}; there is {near}", param_hint="--at")
+        raise typer.BadParameter(f"the model has no {memory.at!r}; it has {near}", param_hint="--at")
     run_dir = _empty(run_dir)
-    planned = plan(stage, kinds, memory)
+    planned = plan(scenario, kinds, memory)
     try:
-        with interruptible(), nothing_left(run_dir), view_for(stage) as view:
-            view.say(_ABOUT.format(stage=stage.told))
-            played = play(stage, planned, run_dir, view)
+        with interruptible(), nothing_left(run_dir), view_for(scenario) as view:
+            view.say(_ABOUT.format(scenario=scenario.sentence))
+            outcome = play(scenario, planned, run_dir, view)
     except KeyboardInterrupt:
-        typer.echo(f"Interrupted; nothing is left running. The evidence so far is in {run_dir}.", err=True)
+        typer.echo(f"Interrupted. No process is left running. The evidence so far is in {run_dir}.", err=True)
         raise typer.Exit(130) from None
-    as_document(report_of(played, run_dir), screen(played, run_dir), as_json=as_json, output=output)
-    raise typer.Exit(0 if played.grade.passed and played.recovered else 1)
+    print_report(report_of(outcome, run_dir), screen(outcome, run_dir), as_json=as_json, output=output)
+    raise typer.Exit(0 if outcome.grade.passed and outcome.recovered else 1)
 
 
 def _kinds(given: list[Kind] | None) -> tuple[Kind, ...]:
@@ -84,27 +80,24 @@ def _kinds(given: list[Kind] | None) -> tuple[Kind, ...]:
     return kinds
 
 
-def _stage(ranks: int | None, mesh: str | None) -> Scenario:
+def _scenario(ranks: int | None, mesh: str | None) -> Scenario:
     given = {"--mesh": mesh, "--ranks": ranks}
-    try:
+    with refusing(", ".join(option for option, value in given.items() if value is not None)):
         return Scenario.read(ranks, mesh)
-    except ValueError as error:
-        hint = ", ".join(option for option, value in given.items() if value is not None)
-        raise typer.BadParameter(str(error), param_hint=hint) from error
 
 
-def _rank(given: int | None, stage: Scenario) -> int:
-    last = stage.ranks - 1
+def _rank(given: int | None, scenario: Scenario) -> int:
+    last = scenario.ranks - 1
     if given is not None and given > last:
-        raise typer.BadParameter(f"there are ranks 0 to {last}, got {given}", param_hint="--rank")
+        raise typer.BadParameter(f"the job has ranks 0 to {last}, got {given}", param_hint="--rank")
     return min(_RANK, last) if given is None else given
 
 
 def _empty(run_dir: Path | None) -> Path:
-    """Evidence of an earlier demo would be taken for this one's."""
+    """A folder without evidence of an earlier demo, which would be mixed up with this one's."""
     if run_dir is None:
         return Path(tempfile.mkdtemp(prefix="scout-demo-")).absolute()
     folder = made_folder(run_dir, "--run-dir")
     if any((folder / name).exists() for name in ("incidents.jsonl", "records", "checkpoints", "ranks.log")):
-        raise typer.BadParameter(f"{folder} holds an earlier run; give a new folder", param_hint="--run-dir")
+        raise typer.BadParameter(f"{folder} has an earlier run; give a new folder", param_hint="--run-dir")
     return folder

@@ -1,4 +1,4 @@
-"""Starts, disturbs and restarts the demo's job; its live view and its report."""
+"""Runs and restarts the demo's job, with its live view and its report."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -32,104 +31,108 @@ from torchscout.faults.plan import FaultPlan
 from torchscout.testing.local_ranks import LiveRanks, run_ranks
 from torchscout.utils.text import wrapped
 
-__all__ = ["Attempt", "Lines", "Picture", "Played", "View", "play", "report_of", "screen", "view_for"]
+__all__ = ["Attempt", "Outcome", "Picture", "View", "play", "report_of", "screen", "view_for"]
 
 _SECONDS = 120.0
-"""What any single step may take."""
+"""The time limit of a single step."""
 _POLL_SECONDS = 0.1
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One start of the job until its end."""
+    """One start of the job, until it ends or is stopped."""
 
     resumed: dict[str, Any]
     losses: list[float] = field(default_factory=list)
     end: str = "finished"
-    """Or ``corrupted``, or ``hung``."""
+    """``finished``, ``corrupted`` or ``hung``."""
     step: int = 0
-    """The last that was done."""
+    """The last completed step."""
 
 
 @dataclass(slots=True)
-class Played:
-    """All that is to be told of it."""
+class Outcome:
+    """The outcome of the demo."""
 
-    lives: list[Attempt]
+    attempts: list[Attempt]
     fired: list[dict[str, Any]]
     incidents: list[Incident]
     grade: Grade
     recovered: bool
-    """Whether the job ended bitwise as one that was never disturbed."""
+    """Whether the job ended with bitwise the state of a job without faults."""
     status: dict[str, Any]
 
 
-def play(stage: Scenario, planned: Mapping[Kind, FaultPlan], run_dir: Path, view: View) -> Played:
-    reports, lives, incidents = IncidentLog(run_dir, strict=True), list[Attempt](), list[Incident]()
+def play(scenario: Scenario, planned: Mapping[Kind, FaultPlan], run_dir: Path, view: View) -> Outcome:
+    reports, attempts, incidents = IncidentLog(run_dir, strict=True), list[Attempt](), list[Incident]()
     ended: list[Ended] = []
-    while not ended and len(lives) <= len(planned):
-        if lives:
+    while not ended and len(attempts) <= len(planned):
+        if attempts:
             view.clear()
-            view.say("The job is started again, by new processes.")
+            view.say("Restarting the job with new processes.")
         faults = sum((each for each in planned.values() if not _has_fired(each, run_dir)), FaultPlan())
-        life, ended = _live(stage, faults, run_dir, view, (reports, incidents))
-        lives.append(life)
-    view.say("The same training once more, undisturbed and without torchscout, to compare.")
-    alone = run_ranks(train_alone, stage.ranks, stage, timeout=_SECONDS)
+        attempt, ended = _attempt(scenario, faults, run_dir, view, (reports, incidents))
+        attempts.append(attempt)
+    view.say("Repeating the training without faults and without torchscout, to compare.")
+    alone = run_ranks(train_alone, scenario.ranks, scenario, timeout=_SECONDS)
     every = sum(planned.values(), FaultPlan())
     unfired = [kind.value for kind, each in planned.items() if not _has_fired(each, run_dir)]
     failures = [failure for each in ended for failure in each.failures]
-    return Played(
-        lives,
+    return Outcome(
+        attempts,
         _fired(run_dir),
         incidents,
-        grade(every.truth(stage.mesh()), unfired=unfired, incidents=incidents, failures=failures),
+        grade(every.truth(scenario.mesh()), unfired=unfired, incidents=incidents, failures=failures),
         recovered=[each.state for each in ended] == alone,
         status=ended[0].status if ended else {},
     )
 
 
-def _live(
-    stage: Scenario, faults: FaultPlan, run_dir: Path, view: View, heard: tuple[IncidentLog, list[Incident]]
+_Log = tuple[IncidentLog, list[Incident]]
+"""Where incidents are read from, and those that were read so far."""
+
+
+def _attempt(
+    scenario: Scenario, faults: FaultPlan, run_dir: Path, view: View, log: _Log
 ) -> tuple[Attempt, list[Ended]]:
-    with LiveRanks(train, stage.ranks, stage, faults, run_dir) as ranks:
+    with LiveRanks(train, scenario.ranks, scenario, faults, run_dir) as ranks:
         began: list[Began] = ranks.ask("begin", timeout=_SECONDS)
-        life = Attempt(began[0].resumed, step=began[0].resumed["step"])
-        if life.step:
-            view.say(f"resumed    {life.resumed['reason']}")
-        while life.step < STEPS:
-            ranks.tell("step")
-            if _hangs(ranks, view, heard):
+        attempt = Attempt(began[0].resumed, step=began[0].resumed["step"])
+        if attempt.step:
+            view.say(f"resumed    {attempt.resumed['reason']}")
+        while attempt.step < STEPS:
+            ranks.send("step")
+            if _hangs(ranks, view, log):
                 _end_observers(began)  # first: they would report that their trainers are killed
                 ranks.close(timeout_seconds=0.0)
-                view.say("stopped    the job is hung; stopping it")
-                life.end = "hung"
-                return life, []
-            told = ranks.answers()
-            life.step = told[0].step
-            life.losses.append(told[0].loss)
-            view.stepped(life.step, told[0].loss)
-            _listen(view, heard)
-            if any(each.poisoned for each in told):
-                view.say("stopped    nothing that is computed from here on can be trusted")
-                life.end = "corrupted"
-                return life, []
+                view.say("stopped    the job hangs; stopping it")
+                attempt.end = "hung"
+                return attempt, []
+            answers = ranks.answers()
+            attempt.step = answers[0].step
+            attempt.losses.append(answers[0].loss)
+            view.stepped(attempt.step, answers[0].loss)
+            _show_new(view, log)
+            if any(each.poisoned for each in answers):
+                view.say("stopped    the state is corrupt; stopping the job")
+                attempt.end = "corrupted"
+                return attempt, []
         ended: list[Ended] = ranks.ask("end", timeout=_SECONDS)
-        return life, ended
+        return attempt, ended
 
 
-def _hangs(ranks: LiveRanks, view: View, heard: tuple[IncidentLog, list[Incident]]) -> bool:
-    """Whether the step comes to no end, and is known not to."""
+def _hangs(ranks: LiveRanks, view: View, log: _Log) -> bool:
+    """Whether a hang is reported before the step ends."""
     deadline = time.monotonic() + _SECONDS
     while not ranks.have_answered(_POLL_SECONDS) and time.monotonic() < deadline:
-        if any(each.manifestation is Manifestation.HANG for each in _listen(view, heard)):
+        if any(each.manifestation is Manifestation.HANG for each in _show_new(view, log)):
             return True
     return False
 
 
-def _listen(view: View, heard: tuple[IncidentLog, list[Incident]]) -> Sequence[Incident]:
-    """What has been reported since."""
-    reports, incidents = heard
+def _show_new(view: View, log: _Log) -> Sequence[Incident]:
+    """Show and return the incidents that were reported since the last call."""
+    reports, incidents = log
     new = [each.item for each in reports.new() if isinstance(each.item, Incident)]
     for incident in new:
         view.say(f"reported   {incident.sentence}")
@@ -146,7 +149,7 @@ def _end_observers(began: Sequence[Began]) -> None:
 
 
 def _fired(run_dir: Path) -> list[dict[str, Any]]:
-    """What was written down before it happened, in the order of steps."""
+    """The faults that happened, by step; ranks record them before they happen."""
     lines = [
         line for path in sorted(run_dir.glob("injected-*.jsonl")) for line in path.read_text().splitlines()
     ]
@@ -158,50 +161,22 @@ def _has_fired(faults: FaultPlan, run_dir: Path) -> bool:
     return all((fault.rank, fault.at) in happened for fault in faults)
 
 
-_TOLD = 14
-"""Sentences that are kept for below the table."""
+_KEPT_SENTENCES = 14
+"""How many sentences are kept for display below the table."""
 _FRAME = 5
 """Lines of the table besides its rows: title, heads and borders."""
 _FEWEST = 4
-"""Rows of the table, however low the terminal is."""
+"""Rows of the table in the lowest terminal."""
 _SENTENCES = 6
-"""Lines below the table that are kept free for what is said."""
+"""Lines below the table that are reserved for sentences."""
 _INDENT = " " * 11
 """As wide as the word that a line begins with."""
 
 
-class View(Protocol):
-    """A narrator. Ranks are told of by number."""
+class View:
+    """Narrates the demo on standard error, one line for each thing that happens."""
 
-    def __enter__(self) -> View: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def say(self, line: str) -> None: ...
-
-    def stepped(self, step: int, loss: float) -> None: ...
-
-    def mark(self, ranks: Sequence[int], what: str) -> None:
-        """Something is known about these."""
-        ...
-
-    def clear(self) -> None:
-        """New processes: nothing is known about them."""
-        ...
-
-
-def view_for(stage: Scenario) -> View:
-    """On standard error, so that standard output is free for a document."""
-    console = Console(stderr=True)
-    return Picture(stage, console) if console.is_terminal else Lines()
-
-
-class Lines:
-    """One line for each thing that happens."""
-
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> View:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,23 +188,29 @@ class Lines:
     def stepped(self, step: int, loss: float) -> None:
         self.say(f"step {step:2}   loss {loss:.4f}")
 
-    def mark(self, ranks: Sequence[int], what: str) -> None:
-        """What is known was said."""
+    def mark(self, ranks: Sequence[int], finding: str) -> None:
+        """Show a finding about these ranks."""
 
     def clear(self) -> None:
-        """So was this."""
+        """Forget the findings: new processes have started."""
 
 
-class Picture:
-    """The ranks as a table, and below it what was said last: as much of both as the terminal is high."""
+def view_for(scenario: Scenario) -> View:
+    """A live table on a terminal, plain lines elsewhere."""
+    console = Console(stderr=True)
+    return Picture(scenario, console) if console.is_terminal else View()
 
-    def __init__(self, stage: Scenario, console: Console) -> None:
-        self._stage, self._console = stage, console
+
+class Picture(View):
+    """A live table of the ranks, and below it the last sentences, as far as the terminal has room."""
+
+    def __init__(self, scenario: Scenario, console: Console) -> None:
+        self._scenario, self._console = scenario, console
         self._step, self._loss = 0, ""
         self._marks: dict[int, str] = {}
         self._earlier: dict[int, str] = {}
-        """What was known of ranks whose processes have been replaced."""
-        self._said: deque[str] = deque(maxlen=_TOLD)
+        """Findings about processes that were replaced."""
+        self._sentences: deque[str] = deque(maxlen=_KEPT_SENTENCES)
         self._live = Live(self._drawn(), console=console, refresh_per_second=8)
 
     def __enter__(self) -> Picture:
@@ -240,15 +221,15 @@ class Picture:
         self._live.stop()
 
     def say(self, line: str) -> None:
-        self._said.append(line)
+        self._sentences.append(line)
         self._draw()
 
     def stepped(self, step: int, loss: float) -> None:
         self._step, self._loss = step, f"{loss:.4f}"
         self._draw()
 
-    def mark(self, ranks: Sequence[int], what: str) -> None:
-        self._marks.update(dict.fromkeys(ranks, what))
+    def mark(self, ranks: Sequence[int], finding: str) -> None:
+        self._marks.update(dict.fromkeys(ranks, finding))
         self._draw()
 
     def clear(self) -> None:
@@ -261,19 +242,19 @@ class Picture:
 
     def _drawn(self) -> Group:
         table = Table(title=f"step {self._step}   loss {self._loss}", title_justify="left")
-        for heading in ("rank", "place", "what is known"):
+        for heading in ("rank", "place", "finding"):
             table.add_column(heading)
         shown = self._shown(max(_FEWEST, self._console.height - _FRAME - _SENTENCES))
         for rank in shown:
-            table.add_row(str(rank), self._stage.place_of(rank), self._known(rank))
-        if left := self._stage.ranks - len(shown):
+            table.add_row(str(rank), self._scenario.place_of(rank), self._known(rank))
+        if left := self._scenario.ranks - len(shown):
             table.add_row("...", f"{left} more", Text("healthy", style="green"))
         height = _FRAME + len(shown) + bool(left)
-        return Group(table, *self._sentences(max(1, self._console.height - height - 1)))
+        return Group(table, *self._lines(max(1, self._console.height - height - 1)))
 
     def _shown(self, most: int) -> list[int]:
-        """The ranks of the table, in order; where not all fit, those of which something is known first."""
-        ranks = range(self._stage.ranks)
+        """The ranks of the table, in order. If not all fit, ranks with findings take precedence."""
+        ranks = range(self._scenario.ranks)
         if len(ranks) <= most:
             return [*ranks]
         order = sorted(ranks, key=lambda rank: (rank not in self._marks, rank not in self._earlier, rank))
@@ -286,57 +267,57 @@ class Picture:
             return Text(f"was {self._earlier[rank]}", style="yellow")
         return Text("healthy", style="green")
 
-    def _sentences(self, most: int) -> list[Text]:
-        """The last of what was said that has room in so many lines; wrapped between words."""
+    def _lines(self, most: int) -> list[Text]:
+        """The last ``most`` lines of the sentences, wrapped between words."""
         lines = [
             line
-            for said in self._said
-            for line in textwrap.wrap(said, self._console.width, subsequent_indent=_INDENT) or [""]
+            for sentence in self._sentences
+            for line in textwrap.wrap(sentence, self._console.width, subsequent_indent=_INDENT) or [""]
         ]
         return [Text(line) for line in lines[-most:]]
 
 
 _SWEPT = {
-    SweepResult.CLEAN: "before it went on, every layer and update was replayed: clean",
-    SweepResult.SDC: "before it went on, every layer and update was replayed: corruption",
-    SweepResult.COULD_NOT_RUN: "before it went on, not every layer and update could be replayed",
+    SweepResult.CLEAN: "every layer and update was replayed before training continued: clean",
+    SweepResult.SDC: "every layer and update was replayed before training continued: corruption",
+    SweepResult.COULD_NOT_RUN: "not every layer and update could be replayed before training continued",
 }
 
 
-def report_of(played: Played, run_dir: Path) -> dict[str, Any]:
-    """What was done to the job, what was found, and whether the two are the same."""
+def report_of(outcome: Outcome, run_dir: Path) -> dict[str, Any]:
+    """The document of ``--json``: what was injected, what was found, and whether both agree."""
     return {
-        "exact": played.grade.passed,
-        "reason": played.grade.reason,
-        "recovered": played.recovered,
-        "injected": played.fired,
-        "incidents": [each.to_json() for each in played.incidents],
-        "lives": [asdict(each) for each in played.lives],
-        "status": played.status,
+        "exact": outcome.grade.passed,
+        "reason": outcome.grade.reason,
+        "recovered": outcome.recovered,
+        "injected": outcome.fired,
+        "incidents": [each.to_json() for each in outcome.incidents],
+        "lives": [asdict(each) for each in outcome.attempts],
+        "status": outcome.status,
         "run_dir": str(run_dir),
     }
 
 
-def screen(played: Played, run_dir: Path) -> str:
-    lines = ["", *_injected(played.fired)]
-    for incident in played.incidents:
+def screen(outcome: Outcome, run_dir: Path) -> str:
+    lines = ["", *_injected(outcome.fired)]
+    for incident in outcome.incidents:
         lines += _named(incident)
-    if not played.incidents:
-        lines.append("named      nobody: the replicas agreed on all they computed and held")
-    lines += _checked(played)
-    lines += [line for life in played.lives for line in _lived(life)]
+    if not outcome.incidents:
+        lines.append("named      no rank: the replicas agreed on all state and all results")
+    lines += _checked(outcome)
+    lines += [line for attempt in outcome.attempts for line in _described(attempt)]
     lines.append(f"evidence   {run_dir}/incidents.jsonl and records/")
-    outcome = "Exactly what was injected was named."
-    if not played.grade.passed:
-        outcome = f"This is NOT what was injected: {played.grade.reason}."
-    state = "The job ended with bitwise the state of one that was never disturbed."
-    if not played.recovered:
-        state = "The job did NOT end with the state of one that was never disturbed."
-    return "\n".join(map(wrapped, [*lines, "", outcome, state]))
+    named = "Exactly the injected faults were named."
+    if not outcome.grade.passed:
+        named = f"The injected faults were NOT named: {outcome.grade.reason}."
+    state = "The job ended with bitwise the state of a job without faults."
+    if not outcome.recovered:
+        state = "The job did NOT end with the state of a job without faults."
+    return "\n".join(map(wrapped, [*lines, "", named, state]))
 
 
 def _injected(fired: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """A fault that repeats is told once."""
+    """One line for each fault, however often it happened."""
     by_rank = sorted(fired, key=lambda each: (each["detail"], each["rank"], each["step"]))
     found = []
     for (detail, rank), alike in groupby(by_rank, lambda each: (each["detail"], each["rank"])):
@@ -364,23 +345,23 @@ def _shown(value: Any) -> str:
     return f"{value:.1f} ms" if isinstance(value, float) else str(value)
 
 
-def _checked(played: Played) -> list[str]:
-    if not played.status:
+def _checked(outcome: Outcome) -> list[str]:
+    if not outcome.status:
         return []
-    replay = played.status["replay"]
+    replay = outcome.status["replay"]
     visited = {name: each for name, each in replay["coverage"].items() if not name.endswith("census")}
-    checked = ", ".join(f"{each['targets']} {name}" for name, each in visited.items())
-    return [f"checked    after every step: all state, and in turn {checked}"]
+    checked = ", ".join(f"{name} ({each['targets']})" for name, each in visited.items())
+    return [f"checked    after every step: all state, and one target in turn of {checked}"]
 
 
-def _lived(life: Attempt) -> list[str]:
-    began = life.resumed["step"]
+def _described(attempt: Attempt) -> list[str]:
+    began = attempt.resumed["step"]
     lines = []
     if began:
-        lines.append(f"resumed    after step {began}: {life.resumed['reason']}")
-    if life.resumed["swept"]:
-        lines.append(f"swept      {_SWEPT[life.resumed['swept']]}")
-    losses = " ".join(f"{loss:.2f}" for loss in life.losses)
-    ends = {"finished": "to the end", "corrupted": "until it was found corrupt", "hung": "until it hung"}
-    lines.append(f"trained    from step {began + 1} {ends[life.end]}; loss {losses}")
+        lines.append(f"resumed    after step {began}: {attempt.resumed['reason']}")
+    if attempt.resumed["swept"]:
+        lines.append(f"swept      {_SWEPT[attempt.resumed['swept']]}")
+    losses = " ".join(f"{loss:.2f}" for loss in attempt.losses)
+    ends = {"finished": "to the end", "corrupted": "until corruption was found", "hung": "until it hung"}
+    lines.append(f"trained    from step {began + 1} {ends[attempt.end]}; loss {losses}")
     return lines

@@ -1,4 +1,4 @@
-"""Who plays in the demo, and what befalls them; torch-free."""
+"""The ranks and the faults of the demo. Does not import torch."""
 
 from __future__ import annotations
 
@@ -28,47 +28,47 @@ _FOR_EVER = 3600.0
 
 
 class Kind(str, Enum):
-    """What may befall the job, in the order in which it does."""
+    """The faults of the demo, in the order in which they happen."""
 
     STRAGGLER = "straggler"
     SDC = "sdc"
     HANG = "hang"
     NONE = "none"
-    """Nothing does, and nobody must be named."""
+    """No fault happens, and no rank must be named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Replicas of a model, each split over tensor-parallel ranks, or over ranks that share its experts."""
+    """The layout: replicas of a model, each split over tensor-parallel or expert-parallel ranks."""
 
     replica: int = 4
     tensor: int = 2
     expert: int = 1
-    """More than one: a mixture of experts. What is no expert, all ranks have copies of."""
+    """More than 1 trains a mixture of experts, in which all ranks have copies of everything but experts."""
 
     def __post_init__(self) -> None:
         if self.ranks > MOST_RANKS:
-            raise ValueError(f"at most {MOST_RANKS} ranks run here, got {self.ranks}")
+            raise ValueError(f"at most {MOST_RANKS} ranks, got {self.ranks}")
         if self.replica < 3:
-            raise ValueError(f"of {self.replica} replicas no majority can name one; take 3 or more")
+            raise ValueError(f"{self.replica} replicas have no majority that can name one; use 3 or more")
         if self.tensor not in (1, 2, 4):
-            raise ValueError(f"{_HEADS} heads cannot be shared by {self.tensor} ranks; take 1, 2 or 4")
+            raise ValueError(f"{_HEADS} heads cannot be split over {self.tensor} ranks; use 1, 2 or 4")
         if self.expert not in (1, 2, 4):
-            raise ValueError(f"{_EXPERTS} experts cannot be shared by {self.expert} ranks; take 1, 2 or 4")
+            raise ValueError(f"{_EXPERTS} experts cannot be split over {self.expert} ranks; use 1, 2 or 4")
         if self.expert > 1 and self.tensor > 1:
-            raise ValueError("here a mixture of experts is not tensor-parallel; take expert or tensor alone")
+            raise ValueError("the mixture of experts is not tensor-parallel; use expert or tensor alone")
 
     @classmethod
     def read(cls, ranks: int | None, mesh: str | None) -> Scenario:
-        """From the command line; a ``ValueError`` says what cannot be."""
+        """Parse ``--ranks`` and ``--mesh``. Raises ``ValueError`` for an impossible layout."""
         if mesh is None:
             ranks = ranks or 8
             return cls(ranks // 2, 2) if ranks % 2 == 0 and ranks >= 6 else cls(ranks, 1)
         degrees = _degrees(mesh)
-        stage = cls(*(degrees.get(axis, 1) for axis in _AXES))
-        if ranks not in (None, stage.ranks):
-            raise ValueError(f"{mesh} has {stage.ranks} ranks, not {ranks}")
-        return stage
+        scenario = cls(*(degrees.get(axis, 1) for axis in _AXES))
+        if ranks not in (None, scenario.ranks):
+            raise ValueError(f"{mesh} has {scenario.ranks} ranks, not {ranks}")
+        return scenario
 
     @property
     def ranks(self) -> int:
@@ -80,13 +80,14 @@ class Scenario:
 
     @property
     def weight(self) -> str:
-        """The MODULE/PARAMETER that goes bad, unless somebody says another."""
+        """The MODULE/PARAMETER whose bit flips by default."""
         return "layer.1.mixture.experts/down" if self.has_experts else "layer.2.attention.query/weight"
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
+        """One sentence about the layout."""
         if self.has_experts:
-            shared = f"{self.replica} replicas, whose experts {self.expert} ranks share"
+            shared = f"{self.replica} replicas, with experts split over {self.expert} ranks"
             return f"{self.ranks} CPU ranks train a small mixture of experts: {shared}."
         split = f" x {self.tensor} tensor-parallel ranks" if self.tensor > 1 else ""
         return f"{self.ranks} CPU ranks train a small Transformer: {self.replica} replicas{split}."
@@ -106,46 +107,35 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Which weight goes bad on which rank."""
+    """The rank and the weight with the flipped bit."""
 
     rank: int
     at: str
 
 
-def plan(stage: Scenario, kinds: Sequence[Kind], memory: Memory) -> Mapping[Kind, FaultPlan]:
-    """The faults of each kind. Who is slow or stuck is somebody else than whose memory goes bad."""
+def plan(scenario: Scenario, kinds: Sequence[Kind], memory: Memory) -> Mapping[Kind, FaultPlan]:
+    """The faults of each kind. Each happens to another rank."""
     from torchscout.faults.plan import FaultPlan
 
-    slow, stuck = (memory.rank + 2) % stage.ranks, (memory.rank + 1) % stage.ranks
+    slow, stuck = (memory.rank + 2) % scenario.ranks, (memory.rank + 1) % scenario.ranks
     flipped = FaultPlan().flip_bit(rank=memory.rank, at=memory.at, step=_FLIP_STEP, bit=_FLIP_BIT)
     planned = {
-        Kind.STRAGGLER: _slow_experts(slow) if stage.has_experts else _slow_layers(slow),
+        Kind.STRAGGLER: _slow(slow, experts=scenario.has_experts),
         Kind.SDC: flipped.showing(role=LayerKind.EXPERT if ".experts/" in memory.at else LayerKind.DENSE),
         Kind.HANG: FaultPlan().stall(rank=stuck, at="layer.1/forward", step=_HANG_STEP, seconds=_FOR_EVER),
     }
     return {kind: faults for kind, faults in planned.items() if kind in kinds}
 
 
-def _slow_layers(rank: int) -> FaultPlan:
-    """Whichever layer is replayed."""
+def _slow(rank: int, *, experts: bool) -> FaultPlan:
+    """Delay every layer, or every layer's experts, whichever is replayed."""
     from torchscout.faults.plan import FaultPlan
 
     faults = FaultPlan()
-    for layer in range(LAYERS):
-        at = f"layer.{layer}/forward"
+    for layer in range(_EXPERT_LAYERS if experts else LAYERS):
+        at = f"layer.{layer}.mixture.experts/forward" if experts else f"layer.{layer}/forward"
         faults = faults.delay(rank=rank, at=at, step=_SLOW, seconds=_SLOW_SECONDS, calls=None)
-    return faults
-
-
-def _slow_experts(rank: int) -> FaultPlan:
-    """Whichever layer's experts are replayed."""
-    from torchscout.faults.plan import FaultPlan
-
-    faults = FaultPlan()
-    for layer in range(_EXPERT_LAYERS):
-        at = f"layer.{layer}.mixture.experts/forward"
-        faults = faults.delay(rank=rank, at=at, step=_SLOW, seconds=_SLOW_SECONDS, calls=None)
-        faults = faults.showing("time/experts", role=LayerKind.EXPERT)
+        faults = faults.showing("time/experts", role=LayerKind.EXPERT) if experts else faults
     return faults
 
 
@@ -154,8 +144,8 @@ def _degrees(mesh: str) -> dict[str, int]:
     for part in mesh.split(","):
         axis, _, degree = part.strip().partition("=")
         if axis not in _AXES or not degree.isdigit():
-            told = "replica=N or replica=N,tensor=M or, of a mixture of experts, replica=N,expert=M"
-            raise ValueError(f"a mesh is {told} here, got {mesh!r}")
+            known = "replica=N, replica=N,tensor=M or, for a mixture of experts, replica=N,expert=M"
+            raise ValueError(f"a mesh must be {known}, got {mesh!r}")
         if axis in degrees:
             raise ValueError(f"{axis} is given twice in {mesh!r}")
         degrees[axis] = int(degree)

@@ -9,16 +9,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.cli.checkpoint.wording import counted, stacked, table
-from torchscout.cli.console import as_document, taking
+from torchscout.cli.console import AsJson, Output, interruptible, print_report, refusing, taking
 from torchscout.cli.doctor import machine_checks, software_checks
 from torchscout.cli.doctor import probes as kernel
 from torchscout.cli.doctor.facts import (
+    BYTES_PER_PARAMETER,
     Clock,
     Finding,
     Folder,
@@ -30,6 +31,8 @@ from torchscout.cli.doctor.facts import (
     Reached,
     Stacks,
     TorchFacts,
+    laid_out,
+    mesh_of,
     skipped,
 )
 from torchscout.cli.doctor.probes import (
@@ -43,9 +46,6 @@ from torchscout.cli.doctor.probes import (
 from torchscout.config import ObserverConfig
 from torchscout.errors import ScoutError
 from torchscout.observer.record.directory import records_home
-
-if TYPE_CHECKING:
-    from torchscout.cli.doctor.facts import JobDescription
 
 __all__ = ["Facts", "doctor", "findings_of", "gathered", "screen"]
 
@@ -61,33 +61,31 @@ def screen(findings: Sequence[Finding], counts: Mapping[Grade, int]) -> str:
 
 def _summary(counts: Mapping[Grade, int]) -> str:
     failed, warned = counts[Grade.FAIL], counts[Grade.WARN]
-    worth = f"{counted(warned, 'warning')}." if warned else ""
+    verdict = "This machine is ready for a long run."
     if failed:
-        return (
-            f"{counted(failed, 'check')} failed: do what the arrows say before a long run. {worth}".rstrip()
-        )
-    return f"This machine is fit for a long run. {worth}".rstrip()
+        verdict = f"{counted(failed, 'check')} failed: follow the arrows before a long run."
+    return f"{verdict} {counted(warned, 'warning')}." if warned else verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that was found out about this machine."""
+    """All facts about this machine."""
 
     installed: Installed
     torch: TorchFacts
     reached: Reached | None
-    """None where ZeroMQ cannot do what a board needs."""
+    """None if ZeroMQ lacks what a board needs."""
     met: Met | None
-    """The other machine, if one was to be asked."""
+    """The other machine, with --connect."""
     stacks: Stacks
     clock: Clock
     limits: Limits
     memory: Folder
     records: Folder
     directory: Folder | None
-    """Of checkpoints, if it was named."""
+    """The checkpoint folder, with --checkpoint."""
     not_repeating: Mapping[str, str] | None = None
-    """Surfaces that a run has left out of comparisons, if it was named and has records."""
+    """The nondeterministic surfaces of a run, with --run-dir."""
 
 
 def gathered(
@@ -119,7 +117,7 @@ def gathered(
 
 
 def findings_of(facts: Facts, plan: JobDescription) -> list[Finding]:
-    """In the order in which one would fix them."""
+    """All findings, in the order in which to fix them."""
     return [
         software_checks.python(facts.installed),
         software_checks.torch(facts.installed, facts.torch),
@@ -151,7 +149,7 @@ def _connections(facts: Facts, plan: JobDescription) -> list[Finding]:
     if facts.met is None:
         return [
             own,
-            skipped("other machine", "run scout doctor --listen there, and --connect HOST:PORT here"),
+            skipped("other machine", "run scout doctor --listen there, then --connect HOST:PORT here"),
         ]
     return [
         own,
@@ -162,136 +160,130 @@ def _connections(facts: Facts, plan: JobDescription) -> list[Finding]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Options:
     """The options of `scout doctor`."""
 
     mesh: Annotated[
-        str | None, typer.Option(help="How the job is laid out, such as replica=4,shard=2,tensor=2.")
+        str | None, typer.Option(help="The job's layout, such as replica=4,shard=2,tensor=2.")
     ] = None
     experts: Annotated[
-        int, typer.Option(min=1, help="Expert partitions, carved out of the mesh's replicas or shards.")
+        int, typer.Option(min=1, help="Expert-parallel degree, carved out of the mesh's replicas or shards.")
     ] = 1
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks on this machine; by default one for each CUDA device.")
     ] = None
     machines: Annotated[
-        int | None, typer.Option(min=1, help="Machines of the job; by default as many as the mesh takes.")
+        int | None, typer.Option(min=1, help="Machines of the job; by default as many as the mesh needs.")
     ] = None
     state_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of one rank's training state.")] = None
     parameters: Annotated[
-        float | None, typer.Option(min=1, help="Or its parameters: 12 bytes each, float32 and Adam's slots.")
+        float | None,
+        typer.Option(
+            min=1, help=f"Or one rank's parameters, {BYTES_PER_PARAMETER} bytes each: float32 with Adam."
+        ),
     ] = None
-    checkpoint: Annotated[Path | None, typer.Option(help="The folder that checkpoints go to.")] = None
+    checkpoint: Annotated[Path | None, typer.Option(help="The job's checkpoint folder.")] = None
     run_dir: Annotated[
-        Path | None, typer.Option(help="A job's run directory: which of its surfaces do not repeat.")
+        Path | None, typer.Option(help="A run directory, to list its nondeterministic surfaces.")
     ] = None
-    address: Annotated[str, typer.Option(help="As ObserverConfig.address: an interface or address.")] = "*"
-    port: Annotated[int, typer.Option(min=0, max=65528, help="As ObserverConfig.port; 0 is any.")] = 0
-    listen: Annotated[bool, typer.Option("--listen", help="Only answer other machines' doctors.")] = False
+    address: Annotated[str, typer.Option(help="ObserverConfig.address: an interface or address.")] = "*"
+    port: Annotated[int, typer.Option(help="ObserverConfig.port; 0 is any.")] = 0
+    listen: Annotated[bool, typer.Option("--listen", help="Only answer doctors on other machines.")] = False
     seconds: Annotated[
         float | None, typer.Option(min=0, help="How long to listen; by default until interrupted.")
     ] = None
     connect: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Ask the doctor that listens there, too.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Also check the connection to a listening doctor.")
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False
-    output: Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")] = None
+    as_json: AsJson = False
+    output: Output = None
 
 
-@taking(Asked)
-def doctor(asked: Asked) -> None:
-    """Check whether this machine is fit for a long run, and say what to fix.
+@taking(Options)
+def doctor(options: Options) -> None:
+    """Check whether this machine is ready for a long run, and show what to fix.
 
-    The exit status is 1 if anything fails.
+    The exit status is 1 if a check fails.
     """
-    _refuse_contradictions(asked)
-    if asked.listen:
-        _listen(asked)
+    _refuse_contradictions(options)
+    if options.listen:
+        _listen(options)
         return
-    # moved  # other commands do without numpy
-
-    other = None if asked.connect is None else _address_of(asked.connect)
-    _plan(asked, devices=0)  # a mistake shows before anything is tried
-    facts = gathered(asked.checkpoint, asked.address, asked.port, other, asked.run_dir)
-    findings = findings_of(facts, _plan(asked, devices=len(facts.torch.devices)))
+    other = None if options.connect is None else _address_of(options.connect)
+    _plan(options, devices=0)  # refuse wrong options before trying anything
+    facts = gathered(options.checkpoint, options.address, options.port, other, options.run_dir)
+    findings = findings_of(facts, _plan(options, devices=len(facts.torch.devices)))
     counts = {grade: sum(each.status is grade for each in findings) for grade in Grade}
     report: dict[str, Any] = {
         "fit": not counts[Grade.FAIL],
         "host": socket.gethostname(),
         "findings": [asdict(each) for each in findings],
     }
-    as_document(report, screen(findings, counts), as_json=asked.as_json, output=asked.output)
+    print_report(report, screen(findings, counts), as_json=options.as_json, output=options.output)
     raise typer.Exit(0 if report["fit"] else 1)
 
 
-def _refuse_contradictions(asked: Asked) -> None:
-    if asked.listen and asked.connect is not None:
-        raise typer.BadParameter(
-            "--listen only answers; give --connect on the other machine", param_hint="--connect"
-        )
-    if asked.seconds is not None and (not asked.listen or math.isnan(asked.seconds)):
-        raise typer.BadParameter(
-            f"a number of seconds, together with --listen, got {asked.seconds}", param_hint="--seconds"
-        )
-    if asked.checkpoint is not None and asked.checkpoint.exists() and not asked.checkpoint.is_dir():
-        raise typer.BadParameter(f"{asked.checkpoint} is not a folder", param_hint="--checkpoint")
-    if asked.run_dir is not None and not (asked.run_dir / "records").is_dir():
-        raise typer.BadParameter(
-            f"{asked.run_dir} is not a job's run directory: it has no folder records", param_hint="--run-dir"
-        )
+def _refuse_contradictions(options: Options) -> None:
+    with refusing("--port"):
+        ObserverConfig(port=options.port)
+    if options.listen and options.connect is not None:
+        raise _wrong("--connect", "--listen only answers; give --connect on the other machine")
+    if options.seconds is not None and (not options.listen or math.isnan(options.seconds)):
+        raise _wrong("--seconds", f"must be a number, together with --listen, got {options.seconds}")
+    if options.checkpoint is not None and options.checkpoint.exists() and not options.checkpoint.is_dir():
+        raise _wrong("--checkpoint", f"{options.checkpoint} is not a folder")
+    if options.run_dir is not None and not (options.run_dir / "records").is_dir():
+        raise _wrong("--run-dir", f"{options.run_dir} is not a job's run directory: it has no folder records")
+    if options.state_bytes is not None and options.parameters is not None:
+        raise _wrong("--parameters", "give --state-bytes or --parameters, not both")
+    if options.mesh is None and options.experts > 1:
+        raise _wrong("--experts", "experts are carved out of a mesh: give --mesh too")
 
 
-def _plan(asked: Asked, *, devices: int) -> JobDescription:
-    from torchscout.cli.doctor.facts import BYTES_PER_PARAMETER, JobDescription, laid_out, mesh_of
+def _wrong(option: str, problem: str) -> typer.BadParameter:
+    return typer.BadParameter(problem, param_hint=option)
 
-    if asked.state_bytes is not None and asked.parameters is not None:
-        raise typer.BadParameter("give --state-bytes or --parameters, not both", param_hint="--parameters")
-    if asked.mesh is None and asked.experts > 1:
-        raise typer.BadParameter("experts are carved out of a mesh: give --mesh too", param_hint="--experts")
-    state_bytes = asked.state_bytes
-    if asked.parameters is not None:
-        if not math.isfinite(size := asked.parameters * BYTES_PER_PARAMETER):
-            raise typer.BadParameter(
-                f"a number of parameters, got {asked.parameters}", param_hint="--parameters"
-            )
+
+def _plan(options: Options, *, devices: int) -> JobDescription:
+    state_bytes = options.state_bytes
+    if options.parameters is not None:
+        if not math.isfinite(size := options.parameters * BYTES_PER_PARAMETER):
+            raise _wrong("--parameters", f"must be a number of parameters, got {options.parameters}")
         state_bytes = int(size)
-    given = {"--mesh": asked.mesh, "--ranks": asked.ranks, "--machines": asked.machines}
-    hint = "--mesh" if asked.experts == 1 else "--mesh, --experts"
-    try:
-        mesh = None if asked.mesh is None else mesh_of(asked.mesh, asked.experts)
-        hint = ", ".join(option for option, value in given.items() if value is not None)
-        ranks, machines = laid_out(None if mesh is None else len(mesh), asked.ranks, asked.machines, devices)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=hint) from error
-    return JobDescription(ranks, machines, state_bytes, mesh, asked.experts > 1)
+    given = {"--mesh": options.mesh, "--ranks": options.ranks, "--machines": options.machines}
+    with refusing("--mesh" if options.experts == 1 else "--mesh, --experts"):
+        mesh = None if options.mesh is None else mesh_of(options.mesh, options.experts)
+    with refusing(", ".join(option for option, value in given.items() if value is not None)):
+        world = None if mesh is None else len(mesh)
+        ranks, machines = laid_out(world, options.ranks, options.machines, devices)
+    return JobDescription(ranks, machines, state_bytes, mesh, options.experts > 1)
 
 
-def _address_of(told: str) -> tuple[str, int]:
-    host, _, port = told.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise typer.BadParameter(f"HOST:PORT, such as node1:41234, got {told!r}", param_hint="--connect")
+def _address_of(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise _wrong("--connect", f"must be HOST:PORT, such as node1:41234, got {text!r}")
     return host.strip("[]"), int(port)
 
 
-def _listen(asked: Asked) -> None:
-    """Nothing is examined here: the doctors that ask say what they find."""
-    from torchscout.cli.console import interruptible
+def _listen(options: Options) -> None:
+    """Answer doctors on other machines, which report what they find."""
     from torchscout.cli.doctor.network import address_for_others, serve  # with it comes ZeroMQ
 
     def ready(port: int) -> None:
-        where = f"{address_for_others(asked.address)}:{port}"
+        where = f"{address_for_others(options.address)}:{port}"
         typer.echo(f"On every other machine run: scout doctor --connect {where}", err=True)
 
-    until = None if asked.seconds is None else time.monotonic() + asked.seconds
+    until = None if options.seconds is None else time.monotonic() + options.seconds
     visits: list[dict[str, Any]] = []
     try:
-        with interruptible():  # also if the parent process ignored SIGINT, as nohup does
-            for visit in serve(asked.address, asked.port, own_versions(), until, ready):
+        # Interruptible even if the parent process ignored SIGINT, as nohup does.
+        with refusing("--address, --port", ScoutError, OSError), interruptible():
+            for visit in serve(options.address, options.port, own_versions(), until, ready):
                 visits.append({"host": visit.host, "versions": dict(visit.versions)})
-                typer.echo(f"{visit.host} was here.", err=True)
+                typer.echo(f"{visit.host} has connected.", err=True)
     except KeyboardInterrupt:
         pass
-    except (ScoutError, OSError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="--address, --port") from error
     report = {"host": socket.gethostname(), "visits": visits}
-    as_document(report, f"{counted(len(visits), 'visit')}.", as_json=asked.as_json, output=asked.output)
+    shown = f"{counted(len(visits), 'machine')} connected."
+    print_report(report, shown, as_json=options.as_json, output=options.output)

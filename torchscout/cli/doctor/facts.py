@@ -1,4 +1,4 @@
-"""Facts about a machine, findings about them, and the job they are compared with."""
+"""Facts about a machine, findings about them, and the job that the machine is checked for."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """Versions, as they are written down where packages are installed."""
+    """Installed versions."""
 
     versions: Mapping[str, str | None]
-    """Of ``Python``, and of packages by the name of the distribution; None is absent."""
+    """Versions of ``Python`` and of packages, by the name of the distribution; None if not installed."""
     curve: bool
-    """Whether ZeroMQ here can encrypt."""
+    """Whether ZeroMQ is built with encryption."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """What torch says about itself."""
+    """Facts about torch, from a process that imports it."""
 
     version: str | None = None
     built_for: str | None = None
@@ -56,39 +56,39 @@ class TorchFacts:
     nccl: bool = False
     has_triton: bool = False
     fused: bool | None = None
-    """Whether the fused signature on a device is what the same fold gives on the host; None if not tried."""
+    """Whether the fused signature on a device equals the one computed on the host; None if not tried."""
     fused_problem: str | None = None
     attention: Mapping[str, int] | None = None
-    """By backend: how many different results repetitions of its backward gave under strict deterministic
-    algorithms, 0 where it does not run; None if not tried."""
+    """For each backend, the number of different results of its repeated backward under strict deterministic
+    algorithms, 0 if it does not run; None if not tried."""
     problem: str | None = None
-    """Why torch could not be asked; then nothing else here counts."""
+    """Why torch could not be imported; the other fields are meaningless then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder, or where it would be made, after an attempt to write there."""
+    """A folder, or where it would be created, after an attempt to write there."""
 
     path: Path
     exists: bool
     problem: str | None
-    """Why nothing can be written; None if something was."""
+    """Why nothing can be written; None if writing worked."""
     is_private: bool | None = None
-    """Whether it, or what is made there, is its owner's alone."""
+    """Whether only its owner can access it, or a folder created in it."""
     in_memory: bool = False
     locks: bool | None = None
-    """Whether the file system has locks."""
+    """Whether the file system supports locks."""
     holder: str | None = None
-    """The live job in it."""
+    """The live job that uses it."""
     size: int = 0
     """Bytes of the file system."""
     free: int = 0
-    """Bytes of it that this user may still take."""
+    """Bytes that are free for this user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """An attempt to get this process's own stacks by signal."""
+    """The result of requesting this process's own stacks by signal."""
 
     number: int
     problem: str | None
@@ -102,67 +102,67 @@ class Clock:
     resolution: float
     """In seconds."""
     advanced: float
-    """By how much it went on while this process slept."""
+    """How far it advanced during the sleep."""
     slept: float
-    """How long that was to be."""
+    """The requested length of the sleep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the kernel allows processes of this user; None is no limit."""
+    """Resource limits of this user's processes; None is no limit."""
 
     open_files: int | None
-    """The hard limit: a hub raises its own up to it."""
+    """The hard limit: a hub raises its soft limit to it."""
     file_size: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A message to a board of this machine and back, by the address that others would use."""
+    """The result of a message to a board on this machine, by the address that other machines would use."""
 
     address: str
     port: int | None
     seconds: float | None
-    """There and back."""
+    """The round-trip time."""
     problem: str | None
     is_local: bool = False
-    """Whether no other machine could use that address."""
+    """Whether other machines cannot use that address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What another machine's doctor answered."""
+    """The answer of the doctor on another machine."""
 
     address: str
     problem: str | None
     host: str | None = None
     seconds: float | None = None
-    """There and back, at best."""
+    """The shortest round-trip time."""
     offset: float | None = None
-    """How much its wall clock is ahead of this one's, in seconds."""
+    """How far its wall clock is ahead of this machine's, in seconds."""
     versions: Mapping[str, str | None] | None = None
 
 
 class Grade(str, Enum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
-    """A job runs, and does without something."""
+    """A job runs, but lacks something."""
     FAIL = "fail"
-    """A job will not run, or not be protected as it was asked to be."""
+    """A job will not run, or will not be protected as requested."""
     SKIPPED = "skipped"
-    """Nothing was asked about it, or it could not be tried."""
+    """Not requested, or could not be tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's answer."""
+    """One line of the doctor's report."""
 
     name: str
     status: Grade
     what: str
-    """What was seen."""
+    """What was found."""
     fix: str | None = None
     """What to do about it."""
 
@@ -184,22 +184,22 @@ def skipped(name: str, what: str) -> Finding:
 
 
 BYTES_PER_PARAMETER = 12
-"""A weight of float32, and two slots of Adam's."""
+"""A float32 weight and the two moments of Adam."""
 _MOST_RANKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class JobDescription:
-    """What is known of the job."""
+    """The job that the machine is checked for."""
 
     ranks: int
-    """On this machine, and on each other one."""
+    """Ranks on each machine."""
     machines: int = 1
     state_bytes: int | None = None
-    """Of one rank: parameters, buffers, all that optimizers keep."""
+    """Bytes of one rank's training state: parameters, buffers and optimizer state."""
     mesh: Mesh | None = None
     has_experts: bool = False
-    """Whether the mesh has expert layers laid out otherwise than dense ones."""
+    """Whether the layout of expert layers differs from that of dense layers."""
 
     @property
     def world_size(self) -> int:
@@ -210,10 +210,10 @@ class JobDescription:
         return [f"machine {number}" for number in range(self.machines) for _ in range(self.ranks)]
 
 
-def mesh_of(told: str, experts: int = 1) -> Mesh:
-    """From ``replica=4,shard=2``; a ``ValueError`` says what is wrong with it."""
+def mesh_of(text: str, experts: int = 1) -> Mesh:
+    """Parse a mesh such as ``replica=4,shard=2``. Raises ``ValueError`` if it is not valid."""
     degrees: dict[str, Any] = {}
-    for part in told.split(","):
+    for part in text.split(","):
         axis, _, degree = (each.strip() for each in part.partition("="))
         if axis not in AXES:
             raise ValueError(f"unknown axis {axis!r}; the axes are {', '.join(AXES)}")
@@ -223,13 +223,13 @@ def mesh_of(told: str, experts: int = 1) -> Mesh:
             raise ValueError(f"the degree of {axis} must be a number, got {degree!r}")
         degrees[axis] = int(degree)
     if (world := math.prod(degrees.values())) > _MOST_RANKS:
-        raise ValueError(f"at most {_MOST_RANKS} ranks can be looked at, got {world}")
+        raise ValueError(f"at most {_MOST_RANKS} ranks are supported, got {world}")
     mesh = Mesh.grid(**degrees)
     return mesh if experts == 1 else mesh.carve_experts(experts, out_of=mesh.peer_axis())
 
 
 def laid_out(world: int | None, ranks: int | None, machines: int | None, devices: int) -> tuple[int, int]:
-    """Ranks on each machine, and machines; what is not told follows from the mesh or the devices here."""
+    """Ranks on each machine, and machines. What is None follows from the mesh or the devices."""
     if world is None:
         return ranks or devices or 1, machines or 1
     here = ranks or (-(-world // machines) if machines else min(devices or world, world))
@@ -237,6 +237,6 @@ def laid_out(world: int | None, ranks: int | None, machines: int | None, devices
     if machines is not None and machines != needed:
         raise ValueError(f"the mesh has {world} ranks: {needed} machines with {here} each, not {machines}")
     if (ranks or machines) and here * needed != world:
-        told = f"{ranks} on each machine" if ranks else f"{machines} machines"
-        raise ValueError(f"the mesh has {world} ranks, which cannot be divided into {told}")
+        parts = f"{ranks} on each machine" if ranks else f"{machines} machines"
+        raise ValueError(f"the mesh has {world} ranks, which cannot be divided into {parts}")
     return here, needed

@@ -1,4 +1,4 @@
-"""Gathers facts about a machine by trying what a job will do. ``checks`` says what they mean."""
+"""Gathers facts about a machine by trying what a job will do. The checks turn them into findings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def installed() -> Installed:
 
 
 def own_versions() -> dict[str, str | None]:
-    """Of all that should be the same on all machines."""
+    """The versions that should be the same on all machines."""
     packages = {name: _version(name) for name in (*_NEEDED, *FRAMEWORKS)}
     return {"Python": platform.python_version(), **packages}
 
@@ -69,7 +69,7 @@ def _version(name: str) -> str | None:
 
 
 def not_repeating(run_dir: Path) -> dict[str, str] | None:
-    """The surfaces that were left out of comparisons, each with the latest reason; None without records."""
+    """The surfaces of a run that are nondeterministic, with the latest reason; None without records."""
     files = sorted((run_dir / "records").glob("rank-*.jsonl"))
     found: dict[str, str] = {}
     for path in files:
@@ -81,11 +81,11 @@ def not_repeating(run_dir: Path) -> dict[str, str] | None:
 
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_WORD = b"torchscout was here\n"
+_TEXT = b"written by scout doctor\n"
 
 
 def folder_at(path: Path) -> Folder:
-    """Of a folder that is still to be made, what can be said where it will be. Leaves nothing behind."""
+    """Facts about a folder, or about where it would be created. Leaves nothing behind."""
     path = path.absolute()
     existing = next(each for each in (path, *path.parents) if os.path.lexists(each))
     if not existing.is_dir():
@@ -108,19 +108,19 @@ def folder_at(path: Path) -> Folder:
 
 
 def _written(folder: Path) -> tuple[str | None, bool | None, bool | None]:
-    """Write, move and read a small file as checkpoints are; what failed, who may look, whether locks work."""
+    """Write, move and read a file like a checkpoint: what failed, is it private, and do locks work?"""
     try:
         with tempfile.TemporaryDirectory(prefix=".torchscout-doctor-", dir=folder) as name:
             made = Path(name)
             with (made / "writing").open("wb") as file:
-                file.write(_WORD)
+                file.write(_TEXT)
                 file.flush()
                 os.fsync(file.fileno())
                 locks = _locks(file.fileno())
             (made / "writing").replace(made / "written")
-            if (made / "written").read_bytes() != _WORD:
-                return "what was written is not what is read", is_private(os.lstat(made), stat.S_ISDIR), locks
-            return None, is_private(os.lstat(made), stat.S_ISDIR), locks
+            is_intact = (made / "written").read_bytes() == _TEXT
+            problem = None if is_intact else "a file that was written has other contents when it is read"
+            return problem, is_private(os.lstat(made), stat.S_ISDIR), locks
     except OSError as error:
         return f"{folder}: {error.strerror}", None, None
 
@@ -148,17 +148,17 @@ _SLEEP_SECONDS = 0.02
 
 
 def own_stacks(number: int) -> Stacks:
-    """Ask this process for its stacks as an observer asks a trainer; from its main thread."""
+    """Request this process's stacks as an observer does. Must be called in the main thread."""
     with tempfile.TemporaryDirectory(prefix="torchscout-doctor-") as name:
         try:
             registration = stacks.register(Path(name), number)
         except (OSError, ValueError) as error:
             return Stacks(number, str(error))
         try:
-            told = stacks.take(os.getpid(), registration.path, number, _STACK_SECONDS)
+            text = stacks.take(os.getpid(), registration.path, number, _STACK_SECONDS)
         finally:
             registration.unregister()
-    return Stacks(number, None if "own_stacks" in told else "the signal was sent, and no stack was written")
+    return Stacks(number, None if "own_stacks" in text else "the signal was sent, but no stack was written")
 
 
 def clock() -> Clock:
@@ -177,7 +177,7 @@ def _hard(kind: int) -> int | None:
     return None if most == resource.RLIM_INFINITY else most
 
 
-_PATIENCE_SECONDS = 300.0
+_TIMEOUT_SECONDS = 300.0
 
 _ABOUT_ITSELF = """
 import importlib.util, json, torch, torch.distributed as dist
@@ -221,10 +221,11 @@ print(json.dumps(counts))
 
 
 def ask_torch() -> TorchFacts:
-    told, problem = _answer(_ABOUT_ITSELF)
+    """Facts about torch and its devices, from other processes: a broken torch may end its process."""
+    about, problem = _answer(_ABOUT_ITSELF)
     if problem is not None:
         return TorchFacts(problem=problem)
-    facts = TorchFacts(**{**told, "devices": tuple(told["devices"])})
+    facts = TorchFacts(**{**about, "devices": tuple(about["devices"])})
     if not facts.devices:
         return facts
     attention, _ = _answer(_ATTENTION)
@@ -236,18 +237,18 @@ def ask_torch() -> TorchFacts:
 
 
 def _answer(code: str) -> tuple[Any, str | None]:
-    """What a process with this code prints last, or why it does not."""
+    """The last line that a process with this code prints, as JSON; or why there is none."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
             text=True,
-            timeout=_PATIENCE_SECONDS,
+            timeout=_TIMEOUT_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return None, f"no answer within {_PATIENCE_SECONDS:.0f} s"
+        return None, f"no answer within {_TIMEOUT_SECONDS:.0f} s"
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return None, f"a process that tries ends with status {done.returncode}: {last}"
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return None, f"a process that tries it exits with status {done.returncode}: {last}"
     return json.loads(done.stdout.splitlines()[-1]), None

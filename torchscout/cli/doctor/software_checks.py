@@ -1,6 +1,4 @@
-"""What the facts about installed software and devices mean for a job, as findings. Pure: ``probes`` gathers
-the facts.
-"""
+"""Findings from facts about installed software and devices. Pure functions: ``probes`` gathers the facts."""
 
 from __future__ import annotations
 
@@ -26,36 +24,48 @@ __all__ = [
 ]
 
 
+# The versions that installed ones are compared with.
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 13)
+FSDP_TORCH = (2, 13)
+"""The oldest with which FSDP layers are replayed."""
+SHARED_STORE_TORCH = (2, 13)
+"""In this version, torchrun gives ranks that it restarts a store that no longer exists."""
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
 def backends(facts: TorchFacts) -> Finding:
     if facts.problem is not None:
-        return skipped("backends", "torch could not be asked")
+        return skipped("backends", "torch cannot be imported")
     if not facts.gloo:
         return fail(
             "backends",
-            "torch has no Gloo, over which ranks vote, whatever training uses",
+            "torch has no Gloo, which ranks need for votes, whatever backend training uses",
             "install a build of torch with torch.distributed and Gloo",
         )
     if facts.devices and not facts.nccl:
         return warn(
             "backends",
-            "Gloo, but no NCCL, though there are CUDA devices",
+            "Gloo, but no NCCL, although there are CUDA devices",
             "install a build of torch with NCCL; tensors on devices cannot be compared over Gloo",
         )
-    return ok("backends", "Gloo and NCCL" if facts.nccl else "Gloo; no NCCL, and no CUDA device to need it")
+    return ok(
+        "backends", "Gloo and NCCL" if facts.nccl else "Gloo; no NCCL, and no CUDA device that needs it"
+    )
 
 
 def cuda(facts: TorchFacts) -> Finding:
     if facts.problem is not None:
-        return skipped("CUDA", "torch could not be asked")
+        return skipped("CUDA", "torch cannot be imported")
     if facts.devices:
         counted = [f"{count} x {name}" for name, count in sorted(Counter(facts.devices).items())]
         return ok("CUDA", listed(counted))
     if facts.built_for is None:
-        return skipped("CUDA", "this torch is built without it: training runs on CPUs")
+        return skipped("CUDA", "this torch is built without CUDA: training runs on CPUs")
     return warn(
         "CUDA",
-        f"torch is built for CUDA {facts.built_for} and sees no device",
-        "if there should be one: look at nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES",
+        f"torch is built for CUDA {facts.built_for}, but finds no device",
+        "if there should be one, check nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES",
     )
 
 
@@ -65,11 +75,11 @@ def triton(facts: TorchFacts) -> Finding:
     if not facts.has_triton:
         return warn(
             "Triton",
-            "not installed: signatures on devices are made by torch operations, many times slower",
+            "not installed: signatures on devices are computed by torch operations, many times slower",
             "pip install triton",
         )
     if facts.fused:
-        return ok("Triton", "the fused signature runs on a device, and gives what the host gives")
+        return ok("Triton", "the fused signature on a device equals that of the host")
     if facts.fused_problem is not None:
         return fail(
             "Triton",
@@ -78,17 +88,9 @@ def triton(facts: TorchFacts) -> Finding:
         )
     return fail(
         "Triton",
-        "the fused signature on a device is not what the host gives for the same tensor",
-        "do not train on this machine before its device is tested",
+        "the fused signature on a device differs from that of the host for the same tensor",
+        "do not train on this machine until its device has been tested",
     )
-
-
-OLDEST_PYTHON = (3, 10)
-OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 13)
-_FSDP_TORCH = (2, 13)
-_SHARED_STORE_TORCH = (2, 13)
-"""Where torchrun was seen to hand ranks that it starts again a store that is gone."""
-_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def python(installed: Installed) -> Finding:
@@ -109,22 +111,24 @@ def torch(installed: Installed, facts: TorchFacts) -> Finding:
     if version < OLDEST_TORCH:
         return fail("torch", f"{facts.version} is too old", f"install {supported}")
     if version > NEWEST_TORCH:
-        return warn("torch", f"torchscout was never tried with {facts.version}", f"install {supported}")
-    if version < _FSDP_TORCH:
-        return ok("torch", f"{facts.version}; FSDP layers are replayed with {_dotted(_FSDP_TORCH)} and later")
+        return warn("torch", f"torchscout has not been tested with {facts.version}", f"install {supported}")
+    if version < FSDP_TORCH:
+        return ok(
+            "torch", f"{facts.version}; FSDP layers are replayed only with {_dotted(FSDP_TORCH)} and later"
+        )
     return ok("torch", facts.version)
 
 
 def restarts(facts: TorchFacts, environment: Mapping[str, str]) -> Finding:
-    """Whether ranks that torchrun starts again find each other."""
-    if facts.version is None or _numbers(facts.version) != _SHARED_STORE_TORCH:
-        return skipped("restarts", f"only torch {_dotted(_SHARED_STORE_TORCH)} needs a setting for them")
+    """Whether ranks that torchrun restarts can connect."""
+    if facts.version is None or _numbers(facts.version) != SHARED_STORE_TORCH:
+        return skipped("restarts", f"only torch {_dotted(SHARED_STORE_TORCH)} needs a setting")
     if environment.get(_OWN_STORE) == "1":
-        return ok("restarts", f"{_OWN_STORE}=1: ranks that torchrun starts again find each other")
+        return ok("restarts", f"{_OWN_STORE}=1: ranks that torchrun restarts can connect")
     return warn(
         "restarts",
-        f"over Gloo with torch {facts.version}, ranks that torchrun starts again mostly fail "
-        'with "Connection refused", or hang, with and without torchscout',
+        f"over Gloo with torch {facts.version}, ranks that torchrun restarts mostly fail with "
+        '"Connection refused", or hang, even without torchscout',
         f"start torchrun with {_OWN_STORE}=1",
     )
 
@@ -132,11 +136,11 @@ def restarts(facts: TorchFacts, environment: Mapping[str, str]) -> Finding:
 def curve(installed: Installed) -> Finding:
     version = installed.versions.get("pyzmq")
     if version is None:
-        return fail("pyzmq", "not installed: observers cannot talk to each other", "pip install pyzmq")
+        return fail("pyzmq", "not installed: observers cannot communicate", "pip install pyzmq")
     if not installed.curve:
         return fail(
             "pyzmq",
-            f"{version}, built without CURVE: observers cannot encrypt what they say",
+            f"{version}, built without CURVE: observers cannot encrypt their messages",
             "install pyzmq from its wheel, or build libzmq with libsodium",
         )
     return ok("pyzmq", f"{version}, with CURVE")
@@ -147,15 +151,15 @@ def frameworks(installed: Installed, names: tuple[str, ...]) -> Finding:
     absent = listed((name for name in names if not installed.versions.get(name)), most=len(names))
     if not there:
         return skipped("frameworks", f"none is installed: neither {absent.replace(' and ', ' nor ')}")
-    told = listed(there, most=len(names)) + (f"; absent: {absent}" if absent else "")
+    found = listed(there, most=len(names)) + (f"; not installed: {absent}" if absent else "")
     versions = {name: installed.versions.get(name) for name in names}
     if strange := [why for name, each in versions.items() if each and (why := unknown(name, each))]:
-        return warn("frameworks", f"{told}; {'; '.join(strange)}", "install the release that is known")
-    return ok("frameworks", told)
+        return warn("frameworks", f"{found}; {'; '.join(strange)}", "install the release that was tested")
+    return ok("frameworks", found)
 
 
 def _numbers(version: str) -> tuple[int, int]:
-    """Major and minor; what follows, such as ``+cpu`` or ``rc1``, does not matter here."""
+    """Major and minor version; suffixes such as ``+cpu`` or ``rc1`` are ignored."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -165,32 +169,36 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def attention(facts: TorchFacts) -> Finding:
-    """Whether the fused backends repeat their numbers as replay runs them."""
+    """Whether the fused backends are deterministic as replay runs them."""
     if not facts.devices:
-        return skipped("attention", "fused backends that may not repeat run on CUDA devices only")
+        return skipped("attention", "only CUDA devices have fused backends that may be nondeterministic")
     if facts.attention is None:
-        return warn("attention", "the fused backends could not be tried", "look at the lines above")
+        return warn("attention", "the fused backends could not be tried", "see the lines above")
     running = {name: count for name, count in facts.attention.items() if count}
     noisy = [name for name, count in running.items() if count > 1]
     if noisy:
         return warn(
             "attention",
-            f"{listed(noisy)} attention does not repeat its numbers under deterministic algorithms",
-            "its gradients will be left out of comparisons; choose another backend to have them compared",
+            f"{listed(noisy)} attention is nondeterministic even under deterministic algorithms",
+            "its gradients will not be compared; use another backend to have them compared",
         )
-    told = f"{listed([*running])} repeat their numbers as replay runs them" if running else "no fused backend"
-    return ok("attention", told)
+    return ok(
+        "attention", f"{listed([*running])}: deterministic in replay" if running else "no fused backend"
+    )
 
 
 def surfaces(found: Mapping[str, str] | None) -> Finding:
-    """What a run has left out of comparisons."""
+    """The surfaces of a run that are not compared because they are nondeterministic."""
     if found is None:
-        return skipped("surfaces", "give --run-dir of a job to see which of its surfaces do not repeat")
+        return skipped(
+            "surfaces", "give --run-dir of a job to see which of its surfaces are nondeterministic"
+        )
     if not found:
-        return ok("surfaces", "all that was compared in this run repeats")
+        return ok("surfaces", "all surfaces of this run are deterministic")
     first, reason = next(iter(found.items()))
     return warn(
         "surfaces",
-        f"{len(found)} of this run do not repeat and are not compared: {listed([*found])}. {first}: {reason}",
-        "nothing, if that is known; ReplayConfig(require=...) certifies only what has them compared",
+        f"{len(found)} of this run are nondeterministic, and not compared: {listed([*found])}. "
+        f"{first}: {reason}",
+        "if that is not expected, ReplayConfig(require=...) certifies only what has them compared",
     )

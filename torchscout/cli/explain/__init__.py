@@ -1,1 +1,1 @@
-"""`scout explain`: dumps of the Flight Recorder -> why a job hangs."""
+"""`scout explain`: explains a hang from dumps of the Flight Recorder."""

@@ -1,4 +1,4 @@
-"""``scout explain``: what a dump of PyTorch's Flight Recorder says about a hang."""
+"""``scout explain``: explains a hang from dumps of PyTorch's Flight Recorder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from torchscout.cli.checkpoint.wording import counted, numbers_in_words, stacked, table
-from torchscout.cli.console import as_document
-from torchscout.cli.explain.dump_files import DumpFile, DumpFilesError, files_in, read_files
+from torchscout.cli.checkpoint.wording import counted, ranks_in_words, stacked, table
+from torchscout.cli.console import AsJson, Output, exiting, print_report, refusing
+from torchscout.cli.explain.dump_files import MOST_RANKS, DumpFile, DumpFilesError, files_in, read_files
 from torchscout.decision.hang.flight_recorder import Dump, State
 from torchscout.decision.hang.flight_recorder_diagnosis import Explanation
 from torchscout.decision.hang.flight_recorder_diagnosis import explain as explained
@@ -30,7 +30,7 @@ _HOURS_APART = 1.0
 
 
 def report(found: Explanation, files: Sequence[DumpFile], *, size_is_known: bool) -> dict[str, Any]:
-    """The document of ``--json``; the world size may be known, or be taken from the files."""
+    """The document of ``--json``; ``size_is_known`` is False if the world size is a guess from the files."""
     incident = found.incident
     lines = _suspicious(found)
     return {
@@ -50,8 +50,9 @@ def report(found: Explanation, files: Sequence[DumpFile], *, size_is_known: bool
 
 
 def screen(document: Mapping[str, Any]) -> str:
-    """The same for a person."""
-    parts: list[Table | str] = [str(document["sentence"])]
+    """The report as text."""
+    sentence = str(document["sentence"])
+    parts: list[Table | str] = [sentence]
     for group in document["groups"]:
         parts += ["", _heading(group), _rows(group)]
     if document["more_groups"]:
@@ -64,18 +65,15 @@ def screen(document: Mapping[str, Any]) -> str:
 
 
 def _suspicious(found: Explanation) -> list[CommGroup]:
-    """Lines on which somebody waits, or members differ; those of the ranks that are named first."""
+    """The groups in which a rank waits or members differ; those of the named ranks come first."""
     suspects = set() if found.incident is None else set(found.incident.ranks)
-    lines = [line for key, line in found.recording.lines.items() if _is_suspicious(found, key, line)]
+    waiting = found.progresses.waiting
+    lines = [line for key, line in found.recording.lines.items() if len(line.members) > 1 and waiting[key]]
     return sorted(lines, key=lambda line: (_number(found, line), suspects.isdisjoint(line.members), line.key))
 
 
-def _is_suspicious(found: Explanation, key: str, line: CommGroup) -> bool:
-    return len(line.members) > 1 and bool(found.progresses.waiting[key])
-
-
 def _number(found: Explanation, line: CommGroup) -> int:
-    """The number that members differ in, or are waiting in; the earliest of several."""
+    """The number of the earliest operation that members differ in or wait in."""
     seen: dict[int, set[int]] = {}
     for theirs in found.progresses.shown[line.key].values():
         for each in theirs:
@@ -105,7 +103,7 @@ def _group(found: Explanation, line: CommGroup) -> dict[str, Any]:
 
 
 def _row(found: Explanation, line: CommGroup, rank: int, number: int) -> tuple[str, str, int | None]:
-    """Operation, state and last number, as one member shows them."""
+    """Operation, state and last number of one member."""
     if rank in found.absent:
         return "", "no readable dump", None
     shown = found.recording.of(line.key, rank)
@@ -113,7 +111,7 @@ def _row(found: Explanation, line: CommGroup, rank: int, number: int) -> tuple[s
     operation = shown.get(number)
     if operation is not None:
         return operation.text, _state(operation, found), last
-    return "", "not entered" if last < number else "not in the dump any more", last
+    return "", "not entered" if last < number else "no longer in the dump", last
 
 
 def _state(operation: Operation, found: Explanation) -> str:
@@ -121,11 +119,11 @@ def _state(operation: Operation, found: Explanation) -> str:
         return "completed or failed" if operation.state is State.RETIRED else "not completed"
     if operation.state is not State.SCHEDULED:
         return str(operation.state.value)
-    return "scheduled, not begun on its device" if found.recording.times_starts else "scheduled"
+    return "scheduled, not started on its device" if found.recording.times_starts else "scheduled"
 
 
 def _shown_ranks(found: Explanation) -> list[int]:
-    """Whose last operation is shown: those that are named, and have a dump."""
+    """The named ranks that have a dump: their last operations are shown."""
     if found.incident is None:
         return []
     return [rank for rank in found.incident.ranks if rank not in found.absent][:_MOST_STACKS]
@@ -157,28 +155,28 @@ def _notes(found: Explanation, files: Sequence[DumpFile], size_is_known: bool) -
     for path, dump in dumps.items():
         if dump.unreadable:
             total = dump.unreadable + len(dump.entries)
-            notes.append(f"{path}: {dump.unreadable} of {total} entries could not be understood.")
+            notes.append(f"{path}: {dump.unreadable} of {total} entries could not be read.")
     if lost := [dump.rank for dump in dumps.values() if dump.has_lost_entries]:
         notes.append(
-            f"Older operations of {_ranks(lost)} are not in the dumps: the recorder's buffer was full, or "
-            "only open operations were dumped. TORCH_FR_BUFFER_SIZE sets how many are kept."
+            f"Older operations of {ranks_in_words(lost)} are not in the dumps: the recorder's buffer was "
+            "full, or only open operations were dumped. TORCH_FR_BUFFER_SIZE sets the size of the buffer."
         )
     if not size_is_known:
         notes.append(
-            f"The dumps do not say how many ranks the job had; {found.recording.world_size} are taken to be "
-            "all. Otherwise give --world-size."
+            f"The dumps do not contain the job's world size; {found.recording.world_size} is assumed. "
+            "If that is wrong, give --world-size."
         )
     if outdated := sorted(found.progresses.outdated):
         notes.append(
-            f"Others have completed operations with {_ranks(outdated)} that its dump does not show: it is "
-            "older than theirs, and the rank may have come further."
+            f"Other ranks have completed operations with {ranks_in_words(outdated)} that its dump does not "
+            "show: the dump is older than theirs, and the rank may have progressed since."
         )
     notes += _about_groups(found)
     notes += _about_time(dumps.values())
     if found.recording.is_on_device and not found.recording.times_starts:
         notes.append(
-            "These dumps do not tell what a device has begun from what its host has issued: both are "
-            '"scheduled". TORCH_NCCL_ENABLE_TIMING=1 records it.'
+            "These dumps do not distinguish operations that a device has started from those that its host "
+            'has only issued: both are "scheduled". TORCH_NCCL_ENABLE_TIMING=1 records the difference.'
         )
     return notes
 
@@ -189,25 +187,23 @@ def _about_groups(found: Explanation) -> list[str]:
     if guessed and found.has_hang is not False:
         names = ", ".join(guessed[:3]) + (", ..." if len(guessed) > 3 else "")
         notes.append(
-            f"Members of {counted(len(guessed), 'group')} ({names}) are not recorded, and taken to be the "
-            "ranks that used it: a member that never did is not missed there."
+            f"The members of {counted(len(guessed), 'group')} ({names}) are not recorded. The ranks that "
+            "used it are assumed to be all, so a member that never used it does not show as missing."
         )
     if found.has_hang is not False and not found.recording.is_on_device:
-        notes.append("Gloo's recorder has no sends and receives: a hang in one of them cannot be seen here.")
+        notes.append("Gloo does not record sends and receives: a hang in one of them does not show here.")
     return notes
 
 
 def _about_time(dumps: Iterable[Any]) -> list[str]:
-    """A rank that was killed leaves the file of an earlier run, and that looks like one of this run."""
+    """Warn of files that may be from an earlier run, as where a killed rank has left none."""
     times = {dump.rank: [each.created for each in dump.entries if each.created] for dump in dumps}
     newest = {rank: max(created) for rank, created in times.items() if created}
-    if not newest:
+    latest = max(newest.values(), default=0)
+    if not (old := [rank for rank, time in newest.items() if latest - time > _HOURS_APART * 3600e9]):
         return []
-    old = [rank for rank, time in newest.items() if max(newest.values()) - time > _HOURS_APART * 3600e9]
-    if not old:
-        return []
-    hours = f"The newest operation of {_ranks(old)} is more than an hour older than that of others"
-    return [f"{hours}: its file may be of an earlier run."]
+    age = f"The newest operation of {ranks_in_words(old)} is more than an hour older than the others"
+    return [f"{age}: its file may be from an earlier run."]
 
 
 def _heading(group: Mapping[str, Any]) -> str:
@@ -219,7 +215,7 @@ def _heading(group: Mapping[str, Any]) -> str:
 def _rows(group: Mapping[str, Any]) -> Table:
     rows = [
         [
-            _ranks(row["ranks"]),
+            ranks_in_words(row["ranks"]),
             row["state"],
             row["operation"] or "-",
             "-" if row["last_number"] is None else str(row["last_number"]),
@@ -236,85 +232,73 @@ def _stack(last: Mapping[str, Any]) -> list[str]:
     lines = [f"Rank {last['rank']}'s last operation: {last['operation']} {where}"]
     frames = [frame for frame in last["frames"] if _LIBRARY not in frame] or last["frames"]
     if not frames:
-        return [*lines, "  Its Python stack is not in the dump: pickled dumps have it, JSON has not."]
+        return [*lines, "  The dump has no Python stack: pickled dumps have one, JSON dumps do not."]
     return [*lines, *(f"  {frame}" for frame in frames[:_MOST_FRAMES])]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers_in_words(ranks)}"
-
-
-_MOST_RANKS = 1_000_000
 
 
 def explain(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILES", help="Dumps, one for each rank, or folders of them.")
+        list[Path], typer.Argument(metavar="FILES", help="Dumps, one for each rank, or folders of dumps.")
     ],
     world_size: Annotated[
-        int | None, typer.Option(min=1, max=_MOST_RANKS, help="How many ranks, if the dumps do not say.")
+        int | None, typer.Option(min=1, max=MOST_RANKS, help="The job's ranks, if not in the dumps.")
     ] = None,
     rank_pattern: Annotated[
         str | None,
-        typer.Option(help="Where a file's name has the rank: a regular expression, the rank in parentheses."),
+        typer.Option(
+            help="A regular expression that finds the rank in a file name, with the rank as (\\d+)."
+        ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
-    output: Annotated[Path | None, typer.Option(help="Write that JSON document to a file.")] = None,
+    as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
-    """Say why a job hangs, from its Flight Recorder dumps.
+    """Explain why a job hangs, from its Flight Recorder dumps.
 
-    The job needs no torchscout. The exit status is 0 if the dumps show why the job hangs, or that it does
-    not, and 1 if they cannot tell.
+    Works for jobs without torchscout. The exit status is 0 if the dumps show why the job hangs, or that it
+    does not hang, and 1 if they do not show it.
     """
-    try:
+    with exiting(DumpFilesError):
         read = read_files(_existing(files), _pattern(rank_pattern))
         dumps = [each.dump for each in read if each.dump is not None]
         if not dumps:
             raise DumpFilesError(_unreadable(read))
         size, size_is_known = _world_size(read, dumps, world_size)
         found = explained(dumps, size)
-    except DumpFilesError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
     document = report(found, read, size_is_known=size_is_known)
-    as_document(document, screen(document), as_json=as_json, output=output)
+    print_report(document, screen(document), as_json=as_json, output=output)
     raise typer.Exit(1 if found.has_hang is None else 0)
 
 
 def _existing(files: Sequence[Path]) -> list[Path]:
-    for path in files:
-        if not path.exists():
-            raise typer.BadParameter(f"{path} does not exist", param_hint="FILES")
-    found = files_in(files)
-    if not found:
-        raise typer.BadParameter(f"{', '.join(map(str, files))} holds no file", param_hint="FILES")
+    with refusing("FILES"):
+        if missing := [path for path in files if not path.exists()]:
+            raise ValueError(f"{missing[0]} does not exist")
+        if not (found := files_in(files)):
+            raise ValueError(f"there is no file in {', '.join(map(str, files))}")
     return found
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
-    try:
-        pattern = None if text is None else re.compile(text)
-    except re.error as error:
-        raise typer.BadParameter(
-            f"{text!r} is no regular expression: {error}", param_hint="--rank-pattern"
-        ) from error
-    if pattern is not None and pattern.groups < 1:
-        raise typer.BadParameter(
-            f"{text!r} has no parentheses around the rank, as in 'rank(\\d+)'", param_hint="--rank-pattern"
-        )
+    if text is None:
+        return None
+    with refusing("--rank-pattern"):
+        try:
+            pattern = re.compile(text)
+        except re.error as error:
+            raise ValueError(f"{text!r} is not a regular expression: {error}") from error
+        if pattern.groups < 1:
+            raise ValueError(f"{text!r} has no parentheses around the rank, as in 'rank(\\d+)'")
     return pattern
 
 
 def _unreadable(read: Sequence[DumpFile]) -> str:
     shown = "\n".join(f"  {each.path}: {each.problem}" for each in read[:10])
     more = f"\n  and {len(read) - 10} more" if len(read) > 10 else ""
-    return f"none of these files is a dump of the Flight Recorder that can be read:\n{shown}{more}"
+    return f"none of these files is a readable dump of the Flight Recorder:\n{shown}{more}"
 
 
 def _world_size(read: Sequence[DumpFile], dumps: Sequence[Dump], given: int | None) -> tuple[int, bool]:
-    """As the group of all ranks has it, where it is recorded; else as far as ranks are known. And which."""
+    """The size of the group of all ranks, or else the largest known rank + 1; and whether it was recorded."""
     recorded: dict[int, int] = {}
     known = {each.rank for each in read}
     for dump in dumps:
@@ -325,11 +309,11 @@ def _world_size(read: Sequence[DumpFile], dumps: Sequence[Dump], given: int | No
     if len(set(recorded.values())) > 1:
         sizes = {size: rank for rank, size in recorded.items()}
         shown = ", ".join(f"rank {rank} is one of {size}" for size, rank in sorted(sizes.items()))
-        raise DumpFilesError(f"these dumps are of different jobs: {shown}; give those of one job only")
+        raise DumpFilesError(f"these dumps are of different jobs: {shown}; give the dumps of one job")
     size = given or next(iter(recorded.values()), max(known) + 1)
-    if max(known) >= size or size > _MOST_RANKS:
+    if max(known) >= size or size > MOST_RANKS:
         raise DumpFilesError(
-            f"these dumps are not of one job of {size} ranks: they are of, or name, rank {max(known)}; "
-            "give those of one job only, with its --world-size"
+            f"these dumps are not of one job of {size} ranks: they are from, or mention, rank {max(known)}; "
+            "give the dumps of one job, with its --world-size"
         )
     return size, bool(given or recorded)

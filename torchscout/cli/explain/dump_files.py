@@ -1,4 +1,4 @@
-"""Reads dumps of PyTorch's Flight Recorder without running code that a pickle names."""
+"""Reads dumps of PyTorch's Flight Recorder without executing any code of a pickle."""
 
 from __future__ import annotations
 
@@ -14,63 +14,33 @@ from typing import Any
 
 from torchscout.decision.hang.flight_recorder import Dump, read_dump
 
-__all__ = ["DumpFile", "DumpFilesError", "PickleRefusedError", "files_in", "load", "read_files"]
+__all__ = [
+    "MOST_RANKS",
+    "DumpFile",
+    "DumpFilesError",
+    "PickleRefusedError",
+    "files_in",
+    "load",
+    "read_files",
+]
 
+# fmt: off
 _ALLOWED = (
-    "PROTO",
-    "FRAME",
-    "STOP",
-    "MARK",
-    "POP",
-    "POP_MARK",
-    "NONE",
-    "NEWTRUE",
-    "NEWFALSE",
-    "INT",
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG",
-    "LONG1",
-    "LONG4",
-    "FLOAT",
-    "BINFLOAT",
-    "UNICODE",
-    "BINUNICODE",
-    "SHORT_BINUNICODE",
-    "BINUNICODE8",
-    "BINBYTES",
-    "SHORT_BINBYTES",
-    "BINBYTES8",
-    "EMPTY_DICT",
-    "DICT",
-    "SETITEM",
-    "SETITEMS",
-    "EMPTY_LIST",
-    "LIST",
-    "APPEND",
-    "APPENDS",
-    "EMPTY_TUPLE",
-    "TUPLE",
-    "TUPLE1",
-    "TUPLE2",
-    "TUPLE3",
-    "PUT",
-    "BINPUT",
-    "LONG_BINPUT",
-    "GET",
-    "BINGET",
-    "LONG_BINGET",
-    "MEMOIZE",
+    "PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT",
+    "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "BINUNICODE",
+    "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "EMPTY_DICT", "DICT",
+    "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1",
+    "TUPLE2", "TUPLE3", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET", "MEMOIZE",
 )
+# fmt: on
 
-# The interpreter's own loader in Python, with fewer instructions. The one in C cannot be restricted
-# instruction by instruction, and a single number in a file makes it allocate any amount of memory.
+# Python's pure-Python unpickler with fewer instructions. The one in C cannot be restricted to some
+# instructions, and a single number in a file makes it allocate any amount of memory.
 _Loader: Any = pickle._Unpickler
 
 
 class PickleRefusedError(ValueError):
-    """A pickle that is more than plain data, or is damaged."""
+    """The pickle contains more than plain data, or is damaged."""
 
 
 class _PlainLoader(_Loader):  # type: ignore[misc]
@@ -80,20 +50,18 @@ class _PlainLoader(_Loader):  # type: ignore[misc]
 
 
 def load(data: bytes) -> object:
-    """The plain data in a pickle; raises ``PickleRefusedError`` for everything else."""
+    """The plain data in a pickle. Raises ``PickleRefusedError`` for anything else."""
     try:
         return _PlainLoader(io.BytesIO(data)).load()
-    except PickleRefusedError:
-        raise
     except KeyError as error:
         if isinstance(error.args[0], int) and chr(error.args[0]) in _FORBIDDEN:
             name = _FORBIDDEN[chr(error.args[0])]
             raise PickleRefusedError(
-                f"it is refused: its instruction {name} makes more than plain data, and could run any code"
+                f"refused: its pickle instruction {name} is not plain data, and could run any code"
             ) from error
         raise PickleRefusedError("it is damaged") from error
     except (EOFError, pickle.UnpicklingError, struct.error) as error:
-        raise PickleRefusedError("it ends too soon, or is damaged") from error
+        raise PickleRefusedError("it is incomplete or damaged") from error
     except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise PickleRefusedError("it is damaged") from error
 
@@ -108,16 +76,16 @@ _FORBIDDEN = {
 
 MOST_BYTES = 256 << 20
 _SUFFIXES = (".json", ".pkl", ".pickle", ".bin", ".dump", ".txt", ".trace")
-_MOST_RANKS = 1_000_000
+MOST_RANKS = 1_000_000
 
 
 class DumpFilesError(Exception):
-    """These files cannot be explained together."""
+    """The files cannot be explained together."""
 
 
 @dataclass(frozen=True, slots=True)
 class DumpFile:
-    """One file that was read, or was tried."""
+    """One file, and the dump in it."""
 
     path: Path
     rank: int
@@ -127,7 +95,7 @@ class DumpFile:
 
 
 def files_in(paths: Iterable[Path]) -> list[Path]:
-    """Files as they are, and the files of folders, by name; hidden ones are left out."""
+    """Files, and the files in folders sorted by name, without hidden ones."""
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -139,14 +107,14 @@ def files_in(paths: Iterable[Path]) -> list[Path]:
 
 
 def read_files(paths: Sequence[Path], pattern: re.Pattern[str] | None) -> list[DumpFile]:
-    """All of ``paths``, by rank; raises ``DumpFilesError`` where it is not clear whose a file is."""
+    """Read all of ``paths``, sorted by rank. Raises ``DumpFilesError`` if a file's rank is unclear."""
     ranks: dict[int, Path] = {}
     for path in paths:
         rank = _rank_of(path, pattern)
         if rank in ranks:
             raise DumpFilesError(
-                f"{ranks[rank]} and {path} are both of rank {rank}: give one dump of each rank, "
-                "all of the same moment, or say with --rank-pattern where the rank stands in the name"
+                f"{ranks[rank]} and {path} are both of rank {rank}: give one dump of each rank, all taken at "
+                "the same time, or give --rank-pattern to find the rank in the name"
             )
         ranks[rank] = path
     return [_read(ranks[rank], rank) for rank in sorted(ranks)]
@@ -164,10 +132,10 @@ def _rank_of(path: Path, pattern: re.Pattern[str] | None) -> int:
         rank = -1 if found is None else int(found[1])
     except (IndexError, ValueError, TypeError):
         rank = -1
-    if not 0 <= rank < _MOST_RANKS:
+    if not 0 <= rank < MOST_RANKS:
         raise DumpFilesError(
-            f"whose dump is {path}? A name ends with the rank, as in nccl_trace_rank_3 or rank3.json; "
-            "otherwise give --rank-pattern with the rank in parentheses, as in --rank-pattern 'worker(\\d+)-'"
+            f"the name of {path} does not end with a rank, as in nccl_trace_rank_3 or rank3.json; "
+            "give --rank-pattern with the rank in parentheses, as in --rank-pattern 'worker(\\d+)-'"
         )
     return rank
 
@@ -176,15 +144,15 @@ def _read(path: Path, rank: int) -> DumpFile:
     try:
         size = path.stat().st_size
         if size > MOST_BYTES:
-            return DumpFile(path, rank, None, f"it has {size:,} bytes; at most {MOST_BYTES:,} are read")
+            return DumpFile(path, rank, None, f"too large: {size:,} bytes; at most {MOST_BYTES:,} are read")
         data = path.read_bytes()
         return DumpFile(path, rank, read_dump(rank, _document(data)))
     except OSError as error:
-        return DumpFile(path, rank, None, f"it cannot be read: {error.strerror or error}")
+        return DumpFile(path, rank, None, f"cannot be read: {error.strerror or error}")
     except ValueError as error:
         return DumpFile(path, rank, None, str(error))
     except (RecursionError, MemoryError):
-        return DumpFile(path, rank, None, "it is nested too deeply, or too large")
+        return DumpFile(path, rank, None, "too large, or nested too deeply")
 
 
 def _document(data: bytes) -> object:
@@ -195,4 +163,4 @@ def _document(data: bytes) -> object:
     try:
         return json.loads(data)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"it is not whole JSON: {error}") from error
+        raise ValueError(f"invalid JSON: {error}") from error
