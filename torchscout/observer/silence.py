@@ -1,4 +1,4 @@
-"""When silence is too long (paper, section 7; DESIGN.md, "Silence"). Pure: it is told the time.
+"""When silence is too long (paper, section 7; docs/design.md, "Silence"). Pure: it is told the time.
 
 A rank is silent for as long as it has published nothing. This says when that is worth asking the
 other ranks, and when to ask again; who is to blame is for the diagnosis of the round it causes.

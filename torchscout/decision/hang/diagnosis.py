@@ -1,4 +1,4 @@
-"""Progress of all ranks -> who holds the job up, and why (paper, section 7; DESIGN.md, "Who is to blame").
+"""Progress of all ranks -> who holds the job up, and why (paper, section 7; docs/design.md).
 
 A vote on coordinates alone blames victims, who lag too. So the order of evidence is: who broke the
 protocol (``protocol``), who is waited for and does not wait (``wait_graph``), who waits in a circle,
