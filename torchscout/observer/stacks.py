@@ -1,4 +1,4 @@
-"""Where a trainer stands: its Python stacks, on request (paper, section 7; docs/design.md, "Silence").
+"""Where a trainer stands: its Python stacks, on request (paper, section 7; docs/design.md, "The observer").
 
 The trainer registers ``faulthandler`` on a real-time signal. Its handler is C code that takes no
 lock and no GIL, so it answers inside a collective, inside a loop that never releases the GIL, and
