@@ -1,4 +1,4 @@
-"""What the examples share: a small Transformer that learns to count, its batches, a few words at the end."""
+"""Shared by the examples: a small Transformer that learns to count, its batches, and a final report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model, or one stage of a pipeline: the first one embeds, the last one has the head."""
+    """The whole model, or one pipeline stage: the first has the embedding, the last has the head."""
 
     def __init__(self, stage: int = 0, stages: int = 1) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
 
 
 def batch(step: int, replica: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counting sequences with a random start and stride; the same ones whenever that step is trained."""
+    """Return counting sequences with a random start and stride, the same whenever a step is trained."""
     generator = torch.Generator().manual_seed(1000 * step + replica)
     start = torch.randint(VOCABULARY, (8, 1), generator=generator)
     stride = torch.randint(1, 4, (8, 1), generator=generator)
@@ -67,7 +67,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def average_gradients(model: nn.Module, replicas: dist.ProcessGroup) -> None:
-    """Data parallelism by hand, where nothing else averages over replicas."""
+    """Average gradients over replicas, for examples in which nothing else does."""
     for parameter in model.parameters():
         gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=replicas)
@@ -77,7 +77,7 @@ def arguments(name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
-        "--checkpoint", default=f"checkpoints/{name}", help="a job goes on from what is in there"
+        "--checkpoint", default=f"checkpoints/{name}", help="folder for checkpoints, and to resume from"
     )
     if name == "huggingface":
         parser.add_argument("--gradient-checkpointing", action="store_true")
@@ -85,7 +85,7 @@ def arguments(name: str) -> argparse.Namespace:
 
 
 def own_device() -> torch.device:
-    """This rank's GPU, or where there is none the CPU; the backend follows from it."""
+    """Return this rank's GPU, or the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -99,7 +99,7 @@ def say(line: str) -> None:
 
 
 def what_was_seen(session: torchscout.Session) -> str:
-    """A few lines out of ``session.status()`` and ``session.incidents``."""
+    """Summarize ``session.status()`` and ``session.incidents`` in a few lines."""
     status = session.status()
     replay, checkpoint = status["replay"], status["checkpoint"]
     kept = checkpoint["capturing"] or checkpoint["verified"]

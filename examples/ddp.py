@@ -1,6 +1,6 @@
 """Data parallelism: torchrun --nproc-per-node 3 examples/ddp.py
 
-All ranks do the same work, and vote. Three and more name a rank; two only show that they differ.
+All ranks do the same work and vote. Three or more name a rank; two only show that they differ.
 """
 
 import torch
@@ -21,7 +21,7 @@ def main() -> None:
     session = torchscout.enable_resiliency(
         model,
         optimizer,
-        replay=torchscout.ReplayConfig(interval=5),  # a long job does with the default, 20 steps
+        replay=torchscout.ReplayConfig(interval=5),  # the default is 20 steps
         observer=torchscout.ObserverConfig(),
         checkpoint=torchscout.CheckpointConfig(args.checkpoint),
     )
@@ -37,7 +37,7 @@ def main() -> None:
 
     say(what_was_seen(session))
     session.close()
-    del model  # Gloo may not end while a DistributedDataParallel lives
+    del model  # Gloo may hang at the end while a DistributedDataParallel exists
     dist.destroy_process_group()
 
 

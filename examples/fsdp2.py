@@ -1,6 +1,6 @@
 """Sharded data parallelism (FSDP2): torchrun --nproc-per-node 3 examples/fsdp2.py
 
-The shards of one copy vote on layers, whose parameters they gather, and on updates of each other's shards.
+The ranks that share one copy vote on layers, after gathering their parameters, and on updates of shards.
 """
 
 import torch
@@ -26,7 +26,7 @@ def main() -> None:
     session = torchscout.enable_resiliency(
         model,
         optimizer,
-        replay=torchscout.ReplayConfig(interval=5),  # a long job does with the default, 20 steps
+        replay=torchscout.ReplayConfig(interval=5),  # the default is 20 steps
         observer=torchscout.ObserverConfig(),
         checkpoint=torchscout.CheckpointConfig(args.checkpoint),
     )

@@ -1,7 +1,7 @@
 """Hybrid sharding (HSDP): torchrun --nproc-per-node 4 examples/hsdp.py
 
-Every two ranks shard one copy. Ranks with the same shard vote on it. Of two copies that shows which shard is
-wrong, not whose; so with four ranks all of them vote on layers, whose parameters they gather.
+Every two ranks shard one copy, and ranks with the same shard vote on it. With two copies this shows which
+shard is wrong, but not on which rank. So all four ranks vote on layers, after gathering their parameters.
 """
 
 import torch
@@ -30,7 +30,7 @@ def main() -> None:
     session = torchscout.enable_resiliency(
         model,
         optimizer,
-        replay=torchscout.ReplayConfig(interval=5),  # a long job does with the default, 20 steps
+        replay=torchscout.ReplayConfig(interval=5),  # the default is 20 steps
         observer=torchscout.ObserverConfig(),
         checkpoint=torchscout.CheckpointConfig(args.checkpoint),
     )

@@ -1,7 +1,7 @@
 """A model of the Hugging Face form: torchrun --nproc-per-node 3 examples/huggingface.py
 
-It has a config, takes input_ids and labels, and answers with loss and logits. With --gradient-checkpointing
-its layers are computed once more in the backward pass.
+It has a config, takes input_ids and labels, and returns loss and logits. With --gradient-checkpointing its
+layers are recomputed in the backward pass.
 """
 
 import torch
@@ -26,7 +26,7 @@ def main() -> None:
     session = torchscout.enable_resiliency(
         model,
         optimizer,
-        replay=torchscout.ReplayConfig(interval=5),  # a long job does with the default, 20 steps
+        replay=torchscout.ReplayConfig(interval=5),  # the default is 20 steps
         observer=torchscout.ObserverConfig(),
         checkpoint=torchscout.CheckpointConfig(args.checkpoint),
     )
@@ -42,7 +42,7 @@ def main() -> None:
 
     say(what_was_seen(session))
     session.close()
-    del model  # Gloo may not end while a DistributedDataParallel lives
+    del model  # Gloo may hang at the end while a DistributedDataParallel exists
     dist.destroy_process_group()
 
 

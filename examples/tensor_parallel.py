@@ -1,7 +1,7 @@
-"""Tensor parallelism: torchrun --nproc-per-node 4 examples/tensor_parallel.py
+"""Tensor parallelism: torchrun --nproc-per-node 6 examples/tensor_parallel.py
 
-Every two ranks split each layer between them. Ranks with the same part of it vote: of four ranks two and two,
-which show that they differ; six ranks and more can name one.
+Every two ranks split each layer between them. Ranks with the same part of it vote.
+With six ranks three of them vote and can name one; with four, two vote and only show that they differ.
 """
 
 import torch
@@ -32,10 +32,10 @@ def main() -> None:
     session = torchscout.enable_resiliency(
         model,
         optimizer,
-        replay=torchscout.ReplayConfig(interval=5),  # a long job does with the default, 20 steps
+        replay=torchscout.ReplayConfig(interval=5),  # the default is 20 steps
         observer=torchscout.ObserverConfig(),
         checkpoint=torchscout.CheckpointConfig(args.checkpoint),
-        parallelism=axes,  # the model itself does not show it
+        parallelism=axes,  # the model itself does not show the layout
     )
     say(session.resume().reason)
 

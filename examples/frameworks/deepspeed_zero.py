@@ -1,7 +1,7 @@
 """DeepSpeed, ZeRO 2: DS_ACCELERATOR=cpu torchrun --nproc-per-node 3 examples/frameworks/deepspeed_zero.py
 
-All ranks hold the parameters, and vote on them; of the optimizer's state each has a part of its own.
-Where there are GPUs, leave DS_ACCELERATOR out. Three lines are torchscout's.
+All ranks hold the parameters and vote on them; each holds its own part of the optimizer's state. Leave
+DS_ACCELERATOR out if there are GPUs. Three lines are about torchscout.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--checkpoint", default="checkpoints/deepspeed_zero")
     args = parser.parse_args()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPUs do without what must be compiled
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # do not compile it on CPUs
     deepspeed.init_distributed()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(WORDS, WIDTH), *(layer() for _ in range(4)), nn.Linear(WIDTH, WORDS))

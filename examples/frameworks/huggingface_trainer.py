@@ -1,7 +1,7 @@
 """Hugging Face's Trainer: torchrun --nproc-per-node 3 examples/frameworks/huggingface_trainer.py
 
-A small Llama with random weights learns to count. Started again, it goes on from its newest checkpoint whose
-state was certified; one that was written after a rank had gone wrong would be passed over.
+A small Llama with random weights learns to count. If you run it again, it resumes from its newest checkpoint
+whose state was certified; a checkpoint that was written after a rank went wrong is skipped.
 """
 
 import torch

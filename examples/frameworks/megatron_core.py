@@ -1,6 +1,6 @@
 """Megatron-Core on GPUs: torchrun --nproc-per-node 8 examples/frameworks/megatron_core.py
 
-Two tensor-parallel ranks are one replica; replicas vote. Three lines are torchscout's.
+Two tensor-parallel ranks are one replica, and replicas vote. Three lines are about torchscout.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ PASS = {"num_microbatches": 1, "seq_length": LENGTH, "micro_batch_size": ROWS, "
 
 
 def forward_step(batches: Any, model: Any) -> Any:
-    tokens = next(batches).cuda()  # they count
+    tokens = next(batches).cuda()  # counting sequences
     mask, places = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool(), torch.arange(LENGTH).expand(ROWS, -1)
     losses = model(tokens[:, :-1].contiguous(), places.cuda(), mask.cuda(), labels=tokens[:, 1:].contiguous())
     return losses, lambda each: (each.float().mean(), {"loss": each.detach().float().mean()})

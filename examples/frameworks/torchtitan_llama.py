@@ -1,10 +1,10 @@
-"""TorchTitan 0.3 with torchscout, by a config of one's own; the trainer and its loop stay TorchTitan's.
+"""TorchTitan 0.3 with torchscout, in your own config; the trainer and its loop are TorchTitan's.
 
-In a clone of TorchTitan, which has the tokenizer and the text, with this file's folder on PYTHONPATH:
+Run it in a clone of TorchTitan, which has the tokenizer and the text, with this folder on PYTHONPATH:
 
 torchrun --nproc-per-node 4 -m torchtitan.train --module torchtitan_llama --config watched
 
-Any other config is watched by one more argument, without a file:
+To attach to any other config, add one argument:
 
 torchrun ... -m torchtitan.train --module llama3 --config llama3_8b --training.disable_cuda_graphs \\
     --parallelism.spmd_backend partial_dtensor \\
@@ -18,8 +18,8 @@ from torchtitan.trainer import Trainer
 
 SETTINGS = {
     "replay": {"interval": 5},  # steps from one check to the next
-    "observer": {"min_silence_seconds": 30.0},  # shorter silence is no hang
-    "checkpoint": {"directory": "outputs/certified"},  # what checks have certified; a restart goes on from it
+    "observer": {"min_silence_seconds": 30.0},  # shorter silence is not a hang
+    "checkpoint": {"directory": "outputs/certified"},  # certified state, to resume from
     "run_dir": "outputs/scout",
 }
 
@@ -27,7 +27,7 @@ SETTINGS = {
 def watched() -> Trainer.Config:
     """TorchTitan's smallest Llama."""
     config = llama3_debugmodel()
-    config.training.disable_cuda_graphs = True  # a graph calls no hooks, through which layers are seen
+    config.training.disable_cuda_graphs = True  # a graph calls no hooks, so layers would not be seen
     config.parallelism.spmd_backend = "partial_dtensor"
     config.override.imports = [("torchscout.plugins.torchtitan.resiliency", SETTINGS)]
     return config

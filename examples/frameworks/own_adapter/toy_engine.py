@@ -1,4 +1,4 @@
-"""A framework of one's own: an engine that has the model, the optimizer and the training step."""
+"""A toy framework: an engine that has the model, the optimizer and the training step."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Tells torchscout about the engine. Plain PyTorch knows the rest: layers, parameters, updates."""
+"""Adapter for the toy engine. ``PyTorchAdapter`` finds the rest: layers, parameters, updates."""
 
 from typing import Any
 
@@ -10,8 +10,10 @@ from toy_engine import Engine
 
 
 def adapter_of(model: Any, *_: Any) -> "ToyAdapter | None":
-    """The adapter, if the job is an engine; None lets others look at it. An optimizer and what the user says
-    of the parallelism are given too."""
+    """Return the adapter if the model is an engine; None lets other adapters try.
+
+    The optimizer and the user's ``parallelism`` are passed too.
+    """
     return ToyAdapter(model) if isinstance(model, Engine) else None
 
 
@@ -27,7 +29,7 @@ class ToyAdapter(PyTorchAdapter):
 
 
 class _Seen:
-    """How much was trained on: kept in checkpoints, as a framework's own counters must be."""
+    """The number of tokens seen, kept in checkpoints like any counter of a framework."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
