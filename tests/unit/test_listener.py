@@ -233,7 +233,7 @@ def test_a_listener_that_is_killed_is_started_again_where_it_was(replicator: Rep
     replicator._listener._process.kill()
     until(lambda: replicator._listener.restarts, "it was noticed")
     send_a_copy(replicator.address, tmp_path)
-    assert any("was started again" in each for each in replicator.problems())
+    assert any("was restarted" in each for each in replicator.problems())
 
 
 def test_a_listener_ends_with_its_trainer_even_if_children_live_on(tmp_path: Path):

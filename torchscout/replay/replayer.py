@@ -26,7 +26,8 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
@@ -271,15 +272,14 @@ class Replayer:
             self._gather(now)
             for run in now.values():
                 run.records = judged(run)
-            votes = self._job.highest([vote for place in places for vote in _votes(now.get(place))])
-            refused, differs, heights = votes[::3], votes[1::3], votes[2::3]
-            for place, height in zip(places, heights, strict=True):
-                if height and place in now:
+            highest = iter(self._job.highest([vote for place in places for vote in _ballot(now.get(place))]))
+            ballots = {place: _Ballot(*islice(highest, len(_Ballot._fields))) for place in places}
+            for place, ballot in ballots.items():
+                if ballot.height and place in now:
                     run = now[place]
-                    run.records = withhold(run.comparisons, run.records, _HEIGHT - height)
-            found = zip(places, refused, differs, strict=True)
-            differing += [place for place, is_refused, yes in found if yes and not is_refused]
-            places = [place for place, is_refused in zip(places, refused, strict=True) if is_refused]
+                    run.records = withhold(run.comparisons, run.records, _HEIGHT - ballot.height)
+            differing += [place for place, each in ballots.items() if each.differs and not each.is_refused]
+            places = [place for place, each in ballots.items() if each.is_refused]
         for run in runs.values():
             if not has_failed(run.records):
                 run.replay.learn(run.records)
@@ -398,14 +398,24 @@ class Replayer:
             attempt(seen.read)  # if reading fails, there are no times
 
 
-def _votes(run: Run | None) -> tuple[int, int, int]:
-    """Return whether strict determinism was refused, whether peers differ, and how high a premise broke."""
+class _Ballot(NamedTuple):
+    """One rank's vote on a replay; the highest value of each field counts."""
+
+    is_refused: int
+    """Whether to replay without strict determinism."""
+    differs: int
+    """Whether peers differ."""
+    height: int
+    """How high above the lowest comparison one failed that others depend on; 0 if none did."""
+
+
+def _ballot(run: Run | None) -> _Ballot:
     if run is None:
-        return 0, 0, 0
+        return _Ballot(0, 0, 0)
     depth = 0 if run.has_failed else broken_depth(run.comparisons, run.records)
     differs = any(each.scope is not None for each in run.records)
     is_refused = any(each.refused for each in run.seen.values())
-    return int(is_refused), int(differs), 0 if depth is None else _HEIGHT - depth
+    return _Ballot(is_refused, differs, 0 if depth is None else _HEIGHT - depth)
 
 
 def _unreplayed(active: ActiveReplay, step: int) -> EvidenceRecord:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -63,23 +63,28 @@ class Certifier(Protocol):
         ...
 
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
-        """What this rank says about the check, and whether peers have captured different things; as many
-        numbers on every rank."""
+        """Return this rank's votes on the check, equally many on every rank."""
         ...
 
     def decide(self, step: int, counted: Sequence[int], *, counts: bool) -> None:
-        """The highest of each rank's; the same is decided everywhere. Of accepted checks only those that
-        ``counts`` is true of certify anything."""
+        """Decide by the highest vote of all ranks; a check certifies state only if it ``counts``."""
         ...
 
     def go_by(
         self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str]
     ) -> None:
-        """What checks go over; how far they are, and what they have learned, is to be kept too.
-
-        ``covered`` says in words what they cover by now.
-        """
+        """Keep the progress of checks with checkpoints; ``covered`` describes what they cover by now."""
         ...
+
+
+class _Ballot(NamedTuple):
+    """One rank's vote on a check; the highest value of each field counts."""
+
+    severity: int
+    differs: int
+    found: int
+    stretch: int = 1
+    revision: int = 0
 
 
 class ReplayDriver:
@@ -234,14 +239,14 @@ class ReplayDriver:
         findings = sweep(self._replayer, recipes, self._links, step)
         outcome = self._guard(lambda: self._conclude(findings, None)) or Outcome.NOT_CHECKED
         differing = [each.mode for each in findings.records if each.scope is not None and not each.layer]
-        severity, is_state, found = self._communicators.highest(
-            [SEVERITY.index(outcome), Mode.STATE in differing, len(self._found)]
-        )
-        self._spread(found)
+        own = _Ballot(SEVERITY.index(outcome), Mode.STATE in differing, len(self._found))
+        worst = _Ballot(*self._communicators.highest(own))
+        self._spread(worst.found)
         compared = {each.layer for each in findings.records if each.verdict is not None}
         left = (each for each in findings.records if each.layer not in compared)
         unswept = next((f"{each.surface}: {each.reason}" for each in left), None)
-        return SweepReport(_SWEPT.get(SEVERITY[severity], SweepResult.COULD_NOT_RUN), bool(is_state), unswept)
+        result = _SWEPT.get(SEVERITY[worst.severity], SweepResult.COULD_NOT_RUN)
+        return SweepReport(result, bool(worst.differs), unswept)
 
     def change(self, **settings: Any) -> None:
         """Other settings from the next check on; what rank 0 wants is done by all."""
@@ -386,25 +391,23 @@ class ReplayDriver:
 
     def _agree(self, step: int, outcome: Outcome, *, differs: bool, counts: bool) -> None:
         """On what the check is worth to checkpoints, and when the next one is."""
-        intervals, budget = self._config.intervals, self._config.budget
-        stretch = self._cadence.stretch(min(intervals.values()), budget)
+        stretch = self._cadence.stretch(min(self._config.intervals.values()), self._config.budget)
         revision = self._revision if self._is_first else 0
         votes = [] if self._certifier is None else self._certifier.votes(outcome, differs=differs)
-        severity = SEVERITY.index(outcome)
-        stretch, revision, severity, doubted, found, *counted = self._communicators.highest(
-            [stretch, revision, severity, int(differs), len(self._found), *votes]
-        )
-        self._spread(found)
-        worst = SEVERITY[severity]
+        own = _Ballot(SEVERITY.index(outcome), differs, len(self._found), stretch, revision)
+        highest = self._communicators.highest([*own, *votes])
+        agreed, counted = _Ballot(*highest[: len(own)]), highest[len(own) :]
+        self._spread(agreed.found)
+        worst = SEVERITY[agreed.severity]
         if not worst.accepted:
             self._rotation.take_back(EXPERTS, step)
-        self._guard(lambda: self.trust.checked(step, worst, counts=counts, doubted=bool(doubted)))
+        self._guard(lambda: self.trust.checked(step, worst, counts=counts, doubted=bool(agreed.differs)))
         if (certifier := self._certifier) is not None:
             self._guard(lambda: certifier.decide(step, counted, counts=counts))
-        if revision > self._revisions:
-            self._revisions = revision
+        if agreed.revision > self._revisions:
+            self._revisions = agreed.revision
             self._adopt(self._communicators.said_by_first(_changeable(self._wanted)))
-        self._rotation.change(self._config.intervals, stretch if self._config.budget else 1, step)
+        self._rotation.change(self._config.intervals, agreed.stretch if self._config.budget else 1, step)
 
     def _adopt(self, said: Mapping[str, Any]) -> None:
         variants = tuple(said["variants"])
