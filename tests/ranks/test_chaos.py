@@ -18,11 +18,12 @@ from tests.support.chaos import DISTURBANCES, MEMORY, Chaos, launched, steps_of
 from tests.support.chaos_job import INTERVAL, Life, alone
 from tests.support.machines import Machine, machines, why_impossible
 from tests.support.ranks import run_ranks
-from tests.support.small_job import is_alive, until
+from tests.support.small_job import until
 from tests.support.wall_clock import WallClock
 from tests.support.wall_clock import why_impossible as why_no_clock
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import Stamped, read
+from torchscout.utils.procfs import is_running
 
 SECONDS = float(os.environ.get("SCOUT_CHAOS", "60"))
 SEED = int(os.environ.get("SCOUT_CHAOS_SEED", time.time_ns() % 1_000_000))
@@ -89,7 +90,7 @@ def bits_of(life: Life, rank: int) -> dict[int, str]:
 
 
 def processes(host: Machine) -> list[int]:
-    return [pid for pid in host.processes("") if pid != host.init and is_alive(pid)]
+    return [pid for pid in host.processes("") if pid != host.init and is_running(pid)]
 
 
 def leaves_nothing(host: Machine, disk: Path) -> None:

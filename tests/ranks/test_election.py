@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small_job import SmallJob, is_alive, small_job, until
+from tests.support.small_job import SmallJob, small_job, until
 from torchscout.decision.record import Incident, Resolved
+from torchscout.utils.procfs import is_running
 
 LONG = 600.0
 ELECTED = 2
@@ -22,7 +23,7 @@ def lose(job: SmallJob, *ranks: int, how: signal.Signals = signal.SIGKILL) -> No
     for rank in ranks:
         os.kill(job.observers[rank], how)
     if how is signal.SIGKILL:
-        until(lambda: not any(is_alive(job.observers[rank]) for rank in ranks), "they are gone")
+        until(lambda: not any(is_running(job.observers[rank]) for rank in ranks), "they are gone")
 
 
 def use_up_restarts(job: SmallJob, rank: int) -> None:
@@ -36,7 +37,7 @@ def restarted(job: SmallJob, rank: int, times: int) -> int:
 
     def process() -> int | None:
         state = job.ask(rank, do="observer")
-        return state["pid"] if state["restarts"] == times and is_alive(state["pid"]) else None
+        return state["pid"] if state["restarts"] == times and is_running(state["pid"]) else None
 
     return until(process, f"it was started {times} times again")
 
@@ -173,5 +174,5 @@ def test_observers_of_a_job_with_an_elected_hub_leave_with_their_trainers(tmp_pa
         elected(job, 1, 2, 3)
         for rank in range(5):
             job.order(rank, do="finish")
-        until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
+        until(lambda: not any(map(is_running, job.observers)), "the observers leave")
         assert job.lines() == []

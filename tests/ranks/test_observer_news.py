@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.small_job import SmallJob, is_alive, small_job, until
+from tests.support.small_job import SmallJob, small_job, until
 from torchscout.decision.record import EvidenceRecord, Incident, Resolved
 from torchscout.decision.recorder import Stamped, read
 from torchscout.faults.storage import can_fill_disks, on_a_small_disk
 from torchscout.observer.record.directory import read_ends
+from torchscout.utils.procfs import is_running
 
 STALL = 4.0
 
@@ -81,7 +82,7 @@ def test_how_each_trainer_ended_is_on_record(tmp_path: Path):
         job.order(1, do="exit", status=1)
         job.order(2, do="exit", status=0)
         job.order(3, do="finish")
-        until(lambda: all(not is_alive(job.trainers[rank].pid) for rank in (1, 2, 3)), "three have ended")
+        until(lambda: all(not is_running(job.trainers[rank].pid) for rank in (1, 2, 3)), "three have ended")
         job.trainers[4].send_signal(signal.SIGTERM)
         job.trainers[5].send_signal(signal.SIGKILL)
         until(lambda: len(read_ends(tmp_path)) == 5, "five have ended")

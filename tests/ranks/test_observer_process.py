@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import torchscout
-from tests.support.small_job import QUICK, SmallJob, is_alive, small_job, until
+from tests.support.small_job import QUICK, SmallJob, small_job, until
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident, Resolved
 from torchscout.errors import ObserverError
@@ -26,6 +26,7 @@ from torchscout.observer.monitor import ObserverHandle, launch
 from torchscout.observer.record.writer import ProgressWriter
 from torchscout.observer.spec import ObserverSpec, describe_mesh
 from torchscout.utils.network import new_token
+from torchscout.utils.procfs import is_running
 
 LONG = 600.0
 
@@ -67,7 +68,7 @@ def test_a_healthy_job_is_silent_and_a_late_rank_is_named_until_it_moves(tmp_pat
         assert resolved.stalled_seconds >= 3.0
         for rank in range(3):
             job.order(rank, do="finish")
-        until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
+        until(lambda: not any(map(is_running, job.observers)), "the observers leave")
         assert [trainer.wait() for trainer in job.trainers] == [0, 0, 0]
         assert len(job.lines()) == 2
         assert sorted(path.name for path in tmp_path.iterdir()) == ["ends", "incidents.jsonl", "observers"]
@@ -83,7 +84,7 @@ def test_a_killed_trainer_is_named_though_nobody_is_silent(tmp_path: Path, rank:
         assert f"The trainer of rank {rank} ended before it had finished" in incident.sentence
         for other in {0, 1, 2} - {rank}:
             job.trainers[other].kill()
-        until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
+        until(lambda: not any(map(is_running, job.observers)), "the observers leave")
         assert len(job.lines()) == 1, "whoever ended later was taken along"
 
 
@@ -186,7 +187,7 @@ def test_a_job_that_is_asked_to_end_is_no_incident(tmp_path: Path):
     with small_job(3, tmp_path) as job:
         for trainer in job.trainers:
             trainer.terminate()
-        until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
+        until(lambda: not any(map(is_running, job.observers)), "the observers leave")
         assert job.lines() == []
 
 
@@ -364,7 +365,7 @@ def test_a_trainer_that_leaves_without_a_word_is_named_and_not_whoever_it_takes_
     """``os._exit(0)`` on one rank; the others fail soon after, as they do when a connection is lost."""
     with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
         job.order(1, do="exit", status=0, suddenly=True)
-        until(lambda: not is_alive(job.trainers[1].pid), "it has left")
+        until(lambda: not is_running(job.trainers[1].pid), "it has left")
         time.sleep(0.5)
         job.trainers[0].kill()
         incident = incident_of(job)
@@ -375,7 +376,7 @@ def test_trainers_that_all_leave_without_a_word_are_no_incident(tmp_path: Path):
     with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
         for rank in range(3):
             job.order(rank, do="exit", status=0, suddenly=True)
-        until(lambda: not any(map(is_alive, job.observers)), "the observers leave")
+        until(lambda: not any(map(is_running, job.observers)), "the observers leave")
         assert job.lines() == []
 
 
@@ -386,7 +387,7 @@ def test_how_an_interpreter_ends_is_told_by_its_status(tmp_path: Path, status: i
         if status:
             assert incident_of(job).ranks == (1,)
             return
-        until(lambda: not is_alive(job.trainers[1].pid), "it has ended")
+        until(lambda: not is_running(job.trainers[1].pid), "it has ended")
         time.sleep(1.0)
         assert job.lines() == []
 

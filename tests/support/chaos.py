@@ -23,10 +23,11 @@ import pytest
 
 from tests.support.chaos_job import Life
 from tests.support.machines import INTERFACE, Machine
-from tests.support.small_job import is_alive, until
+from tests.support.small_job import until
 from tests.support.wall_clock import WallClock
 from torchscout.faults.storage import fill_file_system
 from torchscout.observer.spec import hub_ranks
+from torchscout.utils.procfs import is_running
 
 __all__ = ["DISTURBANCES", "Chaos", "ended", "launched", "steps_of"]
 
@@ -105,7 +106,9 @@ class Chaos:
         """A process that a rank has started; None while there is none."""
         trainer = self.trainer(rank)
         found = [
-            pid for pid in self.machine_of(rank).processes(word) if _parent(pid) == trainer and is_alive(pid)
+            pid
+            for pid in self.machine_of(rank).processes(word)
+            if _parent(pid) == trainer and is_running(pid)
         ]
         return found[-1] if found else None
 
@@ -267,7 +270,7 @@ def _kill(chaos: Chaos, rank: int, word: str) -> None:
     pid = chaos.child(rank, word)
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not is_alive(pid), "it is gone")
+        until(lambda: not is_running(pid), "it is gone")
         chaos.happened[f"{word} ended"] += 1
 
 
