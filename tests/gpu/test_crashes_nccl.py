@@ -21,7 +21,9 @@ WITHOUT_ABORT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 def broken(run_dir: Path, hang: Hang, environment: dict[str, str], *, only: bool = True) -> Incident:
     """The incident of a job that may or may not survive."""
     with suppress(RankError):
-        run_ranks(train, RANKS, run_dir, hang, timeout=45 + hang.stall, backend="nccl", environment=environment)
+        run_ranks(
+            train, RANKS, run_dir, hang, timeout=45 + hang.stall, backend="nccl", environment=environment
+        )
     assert has_fired(run_dir)
     wait_for_incident(run_dir)
     incident, *others = incidents(run_dir)

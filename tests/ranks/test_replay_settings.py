@@ -187,8 +187,8 @@ def unasked_job(rank: int, how: str, run_dir: Path) -> dict:
 @pytest.mark.parametrize(
     ("how", "ranks", "told"),
     [
-        ("no replay", 2, "it was not asked for"),
-        ("no optimizer", 2, "there is no optimizer at whose update a step would end"),
+        ("no replay", 2, "replay=None"),
+        ("no optimizer", 2, "there is no optimizer whose update would end a step"),
     ],
 )
 def test_why_there_is_no_replay_is_said(tmp_path: Path, how: str, ranks: int, told: str):

@@ -32,7 +32,7 @@ from torchscout.faults.effects import CallEffect, Freeze, Sleep
 from torchscout.faults.fault import Fault
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.observer.monitor import HangMonitor
+from torchscout.session.session import Session
 from torchscout.testing.local_ranks import LiveRanks, RankError
 
 __all__ = [
@@ -139,19 +139,19 @@ def train(
         ) as session,
         Injector(faults, rank, training.net, training.optimizer, log=log) as injector,
     ):
-        if session.hang_monitor is not None:
-            (observers_of(run_dir) / str(rank)).write_text(str(session.hang_monitor.observer.pid))
-            _await_hubs(session.hang_monitor)
+        if (status := session.status()["observer"]) is not None:
+            (observers_of(run_dir) / str(rank)).write_text(str(status["pid"]))
+            _await_hubs(session)
         for question in questions:
             if question == TRAIN:
                 steps(training, session.watch_input(injector.input(training.batches())))
             yield ObservedRankResult(session.failures)
 
 
-def _await_hubs(watching: HangMonitor) -> None:
+def _await_hubs(session: Session) -> None:
     """A job that hangs within a moment of its start is another story: observers have yet to meet."""
     deadline = time.monotonic() + _MEETING_SECONDS
-    while not all(watching.status()["connected"]) and time.monotonic() < deadline:
+    while not all(session.status()["observer"]["connected"]) and time.monotonic() < deadline:
         time.sleep(_PAUSE_SECONDS)
 
 

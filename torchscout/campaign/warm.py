@@ -153,7 +153,7 @@ def train(
                 training.step(step)
                 if before:
                     _restore(training, before)
-            stopped = [] if session.replay_driver is not None else [session.not_replaying]
+            stopped = [off] if (off := (session.status()["replay"] or {}).get("off")) else []
             yield WarmRankResult(
                 injector.fired[fired:], [*session.failures[failed:], *stopped], dict(updates.seconds)
             )

@@ -1,24 +1,31 @@
 """What every rank votes at the end of a check, and what the job concludes from it (paper, sections 8 and 9).
 
 Votes are combined across the job before anything moves: each rank casts a ballot of whole numbers, the
-highest of each counts, and from that all ranks derive the same events for the gate. ``CertifiedSteps`` keeps
-the step up to which a job is certified, for checkpoints that it writes itself. Pure: nothing is exchanged
-here.
+highest of each counts, and from that all ranks derive the same events for the gate. Pure: nothing is
+exchanged here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Checked, Event, Lost, Outcome, Sealed, WriteFailed, Written
+from torchscout.checkpoint.gate_state import (
+    Checked,
+    CheckpointGate,
+    Event,
+    Lost,
+    Outcome,
+    Sealed,
+    WriteFailed,
+    Written,
+)
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import REFUSED, UNDECIDED, unmet
 from torchscout.decision.sdc import FAILED
 from torchscout.errors import CheckpointError
 
-__all__ = ["SEVERITY", "CertifiedSteps", "CheckVote", "events_of", "outcome_of"]
+__all__ = ["SEVERITY", "CheckVote", "events_of", "outcome_of"]
 
 SEVERITY = (Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED, Outcome.REJECTED, Outcome.SDC)
 """The worst that any rank has seen is the job's."""
@@ -107,34 +114,3 @@ def events_of(gate: CheckpointGate, step: int, counted: CheckVote) -> list[Event
         elif not counted.writing:
             events.append(Written(gate.writing))
     return [*events, Checked(step, counted.outcome)]
-
-
-class CertifiedSteps:
-    """The gate of checkpoints, moved by checks alone; what it certifies, the job may have in its files."""
-
-    def __init__(self) -> None:
-        self._gate = CheckpointGate()
-
-    @property
-    def step(self) -> int | None:
-        """The newest step whose state checks have certified; None if there is none yet."""
-        return None if self._gate.verified is None else self._gate.verified.step
-
-    def go_by(self, recipes: int | None) -> None:
-        """How many checks make a cycle, where shapes come from a catalog."""
-        self._gate = replace(self._gate, recipes=recipes)
-
-    def checked(self, step: int, outcome: Outcome, *, counts: bool, doubted: bool = False) -> None:
-        """The job's outcome, the same on every rank. Only a check that ``counts`` certifies.
-
-        ``doubted`` is what was there after the check before: it may have changed before it was written.
-        """
-        if doubted and self._gate.latest is not None:
-            self._gate, _ = transition(self._gate, Lost(self._gate.latest))
-        if outcome.accepted and not counts:
-            return
-        if self._gate.writing is not None:  # files are the job's own affair
-            self._gate, _ = transition(self._gate, Written(self._gate.writing))
-        self._gate, effects = transition(self._gate, Checked(step, outcome))
-        if effects.capture is not None:  # and so is memory
-            self._gate, _ = transition(self._gate, Sealed(effects.capture))

@@ -267,14 +267,14 @@ class HangMonitor:
     _undo: ExitStack
 
     def status(self) -> Mapping[str, Any]:
-        """As ``Observer.status``; ``hub`` is the rank whose observer would be asked, None if none can be."""
+        """As ``ObserverHandle.status``; ``hub`` is the rank whose observer is asked, None if none can be."""
         try:
             status = dict(self.observer.status())
         except ObserverError as error:  # it is gone for good, or being started again
             status = {"problem": str(error), "hub": None}
         if status["hub"] is not None:
             status["hub"] = self.hubs[status["hub"]]
-        return {**status, "restarts": self.observer.restarts}
+        return {**status, "pid": self.observer.pid, "restarts": self.observer.restarts}
 
     def close(self) -> None:
         """Take everything back, last first; the observer sees a trainer that leaves on purpose."""

@@ -125,6 +125,8 @@ class Publisher:
         self._went_back = False
         """Whether there was a backward in this step."""
         self._device: DeviceProgress | None = None
+        self._stepping: DeviceProgress | None = None
+        """Of the device whose finished steps are published."""
         self._undo: list[Callable[[], None]] = []
 
     def before(self, call: Call) -> None:
@@ -193,59 +195,41 @@ class Publisher:
             self._undo.append(layer.register_forward_hook(after_forward).remove)
 
     def watch_steps(self, layer: torch.nn.Module, finished: Callable[[], None]) -> None:
-        """Without an optimizer to watch, a step ends when its first layer begins anew after a backward."""
+        """Without an optimizer to watch, a step ends when its first layer begins anew after a backward.
+
+        ``finished`` is called then, and has to call ``step_finished``.
+        """
 
         def before_forward(_: torch.nn.Module, __: Any) -> None:
             if not torch.compiler.is_compiling() and self._went_back and not in_backward():
                 self._went_back = False
-                self._writer.next_step()
                 finished()
 
         # Prepended: the forward is the next step's.
         self._undo.append(layer.register_forward_pre_hook(before_forward, prepend=True).remove)
 
-    def watch_optimizer(
-        self,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device | None = None,
-    ) -> None:
-        """Publish the optimizer's boundary, at which a step ends; see ``watch_updates``."""
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
+        """Publish the optimizer's updates, where nobody else counts steps; see ``watch_device``."""
+        self.watch_device(device)
+        hooks = (
+            optimizer.register_step_pre_hook(lambda *_: self.update_begins()),
+            optimizer.register_step_post_hook(lambda *_: self.step_finished(self._writer.step + 1)),
+        )
+        self._undo.extend(hook.remove for hook in hooks)
 
-        def hook_updates(before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-            hooks = (
-                optimizer.register_step_pre_hook(lambda *_: before()),
-                optimizer.register_step_post_hook(lambda *_: after()),
-            )
+    def watch_device(self, device: torch.device | None) -> None:
+        """Also publish how many steps this CUDA device has finished; None for a job without one."""
+        self._stepping = None if device is None else self._progress_of(device)
 
-            def undo() -> None:
-                for hook in hooks:
-                    hook.remove()
+    def update_begins(self) -> None:
+        """Publish that the optimizer's update begins."""
+        self._writer.advance(Phase.OPTIMIZER)
 
-            return undo
-
-        self.watch_updates(hook_updates, device)
-
-    def watch_updates(
-        self,
-        hook_updates: Callable[[Callable[[], None], Callable[[], None]], Callable[[], None]],
-        device: torch.device | None = None,
-    ) -> None:
-        """Publish where a step ends. ``hook_updates`` has two functions called around every update, until
-        what it returns is called.
-
-        With a CUDA device it is also published how many of the steps that one has finished.
-        """
-        progress = None if device is None else self._progress_of(device)
-
-        def before_step() -> None:
-            self._writer.advance(Phase.OPTIMIZER)
-
-        def after_step() -> None:
-            self._writer.next_step()
-            if progress is not None:
-                progress.step_finished(self._writer.step)
-
-        self._undo.append(hook_updates(before_step, after_step))
+    def step_finished(self, step: int) -> None:
+        """Publish that so many steps are finished."""
+        self._writer.next_step(step)
+        if self._stepping is not None:
+            self._stepping.step_finished(step)
 
     def start_from(self, step: int) -> None:
         """The job goes on from a checkpoint of this step."""

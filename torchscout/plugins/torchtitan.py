@@ -62,7 +62,7 @@ class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is 
         """What checks have certified comes last, and wins over what TorchTitan has written itself."""
         with self.session.checkpoint_io("read"):
             is_loaded = bool(self.manager.load(step))
-        if self.session.checkpoint_manager is not None:
+        if self.session.status()["checkpoint"] is not None:
             self.resumption = self.session.resume()
         if self.resumption is not None and self.resumption.role is not None:
             return True

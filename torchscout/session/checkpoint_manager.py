@@ -42,6 +42,7 @@ from torchscout.decision.ownership import Ownership
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls
+from torchscout.session.certifier import certified_step
 from torchscout.session.coverage import RecipeCycle
 from torchscout.session.replication import StateReplication
 from torchscout.session.resumption import (
@@ -61,6 +62,8 @@ __all__ = ["CheckpointManager"]
 
 class CheckpointManager:
     """Checkpoints of a model and its optimizers, until ``close``."""
+
+    captures = True
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class CheckpointManager:
             except (ScoutError, OSError) as error:
                 problem = str(error)
             finally:
-                self._together(problem)
+                self._communicators.together(problem, CheckpointError)
             self._meet()
             undo.pop_all()
 
@@ -156,8 +159,12 @@ class CheckpointManager:
         surface = surface_of(parameter)
         return not any(map(self._ownership.is_owned, (surface, f"{surface}.{slot}")))
 
+    @property
+    def certified_step(self) -> int | None:
+        return certified_step(self._gate)
+
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
-        """What this rank says at the end of a check; see ``session.replay_driver.Certifier``."""
+        """What this rank says at the end of a check; see ``session.certifier.Certifier``."""
         writing, unwritten = self._gate.writing, False
         try:
             is_written = writing is None or self._outgoing.is_written(writing)
@@ -169,7 +176,7 @@ class CheckpointManager:
     def go_by(
         self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
     ) -> None:
-        """What checks go over, and how far they are; see ``session.replay_driver.Certifier``."""
+        """What checks go over, and how far they are; see ``session.certifier.Certifier``."""
         self._coverage, self._covered = coverage, covered
         ownership = progress.get("ownership")
         self._ownership = ownership if isinstance(ownership, Ownership) else self._ownership
@@ -230,7 +237,7 @@ class CheckpointManager:
         except ScoutError as error:
             problem = str(error)
         finally:  # whatever a user's load_state_dict raises: the others must not wait for this rank
-            self._together(problem)
+            self._communicators.together(problem, CheckpointError)
         return fetched
 
     def _resumed(self, gate: CheckpointGate, loaded: Loaded) -> Resumption:
@@ -387,15 +394,9 @@ class CheckpointManager:
             name = job_file.agreed_name(self._config.job, self._disk, names)
         except CheckpointError as error:
             problem = problem or str(error)
-        self._together(problem)
-        said: str = self._communicators.said_by_first(name)
+        self._communicators.together(problem, CheckpointError)
+        said: str = self._communicators.from_rank_0(name)
         return said
-
-    def _together(self, problem: str | None) -> None:
-        """Fail on every rank if this failed on any."""
-        problems = self._communicators.exchange(problem)
-        if told := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]:
-            raise CheckpointError(f"{len(told)} of {len(problems)} ranks failed\n" + "\n".join(told))
 
     def _is_captured(self) -> bool:
         """Whether what the gate counts on is there; the one before it may be given up then, by any rank."""

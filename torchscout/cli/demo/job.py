@@ -170,8 +170,8 @@ def train(
             if question == "begin":
                 resumed = session.resume(start_over=True)
                 injector.step = session.step + 1
-                watching = session.hang_monitor
-                yield Began(asdict(resumed), None if watching is None else watching.observer.pid)
+                observer = session.status()["observer"]
+                yield Began(asdict(resumed), None if observer is None else observer["pid"])
             elif question == "step":
                 loss = training.step(session.step + 1)
                 poisoned = session.status()["checkpoint"]["poisoned"] is not None

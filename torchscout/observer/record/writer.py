@@ -98,14 +98,15 @@ class ProgressWriter:
             self._at_communication = 0
             self._publish()
 
-    def next_step(self) -> None:
-        """The step is over. Its duration is noted, but for the first one and a paused one."""
+    def next_step(self, step: int | None = None) -> None:
+        """So many steps are over, by default one more. The duration of the last one is noted, unless it is
+        the first one or a paused one."""
         with self._lock:
             now = monotonic()
             if self._began is not None and now > self._began:
                 self._memory.note(layout.STEPS, now - self._began)
             self._began = now
-            self._step += 1
+            self._step = self._step + 1 if step is None else step
             self._phase = layout.CODES[Phase.IDLE]
             self._operation = self._at_communication = 0
             self._publish()
