@@ -182,14 +182,14 @@ def _checkpoints(base: _Base, config: CheckpointConfig) -> CheckpointManager:
 
     adapter, job = base.adapter, base.job
     model, optimizers = adapter.model, adapter.optimizers()
-    differing = set(adapter.unreplicated())
+    differing = set(adapter.unreplicated_parameters())
     if are_experts_spread(job.mesh):  # ranks with the same experts hold copies of them
         differing -= expert_parameters(adapter, base.experts).keys()
     names = {surface_of(name): name for name, _ in model.named_parameters()}
     unreplicated = [name for surface, name in names.items() if surface in differing]
     # Optimizers show most of the owned state themselves; adapters may name the same memory more than once.
     shown = {each.data_ptr() for of in optimizers for group in of.param_groups for each in group["params"]}
-    every = adapter.owned()
+    every = adapter.owned_state()
     owned = {
         names.get(surface, surface.replace("/", ".")): each
         for surface, each in every.items()
@@ -200,7 +200,7 @@ def _checkpoints(base: _Base, config: CheckpointConfig) -> CheckpointManager:
     manager = CheckpointManager(job, config, base.communicators, model, optimizers, unreplicated, owned)
     if job.rank == 0:
         base.boundary.guarded(lambda: add_run(Path(config.directory).absolute(), job.run_dir))
-    for name, stateful in adapter.state().items():
+    for name, stateful in adapter.extra_state().items():
         manager.register(name, stateful)
     return manager
 

@@ -132,7 +132,7 @@ def streams(adapter: Any, _chunk: Any) -> dict[str, bool]:
     tracker, generator = get_cuda_rng_tracker(), torch.Generator().manual_seed(3)
     own = tracker.get_states()
     tracker.set_states({**own, "of a graph": generator})
-    kept = adapter.state()["megatron/streams"]
+    kept = adapter.extra_state()["megatron/streams"]
     state = kept.state_dict()
     first = torch.rand(4, generator=generator)
     kept.load_state_dict(state)

@@ -188,7 +188,10 @@ def refused(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("unknown parallelism", "cannot be read off a Net; pass parallelism="),
+        (
+            "unknown parallelism",
+            "a Net does not show which of the 2 ranks do the same work; pass parallelism=",
+        ),
         ("wrong size", "parallelism describes 3 ranks, the job has 2"),
         ("no model", "model must be a torch.nn.Module, got str"),
         ("stages in a list", "got list; several pipeline stages of one rank go into a torch.nn.ModuleList"),

@@ -23,7 +23,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchscout.adapters.base import Updates, mesh_from, overwritten
+from torchscout.adapters.base import UpdateHooks, mesh_from, overwritten
 from torchscout.adapters.structure import (
     Part,
     Structure,
@@ -101,7 +101,7 @@ class DeepSpeedAdapter:
         self._parallelism = parallelism
         self._stage = int(engine.zero_optimization_stage())
         self._copies: Mapping[Surface, torch.Tensor] | None = None
-        self._updates = Updates(engine.optimizer, lambda: register_tracker("deepspeed", _Streams()))
+        self._updates = UpdateHooks(engine.optimizer, lambda: register_tracker("deepspeed", _Streams()))
 
     @property
     def model(self) -> torch.nn.Module:
@@ -173,7 +173,7 @@ class DeepSpeedAdapter:
     def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
         return NOBODY if self._stage < 3 else ParameterGatherers((_Keeper(self._engine, module),))
 
-    def unreplicated(self) -> Collection[Surface]:
+    def unreplicated_parameters(self) -> Collection[Surface]:
         if self._spreads() <= {1}:
             return ()
         return {surface_of(name) for name, each in self.model.named_parameters() if is_moe_param(each)}
@@ -182,7 +182,7 @@ class DeepSpeedAdapter:
         found = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
         return [found] if isinstance(found, torch.optim.Optimizer) else []
 
-    def owned(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
+    def owned_state(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
         if role is LayerKind.EXPERT:
             return {}
         if self._stage < 3:
@@ -209,12 +209,12 @@ class DeepSpeedAdapter:
 
     def hook_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Around the outermost optimizer: inside it, only this rank's part is new when PyTorch's is done."""
-        return self._updates.tell(before, after)
+        return self._updates.add(before, after)
 
     def finish_update(self) -> None:
         """The optimizer's step leaves nothing to the next pass."""
 
-    def state(self) -> Mapping[str, Stateful]:
+    def extra_state(self) -> Mapping[str, Stateful]:
         engine, found = self._engine, dict[str, Any]()
         found["counters"] = _Numbers(engine, _COUNTERS)
         found["rng_tracker"] = _Streams()

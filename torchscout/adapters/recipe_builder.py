@@ -54,7 +54,7 @@ def recipes_for(
     builder = _Builder(adapter, mesh, rank, config.watch_budget)
     groups = ProcessGroupRecipe(exchange, builder.device)
     if structure is None:
-        recipes = [builder.watched("census", {**adapter.parameters(), **adapter.owned()}), groups]
+        recipes = [builder.watched("census", {**adapter.parameters(), **adapter.owned_state()}), groups]
     else:
         recipes = [*builder.dense(structure, experts), groups, *builder.sparse(experts, shapes)]
     return [recipe for recipe in recipes if recipe.kind in config.intervals]
@@ -94,10 +94,10 @@ class _Builder:
         """The recipes of everything but experts that are spread over ranks."""
         adapter, is_spread = self._adapter, are_experts_spread(self._mesh)
         of_experts = expert_parameters(adapter, experts) if is_spread else {}
-        left_out = {*adapter.unreplicated(), *of_experts}
+        left_out = {*adapter.unreplicated_parameters(), *of_experts}
         shared = {surface: each for surface, each in adapter.parameters().items() if surface not in left_out}
         layers = without_experts(structure.layers, experts) if is_spread else structure.layers
-        owned, is_sharded = adapter.owned(), self._is_owned(LayerKind.DENSE)
+        owned, is_sharded = adapter.owned_state(), self._is_owned(LayerKind.DENSE)
         recipes = [
             self._state("census", {**shared, **owned} if is_sharded else shared, LayerKind.DENSE),
             self._modules("embedding", structure.embeddings),
@@ -106,7 +106,7 @@ class _Builder:
             self._updates("optimizer", owned or shared, LayerKind.DENSE, owned=bool(owned)),
         ]
         if not is_sharded:
-            owned_experts = adapter.owned(LayerKind.EXPERT) if is_spread else {}
+            owned_experts = adapter.owned_state(LayerKind.EXPERT) if is_spread else {}
             recipes.append(self._at_rest({**owned, **owned_experts}, {**shared, **of_experts}))
         return recipes
 
@@ -124,7 +124,10 @@ class _Builder:
                 _named(experts), shapes or {}, self._surfaces, self.device, gatherers, self._compiled
             )
         if is_spread:
-            own, owned = expert_parameters(self._adapter, experts), self._adapter.owned(LayerKind.EXPERT)
+            own, owned = (
+                expert_parameters(self._adapter, experts),
+                self._adapter.owned_state(LayerKind.EXPERT),
+            )
             yield self._state("expert_census", own, LayerKind.EXPERT)
             yield self._updates("expert_optimizer", owned or own, LayerKind.EXPERT, owned=bool(owned))
             yield AllToAllRecipe(mesh.ranks_along("expert", self._rank, LayerKind.EXPERT), self.device)

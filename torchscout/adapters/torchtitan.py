@@ -89,7 +89,7 @@ class TorchTitanAdapter(PyTorchAdapter):
 
         return around_steps([self._trainer.optimizers], before, updated)
 
-    def state(self) -> Mapping[str, Stateful]:
+    def extra_state(self) -> Mapping[str, Stateful]:
         return {
             "dataloader": _Position(self._trainer.dataloader),
             "lr_schedulers": _Schedule(self._trainer.lr_schedulers),

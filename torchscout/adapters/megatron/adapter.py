@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchscout.adapters.base import Updates, mesh_from, overwritten
+from torchscout.adapters.base import UpdateHooks, mesh_from, overwritten
 from torchscout.adapters.megatron.fsdp import Keeper, copies_of, obstacle_of, scatter, show_shards
 from torchscout.adapters.megatron.gather import LATE, gathered_among, gathers_late, own_parts, ungathered
 from torchscout.adapters.megatron.surroundings import Losses, Streams, lent
@@ -96,7 +96,7 @@ class MegatronAdapter:
         parallelism: Mesh | DeviceMesh | Parallelism | None = None,
     ) -> None:
         self._chunks, self._optimizer, self._parallelism = tuple(chunks), optimizer, parallelism
-        self._updates = Updates(optimizer, lambda: register_tracker("megatron", Streams()))
+        self._updates = UpdateHooks(optimizer, lambda: register_tracker("megatron", Streams()))
         self._places: Sequence[_Place] = ()
         self._copies: Mapping[Surface, torch.Tensor] | None = None
         self._model = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
@@ -178,13 +178,13 @@ class MegatronAdapter:
             kept_among=frozenset().union(*among),
         )
 
-    def unreplicated(self) -> Collection[Surface]:
+    def unreplicated_parameters(self) -> Collection[Surface]:
         return ()
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return [each.optimizer for each in _members(self._optimizer)]
 
-    def owned(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
+    def owned_state(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
         """Ranks have different numbers of shards in a group: who has fewer goes through its own again. Where
         a peer has none to update, the group is only watched at rest."""
         found: dict[Surface, torch.Tensor] = {}
@@ -216,7 +216,7 @@ class MegatronAdapter:
             self._show_shards()
             after()
 
-        return self._updates.tell(before, updated)
+        return self._updates.add(before, updated)
 
     def finish_update(self) -> None:
         """Parameters may be gathered as late as the next forward pass needs them."""
@@ -226,7 +226,7 @@ class MegatronAdapter:
             elif gathers_late(chunk):
                 chunk.start_param_sync(force_sync=True)
 
-    def state(self) -> Mapping[str, Stateful]:
+    def extra_state(self) -> Mapping[str, Stateful]:
         for each in self._model.modules():
             # In its first pass a router makes its bias what a checkpoint of any later step has in it.
             if isinstance(each, Router) and isinstance(
