@@ -84,7 +84,7 @@ def test_graphs_and_eight_bits_are_one_sentence(one: LiveRanks):
     precision = "layers that Megatron runs in fp8 or fp4 would be replayed in another precision"
     assert found == {
         "nothing": None,
-        "cuda_graph_impl": "layers that Megatron runs as CUDA graphs cannot be called once more",
+        "cuda_graph_impl": "layers that Megatron runs as CUDA graphs cannot be called again",
         "fp8": precision,
         "fp4": precision,
     }

@@ -25,7 +25,7 @@ STEPS = 3
 
 def swept(
     rank: int, run_dir: Path, faults: FaultPlan
-) -> tuple[SweepResult, str | None, bool, list, bool, int]:
+) -> tuple[SweepResult, str | None, bool, list, list[bool], int]:
     """What a sweep after some steps shows, and whether it has changed anything."""
     torch.manual_seed(0)
     model = Net().cuda()
@@ -52,7 +52,7 @@ def swept(
         before = bits(model, optimizer)
         found = session._replay.sweep(STEPS, everything=True)
         is_same = bits(model, optimizer) == before
-    in_host_memory = bool([*saved]) and all(each.is_cpu for key in saved for each in saved[key].tensors)
+    in_host_memory = [each.is_cpu for key in saved for each in saved[key].tensors]
     named = [each.ranks for each in session.incidents]
     return found.sweep, found.unswept, is_same, named, in_host_memory, len(injector.fired)
 
@@ -64,12 +64,13 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
 
 
 def test_healthy_ranks_sweep_clean_and_nothing_changes(tmp_path: Path):
-    for found, unswept, is_same, named, in_host_memory, _ in run_ranks(
-        swept, RANKS, tmp_path, FaultPlan(), timeout=240
-    ):
+    ranks = run_ranks(swept, RANKS, tmp_path, FaultPlan(), timeout=240)
+    for found, unswept, is_same, named, _, _ in ranks:
         assert (found, unswept, named) == (SweepResult.CLEAN, None, [])
         assert is_same
-        assert in_host_memory
+    in_host_memory = [is_cpu for each in ranks for is_cpu in each[4]]
+    assert in_host_memory
+    assert all(in_host_memory)
 
 
 def test_a_rank_that_is_wrong_in_one_layer_is_named(tmp_path: Path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -18,7 +20,9 @@ __all__ = [
     "kind_of",
     "rows_of",
     "shape_of",
+    "stages_of",
     "unwrapped",
+    "without_hooks",
     "wrapped",
 ]
 
@@ -86,6 +90,23 @@ def rows_of(module: torch.nn.Module) -> int:
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The full shape; DeepSpeed's ZeRO-3 empties parameters and keeps their shape in an attribute."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+@contextmanager
+def without_hooks(module: torch.nn.Module, is_removed: Callable[[int, Any], bool]) -> Iterator[None]:
+    """Remove forward hooks of a module and its submodules, given their id and function, for a while."""
+    with ExitStack() as undo:
+        for each in module.modules():
+            for registry in (each._forward_pre_hooks, each._forward_hooks):
+                undo.callback(_refill, registry, registry.copy())
+                for key in [key for key, hook in registry.items() if is_removed(key, hook)]:
+                    del registry[key]
+        yield
+
+
+def _refill(registry: dict[int, Any], contents: Mapping[int, Any]) -> None:
+    registry.clear()
+    registry.update(contents)
 
 
 def _is_leaf(module: torch.nn.Module) -> bool:
