@@ -1,7 +1,6 @@
-"""Names the sick rank, machine or process group of a distributed training job, while it runs.
+"""Names the sick rank, machine or process group of a distributed training job while it runs.
 
-The public names are imported on first use: whoever needs only part of torchscout, as the hang
-observer does, must not pay for importing torch.
+Public names are imported on first use, so that the hang observer does not import torch.
 """
 
 from __future__ import annotations
@@ -21,27 +20,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Action": "decision.record",
-    "CheckpointConfig": "config",
-    "EvidenceRecord": "decision.record",
-    "Incident": "decision.record",
-    "Manifestation": "decision.record",
-    "Mesh": "mesh",
-    "MeshAddress": "mesh",
-    "ObserverConfig": "config",
-    "Parallelism": "config",
-    "PeerGroup": "mesh",
-    "ReplayConfig": "config",
-    "Scope": "decision.record",
-    "ScoutError": "errors",
-    "Session": "session.session",
-    "Status": "decision.consensus",
-    "Verdict": "decision.consensus",
-    "enable_resiliency": "attach",
-    "signature": "decision.signature",
-    "signatures": "decision.signature",
+_MODULES = {
+    "attach": ("enable_resiliency",),
+    "config": ("CheckpointConfig", "ObserverConfig", "Parallelism", "ReplayConfig"),
+    "decision.consensus": ("Status", "Verdict"),
+    "decision.record": ("Action", "EvidenceRecord", "Incident", "Manifestation", "Scope"),
+    "decision.signature": ("signature", "signatures"),
+    "errors": ("ScoutError",),
+    "mesh": ("Mesh", "MeshAddress", "PeerGroup"),
+    "session.session": ("Session",),
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Action",

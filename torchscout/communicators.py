@@ -1,6 +1,6 @@
-"""The process groups that SCOUT owns, and job-wide steps that fail everywhere or nowhere (paper, section 9).
+"""SCOUT's own process groups, and job-wide steps that fail on all ranks or on none (paper, section 9).
 
-Training's own groups are never used: what SCOUT says must not come between what training says.
+SCOUT never uses training's own groups: its messages must not interleave with those of training.
 """
 
 from __future__ import annotations
@@ -27,76 +27,70 @@ _groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
 
 
 class Communicators:
-    """SCOUT's own groups of this rank. Every rank makes one at the same point, and closes it there."""
+    """SCOUT's process groups on this rank. Every rank creates one at the same point, and closes it there."""
 
     def __init__(self, timeout_seconds: float = 120.0) -> None:
-        self._patience = datetime.timedelta(seconds=timeout_seconds)
-        # Gloo whatever training uses: what is exchanged lives in host memory.
-        self._group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=self._patience, group_desc=SCOUT_GROUP
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self.group: dist.ProcessGroup = dist.new_group(
+            backend="gloo", timeout=self._timeout, group_desc=SCOUT_GROUP
         )
+        """All ranks, for tensors in host memory; Gloo, whatever backend training uses."""
         self.size = dist.get_world_size()
-        everybody = PeerGroup(tuple(range(self.size)), Axis.REPLICA)
-        self._job = ProcessGroupChannel(everybody, self._group)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """Of all ranks, for tensors in host memory."""
-        return self._group
+        self._job = ProcessGroupChannel(PeerGroup(tuple(range(self.size)), Axis.REPLICA), self.group)
 
     def exchange(self, document: Any) -> list[Any]:
-        """Every rank's document, by rank. JSON: what a rank sends is data, not code."""
+        """Return every rank's document, by rank. Documents are JSON: a rank sends data, never code."""
         return [json.loads(each) for each in self._job.gather(json.dumps(document).encode())]
 
-    def together(self, problem: str | None) -> None:
-        """Fail on every rank if a step failed on any, and say what happened where."""
+    def together(self, problem: str | None, error: type[ScoutError] = ScoutError) -> None:
+        """Raise ``error`` on every rank if any rank has a problem; the message lists all of them."""
         problems = self.exchange(problem)
-        if told := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]:
-            raise ScoutError(f"{len(told)} of {len(problems)} ranks failed\n" + "\n".join(told))
+        if failed := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]:
+            raise error(f"{len(failed)} of {len(problems)} ranks failed\n" + "\n".join(failed))
 
     def highest(self, values: Sequence[int]) -> list[int]:
-        """Each value's maximum over all ranks."""
+        """Return the maximum of each value over all ranks."""
         column = torch.tensor(values, dtype=torch.int64, device="cpu")
         try:
-            dist.all_reduce(column, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(column, op=dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:
             raise ChannelError(f"the ranks of the job could not agree: {error}") from error
         highest: list[int] = column.tolist()
         return highest
 
     def first_problems(self, problems: Sequence[str | None]) -> list[str | None]:
-        """For each piece of work the first rank's problem with it, if any has one."""
+        """Return, for each piece of work, the problem of the lowest rank that has one with it."""
         if not any(self.highest([problem is not None for problem in problems])):
             return [None] * len(problems)
-        told = self.exchange(list(problems))
-        return [_first(column) for column in zip(*told, strict=True)]
+        by_rank = self.exchange(list(problems))
+        return [_first(column) for column in zip(*by_rank, strict=True)]
 
-    def said_by_first(self, document: Any) -> Any:
-        """Rank 0's document."""
+    def from_rank_0(self, document: Any) -> Any:
+        """Return rank 0's document."""
         return json.loads(self._job.broadcast(json.dumps(document).encode(), source=0))
 
     def links(self, peers: PeerGroup, device: torch.device) -> PeerCommunicator:
-        """The connections among this rank's peers; every rank of the job makes its own."""
-        is_everybody = len(peers) == dist.get_world_size()
-        metadata = self._group if is_everybody else _group_of(peers.ranks, "gloo", self._patience)
+        """Connect this rank to its peers. Every rank of the job makes this call."""
+        is_everybody = len(peers) == self.size
+        metadata = self.group if is_everybody else _group_of(peers.ranks, "gloo", self._timeout)
         tensors = metadata
-        if dist.get_backend() != "gloo":  # Gloo on both sides would be the same connection twice
+        if dist.get_backend() != "gloo":  # with Gloo for both it would be the same connection twice
             tensors = _group_of(peers.ranks, None, _timeout_of_training(device))
         return PeerCommunicator(self, peers, metadata, tensors, device)
 
     def close(self) -> None:
-        if _is_alive(self._group):
-            dist.destroy_process_group(self._group)
+        if _is_alive(self.group):
+            dist.destroy_process_group(self.group)
         for key in [key for key in _groups if key[1] is None]:
-            # Its communicators hold memory of the device. To end them in order would wait for a peer that is
-            # gone. The group itself stays known to PyTorch, so that a later one is given another name.
+            # Abort, since an orderly shutdown would wait for a peer that is gone, and the communicators hold
+            # device memory. PyTorch still knows the group, so that a later one gets another name.
             group = _groups.pop(key)
             if _is_alive(group):
                 group.abort()
 
 
 class PeerCommunicator:
-    """What replay needs of the other ranks: see ``replay.recipe``."""
+    """Connects a rank to its peers for replay; see ``replay.recipe``."""
 
     def __init__(
         self,
@@ -116,6 +110,7 @@ class PeerCommunicator:
         self._metadata, self._tensors = metadata, tensors
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
+        """Overwrite ``tensor`` with that of the peer at position ``source``."""
         group = self._metadata if tensor.is_cpu else self._tensors
         try:
             dist.broadcast(tensor, src=self.group.ranks[source], group=group)
@@ -124,8 +119,8 @@ class PeerCommunicator:
 
 
 def _timeout_of_training(device: torch.device) -> datetime.timedelta:
-    """How long training itself waits for a rank. The watchdog of NCCL ends a process whose operation takes
-    longer, and SCOUT's own groups must not make it less patient."""
+    """The timeout of training's own groups: NCCL's watchdog ends a process whose operation exceeds it, and
+    SCOUT's groups must not make that happen earlier."""
     assert dist.group.WORLD is not None, "SCOUT is attached to an initialized job"
     options = getattr(backend_of(dist.group.WORLD, device), "options", None)
     timeout: datetime.timedelta = getattr(options, "_timeout", dist.constants.default_pg_timeout)
@@ -133,10 +128,10 @@ def _timeout_of_training(device: torch.device) -> datetime.timedelta:
 
 
 def _group_of(ranks: tuple[int, ...], backend: str | None, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """The group of some ranks, made without the others and kept for the next session.
+    """A group of some ranks, created without the other ranks and cached for the next session.
 
-    PyTorch names such a group by its ranks alone. A second one of that name would look for the first
-    one's members in the store, and not find them.
+    PyTorch names such a group by its ranks alone, so that a second one would look for the members of the
+    first in the store, and not find them.
     """
     known = _groups.get((ranks, backend))
     if known is None or not _is_alive(known):
@@ -147,7 +142,7 @@ def _group_of(ranks: tuple[int, ...], backend: str | None, timeout: datetime.tim
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:
-    """Not so once ``torch.distributed`` as a whole was shut down, and perhaps begun anew."""
+    """False once ``torch.distributed`` has been shut down, even if it has been initialized again."""
     try:
         return bool(dist.get_process_group_ranks(group))
     except KeyError:
@@ -160,7 +155,7 @@ def _first(problems: Sequence[str | None]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all ranks have agreed upon at attach."""
+    """What all ranks have agreed on while attaching."""
 
     rank: int
     mesh: Mesh

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "KAPPA",
@@ -37,114 +37,102 @@ RECIPES = (
 RESULTS = ("forward", "backward", "optimizer")
 """Kinds of results that a replay computes: see ``ReplayConfig.require``."""
 RECORDS = ("summary", "all")
+"""Which comparisons are written: see ``ReplayConfig.records``."""
 JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,127}")
-"""What a job that keeps checkpoints may be called."""
-"""What is written down of comparisons: see ``ReplayConfig.records``."""
+"""Valid names of a job that keeps checkpoints."""
 
 
-def _require_numbers(config: Any) -> None:
-    """Every field that is declared as a number is one; which range it has is for others to check."""
+def _require_types(config: Any, **least: float) -> None:
+    """Check the fields that are declared as numbers or booleans, and that those in ``least`` are not less.
+
+    Every field whose name ends in ``_seconds`` must be positive and finite.
+    """
     for field in fields(config):
-        kind, value = str(field.type), getattr(config, field.name)
+        kind, name, value = str(field.type), field.name, getattr(config, field.name)
         if value is None and "None" in kind:
             continue
-        if kind.startswith("int") and not _whole(value):
-            raise ValueError(f"{field.name} must be a whole number, got {value!r}")
+        if kind.startswith("int") and not _is_whole(value):
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
         if kind.startswith("float") and not _is_number(value):
-            raise ValueError(f"{field.name} must be a number, got {value!r}")
+            raise ValueError(f"{name} must be a number, got {value!r}")
+        if kind == "bool" and not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+        if name.endswith("_seconds") and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+        if name in least and value < least[name]:
+            raise ValueError(f"{name} must be at least {least[name]}, got {value}")
 
 
-def _whole(value: object, least: int | None = None) -> bool:
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    return is_whole and (least is None or value >= least)  # type: ignore[operator]
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    """NaN is none: it is neither too small nor too large, and so passes every check of a range."""
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, Real) and not math.isnan(value)
+    """Whether it is a number other than NaN, which would pass every check of a range."""
+    return not isinstance(value, bool) and isinstance(value, Real) and not math.isnan(value)
 
 
 @dataclass(frozen=True, slots=True)
-class StragglerConfig:
-    """When a slow rank is worth an incident."""
+class _SlownessConfig:
+    """The settings that ``StragglerConfig`` and ``BaselineConfig`` share."""
 
     kappa: float = KAPPA
-    """Robust scales above the peers' median; larger is less sensitive."""
+    """Robust scales above the median, of the peers or of the clean history; larger is less sensitive."""
     min_slowdown_ratio: float = MATERIAL_RATIO
     """A slowdown below this ratio to the median is never reported."""
     min_slowdown_ms: float = 1.0
     """Nor is one below this many milliseconds."""
     host_material_ms: float = 100.0
-    """Nor one below this many, where the host's clock times the work: not all that its scheduler gives to
-    others can be left out. Work on a CUDA device is timed by the device."""
+    """Nor is one below this many, where the host's clock times the work: the time that the scheduler gives to
+    other processes cannot be excluded completely. Work on a CUDA device is timed by the device."""
     confirmations: int = 2
-    """Consecutive rounds a rank must be slow; noisy jobs need more, and get it by themselves."""
-    false_alarm_rate: float = 1 / 4000
-    """Incidents per round that coincidence may cause at most; smaller asks noisy jobs for more rounds."""
+    """Consecutive rounds that must be slow."""
     history: int = 128
-    """Rounds per surface over which a job's ordinary noise is estimated."""
+    """Rounds kept per surface."""
 
     def __post_init__(self) -> None:
-        _require_numbers(self)
+        least = {"min_slowdown_ratio": 1, "min_slowdown_ms": 0, "host_material_ms": 0}
+        _require_types(self, confirmations=1, history=1, **least)
         if self.kappa <= 0:
             raise ValueError(f"kappa must be positive, got {self.kappa}")
-        if self.min_slowdown_ratio < 1:
-            raise ValueError(f"min_slowdown_ratio must be at least 1, got {self.min_slowdown_ratio}")
-        if self.min_slowdown_ms < 0:
-            raise ValueError(f"min_slowdown_ms must not be negative, got {self.min_slowdown_ms}")
-        if self.host_material_ms < 0:
-            raise ValueError(f"host_material_ms must not be negative, got {self.host_material_ms}")
-        if self.confirmations < 1:
-            raise ValueError(f"confirmations must be at least 1, got {self.confirmations}")
-        if not 0 < self.false_alarm_rate < 1:
-            raise ValueError(f"false_alarm_rate must lie between 0 and 1, got {self.false_alarm_rate}")
-        if self.history < 1:
-            raise ValueError(f"history must be at least 1 round, got {self.history}")
 
-    def on_host(self) -> StragglerConfig:
-        """For times that the host's clock takes."""
+    def on_host(self: _Slowness) -> _Slowness:
+        """The settings for times that the host's clock takes."""
         return replace(self, min_slowdown_ms=max(self.min_slowdown_ms, self.host_material_ms))
+
+
+_Slowness = TypeVar("_Slowness", bound=_SlownessConfig)
 
 
 @dataclass(frozen=True, slots=True)
-class BaselineConfig:
-    """When a slowdown that all peers share is worth an incident."""
+class StragglerConfig(_SlownessConfig):
+    """When a rank that is slower than its peers is reported. Noisy jobs get more ``confirmations`` than this
+    by themselves; ``history`` is what their ordinary noise is estimated from."""
 
-    kappa: float = KAPPA
-    """Robust scales of the clean history above its median; larger is less sensitive."""
-    min_slowdown_ratio: float = 1.2
-    """A slowdown below this ratio to the clean history is never reported."""
-    min_slowdown_ms: float = 1.0
-    """Nor is one below this many milliseconds."""
-    host_material_ms: float = 100.0
-    """Nor one below this many, where the host's clock times the work."""
-    confirmations: int = 3
-    """Consecutive rounds that must be slow."""
-    warmup: int = 8
-    """Clean rounds to learn from before anything is reported."""
-    history: int = 64
-    """Clean rounds kept per surface and shape."""
+    false_alarm_rate: float = 1 / 4000
+    """Incidents per round that coincidence may cause at most; smaller asks noisy jobs for more rounds."""
 
     def __post_init__(self) -> None:
-        _require_numbers(self)
-        if self.kappa <= 0:
-            raise ValueError(f"kappa must be positive, got {self.kappa}")
-        if self.min_slowdown_ratio < 1:
-            raise ValueError(f"min_slowdown_ratio must be at least 1, got {self.min_slowdown_ratio}")
-        if self.min_slowdown_ms < 0:
-            raise ValueError(f"min_slowdown_ms must not be negative, got {self.min_slowdown_ms}")
-        if self.host_material_ms < 0:
-            raise ValueError(f"host_material_ms must not be negative, got {self.host_material_ms}")
-        if self.confirmations < 1:
-            raise ValueError(f"confirmations must be at least 1, got {self.confirmations}")
+        _SlownessConfig.__post_init__(self)
+        if not 0 < self.false_alarm_rate < 1:
+            raise ValueError(f"false_alarm_rate must lie between 0 and 1, got {self.false_alarm_rate}")
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineConfig(_SlownessConfig):
+    """When a slowdown that all peers share is reported. They are compared with their clean ``history``, by
+    surface and shape."""
+
+    min_slowdown_ratio: float = 1.2
+    confirmations: int = 3
+    history: int = 64
+    warmup: int = 8
+    """Clean rounds to learn from before anything is reported."""
+
+    def __post_init__(self) -> None:
+        _SlownessConfig.__post_init__(self)
         if not 1 <= self.warmup <= self.history:
             raise ValueError(f"warmup must lie between 1 and history ({self.history}), got {self.warmup}")
-
-    def on_host(self) -> BaselineConfig:
-        """For times that the host's clock takes."""
-        return replace(self, min_slowdown_ms=max(self.min_slowdown_ms, self.host_material_ms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,104 +150,104 @@ class Parallelism:
     context: int = 1
     """Context-parallel ranks."""
     expert: int = 1
-    """Expert partitions, where they are an axis of their own."""
+    """Expert partitions, where they have their own axis."""
     expert_within_data: int = 1
-    """Expert partitions that are carved out of the replicas (of the shards, where there is one replica): so
-    many neighbours share the experts of a mixture, and are replicas of everything else."""
+    """Expert partitions within data parallelism: this many neighbouring replicas (shards, where there is one
+    replica) share the experts of a layer, and are replicas of everything else."""
 
     def __post_init__(self) -> None:
-        _require_numbers(self)
+        _require_types(self)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
-    """What of a training step is repeated and compared among replicas, and how often."""
+    """Which parts of a training step are repeated and compared among replicas, and how often."""
 
     interval: int = 20
     """Training steps from one check to the next."""
     variants: tuple[float, ...] = (1.0,)
-    """Factors for the floating inputs of a replayed layer: ``(0.1, 1.0, 10.0)`` meets more of their range."""
+    """Factors for the floating-point inputs of a replayed layer; ``(0.1, 1.0, 10.0)`` covers more numbers."""
     recipes: tuple[str, ...] | Mapping[str, int] = RECIPES
-    """What to check; as a mapping, each with its own interval. ``embedding``, ``layer`` (one hidden layer
-    after the other), ``output``, ``optimizer`` (one slice after the other), ``census`` (all state),
-    ``at_rest`` (what optimizers keep on one rank alone, where parameters have copies, and parameters that
-    updates overwrite), ``transfers`` (scratch data over every process group that training uses). In a
-    mixture of experts also ``experts`` (one shape after the other), ``all_to_all`` (one plan of traffic after
-    the other), ``expert_census`` and ``expert_optimizer``; elsewhere these are nothing."""
+    """What to check; a mapping gives each recipe its own interval. ``embedding``, ``layer`` (one hidden layer
+    after the other), ``output``, ``optimizer`` (one slice after the other), ``census`` (all replicated
+    state), ``at_rest`` (optimizer state that only one rank holds, and parameters that updates overwrite),
+    ``transfers`` (scratch data over every process group that training uses). A mixture of experts also has
+    ``experts`` (one shape after the other), ``all_to_all`` (one traffic plan after the other),
+    ``expert_census`` and ``expert_optimizer``; in other models these do nothing."""
     budget: float | None = None
-    """The share of training's time that checks may take, such as 0.005; intervals grow as needed."""
+    """The share of training time that checks may take, such as 0.005; intervals grow as needed."""
     embedding: str | None = None
-    """The embedding's name in the model, where it is not found by itself."""
+    """The embedding's name in the model, where it is not found automatically."""
     layers: str | tuple[str, ...] | None = None
-    """The name of the list of hidden layers, or the layers' own names."""
+    """The name of the list of hidden layers, or the names of the layers."""
     output: str | None = None
     """The output layer's name."""
     experts: str | tuple[str, ...] | None = None
-    """The names of expert modules, where they are not found by themselves; ``*`` stands for anything."""
+    """The names of expert modules, where they are not found automatically; ``*`` matches anything."""
     catalog: str | Path | None = None
-    """The file of ``scout discover`` with the shapes at which experts are replayed; each rank reads it.
-    Without it, they are replayed with as many rows as training happens to route to them."""
+    """A file of ``scout discover`` with the shapes at which experts are replayed; each rank reads it.
+    Without it, experts are replayed with as many rows as training happens to route to them."""
     require: tuple[str, ...] = ()
     """What must have been compared for a check to certify. A result that does not repeat (a kernel with
-    atomics) is left out of the comparison, and by default does not hold up certification of the rest. Name
-    kinds of results (``forward``, ``backward``, ``optimizer``) or surfaces, in which ``*`` stands for
-    anything (``layers.*/grad_input``): a check in which one of them is left out certifies nothing, and
+    atomics) is left out of the comparison, and by default does not prevent certification of the rest. Name
+    kinds of results (``forward``, ``backward``, ``optimizer``) or surfaces, in which ``*`` matches anything
+    (``layers.*/grad_input``): a check that leaves out one of them certifies nothing, and
     ``session.status()["replay"]["held_up"]`` says which."""
     watch_budget: float | None = None
-    """The share of a step's time that may go into watching state with one owner (FSDP shards, the parts of a
-    sharded optimizer), and parameters that updates overwrite, between updates, such as 0.002. None watches
-    all of it at every step. With a budget a part of it is watched in each step, another one in the next."""
+    """The share of a step's time that may be spent on watching state with one owner (FSDP shards, the parts
+    of a sharded optimizer) and parameters that updates overwrite, such as 0.002. With a budget each step
+    watches another part; None watches everything in every step."""
     watched: float = 1.0
-    """The share of that state that must have been watched since the last check for a check to certify: what
-    changes unwatched becomes the truth with the next update."""
+    """The share of that state that must have been watched since the last check for a check to certify: the
+    next update builds on what changed unwatched."""
     timeout_seconds: float = 120.0
-    """How long a rank waits for another one in a check before replay is given up, and training goes on."""
+    """How long a rank waits for another one in a check before replay stops and training goes on without."""
     straggler: StragglerConfig = StragglerConfig()
-    """When a rank or a process group that is slower than others in replay is worth an incident."""
+    """When a rank or a process group that is slower than its peers in replay is reported."""
     baseline: BaselineConfig = BaselineConfig()
-    """When a slowdown that all of them share is."""
+    """When a slowdown that all peers share is reported."""
     records: str = "summary"
-    """What of comparisons goes to ``records/rank-N.jsonl``. ``summary``: every disagreement, and everything
-    that was not checked, in full; of comparisons without a finding, counts. ``all``: every comparison with
-    every peer's evidence, to look at a short run closely."""
+    """Which comparisons are written to ``records/rank-N.jsonl``. ``summary``: every disagreement and
+    everything that was not checked, in full, and counts of all other comparisons. ``all``: every comparison
+    with every peer's evidence, for a close look at a short run."""
 
     def __post_init__(self) -> None:
-        _require_numbers(self)
+        _require_types(self)
         self._require_recipes()
         self._require_variants()
         self._require_shares()
         names: object = self.require
         if isinstance(names, str) or not isinstance(names, Collection):
-            raise ValueError(f"require is a tuple of names, got {names!r}")
+            raise ValueError(f"require must be a tuple of names, got {names!r}")
         if unknown := [name for name in self.require if name not in RESULTS and "/" not in str(name)]:
             raise ValueError(
                 f"require names kinds of results ({', '.join(RESULTS)}) or surfaces such as "
                 f"'layers.*/grad_input', got {unknown}"
             )
-        if not 0 < self.timeout_seconds < float("inf"):
-            raise ValueError(f"timeout_seconds must be positive and finite, got {self.timeout_seconds}")
         if self.records not in RECORDS:
-            raise ValueError(f"records is one of {', '.join(RECORDS)}, got {self.records!r}")
+            raise ValueError(f"records must be one of {', '.join(RECORDS)}, got {self.records!r}")
         for name, kind in {"straggler": StragglerConfig, "baseline": BaselineConfig}.items():
             if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name} is a {kind.__name__}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
 
     def _require_recipes(self) -> None:
         recipes: object = self.recipes
         if isinstance(recipes, str) or not isinstance(recipes, Collection):
-            raise ValueError(f"recipes is a tuple of names, or a mapping to intervals, got {recipes!r}")
+            raise ValueError(f"recipes must be a tuple of names or a mapping to intervals, got {recipes!r}")
         if not self.recipes:
-            raise ValueError("recipes is empty, so that nothing would be checked; pass replay=None instead")
+            raise ValueError("recipes is empty, so nothing would be checked; pass replay=None instead")
         if unknown := [name for name in self.recipes if name not in RECIPES]:
             raise ValueError(f"unknown recipes {unknown}; there are {', '.join(RECIPES)}")
-        if wrong := {name: each for name, each in self.intervals.items() if not _whole(each, 1)}:
-            raise ValueError(f"an interval is at least 1 step, got {wrong}")
+        if wrong := {
+            name: each for name, each in self.intervals.items() if not (_is_whole(each) and each >= 1)
+        }:
+            raise ValueError(f"an interval must be at least 1 step, got {wrong}")
 
     def _require_variants(self) -> None:
         variants: object = self.variants
         if not isinstance(variants, Collection) or not all(map(_is_number, variants)):
-            raise ValueError(f"variants must be finite factors, as a tuple, got {variants!r}")
-        if not self.variants or any(not 0 < abs(each) < float("inf") for each in self.variants):
+            raise ValueError(f"variants must be a tuple of finite factors, got {variants!r}")
+        if not self.variants or any(not 0 < abs(each) < math.inf for each in self.variants):
             raise ValueError(f"variants must be finite factors other than 0, got {self.variants}")
         if len(set(self.variants)) < len(self.variants):
             raise ValueError(f"variants must differ from each other, got {self.variants}")
@@ -267,13 +255,13 @@ class ReplayConfig:
     def _require_shares(self) -> None:
         for name, share in {"budget": self.budget, "watch_budget": self.watch_budget}.items():
             if share is not None and not 0 < share < 1:
-                raise ValueError(f"{name} is a share between 0 and 1, got {share}")
+                raise ValueError(f"{name} must be a share between 0 and 1, got {share}")
         if not 0 <= self.watched <= 1:
-            raise ValueError(f"watched is a share between 0 and 1, got {self.watched}")
+            raise ValueError(f"watched must be a share between 0 and 1, got {self.watched}")
 
     @property
     def intervals(self) -> dict[str, int]:
-        """Each wanted recipe's own."""
+        """The interval of each recipe."""
         if isinstance(self.recipes, Mapping):
             return dict(self.recipes)
         return dict.fromkeys(self.recipes, self.interval)
@@ -281,14 +269,14 @@ class ReplayConfig:
 
 @dataclass(frozen=True, slots=True)
 class ObserverConfig:
-    """When silence is too long, and how observers confer about it."""
+    """When silence is too long, and how observers diagnose it."""
 
     min_silence_seconds: float = 5.0
-    """A rank that published nothing for a shorter time is never called silent."""
+    """A rank that has published nothing for less than this time is never silent."""
     silence_multiple: float = 3.0
-    """Nor is one silent for less than this many of its own recent (99th percentile) steps."""
+    """Nor is one for less than this many of its own recent (99th percentile) steps."""
     startup_seconds: float = 600.0
-    """Silence allowed until the first step is done: loading, compiling, first connections."""
+    """Silence allowed until the first step has finished: loading, compiling, first connections."""
     checkpoint_read_seconds: float = 600.0
     """Silence allowed while a checkpoint is read."""
     checkpoint_write_seconds: float = 600.0
@@ -296,45 +284,40 @@ class ObserverConfig:
     evaluation_seconds: float = 600.0
     """Silence allowed during evaluation."""
     repeat_seconds: float = 10.0
-    """What lasts is looked at again after this time, then after twice as long, and so on."""
+    """A hang that lasts is diagnosed again after this time, then after twice as long, and so on."""
     phase_share: float = 0.2
-    """Whoever spends more of its time than this on input, or on checkpoints, is compared with its peers."""
+    """A rank that spends more than this share of its time on input or checkpoints is compared with its
+    peers."""
     phase_ms: float = 10.0
-    """Nobody is called slow over fewer milliseconds, a batch or checkpoint, than this."""
+    """A difference below this many milliseconds per batch or checkpoint is never reported."""
     poll_seconds: float = 0.2
     """How often an observer looks at its trainer's progress."""
     round_deadline_seconds: float = 1.0
-    """How long a round waits for all observers to post; who has not posted by then is absent."""
+    """How long a round waits for the reports of all observers; those that are missing then are absent."""
     failover_seconds: float = 0.5
-    """The standby is asked when the hub has not answered for this long."""
+    """Observers use the standby once the hub has not answered for this long."""
     election_seconds: float = 15.0
-    """Another rank's observer becomes the hub when hub and standby could not be reached for this long."""
+    """Another rank's observer becomes the hub once hub and standby have been unreachable for this long."""
     stack_seconds: float = 0.4
-    """How long a trainer may take to write its stacks; a round takes that much longer at most."""
+    """How long a trainer may take to write its stacks; a round takes at most this much longer."""
     stack_signal: int = 46
     """The real-time signal that asks a trainer for its stacks; 35 to 64 on Linux."""
     grace_seconds: float = 30.0
     """How long an observer may outlive its trainer, if the verdict takes that long."""
     address: str = "*"
-    """Interface or address on which the hub listens. ``*`` is loopback where all ranks are on one machine,
-    and otherwise the address by which the other machines reach this one; ``0.0.0.0`` is all of them."""
+    """Interface or address on which the hub listens. ``*`` is loopback if all ranks are on one machine, and
+    otherwise the address by which the other machines reach this one. ``0.0.0.0`` is every interface."""
     port: int = 0
-    """The hub's port; the standby's is the next one, and six more follow for hubs that may be elected in
-    their place. 0 takes any that are free."""
+    """The hub's port. The standby uses the next one, and hubs that are elected later the six after that. 0
+    uses any free ports."""
 
     def __post_init__(self) -> None:
-        _require_numbers(self)
+        _require_types(self, silence_multiple=1)
         if not isinstance(self.address, str):
-            raise ValueError(f"address is an interface or an address, got {self.address!r}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_seconds") and not 0 < value < float("inf"):
-                raise ValueError(f"{field.name} must be positive and finite, got {value}")
-        if self.silence_multiple < 1:
-            raise ValueError(f"silence_multiple must be at least 1, got {self.silence_multiple}")
+            raise ValueError(f"address must be an interface or an address, got {self.address!r}")
         if not 0 < self.phase_share < 1:
             raise ValueError(f"phase_share must lie between 0 and 1, got {self.phase_share}")
-        if not 0 <= self.phase_ms < float("inf"):
+        if not 0 <= self.phase_ms < math.inf:
             raise ValueError(f"phase_ms must not be negative and must be finite, got {self.phase_ms}")
         if not 35 <= self.stack_signal <= 64:
             raise ValueError(f"stack_signal must be a real-time signal, 35 to 64, got {self.stack_signal}")
@@ -342,61 +325,45 @@ class ObserverConfig:
             raise ValueError(f"port must lie between 0 and 65528, got {self.port}")
 
 
-def _require_job(job: object) -> None:
-    if job is not None and not (isinstance(job, str) and JOB_NAME.fullmatch(job)):
-        raise ValueError(f"job is a name of letters, digits and ._+=@-, at most 128, or None, got {job!r}")
-
-
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """What is kept of training's state, where, and how often it reaches files."""
 
     directory: str | Path
-    """Where files go, on each machine's own disk or a shared one; made if missing. One job at a time."""
+    """The folder for files, on each machine's own disk or a shared one; created if missing. Only one job at a
+    time can use it."""
     memory_budget: int | None = None
-    """Bytes of a machine's memory that checkpoints may take; None is half of what is free at the start."""
+    """Bytes of a machine's memory that checkpoints may use; None is half of what is free at the start."""
     replicate: bool = True
-    """Keep a copy of every rank's state in another machine's memory, if there is another machine."""
+    """Keep a copy of every rank's state in the memory of another machine, if there is one."""
     persist_every: int = 10
-    """Certified checkpoints in memory from one that is written to files to the next. The first one is written
-    at once, and the newest one when the job ends.
-    A mixture of experts writes at the end of every cycle through its recipe catalog instead."""
+    """Write every N-th certified checkpoint to files. The first one is written at once, and the newest one
+    when the job ends. A mixture of experts writes at the end of every cycle through its catalog instead."""
     recipes: int | None = None
-    """Accepted checks in a row that go over everything once; a checkpoint is verified after two such cycles.
-    None: every accepted check certifies what is kept after it, as a dense model's shapes do not change."""
+    """Consecutive accepted checks that cover everything once; a checkpoint is verified after two such cycles.
+    None: every accepted check certifies what is kept after it, since a dense model's shapes do not change."""
     sweep: bool = True
-    """After a crash or a hang, replay every layer and update before training goes on. For that, checkpoints
-    keep the inputs with which each layer was replayed last."""
+    """After a crash or a hang, replay every layer and update before training continues. Checkpoints then
+    also keep the inputs with which each layer was last replayed."""
     keep: int = 1
-    """Older verified checkpoints kept in files, should the newest turn out damaged."""
+    """Older verified checkpoints that are kept in files, in case the newest is damaged."""
     timeout_seconds: float = 120.0
-    """How long a rank waits for others to agree on a checkpoint before that is given up; training goes on.
+    """How long a rank waits for others to agree on a checkpoint before it is given up and training goes on.
     When the job ends, how long it waits for files to be written."""
     job: str | None = None
-    """The job's name, in this machine's memory and in every file. None: the one that the directory has; a new
-    directory is given one. Two jobs must not have the same."""
+    """The job's name, in this machine's memory and in every file. Two jobs must not have the same. None is
+    the name that the directory has; a new directory is given one."""
     forget_after_days: float | None = 7.0
-    """When a job starts, checkpoints that other jobs of the same user left in this machine's memory are
-    deleted if they were not used for this many days. None deletes nothing."""
+    """When a job starts, delete checkpoints that other jobs of the same user left in this machine's memory
+    and that have not been used for this many days. None deletes nothing."""
 
     def __post_init__(self) -> None:
+        _require_types(self, memory_budget=1, persist_every=1, recipes=1, keep=0)
         if not isinstance(self.directory, str | Path) or not str(self.directory).strip():
             raise ValueError(f"directory must name a folder, got {self.directory!r}")
-        if self.memory_budget is not None and not _whole(self.memory_budget, 1):
-            raise ValueError(f"memory_budget is a number of bytes, at least 1, got {self.memory_budget!r}")
-        if not isinstance(self.replicate, bool):
-            raise ValueError(f"replicate is True or False, got {self.replicate!r}")
-        if not _whole(self.persist_every, 1):
-            raise ValueError(f"persist_every must be at least 1, got {self.persist_every!r}")
-        if self.recipes is not None and not _whole(self.recipes, 1):
-            raise ValueError(f"recipes must be at least 1, or None, got {self.recipes!r}")
-        if not isinstance(self.sweep, bool):
-            raise ValueError(f"sweep is True or False, got {self.sweep!r}")
-        if not _whole(self.keep, 0):
-            raise ValueError(f"keep must not be negative, got {self.keep!r}")
-        _require_job(self.job)
-        _require_numbers(self)
+        if self.job is not None and not (isinstance(self.job, str) and JOB_NAME.fullmatch(self.job)):
+            raise ValueError(
+                f"job must be a name of at most 128 letters, digits and ._+=@-, or None, got {self.job!r}"
+            )
         if self.forget_after_days is not None and self.forget_after_days <= 0:
             raise ValueError(f"forget_after_days must be positive, or None, got {self.forget_after_days}")
-        if not 0 < self.timeout_seconds < float("inf"):
-            raise ValueError(f"timeout_seconds must be positive and finite, got {self.timeout_seconds}")

@@ -1,17 +1,16 @@
 """Every exception torchscout raises on purpose.
 
     ScoutError
-    +-- CatalogError     a catalog of expert shapes is damaged, not ours, or does not hold here any more
-    +-- ChannelError     peers could not exchange evidence: one is gone, late, or out of step
-    +-- CheckpointError  state could not be kept, or cannot be restored, and why
-    |   +-- DamagedError stored bytes are not what was sealed, or were never a checkpoint (a ValueError too)
-    |   +-- UnavailableError  no generation that may be loaded can be had whole on every rank
-    +-- ObserverError    a trainer's observer could not be started, or does not answer
-    +-- ReplayError      replay cannot repeat this work, and why
-    +-- TornRecordError  a trainer publishes its progress faster than its observer can read
+    +-- CatalogError
+    +-- ChannelError
+    +-- CheckpointError
+    |   +-- DamagedError      (also a ValueError)
+    |   +-- UnavailableError
+    +-- ObserverError
+    +-- ReplayError
+    +-- TornRecordError
 
-A user's mistake is a plain ``ValueError`` that names the offending value; a mistake of ours
-is an ``AssertionError``.
+Invalid arguments raise a plain ``ValueError`` with the value; a bug in torchscout an ``AssertionError``.
 """
 
 from __future__ import annotations
@@ -31,41 +30,41 @@ __all__ = [
 
 
 class ScoutError(Exception):
-    """Something torchscout could not do; training itself is unaffected."""
+    """torchscout could not do something; training itself is not affected."""
 
 
 class CatalogError(ScoutError):
-    """A catalog of expert shapes cannot be used: damaged, not ours, or made for something else."""
+    """A catalog of expert shapes cannot be used: it is damaged, no catalog, or made for something else."""
 
 
 class ChannelError(ScoutError):
-    """Peers could not exchange evidence."""
+    """Peers could not exchange evidence: one of them is gone, late or out of step."""
 
 
 class CheckpointError(ScoutError):
-    """State could not be kept, or cannot be restored."""
+    """State could not be saved or cannot be restored."""
 
 
 class DamagedError(CheckpointError, ValueError):
-    """Stored bytes are not what was sealed, or were never a checkpoint; nothing of them may be loaded."""
+    """Stored bytes are not those that were sealed, or not a checkpoint; they must not be loaded."""
 
 
 class UnavailableError(CheckpointError):
-    """Of no generation that may be loaded does every rank find its state."""
+    """There is no generation that may be loaded and that is complete on every rank."""
 
 
 class ObserverError(ScoutError):
-    """A trainer's observer could not be started, or does not answer."""
+    """A trainer's observer could not be started or does not answer."""
 
 
 class ReplayError(ScoutError):
-    """This work cannot be replayed here; the text is the reason of a ``not_checked`` record."""
+    """Some work cannot be replayed; the message becomes the reason of a ``not_checked`` record."""
 
 
 class TornRecordError(ScoutError):
-    """No whole progress record could be read: its trainer is alive and busy, ask again."""
+    """The trainer kept publishing while its progress record was read. It is alive; read again."""
 
 
 def describe_error(error: Exception) -> str:
-    """An exception in one line: a reason of ours as it stands, anybody else's with its kind."""
+    """The message of an exception, with its type unless it is a ``ScoutError``."""
     return str(error) if isinstance(error, ScoutError) else f"{type(error).__name__}: {error}"

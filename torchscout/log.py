@@ -1,7 +1,7 @@
 """The log of torchscout: one logger, one prefix, and one line for each message.
 
-A program that sets up no logging sees messages from INFO on, on standard error. Any other program decides for
-itself, as with every logger: ``logging.getLogger("torchscout").setLevel(logging.WARNING)``.
+A program that does not configure logging sees messages from INFO on, on standard error. Any other program
+configures this logger as usual: ``logging.getLogger("torchscout").setLevel(logging.WARNING)``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("torchscout")
 
 
 class _OneLine(logging.Filter):
-    """Puts the prefix before a message and joins its lines. Tracebacks are kept only at level DEBUG."""
+    """Adds the prefix to a message and joins its lines. Tracebacks are shown at level DEBUG only."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = " ".join(record.getMessage().split())
@@ -33,16 +33,16 @@ class _OneLine(logging.Filter):
 
 
 class _WithoutSetup(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error, until the program sets up logging of its own."""
+    """Writes to standard error until the program configures logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
-            self.stream = sys.stderr  # what it is by now: programs and tests replace it
+            self.stream = sys.stderr  # programs and tests may have replaced it
             super().emit(record)
 
 
 def show_by_default() -> None:
-    """Let messages be seen in a program that has set up no logging; idempotent."""
+    """Show messages in a program that has not configured logging. Idempotent."""
     if not log.hasHandlers():
         log.addHandler(_WithoutSetup())
         if log.level == logging.NOTSET:
@@ -50,10 +50,10 @@ def show_by_default() -> None:
 
 
 class Problems:
-    """The last problems of one part of torchscout, each once.
+    """The most recent problems of one part of torchscout, without duplicates.
 
-    They are logged, unless one of those before differs in numbers only: a disk that is full at every step
-    must not fill the log.
+    A problem is logged unless an earlier one differs in numbers only: a disk that is full at every step must
+    not fill the log.
     """
 
     def __init__(self, part: str) -> None:

@@ -1,8 +1,7 @@
-"""Where a rank sits in the job, and which ranks do the same work (paper, section 4).
+"""The position of each rank in the job, and which ranks do the same work (paper, section 4).
 
-A rank's address is logical: adapters translate each framework's own groups into it once, and
-nothing else in torchscout knows how a framework lays ranks out. There is no default mesh: that
-all ranks are peers is never assumed.
+Addresses are logical: adapters translate a framework's own groups into them, and nothing else in torchscout
+knows how a framework lays ranks out. There is no default mesh: ranks are never assumed to be peers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["AXES", "Axis", "LayerKind", "Mesh", "MeshAddress", "PeerGroup"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class MeshAddress:
-    """Coordinates of one rank; a dimension the job does not use stays 0."""
+    """Coordinates of one rank; 0 along a dimension that the job does not use."""
 
     replica: int = 0
     """Data-parallel replica, ``d`` in the paper."""
@@ -42,14 +41,14 @@ AXES = tuple(field.name for field in fields(MeshAddress))
 
 
 class Axis(str, Enum):
-    """The one coordinate along which peers may differ."""
+    """The coordinate along which peers may differ."""
 
     REPLICA = "replica"
     SHARD = "shard"
 
 
 class LayerKind(str, Enum):
-    """Which layers are compared, where experts are carved out of data parallelism."""
+    """Which layers are compared, where expert parallelism is part of data parallelism."""
 
     DENSE = "dense"
     EXPERT = "expert"
@@ -57,7 +56,7 @@ class LayerKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class PeerGroup:
-    """Ranks that execute the same computation, in the order C3 gathers them."""
+    """Ranks that execute the same computation, in the order in which C3 gathers them."""
 
     ranks: tuple[int, ...]
     axis: Axis
@@ -75,7 +74,7 @@ class PeerGroup:
 
     @property
     def can_attribute(self) -> bool:
-        """Two peers show that something differs; only three or more show who."""
+        """Two peers show that something differs; it takes three to show which one is wrong."""
         return len(self.ranks) >= 3
 
 
@@ -102,10 +101,9 @@ class _Partition(NamedTuple):
 class Mesh:
     """Every rank's address and host.
 
-    Expert parallelism is usually carved out of data parallelism: the same ranks are replicas
-    of a dense layer and hold different experts. Such a mesh has a second address table for
-    the expert layers, and ``role`` picks one. Without a role the expert coordinate counts,
-    as in the paper's formulas.
+    Expert parallelism is usually part of data parallelism: ranks that are replicas of a dense layer hold
+    different experts. Such a mesh has a second address table for the expert layers, and ``role`` selects
+    one. Without a role the expert coordinate counts, as in the paper's formulas.
     """
 
     def __init__(
@@ -136,7 +134,7 @@ class Mesh:
         expert: int = 1,
         hosts: Sequence[str] | None = None,
     ) -> Mesh:
-        """A full mesh, ranks row-major: the last axis varies fastest."""
+        """A full mesh with ranks in row-major order: the last axis varies fastest."""
         degrees = (replica, shard, tensor, pipeline, context, expert)
         for axis, degree in zip(AXES, degrees, strict=True):
             if degree < 1:
@@ -144,7 +142,7 @@ class Mesh:
         return cls(np.indices(degrees).reshape(len(AXES), -1).T.astype(np.int64), hosts)
 
     def carve_experts(self, degree: int, *, out_of: Axis = Axis.REPLICA) -> Mesh:
-        """The same ranks with expert layers split over ``degree`` neighbours along ``out_of``."""
+        """The same ranks, with expert layers split over ``degree`` neighbours along ``out_of``."""
         size = self.degree(out_of)
         if degree < 1 or size % degree:
             raise ValueError(f"cannot carve {degree} expert partitions out of {size} along {out_of.value}")
@@ -168,15 +166,15 @@ class Mesh:
         return len(np.unique(self._table(role)[:, AXES.index(_axis(axis))]))
 
     def peers_of(self, rank: int, role: LayerKind | str | None = None) -> PeerGroup:
-        """Natural replicas where the job has them, else the ranks that shard one copy."""
+        """The replicas of ``rank``, or the ranks that shard one copy if the job has no replicas."""
         axis = self.peer_axis(role)
         return PeerGroup(self.ranks_along(axis, rank, role), axis)
 
     def layer_peers_of(self, rank: int, role: LayerKind | str | None = None) -> PeerGroup:
-        """Those who compute the same layer, once its parameters are gathered.
+        """The ranks that compute the same layer once its parameters are gathered.
 
-        Natural replicas; where there are only two, who cannot finish_update a difference, and each is
-        sharded, the shards too: they start from different state and end up with the same parameters.
+        These are the replicas. Two replicas cannot settle which of them is wrong; if they are sharded, their
+        shards count too: with gathered parameters they compute the same.
         """
         peers = self.peers_of(rank, role)
         if len(peers) != 2 or peers.axis is Axis.SHARD or self.degree(Axis.SHARD, role) == 1:
@@ -185,7 +183,7 @@ class Mesh:
         return PeerGroup(tuple(sorted(ranks)), Axis.REPLICA)
 
     def peer_groups(self, role: LayerKind | str | None = None) -> list[PeerGroup]:
-        """Every peer group once."""
+        """All peer groups."""
         axis = self.peer_axis(role)
         return [PeerGroup(ranks, axis) for ranks in self.groups_along(axis, role)]
 
@@ -195,33 +193,33 @@ class Mesh:
     def ranks_along(
         self, axis: Axis | str, rank: int, role: LayerKind | str | None = None
     ) -> tuple[int, ...]:
-        """The process group of ``rank`` along ``axis``: equal in every other coordinate."""
+        """The ranks that have the same coordinates as ``rank`` except along ``axis``."""
         partition = self._partition(_axis(axis), role)
         return partition.members(int(partition.group_of[self._known(rank)]))
 
     def groups_along(self, axis: Axis | str, role: LayerKind | str | None = None) -> list[tuple[int, ...]]:
-        """Every process group along ``axis`` once."""
+        """All process groups along ``axis``."""
         return self._partition(_axis(axis), role).all_members()
 
     def axes_across(self, ranks: Sequence[int], role: LayerKind | str | None = None) -> tuple[str, ...]:
-        """The axes along which these ranks are not all at the same place."""
+        """The axes along which these ranks have different coordinates."""
         places = self._table(role)[[self._known(rank) for rank in ranks]]
         differs = (places != places[0]).any(axis=0)
         return tuple(axis for axis, is_across in zip(AXES, differs, strict=True) if is_across)
 
     def host_of(self, rank: int) -> str | None:
-        """The machine of ``rank``, or None where the mesh was not told."""
+        """The machine of ``rank``, or None if the mesh does not know the machines."""
         return None if self._hosts is None else self._hosts[self._known(rank)]
 
     def summary(self) -> str:
-        """The degrees of its axes, and a digest of every rank's place: equal for equal meshes only."""
+        """The degrees of the axes and a digest of all addresses: equal for equal meshes only."""
         degrees = ", ".join(f"{axis} {self.degree(axis)}" for axis in AXES if self.degree(axis) > 1)
         places = "\n".join(str(self.address_of(rank)) for rank in range(len(self)))
         digest = hashlib.blake2b(places.encode(), digest_size=6).hexdigest()
         return f"{degrees or 'one rank'} ({digest})"
 
     def hosts_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """The known machines of ``ranks``, each once, in the order they first appear."""
+        """The known machines of ``ranks``, without duplicates, in order of first appearance."""
         return tuple(dict.fromkeys(host for rank in ranks if (host := self.host_of(rank)) is not None))
 
     def ranks_on(self, host: str) -> tuple[int, ...]:
@@ -243,7 +241,7 @@ class Mesh:
 
 
 def _by_rank(values: Sequence[_Value] | Mapping[int, _Value]) -> list[_Value]:
-    """A list indexed by rank, from a list or from a mapping that names every rank once."""
+    """A list indexed by rank, from a list or from a mapping that has every rank."""
     if not isinstance(values, Mapping):
         return list(values)
     if sorted(values) != list(range(len(values))):
@@ -283,8 +281,7 @@ def _keys(table: _Table) -> npt.NDArray[np.int64]:
     """One integer per row, equal for equal rows only."""
     if not len(table):
         return np.empty(0, dtype=np.int64)
-    # Coordinates become dense indices first, so that the product of degrees fits 64 bits
-    # however a framework numbers them.
+    # Dense indices first, so that the product of degrees fits 64 bits however a framework numbers ranks.
     dense = [np.unique(column, return_inverse=True)[1] for column in table.T]
     return np.ravel_multi_index(dense, [int(column.max()) + 1 for column in dense]).astype(np.int64)
 

@@ -109,7 +109,7 @@ def _patched(patches: Patches, ledger: Ledger) -> Iterator[None]:
     patches.around(ReplayDriver, "_conclude", lambda *_: part("diagnose"))
     patches.around(SummaryRecorder, "record", lambda *_: part("write records"))
     patches.around(JsonlRecorder, "record", lambda *_: part("write records"))
-    patches.around(ReplayDriver, "_agree", lambda *_, **__: part("certify"))
+    patches.around(ReplayDriver, "_certify", lambda *_, **__: part("certify"))
     patches.around(c3, "compare", lambda *_, **__: exchange("gather signatures"))
     patches.around(PeerCommunicator, "broadcast", lambda _, tensor, **__: exchange(_broadcast(tensor)))
     patches.around(ProcessGroupChannel, "gather", lambda *_, **__: exchange("gather descriptions"))

@@ -85,9 +85,9 @@ def too_different(adapter: Adapter) -> Worse:
     ("worse", "sentence"),
     [
         (too_often, "hook_updates must call before and after once a step"),
-        (too_early, "after must come when parameters are new"),
-        (too_few, "parameters() must have all of the model's, and lacks module.tokens.weight"),
-        (too_strange, "layers() must be modules of model, and Linear are not"),
+        (too_early, "after must be called when parameters are new"),
+        (too_few, "parameters() must contain all of the model's, but lacks module.tokens.weight"),
+        (too_strange, "layers() must be modules of the model, but these are not: Linear"),
         (too_different, "obstacle must be the same on ranks"),
     ],
 )
@@ -114,10 +114,10 @@ def test_an_installed_package_brings_its_own_adapter(installed: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        (None, "the adapter brought:adapter_of that torn brings for json cannot be loaded"),
+        (None, "the adapter brought:adapter_of for json from torn cannot be loaded"),
         (
             "class Half:\n    model = None\n\n\ndef adapter_of(*_):\n    return Half()\n",
-            "brought.Half is no adapter",
+            "brought.Half is not an adapter",
         ),
     ],
     ids=["missing", "half"],

@@ -98,7 +98,7 @@ def test_what_is_not_supported_is_said_in_a_sentence_and_training_goes_on(
 
 def test_with_another_series_of_deepspeed_there_is_no_replay(four: LiveRanks, tmp_path: Path):
     told = four.ask(partial(attach_to_another_version, run_dir=tmp_path), 60)
-    assert set(told) == {"deepspeed 0.18.9 is not known here, 0.19 is"}
+    assert set(told) == {"deepspeed 0.18.9 is not supported; torchscout supports 0.19"}
 
 
 def test_what_a_release_lacks_is_said():

@@ -84,7 +84,7 @@ def test_graphs_and_eight_bits_are_one_sentence(one: LiveRanks):
     precision = "layers that Megatron runs in fp8 or fp4 would be replayed in another precision"
     assert found == {
         "nothing": None,
-        "cuda_graph_impl": "layers that Megatron runs as CUDA graphs cannot be called once more",
+        "cuda_graph_impl": "layers that Megatron runs as CUDA graphs cannot be called again",
         "fp8": precision,
         "fp4": precision,
     }
@@ -132,7 +132,7 @@ def streams(adapter: Any, _chunk: Any) -> dict[str, bool]:
     tracker, generator = get_cuda_rng_tracker(), torch.Generator().manual_seed(3)
     own = tracker.get_states()
     tracker.set_states({**own, "of a graph": generator})
-    kept = adapter.state()["megatron/streams"]
+    kept = adapter.extra_state()["megatron/streams"]
     state = kept.state_dict()
     first = torch.rand(4, generator=generator)
     kept.load_state_dict(state)

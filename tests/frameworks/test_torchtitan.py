@@ -117,7 +117,7 @@ def test_eight_ranks_of_expert_and_tensor_parallelism(eight: LiveRanks, assets: 
 @pytest.mark.parametrize(
     ("trial", "said"),
     [
-        pytest.param({"graphs": True}, "CUDA graphs call no hooks; pass --training.disable_cuda_graphs"),
+        pytest.param({"graphs": True}, "CUDA graphs do not call hooks; pass --training.disable_cuda_graphs"),
         pytest.param(
             {"told": {"spmd_backend": "spmd_types"}},
             "layers under spmd_types can only be called within TorchTitan's own step; "
@@ -144,7 +144,7 @@ def test_what_cannot_be_replayed_is_one_sentence_and_training_is_untouched(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"given": {"parallelism": Parallelism(replica=1)}}, "pass the Trainer alone"),
+        ({"given": {"parallelism": Parallelism(replica=1)}}, "pass only the Trainer"),
         ({"graphs": True, "directory": Path("kept")}, "checkpoint= needs replay"),
     ],
     ids=["parallelism", "checkpoint"],

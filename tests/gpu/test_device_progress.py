@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from torchscout.adapters.pytorch import around_steps
 from torchscout.observer.device import DeviceProgress, device_of
 from torchscout.observer.publisher import Publisher
 from torchscout.observer.record.reader import ProgressReader
@@ -122,7 +120,7 @@ def test_a_publisher_publishes_it_until_removed(writer: ProgressWriter):
     model = torch.nn.Linear(4, 4, device="cuda")
     optimizer = torch.optim.SGD(model.parameters())
     publisher = Publisher(writer)
-    publisher.watch_updates(partial(around_steps, [optimizer]), device_of([model]))
+    publisher.watch_optimizer(optimizer, device_of([model]))
     for _ in range(3):
         model(torch.ones(2, 4, device="cuda")).sum().backward()
         optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,10 @@ from torch import nn
 from tests.gpu.test_replay_cuda import RANKS, Net
 from tests.support.ranks import run_ranks
 from torchscout.attach import enable_resiliency
-from torchscout.checkpoint.gate_state import Outcome
 from torchscout.checkpoint.selection import SweepResult
-from torchscout.config import Parallelism, ReplayConfig
+from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.replay.capture.saved_calls import SavedCalls
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,32 +23,12 @@ pytestmark = [
 STEPS = 3
 
 
-class Keeper:
-    """As checkpoints have to do with checks, without files."""
-
-    def __init__(self) -> None:
-        self.saved_calls = SavedCalls()
-        self.saved_calls.limit = 1 << 30
-
-    def signature(self) -> None:
-        """Nothing is captured."""
-
-    def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:  # noqa: ARG002
-        return []
-
-    def decide(self, step: int, counted: Sequence[int], *, counts: bool) -> None:
-        """There is nothing to decide."""
-
-    def go_by(self, *_: object) -> None:
-        """Nothing is certified."""
-
-
 def swept(
     rank: int, run_dir: Path, faults: FaultPlan
-) -> tuple[SweepResult, str | None, bool, list, bool, int]:
+) -> tuple[SweepResult, str | None, bool, list, list[bool], int]:
     """What a sweep after some steps shows, and whether it has changed anything."""
     torch.manual_seed(0)
-    model, keeper = Net().cuda(), Keeper()
+    model = Net().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     with Injector(faults, rank, model, optimizer) as injector:
         session = enable_resiliency(
@@ -59,11 +36,13 @@ def swept(
             optimizer,
             replay=ReplayConfig(interval=1),
             observer=None,
+            checkpoint=CheckpointConfig(run_dir / "checkpoints"),
             parallelism=Parallelism(replica=RANKS),
             run_dir=run_dir,
         )
-        assert session.replay_driver is not None
-        session.replay_driver.serve(keeper)
+        assert session._replay is not None
+        assert session._checkpoints is not None
+        saved = session._checkpoints.saved_calls
         for step in range(STEPS):
             tokens = torch.randint(100, (4, 17), generator=torch.Generator().manual_seed(step)).cuda()
             logits = model(tokens[:, :-1])
@@ -71,11 +50,9 @@ def swept(
             nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
         before = bits(model, optimizer)
-        found = session.replay_driver.sweep(STEPS, everything=True)
+        found = session._replay.sweep(STEPS, everything=True)
         is_same = bits(model, optimizer) == before
-    in_host_memory = all(
-        each.is_cpu for key in keeper.saved_calls for each in keeper.saved_calls[key].tensors
-    )
+    in_host_memory = [each.is_cpu for key in saved for each in saved[key].tensors]
     named = [each.ranks for each in session.incidents]
     return found.sweep, found.unswept, is_same, named, in_host_memory, len(injector.fired)
 
@@ -87,12 +64,13 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
 
 
 def test_healthy_ranks_sweep_clean_and_nothing_changes(tmp_path: Path):
-    for found, unswept, is_same, named, in_host_memory, _ in run_ranks(
-        swept, RANKS, tmp_path, FaultPlan(), timeout=240
-    ):
+    ranks = run_ranks(swept, RANKS, tmp_path, FaultPlan(), timeout=240)
+    for found, unswept, is_same, named, _, _ in ranks:
         assert (found, unswept, named) == (SweepResult.CLEAN, None, [])
         assert is_same
-        assert in_host_memory
+    in_host_memory = [is_cpu for each in ranks for is_cpu in each[4]]
+    assert in_host_memory
+    assert all(in_host_memory)
 
 
 def test_a_rank_that_is_wrong_in_one_layer_is_named(tmp_path: Path):

@@ -85,10 +85,10 @@ def attach_and_close(rank: int, run_dir: Path) -> list[int]:
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
     session = enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir)
-    observer = session.hang_monitor.observer.pid
+    observer = session._monitor.observer.pid
     with pytest.raises(ValueError, match="attached to this model already"):
         enable_resiliency(model, optimizer, run_dir=run_dir)
-    record = session.hang_monitor.writer.path
+    record = session._monitor.writer.path
     assert record.exists()
     session.close()
     session.close()
@@ -188,7 +188,10 @@ def refused(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("unknown parallelism", "cannot be read off a Net; pass parallelism="),
+        (
+            "unknown parallelism",
+            "a Net does not show which of the 2 ranks do the same work; pass parallelism=",
+        ),
         ("wrong size", "parallelism describes 3 ranks, the job has 2"),
         ("no model", "model must be a torch.nn.Module, got str"),
         ("stages in a list", "got list; several pipeline stages of one rank go into a torch.nn.ModuleList"),
@@ -314,7 +317,7 @@ def signal_in_use(rank: int, run_dir: Path) -> list[str]:
     model = DistributedDataParallel(Net())
     with enable_resiliency(model, observer=QUICK, run_dir=run_dir) as session:
         model(torch.ones(1, 16)).sum().backward()  # training goes on, unwatched
-        assert session.hang_monitor is None
+        assert session._monitor is None
         return session.failures
 
 

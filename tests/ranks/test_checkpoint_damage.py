@@ -61,7 +61,7 @@ class Left:
     def started_over(self, said: str) -> None:
         """The way out that every refusal names."""
         assert said.count("session.resume(start_over=True)") >= 2
-        assert "give CheckpointConfig another directory" in said
+        assert "pass another directory to CheckpointConfig" in said
         for mine, theirs in zip(self.again(start_over=True), self.alone, strict=True):
             assert mine.resumed is not None
             assert (mine.resumed.step, mine.resumed.role) == (0, None)
@@ -218,7 +218,7 @@ def test_a_rank_that_knows_only_of_an_earlier_lineage_has_no_say(left: Left):
 def test_without_any_ledger_that_can_be_read_there_is_no_silent_beginning(left: Left, how: str):
     spoil([*left.memory.glob("*.ledger*"), *left.disk.glob("*.ledger*")], SPOIL[how])
     said = left.refused()
-    assert "no rank can read which of its checkpoints may be trusted" in said
+    assert "no rank could read its ledger, so none of them can be trusted" in said
     left.started_over(said)
 
 

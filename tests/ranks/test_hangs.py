@@ -506,14 +506,14 @@ def job_that_loses_an_observer(rank: int, run_dir: Path, loser: int, number: sig
     with enable_resiliency(model, optimizer, observer=QUICK, run_dir=run_dir) as session:
         for step in steps():
             if step == 3 and rank == loser:
-                os.kill(session.hang_monitor.observer.pid, number)
+                os.kill(session._monitor.observer.pid, number)
             time.sleep(STALL if step == FAULTY_STEP and rank == 2 else 0.0)
             optimizer.zero_grad()
             model(torch.randn(4, 16)).sum().backward()
             optimizer.step()
         dist.barrier()
         if rank == loser and number == signal.SIGSTOP:
-            os.kill(session.hang_monitor.observer.pid, signal.SIGKILL)  # nobody else would ever end it
+            os.kill(session._monitor.observer.pid, signal.SIGKILL)  # nobody else would ever end it
         return session.step
 
 

@@ -61,9 +61,9 @@ def test_the_log_of_a_healthy_job_is_short_and_says_what_there_is_to_know(tmp_pa
     assert all(line.startswith("torchscout: ") for line in lines), lines
     expected = [
         rf"attached to 2 ranks on 1 machine; run directory: {tmp_path / 'run'}",
-        "hangs are watched: ",
+        "hang detection is on: ",
         "checks every 20 steps: All of the parameters are compared among replicas",
-        f"certified state is kept in memory and, from time to time, in {tmp_path / 'checkpoints'}",
+        f"certified state is kept in memory and written to {tmp_path / 'checkpoints'} from time to time",
         "resume: step 0: There is no checkpoint to go back to",
         "after the first cycle of checks: ",
         f"the checkpoint of step {STEPS} is in {tmp_path / 'checkpoints'}",
@@ -83,11 +83,11 @@ def unwatched_job(rank: int, folder: Path) -> None:
 def test_what_is_not_covered_is_said_at_attach(tmp_path: Path):
     run_ranks(unwatched_job, 2, tmp_path, timeout=60)
     _, *lines, _ = lines_of(tmp_path, 0)
-    reason = "there is no optimizer at whose update a step would end"
+    reason = "there is no optimizer whose update would end a step"
     assert lines == [
-        "torchscout: hangs are not watched: observer=None",
-        f"torchscout: wrong numbers and slow ranks are not looked for: {reason}",
-        "torchscout: no checkpoints are kept: checkpoint=None",
+        "torchscout: hang detection is off: observer=None",
+        f"torchscout: corrupted numbers and slow ranks are not detected: {reason}",
+        "torchscout: checkpoints are off: checkpoint=None",
     ]
     assert lines_of(tmp_path, 1) == []
 

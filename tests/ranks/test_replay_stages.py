@@ -87,5 +87,5 @@ def one_without_optimizer(rank: int, run_dir: Path) -> str:
 
 def test_where_one_rank_has_no_part_in_it_nobody_replays(tmp_path: Path):
     off = run_ranks(one_without_optimizer, 3, tmp_path, timeout=60)
-    why = "there is no optimizer at whose update a step would end"
+    why = "there is no optimizer whose update would end a step"
     assert off == [f"rank 1: {why}", why, f"rank 1: {why}"]

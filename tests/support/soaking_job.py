@@ -108,7 +108,7 @@ def train(rank: int, folder: Path, steps: int, leak: str | None = None) -> Soake
         if leak is not None and rank == 1 and step % 10 == 0:
             kept.append(_LEAKS[leak]())
         if step % every == 0:
-            usages.append((Usage.of(os.getpid()), Usage.of(session.hang_monitor.observer.pid)))
+            usages.append((Usage.of(os.getpid()), Usage.of(session._monitor.observer.pid)))
         if step % (every * _SAMPLES) == 0:
             cpu, used = time.process_time() - used, time.process_time()
             soaked.parts.append(_part(usages, seconds, cpu, folder))

@@ -62,13 +62,13 @@ def test_a_count_is_a_whole_number(config: type, name: str, value: object):
 
 
 def test_an_interval_of_one_recipe_is_a_whole_number_too():
-    with pytest.raises(ValueError, match=r"an interval is at least 1 step, got {'layer': nan}"):
+    with pytest.raises(ValueError, match=r"an interval must be at least 1 step, got {'layer': nan}"):
         ReplayConfig(recipes={"layer": NAN})  # type: ignore[dict-item]
 
 
 def test_only_known_ways_to_record_are_accepted():
     assert ReplayConfig(records="all").records == "all"
-    with pytest.raises(ValueError, match="records is one of summary, all, got 'some'"):
+    with pytest.raises(ValueError, match="records must be one of summary, all, got 'some'"):
         ReplayConfig(records="some")
 
 

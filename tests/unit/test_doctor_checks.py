@@ -120,7 +120,11 @@ def test_frameworks_are_named_with_their_versions():
     told = "deepspeed 0.19.9 and transformers 5.1; not installed: torchtitan"
     holds(software_checks.frameworks(some, names), "ok", told)
     older = Installed({"deepspeed": "0.18.2"}, curve=True)
-    holds(software_checks.frameworks(older, names), "warn", "deepspeed 0.18.2 is not known here, 0.19 is")
+    holds(
+        software_checks.frameworks(older, names),
+        "warn",
+        "deepspeed 0.18.2 is not supported; torchscout supports 0.19",
+    )
 
 
 def test_a_board_that_only_this_machine_reaches_is_no_board_for_several():

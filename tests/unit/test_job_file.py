@@ -87,5 +87,5 @@ def test_another_jobs_folder_is_refused_with_a_way_out():
 
 @pytest.mark.parametrize("job", ["", "a b", "../x", "x" * 129, 7])
 def test_a_name_that_cannot_be_a_folders_is_refused(job: object):
-    with pytest.raises(ValueError, match="job is a name of letters"):
+    with pytest.raises(ValueError, match="job must be a name of at most 128 letters"):
         CheckpointConfig("here", job=job)  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def test_experts_may_be_named_with_a_star():
     stacked = model(lambda: Mixture(Stack(4), 4))
     assert names(experts_of(stacked, "layers.1.*.experts")) == ["layers.1.feed.experts"]
     assert names(experts_of(stacked, ("layers.*.feed.experts",))) == names(experts_of(stacked))
-    with pytest.raises(ValueError, match=r"experts='layers.\*.moe' names no module"):
+    with pytest.raises(ValueError, match=r"experts='layers.\*.moe' matches no module"):
         experts_of(stacked, "layers.*.moe")
 
 

@@ -141,7 +141,7 @@ def test_an_unknown_axis_is_refused_with_what_to_pass():
 
 
 def test_axes_without_names_are_refused_with_what_to_pass():
-    with pytest.raises(ValueError, match=r"needs a name for each axis.*Parallelism\("):
+    with pytest.raises(ValueError, match=r"every axis of a DeviceMesh needs a different name.*Parallelism\("):
         mesh_from(init_device_mesh("cpu", (4, 2)), WORLD, HOSTS)
 
 

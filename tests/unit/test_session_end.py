@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.unit.test_record import INCIDENT
 from torchscout.observer.record.directory import End, RankEntry, read_ends
+from torchscout.session.boundary import Boundary
 from torchscout.session.incident_callback import IncidentCallback
-from torchscout.session.session import Session
+from torchscout.session.session import Parts, Session
 
 
 def session_of(run_dir: Path, rank: int = 0) -> Session:
-    session = Session(run_dir, ExitStack(), rank)
-    session.entry = RankEntry.own(rank, None, 1)
-    session.news = IncidentCallback(rank, None, session.failed)
-    session.step = 3
+    boundary = Boundary(rank)
+    session = Session(
+        Parts(
+            run_dir=run_dir,
+            boundary=boundary,
+            incidents=IncidentCallback(rank, None, boundary.failed),
+            entry=RankEntry(rank, "host", 1, "record"),
+        )
+    )
+    session.start_from(3)
     return session
+
+
+def report(session: Session) -> None:
+    assert session._parts.incidents is not None
+    session._parts.incidents.add([INCIDENT])
 
 
 def test_a_session_that_is_closed_has_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -28,15 +39,13 @@ def test_a_session_that_is_closed_has_finished(tmp_path: Path, caplog: pytest.Lo
     session = session_of(tmp_path)
     session.close()
     session.close()
-    assert session.entry is not None
-    assert read_ends(tmp_path) == {0: End(0, "finished", 3, session.entry.record)}
+    assert read_ends(tmp_path) == {0: End(0, "finished", 3, "record")}
     assert caplog.messages == ["torchscout: rank 0: finished after step 3; no incidents"]
 
 
 def test_incidents_are_counted_in_the_last_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     session = session_of(tmp_path)
-    assert session.news is not None
-    session.news.add([INCIDENT])
+    report(session)
     session.close()
     assert caplog.messages[-1] == "torchscout: rank 0: finished after step 3; incidents: 1 sdc"
 
@@ -88,7 +97,7 @@ def test_a_marker_that_cannot_be_written_is_a_failure_in_the_log(
     session = session_of(tmp_path)
     session.close()
     assert len(session.failures) == 1
-    told = "torchscout: rank 0: torchscout itself failed at step 3, and training is not affected: "
+    told = "torchscout: rank 0: torchscout itself failed at step 3; training is not affected: "
     assert caplog.messages[-1].startswith(told)
 
 
@@ -97,8 +106,7 @@ def test_a_program_that_ends_by_an_exception_has_failed(
 ):
     """What the interpreter does at its end; see below for whole programs."""
     session = session_of(tmp_path)
-    assert session.news is not None
-    session.news.add([INCIDENT])  # or rank 0 would wait for one
+    report(session)  # or rank 0 would wait for one
     monkeypatch.setattr(sys, "last_value", RuntimeError("the user's own mistake"), raising=False)
     session._at_exit()
     assert (read_ends(tmp_path)[0].how, read_ends(tmp_path)[0].why) == (

@@ -430,14 +430,14 @@ def test_what_stands_outside_of_the_users_layers_is_still_searched():
 
 @pytest.mark.parametrize("what", ["embedding", "layers", "output"])
 def test_an_unknown_path_is_told_with_the_nearest(what: str):
-    with pytest.raises(ValueError, match=f"{what}='transformer.ha' is no module .*'transformer.h'"):
+    with pytest.raises(ValueError, match=f"{what}='transformer.ha' is not a module .*'transformer.h'"):
         structure_of(gpt(), **{what: "transformer.ha"})
 
 
 def test_layers_without_parameters_are_refused():
-    with pytest.raises(ValueError, match=r"layers='acts' holds no module that has parameters"):
+    with pytest.raises(ValueError, match=r"layers='acts' contains no module with parameters"):
         structure_of(gpt(acts=nn.ModuleList([nn.ReLU(), nn.ReLU()])), layers="acts")
-    with pytest.raises(ValueError, match=r"layers=\[\] holds no module"):
+    with pytest.raises(ValueError, match=r"layers=\[\] contains no module"):
         structure_of(gpt(), layers=[])
 
 

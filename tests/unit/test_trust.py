@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from torchscout.checkpoint.certification import CertifiedSteps
 from torchscout.checkpoint.gate_state import Outcome
+from torchscout.session.certifier import CertifiedSteps
+from torchscout.session.coverage import RecipeCycle
 
 
 def trusted_after(*outcomes: Outcome, recipes: int | None = None, idle: tuple[int, ...] = ()) -> int | None:
     """Checks at steps 10, 20 and so on, of which the ``idle`` ones go over nothing that counts."""
-    trust = CertifiedSteps()
-    trust.go_by(recipes)
+    certifier = CertifiedSteps()
+    certifier.go_by(RecipeCycle(recipes))
     for number, outcome in enumerate(outcomes, start=1):
-        trust.checked(10 * number, outcome, counts=number not in idle)
-    return trust.step
+        certifier.decide(10 * number, certifier.votes(outcome, differs=False), counts=number not in idle)
+    return certifier.certified_step
 
 
 HEALTHY, SLOW, UNCHECKED = Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED
@@ -40,11 +41,11 @@ def test_a_dense_job_is_certified_by_every_accepted_check_until_one_finds_corrup
 
 
 def test_what_may_have_changed_before_it_was_written_is_certified_no_more():
-    trust = CertifiedSteps()
+    certifier = CertifiedSteps()
     for step in (10, 20):
-        trust.checked(step, HEALTHY, counts=True)
-    trust.checked(21, Outcome.SDC, counts=True, doubted=True)
-    assert trust.step == 10
+        certifier.decide(step, certifier.votes(HEALTHY, differs=False), counts=True)
+    certifier.decide(21, certifier.votes(Outcome.SDC, differs=True), counts=True)
+    assert certifier.certified_step == 10
 
 
 def test_with_a_catalog_two_cycles_certify():

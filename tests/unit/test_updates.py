@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchscout.adapters.base import Updates
+from torchscout.adapters.base import UpdateHooks
 
 
 class Wrapped:
@@ -16,14 +16,14 @@ class Wrapped:
         return 2 * scale
 
 
-def listening(updates: Updates, heard: list[str], name: str):
-    return updates.tell(lambda: heard.append(f"{name} before"), lambda: heard.append(f"{name} after"))
+def listening(updates: UpdateHooks, heard: list[str], name: str):
+    return updates.add(lambda: heard.append(f"{name} before"), lambda: heard.append(f"{name} after"))
 
 
 @pytest.mark.parametrize("first_to_leave", [0, 1])
 def test_who_leaves_neither_takes_the_other_along_nor_stays(first_to_leave: int):
     optimizer, heard = Wrapped(), list[str]()
-    updates = Updates(optimizer)
+    updates = UpdateHooks(optimizer)
     leave = [listening(updates, heard, name) for name in "ab"]
     assert optimizer.step(scale=3) == 6
     assert heard == ["a before", "b before", "a after", "b after"]
@@ -43,7 +43,7 @@ def test_who_leaves_neither_takes_the_other_along_nor_stays(first_to_leave: int)
 def test_a_step_that_the_object_had_of_its_own_comes_back():
     optimizer = Wrapped()
     own = optimizer.step = lambda: 7
-    leave = Updates(optimizer).tell(lambda: None, lambda: None)
+    leave = UpdateHooks(optimizer).add(lambda: None, lambda: None)
     assert optimizer.step is not own
     assert optimizer.step() == 7
     leave()
@@ -57,9 +57,9 @@ def test_what_goes_on_meanwhile_begins_and_ends_once_and_may_again():
         heard.append("begun")
         return lambda: heard.append("ended")
 
-    updates = Updates(Wrapped(), meanwhile)
+    updates = UpdateHooks(Wrapped(), meanwhile)
     for _ in range(2):
-        leave = [updates.tell(lambda: None, lambda: None) for _ in range(2)]
+        leave = [updates.add(lambda: None, lambda: None) for _ in range(2)]
         assert heard == ["begun"]
         for each in leave:
             each()
@@ -70,7 +70,7 @@ def test_what_goes_on_meanwhile_begins_and_ends_once_and_may_again():
 def test_an_update_that_fails_ends_no_step():
     optimizer, heard = Wrapped(), list[str]()
     optimizer.step = lambda: 1 / 0
-    listening(Updates(optimizer), heard, "a")
+    listening(UpdateHooks(optimizer), heard, "a")
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert heard == ["a before"]

@@ -1,7 +1,7 @@
-"""Hugging Face Accelerate: plain PyTorch, once its optimizers are opened (paper, section 9).
+"""Hugging Face Accelerate: plain PyTorch inside its optimizer wrappers (paper, section 9).
 
-What ``Accelerator.prepare`` makes of a model is DDP, FSDP2 or DeepSpeed's engine; the last has an adapter of
-its own. Accelerate's wrapper is no optimizer to hang a hook on, and steps only where an accumulation ends.
+``Accelerator.prepare`` returns DDP, FSDP2 or DeepSpeed's engine; the last has its own adapter. Accelerate's
+optimizer wrapper has no hooks, and steps only at the end of an accumulation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["AccelerateAdapter", "adapter_of"]
 def adapter_of(
     model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None
 ) -> AccelerateAdapter | None:
-    """The adapter, if Accelerate has wrapped an optimizer of this model."""
+    """Return the adapter if Accelerate has wrapped an optimizer of this model."""
     given = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
     if not isinstance(model, torch.nn.Module) or not any(isinstance(e, AcceleratedOptimizer) for e in given):
         return None
@@ -47,6 +47,6 @@ class AccelerateAdapter(PyTorchAdapter):
         opened = [each.optimizer if each in wrapped else each for each in optimizers]
         super().__init__(model, opened, parallelism)
 
-    def state(self) -> Mapping[str, Stateful]:
+    def extra_state(self) -> Mapping[str, Stateful]:
         """One scaler serves all optimizers of an ``Accelerator``."""
         return {"accelerate/scaler": self._scalers[0]} if self._scalers else {}

@@ -1,9 +1,4 @@
-"""What a framework must tell SCOUT about a job (paper, sections 4 and 9).
-
-``Adapter`` is the protocol; its docstrings say when each method is called. ``mesh_of`` turns what a user
-says about parallelism into a mesh. ``Updates`` hooks optimizers that a framework wraps, which have no
-hooks of their own; for PyTorch's optimizers see ``pytorch.around_steps``.
-"""
+"""The protocol of framework adapters, and what several of them share (paper, sections 4 and 9)."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ from torchscout.replay.sharded_parameters import ParameterGatherers
 if TYPE_CHECKING:
     from torchscout.checkpoint.state.training_state import Stateful
 
-__all__ = ["Adapter", "Updates", "mesh_along", "mesh_from", "overwritten"]
+__all__ = ["Adapter", "UpdateHooks", "mesh_along", "mesh_from", "overwritten"]
 
 # The names that PyTorch's own examples, TorchTitan and users give to the axes of a DeviceMesh.
 _NAMES = {
@@ -45,9 +40,10 @@ def mesh_from(
     hosts: Sequence[str],
     sharded: Collection[str] = (),
 ) -> Mesh:
-    """The mesh a user described, with the machines that were found.
+    """Return the mesh that a user described, with the machines in ``hosts`` unless it has its own.
 
-    ``sharded`` are axes of a DeviceMesh along which FSDP shards: ``dp`` may mean that, or replicas.
+    ``sharded`` are the axes of a DeviceMesh along which FSDP shards: ``dp`` may mean that, or replicas.
+    Raises ``ValueError`` if the description does not fit the job.
     """
     if isinstance(parallelism, Mesh):
         mesh = parallelism
@@ -63,7 +59,7 @@ def mesh_from(
 
 
 def mesh_along(device_mesh: DeviceMesh, axes: Sequence[str]) -> Mesh:
-    """A DeviceMesh as a mesh, its axes by our names."""
+    """Convert a DeviceMesh, with SCOUT's names for its axes."""
     ranks = device_mesh.mesh.numpy()
     if sorted(ranks.flatten().tolist()) != list(range(ranks.size)):
         raise ValueError("the DeviceMesh does not hold every rank once; pass parallelism=Parallelism(...)")
@@ -80,38 +76,35 @@ def _axes_of(device_mesh: DeviceMesh, sharded: Collection[str]) -> list[str]:
         raise ValueError(
             f"unknown mesh axes {unknown}; known are {known}. Or pass parallelism=Parallelism(...)"
         )
-    axes = [_AXIS[name] for name in names]
-    axes = [
-        "shard" if axis == "replica" and name in sharded else axis
-        for name, axis in zip(names, axes, strict=True)
-    ]
+    axes = ["shard" if _AXIS[name] == "replica" and name in sharded else _AXIS[name] for name in names]
     if not names or len(set(axes)) < len(axes):
         raise ValueError(
-            f"a DeviceMesh needs a name for each axis, each another one, got {names}; "
+            f"every axis of a DeviceMesh needs a different name, got {names}; "
             "or pass parallelism=Parallelism(...)"
         )
     return axes
 
 
 class Adapter(Protocol):
-    """One job, seen through one framework. All is asked at attach, on every rank."""
+    """One job, seen through one framework. Every rank calls all methods while attaching."""
 
     @property
     def model(self) -> torch.nn.Module:
-        """All that this rank trains, as one module: what checkpoints hold."""
+        """Everything that this rank trains, as one module; checkpoints contain it."""
         ...
 
     @property
     def obstacle(self) -> str | None:
-        """In one sentence why replay would not be right for this job, the same on every rank; mostly None."""
+        """A sentence that says why this job cannot be replayed, the same on every rank; usually None."""
         ...
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
-        """Who does the same work; ``hosts`` has each rank's machine. A ``ValueError`` says what to pass."""
+        """Return which ranks do the same work; ``hosts`` has each rank's machine. Raises ``ValueError`` with
+        what to pass if the framework does not show it."""
         ...
 
     def layers(self) -> Sequence[torch.nn.Module]:
-        """The repeated layers, in the order of the forward pass; those of this rank's stage."""
+        """Return the repeated layers of this rank's stage, in the order of the forward pass."""
         ...
 
     def structure(
@@ -121,51 +114,54 @@ class Adapter(Protocol):
         layers: str | Sequence[str] | None = None,
         output: str | None = None,
     ) -> Structure:
-        """What replay works on; a path the user gives wins. A ``ValueError`` says what to pass."""
+        """Return the modules to replay; paths that the user gives take precedence. Raises ``ValueError`` with
+        what to pass if a module cannot be determined."""
         ...
 
     def experts(self, named: str | Sequence[str] | None = None) -> Sequence[Part]:
-        """What computes the rows that a router sends it; none where the model is dense."""
+        """Return the modules that compute routed rows; empty for a dense model."""
         ...
 
     def parameters(self) -> Mapping[Surface, torch.Tensor]:
-        """What this rank holds of the model, by the surface of each; all of it, or its shards. Copies that
-        optimizers update in its place are named after it, as ``layer.2.up/weight.main``."""
+        """Return this rank's parameters or shards of them, by surface. Copies that optimizers update in their
+        place are named after them: ``layer.2.up/weight.main``."""
         ...
 
     def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
-        """What gathers this module's parameters before it can be called; empty if they are not sharded."""
+        """Return what gathers the parameters of a module before a call; empty if they are not sharded."""
         ...
 
-    def unreplicated(self) -> Collection[Surface]:
-        """Those of them that replicas do not keep equal."""
+    def unreplicated_parameters(self) -> Collection[Surface]:
+        """Return the parameters that replicas do not keep equal."""
         ...
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """What computes the updates; where a framework wraps them, what is inside."""
+        """Return the optimizers that compute updates; the inner ones, if a framework wraps them."""
         ...
 
-    def owned(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
-        """What optimizers update on this rank alone, though the model's parameters have copies: ZeRO's. Of
-        experts, or of all else; peers use the same names, whatever each has under them."""
+    def owned_state(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
+        """Return what optimizers update on this rank only although parameters are replicated, as in ZeRO; of
+        experts, or of everything else. Peers use the same names, with different contents."""
         ...
 
     def working_copies(self) -> WorkingCopies:
-        """Parameters that each update writes anew from what optimizers update in their place, as they are
-        now; asked after every update. ``adapters.base.overwritten`` finds most of them."""
+        """Return the parameters that each update overwrites with what optimizers update in their place.
+        Called after every update. ``overwritten`` finds most of them."""
         ...
 
     def hook_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-        """Call ``before`` and ``after`` around every update of the job, a training step each, until what is
-        returned is called. ``after`` comes when the model has its new parameters."""
+        """Call ``before`` and ``after`` around every update, one per training step; ``after`` once the model
+        has its new parameters. Returns a function that removes the hooks."""
         ...
 
     def finish_update(self) -> None:
-        """Called on every rank before a check: what an update leaves to the next pass must be done now."""
+        """Finish work that the update deferred to the next forward pass. Called on every rank before a
+        check."""
         ...
 
-    def state(self) -> Mapping[str, Stateful]:
-        """What checkpoints must keep besides model and optimizers, by name: schedules, scalers, positions."""
+    def extra_state(self) -> Mapping[str, Stateful]:
+        """Return what checkpoints contain besides model and optimizers, by name: schedules, scalers,
+        positions."""
         ...
 
 
@@ -175,7 +171,7 @@ Undo = Callable[[], None]
 def overwritten(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[Surface, torch.Tensor]:
-    """The parameters that are trained, though optimizers update something else in their place."""
+    """Return the trained parameters in whose place optimizers update something else."""
     own = {surface_of(name): each for name, each in model.named_parameters()}
     updated = {id(each) for of in optimizers for group in of.param_groups for each in group["params"]}
     if updated <= {id(each) for each in own.values()}:
@@ -183,49 +179,49 @@ def overwritten(
     return {name: each for name, each in own.items() if each.requires_grad and id(each) not in updated}
 
 
-class Updates:
-    """One optimizer's ``step``, and whoever is to be called around it.
+class UpdateHooks:
+    """Hooks around the ``step`` of an optimizer that has none.
 
-    The method is replaced on the object while anybody listens. Whoever comes and goes may do so in any order:
-    were each to wrap what it finds, the first to leave would take others along, or leave itself behind.
+    The method is replaced once, on the object, while there are hooks: if each hook wrapped the method that it
+    finds, hooks could not be removed in any order.
     """
 
     def __init__(self, optimizer: Any, meanwhile: Callable[[], Undo] = lambda: lambda: None) -> None:
-        """``meanwhile`` is called when the first one comes, and what it returns when the last one leaves."""
+        """``meanwhile`` is called with the first hook, and what it returns when the last one is removed."""
         self._optimizer, self._meanwhile = optimizer, meanwhile
-        self._listening: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._hooks: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._undo = ExitStack()
 
-    def tell(self, before: Callable[[], None], after: Callable[[], None]) -> Undo:
-        """Until what is returned is called; ``after`` comes once the whole step is over."""
-        if not self._listening:
-            self._begin()
+    def add(self, before: Callable[[], None], after: Callable[[], None]) -> Undo:
+        """Call ``before`` and ``after`` around each step; returns a function that removes them."""
+        if not self._hooks:
+            self._replace_step()
         pair = (before, after)
-        self._listening.append(pair)
+        self._hooks.append(pair)
 
-        def leave() -> None:
-            if pair in self._listening:
-                self._listening.remove(pair)
-                if not self._listening:
+        def remove() -> None:
+            if pair in self._hooks:
+                self._hooks.remove(pair)
+                if not self._hooks:
                     self._undo.close()
 
-        return leave
+        return remove
 
-    def _begin(self) -> None:
+    def _replace_step(self) -> None:
         optimizer = self._optimizer
         own, step = vars(optimizer).get("step"), optimizer.step
 
         def around(*args: Any, **kwargs: Any) -> Any:
-            for before, _ in [*self._listening]:
+            for before, _ in [*self._hooks]:
                 before()
             result = step(*args, **kwargs)
-            for _, after in [*self._listening]:
+            for _, after in [*self._hooks]:
                 after()
             return result
 
         self._undo.callback(self._meanwhile())
         optimizer.step = around
-        # What its class has is found again once the object has none of its own.
+        # Without an attribute of the object, its class's method is found again.
         self._undo.callback(
             *((delattr, optimizer, "step") if own is None else (setattr, optimizer, "step", own))
         )

@@ -1,7 +1,7 @@
 """DeepSpeed's engines: ZeRO 0 to 3, pipelines, experts, Ulysses, AutoTP (paper, section 9).
 
-A training step is one call of the engine's optimizer, which DeepSpeed makes at the end of an accumulation.
-ZeRO 1 and 2 leave each rank alone with its part of the optimizer's state, though parameters have copies.
+A training step is one call of the engine's optimizer, at the end of an accumulation. With ZeRO 1 and 2 each
+rank owns a part of the optimizer state, although parameters are replicated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchscout.adapters.base import Updates, mesh_from, overwritten
+from torchscout.adapters.base import UpdateHooks, mesh_from, overwritten
+from torchscout.adapters.modules import without_hooks
 from torchscout.adapters.structure import (
     Part,
     Structure,
@@ -56,7 +57,7 @@ def adapter_of(
     optimizer: Any,  # noqa: ARG001  the engine has it
     parallelism: Mesh | DeviceMesh | Parallelism | None,
 ) -> DeepSpeedAdapter | None:
-    """The adapter, if the model is one of DeepSpeed's engines."""
+    """Return the adapter if the model is one of DeepSpeed's engines."""
     if not isinstance(model, deepspeed.DeepSpeedEngine):
         return None
     if (problem := lacking(_private(model))) is not None:
@@ -65,7 +66,7 @@ def adapter_of(
 
 
 def lacking(used: Iterable[tuple[object, str]]) -> str | None:
-    """What this release of DeepSpeed has not that is used of it, in a sentence; None if it has all."""
+    """Return a sentence about the first attribute that this release of DeepSpeed lacks, or None."""
     for owner, name in used:
         if not hasattr(owner, name):
             place = getattr(owner, "__name__", type(owner).__name__)
@@ -77,8 +78,7 @@ def lacking(used: Iterable[tuple[object, str]]) -> str | None:
 
 
 def _private(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[object, str]]:
-    """What is used here that DeepSpeed does not promise: who has it, and its name. Loss scalers are not among
-    it, since most engines have none."""
+    """The private attributes of DeepSpeed that are used here, except loss scalers, which few engines have."""
     for name in ("expert_parallel_group_dict", "model_parallel_world_size", "sequence_parallel_world_size"):
         yield groups, f"_get_{name}"
     if engine.zero_optimization_stage() < 3:
@@ -92,7 +92,7 @@ def _private(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[object, str]]:
 
 
 class DeepSpeedAdapter:
-    """What ``deepspeed.initialize`` gave the user."""
+    """An engine that ``deepspeed.initialize`` returned."""
 
     def __init__(
         self, engine: deepspeed.DeepSpeedEngine, parallelism: Mesh | DeviceMesh | Parallelism | None
@@ -101,7 +101,7 @@ class DeepSpeedAdapter:
         self._parallelism = parallelism
         self._stage = int(engine.zero_optimization_stage())
         self._copies: Mapping[Surface, torch.Tensor] | None = None
-        self._updates = Updates(engine.optimizer, lambda: register_tracker("deepspeed", _Streams()))
+        self._updates = UpdateHooks(engine.optimizer, lambda: register_tracker("deepspeed", _Streams()))
 
     @property
     def model(self) -> torch.nn.Module:
@@ -113,7 +113,7 @@ class DeepSpeedAdapter:
         return unknown("deepspeed", deepspeed.__version__) or self._refused()
 
     def _refused(self) -> str | None:
-        """What of this engine cannot be replayed."""
+        """Why this engine cannot be replayed, if it cannot."""
         engine, has_experts = self._engine, bool(self._spreads())
         refused = {
             "offloading": engine.zero_offload_optimizer() is not None
@@ -127,7 +127,7 @@ class DeepSpeedAdapter:
             and not self._is_partitioned
             and bool(self._masters("master")),
             "experts of several ep_size": len(self._spreads()) > 1,
-            "experts that are not spread over neighbours": not self._are_experts_as_told(),
+            "experts that are not spread over neighbours": not self._are_experts_as_in_mesh(),
             "optimizers that are not PyTorch's": not self.optimizers() and engine.optimizer is not None,
         }
         if found := [name for name, is_used in refused.items() if is_used]:
@@ -171,11 +171,9 @@ class DeepSpeedAdapter:
         return own if self._is_partitioned else {**own, **self._masters("master")}
 
     def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
-        return (
-            ParameterGatherers() if self._stage < 3 else ParameterGatherers((_Keeper(self._engine, module),))
-        )
+        return ParameterGatherers(() if self._stage < 3 else (_Gatherer(self._engine, module),))
 
-    def unreplicated(self) -> Collection[Surface]:
+    def unreplicated_parameters(self) -> Collection[Surface]:
         if self._spreads() <= {1}:
             return ()
         return {surface_of(name) for name, each in self.model.named_parameters() if is_moe_param(each)}
@@ -184,7 +182,7 @@ class DeepSpeedAdapter:
         found = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
         return [found] if isinstance(found, torch.optim.Optimizer) else []
 
-    def owned(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
+    def owned_state(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
         if role is LayerKind.EXPERT:
             return {}
         if self._stage < 3:
@@ -195,7 +193,7 @@ class DeepSpeedAdapter:
         return {**shards, **{f"optimizer.{place}/partition": each for place, each in updated}}
 
     def working_copies(self) -> WorkingCopies:
-        """ZeRO 3 gathers small parameters at the end of an update, and keeps them until the next one."""
+        """ZeRO 3 gathers small parameters at the end of an update, and keeps them gathered until the next."""
         if self._stage < 3:
             if self._copies is None:
                 self._copies = overwritten(self.model, self.optimizers())
@@ -210,13 +208,13 @@ class DeepSpeedAdapter:
         return WorkingCopies(resting, unwatched)
 
     def hook_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-        """Around the outermost optimizer: inside it, only this rank's part is new when PyTorch's is done."""
-        return self._updates.tell(before, after)
+        """Hook the outermost optimizer: after the inner one's step, only this rank's part is new."""
+        return self._updates.add(before, after)
 
     def finish_update(self) -> None:
-        """The optimizer's step leaves nothing to the next pass."""
+        """Nothing is deferred."""
 
-    def state(self) -> Mapping[str, Stateful]:
+    def extra_state(self) -> Mapping[str, Stateful]:
         engine, found = self._engine, dict[str, Any]()
         found["counters"] = _Numbers(engine, _COUNTERS)
         found["rng_tracker"] = _Streams()
@@ -233,14 +231,14 @@ class DeepSpeedAdapter:
 
     @property
     def _is_partitioned(self) -> bool:
-        """Whether optimizer state has one owner; DeepSpeed's optimizer for bfloat16 always partitions it."""
+        """Whether optimizer state is partitioned; DeepSpeed's optimizer for bfloat16 always does that."""
         return self._stage > 0 or isinstance(self._engine.optimizer, BF16_Optimizer)
 
-    def _masters(self, what: str) -> dict[Surface, Any]:
-        """What the optimizer updates that is no parameter of the model."""
+    def _masters(self, kind: str) -> dict[Surface, Any]:
+        """What the optimizer updates that is not a parameter of the model."""
         known = {id(each) for each in self.model.parameters()}
         return {
-            f"optimizer.{place}/{what}.{number}": each
+            f"optimizer.{place}/{kind}.{number}": each
             for optimizer in self.optimizers()
             for place, group in enumerate(optimizer.param_groups)
             for number, each in enumerate(group["params"])
@@ -248,33 +246,33 @@ class DeepSpeedAdapter:
         }
 
     def _spreads(self) -> set[int]:
-        """Over how many ranks the experts of a layer are spread."""
+        """The numbers of ranks over which the experts of a layer are spread."""
         return {each.ep_size for each in self.model.modules() if isinstance(each, MoE)}
 
-    def _are_experts_as_told(self) -> bool:
-        """Whether DeepSpeed's groups are those of the mesh."""
+    def _are_experts_as_in_mesh(self) -> bool:
+        """Whether DeepSpeed's expert groups are those of the mesh."""
         if len(self._spreads()) != 1:
             return True
         mesh, rank = self.mesh([""] * dist.get_world_size()), dist.get_rank()
         found = groups._get_expert_parallel_group_dict().values()
-        told = mesh.ranks_along("expert", rank, LayerKind.EXPERT)
-        return all(tuple(sorted(dist.get_process_group_ranks(each))) == told for each in found)
+        expected = mesh.ranks_along("expert", rank, LayerKind.EXPERT)
+        return all(tuple(sorted(dist.get_process_group_ranks(each))) == expected for each in found)
 
     def _laid_out(self) -> torch.nn.Module:
-        """A pipeline's stage is a sequence of layers, though not by its class."""
+        """The model; a pipeline stage, which is no ``Sequential`` by its class, as one."""
         if not isinstance(self._engine, PipelineEngine):
             return self.model
         return torch.nn.Sequential(OrderedDict(self.model.named_children()))
 
     def _places(self) -> dict[str, Sequence[int]]:
-        """Every rank's coordinates, by axis."""
+        """The coordinates of every rank, by axis."""
         world, data = dist.get_world_size(), "shard" if self._stage == 3 else "replica"
         if isinstance(self._engine, PipelineEngine):
             topology = self._engine.grid.topology()
             coordinates = [topology.get_coord(rank) for rank in range(world)]
-            found = {"pipe": "pipeline", "data": data, "model": "tensor"}
+            names = {"pipe": "pipeline", "data": data, "model": "tensor"}
             return {
-                found[axis]: [getattr(each, axis) for each in coordinates]
+                names[axis]: [getattr(each, axis) for each in coordinates]
                 for axis in topology.get_axis_names()
             }
         inner = {
@@ -282,10 +280,10 @@ class DeepSpeedAdapter:
             "tensor": self._engine.autotp_size(),
         }
         axis, size = max(inner.items(), key=lambda each: each[1])
-        told = groups._get_model_parallel_world_size()
-        if sum(each > 1 for each in inner.values()) > 1 or told > max(1, inner["tensor"]):
+        model_parallel = groups._get_model_parallel_world_size()
+        if sum(each > 1 for each in inner.values()) > 1 or model_parallel > max(1, inner["tensor"]):
             raise ValueError(
-                "which ranks do the same work cannot be read off this DeepSpeed engine; "
+                "this DeepSpeed engine does not show which ranks do the same work; "
                 "pass parallelism=, such as Parallelism(replica=4, tensor=2)"
             )
         if size <= 1:
@@ -293,11 +291,11 @@ class DeepSpeedAdapter:
         return {data: [rank // size for rank in range(world)], axis: [rank % size for rank in range(world)]}
 
 
-class _Keeper:
+class _Gatherer:
     """Gathers the parameters of one module that ZeRO 3 keeps in shards.
 
-    DeepSpeed's own hooks would gather them as well, and take the call for one of training's, whose order they
-    learn in order to prefetch. So they are taken away meanwhile.
+    DeepSpeed's own hooks are removed meanwhile: they would gather the parameters as well, and learn the order
+    of training's calls from this one.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, module: torch.nn.Module) -> None:
@@ -308,19 +306,10 @@ class _Keeper:
         scattered = [each for each in self._module.parameters() if not _is_gathered(each)]
         self._undo.enter_context(deepspeed.zero.GatheredParameters(scattered))
         hooks = {each.id for each in (*self._offload.forward_hooks, *self._offload.backward_hooks)}
-        for module in self._module.modules():
-            for registry in (module._forward_pre_hooks, module._forward_hooks):
-                self._undo.callback(_refill, registry, registry.copy())
-                for key in hooks & registry.keys():
-                    del registry[key]
+        self._undo.enter_context(without_hooks(self._module, lambda key, _: key in hooks))
 
     def reshard(self) -> None:
         self._undo.close()
-
-
-def _refill(registry: dict[int, Any], contents: Mapping[int, Any]) -> None:
-    registry.clear()
-    registry.update(contents)
 
 
 def _is_gathered(parameter: Any) -> bool:
@@ -328,7 +317,8 @@ def _is_gathered(parameter: Any) -> bool:
 
 
 class _Gathered:
-    """What ZeRO 3 has gathered, wholly or within a machine (hpZ): no state, but stale once shards change."""
+    """What ZeRO 3 has gathered, completely or within a machine (hpZ). It has no state of its own, but has to
+    be dropped when shards are loaded."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self._engine = engine
@@ -338,14 +328,14 @@ class _Gathered:
 
     def load_state_dict(self, _: Mapping[str, Any]) -> None:
         self._engine.optimizer.invalidate_secondary_tensor()
-        parameters: Any = self._engine.module.parameters()  # to which DeepSpeed has given methods
+        parameters: Any = self._engine.module.parameters()  # DeepSpeed has added methods to them
         for each in parameters:
             if _is_gathered(each):
                 each.partition(has_been_updated=False)
 
 
 class _Numbers:
-    """What an object counts, as state: the named attributes, or all that are numbers."""
+    """Attributes of an object as state: the named ones, or all that are numbers."""
 
     def __init__(self, owner: object, names: Collection[str] | None = None) -> None:
         self._owner = owner
@@ -361,7 +351,7 @@ class _Numbers:
 
 
 class _Streams:
-    """The random streams that DeepSpeed tells apart by name."""
+    """The named random streams of DeepSpeed."""
 
     def get_states(self) -> dict[str, torch.Tensor]:
         states = deepspeed.checkpointing.get_cuda_rng_tracker().get_states()

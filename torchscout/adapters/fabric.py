@@ -1,8 +1,6 @@
-"""Lightning Fabric: plain PyTorch, once what ``fabric.setup`` returns is opened (paper, section 9).
+"""Lightning Fabric: plain PyTorch inside the wrappers that ``fabric.setup`` returns (paper, section 9).
 
-Its module calls DDP or FSDP2 inside under the precision that the user chose, and its optimizer steps the one
-that the user gave. ``lightning.pytorch.Trainer`` needs no adapter: a callback passes ``trainer.model`` and
-``trainer.optimizers``, which are PyTorch's own.
+``lightning.pytorch.Trainer`` needs no adapter: pass ``trainer.model`` and ``trainer.optimizers``.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ __all__ = ["adapter_of"]
 def adapter_of(
     model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None
 ) -> PyTorchAdapter | None:
-    """The adapter, if Fabric has wrapped this model or an optimizer of it."""
+    """Return the adapter if Fabric has wrapped this model or one of its optimizers."""
     given = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = [each.optimizer if isinstance(each, _FabricOptimizer) else each for each in given]
     inside = model._forward_module if isinstance(model, _FabricModule) else model

@@ -41,7 +41,7 @@ class PyTorchAdapter:
         self._model = model
         self._optimizers = tuple(optimizers)
         self._parallelism = parallelism
-        # ``torch.compile`` may be around it, or inside.
+        # ``torch.compile`` may wrap it, or be inside.
         inside = (model, *(each for _, each in wrapped(model)))
         parallel = (each for each in inside if isinstance(each, DistributedDataParallel | FSDPModule))
         self._wrapper = next(parallel, model)
@@ -57,9 +57,9 @@ class PyTorchAdapter:
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         world = dist.get_world_size()
-        told = self._parallelism or self._guessed(world)
-        sharded = _sharded(self._model, told) if isinstance(told, DeviceMesh) else ()
-        return mesh_from(told, world, hosts, sharded)
+        parallelism = self._parallelism or self._guessed(world)
+        sharded = _sharded(self._model, parallelism) if isinstance(parallelism, DeviceMesh) else ()
+        return mesh_from(parallelism, world, hosts, sharded)
 
     def layers(self) -> Sequence[torch.nn.Module]:
         return [layer.module for layer in layers_of(self._model)]
@@ -82,7 +82,7 @@ class PyTorchAdapter:
     def gatherers(self, module: torch.nn.Module) -> ParameterGatherers:
         return gatherers_of(self._model, module)
 
-    def unreplicated(self) -> Collection[Surface]:
+    def unreplicated_parameters(self) -> Collection[Surface]:
         if not isinstance(self._wrapper, DistributedDataParallel):
             return ()
         return {surface_of(name) for name in self._wrapper.parameters_to_ignore}
@@ -90,7 +90,7 @@ class PyTorchAdapter:
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
 
-    def owned(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:  # noqa: ARG002  none
+    def owned_state(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:  # noqa: ARG002  none
         return {}
 
     def working_copies(self) -> WorkingCopies:
@@ -100,13 +100,13 @@ class PyTorchAdapter:
         return around_steps(self._optimizers, before, after)
 
     def finish_update(self) -> None:
-        """Nothing is left."""
+        """Nothing is deferred."""
 
-    def state(self) -> Mapping[str, Stateful]:
+    def extra_state(self) -> Mapping[str, Stateful]:
         return {}
 
     def _guessed(self, world: int) -> Mesh | DeviceMesh | Parallelism:
-        """What the wrapped model says by itself. That all ranks are peers is never assumed."""
+        """The parallelism that the wrapped model shows. Ranks are never assumed to be peers."""
         if world == 1:
             return Parallelism()
         if isinstance(self._wrapper, DistributedDataParallel):
@@ -118,7 +118,7 @@ class PyTorchAdapter:
                 return _named_or_plain(self._wrapper, *whole)
         kind = type(self._wrapper).__name__
         raise ValueError(
-            f"which of the {world} ranks do the same work cannot be read off a {kind}; "
+            f"a {kind} does not show which of the {world} ranks do the same work; "
             "pass parallelism=, such as Parallelism(replica=4, tensor=2) or a DeviceMesh with named axes"
         )
 
@@ -126,7 +126,8 @@ class PyTorchAdapter:
 def around_steps(
     optimizers: Sequence[torch.optim.Optimizer], before: Callable[[], None], after: Callable[[], None]
 ) -> Callable[[], None]:
-    """Before any of them steps, and after the last: a training step of them all."""
+    """Call ``before`` before each optimizer's step, and ``after`` after the last one's, which ends the
+    training step. Returns a function that removes the hooks."""
 
     def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not is_nested_step(optimizer):
@@ -147,15 +148,15 @@ def around_steps(
 
 
 def _divisions(model: torch.nn.Module) -> set[tuple[DeviceMesh, tuple[Placement, ...]]]:
-    """The meshes that parameters lie on, and how."""
+    """The meshes of the parameters, with their placements."""
     return {(p.device_mesh, tuple(p.placements)) for p in model.parameters() if isinstance(p, DTensor)}
 
 
 def _named_or_plain(model: torch.nn.Module, mesh: DeviceMesh) -> Mesh | DeviceMesh:
-    """FSDP alone is known by how it places parameters; together with others, by the names of the axes."""
+    """The axes of FSDP alone follow from its placements; with other parallelisms, from the names."""
     root = mesh._get_root_mesh()
     if root.size() == mesh.size() and root.ndim > mesh.ndim:
-        return root  # several axes are one to FSDP, such as shards and context
+        return root  # FSDP sees several axes as one, such as shards and context
     placements = [each for on, each in _divisions(model) if on == mesh]
     if mesh.ndim == 1:
         return mesh_along(mesh, ["shard"])
@@ -164,19 +165,16 @@ def _named_or_plain(model: torch.nn.Module, mesh: DeviceMesh) -> Mesh | DeviceMe
     return mesh
 
 
-def _sharded(model: torch.nn.Module, told: DeviceMesh) -> set[str]:
-    """The axes along which FSDP shards; those that it sees as one axis of another name included."""
-    known = set(told.mesh_dim_names or ())
+def _sharded(model: torch.nn.Module, device_mesh: DeviceMesh) -> set[str]:
+    """The axes along which FSDP shards, including those that it sees as one axis with another name."""
+    known = set(device_mesh.mesh_dim_names or ())
     seen: dict[str, bool] = {}
-    for mesh, placements in _divisions(model) if _has_shards(model) else ():
+    has_shards = any(isinstance(each, FSDPModule) for each in model.modules())
+    for mesh, placements in _divisions(model) if has_shards else ():
         for name, placement in zip(mesh.mesh_dim_names or (), placements, strict=False):
             seen[name] = seen.get(name, False) or _is_shard(placement)
     sharded = {name for name, is_sharded in seen.items() if is_sharded}
     return sharded if sharded <= known else sharded | (known - seen.keys())
-
-
-def _has_shards(model: torch.nn.Module) -> bool:
-    return any(isinstance(each, FSDPModule) for each in model.modules())
 
 
 def _is_shard(placement: Placement) -> bool:

@@ -1,8 +1,8 @@
-"""From what an adapter tells about a job to what replay does with it (paper, section 6)."""
+"""Builds the recipes of a job from what its adapter says (paper, section 6)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -11,7 +11,7 @@ import torch
 
 from torchscout.adapters.base import Adapter
 from torchscout.adapters.modules import stages_of
-from torchscout.adapters.structure import Part, without_experts
+from torchscout.adapters.structure import Part, Structure, without_experts
 from torchscout.config import ReplayConfig
 from torchscout.decision.ownership import Ownership
 from torchscout.decision.record import Surface
@@ -38,154 +38,146 @@ _Parameters = Mapping[Surface, torch.Tensor]
 def recipes_for(
     adapter: Adapter,
     config: ReplayConfig,
-    mesh: Mesh | None = None,
-    rank: int = 0,
-    shapes: Mapping[str, Sequence[Rows]] | None = None,
-    everybody: JobExchange | None = None,
-    *,
-    is_alone: bool = False,
+    mesh: Mesh,
+    rank: int,
+    structure: Structure | None,
+    experts: Sequence[Part],
+    shapes: Mapping[str, Sequence[Rows]] | None,
+    exchange: JobExchange,
 ) -> list[Recipe]:
-    """Every recipe the configuration asks for; a ``ValueError`` says what a user must name.
+    """Return every recipe that the configuration asks for.
 
-    Peers along the mesh's replica axis hold copies of each other's state, along its shard axis each its own.
-    Without a mesh nothing is known of shards, or of experts. ``shapes`` are those of a catalog, by the name
-    of the experts; None where there is none. Without ``everybody`` nobody agrees on what is sent. If this
-    rank ``is_alone``, no other rank does the same work: then state is watched, and transfers are tested.
+    Peers along the mesh's replica axis hold copies of the same state, along its shard axis each has its own.
+    ``structure`` is None if no other rank does the same work: then state is watched, and transfers are
+    tested. ``shapes`` are those of a catalog, by the name of the experts; None without a catalog.
     """
-    if is_alone:
-        return _recipes_alone(adapter, config, _Job(adapter, mesh, rank, config.watch_budget), everybody)
-    structure = adapter.structure(embedding=config.embedding, layers=config.layers, output=config.output)
-    experts = adapter.experts(config.experts)
-    is_spread = mesh is not None and are_experts_spread(mesh)
-    job = _Job(adapter, mesh, rank, config.watch_budget)
-    own = expert_parameters(adapter, experts) if is_spread else {}
-    left_out = {*adapter.unreplicated(), *own}
-    shared = {surface: each for surface, each in adapter.parameters().items() if surface not in left_out}
-    layers = without_experts(structure.layers, experts) if is_spread else structure.layers
-    owned, owned_of_experts = adapter.owned(), adapter.owned(LayerKind.EXPERT) if is_spread else {}
-    is_sharded = job.is_owned(LayerKind.DENSE)
-    recipes: list[Recipe] = [
-        job.state("census", {**shared, **owned} if is_sharded else shared, LayerKind.DENSE),
-        job.modules("embedding", structure.embeddings),
-        job.modules("layer", layers),
-        job.modules("output", structure.outputs),
-        job.updates("optimizer", owned or shared, LayerKind.DENSE, owned=bool(owned)),
-    ]
-    if not is_sharded:
-        recipes.append(job.at_rest("at_rest", {**owned, **owned_of_experts}, {**shared, **own}))
-    if everybody is not None:
-        recipes.append(ProcessGroupRecipe(everybody, device_of_job(adapter)))
-    if mesh is not None and _have_peers(mesh):
-        if is_spread or shapes is not None:
-            recipes.append(job.experts(experts, shapes or {}))
-        if is_spread:
-            members = mesh.ranks_along("expert", rank, LayerKind.EXPERT)
-            recipes += [
-                job.state("expert_census", own, LayerKind.EXPERT),
-                job.updates(
-                    "expert_optimizer",
-                    owned_of_experts or own,
-                    LayerKind.EXPERT,
-                    owned=bool(owned_of_experts),
-                ),
-                AllToAllRecipe(members, device_of_job(adapter)),
-            ]
-    return [recipe for recipe in recipes if recipe.kind in config.intervals]
-
-
-def _recipes_alone(
-    adapter: Adapter, config: ReplayConfig, job: _Job, everybody: JobExchange | None
-) -> list[Recipe]:
-    recipes: list[Recipe] = [job.watched("census", {**adapter.parameters(), **adapter.owned()})]
-    if everybody is not None:
-        recipes.append(ProcessGroupRecipe(everybody, job.device))
+    builder = _Builder(adapter, mesh, rank, config.watch_budget)
+    groups = ProcessGroupRecipe(exchange, builder.device)
+    if structure is None:
+        recipes = [builder.watched("census", {**adapter.parameters(), **adapter.owned_state()}), groups]
+    else:
+        recipes = [*builder.dense(structure, experts), groups, *builder.sparse(experts, shapes)]
     return [recipe for recipe in recipes if recipe.kind in config.intervals]
 
 
 def are_experts_spread(mesh: Mesh) -> bool:
-    """Whether ranks hold different experts: then a layer is not the same work on all its dense peers."""
+    """Whether ranks hold different experts, so that a layer is not the same work on all its dense peers."""
     return mesh.degree("expert", LayerKind.EXPERT) > 1
 
 
 def expert_parameters(adapter: Adapter, experts: Sequence[Part]) -> dict[Surface, torch.Tensor]:
-    """What only ranks with the same experts have in common, and what is named after it."""
+    """The parameters of experts, and the copies that are named after them."""
     own, every = {id(each) for part in experts for each in part.module.parameters()}, adapter.parameters()
     surfaces = {surface for surface, each in every.items() if id(each) in own}
     return {name: each for name, each in every.items() if {name, name.rpartition(".")[0]} & surfaces}
 
 
 def device_of_job(adapter: Adapter) -> torch.device:
-    """Where this rank computes."""
+    """The device on which this rank computes."""
     return next((each.device for each in adapter.parameters().values()), torch.device("cpu"))
 
 
-class _Job:
-    """What all recipes of a rank are made from."""
+class _Builder:
+    """Builds the recipes of one rank."""
 
-    def __init__(self, adapter: Adapter, mesh: Mesh | None, rank: int, budget: float | None = None) -> None:
+    def __init__(self, adapter: Adapter, mesh: Mesh, rank: int, budget: float | None) -> None:
         self._adapter, self._mesh, self._rank, self._budget = adapter, mesh, rank, budget
-        self.ownership = Ownership()
+        self._ownership = Ownership()
         self._updating: list[OptimizerRecipe] = []
         self._places: dict[tuple[str, ...], frozenset[int]] = {}
         self.device, self._optimizers = device_of_job(adapter), adapter.optimizers()
         self._compiled = CompiledCode(adapter.model, self.device)
         self._refusal = disturbed_by_cudnn(adapter.model)
-        self._surfaces: dict[torch.Tensor, Surface] = {
-            each: surface for surface, each in adapter.parameters().items()
-        }
+        self._surfaces: dict[torch.Tensor, Surface] = _inverted(adapter.parameters())
 
-    def state(self, kind: str, parameters: _Parameters, role: LayerKind) -> Recipe:
-        """All that is held: compared with copies, or watched where there are none."""
-        if self.is_owned(role):
+    def dense(self, structure: Structure, experts: Sequence[Part]) -> list[Recipe]:
+        """The recipes of everything but experts that are spread over ranks."""
+        adapter, is_spread = self._adapter, are_experts_spread(self._mesh)
+        of_experts = expert_parameters(adapter, experts) if is_spread else {}
+        left_out = {*adapter.unreplicated_parameters(), *of_experts}
+        shared = {surface: each for surface, each in adapter.parameters().items() if surface not in left_out}
+        layers = without_experts(structure.layers, experts) if is_spread else structure.layers
+        owned, is_sharded = adapter.owned_state(), self._is_owned(LayerKind.DENSE)
+        recipes = [
+            self._state("census", {**shared, **owned} if is_sharded else shared, LayerKind.DENSE),
+            self._modules("embedding", structure.embeddings),
+            self._modules("layer", layers),
+            self._modules("output", structure.outputs),
+            self._updates("optimizer", owned or shared, LayerKind.DENSE, owned=bool(owned)),
+        ]
+        if not is_sharded:
+            owned_experts = adapter.owned_state(LayerKind.EXPERT) if is_spread else {}
+            recipes.append(self._at_rest({**owned, **owned_experts}, {**shared, **of_experts}))
+        return recipes
+
+    def sparse(
+        self, experts: Sequence[Part], shapes: Mapping[str, Sequence[Rows]] | None
+    ) -> Iterator[Recipe]:
+        """The recipes of experts, where each has a copy on another rank."""
+        mesh = self._mesh
+        is_spread = are_experts_spread(mesh)
+        if not all(group.can_compare for group in mesh.peer_groups(LayerKind.EXPERT)):
+            return
+        if is_spread or shapes is not None:
+            gatherers = partial(self._gatherers, role=LayerKind.EXPERT, reduces=False)
+            yield ExpertsRecipe(
+                _named(experts), shapes or {}, self._surfaces, self.device, gatherers, self._compiled
+            )
+        if is_spread:
+            own, owned = (
+                expert_parameters(self._adapter, experts),
+                self._adapter.owned_state(LayerKind.EXPERT),
+            )
+            yield self._state("expert_census", own, LayerKind.EXPERT)
+            yield self._updates("expert_optimizer", owned or own, LayerKind.EXPERT, owned=bool(owned))
+            yield AllToAllRecipe(mesh.ranks_along("expert", self._rank, LayerKind.EXPERT), self.device)
+
+    def _state(self, kind: str, parameters: _Parameters, role: LayerKind) -> Recipe:
+        """Parameters and their optimizer slots: compared with copies, or watched where there are none."""
+        if self._is_owned(role):
             return self.watched(kind, parameters, role)
-        surfaces = {each: surface for surface, each in parameters.items()}
+        surfaces = _inverted(parameters)
 
         def state() -> dict[str, Mapping[Surface, torch.Tensor]]:
             return {"parameters": parameters, "optimizer": slots_of(surfaces, self._optimizers)}
 
-        return ReplicatedStateRecipe(state, kind, role, self.ownership)
+        return ReplicatedStateRecipe(state, kind, role, self._ownership)
 
     def watched(self, kind: str, parameters: _Parameters, role: LayerKind = LayerKind.DENSE) -> Recipe:
-        """These parameters and their slots, watched between updates."""
-        surfaces = {each: surface for surface, each in parameters.items()}
+        """Parameters and their optimizer slots, watched between updates."""
+        surfaces = _inverted(parameters)
 
         def state() -> dict[Surface, torch.Tensor]:
             return {**parameters, **slots_of(surfaces, self._optimizers)}
 
         # A recipe for experts does not watch the rest of the model again.
         copies = self._adapter.working_copies if role is LayerKind.DENSE else WorkingCopies
+        passes = stages_of(self._adapter.model)
         return OwnedStateRecipe(
-            state,
-            self._optimizers,
-            kind,
-            role,
-            budget=self._budget,
-            copies=copies,
-            passes=stages_of(self._adapter.model),
+            state, self._optimizers, kind, role, budget=self._budget, copies=copies, passes=passes
         )
 
-    def at_rest(self, kind: str, owned: _Parameters, shared: _Parameters) -> Recipe:
-        """What one rank alone holds: ``owned`` by its framework's word, or found out to be of the rest."""
-        surfaces = {each: surface for surface, each in owned.items()}
-        others = {each: surface for surface, each in shared.items()}
+    def _at_rest(self, owned: _Parameters, shared: _Parameters) -> Recipe:
+        """State that only this rank holds: ``owned`` according to the adapter, or learned to be."""
+        owned_surfaces, shared_surfaces = _inverted(owned), _inverted(shared)
 
         def state() -> dict[Surface, torch.Tensor]:
-            found = {**owned, **slots_of(surfaces, self._optimizers)}
-            # A replica whose copy is wrong would hand it on to all, in whose eyes it is right then.
+            found = {**owned, **slots_of(owned_surfaces, self._optimizers)}
+            # A replica with a corrupted copy would pass it on to all, and then all copies would agree.
             found |= {name: each for recipe in self._updating for name, each in recipe.gathered().items()}
-            if learned := self.ownership.owned:
-                every = {**shared, **slots_of(others, self._optimizers)}
+            if learned := self._ownership.owned:
+                every = {**shared, **slots_of(shared_surfaces, self._optimizers)}
                 found |= {name: each for name, each in every.items() if name in learned}
             return found
 
         return OwnedStateRecipe(
             state,
             self._optimizers,
-            kind,
+            "at_rest",
             budget=self._budget,
             is_learned=lambda: bool(
                 owned
-                or self.ownership.owned
+                or self._ownership.owned
                 or any(each.gathered() for each in self._updating)
                 or self._adapter.working_copies().resting
             ),
@@ -193,67 +185,61 @@ class _Job:
             passes=stages_of(self._adapter.model),
         )
 
-    def updates(self, kind: str, parameters: _Parameters, role: LayerKind, *, owned: bool = False) -> Recipe:
-        is_owned = owned or self.is_owned(role)
+    def _updates(self, kind: str, parameters: _Parameters, role: LayerKind, *, owned: bool) -> Recipe:
+        is_owned = owned or self._is_owned(role)
         recipe = OptimizerRecipe(
             parameters, self._optimizers, self.device, owned=is_owned, kind=kind, role=role
         )
-        recipe.is_owned = self.ownership.is_owned
+        recipe.is_owned = self._ownership.is_owned
         for each in recipe.communication.values():
             each.expect(self._alike(role, "replica", "shard", "pipeline"))
             each.refusal = self._refusal
         self._updating.append(recipe)
         return recipe
 
-    def modules(self, kind: str, parts: Sequence[Part]) -> Recipe:
-        gatherers = partial(self._keepers, role=LayerKind.DENSE, reduces=kind == "layer")
+    def _modules(self, kind: str, parts: Sequence[Part]) -> Recipe:
+        gatherers = partial(self._gatherers, role=LayerKind.DENSE, reduces=kind == "layer")
         recipe = LayerRecipe(
             kind, _named(parts), self._surfaces, self.device, gatherers, compiled=self._compiled
         )
-        recipe.is_owned = self.ownership.is_owned
+        recipe.is_owned = self._ownership.is_owned
         if self._refusal is not None:
             recipe.refuse(self._refusal)
         return recipe
 
-    def experts(self, parts: Sequence[Part], shapes: Mapping[str, Sequence[Rows]]) -> Recipe:
-        gatherers = partial(self._keepers, role=LayerKind.EXPERT, reduces=False)
-        return ExpertsRecipe(_named(parts), shapes, self._surfaces, self.device, gatherers, self._compiled)
-
-    def _keepers(self, module: torch.nn.Module, *, role: LayerKind, reduces: bool) -> ParameterGatherers:
+    def _gatherers(self, module: torch.nn.Module, *, role: LayerKind, reduces: bool) -> ParameterGatherers:
         found, mesh, rank = self._adapter.gatherers(module), self._mesh, self._rank
-        if mesh is None:
-            return found
         is_mixed = mesh.layer_peers_of(rank, role) != mesh.peers_of(rank, role)
-        route = route_of([*module.parameters()], mesh, rank, role) if reduces and found.modules else None
-        copies = not (is_mixed or self.is_owned(role))
         # A router may communicate with the ranks that its experts are spread over.
         routed = frozenset(mesh.ranks_along("expert", rank, LayerKind.EXPERT))
-        together = self._alike(role, "replica", "shard", "pipeline") | routed
-        # Shards may be spread over context parallelism too.
-        kept_among = self._alike(role, "pipeline") if found.modules else found.kept_among
         return replace(
-            found, copies=copies, is_mixed=is_mixed, route=route, together=together, kept_among=kept_among
+            found,
+            copies=not (is_mixed or self._is_owned(role)),
+            is_mixed=is_mixed,
+            route=route_of([*module.parameters()], mesh, rank, role) if reduces and found.modules else None,
+            together=self._alike(role, "replica", "shard", "pipeline") | routed,
+            # Shards may be spread over context parallelism too.
+            kept_among=self._alike(role, "pipeline") if found.modules else found.kept_among,
         )
 
     def _alike(self, role: LayerKind, *axes: str) -> frozenset[int]:
-        """The ranks that have this one's place along these axes."""
+        """The ranks that have the same coordinates as this one along these axes."""
         mesh, key = self._mesh, (role, *axes)
-        if mesh is not None and key not in self._places:
+        if key not in self._places:
             place = attrgetter(*axes)
             own = place(mesh.address_of(self._rank, role))
             self._places[key] = frozenset(
                 each for each in range(len(mesh)) if place(mesh.address_of(each, role)) == own
             )
-        return self._places.get(key, frozenset())
+        return self._places[key]
 
-    def is_owned(self, role: LayerKind) -> bool:
+    def _is_owned(self, role: LayerKind) -> bool:
         """Whether each rank is the only one to hold its part."""
-        return self._mesh is not None and self._mesh.peer_axis(role) is Axis.SHARD
+        return self._mesh.peer_axis(role) is Axis.SHARD
 
 
-def _have_peers(mesh: Mesh) -> bool:
-    """Whether everybody's experts are on another rank too."""
-    return all(group.can_compare for group in mesh.peer_groups(LayerKind.EXPERT))
+def _inverted(parameters: _Parameters) -> dict[torch.Tensor, Surface]:
+    return {each: surface for surface, each in parameters.items()}
 
 
 def _named(parts: Sequence[Part]) -> dict[str, torch.nn.Module]:

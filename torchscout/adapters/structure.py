@@ -1,8 +1,7 @@
-"""Finds embeddings, repeated layers, output layer and experts from a model's structure (paper, sections 6.1,
-6.2 and 9).
+"""Finds embeddings, repeated layers, output layer and experts in a model (paper, sections 6.1, 6.2, 9).
 
-No list of names is consulted, and no module is called. Experts are known by their form: several matrices
-of a module are stacked alike, or a list of modules stands beside a router. A user may name them instead.
+Modules are recognized by their structure, not by their names, and none is called. Experts are several stacked
+matrices of the same number, or a list of modules beside a router. A user may name them instead.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ class Part:
     name: str
     """Dotted path without the components that wrappers add; ``model`` for the model itself."""
     module: torch.nn.Module
-    """What training calls: the outermost wrapper, where there are any."""
+    """The module that training calls: the outermost wrapper, if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a model is made of, in the order of registration."""
+    """The parts of a model, in the order of registration."""
 
     embeddings: tuple[Part, ...]
-    """Tables that integers are looked up in: tokens, positions."""
+    """Embeddings of tokens, positions and the like."""
     layers: tuple[Part, ...]
-    """The repeated hidden layers; the model itself where nothing repeats."""
+    """The repeated hidden layers; the model itself if nothing repeats."""
     outputs: tuple[Part, ...]
-    """The output layer, or several heads. Empty where the head is no module, or on another stage."""
+    """The output layer, or several heads. Empty if the head is not a module, or on another stage."""
 
 
 def structure_of(
@@ -73,7 +72,10 @@ def structure_of(
     layers: str | Sequence[str] | None = None,
     output: str | None = None,
 ) -> Structure:
-    """The parts of a model. What the user names by its path is taken as it is; the rest is searched for."""
+    """Return the parts of a model; those that the user names by path are used as they are.
+
+    Raises ``ValueError`` if a path does not exist, or if the output layer is ambiguous.
+    """
     hidden = layers_of(model, layers)
     parts = _parts(model)
     before, after = _around(parts, [each.module for each in _wholes(model).values()], hidden)
@@ -88,7 +90,7 @@ def structure_of(
 
 
 def layers_of(model: torch.nn.Module, layers: str | Sequence[str] | None = None) -> tuple[Part, ...]:
-    """The hidden layers alone: who compares no outputs need not say which module is the output."""
+    """Return the hidden layers only, so that an ambiguous output layer does no harm."""
     if layers is None:
         vocabulary = max((rows_of(each) for each in model.modules() if is_table(each)), default=0)
         found = [
@@ -97,7 +99,7 @@ def layers_of(model: torch.nn.Module, layers: str | Sequence[str] | None = None)
             for layer in _repeated(path, whole.module, vocabulary) or [whole]
         ]
     else:
-        found = _told(_parts(model), layers)
+        found = _named_layers(_parts(model), layers)
     once: dict[int, Part] = {}
     for layer in found:
         once.setdefault(id(unwrapped(layer.module)), layer)
@@ -105,7 +107,7 @@ def layers_of(model: torch.nn.Module, layers: str | Sequence[str] | None = None)
 
 
 def plain_name(dotted: str) -> str:
-    """A dotted path without the components that wrappers add to it."""
+    """A dotted path without the components that wrappers add."""
     components = [each for each in dotted.split(".") if each not in WRAPPERS]
     while components[:1] == ["module"]:
         del components[0]
@@ -130,9 +132,9 @@ def _parts(model: torch.nn.Module) -> dict[str, Part]:
 def _around(
     parts: Mapping[str, Part], wholes: Sequence[torch.nn.Module], layers: Sequence[Part]
 ) -> tuple[list[Part], list[Part]]:
-    """What stands before the last layer of a whole, and after it; nothing is after where it has no layers.
+    """The parts before the last layer of each whole, and those after it; none is after if it has no layers.
 
-    A whole that is a layer itself hides nothing.
+    The parts inside layers are left out, unless a whole is a layer itself.
     """
     inside = {
         id(module)
@@ -153,7 +155,7 @@ def _around(
 
 
 def _wholes(model: torch.nn.Module) -> dict[str, Part]:
-    """What a training loop calls, by its path: the model, or every pipeline stage in a list of them."""
+    """The modules that a training loop calls, by path: the model, or the pipeline stages in a list."""
     path, whole = "", _whole("", model)
     if not isinstance(unwrapped(whole.module), CONTAINERS) or is_called(whole.module):
         return {path: whole}
@@ -162,7 +164,7 @@ def _wholes(model: torch.nn.Module) -> dict[str, Part]:
 
 
 def _whole(path: str, model: torch.nn.Module) -> Part:
-    """A model without its data-parallel wrappers, whose calls start communication."""
+    """The model inside its data-parallel wrappers, whose calls would start communication."""
     inside = unwrapped(model)
     children = dict(inside.named_children())
     if [*children] == ["module"] and not [*inside.parameters(recurse=False)]:
@@ -171,35 +173,35 @@ def _whole(path: str, model: torch.nn.Module) -> Part:
 
 
 def _repeated(path: str, whole: torch.nn.Module, vocabulary: int) -> list[Part]:
-    """The layers in a whole, or none. Within a stage of several only blocks count: it may be one itself."""
+    """The layers in a whole. In one of several stages only blocks count: the stage may be a layer itself."""
     lists = _without_side_lists([*_lists(path, whole, vocabulary)])
     return [layer for each in lists for layer in each if not path or not is_plain(layer.module)]
 
 
-def _told(parts: Mapping[str, Part], layers: str | Sequence[str]) -> list[Part]:
-    """The layers a user named: by the path of their list, or by the path of each."""
+def _named_layers(parts: Mapping[str, Part], layers: str | Sequence[str]) -> list[Part]:
+    """The layers that a user named, by the path of their list or by their own paths."""
     found: list[Part] = []
     for path in [layers] if isinstance(layers, str) else layers:
         part = _named(parts, "layers", path)
         is_list = isinstance(layers, str) and isinstance(unwrapped(part.module), CONTAINERS)
         found += _members(part.name, part.module) if is_list or not is_called(part.module) else [part]
     if not found:
-        raise ValueError(f"layers={layers!r} holds no module that has parameters")
+        raise ValueError(f"layers={layers!r} contains no module with parameters")
     return found
 
 
-def _named(parts: Mapping[str, Part], what: str, path: str) -> Part:
+def _named(parts: Mapping[str, Part], setting: str, path: str) -> Part:
     name = plain_name(path)
     if name == "model" and name not in parts:
         return parts[""]
     if not name or name not in parts:
         nearest = ", ".join(map(repr, difflib.get_close_matches(name, filter(None, parts), cutoff=0.0)))
-        raise ValueError(f"{what}={path!r} is no module of the model; the nearest are {nearest}")
+        raise ValueError(f"{setting}={path!r} is not a module of the model; the nearest are {nearest}")
     return parts[name]
 
 
 def _lists(path: str, module: torch.nn.Module, vocabulary: int) -> Iterator[list[Part]]:
-    """The outermost lists of layers at and below a module. A list has plain members only, or none."""
+    """The outermost lists of layers in a module. The members of a list are all plain, or none is."""
     if layers := _layers_in(path, module, vocabulary):
         yield layers
         return
@@ -208,11 +210,11 @@ def _lists(path: str, module: torch.nn.Module, vocabulary: int) -> Iterator[list
 
 
 def _layers_in(path: str, container: torch.nn.Module, vocabulary: int) -> list[Part]:
-    """The layers in a container, or none; the blocks, where its members are stages of blocks."""
+    """The layers in a container; if its members are stages of blocks, the blocks."""
     if not isinstance(unwrapped(container), CONTAINERS):
         return []
     members = _without_ends(_members(path, container), vocabulary)
-    # A list of one block is what a pipeline stage keeps of a longer one.
+    # A pipeline stage may have a list of one block.
     is_lone = len(members) == 1 and not is_plain(members[0].module) and not is_called(container)
     if not is_lone and max(_kinds(members).values(), default=0) < 2:
         return []
@@ -223,9 +225,9 @@ def _layers_in(path: str, container: torch.nn.Module, vocabulary: int) -> list[P
 
 
 def _members(path: str, container: torch.nn.Module) -> list[Part]:
-    """The members that have parameters; one that nobody calls, such as a list, is taken apart."""
+    """The members that have parameters; a member that is not called, such as a list, is expanded."""
     found: list[Part] = []
-    for name, member in unwrapped(container)._modules.items():  # named_children() leaves shared layers out
+    for name, member in unwrapped(container)._modules.items():  # named_children() omits shared layers
         if member is None:
             continue
         below = _below(path, name)
@@ -237,7 +239,7 @@ def _members(path: str, container: torch.nn.Module) -> list[Part]:
 
 
 def _without_ends(members: Sequence[Part], vocabulary: int) -> list[Part]:
-    """Without what a container that is the whole model has before, between and after its blocks."""
+    """Without the other modules that a container has before, between and after its blocks."""
     kinds = _kinds(members)
     inner = [
         member
@@ -249,14 +251,14 @@ def _without_ends(members: Sequence[Part], vocabulary: int) -> list[Part]:
 
 
 def _is_end(module: torch.nn.Module, vocabulary: int) -> bool:
-    """Whether an embedding is in there, or a matrix with a row for each token."""
+    """Whether it contains an embedding, or a matrix with a row for each token."""
     return any(
         is_table(each) or (is_matrix(each) and rows_of(each) == vocabulary) for each in module.modules()
     )
 
 
 def _blocks_of(stage: Part, vocabulary: int) -> list[Part]:
-    """The blocks a stage runs one after the other, if it is one."""
+    """The blocks that a stage runs one after the other; empty if it is not a stage."""
     if any(name in CALLED_AS_ONE for name, _ in wrapped(stage.module)):
         return []
     inside = unwrapped(stage.module)
@@ -272,10 +274,10 @@ def _blocks_of(stage: Part, vocabulary: int) -> list[Part]:
 
 
 def is_routed(owner: torch.nn.Module, child: torch.nn.Module) -> bool:
-    """Whether the members are experts: a matrix beside them has a row for each, or for each rank's.
+    """Whether the members of ``child`` are experts: a matrix beside them has a row for each.
 
-    Under expert parallelism the rows are a multiple of the members; that they are few tells a router
-    from a projection between stages.
+    Under expert parallelism the number of rows is a multiple of the number of members; a router has few rows,
+    unlike a projection between stages.
     """
     count = sum(1 for _ in unwrapped(child).children())
     own = {id(parameter) for parameter in child.parameters()}
@@ -288,7 +290,7 @@ def is_routed(owner: torch.nn.Module, child: torch.nn.Module) -> bool:
 
 
 def _without_side_lists(lists: Sequence[list[Part]]) -> Sequence[list[Part]]:
-    """Heads, stems and projectors are lists too: plain modules beside blocks, or a small list at the end."""
+    """Without heads, stems and projectors: plain modules beside blocks, or a small list at the end."""
     if blocks := [each for each in lists if not is_plain(each[0].module)]:
         return blocks
     sizes = [_size(each) for each in lists]
@@ -301,7 +303,8 @@ def _without_side_lists(lists: Sequence[list[Part]]) -> Sequence[list[Part]]:
 
 
 def _outputs(embeddings: Sequence[Part], outside: Sequence[Part], after: Sequence[Part]) -> list[Part]:
-    """Tied to an embedding, else as many rows as the largest one, else what follows the layers."""
+    """The matrices tied to an embedding, else those with as many rows as the largest embedding, else the one
+    after the layers."""
     tables = [unwrapped(each.module) for each in embeddings]
     matrices = [part for part in outside if is_matrix(part.module)]
     weights = {id(table.weight) for table in tables if rows_of(table)}
@@ -314,7 +317,7 @@ def _outputs(embeddings: Sequence[Part], outside: Sequence[Part], after: Sequenc
     if len(candidates) > 1:
         names = [each.name for each in candidates]
         raise ValueError(
-            f"which of {', '.join(names)} is the output layer cannot be read off the model; "
+            f"the model does not show which of {', '.join(names)} is the output layer; "
             f"pass ReplayConfig(output={names[-1]!r}) or another of them"
         )
     return candidates
@@ -333,9 +336,10 @@ def _size(parts: Sequence[Part]) -> int:
 
 
 def experts_of(model: torch.nn.Module, named: str | Sequence[str] | None = None) -> tuple[Part, ...]:
-    """What computes routed rows, in the order of registration: a stack of experts, or each one of a list.
+    """Return the modules that compute routed rows, in the order of registration: stacks of experts, or the
+    members of a list.
 
-    ``named`` are their paths, in which ``*`` stands for anything, such as a layer's number.
+    ``named`` are their paths, in which ``*`` matches anything. Raises ``ValueError`` if a path matches none.
     """
     if named is not None:
         return _named_experts(model, [named] if isinstance(named, str) else named)
@@ -351,7 +355,7 @@ def experts_of(model: torch.nn.Module, named: str | Sequence[str] | None = None)
 
 
 def without_experts(layers: Sequence[Part], experts: Sequence[Part]) -> tuple[Part, ...]:
-    """The layers, and in place of one with experts in it those of its parts that have none."""
+    """Return the layers; a layer that contains experts is replaced by those of its parts that do not."""
     apart = {id(module) for part in experts for module in part.module.modules()}
     return tuple(each for layer in layers for each in _dense(layer, apart))
 
@@ -365,14 +369,14 @@ def _named_experts(model: torch.nn.Module, patterns: Sequence[str]) -> tuple[Par
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in found):
             raise ValueError(
-                f"experts={pattern!r} names no module of the model that is called; "
-                "* stands for anything, as in 'layers.*.experts'"
+                f"experts={pattern!r} matches no module of the model that is called; "
+                "* matches anything, as in 'layers.*.experts'"
             )
     return tuple(found.values())
 
 
 def _listed_experts(name: str, module: torch.nn.Module) -> list[Part]:
-    """The experts that a module is, or that the lists it owns hold."""
+    """The module itself if it is a stack of experts, or the experts in its lists."""
     if _is_stack(unwrapped(module)):
         return [Part(name, module)]
     return [
@@ -385,7 +389,7 @@ def _listed_experts(name: str, module: torch.nn.Module) -> list[Part]:
 
 
 def _is_stack(module: torch.nn.Module) -> bool:
-    """Whether all it has are matrices for several experts: two or more tensors of as many each."""
+    """Whether it consists of matrices for several experts: two or more tensors for the same number."""
     shapes = [shape_of(each) for each in module.parameters(recurse=False)]
     stacked = [shape for shape in shapes if len(shape) == 3]
     return len(stacked) >= 2 and len({shape[0] for shape in shapes}) == 1 and is_called(module)

@@ -1,7 +1,7 @@
 """TorchTitan 0.3: its trainer as a job (paper, section 9).
 
-What FSDP2 and tensor parallelism do underneath is plain PyTorch, which ``pytorch`` handles. Earlier releases
-are refused. ``plugins.torchtitan`` attaches without a change to config or loop.
+FSDP2 and tensor parallelism are plain PyTorch, which ``adapters.pytorch`` handles. ``plugins.torchtitan``
+attaches without a change to config or loop.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ __all__ = ["TorchTitanAdapter", "adapter_of"]
 
 _DENSE = {"pp": "pipeline", "dp_replicate": "replica", "dp_shard": "shard", "cp": "context", "tp": "tensor"}
 _SPARSE = {"pp": "pipeline", "dp_replicate": "replica", "efsdp": "shard", "ep": "expert"}
-"""How TorchTitan lays ranks out, slowest axis first, for experts apart; and our names for its axes."""
+"""SCOUT's names for TorchTitan's axes, slowest first; experts have axes of their own."""
 _FOLDED = {
     "fsdp": ("shard", "context"),
     "batch": ("replica", "shard"),
     "dp": ("replica", "shard"),
     "loss": ("replica", "shard", "context"),
 }
-"""Its names for several axes as one."""
+"""TorchTitan's names for several axes as one."""
 
 
 def adapter_of(job: Any, optimizer: Any, parallelism: Any) -> TorchTitanAdapter | None:
-    """The adapter, if the job is a Trainer."""
+    """Return the adapter if the job is a Trainer."""
     if not isinstance(job, Trainer):
         return None
     if optimizer is not None or parallelism is not None:
-        raise ValueError("a Trainer knows its optimizers and its parallelism; pass the Trainer alone")
+        raise ValueError("a Trainer has its optimizers and its parallelism; pass only the Trainer")
     return TorchTitanAdapter(job)
 
 
 class TorchTitanAdapter(PyTorchAdapter):
-    """What a trainer trains, on the meshes that it built."""
+    """The model parts and optimizers of a trainer, on the meshes that it built."""
 
     def __init__(self, trainer: Trainer) -> None:
         parts = trainer.model_parts
@@ -63,7 +63,7 @@ class TorchTitanAdapter(PyTorchAdapter):
             return why
         config = self._trainer.config
         if not config.training.disable_cuda_graphs:
-            return "CUDA graphs call no hooks; pass --training.disable_cuda_graphs"
+            return "CUDA graphs do not call hooks; pass --training.disable_cuda_graphs"
         if config.parallelism.spmd_backend == "spmd_types":
             return (
                 "layers under spmd_types can only be called within TorchTitan's own step; "
@@ -89,7 +89,7 @@ class TorchTitanAdapter(PyTorchAdapter):
 
         return around_steps([self._trainer.optimizers], before, updated)
 
-    def state(self) -> Mapping[str, Stateful]:
+    def extra_state(self) -> Mapping[str, Stateful]:
         return {
             "dataloader": _Position(self._trainer.dataloader),
             "lr_schedulers": _Schedule(self._trainer.lr_schedulers),
@@ -97,40 +97,33 @@ class TorchTitanAdapter(PyTorchAdapter):
         }
 
 
-class _Position:
-    """Where a loader is in its data; it can be iterated over, as it is a loader that this stands for."""
+class _Schedule:
+    """The learning rate schedules; their container is iterable and would be taken for a data loader."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, stateful: Any) -> None:
+        self._stateful = stateful
+
+    def state_dict(self) -> Any:
+        return self._stateful.state_dict()
+
+    def load_state_dict(self, state: Any, /) -> None:
+        self._stateful.load_state_dict(state)
+
+
+class _Position(_Schedule):
+    """The position of a data loader; checkpoints recognize loaders by being iterable."""
 
     def __iter__(self) -> Any:
-        return iter(self._loader)
-
-    def state_dict(self) -> Any:
-        return self._loader.state_dict()
+        return iter(self._stateful)
 
     def load_state_dict(self, state: Any, /) -> None:
-        self._loader.load_state_dict(state)
-        # The loader draws a seed when it begins, which it does here at the latest: random streams are put
-        # back after this.
-        self._loader.state_dict()
-
-
-class _Schedule:
-    """The learning rates' schedules as state: being iterable, their container would pass for a loader."""
-
-    def __init__(self, schedulers: Any) -> None:
-        self._schedulers = schedulers
-
-    def state_dict(self) -> Any:
-        return self._schedulers.state_dict()
-
-    def load_state_dict(self, state: Any, /) -> None:
-        self._schedulers.load_state_dict(state)
+        super().load_state_dict(state)
+        # A loader draws a seed when it starts: start it before random streams are restored.
+        self.state_dict()
 
 
 class _Progress:
-    """How far a trainer is, as of its last update: it counts the next step before that begins."""
+    """The trainer's progress as of its last update: it counts the next step before that begins."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -148,7 +141,7 @@ class _Progress:
 
 
 def _table(degrees: Mapping[str, int]) -> Any:
-    """The address of every rank, the last axis varying fastest."""
+    """The address of every rank; the last axis varies fastest."""
     sizes = tuple(degrees.values())
     table = np.zeros((int(np.prod(sizes)), len(AXES)), dtype=np.int64)
     for axis, places in zip(degrees, np.indices(sizes), strict=True):
@@ -157,17 +150,17 @@ def _table(degrees: Mapping[str, int]) -> Any:
 
 
 def _check(mesh: Mesh, dims: Any) -> None:
-    """A ``ValueError`` where TorchTitan's own groups say otherwise."""
+    """Raise ``ValueError`` if TorchTitan's own groups differ from the mesh."""
     rank = dist.get_rank()
     for name, devices in dims.get_all_one_dimensional_meshes().items():
         role = LayerKind.EXPERT if name in ("ep", "efsdp") else LayerKind.DENSE
         axis = (_SPARSE if role is LayerKind.EXPERT else _DENSE).get(name)
         axes = _FOLDED.get(name, ()) if axis is None else (axis,)
-        own, told = [rank], devices.mesh.flatten().tolist()
+        expected, found = [rank], devices.mesh.flatten().tolist()
         for each in axes:
-            own = [other for one in own for other in mesh.ranks_along(each, one, role)]
-        if axes and sorted(own) != told:
+            expected = [peer for member in expected for peer in mesh.ranks_along(each, member, role)]
+        if axes and sorted(expected) != found:
             raise ValueError(
-                f"TorchTitan {torchtitan.__version__} lays ranks out otherwise than 0.3.0 does: rank {rank} "
-                f"has {told} along {name!r}, and {sorted(own)} were expected"
+                f"TorchTitan {torchtitan.__version__} lays out ranks differently than 0.3.0: rank {rank} has "
+                f"{found} along {name!r}, expected {sorted(expected)}"
             )

@@ -1,4 +1,4 @@
-"""Which releases of frameworks the adapters know (paper, section 9): see docs/frameworks/README.md."""
+"""The framework releases that adapters are tested with (paper, section 9); see docs/frameworks/README.md."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ TESTED = {
     "accelerate": "1.15.0",
     "lightning": "2.6.6",
 }
-"""The release of each that the tests run with, by the name of its distribution."""
+"""The tested release, by the name of the distribution."""
 
 
 def unknown(distribution: str, version: str) -> str | None:
-    """In one sentence what is wrong with a release of another series than the one that was tested.
+    """Return a sentence if this release is of another series than the tested one, else None.
 
-    Before 1.0 every second number is a series. A tree of sources may not know its release, and is taken on
-    trust.
+    Before 1.0 the minor version is the series. A source tree that does not know its release is accepted.
     """
     known = _series(TESTED[distribution])
     if _series(version) in (known, ("0", "0")):
         return None
-    return f"{distribution} {version} is not known here, {'.'.join(known)} is"
+    return f"{distribution} {version} is not supported; torchscout supports {'.'.join(known)}"
 
 
 def _series(version: str) -> tuple[str, ...]:

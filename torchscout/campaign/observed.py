@@ -30,7 +30,7 @@ from torchscout.decision.recorder import IncidentLog, Stamped
 from torchscout.faults.effects import CallEffect, Freeze, Sleep
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.observer.monitor import HangMonitor
+from torchscout.session.session import Session
 from torchscout.testing.local_ranks import LiveRanks, RankError
 from torchscout.testing.transformer import Training
 from torchscout.utils.procfs import is_running
@@ -132,19 +132,19 @@ def train(
         ) as session,
         Injector(faults, rank, training.net, training.optimizer, log=log) as injector,
     ):
-        if session.hang_monitor is not None:
-            (_observers_in(run_dir) / str(rank)).write_text(str(session.hang_monitor.observer.pid))
-            _await_hubs(session.hang_monitor)
+        if (status := session.status()["observer"]) is not None:
+            (_observers_in(run_dir) / str(rank)).write_text(str(status["pid"]))
+            _await_hubs(session)
         for request in requests:
             if request == TRAIN:
                 steps(training, session.watch_input(injector.input(training.batches())))
             yield ObservedRankResult(session.failures)
 
 
-def _await_hubs(monitor: HangMonitor) -> None:
+def _await_hubs(session: Session) -> None:
     """Wait until the observer is connected: hangs at the very start of a job are not part of these cells."""
     deadline = time.monotonic() + _CONNECT_SECONDS
-    while not all(monitor.status()["connected"]) and time.monotonic() < deadline:
+    while not all(session.status()["observer"]["connected"]) and time.monotonic() < deadline:
         time.sleep(_PAUSE_SECONDS)
 
 

@@ -152,7 +152,7 @@ def train(
                 training.step(step)
                 for each, before in zip(training.state(), saved, strict=True) if is_restored else ():
                     each.copy_(before)
-            stopped = [] if session.replay_driver is not None else [session.not_replaying]
+            stopped = [off] if (off := (session.status()["replay"] or {}).get("off")) else []
             yield WarmRankResult(
                 injector.fired[fired:], [*session.failures[failed:], *stopped], dict(timer.seconds)
             )

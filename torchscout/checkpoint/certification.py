@@ -8,16 +8,24 @@ itself. Nothing is communicated here.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Checked, Event, Lost, Outcome, Sealed, WriteFailed, Written
+from torchscout.checkpoint.gate_state import (
+    Checked,
+    CheckpointGate,
+    Event,
+    Lost,
+    Outcome,
+    Sealed,
+    WriteFailed,
+    Written,
+)
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import REFUSED, UNDECIDED, unmet
 from torchscout.decision.sdc import FAILED
 from torchscout.errors import CheckpointError
 
-__all__ = ["SEVERITY", "CertifiedSteps", "CheckVote", "events_of", "outcome_of"]
+__all__ = ["SEVERITY", "CheckVote", "events_of", "outcome_of"]
 
 SEVERITY = (Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED, Outcome.REJECTED, Outcome.SDC)
 """From best to worst; the worst outcome on any rank is the job's."""
@@ -103,34 +111,3 @@ def events_of(gate: CheckpointGate, step: int, counted: CheckVote) -> list[Event
         elif not counted.writing:
             events.append(Written(gate.writing))
     return [*events, Checked(step, counted.outcome)]
-
-
-class CertifiedSteps:
-    """Tracks which of the job's own checkpoints are certified, with a gate that only checks advance."""
-
-    def __init__(self) -> None:
-        self._gate = CheckpointGate()
-
-    @property
-    def step(self) -> int | None:
-        """The newest certified step; None if there is none yet."""
-        return None if self._gate.verified is None else self._gate.verified.step
-
-    def go_by(self, recipes: int | None) -> None:
-        """Set the number of checks in a cycle; None for a dense model."""
-        self._gate = replace(self._gate, recipes=recipes)
-
-    def checked(self, step: int, outcome: Outcome, *, counts: bool, doubted: bool = False) -> None:
-        """Record a check's job-wide outcome. An accepted check certifies only if it ``counts``.
-
-        ``doubted``: replicas disagree on the state after the previous check, so it is no longer certified.
-        """
-        if doubted and self._gate.latest is not None:
-            self._gate, _ = transition(self._gate, Lost(self._gate.latest))
-        if outcome.accepted and not counts:
-            return
-        if self._gate.writing is not None:  # the job writes its own files
-            self._gate, _ = transition(self._gate, Written(self._gate.writing))
-        self._gate, effects = transition(self._gate, Checked(step, outcome))
-        if effects.capture is not None:  # and captures its own state
-            self._gate, _ = transition(self._gate, Sealed(effects.capture))

@@ -267,7 +267,7 @@ class HangMonitor:
             status = {"problem": str(error), "hub": None}
         if status["hub"] is not None:
             status["hub"] = self.hubs[status["hub"]]
-        return {**status, "restarts": self.observer.restarts}
+        return {**status, "pid": self.observer.pid, "restarts": self.observer.restarts}
 
     def close(self) -> None:
         """Undo everything, last first; the observer sees that the trainer has finished."""

@@ -124,6 +124,8 @@ class Publisher:
         self._had_backward = False
         """Whether there was a backward pass in this step."""
         self._device: DeviceProgress | None = None
+        self._stepping: DeviceProgress | None = None
+        """Of the device whose finished steps are published."""
         self._undo: list[Callable[[], None]] = []
 
     def before(self, call: Call) -> None:
@@ -193,38 +195,41 @@ class Publisher:
             self._undo.append(layer.register_forward_hook(after_forward).remove)
 
     def watch_steps(self, layer: torch.nn.Module, finished: Callable[[], None]) -> None:
-        """Without an optimizer, end a step when its first layer runs forward again after a backward pass."""
+        """Without an optimizer, a step ends when its first layer runs forward again after a backward pass.
+
+        ``finished`` is called then, and must call ``step_finished``.
+        """
 
         def before_forward(_: torch.nn.Module, __: Any) -> None:
             if not torch.compiler.is_compiling() and self._had_backward and not in_backward():
                 self._had_backward = False
-                self._writer.next_step()
                 finished()
 
         # Prepended, because this forward pass belongs to the next step.
         self._undo.append(layer.register_forward_pre_hook(before_forward, prepend=True).remove)
 
-    def watch_updates(
-        self,
-        hook_updates: Callable[[Callable[[], None], Callable[[], None]], Callable[[], None]],
-        device: torch.device | None = None,
-    ) -> None:
-        """Publish the end of a step after each update, and with a CUDA device also how many steps that has
-        finished.
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
+        """Publish the optimizer's updates and count the steps; see ``watch_device``."""
+        self.watch_device(device)
+        hooks = (
+            optimizer.register_step_pre_hook(lambda *_: self.update_begins()),
+            optimizer.register_step_post_hook(lambda *_: self.step_finished(self._writer.step + 1)),
+        )
+        self._undo.extend(hook.remove for hook in hooks)
 
-        ``hook_updates(before, after)`` makes every update call both, and returns a function that undoes this.
-        """
-        progress = None if device is None else self._progress_of(device)
+    def watch_device(self, device: torch.device | None) -> None:
+        """Also publish how many steps this CUDA device has finished; None for a job without one."""
+        self._stepping = None if device is None else self._progress_of(device)
 
-        def before_step() -> None:
-            self._writer.advance(Phase.OPTIMIZER)
+    def update_begins(self) -> None:
+        """Publish that the optimizer's update begins."""
+        self._writer.advance(Phase.OPTIMIZER)
 
-        def after_step() -> None:
-            self._writer.next_step()
-            if progress is not None:
-                progress.step_finished(self._writer.step)
-
-        self._undo.append(hook_updates(before_step, after_step))
+    def step_finished(self, step: int) -> None:
+        """Publish that ``step`` steps have finished."""
+        self._writer.next_step(step)
+        if self._stepping is not None:
+            self._stepping.step_finished(step)
 
     def start_from(self, step: int) -> None:
         """Continue from a checkpoint of this step."""

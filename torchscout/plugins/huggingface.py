@@ -1,8 +1,7 @@
-"""Hugging Face's Trainer: a callback that attaches to it, and which of its checkpoints can be trusted.
+"""Hugging Face's Trainer: a callback that attaches to it and marks certified checkpoints (paper, section 8).
 
-The Trainer keeps its place in the data to itself, so that a job goes on from a checkpoint that it wrote: the
-callback marks those whose state was certified (paper, section 8). Checkpoints in memory are for loops of
-one's own, with Accelerate for instance.
+The Trainer does not expose its position in the data, so a job resumes from a checkpoint that the Trainer
+wrote. SCOUT's own checkpoints need a custom training loop, such as one with Accelerate.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ _MARK = "torchscout.json"
 
 
 class ResiliencyCallback(TrainerCallback):  # type: ignore[misc]  # transformers is seen as Any
-    """``trainer.add_callback(ResiliencyCallback(trainer))``: a session for as long as it trains."""
+    """``trainer.add_callback(ResiliencyCallback(trainer))`` attaches while the Trainer trains."""
 
     def __init__(self, trainer: Trainer, **settings: Any) -> None:
-        """``settings`` are those of ``enable_resiliency``, but for ``checkpoint``."""
+        """``settings`` are the arguments of ``enable_resiliency``, except ``checkpoint``."""
         if "checkpoint" in settings:
             raise ValueError(
-                "a Trainer goes on from checkpoints that it writes itself; leave checkpoint= out, and start "
+                "a Trainer resumes from checkpoints that it writes itself; leave out checkpoint=, and start "
                 "with trainer.train(resume_from_checkpoint=trusted_checkpoint(output_dir))"
             )
         self._trainer, self._settings = trainer, settings
         self.session: Session | None = None
-        """From the beginning of training on; closed at its end."""
+        """None before training begins; closed when it ends."""
         self._unmarked: dict[int, Path] = {}
-        """Written, and not certified yet, by step."""
+        """Checkpoints that are not certified yet, by step."""
         self._phase = ExitStack()
 
     def on_train_begin(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
@@ -67,7 +66,7 @@ class ResiliencyCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._phase.close()
         step, folder = state.global_step, Path(str(args.output_dir))
         self._unmarked[step] = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        if state.is_world_process_zero:  # an earlier run may have left its own there
+        if state.is_world_process_zero:  # an earlier run may have left its mark there
             (self._unmarked[step] / _MARK).unlink(missing_ok=True)
         self._mark(state)
 
@@ -78,14 +77,14 @@ class ResiliencyCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self.session.close()
 
     def _announce(self, control: TrainerControl) -> None:
-        """What the Trainer is about to do takes longer than a step."""
+        """Announce that the Trainer is about to evaluate or save, which takes longer than a step."""
         if self.session is not None and control.should_evaluate:
             self._phase.enter_context(self.session.evaluation())
         elif self.session is not None and control.should_save:
             self._phase.enter_context(self.session.checkpoint_io("write"))
 
     def _mark(self, state: TrainerState) -> None:
-        """Certification says nothing of the files themselves: what a disk does to them is not seen."""
+        """Mark the checkpoints whose state is certified. Damage to the files themselves is not detected."""
         certified = None if self.session is None else self.session.certified_step
         for step in [each for each in self._unmarked if certified is not None and each <= certified]:
             folder = self._unmarked.pop(step)
@@ -94,7 +93,7 @@ class ResiliencyCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
 
 def trusted_checkpoint(output_dir: str | Path) -> str | None:
-    """The Trainer's newest checkpoint in this folder whose state was certified; None if there is none."""
+    """Return the Trainer's newest checkpoint in this folder whose state is certified, or None."""
     marked = [each.parent for each in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{_MARK}")]
     steps = {int(found[1]): each for each in marked if (found := re.fullmatch(r".*-(\d+)", each.name))}
     return str(steps[max(steps)]) if steps else None

@@ -1,7 +1,6 @@
-"""TorchTitan's checkpoint manager with a session around it: SCOUT without a change to config or loop.
+"""Attaches to TorchTitan without a change to config or loop, by overriding its checkpoint manager.
 
-TorchTitan builds its checkpoint manager last, gives it the trainer, and calls it when training starts and
-ends. ``resiliency`` overrides that manager.
+TorchTitan builds that manager last, passes it the trainer, and calls it when training starts and ends.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ __all__ = ["Resiliency", "resiliency"]
 
 
 class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is seen as Any where it is absent
-    """The job's own checkpoint manager, with a session around it."""
+    """Wraps the job's own checkpoint manager, and holds a session."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """That of the manager it stands for, and what to attach."""
+        """The config of the wrapped manager, and the arguments for ``enable_resiliency``."""
 
         manager: Any
         """The config of the job's own manager."""
         settings: dict[str, Any] = field(default_factory=dict)
-        """What is given to ``enable_resiliency``."""
+        """The arguments for ``enable_resiliency``."""
 
         def to_dict(self) -> dict[str, Any]:
             return dict(self.manager.to_dict())
@@ -45,24 +44,24 @@ class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is 
     def __init__(self, config: Config, *, states: Mapping[str, Any], **given: Any) -> None:
         trainers = [each for each in states.values() if isinstance(each, Trainer)]
         if len(trainers) != 1:
-            raise ValueError(f"found no Trainer among the states to checkpoint, {', '.join(states)}")
+            raise ValueError(f"expected one Trainer among the states to checkpoint: {', '.join(states)}")
         self.enable, self._config = True, config
         self.manager = config.manager.build(states=states, **given)
-        """The job's own."""
+        """The job's own manager."""
         (self._trainer,) = trainers
         self.session: Session = enable_resiliency(self._trainer, **config.settings)
         self.resumption: Resumption | None = None
-        """What training went on from, once it has begun; None without checkpoints of ours."""
+        """Where training continued from, once it has begun; None without SCOUT's checkpoints."""
 
     @property
     def save_future(self) -> Any:
         return getattr(self.manager, "save_future", None)
 
     def _load(self, step: int = -1) -> bool:
-        """What checks have certified comes last, and wins over what TorchTitan has written itself."""
+        """Load the job's own checkpoint, then SCOUT's: certified state takes precedence."""
         with self.session.checkpoint_io("read"):
             is_loaded = bool(self.manager.load(step))
-        if self.session.checkpoint_manager is not None:
+        if self.session.status()["checkpoint"] is not None:
             self.resumption = self.session.resume()
         if self.resumption is not None and self.resumption.role is not None:
             return True
@@ -71,7 +70,7 @@ class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is 
         return is_loaded
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Asked after every step; most are none at which a manager writes."""
+        """Called after every step; the manager writes in few of them."""
         is_due = self._config.enable and (last_step or curr_step % self._config.interval == 0)
         with self.session.checkpoint_io("write") if is_due else nullcontext():
             return bool(self.manager.save(curr_step, last_step))
@@ -84,7 +83,7 @@ class Resiliency(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is 
 
     def _close(self) -> None:
         self.manager.close()
-        if sys.exc_info()[0] is None:  # a job that fails has not finished, and observers are to see that
+        if sys.exc_info()[0] is None:  # observers have to see that a failing job has not finished
             self.session.close()
 
 
@@ -97,7 +96,7 @@ def resiliency(
     checkpoint: Mapping[str, Any] | None = None,
     run_dir: str | None = None,
 ) -> Any:
-    """For ``--override.imports``: attach to the trainer with these fields of the configurations."""
+    """Attach to the trainer with these fields of the configurations; for ``--override.imports``."""
     settings = {
         "replay": None if replay is None else ReplayConfig(**_tuples(replay)),
         "observer": None if observer is None else ObserverConfig(**_tuples(observer)),
@@ -108,5 +107,5 @@ def resiliency(
 
 
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON writes as a list."""
+    """Convert lists, in which JSON writes tuples."""
     return {name: tuple(each) if isinstance(each, list) else each for name, each in fields.items()}

@@ -43,6 +43,7 @@ from torchscout.decision.ownership import Ownership
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls
+from torchscout.session.certifier import certified_step
 from torchscout.session.coverage import RecipeCycle
 from torchscout.session.replication import StateReplication
 from torchscout.session.resumption import (
@@ -62,6 +63,8 @@ __all__ = ["CheckpointManager"]
 
 class CheckpointManager:
     """Checkpoints of a model and its optimizers, until ``close``."""
+
+    captures = True
 
     def __init__(
         self,
@@ -115,7 +118,7 @@ class CheckpointManager:
             except (ScoutError, OSError) as error:
                 problem = str(error)
             finally:
-                self._together(problem)
+                self._communicators.together(problem, CheckpointError)
             self._meet()
             undo.pop_all()
 
@@ -158,8 +161,12 @@ class CheckpointManager:
         surface = surface_of(parameter)
         return not any(map(self._ownership.is_owned, (surface, f"{surface}.{slot}")))
 
+    @property
+    def certified_step(self) -> int | None:
+        return certified_step(self._gate)
+
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
-        """This rank's vote at the end of a check; see ``session.replay_driver.Certifier``."""
+        """This rank's vote at the end of a check; see ``session.certifier.Certifier``."""
         writing, unwritten = self._gate.writing, False
         try:
             is_written = writing is None or self._writer.is_written(writing)
@@ -171,7 +178,7 @@ class CheckpointManager:
     def go_by(
         self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str] = str
     ) -> None:
-        """Set what the checks cover and their saved progress; see ``session.replay_driver.Certifier``."""
+        """Set what the checks cover and their saved progress; see ``session.certifier.Certifier``."""
         self._coverage, self._covered = coverage, covered
         ownership = progress.get("ownership")
         self._ownership = ownership if isinstance(ownership, Ownership) else self._ownership
@@ -231,8 +238,8 @@ class CheckpointManager:
             problem = None
         except ScoutError as error:
             problem = str(error)
-        finally:  # whatever a user's load_state_dict raises, other ranks must not wait for this one
-            self._together(problem)
+        finally:  # whatever a user's load_state_dict raises: the others must not wait for this rank
+            self._communicators.together(problem, CheckpointError)
         return fetched
 
     def _resumed(self, gate: CheckpointGate, loaded: Loaded) -> Resumption:
@@ -380,15 +387,9 @@ class CheckpointManager:
             name = job_file.agreed_name(self._config.job, self._disk, names)
         except CheckpointError as error:
             problem = problem or str(error)
-        self._together(problem)
-        agreed: str = self._communicators.said_by_first(name)
-        return agreed
-
-    def _together(self, problem: str | None) -> None:
-        """Raise ``CheckpointError`` on every rank if any rank has a problem."""
-        problems = self._communicators.exchange(problem)
-        if failed := [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]:
-            raise CheckpointError(f"{len(failed)} of {len(problems)} ranks failed\n" + "\n".join(failed))
+        self._communicators.together(problem, CheckpointError)
+        said: str = self._communicators.from_rank_0(name)
+        return said
 
     def _is_captured(self) -> bool:
         """Whether the awaited generation is sealed on this rank."""

@@ -1,13 +1,12 @@
-"""What the checks of a job cover, which shapes of experts included, and what they leave out (paper, sections
-6.2 and 8).
+"""What the checks of a job cover, including expert shapes, and what they leave out (paper, sections 6.2, 8).
 
-Certification is not all or nothing: what replay does not repeat is left out, and has to be named.
+Certification is not all or nothing: what cannot be replayed is left out, and named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torchscout.adapters.modules import unwrapped
 from torchscout.adapters.structure import Part
 from torchscout.decision.repeatability import NONDETERMINISTIC, REFUSED
 from torchscout.errors import CatalogError
-from torchscout.experts.catalog import Catalog, load
+from torchscout.experts.catalog import load
 from torchscout.experts.coverage import Rows
 from torchscout.experts.launch_profiler import facts_of
 from torchscout.replay.recipe import Recipe
@@ -30,73 +29,60 @@ from torchscout.utils.text import listed
 __all__ = ["NO_CATALOG", "Covered", "RecipeCycle", "covered_by", "left_out", "shapes_in"]
 
 _BETWEEN = "Wrong numbers between two checks are found if they leave a trace in what is compared or watched."
-_MOST = 3
-"""Names that are listed for one reason, and reasons that are listed."""
+_MOST_REASONS = 3
 NO_CATALOG = (
-    "experts are replayed only with as many rows as training happens to route to them; scout discover "
-    "makes a catalog of shapes, for ReplayConfig(catalog=...)"
+    "Experts are replayed only with as many rows as training happens to route to them; `scout discover` "
+    "makes a catalog of shapes for ReplayConfig(catalog=...)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeCycle:
-    """What accepted checks say about a mixture of experts."""
+    """How many checks it takes to cover a mixture of experts."""
 
     recipes: int | None = None
-    """Checks in a row that go over all shapes of the catalog, on every rank; None without one."""
+    """Consecutive checks that cover all shapes of the catalog on every rank; None without a catalog."""
     lacking: str | None = None
-    """What they do not go over, and why."""
+    """What checks do not cover, and why."""
 
 
 def shapes_in(
     path: str | Path, experts: Sequence[Part], position: int, device: torch.device
 ) -> Mapping[str, Sequence[Rows]]:
-    """The shapes to replay, by the name of the experts; a ``CatalogError`` says why the catalog is refused.
+    """Return the shapes to replay, by the name of the experts.
 
-    ``position`` is this rank's among those who share the experts of a layer.
+    ``position`` is this rank's position among the ranks that share the experts of a layer. Raises
+    ``CatalogError`` if the catalog was not made for these experts as they run here.
     """
     catalog = load(path)
     for part in experts:
-        _require(catalog, part, position, device)
+        regimes = [table.facts.get("regime", "") for table in catalog.tables_of(part.name, position)]
+        try:
+            for facts in facts_of(unwrapped(part.module), device, regimes[0]):
+                catalog.require(facts)
+        except CatalogError as error:
+            raise CatalogError(f"{part.name}: {error}") from error
     return {part.name: catalog.representatives(part.name, position) for part in experts}
-
-
-def _require(catalog: Catalog, part: Part, position: int, device: torch.device) -> None:
-    """That it was made for these experts, as they would run here."""
-    regimes = [table.facts.get("regime", "") for table in catalog.tables_of(part.name, position)]
-    try:
-        for facts in facts_of(unwrapped(part.module), device, regimes[0]):
-            catalog.require(facts)
-    except CatalogError as error:
-        raise CatalogError(f"{part.name}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """The shares are of the elements of this rank's parameters."""
+    """What checks cover. Shares are of the elements of this rank's parameters."""
 
     compared: float
-    """Compared with the copies of replicas."""
+    """The share that is compared with the copies of replicas."""
     watched: float
-    """Watched between updates, because this rank alone holds them."""
+    """The share that is watched between updates, because only this rank holds it."""
     parts: int
     """Layers, embeddings and output layers that are replayed in turn."""
     updates: int
     """Optimizers whose updates are recomputed."""
     optimizers: int
     missing: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """What is left out, by the reason."""
+    """What is left out, by reason."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "compared": self.compared,
-            "watched": self.watched,
-            "parts": self.parts,
-            "updates": self.updates,
-            "optimizers": self.optimizers,
-            "missing": {reason: list(names) for reason, names in self.missing.items()},
-            "sentence": self.sentence(),
-        }
+        return {**asdict(self), "sentence": self.sentence()}
 
     def sentence(self) -> str:
         parts = [f"{_percent(self.compared)} of the parameters are compared among replicas"]
@@ -104,31 +90,27 @@ class Covered:
             parts.append(f"{_percent(self.watched)} are watched between updates")
         parts.append(f"{self.parts} modules are replayed in turn")
         parts.append(f"updates of {self.updates} of {self.optimizers} optimizers are recomputed")
-        whole = listed(parts)
-        return f"{whole[0].upper()}{whole[1:]}.{self._missing()} {_BETWEEN}"
-
-    def _missing(self) -> str:
-        if not self.missing:
-            return ""
-        reasons = [f"{_some(names)} ({reason})" for reason, names in [*self.missing.items()][:_MOST]]
-        more = len(self.missing) - len(reasons)
-        rest = f"; and more for {more} other reasons" if more > 0 else ""
-        return f" Not covered: {'; '.join(reasons)}{rest}."
+        covered = listed(parts)
+        left_out = [f"{listed(names)} ({reason})" for reason, names in self.missing.items()]
+        if (more := len(left_out) - _MOST_REASONS) > 0:
+            left_out[_MOST_REASONS:] = [f"and more for {more} other reasons"]
+        missing = f" Not covered: {'; '.join(left_out)}." if left_out else ""
+        return f"{covered[0].upper()}{covered[1:]}.{missing} {_BETWEEN}"
 
 
 def covered_by(
     recipes: Iterable[Recipe], parameters: Collection[torch.Tensor], not_checked: Mapping[str, str]
 ) -> Covered:
-    """What these recipes cover of these parameters, where this was not checked, for the reasons given."""
+    """What these recipes cover of these parameters; ``not_checked`` has the reasons by surface."""
     recipes, missing = list(recipes), left_out(not_checked)
-    at_rest = [each for each in recipes if isinstance(each, OwnedStateRecipe)]
+    owned = [each for each in recipes if isinstance(each, OwnedStateRecipe)]
     refused = {name for names in missing.values() for name in names}
-    for name, reason in sorted({k: v for each in at_rest for k, v in each.unwatched().items()}.items()):
+    for name, reason in sorted({k: v for each in owned for k, v in each.unwatched().items()}.items()):
         missing.setdefault(f"not watched between updates: {reason}", []).append(name)
     compared = [
         each for recipe in recipes if isinstance(recipe, ReplicatedStateRecipe) for each in recipe.compared()
     ]
-    watched = [tensor for recipe in at_rest for tensor in recipe.watched_state().values()]
+    watched = [tensor for recipe in owned for tensor in recipe.watched_state().values()]
     updating = [each for each in recipes if isinstance(each, OptimizerRecipe)]
     return Covered(
         compared=_share(compared, parameters),
@@ -147,7 +129,7 @@ def _share(some: Iterable[torch.Tensor], parameters: Collection[torch.Tensor]) -
 
 
 def left_out(not_checked: Mapping[str, str]) -> dict[str, list[str]]:
-    """Of the surfaces that were not checked, those that never will be, by the reason."""
+    """The surfaces that can never be checked, by reason."""
     found: dict[str, list[str]] = {}
     for surface, reason in not_checked.items():
         if reason.startswith((NONDETERMINISTIC, REFUSED)):
@@ -159,8 +141,3 @@ def left_out(not_checked: Mapping[str, str]) -> dict[str, list[str]]:
 
 def _percent(share: float) -> str:
     return "all" if share == 1 else f"{100 * share:.3g}%"
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = list(names[:_MOST])
-    return listed([*shown, f"{len(names) - _MOST} more"] if len(names) > _MOST else shown)

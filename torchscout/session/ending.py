@@ -18,48 +18,46 @@ from torchscout.utils.text import listed
 
 __all__ = ["add_run", "closing_line", "how_ended", "mark_recovered"]
 
-_ASKED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+_INTERRUPTED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+_NAME = "runs.jsonl"
 
 
 def how_ended(error: BaseException | None) -> How:
-    """From the exception that ends the program, if any."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+    """Classify the exception that ends the program, if any."""
     if isinstance(error, SystemExit):
-        if error.code in _ASKED:
+        if error.code in _INTERRUPTED:
             return "interrupted"
         return "failed" if error.code else "finished"
-    # A generator that is not run to its end is closed by this one.
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    # A generator that does not run to its end is closed by GeneratorExit.
     return "finished" if error is None or isinstance(error, GeneratorExit) else "failed"
 
 
 def closing_line(
     how: str, step: int, incidents: Sequence[Incident], certified: int | None, error: BaseException | None
 ) -> str:
-    """What a rank says last."""
+    """The last line of a rank's log."""
     counts = Counter(each.manifestation.value for each in incidents)
-    told = f"incidents: {listed([f'{count} {kind}' for kind, count in sorted(counts.items())])}"
+    found = listed([f"{count} {kind}" for kind, count in sorted(counts.items())])
     by = "" if how != "failed" or error is None else f" by {type(error).__name__}: {error}"
     checked = "" if certified is None else f"; certified up to step {certified}"
-    return f"{how} after step {step}{by}; {told if counts else 'no incidents'}{checked}"
-
-
-_NAME = "runs.jsonl"
+    return f"{how} after step {step}{by}; {f'incidents: {found}' if found else 'no incidents'}{checked}"
 
 
 def add_run(checkpoints: Path, run_dir: Path) -> None:
-    """From now on this run has the folder; ``OSError`` if that cannot be written down."""
+    """Record in the checkpoint folder that this run uses it; raises ``OSError`` if that fails."""
     with os.fdopen(open_file(checkpoints / _NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as file:
         file.write(json.dumps(str(run_dir)) + "\n")
 
 
 def mark_recovered(checkpoints: Path, step: int) -> None:
-    """All ranks have loaded a state of this step: what was found to be corrupt later than that is gone."""
+    """Mark corruption that earlier runs found after this step as resolved: all ranks have loaded the state of
+    this step."""
     for run_dir in dict.fromkeys(_runs(checkpoints)):
-        gone = [each for each in IncidentLog.read(run_dir).open_incidents if each.step > step]
         lines = JsonlRecorder(run_dir, 0)
-        for each in gone:
-            if each.manifestation is Manifestation.SDC:
+        for each in IncidentLog.read(run_dir).open_incidents:
+            if each.step > step and each.manifestation is Manifestation.SDC:
                 lines.record(
                     Resolved(
                         step=each.step,

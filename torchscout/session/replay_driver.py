@@ -1,4 +1,4 @@
-"""One rank's share in replay: its recipes, its cadence, what came of them (paper, section 6.1)."""
+"""One rank's part in replay: which checks run, what they find, what they certify (paper, section 6.1)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from torchscout.checkpoint.certification import SEVERITY, CertifiedSteps, outcome_of
+from torchscout.checkpoint.certification import SEVERITY, outcome_of
 from torchscout.checkpoint.gate_state import Outcome
 from torchscout.checkpoint.selection import SweepResult
-from torchscout.checkpoint.state.training_state import Stateful
 from torchscout.communicators import Communicators, PeerCommunicator
 from torchscout.config import ReplayConfig
 from torchscout.decision import c3
@@ -28,7 +27,6 @@ from torchscout.decision.straggler.timings import Measured, Timings
 from torchscout.decision.summary import SummaryRecorder
 from torchscout.log import log
 from torchscout.mesh import Axis, LayerKind, Mesh
-from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.replay.recipe import ABSENT, Comparison, Mode, Recipe
 from torchscout.replay.recipes.experts import ExpertsRecipe
 from torchscout.replay.recipes.layer import LayerRecipe
@@ -39,251 +37,261 @@ from torchscout.replay.replayer import Findings, Replayer
 from torchscout.replay.schedule import OverheadBudget, Rotation
 from torchscout.replay.sweep import sweep
 from torchscout.replay.verdicts import Context, judge
+from torchscout.session.boundary import Boundary
+from torchscout.session.certifier import Certifier
 from torchscout.session.coverage import Covered, RecipeCycle, covered_by
 from torchscout.session.resumption import SweepReport
 
-__all__ = ["ReplayDriver"]
+__all__ = ["ReplayDriver", "ReplayParts"]
 
 CENSUS = ("census", "expert_census")
-"""The recipes that compare what peers hold."""
+"""The recipes that compare replicated state."""
 EXPERTS = "experts"
-"""The recipe that goes through a catalog of shapes: only an accepted check takes it further."""
-KEPT = "state/checkpoint"
-"""What peers have captured of the state that they hold copies of."""
+"""The recipe that goes through a catalog of shapes; only an accepted check advances it."""
+CAPTURED = "state/checkpoint"
+"""The surface of the replicated state that was captured for checkpoints."""
 _SWEPT = {Outcome.HEALTHY: SweepResult.CLEAN, Outcome.SDC: SweepResult.SDC}
+_CHANGEABLE = {"interval", "recipes", "variants", "budget"}
 
 
-class Certifier(Protocol):
-    """What checkpoints have to do with a check."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayParts:
+    """What a replay driver is made of."""
 
-    saved_calls: SavedCalls
-
-    def signature(self) -> int | None:
-        """Of what the last check let it capture, as far as peers should have the same; None if nothing."""
-        ...
-
-    def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
-        """Return this rank's votes on the check, equally many on every rank."""
-        ...
-
-    def decide(self, step: int, counted: Sequence[int], *, counts: bool) -> None:
-        """Decide by the highest vote of all ranks; a check certifies state only if it ``counts``."""
-        ...
-
-    def go_by(
-        self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str]
-    ) -> None:
-        """Keep the progress of checks with checkpoints; ``covered`` describes what they cover by now."""
-        ...
+    config: ReplayConfig
+    recipes: Sequence[Recipe]
+    cycle: RecipeCycle
+    parameters: Collection[torch.Tensor]
+    """Those of the model that this rank holds; coverage is measured over them."""
+    mesh: Mesh
+    communicators: Communicators
+    peers: Callable[[LayerKind, bool], PeerCommunicator]
+    """See ``replay.replayer.PeersFor``."""
+    recorder: Recorder
+    certifier: Certifier
+    boundary: Boundary
+    finish_update: Callable[[], None]
+    """See ``adapters.base.Adapter``."""
+    on_incidents: Callable[[list[Incident]], None]
+    """Called on every rank with the incidents that a check found on any rank."""
+    still_alive: Callable[[], None]
+    """Called repeatedly in a check that takes long because results differ, so that it is not taken for a
+    hang."""
 
 
 class _Ballot(NamedTuple):
     """One rank's vote on a check; the highest value of each field counts."""
 
     severity: int
-    differs: int
-    found: int
+    state_differs: int = 0
+    found: int = 0
+    """How many incidents this rank reports."""
     stretch: int = 1
-    revision: int = 0
+    changes: int = 0
+    """How many changes of settings were requested on rank 0."""
 
 
 class ReplayDriver:
-    """Checks at the end of the steps at which they are due, until ``close``."""
+    """Runs the checks that are due at the end of a step, until ``close``."""
 
-    def __init__(
-        self,
-        config: ReplayConfig,
-        recipes: Sequence[Recipe],
-        mesh: Mesh,
-        communicators: Communicators,
-        links: Callable[[LayerKind, bool], PeerCommunicator],
-        recorder: Recorder,
-        guard: Callable[[Callable[[], Any]], Any],
-        finish_update: Callable[[], None],
-    ) -> None:
-        """``links`` to this rank's peers: see ``replay.replayer.PeersFor``."""
-        self._guard, self._settle = guard, finish_update
-        self._config, self._wanted = config, config
-        _keep_common(recipes, links)
-        self._recipes, self._kinds = recipes, {each.kind for each in recipes}
-        self._rotation = Rotation({each.kind: len(each.targets) for each in recipes}, config.intervals)
-        self._replayer = Replayer(recipes, self._rotation, links)
+    def __init__(self, parts: ReplayParts) -> None:
+        """Compare state before the first update, and prepare the first step. Every rank makes this call."""
+        self._parts, config = parts, parts.config
+        self._config = self._requested_config = config
+        self._requested_changes = self._adopted_changes = 0
+        self._guard, self._communicators = parts.boundary.guarded, parts.communicators
+        self._recipes, self._certifier = parts.recipes, parts.certifier
+        _keep_common(parts.recipes, parts.peers)
+        self._rotation = Rotation({each.kind: len(each.targets) for each in parts.recipes}, config.intervals)
+        self._replayer = Replayer(parts.recipes, self._rotation, parts.peers)
         self._replayer.variants = config.variants
-        censuses = [each for each in recipes if isinstance(each, ReplicatedStateRecipe)]
-        self._ownership = censuses[0].ownership if censuses else Ownership()
-        self._at_rest = [each for each in recipes if isinstance(each, OwnedStateRecipe)]
-        for each in recipes:
-            each.start()
-        self._mesh, self._communicators = mesh, communicators
-        self._links = links(LayerKind.DENSE, False)
-        copies = links(LayerKind.EXPERT, False)
-        self._copies = copies if {*copies.group.ranks} <= {*self._links.group.ranks} else None
-        """Those who hold the same of everything, experts included; None where their dense parts differ."""
-        self._coverage = RecipeCycle()
-        self._parameters: Collection[torch.Tensor] = ()
-        self._has_reported = False
-        self._rank = self._links.group.ranks[self._links.position]
-        self._device = self._links.device
-        self._diagnosis, self._open = SdcDiagnosis(mesh), OpenIncidents()
+        self._replayer.saved_calls = parts.certifier.saved_calls
+        self._replayer.still_here = parts.still_alive
+        self._replayer.doubted = self._doubted
+        replicated = [each for each in parts.recipes if isinstance(each, ReplicatedStateRecipe)]
+        self._ownership = replicated[0].ownership if replicated else Ownership()
+        self._owned_state = [each for each in parts.recipes if isinstance(each, OwnedStateRecipe)]
+        self._peers = parts.peers(LayerKind.DENSE, False)
+        self._rank, self._device = self._peers.group.ranks[self._peers.position], self._peers.device
+        self._replicas = self._find_replicas()
+        self._diagnosis, self._open_incidents = SdcDiagnosis(parts.mesh), OpenIncidents()
         slow, shared = config.straggler, config.baseline
         if self._device.type != "cuda":
             slow, shared = slow.on_host(), shared.on_host()
-        self._stragglers = Stragglers(mesh, self._rank, slow, shared)
-        self._recorder = recorder if config.records == "all" else SummaryRecorder(recorder, slow)
-        self._cadence = OverheadBudget()
-        self._since = time.monotonic()
-        self._replayer.doubted = self._doubted
+        self._stragglers = Stragglers(parts.mesh, self._rank, slow, shared)
+        self._recorder = parts.recorder if config.records == "all" else SummaryRecorder(parts.recorder, slow)
+        self._budget = OverheadBudget()
+        self._step_began = time.monotonic()
         self._timings: Timings | None = None
-        """Of the check that is under way, unless something is timed again in it."""
-        self._checked = 0
-        """The step of the last check, after which something may have been captured."""
-        self._revision, self._revisions = 0, 0
-        self._certifier: Certifier | None = None
-        self.trust = CertifiedSteps()
-        self._last: dict[str, dict[str, Any]] = {}
-        self._unchecked: dict[str, str] = {}
+        """The timings of the current check, unless something has to be timed again."""
+        self._last_check = 0
+        """The step of the previous check, after which state may have been captured."""
         self._found: list[Incident] = []
-        """What this rank has to tell the others, of the check that is under way."""
-        self._on_incidents: Callable[[list[Incident]], None] = _ignore
+        """Incidents of the current check that this rank reports to all ranks."""
+        self._latest: dict[str, dict[str, Any]] = {}
+        self._not_checked: dict[str, str] = {}
         self._held_up: dict[str, str] = {}
-        """What kept the last check from certifying though nobody was found wrong, with the reasons."""
+        """Why the last check certified nothing although no rank was at fault, by surface."""
+        self._has_reported_coverage = False
+        self._certifier.go_by(
+            parts.cycle,
+            {"rotation": self._rotation, "ownership": self._ownership},
+            lambda: self.covered().sentence(),
+        )
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for each in self._recipes:
+                each.start()
+            self._learn_ownership()
+            self._begin(1)
+            undo.pop_all()
 
-    def begin(self, step: int) -> None:
-        """Before a step: capture what is due at its end, and watch what must not change until its update."""
-        self._replayer.begin(step)
-        for each in self._at_rest:
-            each.watch_after(step - 1)
-
-    def look_before_training(self) -> None:
-        """Compare state before the first update: what differs then, ranks keep for themselves."""
-        recipes = [each for each in self._recipes if each.kind in CENSUS]
-        self._ownership.is_before_training = True
-        try:
-            sweep(self._replayer, recipes, self._links, 0)
-        finally:
-            self._ownership.is_before_training = False
-
-    def start_after(self, step: int) -> None:
-        """Go on from a checkpoint of this step; what was begun before it was loaded is let go."""
-        self._replayer.abandon()
-        self._rotation.start_after(step)
-        self.begin(step + 1)
-
-    def update_begins(self) -> None:
-        """Right before an update: nothing may have changed that it overwrites."""
-        for each in self._at_rest:
-            each.update_begins()
-
-    def step_finished(self, step: int) -> None:
-        """Right after the optimizer's update: check what is due, conclude, and look ahead."""
-        begin = self._now()
-        self._cadence.step_took(begin - self._since)
-        for each in self._at_rest:
-            each.update_ended()
-        if self._replayer.is_due:
-            self._settle()
-            counts = self._coverage.recipes is None or self._rotation.is_due(EXPERTS, step)
-            findings = self._replayer.check(step)
-            findings.records.extend(self._compare_kept(step))
-            timings = self._timings or self._shared(step, findings.measured)
-            # What fails from here on is this rank's own affair: a full disk must not part it from the others.
-            outcome = self._guard(lambda: self._conclude(findings, timings))
-            self._cadence.check_took(self._now() - begin)
-            differs = any(each.scope is not None and each.surface == KEPT for each in findings.records)
-            # What has changed right after the last check may have done so before it was captured.
-            changed = {after for each in self._at_rest for after, _ in each.changed}
-            differs |= self._checked in changed
-            self._agree(step, outcome or Outcome.NOT_CHECKED, differs=differs, counts=counts)
-            self._checked = step
-            self._guard(self._report_coverage)
-        self.begin(step + 1)
-        self._since = time.monotonic()
-
-    def cover(
-        self, lacking: str | None, *, has_catalog: bool, parameters: Collection[torch.Tensor] = ()
-    ) -> None:
-        """Find out what checks go over; called on every rank, with its own ``parameters``."""
-        self._parameters = parameters
-        turns = [len(each.targets) for each in self._recipes if each.kind == EXPERTS]
-        (most,) = self._communicators.highest([max(turns, default=0)])
-        self._coverage = RecipeCycle(most if has_catalog and most else None, lacking)
-        self.trust.go_by(self._coverage.recipes)
+    @property
+    def certified_step(self) -> int | None:
+        return self._certifier.certified_step
 
     @property
     def lacking(self) -> str | None:
-        """What checks cannot go over, and why; see ``cover``."""
-        return self._coverage.lacking
+        """What checks cannot cover, and why; None if nothing."""
+        return self._parts.cycle.lacking
 
-    def tell(self, still_here: Callable[[], None]) -> None:
-        """Have this called in a check that takes longer because numbers differ: it is no hang."""
-        self._replayer.still_here = still_here
+    def start_after(self, step: int) -> None:
+        """Continue from a checkpoint of this step; captures that began before it was loaded are dropped."""
+        self._replayer.abandon()
+        self._rotation.start_after(step)
+        self._begin(step + 1)
 
-    def report_to(self, on_incidents: Callable[[list[Incident]], None]) -> None:
-        """Have this called, on every rank, with what a check has found on any of them."""
-        self._on_incidents = on_incidents
+    def update_begins(self) -> None:
+        """Called right before an update: what the update overwrites must not have changed until now."""
+        for each in self._owned_state:
+            each.update_begins()
 
-    def serve(self, certifier: Certifier) -> None:
-        """Let checkpoints depend on what is found, and keep what a sweep replays."""
-        self._certifier = certifier
-        progress: dict[str, Stateful] = {"rotation": self._rotation, "ownership": self._ownership}
-        certifier.go_by(self._coverage, progress, lambda: self.covered().sentence())
-        self._replayer.saved_calls = certifier.saved_calls
+    def step_finished(self, step: int) -> None:
+        """Called right after the update: run the check that is due, if any, and prepare the next step."""
+        update_ended = self._now()
+        self._budget.step_took(update_ended - self._step_began)
+        for each in self._owned_state:
+            each.update_ended()
+        if self._replayer.is_due:
+            self._check(step, update_ended)
+        self._begin(step + 1)
+        self._step_began = time.monotonic()
+
+    def _begin(self, step: int) -> None:
+        """Start to capture what is replayed after this step, and watch what must not change before then."""
+        self._replayer.begin(step)
+        for each in self._owned_state:
+            each.watch_after(step - 1)
+
+    def _check(self, step: int, began: float) -> None:
+        self._parts.finish_update()
+        counts = self._parts.cycle.recipes is None or self._rotation.is_due(EXPERTS, step)
+        findings = self._replayer.check(step)
+        findings.records.extend(self._compare_captures(step))
+        timings = self._timings or self._exchange_timings(step, findings.measured)
+        # From here on a failure stays local: a full disk must not separate this rank from the others.
+        outcome = self._guard(lambda: self._conclude(findings, timings)) or Outcome.NOT_CHECKED
+        self._budget.check_took(self._now() - began)
+        self._certify(step, outcome, differs=self._capture_is_doubtful(findings), counts=counts)
+        self._last_check = step
+        self._guard(self._report_coverage)
+
+    def _conclude(self, findings: Findings, timings: Timings | None) -> Outcome:
+        """Diagnose and record what a check found; return this rank's outcome."""
+        records = findings.records
+        incidents = self._diagnosis.diagnose(records, repeats=findings.repeats, elsewhere=findings.elsewhere)
+        slow = Slowness([], []) if timings is None else self._stragglers.observe(timings)
+        self._remember(records)
+        # Guarded separately: a rank that cannot write its records can still report the incident.
+        self._guard(
+            lambda: self._report([*self._open_incidents.new_ones(incidents, records), *slow.incidents])
+        )
+        again = [each for repeated in findings.repeats for each in repeated.again]
+        self._guard(lambda: self._write([*records, *again, *slow.records]))
+        # A corrupted copy of correct state is dropped; training itself is fine.
+        live = [each for each in records if each.surface != CAPTURED]
+        outcome = outcome_of(live, slow.incidents, findings.targets, self._config.require)
+        if outcome.accepted and (unwatched := self._unwatched()) is not None:
+            self._held_up[AT_REST] = unwatched
+            return Outcome.NOT_CHECKED
+        return outcome
+
+    def _certify(self, step: int, outcome: Outcome, *, differs: bool, counts: bool) -> None:
+        """Vote with all ranks on the outcome, move the gate, and agree on the settings of the next check."""
+        stretch = self._budget.stretch(min(self._config.intervals.values()), self._config.budget)
+        changes = self._requested_changes if self._rank == 0 else 0
+        votes = self._certifier.votes(outcome, differs=differs)
+        own = _Ballot(SEVERITY.index(outcome), found=len(self._found), stretch=stretch, changes=changes)
+        highest = self._communicators.highest([*own, *votes])
+        agreed, counted = _Ballot(*highest[: len(own)]), highest[len(own) :]
+        self._share_incidents(agreed.found)
+        if not SEVERITY[agreed.severity].accepted:
+            self._rotation.take_back(EXPERTS, step)
+        self._guard(lambda: self._certifier.decide(step, counted, counts=counts))
+        if agreed.changes > self._adopted_changes:
+            self._adopted_changes = agreed.changes
+            self._adopt(self._communicators.from_rank_0(_changeable(self._requested_config)))
+        self._rotation.change(self._config.intervals, agreed.stretch if self._config.budget else 1, step)
 
     def sweep(self, step: int, everything: bool) -> SweepReport:
-        """Compare the state of this step, which was just loaded, and replay ``everything`` on it if asked to.
+        """Compare the state that was just loaded for this step, and replay ``everything`` on it if asked to.
 
-        Reported as in any check.
+        Incidents are reported as in any check. Every rank makes this call.
         """
         self._replayer.abandon()
         recipes = self._recipes if everything else [each for each in self._recipes if each.kind in CENSUS]
-        findings = sweep(self._replayer, recipes, self._links, step)
+        findings = sweep(self._replayer, recipes, self._peers, step)
         outcome = self._guard(lambda: self._conclude(findings, None)) or Outcome.NOT_CHECKED
         differing = [each.mode for each in findings.records if each.scope is not None and not each.layer]
-        own = _Ballot(SEVERITY.index(outcome), Mode.STATE in differing, len(self._found))
-        worst = _Ballot(*self._communicators.highest(own))
-        self._spread(worst.found)
+        own = _Ballot(SEVERITY.index(outcome), state_differs=Mode.STATE in differing, found=len(self._found))
+        agreed = _Ballot(*self._communicators.highest(own))
+        self._share_incidents(agreed.found)
         compared = {each.layer for each in findings.records if each.verdict is not None}
         left = (each for each in findings.records if each.layer not in compared)
         unswept = next((f"{each.surface}: {each.reason}" for each in left), None)
-        result = _SWEPT.get(SEVERITY[worst.severity], SweepResult.COULD_NOT_RUN)
-        return SweepReport(result, bool(worst.differs), unswept)
+        result = _SWEPT.get(SEVERITY[agreed.severity], SweepResult.COULD_NOT_RUN)
+        return SweepReport(result, bool(agreed.state_differs), unswept)
 
     def change(self, **settings: Any) -> None:
-        """Other settings from the next check on; what rank 0 wants is done by all."""
-        allowed = {"interval", "recipes", "variants", "budget"}
-        if unknown := sorted(settings.keys() - allowed):
-            raise ValueError(f"replay can change {sorted(allowed)} while it runs, not {unknown}")
-        wanted = replace(self._wanted, **settings)
-        if "interval" in settings and isinstance(wanted.recipes, Mapping):
-            raise ValueError(f"recipes have intervals of their own, {dict(wanted.recipes)}; change recipes=")
-        if missing := settings.get("recipes", {}) and wanted.intervals.keys() - self._kinds:
+        """Request other settings from the next check on. Rank 0's request applies to all ranks.
+
+        Raises ``ValueError`` for settings that cannot change while replay runs.
+        """
+        if unknown := sorted(settings.keys() - _CHANGEABLE):
+            raise ValueError(f"replay can change {sorted(_CHANGEABLE)} while it runs, not {unknown}")
+        requested = replace(self._requested_config, **settings)
+        if "interval" in settings and isinstance(requested.recipes, Mapping):
+            raise ValueError(
+                f"recipes have intervals of their own, {dict(requested.recipes)}; change recipes="
+            )
+        missing = requested.intervals.keys() - {each.kind for each in self._recipes}
+        if settings.get("recipes") and missing:
             raise ValueError(f"recipes {sorted(missing)} were not there when replay was attached")
-        self._wanted = wanted
-        self._revision += 1
+        self._requested_config = requested
+        self._requested_changes += 1
 
     def status(self) -> Mapping[str, Any]:
-        """What was checked when, how far the rotation is, and what could not be checked."""
-        intervals = self._config.intervals
-        share = self._cadence.share(min(intervals.values()) * self._rotation.stretch)
+        """What has been checked and when, how far the rotation is, and what could not be checked."""
+        share = self._budget.share(min(self._config.intervals.values()) * self._rotation.stretch)
         return {
-            "peers": list(self._links.group.ranks),
+            "peers": list(self._peers.group.ranks),
             "checks": self._rotation.rounds,
-            "certified": self.trust.step,
+            "certified": self.certified_step,
             "coverage": self._rotation.coverage(),
-            "last": dict(self._last),
-            "not_checked": dict(self._unchecked),
+            "last": dict(self._latest),
+            "not_checked": dict(self._not_checked),
             "not_repeating": self._replayer.history.not_repeating(),
             "held_up": dict(self._held_up),
-            "lacking": self._coverage.lacking,
+            "lacking": self.lacking,
             "covered": self.covered().to_json(),
-            "watched": min((each.share for each in self._at_rest), default=None),
+            "watched": min((each.share for each in self._owned_state), default=None),
             "share": share,
             "budget": self._config.budget,
         }
 
     def covered(self) -> Covered:
-        """What checks go over on this rank, and what they leave out, as far as they have found out."""
-        return covered_by(self._recipes, self._parameters, self._unchecked)
+        """What checks cover on this rank and what they leave out, as far as is known by now."""
+        return covered_by(self._recipes, self._parts.parameters, self._not_checked)
 
     def close(self) -> None:
         self._replayer.abandon()
@@ -291,87 +299,81 @@ class ReplayDriver:
             each.close()
         self._recorder.close()
 
-    def _conclude(self, findings: Findings, timings: Timings | None) -> Outcome:
-        records = findings.records
-        incidents = self._diagnosis.diagnose(records, repeats=findings.repeats, elsewhere=findings.elsewhere)
-        slow = Slowness([], []) if timings is None else self._stragglers.observe(timings)
-        self._remember(records)
-        # Apart: who cannot write down its comparisons may still be the one to report the conclusion.
-        self._guard(lambda: self._report([*self._open.new_ones(incidents, records), *slow.incidents]))
-        again = [each for repeated in findings.repeats for each in repeated.again]
-        self._guard(lambda: self._write([*records, *again, *slow.records]))
-        # A wrong copy of right numbers is nothing to stop training for; it is given up.
-        live = [each for each in records if each.surface != KEPT]
-        outcome = outcome_of(live, slow.incidents, findings.targets, self._config.require)
-        if outcome.accepted and (unwatched := self._unwatched()) is not None:
-            self._held_up[AT_REST] = unwatched
-            return Outcome.NOT_CHECKED
-        return outcome
+    def _find_replicas(self) -> PeerCommunicator | None:
+        """The peers that hold the same state, experts included; None where there are none to compare with."""
+        replicas = self._parts.peers(LayerKind.EXPERT, False)
+        group = replicas.group
+        is_replica_of_all = {*group.ranks} <= {*self._peers.group.ranks} and group.axis is not Axis.SHARD
+        return replicas if is_replica_of_all and group.can_compare else None
+
+    def _learn_ownership(self) -> None:
+        """Compare state before the first update: what differs already is owned by its rank."""
+        recipes = [each for each in self._recipes if each.kind in CENSUS]
+        self._ownership.is_before_training = True
+        try:
+            sweep(self._replayer, recipes, self._peers, 0)
+        finally:
+            self._ownership.is_before_training = False
+
+    def _compare_captures(self, step: int) -> list[EvidenceRecord]:
+        """Compare what replicas captured after the previous check: a copy can be corrupted on its way."""
+        peers = self._replicas
+        if peers is None or not self._certifier.captures:
+            return []
+        own = self._guard(self._certifier.signature)
+        found = c3.compare(peers.evidence, {CAPTURED: ABSENT if own is None else own})[CAPTURED]
+        if ABSENT in found.evidence:
+            return []
+        context, gathered = Context(step, peers.group.ranks, ""), cast("Sequence[int]", found.evidence)
+        return judge(context, [Comparison(CAPTURED, Mode.STATE)], {CAPTURED: gathered})
+
+    def _capture_is_doubtful(self, findings: Findings) -> bool:
+        """Whether what was captured after the previous check differs, or may have changed before it was."""
+        changed_after = {step for each in self._owned_state for step, _ in each.changed}
+        return self._last_check in changed_after or any(
+            each.scope is not None and each.surface == CAPTURED for each in findings.records
+        )
 
     def _unwatched(self) -> str | None:
-        """Why state with one owner keeps a check from certifying: it may have changed unseen."""
-        share, needed = min((each.share for each in self._at_rest), default=1.0), self._config.watched
+        """Why state with one owner prevents certification: it may have changed unnoticed."""
+        share, needed = min((each.share for each in self._owned_state), default=1.0), self._config.watched
         if share >= needed:
             return None
         return (
-            f"{share:.0%} of the state with one owner was watched since the last check, and certifying takes "
-            f"{needed:.0%}; see ReplayConfig.watched and watch_budget"
+            f"{share:.0%} of the state with one owner was watched since the last check, but certification "
+            f"needs {needed:.0%}; see ReplayConfig.watched and watch_budget"
         )
 
-    def _report_coverage(self) -> None:
-        """Once every target has had its turn."""
-        cycles = [each["cycles"] for each in self._rotation.coverage().values()]
-        if not self._has_reported and all(cycles):
-            self._has_reported = True
-            if self._is_first:
-                log.info("after the first cycle of checks: %s", self.covered().sentence())
-
-    def _shared(self, step: int, measured: Sequence[Measured]) -> Timings:
-        told = self._communicators.exchange([each.to_json(self._mesh) for each in measured])
-        return Timings(step, self._mesh, told, self._config.straggler)
+    def _exchange_timings(self, step: int, measured: Sequence[Measured]) -> Timings:
+        mesh = self._parts.mesh
+        by_rank = self._communicators.exchange([each.to_json(mesh) for each in measured])
+        return Timings(step, mesh, by_rank, self._config.straggler)
 
     def _doubted(self, step: int, measured: Sequence[Measured]) -> set[str | None]:
-        """What looks slow to the whole job, in a check that is under way; see ``Replayer.doubted``."""
-        timings = self._shared(step, measured)
+        """What looks slow in the current check, to all ranks alike; see ``Replayer.doubted``."""
+        timings = self._exchange_timings(step, measured)
         doubted = self._stragglers.layers_to_time_again(timings)
         self._timings = None if doubted else timings
         return doubted
 
-    def _compare_kept(self, step: int) -> list[EvidenceRecord]:
-        """What peers have captured since the last check must be the same: it may go wrong on its way."""
-        peers = self._copies
-        if (
-            self._certifier is None
-            or peers is None
-            or peers.group.axis is Axis.SHARD
-            or not peers.group.can_compare
-        ):
-            return []
-        own = self._guard(self._certifier.signature)
-        found = c3.compare(peers.evidence, {KEPT: ABSENT if own is None else own})[KEPT]
-        if ABSENT in found.evidence:
-            return []
-        context, gathered = Context(step, peers.group.ranks, ""), cast("Sequence[int]", found.evidence)
-        return judge(context, [Comparison(KEPT, Mode.STATE)], {KEPT: gathered})
-
     def _report(self, incidents: Sequence[Incident]) -> None:
-        """Peers conclude alike; one of them writes it down, and tells all other ranks."""
+        """Record the incidents that this rank reports; its peers have concluded the same."""
         self._found = [each for each in incidents if each.reporter == self._rank]
         for incident in self._found:
             self._recorder.record(incident)
 
-    def _spread(self, found: int) -> None:
-        """Tell all ranks of what was found, if any of them has ``found`` something."""
+    def _share_incidents(self, found: int) -> None:
+        """Pass the incidents of all ranks to ``on_incidents``, if any rank has ``found`` one."""
         own, self._found = self._found, []
         if found:
-            told = self._communicators.exchange([each.to_json() for each in own])
-            incidents = [from_json(each) for of_rank in told for each in of_rank]
-            self._on_incidents([each for each in incidents if isinstance(each, Incident)])
+            by_rank = self._communicators.exchange([each.to_json() for each in own])
+            incidents = [from_json(each) for of_rank in by_rank for each in of_rank]
+            self._parts.on_incidents([each for each in incidents if isinstance(each, Incident)])
 
     def _write(self, records: Sequence[EvidenceRecord]) -> None:
-        with ExitStack() as all_of_them:  # one that cannot be written does not keep the others back
+        with ExitStack() as writes:  # one record that cannot be written does not prevent the rest
             for record in reversed(records):
-                all_of_them.callback(self._recorder.record, record)
+                writes.callback(self._recorder.record, record)
 
     def _remember(self, records: Sequence[EvidenceRecord]) -> None:
         self._held_up = unmet(records, self._config.require) | {
@@ -382,65 +384,45 @@ class ReplayDriver:
         for record in records:
             name = record.layer or record.surface
             if record.verdict is None:
-                self._unchecked[record.surface] = str(record.reason)
+                self._not_checked[record.surface] = str(record.reason)
                 continue
-            self._unchecked.pop(record.surface, None)
-            known = self._last.get(name, {})
+            self._not_checked.pop(record.surface, None)
+            known = self._latest.get(name, {})
             clean = record.verdict.agrees and (known.get("step") != record.step or known["clean"])
-            self._last[name] = {"step": record.step, "clean": clean}
+            self._latest[name] = {"step": record.step, "clean": clean}
 
-    def _agree(self, step: int, outcome: Outcome, *, differs: bool, counts: bool) -> None:
-        """On what the check is worth to checkpoints, and when the next one is."""
-        stretch = self._cadence.stretch(min(self._config.intervals.values()), self._config.budget)
-        revision = self._revision if self._is_first else 0
-        votes = [] if self._certifier is None else self._certifier.votes(outcome, differs=differs)
-        own = _Ballot(SEVERITY.index(outcome), differs, len(self._found), stretch, revision)
-        highest = self._communicators.highest([*own, *votes])
-        agreed, counted = _Ballot(*highest[: len(own)]), highest[len(own) :]
-        self._spread(agreed.found)
-        worst = SEVERITY[agreed.severity]
-        if not worst.accepted:
-            self._rotation.take_back(EXPERTS, step)
-        self._guard(lambda: self.trust.checked(step, worst, counts=counts, doubted=bool(agreed.differs)))
-        if (certifier := self._certifier) is not None:
-            self._guard(lambda: certifier.decide(step, counted, counts=counts))
-        if agreed.revision > self._revisions:
-            self._revisions = agreed.revision
-            self._adopt(self._communicators.said_by_first(_changeable(self._wanted)))
-        self._rotation.change(self._config.intervals, agreed.stretch if self._config.budget else 1, step)
+    def _report_coverage(self) -> None:
+        """Log the coverage once every target has been checked."""
+        cycles = [each["cycles"] for each in self._rotation.coverage().values()]
+        if not self._has_reported_coverage and all(cycles):
+            self._has_reported_coverage = True
+            if self._rank == 0:
+                log.info("after the first cycle of checks: %s", self.covered().sentence())
 
-    def _adopt(self, said: Mapping[str, Any]) -> None:
-        variants = tuple(said["variants"])
+    def _adopt(self, changed: Mapping[str, Any]) -> None:
+        variants = tuple(changed["variants"])
         self._config = replace(
-            self._config, recipes=said["intervals"], variants=variants, budget=said["budget"]
+            self._config, recipes=changed["intervals"], variants=variants, budget=changed["budget"]
         )
         self._replayer.variants = variants
 
-    @property
-    def _is_first(self) -> bool:
-        return torch.distributed.get_rank() == 0
-
     def _now(self) -> float:
-        """With a budget to keep, without the work that training still has on the device."""
+        """The time; with a budget, not before the device has finished the work of training."""
         if self._config.budget is not None and self._device.type == "cuda":
             torch.cuda.synchronize()
         return time.monotonic()
 
 
-def _keep_common(recipes: Sequence[Recipe], links: Callable[[LayerKind, bool], PeerCommunicator]) -> None:
-    """Peers replay the same at the same time: what only some of them have is left out."""
+def _keep_common(recipes: Sequence[Recipe], peers: Callable[[LayerKind, bool], PeerCommunicator]) -> None:
+    """Leave out targets that only some peers have: peers replay the same target at the same time."""
     for recipe in recipes:
         if not isinstance(recipe, LayerRecipe | OptimizerRecipe) or isinstance(recipe, ExpertsRecipe):
             continue  # shapes of experts come from a catalog that is the same everywhere
-        channel = links(recipe.role, recipe.is_gathered).metadata
+        channel = peers(recipe.role, recipe.is_gathered).metadata
         names = [json.loads(each) for each in channel.gather(json.dumps(recipe.targets).encode())]
         if any(each != names[0] for each in names):
             common = set.intersection(*map(set, names))
             recipe.keep([each for each in names[0] if each in common])
-
-
-def _ignore(_: list[Incident]) -> None:
-    """Nobody has asked."""
 
 
 def _changeable(config: ReplayConfig) -> dict[str, Any]:

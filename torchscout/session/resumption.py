@@ -1,9 +1,8 @@
-"""From what an earlier run left to a loaded state, as all ranks together see it (paper, section 8).
+"""From what an earlier run left behind to a loaded state, agreed on by all ranks (paper, section 8).
 
-Every rank reports what it finds in its ledgers, and from the same reports all conclude alike. What should
-be loaded is loaded, swept if need be, and exchanged for the next older generation if it is not fit. Until
-all of this has ended nothing is written, so that a job that is killed meanwhile finds everything as it
-was.
+Every rank reports what its ledgers say, and all ranks draw the same conclusion from the same reports. A
+checkpoint is loaded, swept if needed, and replaced by an older one if it is not usable. Nothing is written
+before all of this has succeeded: a job that is killed meanwhile finds everything as it was.
 """
 
 from __future__ import annotations
@@ -38,63 +37,63 @@ __all__ = [
 ]
 
 WAYS_OUT = (
-    "To begin again without these checkpoints, call session.resume(start_over=True); to keep them, give "
-    "CheckpointConfig another directory. `scout checkpoint explain {folder}` shows what is there, and "
-    "`scout checkpoint adopt` lets a job take over another one's."
+    "To start from step 0 without these checkpoints, call session.resume(start_over=True); to keep them, "
+    "pass another directory to CheckpointConfig. `scout checkpoint explain {folder}` shows what is there, "
+    "and `scout checkpoint adopt` lets a job take over the checkpoints of another one."
 )
 
 Sweeping = Callable[[int, bool], "SweepReport"]
 """See ``session.replay_driver.ReplayDriver.sweep``."""
+Load = Callable[[Sequence[Generation]], Fetched[Restored]]
+"""Loads the first of these generations that all ranks can get into the model."""
+_MOST_PROBLEMS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Where a job goes on from."""
+    """Where a job continues from."""
 
     step: int
-    """Steps that are done; 0 if there was nothing to go back to."""
+    """Steps that are done; 0 if there was no checkpoint."""
     role: TrustLevel | None
-    """What the checkpoint was trusted for; None if there was none."""
+    """How far the checkpoint was trusted; None if there was none."""
     source: str | None
     """Where this rank got its state."""
     reason: str
-    """Why this one, in words."""
+    """Why this checkpoint was chosen, in sentences."""
     swept: SweepResult | None = None
-    """What a replay of everything has shown on these workers; None if there was no need for one."""
+    """The result of a full replay on these workers; None if none was needed."""
     unswept: str | None = None
-    """What it could not replay on this rank, and why; one of several perhaps."""
+    """Something that could not be replayed on this rank, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """What replay has found in a loaded state, before it is trained on; job-wide but for ``unswept``."""
+    """What replay found in a loaded state before training on it; job-wide except for ``unswept``."""
 
     sweep: SweepResult
     is_state: bool
-    """Whether replicas hold different state: then that is what was loaded, whoever computes well."""
+    """Whether replicas hold different state: then the checkpoint is wrong, whoever computes correctly."""
     unswept: str | None
-    """What could not be replayed on this rank, and why; one of several perhaps."""
-
-
-_TOLD = 4
+    """Something that could not be replayed on this rank, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRemains:
-    """What one rank finds."""
+    """What one rank finds of an earlier run."""
 
     gate: CheckpointGate | None
-    """What it had written down last, in whichever place; None if nothing can be read."""
+    """The newest state that any of its ledgers has; None if none can be read."""
     problems: tuple[str, ...]
-    """What is there and cannot be read."""
+    """Ledgers that exist and cannot be read."""
     shards: int
-    """Files that have the name of a shard."""
+    """Number of files with the name of a shard."""
     pending: tuple[int, ...] = ()
-    """The ranks of whose state it finds a shard of what was being captured when the job ended."""
+    """The ranks of which it has a shard of what was being captured when the job ended."""
     lineage: int = 0
-    """The highest of any shard."""
+    """The highest lineage of any shard."""
     ledgers: tuple[CheckpointGate | None, ...] = ()
-    """What each folder's ledger says; other ranks have no use for it."""
+    """What each folder's ledger says; not sent to other ranks."""
 
     @classmethod
     def found(cls, folders: Sequence[Path], member: Member) -> RankRemains:
@@ -117,9 +116,8 @@ class RankRemains:
         )
 
     def to_json(self) -> dict[str, Any]:
-        gate = None if self.gate is None else self.gate.to_json()
         return {
-            "gate": gate,
+            "gate": None if self.gate is None else self.gate.to_json(),
             "problems": list(self.problems),
             "shards": self.shards,
             "pending": list(self.pending),
@@ -127,11 +125,13 @@ class RankRemains:
         }
 
     @classmethod
-    def from_json(cls, told: Any) -> RankRemains:
-        gate = None if told["gate"] is None else CheckpointGate.from_json(told["gate"])
-        pending = tuple(map(int, told["pending"]))
+    def from_json(cls, document: Any) -> RankRemains:
         return cls(
-            gate, tuple(map(str, told["problems"])), int(told["shards"]), pending, int(told["lineage"])
+            None if document["gate"] is None else CheckpointGate.from_json(document["gate"]),
+            tuple(map(str, document["problems"])),
+            int(document["shards"]),
+            tuple(map(int, document["pending"])),
+            int(document["lineage"]),
         )
 
 
@@ -140,43 +140,43 @@ class PreviousRun:
     """The earlier run of this job."""
 
     gate: CheckpointGate
-    """What all ranks may rely on; nothing, if nobody can tell."""
+    """What all ranks can rely on; empty if no rank can read a ledger."""
     is_whole: bool
-    """Whether every rank has its say in it. One that has not is new here, or was away for a while."""
+    """Whether every rank's ledger has contributed. A rank without one is new, or was absent for a while."""
     obstacle: str | None = None
-    """Why nobody can tell."""
+    """Why no rank can read a ledger."""
 
     @classmethod
     def of(cls, remains: Sequence[RankRemains]) -> PreviousRun | None:
-        """None if there was no earlier run."""
+        """Conclude from what each rank found; None if there was no earlier run."""
         gates = [each.gate for each in remains if each.gate is not None]
         if not gates:
             obstacle = _obstacle(remains)
             lineage = max(each.lineage for each in remains)
             return None if obstacle is None else cls(CheckpointGate(lineage=lineage), False, obstacle)
-        # A lineage begins when all ranks have agreed on what to load: who knows only of one before it was not
-        # there any more, or was killed just then. What is known now is then for the others to say.
+        # A lineage begins when all ranks have agreed on what to load. A rank that knows only an earlier one
+        # was already gone, or was killed at that moment, and has no say in what is trusted now.
         last = max(gate.lineage for gate in gates)
-        heard = [gate for gate in gates if gate.lineage == last]
-        gate = ledger.reconcile(heard)
+        current = [gate for gate in gates if gate.lineage == last]
+        gate = ledger.reconcile(current)
         alike = [each for each in remains if each.gate is not None and each.gate.pending == gate.pending]
-        there = {rank for each in alike for rank in each.pending}
-        gate = ledger.settled(gate, lambda _: there >= set(range(len(remains))))
-        return cls(gate, len(heard) == len(remains))
+        captured = {rank for each in alike for rank in each.pending}
+        gate = ledger.settled(gate, lambda _: captured >= set(range(len(remains))))
+        return cls(gate, len(current) == len(remains))
 
     def __str__(self) -> str:
         return self.obstacle or f"up to {self.gate.latest}"
 
     @property
     def is_nothing(self) -> bool:
-        """Whether it ended before anything of it was sealed on every rank: there is nothing to go back to,
-        and nothing to be lost by beginning anew."""
+        """Whether it ended before anything was sealed on every rank, so that starting over loses nothing."""
         return self.obstacle is None and not self.gate.held and self.gate.poisoned is None
 
     def chosen(self) -> tuple[Selection, list[Generation]]:
-        """What to go back to, and should that be damaged, older ones; ``UnavailableError`` if there is none.
+        """Return what to load, and the generations to try in order should that be damaged.
 
-        Those are verified, but for the one before the latest, which must stand the same test as that.
+        The older ones are verified, except the one before the latest, which has to pass the same sweep as
+        the latest. Raises ``UnavailableError`` if there is nothing to load.
         """
         if self.obstacle is not None:
             raise UnavailableError(self.obstacle)
@@ -188,8 +188,8 @@ class PreviousRun:
         decision = select_checkpoint(failure, self.gate)
         if (first := decision.generation) is None:
             raise UnavailableError(decision.reason)
-        fit = {*self.gate.trusted, *(self.gate.captured if decision.tentative else ())}
-        return decision, [first, *sorted((each for each in fit if each < first), reverse=True)]
+        usable = {*self.gate.trusted, *(self.gate.captured if decision.tentative else ())}
+        return decision, [first, *sorted((each for each in usable if each < first), reverse=True)]
 
 
 def _read(folder: Path, member: Member) -> CheckpointGate | str | None:
@@ -200,31 +200,27 @@ def _read(folder: Path, member: Member) -> CheckpointGate | str | None:
 
 
 def _obstacle(remains: Sequence[RankRemains]) -> str | None:
-    """Without any ledger nobody knows what may be trusted; that is not the same as a new job."""
-    told = [f"rank {rank}: {each}" for rank, found in enumerate(remains) for each in found.problems]
+    """Without any ledger nothing can be trusted; None if there is no shard either, as in a new job."""
+    problems = [f"rank {rank}: {each}" for rank, found in enumerate(remains) for each in found.problems]
     count = max(found.shards for found in remains)
-    if not told and not count:
+    if not problems and not count:
         return None
-    told += [f"there are {count} shards"] if count else []
+    problems += [f"there are {count} shards"] if count else []
     return (
-        "Nothing can be recovered: there was an earlier run, and no rank can read which of its checkpoints "
-        f"may be trusted ({'; '.join(told[:_TOLD])})."
+        "Cannot resume: an earlier run left checkpoints, but no rank could read its ledger, so none of them "
+        f"can be trusted ({'; '.join(problems[:_MOST_PROBLEMS])})."
     )
 
 
-Load = Callable[[Sequence[Generation]], Fetched[Restored]]
-"""The first of these that all ranks can have, put into the model."""
-
-
 class NoUsableCheckpointError(CheckpointError):
-    """What was loaded must not be trained on, and there is nothing else."""
+    """The loaded state must not be trained on, and there is no other checkpoint."""
 
     def __init__(self, reason: str, lost: Sequence[Generation]) -> None:
         super().__init__(
-            f"{reason} To begin again, start the job once more and call session.resume(start_over=True)."
+            f"{reason} To start from step 0, restart the job and call session.resume(start_over=True)."
         )
         self.lost = lost
-        """Those that new processes shall not try again."""
+        """The generations that a restarted job must not try again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +230,9 @@ class Loaded:
     decision: Selection
     fetched: Fetched[Restored]
     swept: SweepReport | None
-    """Of everything; None if there was no need for that."""
+    """The result of a full replay; None if none was needed."""
     lost: tuple[Generation, ...]
-    """Passed over: damaged, or unfit."""
+    """Generations that were skipped because they are damaged or unusable."""
 
 
 def load_first_usable(
@@ -246,26 +242,29 @@ def load_first_usable(
     load: Load,
     sweep: Sweeping | None,
 ) -> Loaded:
-    """Return the same on every rank; raise ``NoUsableCheckpointError`` on all if none may be trained on."""
+    """Load the first usable generation, the same on every rank.
+
+    Raises ``NoUsableCheckpointError`` on all ranks if none may be trained on.
+    """
     lost: list[Generation] = []
-    told: SweepReport | None = None
+    full: SweepReport | None = None
     while True:
         fetched = load(wanted)
-        lost += [passed for passed, _ in fetched.plan.passed]
+        lost += [skipped for skipped, _ in fetched.plan.passed]
         swept = None if sweep is None else sweep(fetched.step, decision.is_swept)
         if decision.is_swept:
-            told = swept
+            full = swept
         if swept is not None and swept.is_state:
-            # A copy went wrong after it was certified: the one before it need not have.
+            # A copy was corrupted after it was certified; an older one need not be.
             lost.append(fetched.generation)
             reason = f"Replicas hold different numbers in {fetched.generation}."
             older = [each for each in wanted if each < fetched.generation]
         elif not decision.tentative or fetched.generation in gate.trusted:
-            return Loaded(decision, fetched, told, tuple(lost))
+            return Loaded(decision, fetched, full, tuple(lost))
         else:
-            decision = _confirmed(gate, lost, told)
+            decision = _confirmed(gate, lost, full)
             if decision.role is TrustLevel.LATEST:
-                return Loaded(decision, fetched, told, tuple(lost))
+                return Loaded(decision, fetched, full, tuple(lost))
             reason = decision.reason
             older = [each for each in reversed(gate.trusted) if each < fetched.generation]
         if not older:
@@ -274,5 +273,5 @@ def load_first_usable(
 
 
 def _confirmed(gate: CheckpointGate, lost: Sequence[Generation], swept: SweepReport | None) -> Selection:
-    found = reduce(lambda known, gone: transition(known, Lost(gone))[0], lost, gate)
-    return confirm(found, SweepResult.COULD_NOT_RUN if swept is None else swept.sweep)
+    remaining = reduce(lambda known, gone: transition(known, Lost(gone))[0], lost, gate)
+    return confirm(remaining, SweepResult.COULD_NOT_RUN if swept is None else swept.sweep)

@@ -24,7 +24,7 @@ class ToyAdapter(PyTorchAdapter):
         super().__init__(engine.net, [engine.solver], Parallelism(replica=dist.get_world_size()))
         self._engine = engine
 
-    def state(self) -> dict[str, "_Seen"]:
+    def extra_state(self) -> dict[str, "_Seen"]:
         return {"toy/seen": _Seen(self._engine)}
 
 

@@ -1,7 +1,7 @@
 """Megatron-Core: its parallel state, model chunks and optimizers (paper, section 9).
 
-Imported only where a job has imported Megatron-Core. What of it cannot be replayed is one sentence, in
-``obstacle``; training and hang localization go on without replay then.
+Imported only if a job has imported Megatron-Core. A job with an ``obstacle`` is not replayed; its hangs are
+still localized.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchscout.adapters.base import Updates, mesh_from, overwritten
-from torchscout.adapters.megatron.fsdp import Keeper, copies_of, obstacle_of, scatter, show_shards
+from torchscout.adapters.base import UpdateHooks, mesh_from, overwritten
+from torchscout.adapters.megatron.fsdp import Gatherer, copies_of, obstacle_of, scatter, show_shards
 from torchscout.adapters.megatron.gather import LATE, gathered_among, gathers_late, own_parts, ungathered
 from torchscout.adapters.megatron.surroundings import Losses, Streams, lent
 from torchscout.adapters.modules import is_matrix, is_table
@@ -62,7 +62,7 @@ _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer
 def adapter_of(
     model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None
 ) -> MegatronAdapter | None:
-    """The adapter, where Megatron-Core wraps every model chunk, or is the one to update them."""
+    """Return the adapter if Megatron-Core wraps every model chunk, or has the optimizer."""
     chunks = [*model] if isinstance(model, list | tuple | torch.nn.ModuleList) else [model]
     is_wrapped = bool(chunks) and all(isinstance(each, _WRAPPERS) for each in chunks)
     if not (is_wrapped or isinstance(optimizer, MegatronOptimizer)):
@@ -70,24 +70,22 @@ def adapter_of(
     if wrong := [type(each).__name__ for each in chunks if not isinstance(each, torch.nn.Module)]:
         raise ValueError(f"model must be Megatron's model chunk, or a list of them, got {', '.join(wrong)}")
     if optimizer is not None and not isinstance(optimizer, MegatronOptimizer):
-        raise ValueError(
-            f"optimizer must be what get_megatron_optimizer gave, got {type(optimizer).__name__}"
-        )
+        raise ValueError(f"optimizer must come from get_megatron_optimizer, got {type(optimizer).__name__}")
     return MegatronAdapter(chunks, optimizer, parallelism)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What one rank tells the others."""
+    """The position of one rank, as all ranks exchange it."""
 
     dense: MeshAddress
     expert: MeshAddress
     shards: Mapping[str, int]
-    """How many it has to update alone, by optimizer and group."""
+    """How many shards only this rank updates, by optimizer and group."""
 
 
 class MegatronAdapter:
-    """The model chunks of one rank and the optimizer of them all."""
+    """The model chunks of one rank and their optimizer."""
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class MegatronAdapter:
         parallelism: Mesh | DeviceMesh | Parallelism | None = None,
     ) -> None:
         self._chunks, self._optimizer, self._parallelism = tuple(chunks), optimizer, parallelism
-        self._updates = Updates(optimizer, lambda: register_tracker("megatron", Streams()))
+        self._updates = UpdateHooks(optimizer, lambda: register_tracker("megatron", Streams()))
         self._places: Sequence[_Place] = ()
         self._copies: Mapping[Surface, torch.Tensor] | None = None
         self._model = self._chunks[0] if len(self._chunks) == 1 else torch.nn.ModuleList(self._chunks)
@@ -121,13 +119,14 @@ class MegatronAdapter:
 
     def mesh(self, hosts: Sequence[str]) -> Mesh:
         shards = {place: len(each) for role in LayerKind for place, each in self._shards(role).items()}
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, _Place(self._dense_address(), self._expert_address(), shards))
-        self._places = told
+        places: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(places, _Place(self._dense_address(), self._expert_address(), shards))
+        self._places = places
         if self._parallelism is not None:
-            return mesh_from(self._parallelism, len(told), hosts)
-        expert = [each.expert for each in told] if self._has_experts() else None
-        return Mesh([each.dense for each in told], hosts, expert_addresses=expert)
+            return mesh_from(self._parallelism, len(places), hosts)
+        has_experts = any(getattr(chunk.config, "num_moe_experts", None) for chunk in self._chunks)
+        expert = [each.expert for each in places] if has_experts else None
+        return Mesh([each.dense for each in places], hosts, expert_addresses=expert)
 
     def layers(self) -> Sequence[torch.nn.Module]:
         return [layer.module for layer in self._layers() or layers_of(self._model)]
@@ -155,7 +154,7 @@ class MegatronAdapter:
             return experts_of(self._model, named)
         every = self._parts()
         mixtures = [each.module.experts for each in every if isinstance(each.module, BaseMoELayer)]
-        # Each of a list of experts is called by itself, a stack of them at once.
+        # The experts of a list are called one by one, a stack of them at once.
         called = {id(each) for of in mixtures for each in getattr(of, "local_experts", [of])}
         return [each for each in every if id(each.module) in called]
 
@@ -173,20 +172,20 @@ class MegatronAdapter:
         chunks = [each for each in self._sharded() if any(part is module for part in each.modules())]
         among = (gathered_among(each) for each in self._chunks if gathers_late(each))
         return ParameterGatherers(
-            tuple(Keeper(each, module) for each in chunks),
+            tuple(Gatherer(each, module) for each in chunks),
             around=lambda: lent(module),
             kept_among=frozenset().union(*among),
         )
 
-    def unreplicated(self) -> Collection[Surface]:
+    def unreplicated_parameters(self) -> Collection[Surface]:
         return ()
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return [each.optimizer for each in _members(self._optimizer)]
 
-    def owned(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
-        """Ranks have different numbers of shards in a group: who has fewer goes through its own again. Where
-        a peer has none to update, the group is only watched at rest."""
+    def owned_state(self, role: LayerKind = LayerKind.DENSE) -> Mapping[Surface, torch.Tensor]:
+        """Ranks have different numbers of shards in a group: one with fewer repeats its own. If a peer has
+        none to update, the group is only watched between updates."""
         found: dict[Surface, torch.Tensor] = {}
         for place, shards in self._shards(role).items():
             counts = [each.shards.get(place, 0) for each in self._peers(role)] or [len(shards)]
@@ -196,8 +195,8 @@ class MegatronAdapter:
         return found if role is LayerKind.EXPERT else found | copies_of(self._sharded())
 
     def working_copies(self) -> WorkingCopies:
-        """What is gathered as late as in the forward pass rests from then on; what this rank gives to the
-        others for it, from the update on."""
+        """Parameters that the forward pass gathers are watched from then on; this rank's contribution to
+        that gather, from the update on."""
         if self._sharded():
             return WorkingCopies()
         if self._copies is None:
@@ -209,26 +208,26 @@ class MegatronAdapter:
         return WorkingCopies({**resting, **own_parts(late)}, unwatched)
 
     def hook_updates(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-        """Parameters are copied and gathered after the inner optimizers have stepped, so that the outermost
-        ``step`` is the update; one that is skipped, for a gradient that is not finite, ends a step too."""
+        """Hook the outermost ``step``, because parameters are copied and gathered after the inner optimizers
+        have stepped. An update that is skipped, for a gradient that is not finite, ends a step too."""
 
         def updated() -> None:
             self._show_shards()
             after()
 
-        return self._updates.tell(before, updated)
+        return self._updates.add(before, updated)
 
     def finish_update(self) -> None:
-        """Parameters may be gathered as late as the next forward pass needs them."""
+        """Gather parameters that would be gathered in the next forward pass."""
         for chunk in self._chunks:
             if isinstance(chunk, FullyShardedDataParallel):
                 scatter(chunk)
             elif gathers_late(chunk):
                 chunk.start_param_sync(force_sync=True)
 
-    def state(self) -> Mapping[str, Stateful]:
+    def extra_state(self) -> Mapping[str, Stateful]:
         for each in self._model.modules():
-            # In its first pass a router makes its bias what a checkpoint of any later step has in it.
+            # A router converts its bias in the first pass; checkpoints of later steps have it converted.
             if isinstance(each, Router) and isinstance(
                 bias := getattr(each, "expert_bias", None), torch.Tensor
             ):
@@ -240,7 +239,7 @@ class MegatronAdapter:
         }
 
     def _shards(self, role: LayerKind) -> dict[str, list[torch.Tensor]]:
-        """What the distributed optimizer lets this rank alone update, by optimizer and group."""
+        """The shards that only this rank updates in the distributed optimizer, by optimizer and group."""
         return {
             f"{number}.group.{place}": shards
             for number, each in enumerate(_members(self._optimizer))
@@ -263,7 +262,7 @@ class MegatronAdapter:
             show_shards(chunk)
 
     def _peers(self, role: LayerKind) -> list[_Place]:
-        """Those who share what they update with this rank, once everybody has told its place."""
+        """The ranks that update other shards of the same parameters; empty before ``mesh`` was called."""
         own = self._dense_address() if role is LayerKind.DENSE else self._expert_address()
         of = [(each, each.dense if role is LayerKind.DENSE else each.expert) for each in self._places]
         along = {"replica": own.replica, "shard": own.shard}
@@ -275,9 +274,6 @@ class MegatronAdapter:
     def _layers(self) -> tuple[Part, ...]:
         return tuple(each for each in self._parts() if isinstance(each.module, BaseTransformerLayer))
 
-    def _has_experts(self) -> bool:
-        return any(getattr(chunk.config, "num_moe_experts", None) for chunk in self._chunks)
-
     def _dense_address(self) -> MeshAddress:
         return MeshAddress(
             **{self._along: parallel_state.get_data_parallel_rank()},
@@ -287,7 +283,7 @@ class MegatronAdapter:
         )
 
     def _expert_address(self) -> MeshAddress:
-        """Experts have tensor and data parallelism of their own; to them context parallelism is data's."""
+        """Experts have their own tensor and data parallelism, which includes context parallelism."""
         return MeshAddress(
             **{self._along: parallel_state.get_expert_data_parallel_rank()},
             tensor=parallel_state.get_expert_tensor_parallel_rank(),
@@ -297,7 +293,7 @@ class MegatronAdapter:
 
 
 def _members(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
-    """Those that update something: a rank's parameters may all be frozen."""
+    """The optimizers that update something: all parameters of a rank may be frozen."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [each for each in chained if each is not None and not each.is_stub_optimizer]
 
@@ -308,7 +304,7 @@ def _obstacle_of(chunk: Any) -> str | None:
     if chunk.ddp_config.num_distributed_optimizer_instances > 1:
         return "several instances of Megatron's distributed optimizer are not supported"
     if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
-        return "layers that Megatron runs as CUDA graphs cannot be called once more"
+        return "layers that Megatron runs as CUDA graphs cannot be called again"
     if any(getattr(chunk.config, each, None) for each in ("fp8", "fp4")):
         return "layers that Megatron runs in fp8 or fp4 would be replayed in another precision"
     return None

@@ -1,6 +1,6 @@
 """Megatron-Core's ``overlap_param_gather``: parameters that the next forward pass gathers (paper, section 9).
 
-What is private of it is used here alone. A release that lacks it leaves these parameters unwatched.
+Only this module uses its private attributes. In a release without them these parameters are not watched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def gathers_late(chunk: Any) -> bool:
 
 
 def ungathered(chunk: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters that are still to be gathered, or are being gathered."""
+    """The parameters that have not been gathered yet."""
     gathered = {
         id(parameter)
         for group in _groups(chunk)
@@ -44,14 +44,14 @@ def ungathered(chunk: DistributedDataParallel) -> list[torch.nn.Parameter]:
 
 
 def gathered_among(chunk: Any) -> frozenset[int]:
-    """The ranks that its forward pass communicates with to gather parameters."""
+    """The ranks with which the forward pass of this chunk communicates to gather parameters."""
     groups = [getattr(each, "intra_distributed_optimizer_instance_group", None) for each in _groups(chunk)]
     members = (dist.get_process_group_ranks(each) for each in groups if each is not None)
     return frozenset(rank for ranks in members for rank in ranks)
 
 
 def own_parts(chunks: Sequence[DistributedDataParallel]) -> dict[Surface, torch.Tensor]:
-    """What this rank gives to the others when parameters are gathered; the update has written it."""
+    """This rank's contribution to the gather of parameters, which the update has written."""
     return {
         f"model.{number}.bucket.{place}/own": part
         for number, chunk in enumerate(chunks)
@@ -65,7 +65,7 @@ def _own_parts(chunk: DistributedDataParallel) -> Iterator[torch.Tensor]:
             size, rank = (getattr(group, each) for each in _PLACE)
             for bucket in group.buckets:
                 if bucket.param_data is not None:
-                    # With a version counter of its own: gathering counts as a write to the whole bucket.
+                    # ``data`` has its own version counter: gathering counts as a write to the whole bucket.
                     yield bucket.param_data.data.chunk(size)[rank]
 
 

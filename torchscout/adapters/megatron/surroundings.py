@@ -1,6 +1,6 @@
-"""What Megatron-Core keeps outside of modules: random streams, sums of losses, gradients (paper, section 9).
+"""State that Megatron-Core keeps outside of modules: random streams, losses, gradients (paper, section 9).
 
-Replay puts it back around every call, and checkpoints keep what of it a step depends on.
+Replay restores it after every call, and checkpoints contain what a step depends on.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torchscout.replay.sharded_parameters import GradientLookup
 __all__ = ["Losses", "Streams", "lent"]
 
 _FUSED = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
-"""What layers of Megatron's, and of Transformer Engine's, call that their backward accumulates by itself."""
+"""The flags of Megatron's and Transformer Engine's layers whose backward accumulates gradients itself."""
 
 
 @contextmanager
 def lent(module: torch.nn.Module) -> Iterator[GradientLookup]:
-    """Around a replayed call: what it writes besides the module itself is put back.
+    """Restore what a replayed call writes outside of the module.
 
-    A backward pass that accumulates gradients by itself writes them to ``main_grad``, and returns memory that
-    it has not filled. Parts that are recomputed refuse ``autograd.grad``: here they keep what they computed.
+    A backward that accumulates gradients itself writes them to ``main_grad``, and returns uninitialized
+    memory. Parts that are recomputed do not support ``autograd.grad``, so recomputation is turned off.
     """
     weights: list[Any] = [each for each in module.parameters() if hasattr(each, "main_grad")]
     is_fused = any(getattr(each, flag, False) for each in module.modules() for flag in _FUSED)
     scale = "main_loss_backward_scale"
     with ExitStack() as undo:
-        # Backward makes one of another shape than training's where there is none, as before the first step.
+        # Before the first step, backward would create one with another shape than training does.
         undo.callback(setattr, MoEAuxLossAutoScaler, scale, getattr(MoEAuxLossAutoScaler, scale))
         undo.callback(Losses().load_state_dict, Losses().state_dict())
         for part, flag in [*_recomputed(module)]:
@@ -54,7 +54,7 @@ def lent(module: torch.nn.Module) -> Iterator[GradientLookup]:
 
 
 def _recomputed(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    """The switches by which Megatron's modules recompute a part of themselves in backward."""
+    """The flags with which Megatron's modules recompute a part of themselves in backward."""
     for part in module.modules():
         for name, value in vars(part).items():
             if value is True and (name == "checkpoint_core_attention" or "recompute" in name):
@@ -70,7 +70,7 @@ def _accumulated(parameter: Any) -> torch.Tensor | None:
 
 
 class Streams:
-    """Megatron's random streams, which tensor-parallel and expert-parallel ranks draw from."""
+    """Megatron's random streams for tensor-parallel and expert-parallel ranks."""
 
     def get_states(self) -> dict[str, torch.Tensor]:
         return {name: _bytes_of(each) for name, each in get_cuda_rng_tracker().get_states().items()}
@@ -80,7 +80,7 @@ class Streams:
         own = tracker.get_states()
         for name, state in states.items():
             if isinstance(generator := own.get(name), torch.Generator):
-                generator.set_state(state)  # CUDA graphs know this one: it must stay the same
+                generator.set_state(state)  # CUDA graphs refer to this object
             else:
                 own[name] = state.clone()
         tracker.set_states(own)
@@ -94,7 +94,7 @@ def _bytes_of(state: torch.Tensor | torch.Generator) -> torch.Tensor:
 
 
 class Losses:
-    """The sums of auxiliary losses that routers keep for the log."""
+    """The sums of auxiliary losses that routers keep for logging."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         tracker = get_moe_layer_wise_logging_tracker()

@@ -93,7 +93,7 @@ def _train(
     writer = ProgressWriter.create(run_dir / f"record-{rank}", rank)
     publisher = Publisher(writer)
     publisher.watch_layers(adapter.layers())
-    publisher.watch_updates(adapter.hook_updates)
+    publisher.watch_optimizer(training.optimizer)
     log = firings_of(run_dir) / f"rank-{rank}.jsonl"
     watchdog = _Watchdog(writer.path, mesh, run_dir, exchange)
     with listen(publisher), Injector(faults, rank, training.net, training.optimizer, log=log) as injector:

@@ -76,8 +76,8 @@ def train(
             if request == "begin":
                 resumed = session.resume(start_over=True)
                 injector.step = session.step + 1
-                monitor = session.hang_monitor
-                yield Began(asdict(resumed), None if monitor is None else monitor.observer.pid)
+                observer = session.status()["observer"]
+                yield Began(asdict(resumed), None if observer is None else observer["pid"])
             elif request == "step":
                 loss = training.step(session.step + 1)
                 dist.all_reduce(loss, op=dist.ReduceOp.AVG)

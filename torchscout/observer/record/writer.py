@@ -98,14 +98,15 @@ class ProgressWriter:
             self._at_communication = 0
             self._publish()
 
-    def next_step(self) -> None:
-        """End the step. Its duration is noted, unless it is the first one or was paused."""
+    def next_step(self, step: int | None = None) -> None:
+        """End the step, so that ``step`` are finished, by default one more. Its duration is noted, unless it
+        is the first one or was paused."""
         with self._lock:
             now = monotonic()
             if self._began is not None and now > self._began:
                 self._memory.note(layout.STEPS, now - self._began)
             self._began = now
-            self._step += 1
+            self._step = self._step + 1 if step is None else step
             self._phase = layout.CODES[Phase.IDLE]
             self._operation = self._at_communication = 0
             self._publish()

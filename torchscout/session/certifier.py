@@ -1,0 +1,91 @@
+"""Decides which steps are certified: the checkpoint gate of a session (paper, section 8).
+
+``session.checkpoint_manager`` is the certifier of a job with checkpoints, ``CertifiedSteps`` of any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from torchscout.checkpoint.certification import CheckVote, events_of
+from torchscout.checkpoint.gate import CheckpointGate, transition
+from torchscout.checkpoint.gate_state import Checked, Outcome
+from torchscout.checkpoint.state.training_state import Stateful
+from torchscout.replay.capture.saved_calls import SavedCalls
+from torchscout.session.coverage import RecipeCycle
+
+__all__ = ["CertifiedSteps", "Certifier", "certified_step"]
+
+
+class Certifier(Protocol):
+    """The gate that checks move. Every rank makes the same calls in the same order."""
+
+    captures: bool
+    """Whether state is captured after accepted checks, so that ``signature`` has to be compared."""
+    saved_calls: SavedCalls
+    """The calls that a later sweep replays."""
+
+    @property
+    def certified_step(self) -> int | None:
+        """The newest step whose state is certified; None if there is none yet."""
+        ...
+
+    def go_by(
+        self, coverage: RecipeCycle, progress: Mapping[str, Stateful], covered: Callable[[], str]
+    ) -> None:
+        """1. Called once, before the first check, with what checks cover.
+
+        ``progress`` has to be saved with checkpoints. ``covered`` describes the coverage so far.
+        """
+        ...
+
+    def signature(self) -> int | None:
+        """2. Called in every check if ``captures``: the signature of the replicated state that was captured
+        after the previous check, or None if there is none."""
+        ...
+
+    def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
+        """3. Return this rank's votes on the check, as many on every rank. ``differs`` if the state captured
+        after the previous check cannot be trusted."""
+        ...
+
+    def decide(self, step: int, counted: Sequence[int], *, counts: bool) -> None:
+        """4. Apply the highest of all ranks' votes. An accepted check certifies only if ``counts``."""
+        ...
+
+
+class CertifiedSteps:
+    """The gate by itself, for a job that writes its own checkpoints or none."""
+
+    captures = False
+
+    def __init__(self) -> None:
+        self.saved_calls = SavedCalls()
+        self._gate = CheckpointGate()
+
+    @property
+    def certified_step(self) -> int | None:
+        return certified_step(self._gate)
+
+    def go_by(self, coverage: RecipeCycle, *_: object) -> None:
+        self._gate = replace(self._gate, recipes=coverage.recipes)
+
+    def signature(self) -> int | None:
+        return None
+
+    def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
+        return CheckVote(outcome, self._gate.accepted, lost=differs).votes()
+
+    def decide(self, step: int, counted: Sequence[int], *, counts: bool) -> None:
+        for event in events_of(self._gate, step, CheckVote.counted(counted)):
+            if counts or not (isinstance(event, Checked) and event.outcome.accepted):
+                self._gate, _ = transition(self._gate, event)
+
+
+def certified_step(gate: CheckpointGate) -> int | None:
+    """The newest step that checks have certified, whether or not its capture is sealed yet."""
+    # An accepted check of a dense model certifies at once; a catalog needs two cycles.
+    certified = gate.pending if gate.recipes is None and gate.pending is not None else gate.verified
+    return None if certified is None else certified.step
