@@ -81,6 +81,10 @@ class Communicators:
     def close(self) -> None:
         if _is_alive(self.group):
             dist.destroy_process_group(self.group)
+        self.abort_device_groups()
+
+    def abort_device_groups(self) -> None:
+        """End all operations of SCOUT's groups on this rank's device, finished or not."""
         for key in [key for key in _groups if key[1] is None]:
             # Abort, since an orderly shutdown would wait for a peer that is gone, and the communicators hold
             # device memory. PyTorch still knows the group, so that a later one gets another name.

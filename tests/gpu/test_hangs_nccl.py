@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.hangs import incidents, resolutions
-from tests.support.nccl_hangs import CULPRIT, STEPS, Hang, Seen, has_fired, late_in_a_check, train
+from tests.support.nccl_hangs import (
+    CULPRIT,
+    STEPS,
+    Hang,
+    Seen,
+    failing_in_a_check,
+    has_fired,
+    late_in_a_check,
+    train,
+)
 from tests.support.ranks import run_ranks
 from torchscout.decision.record import Incident, Scope
 
@@ -102,3 +111,11 @@ def test_a_rank_that_is_late_inside_a_check_does_not_end_training(tmp_path: Path
     assert has_fired(tmp_path)
     assert [each.steps for each in seen] == [STEPS] * RANKS
     assert only_incident(tmp_path).ranks == (CULPRIT,)
+
+
+def test_a_rank_that_fails_inside_a_check_does_not_block_the_devices_of_other_ranks(tmp_path: Path):
+    seen = run_ranks(failing_in_a_check, RANKS, tmp_path, timeout=100, backend="nccl")
+    assert has_fired(tmp_path)
+    assert [each.steps for each in seen] == [STEPS] * RANKS
+    stopped = [each.status["replay"]["off"] for each in seen]
+    assert ["MemoryError" in each for each in stopped] == [rank == CULPRIT for rank in range(RANKS)]

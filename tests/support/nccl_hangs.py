@@ -23,8 +23,9 @@ from torchscout.attach import enable_resiliency
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import Pending, listen
 from torchscout.config import Parallelism, ReplayConfig
+from torchscout.replay import replayer
 
-__all__ = ["CULPRIT", "STEPS", "Hang", "Seen", "has_fired", "late_in_a_check", "train"]
+__all__ = ["CULPRIT", "STEPS", "Hang", "Seen", "failing_in_a_check", "has_fired", "late_in_a_check", "train"]
 
 CULPRIT, STEPS, FAULTY_STEP = 2, 8, 5
 STALL = 7.0
@@ -221,6 +222,27 @@ def late_in_a_check(rank: int, run_dir: Path) -> Seen:
         ) as session,
         listen(_LateOnce(job)),
     ):
+        for batch in session.watch_input(job.batches()):
+            job.step(batch)
+        status = session.status()
+    return Seen(job.steps, status)
+
+
+def failing_in_a_check(rank: int, run_dir: Path) -> Seen:
+    """The culprit fails in a check before it takes part in the broadcast of the inputs."""
+    job, receive_together = _Job(rank, Hang(), run_dir), replayer.receive_together
+
+    def receive_or_fail(*args: Any) -> None:
+        if job.rank == CULPRIT and job.steps == FAULTY_STEP - 1 and not job.fired:
+            job.mark()
+            raise MemoryError("no memory for the inputs of a check")
+        receive_together(*args)
+
+    replayer.receive_together = receive_or_fail  # type: ignore[assignment]
+    replay = ReplayConfig(interval=1, timeout_seconds=2.0)
+    with enable_resiliency(
+        job.model, job.optimizer, replay=replay, observer=None, run_dir=run_dir
+    ) as session:
         for batch in session.watch_input(job.batches()):
             job.step(batch)
         status = session.status()

@@ -294,6 +294,8 @@ class ReplayDriver:
         return covered_by(self._recipes, self._parts.parameters, self._not_checked)
 
     def close(self) -> None:
+        # If a rank has failed in a check, this rank's device may wait for it, and training would wait too.
+        self._communicators.abort_device_groups()
         self._replayer.abandon()
         for each in self._recipes:
             each.close()
