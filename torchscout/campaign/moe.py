@@ -18,7 +18,7 @@ from torchscout.campaign.cell import Cell, JobLayout
 from torchscout.campaign.grading import Flaw, Grade, unfired
 from torchscout.campaign.paper_cells import SHAPES, Turns
 from torchscout.campaign.results import Result, graded
-from torchscout.campaign.training import device_of, retried, silence_log
+from torchscout.campaign.training import device_of, replay_on, retried, silence_log
 from torchscout.config import ReplayConfig, StragglerConfig
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import IncidentLog
@@ -100,7 +100,7 @@ def train(
         enable_resiliency(
             training.model,
             training.optimizer,
-            replay=job.replay,
+            replay=replay_on(layout, job.replay),
             observer=None,
             parallelism=training.parallelism,
             run_dir=run_dir,

@@ -15,7 +15,7 @@ from torchscout.attach import enable_resiliency
 from torchscout.campaign.cell import Cell, JobLayout
 from torchscout.campaign.grading import Flaw, Grade, unfired
 from torchscout.campaign.results import Result, graded
-from torchscout.campaign.training import retried, silence_log, training_of
+from torchscout.campaign.training import replay_on, retried, silence_log, training_of
 from torchscout.config import CheckpointConfig, ReplayConfig
 from torchscout.decision.recorder import IncidentLog
 from torchscout.faults.injector import Firing, Injector
@@ -73,7 +73,7 @@ def train(
         enable_resiliency(
             training.model,
             training.optimizer,
-            replay=ReplayConfig(interval=1),
+            replay=replay_on(layout, ReplayConfig(interval=1)),
             observer=None,
             checkpoint=CheckpointConfig(directory),
             run_dir=run_dir,

@@ -6,19 +6,22 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchscout.campaign.cell import JobLayout
+from torchscout.config import ReplayConfig
 from torchscout.testing.local_ranks import RankError
 from torchscout.testing.transformer import TINY, Training
 
-__all__ = ["device_of", "is_busy", "retried", "silence_log", "training_of"]
+__all__ = ["device_of", "is_busy", "replay_on", "retried", "silence_log", "training_of"]
 
 _BUSY = re.compile(r"busy or unavailable|[Ee]rror:? 80[5-8]\b|MPS (client|server)")
 _TRIES, _PAUSE_SECONDS = 8, 3.0
+_SHARED_MS = 20.0
 _Value = TypeVar("_Value")
 
 
@@ -41,6 +44,23 @@ def device_of(layout: JobLayout) -> torch.device:
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def replay_on(layout: JobLayout, replay: ReplayConfig) -> ReplayConfig:
+    """These settings; on CUDA, slowdowns below 20 ms are not reported.
+
+    Ranks that share a device delay each other by a few milliseconds at random, as long as the layers of the
+    campaign's small model take. Injected delays are 250 ms.
+    """
+    if layout.device == "cpu":
+        return replay
+    return replace(
+        replay,
+        straggler=replace(
+            replay.straggler, min_slowdown_ms=max(_SHARED_MS, replay.straggler.min_slowdown_ms)
+        ),
+        baseline=replace(replay.baseline, min_slowdown_ms=max(_SHARED_MS, replay.baseline.min_slowdown_ms)),
+    )
 
 
 def silence_log() -> None:

@@ -17,7 +17,7 @@ from torchscout.attach import enable_resiliency
 from torchscout.campaign.cell import Cell, JobLayout
 from torchscout.campaign.grading import Flaw, unfired
 from torchscout.campaign.results import Result, graded
-from torchscout.campaign.training import retried, silence_log, training_of
+from torchscout.campaign.training import replay_on, retried, silence_log, training_of
 from torchscout.config import ReplayConfig
 from torchscout.decision.recorder import IncidentLog
 from torchscout.faults.fault import SiteKind
@@ -135,7 +135,7 @@ def train(
         enable_resiliency(
             training.model,
             training.optimizer,
-            replay=replay,
+            replay=replay_on(layout, replay),
             observer=None,
             parallelism=layout.mesh() if layout.apart else None,
             run_dir=run_dir,
