@@ -293,12 +293,12 @@ def _shapes(base: _Base, config: ReplayConfig) -> tuple[Mapping[str, Sequence[Ro
     communicators, job = base.communicators, base.job
     if not any(communicators.highest([len(base.experts)])):
         return None, None
-    if config.catalog is None:
+    if config.expert_catalog is None:
         return None, NO_CATALOG
     shapes, problem = None, None
     position = job.mesh.address_of(job.rank, LayerKind.EXPERT).expert
     try:
-        shapes = shapes_in(config.catalog, base.experts, position, device_of_job(base.adapter))
+        shapes = shapes_in(config.expert_catalog, base.experts, position, device_of_job(base.adapter))
     except CatalogError as error:
         problem = str(error)
     if (agreed := communicators.first_problems([problem])[0]) is not None:

@@ -30,8 +30,8 @@ MATERIAL_RATIO = 1.1
 """Times closer than this ratio are the same for every practical purpose."""
 
 RECIPES = (
-    *("census", "embedding", "layer", "output", "optimizer"),
-    *("at_rest", "experts", "all_to_all", "expert_census", "expert_optimizer", "transfers"),
+    *("replicated_state", "embedding", "layer", "output", "optimizer"),
+    *("owned_state", "experts", "all_to_all", "expert_state", "expert_optimizer", "process_groups"),
 )
 """What replay can check: see ``ReplayConfig.recipes``."""
 RESULTS = ("forward", "backward", "optimizer")
@@ -169,12 +169,12 @@ class ReplayConfig:
     """Factors for the floating-point inputs of a replayed layer; ``(0.1, 1.0, 10.0)`` covers more numbers."""
     recipes: tuple[str, ...] | Mapping[str, int] = RECIPES
     """What to check; a mapping gives each recipe its own interval. ``embedding``, ``layer`` (one hidden layer
-    after the other), ``output``, ``optimizer`` (one slice after the other), ``census`` (all replicated
-    state), ``at_rest`` (optimizer state that only one rank holds, and parameters that updates overwrite),
-    ``transfers`` (scratch data over every process group that training uses). A mixture of experts also has
-    ``experts`` (one shape after the other), ``all_to_all`` (one traffic plan after the other),
-    ``expert_census`` and ``expert_optimizer``; in other models these do nothing."""
-    budget: float | None = None
+    after the other), ``output``, ``optimizer`` (one slice after the other), ``replicated_state`` (all state
+    that replicas share), ``owned_state`` (optimizer state that only one rank holds, and parameters that
+    updates overwrite), ``process_groups`` (scratch data over every process group that training uses). A
+    mixture of experts also has ``experts`` (one shape after the other), ``all_to_all`` (one traffic plan
+    after the other), ``expert_state`` and ``expert_optimizer``; in other models these do nothing."""
+    max_overhead: float | None = None
     """The share of training time that checks may take, such as 0.005; intervals grow as needed."""
     embedding: str | None = None
     """The embedding's name in the model, where it is not found automatically."""
@@ -184,7 +184,7 @@ class ReplayConfig:
     """The output layer's name."""
     experts: str | tuple[str, ...] | None = None
     """The names of expert modules, where they are not found automatically; ``*`` matches anything."""
-    catalog: str | Path | None = None
+    expert_catalog: str | Path | None = None
     """A file of ``scout discover`` with the shapes at which experts are replayed; each rank reads it.
     Without it, experts are replayed with as many rows as training happens to route to them."""
     require: tuple[str, ...] = ()
@@ -253,7 +253,7 @@ class ReplayConfig:
             raise ValueError(f"variants must differ from each other, got {self.variants}")
 
     def _require_shares(self) -> None:
-        for name, share in {"budget": self.budget, "watch_budget": self.watch_budget}.items():
+        for name, share in {"max_overhead": self.max_overhead, "watch_budget": self.watch_budget}.items():
             if share is not None and not 0 < share < 1:
                 raise ValueError(f"{name} must be a share between 0 and 1, got {share}")
         if not 0 <= self.watched <= 1:
@@ -339,13 +339,13 @@ class CheckpointConfig:
     persist_every: int = 10
     """Write every N-th certified checkpoint to files. The first one is written at once, and the newest one
     when the job ends. A mixture of experts writes at the end of every cycle through its catalog instead."""
-    recipes: int | None = None
+    checks_per_cycle: int | None = None
     """Consecutive accepted checks that cover everything once; a checkpoint is verified after two such cycles.
     None: every accepted check certifies what is kept after it, since a dense model's shapes do not change."""
-    sweep: bool = True
+    verify_on_resume: bool = True
     """After a crash or a hang, replay every layer and update before training continues. Checkpoints then
     also keep the inputs with which each layer was last replayed."""
-    keep: int = 1
+    keep_verified: int = 1
     """Older verified checkpoints that are kept in files, in case the newest is damaged."""
     timeout_seconds: float = 120.0
     """How long a rank waits for others to agree on a checkpoint before it is given up and training goes on.
@@ -358,7 +358,7 @@ class CheckpointConfig:
     and that have not been used for this many days. None deletes nothing."""
 
     def __post_init__(self) -> None:
-        _require_types(self, memory_budget=1, persist_every=1, recipes=1, keep=0)
+        _require_types(self, memory_budget=1, persist_every=1, checks_per_cycle=1, keep_verified=0)
         if not isinstance(self.directory, str | Path) or not str(self.directory).strip():
             raise ValueError(f"directory must name a folder, got {self.directory!r}")
         if self.job is not None and not (isinstance(self.job, str) and JOB_NAME.fullmatch(self.job)):

@@ -36,8 +36,8 @@ __all__ = ["breakdown"]
 _REPLAYS = {
     LayerReplay: None,  # its kind is that of the recipe
     optimizer.OptimizerReplay: "optimizer",
-    replicated_state._StateComparison: "census",
-    process_groups._Transfers: "transfers",
+    replicated_state._StateComparison: "replicated_state",
+    process_groups._Transfers: "process_groups",
 }
 
 

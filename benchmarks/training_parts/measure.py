@@ -21,7 +21,7 @@ from training_parts.reference import reference
 __all__ = ["MODES", "PARTS", "Plan", "measure"]
 
 NEVER = 10**6
-RECIPES = ("census", "embedding", "layer", "output", "optimizer", "transfers")
+RECIPES = ("replicated_state", "embedding", "layer", "output", "optimizer", "process_groups")
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,8 @@ def parts_of(plan: Plan, rank: int) -> tuple[str, ...]:
 
 def state_of(plan: Plan) -> set[str]:
     """What has copies is compared; what has one owner must not change by itself."""
-    kept = {0: {"state/parameters", "state/optimizer"}, 3: {"state/at_rest"}}
-    return kept.get(plan.stage, {"state/parameters", "state/at_rest"})
+    kept = {0: {"state/parameters", "state/optimizer"}, 3: {"state/owned"}}
+    return kept.get(plan.stage, {"state/parameters", "state/owned"})
 
 
 def test_a_skipped_update_ends_a_step_and_is_no_update(four: LiveRanks, tmp_path: Path):

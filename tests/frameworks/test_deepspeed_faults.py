@@ -105,7 +105,7 @@ def test_what_one_rank_owns_is_watched_and_its_updates_recomputed(
     plan = replace(Plan(stage, bf16=True, steps=4, run_dir=tmp_path), **{what: 2})
     found = four.ask(plan, 120)
     assert found[0].named == [("sdc", "rank", (2,), 3)], found[0].incidents
-    surface = {"at_rest": "state/at_rest", "miscalculating": "optimizer/update"}[what]
+    surface = {"at_rest": "state/owned", "miscalculating": "optimizer/update"}[what]
     assert found[0].incidents[0].records[0].surface == surface
 
 
@@ -137,7 +137,7 @@ MORE_COPIES = {
 def test_a_bit_that_the_next_update_overwrites_names_its_rank(four: LiveRanks, plan: Plan, tmp_path: Path):
     found = four.ask(replace(plan, steps=4, overwritten=2, run_dir=tmp_path), 120)
     assert found[0].named == [("sdc", "rank", (2,), 3)], found[0].incidents
-    assert found[0].incidents[0].records[0].surface == "state/at_rest"
+    assert found[0].incidents[0].records[0].surface == "state/owned"
     assert all((each.status["replay"]["certified"] or 0) < 3 for each in found)
 
 

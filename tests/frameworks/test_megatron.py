@@ -49,7 +49,7 @@ def is_healthy(ranks: LiveRanks, trial: Trial, layers: str, run_dir: Path) -> No
         assert told.agreed >= {f"{each}/parameters" for each in LAYER.get(layers, ())}
         assert told.agreed >= {"optimizer/reproduced", "optimizer/update"}
         assert ("state/parameters" in told.agreed) is not trial.fsdp
-        assert ("state/at_rest" in told.agreed) is (trial.sharded or trial.dtype != "float32")
+        assert ("state/owned" in told.agreed) is (trial.sharded or trial.dtype != "float32")
         assert ("all_to_all/captured.received" in told.agreed) is (
             layers == "parts" and trial.dispatcher == "alltoall"
         )

@@ -150,7 +150,7 @@ def test_a_wrong_bit_in_what_one_rank_alone_holds_names_that_rank(
     told = four.ask((replace(trial, steps=4, spoiled=(1, 2)), tmp_path), 120)
     (incident,) = told[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
-    assert {each.surface for each in incident.records} == {"state/at_rest"}
+    assert {each.surface for each in incident.records} == {"state/owned"}
 
 
 COPIES = {"optimizer shards, bfloat16": (Trial(sharded=True, dtype="bfloat16"),)}
@@ -169,7 +169,7 @@ def test_a_bit_that_the_next_update_overwrites_names_its_rank(four: LiveRanks, t
     told = four.ask((replace(trial, steps=4, overwritten=(1, 3)), tmp_path), 120)
     (incident,) = told[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
-    assert {each.surface for each in incident.records} == {"state/at_rest"}
+    assert {each.surface for each in incident.records} == {"state/owned"}
     assert all((each.status["replay"]["certified"] or 0) < 3 for each in told)
 
 
@@ -201,7 +201,7 @@ def test_a_bit_that_flips_after_parameters_were_gathered_late_names_its_rank(
     told = four.ask((replace(OVERLAPPING, **flip), tmp_path), 120)
     (incident,) = told[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 6)
-    assert {each.surface for each in incident.records} == {"state/at_rest"}
+    assert {each.surface for each in incident.records} == {"state/owned"}
     assert all(each.status["replay"]["certified"] == 3 for each in told)
 
 
@@ -210,7 +210,7 @@ def test_a_bit_that_a_rank_hands_to_all_others_names_it(four: LiveRanks, tmp_pat
     told = four.ask((replace(OVERLAPPING, overwritten=(3, 5), which=None), tmp_path), 120)
     (incident,) = told[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (3,), 6)
-    assert {each.surface for each in incident.records} == {"state/at_rest"}
+    assert {each.surface for each in incident.records} == {"state/owned"}
     assert all(each.status["replay"]["certified"] == 3 for each in told)
 
 

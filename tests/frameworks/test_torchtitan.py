@@ -56,11 +56,11 @@ def is_healthy(ranks: LiveRanks, trial: Trial, axes: set[str], folder: Path) -> 
     ("parallelism", "axes", "state"),
     [
         pytest.param(REPLICATE, {"dp_replicate"}, "state/parameters", id="replicate"),
-        pytest.param(TENSOR, {"fsdp", "tp"}, "state/at_rest", id="tensor", marks=slow),
-        pytest.param({}, {"fsdp"}, "state/at_rest", id="fsdp", marks=slow),
+        pytest.param(TENSOR, {"fsdp", "tp"}, "state/owned", id="tensor", marks=slow),
+        pytest.param({}, {"fsdp"}, "state/owned", id="fsdp", marks=slow),
         pytest.param(HSDP, {"dp_replicate", "fsdp"}, "state/parameters", id="hsdp", marks=slow),
-        pytest.param(CONTEXT, {"cp"}, "state/at_rest", id="context", marks=slow),
-        pytest.param(FULL, {"dp_shard", "tp"}, "state/at_rest", id="full_dtensor", marks=slow),
+        pytest.param(CONTEXT, {"cp"}, "state/owned", id="context", marks=slow),
+        pytest.param(FULL, {"dp_shard", "tp"}, "state/owned", id="full_dtensor", marks=slow),
     ],
 )
 def test_training_is_bitwise_the_same_and_everything_is_checked(

@@ -60,7 +60,7 @@ def test_no_optimizer_of_any_part_goes_unwatched(four: LiveRanks, place: int, as
     told = four.ask((trial, tmp_path), 200)
     (incident,) = told[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
-    assert {each.surface for each in incident.records} == {"state/at_rest"}
+    assert {each.surface for each in incident.records} == {"state/owned"}
 
 
 @layouts("replicate")

@@ -37,7 +37,7 @@ def test_a_flip_between_two_checks_names_its_rank_and_is_not_certified(
     assert [each.has_flipped for each in found] == [False, False, True, False]
     (incident,) = found[0].incidents
     assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (2,), 15)
-    assert incident.records[0].surface == "state/at_rest"
+    assert incident.records[0].surface == "state/owned"
     for each in found:
         assert each.failures == []
         # After step 10 the flip may have come before what was captured then was copied.
@@ -66,7 +66,9 @@ def hiding() -> Iterator[LiveRanks]:
 
 @pytest.mark.parametrize("place", HIDING)
 def test_training_with_hidden_collectives_is_left_as_it_is(hiding: LiveRanks, place: str, tmp_path: Path):
-    config = ReplayConfig(interval=3, recipes=("census", "embedding", "layer", "output", "optimizer"))
+    config = ReplayConfig(
+        interval=3, recipes=("replicated_state", "embedding", "layer", "output", "optimizer")
+    )
     plain = hiding.ask((place, 10, None, tmp_path / "plain"), 90)
     seen = hiding.ask((place, 10, config, tmp_path / "seen"), 90)
     for alone, with_scout in zip(plain, seen, strict=True):

@@ -82,7 +82,7 @@ def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(
     told = three.ask({"stage": stage, "steps": 4, "replay": EVERY_STEP, "at_rest": 1, "run_dir": tmp_path})
     (incident,) = told[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
-    assert "state/at_rest" in {each.surface for each in incident.records}
+    assert "state/owned" in {each.surface for each in incident.records}
 
 
 def test_a_flipped_bit_in_what_a_gathered_layer_computes_names_its_rank(three: NcclRanks, tmp_path: Path):

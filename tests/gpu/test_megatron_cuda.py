@@ -81,7 +81,7 @@ def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(
     told = live.ask((settings, tmp_path))
     (incident,) = told[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
-    assert {each.surface for each in incident.records} == {"state/at_rest"}
+    assert {each.surface for each in incident.records} == {"state/owned"}
 
 
 @pytest.mark.nccl(3)

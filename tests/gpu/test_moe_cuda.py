@@ -80,7 +80,7 @@ def train(rank: int, path: Path | None, run_dir: Path | None, sick: int) -> tupl
         session = enable_resiliency(
             model,
             optimizer,
-            replay=ReplayConfig(interval=1, recipes=("experts",), catalog=path),
+            replay=ReplayConfig(interval=1, recipes=("experts",), expert_catalog=path),
             observer=None,
             parallelism=Parallelism(replica=RANKS),
             run_dir=run_dir,

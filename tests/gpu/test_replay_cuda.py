@@ -94,7 +94,13 @@ def test_training_on_cuda_is_bitwise_the_same_and_silent(tmp_path: Path):
         assert incidents == []
         assert status["failures"] == []
         assert all(last["clean"] for last in status["replay"]["last"].values())
-        assert status["replay"]["last"].keys() >= {"layers.0", "layers.1", "embedding", "head", "transfers"}
+        assert status["replay"]["last"].keys() >= {
+            "layers.0",
+            "layers.1",
+            "embedding",
+            "head",
+            "process_groups",
+        }
         assert status["replay"]["not_checked"] == {}
 
 

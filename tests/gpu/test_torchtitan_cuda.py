@@ -70,7 +70,7 @@ def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(three: Ncc
     told = three.ask(({"steps": 4, "replay": EVERY_STEP, "spoiled": (1, 2, 0)}, tmp_path))
     (incident,) = told[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
-    assert {each.surface for each in incident.records} == {"state/at_rest"}
+    assert {each.surface for each in incident.records} == {"state/owned"}
 
 
 def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(three: NcclRanks, tmp_path: Path):

@@ -29,7 +29,7 @@ def test_a_flip_between_two_checks_names_its_rank_and_is_not_certified(
     assert [each.has_flipped for each in found] == [False, False, True, False]
     (incident,) = found[0].incidents
     assert (incident.scope.value, incident.ranks, incident.step) == ("rank", (2,), 15)
-    assert incident.records[0].surface == "state/at_rest"
+    assert incident.records[0].surface == "state/owned"
     for each in found:
         assert each.failures == []
         # After step 10 the flip may have come before what was captured then was copied.
@@ -55,7 +55,7 @@ def test_what_training_writes_to_between_updates_is_not_watched_and_the_user_may
         assert each.certified == certified
         assert 0.9 < each.watched < 1
         if certified is None:
-            assert "of the state with one owner was watched" in each.held_up["state/at_rest"]
+            assert "of the state with one owner was watched" in each.held_up["state/owned"]
 
 
 def test_a_write_that_all_ranks_make_once_accuses_nobody(four: LiveRanks, tmp_path: Path):

@@ -52,7 +52,7 @@ def test_a_flip_names_its_rank_though_state_is_sharded_by_hand(three: LiveRanks,
     assert [each.has_flipped for each in found] == [False, False, True]
     (incident,) = found[0].incidents
     assert (incident.scope.value, incident.ranks, incident.step) == ("rank", (2,), 15)
-    assert incident.records[0].surface == "state/at_rest"
+    assert incident.records[0].surface == "state/owned"
     assert all(each.certified == 10 for each in found)
 
 

@@ -65,6 +65,6 @@ def test_a_single_recipe_needs_hardly_fewer(tmp_path):
 def test_a_larger_model_needs_no_more(tmp_path):
     """All its state is compared by two digests; the signatures of its tensors would not fit one exchange."""
     assert (
-        run_ranks(counted, 3, ("census", "layer"), 60, tmp_path)
+        run_ranks(counted, 3, ("replicated_state", "layer"), 60, tmp_path)
         == [ONE_CHECK | {"all_reduce": ONE_CHECK["all_reduce"] - 1}] * 3
     )

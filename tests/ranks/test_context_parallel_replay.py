@@ -49,11 +49,11 @@ def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Told
     ids=str,
 )
 def test_training_is_bitwise_the_same_and_everything_is_checked(trial: Trial, tmp_path: Path):
-    state = {"state/at_rest"} if trial.sharded else {"state/parameters", "state/optimizer"}
+    state = {"state/owned"} if trial.sharded else {"state/parameters", "state/optimizer"}
     for same, found in run_ranks(with_and_without, trial.ranks, trial, tmp_path, timeout=300):
         assert same
         assert (found.failures, found.sentences, found.unchecked) == ([], [], set())
-        assert found.agreed == LAYERS | UPDATES | state | {"transfers/received"}
+        assert found.agreed == LAYERS | UPDATES | state | {"process_groups/received"}
         assert found.certified == trial.steps
 
 

@@ -97,7 +97,7 @@ def test_a_mixture_of_experts_has_the_same_three_and_recovers(tmp_path: Path):
     assert slow["peers"] == wrong["peers"] == [1, 3, 5], "those who have the same experts"
     lives = [(each["resumed"]["step"], each["end"], each["step"]) for each in report["lives"]]
     assert lives == [(0, "corrupted", 7), (6, "hung", 9), (9, "finished", STEPS)]
-    assert {"experts", "all_to_all", "expert_census"} <= set(report["status"]["replay"]["coverage"])
+    assert {"experts", "all_to_all", "expert_state"} <= set(report["status"]["replay"]["coverage"])
 
 
 @pytest.mark.slow

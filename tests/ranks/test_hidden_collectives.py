@@ -12,7 +12,7 @@ from tests.support.ranks import LiveRanks
 from torchscout.config import ReplayConfig
 
 # Without transfers: they send scratch data over training's groups on purpose.
-RECIPES = ("census", "embedding", "layer", "output", "optimizer")
+RECIPES = ("replicated_state", "embedding", "layer", "output", "optimizer")
 STEPS = 13
 
 

@@ -23,7 +23,7 @@ TURNS = [(rows, place) for rows in (128, 512) for place in (0, 1)]
 
 def trial_at(tmp_path: Path, *counts: int, ranks: int = 6, **settings: object) -> Trial:
     path = tmp_path / "catalog.json"
-    trial = Trial(ranks, 2, replay=ReplayConfig(interval=1, recipes=("experts",), catalog=path))
+    trial = Trial(ranks, 2, replay=ReplayConfig(interval=1, recipes=("experts",), expert_catalog=path))
     catalog_for(trial.spread, counts, path)
     return replace(trial, **settings)
 

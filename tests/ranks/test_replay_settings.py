@@ -31,7 +31,7 @@ from torchscout.config import Parallelism, ReplayConfig
 def changed_job(rank: int, changes: dict[int, int], run_dir: Path) -> tuple[list[int], list[str]]:
     """After some steps a rank wants an interval of 3."""
     job = Job(rank)
-    with job.attach(run_dir, ReplayConfig(interval=2, recipes=("census", "layer"))) as session:
+    with job.attach(run_dir, ReplayConfig(interval=2, recipes=("replicated_state", "layer"))) as session:
         for step in range(1, 12):
             job.train()
             if changes.get(step) == rank:
@@ -52,11 +52,11 @@ def test_the_first_ranks_settings_hold_for_all_from_the_next_check_on(
 
 def mistaken_job(rank: int, run_dir: Path) -> tuple[list[int], list[int]]:
     job = Job(rank)
-    with job.attach(run_dir, ReplayConfig(interval=1, recipes=("census", "layer"))) as session:
+    with job.attach(run_dir, ReplayConfig(interval=1, recipes=("replicated_state", "layer"))) as session:
         for settings, told in [
             ({"interval": 0}, "at least 1 step"),
             ({"variants": ()}, "finite factors other than 0"),
-            ({"budget": 2.0}, "between 0 and 1"),
+            ({"max_overhead": 2.0}, "between 0 and 1"),
             ({"recipes": ("optimizer",)}, r"\['optimizer'\] were not there"),
             ({"recipes": ()}, "nothing would be checked"),
             ({"timeout_seconds": 1.0}, "timeout_seconds"),
@@ -65,9 +65,9 @@ def mistaken_job(rank: int, run_dir: Path) -> tuple[list[int], list[int]]:
                 session.change_replay(**settings)
         session.change_replay(variants=(1.0, 2.0))
         job.train(1)
-        session.change_replay(recipes=("census",))
+        session.change_replay(recipes=("replicated_state",))
         job.train(2)
-        session.change_replay(recipes={"census": 1, "layer": 2})
+        session.change_replay(recipes={"replicated_state": 1, "layer": 2})
         with pytest.raises(ValueError, match="intervals of their own"):
             session.change_replay(interval=5)
         job.train(5)
@@ -84,7 +84,7 @@ def test_wrong_settings_are_refused_and_leave_no_trace(tmp_path: Path):
 
 def budgeted_job(rank: int, run_dir: Path) -> tuple[list[int], dict]:
     job = Job(rank)
-    with job.attach(run_dir, ReplayConfig(interval=1, recipes=("layer",), budget=0.2)) as session:
+    with job.attach(run_dir, ReplayConfig(interval=1, recipes=("layer",), max_overhead=0.2)) as session:
         if rank == 1:
             for block in job.net.stack:
                 in_replay(block, lambda: time.sleep(0.3))
@@ -104,13 +104,13 @@ def test_a_budget_stretches_intervals_on_all_ranks_alike(tmp_path: Path):
         assert checked == steps
         assert told["coverage"] == status["coverage"]
         assert told["coverage"]["layer"]["interval"] > 1
-        assert told["budget"] == 0.2
+        assert told["max_overhead"] == 0.2
         assert 0 < told["share"] < 1
 
 
 def own_intervals_job(rank: int, run_dir: Path) -> tuple[list[int], list[int], dict]:
     job = Job(rank)
-    with job.attach(run_dir, ReplayConfig(recipes={"census": 1, "layer": 3})) as session:
+    with job.attach(run_dir, ReplayConfig(recipes={"replicated_state": 1, "layer": 3})) as session:
         job.train(7)
         found = records(run_dir, rank)
         return steps_of(found, "state/parameters"), steps_of(found, "/output"), session.status()["replay"]
@@ -123,14 +123,14 @@ def test_every_recipe_keeps_its_own_interval_and_status_shows_it(tmp_path: Path)
         assert status["peers"] == [0, 1, 2]
         assert status["checks"] == 7
         assert status["coverage"] == {
-            "census": {"targets": 1, "visited": 1, "cycles": 7, "interval": 1, "next_step": 8},
+            "replicated_state": {"targets": 1, "visited": 1, "cycles": 7, "interval": 1, "next_step": 8},
             "layer": {"targets": 2, "visited": 2, "cycles": 1, "interval": 3, "next_step": 9},
         }
         assert status["last"]["stack.0"] == {"step": 3, "clean": True}
         assert status["last"]["stack.1"] == {"step": 6, "clean": True}
         assert status["last"]["state/parameters"] == {"step": 7, "clean": True}
         assert status["not_checked"] == {}
-        assert status["budget"] is None
+        assert status["max_overhead"] is None
 
 
 def reattached_job(rank: int, run_dir: Path) -> list[list[int]]:
@@ -289,4 +289,4 @@ def test_an_optimizer_that_steps_inside_backward_is_not_checked_and_not_disturbe
         assert weights == alone[rank][-1]
         told = {each.partition(": ")[2] for each in unchecked.values()}
         assert told == {"the optimizer steps inside the backward pass"}, unchecked
-        assert {"census", "tokens/embedding", "stack.0/layer", "head/output"} <= unchecked.keys()
+        assert {"replicated_state", "tokens/embedding", "stack.0/layer", "head/output"} <= unchecked.keys()

@@ -213,7 +213,7 @@ def test_the_users_own_function_hears_of_corruption_on_every_rank(tmp_path: Path
 def grid_job(rank: int, faults: FaultPlan, run_dir: Path) -> tuple[list[Incident], list[EvidenceRecord]]:
     job = GridJob()
     with Injector(faults, rank, job.net, job.optimizer) as injector:
-        session = job.attach(run_dir, ReplayConfig(interval=1, recipes=("census", "layer")))
+        session = job.attach(run_dir, ReplayConfig(interval=1, recipes=("replicated_state", "layer")))
         job.train(4)
         torch.distributed.barrier()
         incidents = session.incidents

@@ -65,7 +65,7 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(
         assert {f"{part}/parameters" for part in ("tokens", "stack.0", "stack.1", "head")} <= agreed
         assert {"stack.0/grad_input", "head/weight.grad", "stack.1.up/weight.grad"} <= agreed
         assert {"optimizer/param", "optimizer/reproduced"} <= agreed
-        state = {"state/at_rest"} if len(shape) == 1 else {"state/parameters", "state/optimizer"}
+        state = {"state/owned"} if len(shape) == 1 else {"state/parameters", "state/optimizer"}
         assert state <= agreed
         unchecked = {(record.surface, record.reason) for record in found.records if record.verdict is None}
         assert unchecked == set()
@@ -120,7 +120,7 @@ def test_what_gathering_leaves_wrong_in_memory_names_the_rank(
 @pytest.mark.parametrize("ranks", [4, 2])  # of two, too: nobody needs to vote on it
 def test_a_shard_that_changes_at_rest_names_its_owner(ranks: int, tmp_path: Path):
     found = run_ranks(train, ranks, (ranks,), "plain", tmp_path, FaultPlan(), 5, 1, timeout=120)
-    assert found[0].incidents == [("rank", (1,), "state/at_rest", 3)], found[0].sentences
+    assert found[0].incidents == [("rank", (1,), "state/owned", 3)], found[0].sentences
 
 
 @pytest.mark.parametrize(
@@ -227,4 +227,4 @@ def test_without_what_a_reset_needs_layers_are_left_out_and_the_rest_is_compared
         assert reasons.keys() == {"tokens", "stack.0", "stack.1", "head"}
         assert all("has no FSDPParamGroup._of_another_release" in each for each in reasons.values())
         agreed = {each.surface for each in found.records if each.status == "agree"}
-        assert {"optimizer/param", "optimizer/reproduced", "state/at_rest"} <= agreed
+        assert {"optimizer/param", "optimizer/reproduced", "state/owned"} <= agreed

@@ -62,11 +62,11 @@ def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Told
 )
 def test_training_is_bitwise_the_same_and_everything_is_checked(trial: Trial, tmp_path: Path):
     has_copies = not trial.sharded or len(trial.shape) == 3
-    state = COPIES if has_copies else {"state/at_rest"}
+    state = COPIES if has_copies else {"state/owned"}
     for same, found in run_ranks(with_and_without, trial.ranks, trial, tmp_path, timeout=300):
         assert same
         assert (found.failures, found.sentences, found.unchecked) == ([], [], set())
-        assert found.agreed == LAYERS | UPDATES | state | {"transfers/received"}
+        assert found.agreed == LAYERS | UPDATES | state | {"process_groups/received"}
         assert found.certified == trial.steps
         assert found.between == ((DTensor,) if trial.style == "distributed" else (torch.Tensor,))
 

@@ -18,7 +18,7 @@ from torchscout.faults.plan import FaultPlan
 from torchscout.replay.recipes.process_groups import CommunicationLog, GroupUse
 
 REPLICAS, STAGES = Job(replica=2, pipeline=3), Job(replica=3, pipeline=2)
-ONLY = ReplayConfig(interval=1, recipes=("transfers",), baseline=BaselineConfig(warmup=3))
+ONLY = ReplayConfig(interval=1, recipes=("process_groups",), baseline=BaselineConfig(warmup=3))
 SLOW = range(3, 9)
 
 
@@ -48,8 +48,8 @@ def test_every_group_of_training_is_tried_and_training_is_the_same(six: LiveRank
     for plain, told in zip(alone, watched, strict=True):
         assert told.weights.equal(plain.weights)
         assert (told.incidents, told.failures, told.unchecked) == ([], [], {})
-        assert "transfers/received" in told.agreed
-        assert timed(told) == {"time/transfers_all_reduce@replica", "time/transfers_send@pipeline"}
+        assert "process_groups/received" in told.agreed
+        assert timed(told) == {"time/process_groups_all_reduce@replica", "time/process_groups_send@pipeline"}
 
 
 def test_slow_gradients_name_their_replicas_among_those_of_other_stages(six: LiveRanks, tmp_path: Path):
@@ -93,7 +93,7 @@ def test_a_group_that_is_the_whole_job_is_held_against_its_own_past(six: LiveRan
     faults = slow(tuple(range(6)), "all_reduce@default_pg", "replica", range(6, 12))
     told = six.ask((Job(replica=6, steps=10, replay=ONLY, faults=faults), tmp_path), 60)
     assert found(told) == {("straggler", "job", ())}
-    assert "time/transfers_all_reduce@replica" in told[0].incidents[0].sentence
+    assert "time/process_groups_all_reduce@replica" in told[0].incidents[0].sentence
 
 
 def test_what_arrives_wrong_names_the_receiver(six: LiveRanks, tmp_path: Path):
@@ -102,13 +102,13 @@ def test_what_arrives_wrong_names_the_receiver(six: LiveRanks, tmp_path: Path):
     told = six.ask((replace(STAGES, faults=faults, replay=ONLY), tmp_path), 60)
     assert told[3].fired > 0
     assert found(told) == {("sdc", "rank", (3,))}
-    assert {each.surface for each in told[0].incidents[0].records} == {"transfers/received"}
+    assert {each.surface for each in told[0].incidents[0].records} == {"process_groups/received"}
 
 
 def test_a_line_that_only_one_end_knows_is_left_alone(six: LiveRanks, tmp_path: Path):
     for told in six.ask((replace(STAGES, anyone=True, steps=3), tmp_path), 60):
         assert (told.incidents, told.failures, told.unchecked) == ([], [], {})
-        assert timed(told) == {"time/transfers_all_reduce@replica"}
+        assert timed(told) == {"time/process_groups_all_reduce@replica"}
 
 
 def test_a_job_that_says_nothing_is_certified_all_the_same(six: LiveRanks, tmp_path: Path):

@@ -42,7 +42,7 @@ def train(rank: int, kind: type[Moody], steps: int, run_dir: Path) -> tuple[int,
     session = enable_resiliency(
         model,
         optimizer,
-        replay=ReplayConfig(interval=1, recipes=("census",)),
+        replay=ReplayConfig(interval=1, recipes=("replicated_state",)),
         observer=None,
         checkpoint=CheckpointConfig(run_dir / "checkpoints", persist_every=100),
         run_dir=run_dir,

@@ -28,7 +28,7 @@ def test_a_flip_that_the_next_update_overwrites_names_its_rank_and_is_not_certif
     assert [each.has_flipped for each in found] == [False, False, True]
     (incident,) = found[0].incidents
     assert (incident.scope.value, incident.ranks, incident.step) == ("rank", (2,), 15)
-    assert {each.surface for each in incident.records} == {"state/at_rest"}
+    assert {each.surface for each in incident.records} == {"state/owned"}
     for each in found:
         assert each.failures == []
         # Before step 11 the flip may have come before what was captured after step 10 was copied.

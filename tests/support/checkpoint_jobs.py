@@ -450,9 +450,9 @@ def _attached(plan: Plan, work: Work, optimizer: torch.optim.Optimizer) -> Sessi
     checkpoint = CheckpointConfig(
         plan.directory,
         persist_every=plan.persist_every,
-        keep=plan.keep,
-        recipes=plan.recipes,
-        sweep=plan.sweep,
+        keep_verified=plan.keep,
+        checks_per_cycle=plan.recipes,
+        verify_on_resume=plan.sweep,
         timeout_seconds=plan.timeout_seconds,
         **({} if plan.job is None else {"job": plan.job}),
     )

@@ -12,7 +12,7 @@ __all__ = ["ALL", "REMEMBERED", "is_named", "is_the_jobs", "slow"]
 
 ALL = tuple(range(6))
 """Of two groups that differ both are named; in these jobs they are all there is."""
-REMEMBERED = ReplayConfig(interval=1, recipes=("transfers",), baseline=BaselineConfig(warmup=3))
+REMEMBERED = ReplayConfig(interval=1, recipes=("process_groups",), baseline=BaselineConfig(warmup=3))
 """What is slow is held against few steps."""
 
 
@@ -38,4 +38,4 @@ def is_the_jobs(operation: str, told: Sequence[Findings]) -> None:
     assert min(each.fired for each in told) > 3
     (incident,) = {each.sentence: each for one in told for each in one.incidents}.values()
     assert (incident.manifestation.value, incident.scope.value, incident.ranks) == ("straggler", "job", ())
-    assert f"time/transfers_{operation}@" in incident.sentence
+    assert f"time/process_groups_{operation}@" in incident.sentence

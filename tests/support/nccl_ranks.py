@@ -103,7 +103,7 @@ def is_silent(seen: Seen, layers: tuple[str, ...]) -> None:
     replay = seen.status["replay"]
     assert (replay["checks"], replay["certified"]) == (STEPS // 2, STEPS), replay
     assert {f"{layer}/output" for layer in layers} <= seen.agreed, (replay["not_checked"], seen.unchecked)
-    assert {"optimizer/update", "state/at_rest"} <= seen.agreed, (replay["not_checked"], seen.unchecked)
+    assert {"optimizer/update", "state/owned"} <= seen.agreed, (replay["not_checked"], seen.unchecked)
 
 
 def has_named(told: list[Seen], rank: int, manifestation: str) -> Incident:

@@ -139,7 +139,7 @@ class Stage(nn.Module):
 def surfaces_on(layout: Layout, rank: int) -> set[str]:
     """What must be compared on a rank: every part of every stage it has, its state, its updates."""
     wanted = {"optimizer/param", "optimizer/reproduced"}
-    wanted |= {"state/at_rest"} if layout.is_sharded else {"state/parameters", "state/optimizer"}
+    wanted |= {"state/owned"} if layout.is_sharded else {"state/parameters", "state/optimizer"}
     for chunk, place in enumerate(layout.stages_on(layout.position_of(rank))):
         prefix = "" if layout.chunks == 1 else f"{chunk}."
         stage = Stage(place, layout.chunks * STAGES)

@@ -12,8 +12,13 @@ from torchscout.config import CheckpointConfig
 
 def test_a_folder_is_all_that_is_needed(tmp_path: Path):
     config = CheckpointConfig(tmp_path)
-    assert (config.memory_budget, config.replicate, config.persist_every, config.keep) == (None, True, 10, 1)
-    assert CheckpointConfig(str(tmp_path), memory_budget=1, persist_every=1, keep=0)
+    assert (config.memory_budget, config.replicate, config.persist_every, config.keep_verified) == (
+        None,
+        True,
+        10,
+        1,
+    )
+    assert CheckpointConfig(str(tmp_path), memory_budget=1, persist_every=1, keep_verified=0)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_what_a_rank_alone_holds_shows_in_its_own_evidence():
             .flip_bit(rank=1, at="layer.2/weight.exp_avg", step=7, bit=1)
             .truth(Mesh.grid(shard=size))
         )
-        assert told == (GroundTruth(SDC, (1,), Scope.RANK, "state/at_rest", ONE),)
+        assert told == (GroundTruth(SDC, (1,), Scope.RANK, "state/owned", ONE),)
 
 
 def test_wrong_ranks_at_one_place_are_one_finding_and_half_of_them_nobody():

@@ -158,9 +158,9 @@ def test_another_rank_is_news():
 
 
 def test_whoever_differs_from_what_is_known_to_be_right_is_named_whatever_others_have():
-    at_rest = [Comparison("state/at_rest", Mode.STATE, expected=1)]
-    assert judged([1, 1, 1, 1], comparisons=at_rest)["state/at_rest"].scope is None
-    found = judged([5, 1, 5, 5], comparisons=at_rest)["state/at_rest"]
+    at_rest = [Comparison("state/owned", Mode.STATE, expected=1)]
+    assert judged([1, 1, 1, 1], comparisons=at_rest)["state/owned"].scope is None
+    found = judged([5, 1, 5, 5], comparisons=at_rest)["state/owned"]
     assert (found.scope, found.ranks) == (Scope.RANK, (0, 4, 6))
-    found = judged([5, POISON, POISON, 1], comparisons=at_rest)["state/at_rest"]
+    found = judged([5, POISON, POISON, 1], comparisons=at_rest)["state/owned"]
     assert (found.scope, found.ranks, found.peers) == (Scope.RANK, (0,), (0, 6))

@@ -20,7 +20,7 @@ def run(rotation: Rotation, steps: range) -> dict[int, list[Due]]:
 
 
 def test_each_recipe_has_its_own_interval_and_goes_through_its_own_targets():
-    rotation = Rotation({"layer": 3, "census": 1}, {"layer": 2, "census": 5})
+    rotation = Rotation({"layer": 3, "replicated_state": 1}, {"layer": 2, "replicated_state": 5})
     found = run(rotation, range(1, 11))
     assert [(step, due.target) for step in found for due in found[step] if due.kind == "layer"] == [
         (2, 0),
@@ -29,7 +29,7 @@ def test_each_recipe_has_its_own_interval_and_goes_through_its_own_targets():
         (8, 0),
         (10, 1),
     ]
-    assert [step for step in found if Due("census", 0) in found[step]] == [5, 10]
+    assert [step for step in found if Due("replicated_state", 0) in found[step]] == [5, 10]
     assert rotation.rounds == 6  # steps 2, 4, 5, 6, 8 and 10, where both are one check
 
 
@@ -54,7 +54,7 @@ def test_a_recipe_without_targets_here_is_due_all_the_same():
 
 
 def test_other_intervals_hold_from_the_step_they_are_set_at():
-    rotation = Rotation({"layer": 2, "census": 1}, {"layer": 10, "census": 10})
+    rotation = Rotation({"layer": 2, "replicated_state": 1}, {"layer": 10, "replicated_state": 10})
     run(rotation, range(1, 11))
     rotation.change({"layer": 3}, 2, 10)
     found = run(rotation, range(11, 30))
@@ -63,14 +63,14 @@ def test_other_intervals_hold_from_the_step_they_are_set_at():
 
 
 def test_a_cadence_that_changes_often_puts_nobody_off():
-    rotation = Rotation({"layer": 2, "census": 1}, {"layer": 4, "census": 1})
+    rotation = Rotation({"layer": 2, "replicated_state": 1}, {"layer": 4, "replicated_state": 1})
     found = []
     for step in range(1, 40):
         due = [each.kind for each in rotation.due(step)]
         if due:
             found += [step] if "layer" in due else []
             rotation.finished(step)
-            rotation.change({"layer": 4, "census": 1}, 1 + step % 2, step)
+            rotation.change({"layer": 4, "replicated_state": 1}, 1 + step % 2, step)
     assert len(found) >= 4
     assert all(after - before <= 9 for before, after in itertools.pairwise(found))
 
@@ -109,7 +109,7 @@ def test_without_a_budget_or_without_measurements_intervals_stay():
         ({"variants": ()}, "finite factors"),
         ({"variants": (1.0, float("nan"))}, "finite factors"),
         ({"variants": (1.0, 1.0)}, "differ from each other"),
-        ({"budget": 1.5}, "between 0 and 1, got 1.5"),
+        ({"max_overhead": 1.5}, "between 0 and 1, got 1.5"),
         ({"timeout_seconds": 0}, "positive and finite"),
     ],
 )
@@ -119,5 +119,8 @@ def test_a_wrong_setting_is_refused_with_its_value(settings: dict, message: str)
 
 
 def test_recipes_may_have_their_own_intervals():
-    assert ReplayConfig(interval=7, recipes=("layer", "census")).intervals == {"layer": 7, "census": 7}
+    assert ReplayConfig(interval=7, recipes=("layer", "replicated_state")).intervals == {
+        "layer": 7,
+        "replicated_state": 7,
+    }
     assert ReplayConfig(recipes={"layer": 5}).intervals == {"layer": 5}

@@ -54,7 +54,10 @@ def recipes_for(
     builder = _Builder(adapter, mesh, rank, config.watch_budget)
     groups = ProcessGroupRecipe(exchange, builder.device)
     if structure is None:
-        recipes = [builder.watched("census", {**adapter.parameters(), **adapter.owned_state()}), groups]
+        recipes = [
+            builder.watched("replicated_state", {**adapter.parameters(), **adapter.owned_state()}),
+            groups,
+        ]
     else:
         recipes = [*builder.dense(structure, experts), groups, *builder.sparse(experts, shapes)]
     return [recipe for recipe in recipes if recipe.kind in config.intervals]
@@ -99,7 +102,7 @@ class _Builder:
         layers = without_experts(structure.layers, experts) if is_spread else structure.layers
         owned, is_sharded = adapter.owned_state(), self._is_owned(LayerKind.DENSE)
         recipes = [
-            self._state("census", {**shared, **owned} if is_sharded else shared, LayerKind.DENSE),
+            self._state("replicated_state", {**shared, **owned} if is_sharded else shared, LayerKind.DENSE),
             self._modules("embedding", structure.embeddings),
             self._modules("layer", layers),
             self._modules("output", structure.outputs),
@@ -107,7 +110,7 @@ class _Builder:
         ]
         if not is_sharded:
             owned_experts = adapter.owned_state(LayerKind.EXPERT) if is_spread else {}
-            recipes.append(self._at_rest({**owned, **owned_experts}, {**shared, **of_experts}))
+            recipes.append(self._owned_state({**owned, **owned_experts}, {**shared, **of_experts}))
         return recipes
 
     def sparse(
@@ -128,7 +131,7 @@ class _Builder:
                 expert_parameters(self._adapter, experts),
                 self._adapter.owned_state(LayerKind.EXPERT),
             )
-            yield self._state("expert_census", own, LayerKind.EXPERT)
+            yield self._state("expert_state", own, LayerKind.EXPERT)
             yield self._updates("expert_optimizer", owned or own, LayerKind.EXPERT, owned=bool(owned))
             yield AllToAllRecipe(mesh.ranks_along("expert", self._rank, LayerKind.EXPERT), self.device)
 
@@ -157,7 +160,7 @@ class _Builder:
             state, self._optimizers, kind, role, budget=self._budget, copies=copies, passes=passes
         )
 
-    def _at_rest(self, owned: _Parameters, shared: _Parameters) -> Recipe:
+    def _owned_state(self, owned: _Parameters, shared: _Parameters) -> Recipe:
         """State that only this rank holds: ``owned`` according to the adapter, or learned to be."""
         owned_surfaces, shared_surfaces = _inverted(owned), _inverted(shared)
 
@@ -173,7 +176,7 @@ class _Builder:
         return OwnedStateRecipe(
             state,
             self._optimizers,
-            "at_rest",
+            "owned_state",
             budget=self._budget,
             is_learned=lambda: bool(
                 owned

@@ -72,7 +72,9 @@ class Job:
     def replay(self) -> ReplayConfig:
         """Replay experts only, shape by shape. A perturbed kernel is another program, and slower."""
         straggler = StragglerConfig(min_slowdown_ms=_NEVER_SLOW_MS) if self.is_kernel else StragglerConfig()
-        return ReplayConfig(interval=1, recipes=("experts",), catalog=self.catalog, straggler=straggler)
+        return ReplayConfig(
+            interval=1, recipes=("experts",), expert_catalog=self.catalog, straggler=straggler
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torchscout.decision.straggler.localization import Group, localize, undecide
 from torchscout.faults.effects import CallEffect, Signal, Skip, StayInside, Swap
 from torchscout.faults.fault import BACKWARD, Fault, FaultSite, Shown, SiteKind
 from torchscout.mesh import AXES, Axis, LayerKind, Mesh, PeerGroup
-from torchscout.replay.recipes.owned_state import AT_REST
+from torchscout.replay.recipes.owned_state import OWNED_STATE
 
 __all__ = ["GroundTruth", "axis_of", "peers_of", "surface_of", "truths"]
 
@@ -76,7 +76,7 @@ def _surface_of_number(place: FaultSite, mesh: Mesh) -> Surface:
             raise ValueError(
                 f"a wrong gradient of {place.tensor} cannot be detected: only its owner has that shard of it"
             )
-        return AT_REST if place.slot else "optimizer/update"
+        return OWNED_STATE if place.slot else "optimizer/update"
     slot = "" if place.slot in ("", "grad") else f".{place.slot}"  # a wrong gradient makes a wrong weight
     return f"{module}/{place.name}{slot}"
 
@@ -155,7 +155,7 @@ def _wrong(faults: Sequence[Fault], mesh: Mesh) -> GroundTruth:
     """A strict majority shows which ranks are wrong; owned state that must not change shows by itself."""
     first, peers = faults[0], peers_of(faults[0], mesh).ranks
     ranks, surface = _ranks(faults), surface_of(faults[0], mesh)
-    if 2 * len(ranks) >= len(peers) and surface != AT_REST:
+    if 2 * len(ranks) >= len(peers) and surface != OWNED_STATE:
         scope, ranks = Scope.PEER_GROUP, peers
     else:
         hosts = {mesh.host_of(rank) for rank in ranks}

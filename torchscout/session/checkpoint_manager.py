@@ -210,7 +210,7 @@ class CheckpointManager:
         gate = self._previous_run.gate
         try:
             decision, wanted = self._previous_run.chosen()
-            decision = replace(decision, is_swept=decision.is_swept and self._config.sweep)
+            decision = replace(decision, is_swept=decision.is_swept and self._config.verify_on_resume)
             loaded = load_first_usable(gate, decision, wanted, self._load, sweep)
         except UnavailableError as error:
             reason = f"{str(error).rstrip('.')}."
@@ -267,8 +267,8 @@ class CheckpointManager:
 
     def _configured(self, gate: CheckpointGate) -> CheckpointGate:
         config = self._config
-        recipes = self._coverage.recipes or config.recipes
-        return replace(gate, recipes=recipes, persist_every=config.persist_every, keep=config.keep)
+        recipes = self._coverage.recipes or config.checks_per_cycle
+        return replace(gate, recipes=recipes, persist_every=config.persist_every, keep=config.keep_verified)
 
     def status(self) -> Mapping[str, Any]:
         self._problems.add(self._writer.problems())
@@ -338,7 +338,7 @@ class CheckpointManager:
         expected = training_state.expected_bytes(self._state())
         allowed = check_budget(expected, copies, config.memory_budget, self._memory)
         # What is left even if the state turns out to be twice as large as expected.
-        self.saved_calls.limit = max(0, allowed // copies - 2 * expected) if config.sweep else 0
+        self.saved_calls.limit = max(0, allowed // copies - 2 * expected) if config.verify_on_resume else 0
         self._snapshots = Snapshots(
             self._memory,
             job.rank,

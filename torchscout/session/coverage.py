@@ -32,7 +32,7 @@ _BETWEEN = "Wrong numbers between two checks are found if they leave a trace in 
 _MOST_REASONS = 3
 NO_CATALOG = (
     "Experts are replayed only with as many rows as training happens to route to them; `scout discover` "
-    "makes a catalog of shapes for ReplayConfig(catalog=...)"
+    "makes a catalog of shapes for ReplayConfig(expert_catalog=...)"
 )
 
 

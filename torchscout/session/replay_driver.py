@@ -31,7 +31,7 @@ from torchscout.replay.recipe import ABSENT, Comparison, Mode, Recipe
 from torchscout.replay.recipes.experts import ExpertsRecipe
 from torchscout.replay.recipes.layer import LayerRecipe
 from torchscout.replay.recipes.optimizer import OptimizerRecipe
-from torchscout.replay.recipes.owned_state import AT_REST, OwnedStateRecipe
+from torchscout.replay.recipes.owned_state import OWNED_STATE, OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.replay.replayer import Findings, Replayer
 from torchscout.replay.schedule import OverheadBudget, Rotation
@@ -44,14 +44,14 @@ from torchscout.session.resumption import SweepReport
 
 __all__ = ["ReplayDriver", "ReplayParts"]
 
-CENSUS = ("census", "expert_census")
+STATE_RECIPES = ("replicated_state", "expert_state")
 """The recipes that compare replicated state."""
 EXPERTS = "experts"
 """The recipe that goes through a catalog of shapes; only an accepted check advances it."""
 CAPTURED = "state/checkpoint"
 """The surface of the replicated state that was captured for checkpoints."""
 _SWEPT = {Outcome.HEALTHY: SweepResult.CLEAN, Outcome.SDC: SweepResult.SDC}
-_CHANGEABLE = {"interval", "recipes", "variants", "budget"}
+_CHANGEABLE = {"interval", "recipes", "variants", "max_overhead"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,13 +212,13 @@ class ReplayDriver:
         live = [each for each in records if each.surface != CAPTURED]
         outcome = outcome_of(live, slow.incidents, findings.targets, self._config.require)
         if outcome.accepted and (unwatched := self._unwatched()) is not None:
-            self._held_up[AT_REST] = unwatched
+            self._held_up[OWNED_STATE] = unwatched
             return Outcome.NOT_CHECKED
         return outcome
 
     def _certify(self, step: int, outcome: Outcome, *, differs: bool, counts: bool) -> None:
         """Vote with all ranks on the outcome, move the gate, and agree on the settings of the next check."""
-        stretch = self._budget.stretch(min(self._config.intervals.values()), self._config.budget)
+        stretch = self._budget.stretch(min(self._config.intervals.values()), self._config.max_overhead)
         changes = self._requested_changes if self._rank == 0 else 0
         votes = self._certifier.votes(outcome, differs=differs)
         own = _Ballot(SEVERITY.index(outcome), found=len(self._found), stretch=stretch, changes=changes)
@@ -231,7 +231,9 @@ class ReplayDriver:
         if agreed.changes > self._adopted_changes:
             self._adopted_changes = agreed.changes
             self._adopt(self._communicators.from_rank_0(_changeable(self._requested_config)))
-        self._rotation.change(self._config.intervals, agreed.stretch if self._config.budget else 1, step)
+        self._rotation.change(
+            self._config.intervals, agreed.stretch if self._config.max_overhead else 1, step
+        )
 
     def sweep(self, step: int, everything: bool) -> SweepReport:
         """Compare the state that was just loaded for this step, and replay ``everything`` on it if asked to.
@@ -239,7 +241,9 @@ class ReplayDriver:
         Incidents are reported as in any check. Every rank makes this call.
         """
         self._replayer.abandon()
-        recipes = self._recipes if everything else [each for each in self._recipes if each.kind in CENSUS]
+        recipes = (
+            self._recipes if everything else [each for each in self._recipes if each.kind in STATE_RECIPES]
+        )
         findings = sweep(self._replayer, recipes, self._peers, step)
         outcome = self._guard(lambda: self._conclude(findings, None)) or Outcome.NOT_CHECKED
         differing = [each.mode for each in findings.records if each.scope is not None and not each.layer]
@@ -286,7 +290,7 @@ class ReplayDriver:
             "covered": self.covered().to_json(),
             "watched": min((each.share for each in self._owned_state), default=None),
             "share": share,
-            "budget": self._config.budget,
+            "max_overhead": self._config.max_overhead,
         }
 
     def covered(self) -> Covered:
@@ -310,7 +314,7 @@ class ReplayDriver:
 
     def _learn_ownership(self) -> None:
         """Compare state before the first update: what differs already is owned by its rank."""
-        recipes = [each for each in self._recipes if each.kind in CENSUS]
+        recipes = [each for each in self._recipes if each.kind in STATE_RECIPES]
         self._ownership.is_before_training = True
         try:
             sweep(self._replayer, recipes, self._peers, 0)
@@ -404,13 +408,16 @@ class ReplayDriver:
     def _adopt(self, changed: Mapping[str, Any]) -> None:
         variants = tuple(changed["variants"])
         self._config = replace(
-            self._config, recipes=changed["intervals"], variants=variants, budget=changed["budget"]
+            self._config,
+            recipes=changed["intervals"],
+            variants=variants,
+            max_overhead=changed["max_overhead"],
         )
         self._replayer.variants = variants
 
     def _now(self) -> float:
         """The time; with a budget, not before the device has finished the work of training."""
-        if self._config.budget is not None and self._device.type == "cuda":
+        if self._config.max_overhead is not None and self._device.type == "cuda":
             torch.cuda.synchronize()
         return time.monotonic()
 
@@ -428,4 +435,8 @@ def _keep_common(recipes: Sequence[Recipe], peers: Callable[[LayerKind, bool], P
 
 
 def _changeable(config: ReplayConfig) -> dict[str, Any]:
-    return {"intervals": config.intervals, "variants": list(config.variants), "budget": config.budget}
+    return {
+        "intervals": config.intervals,
+        "variants": list(config.variants),
+        "max_overhead": config.max_overhead,
+    }

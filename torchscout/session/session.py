@@ -204,7 +204,7 @@ class Session:
         self._monitor.observer.change(**settings)
 
     def change_replay(self, **settings: Any) -> None:
-        """Change ``interval``, ``recipes``, ``variants`` or ``budget`` of replay while the job runs.
+        """Change ``interval``, ``recipes``, ``variants`` or ``max_overhead`` of replay while the job runs.
 
         Rank 0's settings apply to all ranks, from the end of the next check on.
         """

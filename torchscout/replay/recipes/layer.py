@@ -38,7 +38,7 @@ from torchscout.replay.timing import timed
 
 __all__ = ["LayerRecipe", "LayerReplay"]
 
-_TIE = "replicas hold different shards, which the census of all state compares"
+_TIE = "replicas hold different shards, which the comparison of all state covers"
 """Ranks of one replica gather from its own shards, so that equally many may gather one version as another."""
 
 

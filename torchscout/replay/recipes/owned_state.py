@@ -37,11 +37,11 @@ from torchscout.replay.recipes.rest_window import Pace, Window, size_of
 from torchscout.replay.recipes.working_copies import CopyWatch, WorkingCopies
 from torchscout.utils.reentrancy import in_own_work
 
-__all__ = ["AT_REST", "UNCHANGED", "OwnedStateRecipe"]
+__all__ = ["OWNED_STATE", "UNCHANGED", "OwnedStateRecipe"]
 
 UNCHANGED = signed(xxhash.xxh3_64_intdigest(b"torchscout: what this rank holds has not changed"))
 """In place of a signature: all bytes are the same before this update as after the previous one."""
-AT_REST = "state/at_rest"
+OWNED_STATE = "state/owned"
 _UNREADABLE = (ReplayError, ValueError, RuntimeError)
 _State = Callable[[], Mapping[Surface, torch.Tensor]]
 _Tensors = dict[Surface, tuple[torch.Tensor, torch.Tensor]]
@@ -55,7 +55,7 @@ class OwnedStateRecipe(Recipe):
         self,
         state: _State,
         optimizers: Sequence[torch.optim.Optimizer],
-        kind: str = "census",
+        kind: str = "replicated_state",
         role: LayerKind = LayerKind.DENSE,
         *,
         budget: float | None = None,
@@ -281,12 +281,12 @@ class _OwnedStateReplay(Replay):
         self._recipe.conclude(self._changed)
 
     def comparisons(self) -> list[Comparison]:
-        return [Comparison(AT_REST, Mode.STATE, expected=UNCHANGED)] if self._is_watched else []
+        return [Comparison(OWNED_STATE, Mode.STATE, expected=UNCHANGED)] if self._is_watched else []
 
     def observe(self, seen: Observation) -> None:
         words = "\n".join(f"{step} {name}" for step, name in self._changed)
         wrong = signed(xxhash.xxh3_64_intdigest(words.encode()))
-        seen.signatures[AT_REST] = wrong if self._changed else UNCHANGED
+        seen.signatures[OWNED_STATE] = wrong if self._changed else UNCHANGED
 
     def release(self) -> None:
         self._changed = []

@@ -183,7 +183,7 @@ def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int, group: dist.Pro
         work.wait()
 
 
-RECEIVED = "transfers/received"
+RECEIVED = "process_groups/received"
 _AS_SENT = signed(xxhash.xxh3_64_intdigest(b"torchscout: what was sent has arrived"))
 """In place of a signature: all data arrived unchanged."""
 
@@ -191,8 +191,8 @@ _AS_SENT = signed(xxhash.xxh3_64_intdigest(b"torchscout: what was sent has arriv
 class ProcessGroupRecipe(Recipe):
     """All process groups that training used in the step at whose end it is due."""
 
-    kind = "transfers"
-    targets = ("transfers",)
+    kind = "process_groups"
+    targets = ("process_groups",)
     is_required = False
 
     def __init__(self, job: JobExchange, device: torch.device) -> None:

@@ -53,7 +53,7 @@ class ReplicatedStateRecipe(Recipe):
     def __init__(
         self,
         state: State,
-        kind: str = "census",
+        kind: str = "replicated_state",
         role: LayerKind = LayerKind.DENSE,
         ownership: Ownership | None = None,
     ) -> None:
