@@ -110,7 +110,8 @@ def test_a_rank_that_is_late_inside_a_check_does_not_end_training(tmp_path: Path
     seen = run_ranks(late_in_a_check, RANKS, tmp_path, timeout=100, backend="nccl")
     assert has_fired(tmp_path)
     assert [each.steps for each in seen] == [STEPS] * RANKS
-    assert only_incident(tmp_path).ranks == (CULPRIT,)
+    # It is late in the check, and once its peers have left that, in training.
+    assert {each.ranks for each in incidents(tmp_path)} == {(CULPRIT,)}
 
 
 def test_a_rank_that_fails_inside_a_check_does_not_block_the_devices_of_other_ranks(tmp_path: Path):
