@@ -6,10 +6,11 @@ import copy
 import json
 import os
 import random
+import resource
 import signal
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 __all__ = ["MUTANTS", "bytes_mutant", "document_mutant", "text_mutant", "tried"]
@@ -35,14 +36,26 @@ def tried(
 
     ``corpus``: seeds that failed once, and are tried whatever the number of inputs is.
     """
-    tracemalloc.start()
-    try:
+    with _limited_memory():
         for seed in (*corpus, *range(MUTANTS)):
             with suppress(*documented), _watched(seed):
                 attempt(random.Random(seed))
-        assert tracemalloc.get_traced_memory()[1] < _MOST_BYTES
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Let this process allocate ``_MOST_BYTES`` more than it has; beyond that it gets a ``MemoryError``.
+
+    A limit of the system costs nothing, where ``tracemalloc`` would take most of the time.
+    """
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    now = 1024 * int(status["VmData"].split()[0])
+    resource.setrlimit(resource.RLIMIT_DATA, (now + _MOST_BYTES, before[1]))
+    try:
+        yield
     finally:
-        tracemalloc.stop()
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 @contextmanager
