@@ -91,7 +91,6 @@ def enable_resiliency(
     show_by_default()
     if is_off():
         return Off()
-    _require_private_names()
     adapter = _adapter(model, optimizer, parallelism)
     structure, experts = _require_valid(adapter, replay, checkpoint)
     with ExitStack() as undo:
@@ -148,6 +147,7 @@ class _Base:
 
 
 def _adapter(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None) -> Adapter:
+    _require_private_names()
     if not dist.is_initialized():
         raise ValueError("call torch.distributed.init_process_group() before enable_resiliency()")
     adapter = adapter_for(model, optimizer, parallelism)

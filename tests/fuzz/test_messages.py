@@ -347,7 +347,7 @@ class _Sending:
         self.size = self.path.stat().st_size
         self.now = 0.0
         self.outbox = ReplicaSender(
-            lambda: wire.connect(self.context, TOKEN, 0, ("127.0.0.1", port)), "rank 1", patience=1e9
+            lambda: wire.connect(self.context, TOKEN, 0, ("127.0.0.1", port)), "rank 1", timeout=1e9
         )
         self.outbox.put(self.path)
         self.transfer = self.offered()

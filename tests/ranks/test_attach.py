@@ -257,7 +257,7 @@ def test_scout_status_tells_where_every_rank_stands(tmp_path: Path):
         [scout, "status", tmp_path / "none"], capture_output=True, text=True, check=False
     )
     assert nothing.returncode == 2
-    assert "holds no job" in nothing.stderr
+    assert "is not the run directory of a job" in nothing.stderr
 
 
 SCRIPT = """

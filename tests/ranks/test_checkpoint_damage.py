@@ -159,7 +159,7 @@ def test_a_replicas_identical_tensor_takes_the_place_of_a_damaged_one(left: Left
     """Every copy of rank 1's step 9 is damaged, and rank 0 has the same parameters and optimizer state."""
     lost = spoil(left.copies(1, STEPS), FlipTensorBit(part))
     problems = left.went_on(STEPS, ("memory", "memory"))
-    assert lost.is_told_by(problems), problems
+    assert lost.is_reported_in(problems), problems
     said = f"1 damaged tensor of rank 1's state at step {STEPS} was replaced with identical bytes from rank 0"
     assert said in problems
 

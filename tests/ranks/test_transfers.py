@@ -39,7 +39,7 @@ def found(told: list[Told]) -> set[tuple[str, str, tuple[int, ...]]]:
 
 
 def timed(told: Told) -> set[str]:
-    return {each.surface for each in told.records if each.surface.startswith("time/transfers")}
+    return {each.surface for each in told.records if each.surface.startswith("time/process_groups")}
 
 
 @pytest.mark.parametrize("job", [REPLICAS, STAGES], ids=["three stages", "two stages"])

@@ -105,11 +105,11 @@ def test_devices_of_untimed_dumps_are_not_told(tmp_path: Path):
     [
         (b"", "it is empty"),
         (b"   \n", "it is empty"),
-        (b'{"entries": [', "it is not whole JSON"),
+        (b'{"entries": [', "invalid JSON"),
         (b'{"entries": 3}', "entries must be a list"),
         (b"[1, 2]", "a dump is a dictionary"),
         (b"{}", "not a dump of the Flight Recorder"),
-        (b"\x80\x02}q\x00(X\x07", "it ends too soon"),
+        (b"\x80\x02}q\x00(X\x07", "it is incomplete or damaged"),
         (b"hello", "damaged"),
         (pickle.dumps(os.getcwd), "could run any code"),
         (b"[" * 200_000, "nested too deeply"),

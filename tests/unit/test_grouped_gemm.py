@@ -36,9 +36,9 @@ PERTURBED = (18, 20, (0, 7, 18), 2)
 
 
 def run_cases() -> dict[str, Any]:
-    from torchscout.campaign.moe import hasten
+    from torchscout.campaign.moe import speed_up_interpreter
 
-    hasten()
+    speed_up_interpreter()
     return {
         "cases": {name: run_case(*case) for name, case in CASES.items()},
         "regimes": run_regimes(),

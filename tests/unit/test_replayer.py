@@ -252,7 +252,7 @@ def test_all_that_is_compared_shares_few_exchanges():
     ranks = job(variants=(1.0, 0.1))
     checked(ranks)
     # The descriptions, the vote, one tensor, the evidence of all variants, who differs.
-    assert [rank.peers.exchanges for rank in ranks] == [5, 5, 5]
+    assert [rank.peers.exchanges for rank in ranks] == [6, 6, 6]
 
 
 def test_all_state_is_exchanged_in_full_only_where_it_differs():
@@ -273,7 +273,7 @@ def test_all_state_is_exchanged_in_full_only_where_it_differs():
             assert (sum_of_all.surface, sum_of_all.status) == ("state/parameters", "agree")
             assert named(others) == ({} if wrong is None else {("w7", "state"): (2,)})
     # Descriptions, the vote, the evidence, who differs; then in detail, a second reading, and who was named.
-    assert found == {None: 4, 2: 4 + 1 + 2 + 1}
+    assert found == {None: 5, 2: 5 + 1 + 2 + 1}
 
 
 def test_a_rank_without_a_signature_has_all_state_exchanged_in_full():
@@ -336,7 +336,7 @@ def test_peers_that_are_not_the_whole_job_meet_before_each_replay():
         ranks = [Rank(peers, [Planned(peers.rank, kind=kind) for kind in kinds]) for peers in every]
         checked(ranks)
         counts[len(groups)] = {rank.peers.exchanges for rank in ranks}
-    assert counts == {1: {5}, 2: {5 + 2}}
+    assert counts == {1: {6}, 2: {6 + 2}}
 
 
 def test_where_nothing_is_due_nothing_is_exchanged():

@@ -125,7 +125,7 @@ def incident_of(*ranks: int) -> Incident:
         hosts=(),
         records=(record,),
         action=Action.RESTART,
-        sentence=f"ranks {ranks} are late",
+        sentence=f"Ranks {ranks} are late.",
     )
 
 
@@ -145,7 +145,7 @@ def test_ranks_that_timed_out_are_a_consequence_of_the_earlier_incident():
     assert reported.traced(incident_of(0, 1), posted()) is None
     traced = reported.traced(incident_of(0, 1), posted(0, 1))
     assert traced.ranks == (2,)
-    assert traced.sentence.endswith("the trainers of ranks 0 and 1 ended after waiting for too long")
+    assert traced.sentence.endswith("The trainers of ranks 0 and 1 ended after waiting for too long.")
     assert reported.report(traced, posted(0, 1))
     assert not reported.report(reported.traced(incident_of(0), posted(0, 1)), posted(0, 1)), "once"
 
