@@ -1,4 +1,4 @@
-"""Marks the variants of tests in ``slow_variants.txt`` as slow: ``make test`` has a quicker one of each."""
+"""Marks the tests in ``slow_variants.txt`` as slow: ``make test`` has a quicker one of the same kind."""
 
 from __future__ import annotations
 
