@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -362,7 +363,8 @@ def _kill(plan: Plan, doom: Doom) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         is_noted = [path.stat().st_mtime_ns for path in ledgers] != before  # just before it is captured
-        is_written = doom.during == "persist" and any(plan.directory.glob("step-*/.rank-*.writing"))
+        # Unlike Path.glob, glob does not raise when a folder that it reads is removed meanwhile.
+        is_written = doom.during == "persist" and glob(f"{plan.directory}/step-*/.rank-*.writing")  # noqa: PTH207
         if doom.during is None or (doom.during == "capture" and is_noted) or is_written:
             break
         time.sleep(0.0002)

@@ -69,8 +69,8 @@ def seal(
 
 
 def files(memory: Path) -> list[str]:
-    """All that lies in a folder, by name."""
-    return sorted(path.name for path in memory.rglob("*") if path.is_file())
+    """All that lies in a folder, by name; folders may be removed meanwhile, on which Path.rglob raises."""
+    return sorted(name for _, _, names in os.walk(memory) for name in names)
 
 
 class Rank:
