@@ -12,6 +12,7 @@ import torch
 
 from tests.support.nccl_ranks import (
     CHECKED,
+    EVERY_STEP,
     FAULTY_STEP,
     STALL,
     STEPS,
@@ -24,12 +25,11 @@ from tests.support.nccl_ranks import (
     started,
     went_on,
 )
-from torchscout.config import ObserverConfig, ReplayConfig
+from torchscout.config import ObserverConfig
 from torchscout.faults.plan import FaultPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3), needs("deepspeed")]
 LAYERS = ("stack.0", "stack.1")
-EVERY_STEP = ReplayConfig(interval=1)
 stages = pytest.mark.parametrize("stage", [1, 2, 3])
 
 

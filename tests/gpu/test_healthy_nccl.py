@@ -3,7 +3,7 @@ themselves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from tests.support.gpu_models import Variant, batch, parallel
+from tests.support.nccl_ranks import UNEVEN
 from tests.support.ranks import run_ranks
 from torchscout.attach import enable_resiliency
-from torchscout.config import BaselineConfig, ObserverConfig, ReplayConfig, StragglerConfig
+from torchscout.config import ObserverConfig, ReplayConfig
 
 pytestmark = pytest.mark.gpu
 VARIANTS = {
@@ -28,12 +29,7 @@ VARIANTS = {
 }
 RANKS = {name: 4 if variant.wrapper == "hsdp" else 3 for name, variant in VARIANTS.items()}
 INTERVAL = 5
-# Ranks that share a device do not share it evenly: one of them may really be slower for a while.
-REPLAY = ReplayConfig(
-    interval=INTERVAL,
-    straggler=StragglerConfig(min_slowdown_ms=1000.0),
-    baseline=BaselineConfig(min_slowdown_ms=1000.0),
-)
+REPLAY = replace(UNEVEN, interval=INTERVAL)
 
 
 @dataclass(frozen=True)

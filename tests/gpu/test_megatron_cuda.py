@@ -11,6 +11,7 @@ import torch
 
 from tests.support.nccl_ranks import (
     CHECKED,
+    EVERY_STEP,
     FAULTY_STEP,
     STALL,
     STEPS,
@@ -23,12 +24,11 @@ from tests.support.nccl_ranks import (
     started,
     went_on,
 )
-from torchscout.config import ObserverConfig, ReplayConfig
+from torchscout.config import ObserverConfig
 from torchscout.faults.plan import FaultPlan
 
 pytestmark = [pytest.mark.gpu, needs("megatron")]
 LAYERS = ("decoder.layers.0", "decoder.layers.1")
-EVERY_STEP = ReplayConfig(interval=1)
 
 
 def answering(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.support.nccl_ranks import UNEVEN
 from tests.support.ranks import run_ranks
 from tests.support.sharded_jobs import Failing
 from torchscout.attach import enable_resiliency
-from torchscout.config import ReplayConfig, StragglerConfig
 from torchscout.faults.effects import FlipBit
 
 # Ranks that share a device do not share it evenly: one of them may really be slower for a while.
-REPLAY = ReplayConfig(interval=1, straggler=StragglerConfig(min_slowdown_ms=1000.0))
+REPLAY = replace(UNEVEN, interval=1)
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(4)]
 STEPS, FLIPPED_AT, VOCABULARY, WIDTH = 12, 5, 96, 64
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.support.nccl_ranks import (
     CHECKED,
+    EVERY_STEP,
     FAULTY_STEP,
     STALL,
     STEPS,
@@ -25,12 +26,11 @@ from tests.support.nccl_ranks import (
     started,
     went_on,
 )
-from torchscout.config import ObserverConfig, ReplayConfig
+from torchscout.config import ObserverConfig
 from torchscout.faults.plan import FaultPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl(3), needs("torchtitan")]
 LAYERS = ("layers.0", "layers.1")
-EVERY_STEP = ReplayConfig(interval=1)
 
 
 def answering(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,16 @@ import pytest
 from tests.support.findings import Findings
 from tests.support.hangs import resolutions
 from tests.support.ranks import LiveRanks, RankError
-from torchscout.config import ObserverConfig, ReplayConfig
+from torchscout.config import BaselineConfig, ObserverConfig, ReplayConfig, StragglerConfig
 from torchscout.decision.record import Incident
 
 __all__ = [
     "CHECKED",
+    "EVERY_STEP",
     "FAULTY_STEP",
     "STALL",
     "STEPS",
+    "UNEVEN",
     "WATCHED",
     "NcclRanks",
     "Seen",
@@ -39,7 +41,11 @@ __all__ = [
 
 STEPS, FAULTY_STEP, STALL = 12, 6, 10.0
 """A stall outlasts the threshold by far, and ends: the job then goes on."""
-CHECKED = ReplayConfig(interval=2)
+# Ranks that share a device do not share it evenly: one of them may really be slower for a while.
+UNEVEN = ReplayConfig(
+    straggler=StragglerConfig(min_slowdown_ms=100.0), baseline=BaselineConfig(min_slowdown_ms=100.0)
+)
+CHECKED, EVERY_STEP = replace(UNEVEN, interval=2), replace(UNEVEN, interval=1)
 # Quick, for a hang that is there; a healthy job is watched as by default.
 WATCHED = ObserverConfig(
     min_silence_seconds=2.0, silence_multiple=2.0, startup_seconds=120.0, grace_seconds=8.0
