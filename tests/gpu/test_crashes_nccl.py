@@ -67,10 +67,12 @@ WATCHDOGS = {
     "without abort": (Hang("late_forward", timeout=5.0), WITHOUT_ABORT),
     "thirty seconds": (Hang("late_forward", timeout=30.0, stall=45.0), {}),
     "thirty seconds, without abort": (Hang("late_forward", timeout=30.0, stall=45.0), WITHOUT_ABORT),
+    "ten minutes, the default": (Hang("late_forward", timeout=600.0, stall=630.0), {}),
 }
+LONG = [pytest.param(case, marks=pytest.mark.slow) if "minutes" in case else case for case in WATCHDOGS]
 
 
-@pytest.mark.parametrize("case", WATCHDOGS)
+@pytest.mark.parametrize("case", LONG)
 def test_what_the_watchdog_of_nccl_does_is_not_blamed_on_victims(
     case: str, tmp_path: Path, alone: dict[str, str]
 ):
