@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -105,6 +106,35 @@ def test_closing_leaves_nothing_behind(tmp_path: Path):
     while any(Path(f"/proc/{pid}").exists() for pid in observers):
         assert time.monotonic() < deadline, "an observer is still there"
         time.sleep(0.1)
+
+
+def connections_after_close(rank: int, run_dir: Path) -> tuple[int, int]:
+    """Descriptors before a session with checks and checkpoints, and after it was closed."""
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    dist.all_reduce(torch.zeros(1))  # connections are made when they are used first
+    before = len(os.listdir("/proc/self/fd"))
+    session = enable_resiliency(
+        model,
+        optimizer,
+        replay=ReplayConfig(interval=1),
+        observer=None,
+        checkpoint=CheckpointConfig(run_dir / "checkpoints"),
+        run_dir=run_dir,
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+    session.close()
+    gc.collect()
+    assert session.failures == []
+    return before, len(os.listdir("/proc/self/fd"))
+
+
+def test_a_closed_session_holds_no_connections(tmp_path: Path):
+    for before, after in run_ranks(connections_after_close, 3, tmp_path):
+        assert after <= before
 
 
 def without_observer(rank: int, run_dir: Path) -> dict:

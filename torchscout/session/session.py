@@ -82,7 +82,10 @@ class Session:
 
     def __init__(self, parts: Parts) -> None:
         self.run_dir = parts.run_dir
-        self._parts, self._boundary, self._guarded = parts, parts.boundary, parts.boundary.guarded
+        # Parts that are closed are dropped, ``parts`` with them: SCOUT's process groups hold their connections
+        # for as long as something refers to them.
+        self._boundary, self._guarded = parts.boundary, parts.boundary.guarded
+        self._callback, self._entry, self._undo = parts.incidents, parts.entry, parts.undo
         self._monitor, self._checkpoints = parts.monitor, parts.checkpoints
         self._replay, self._replay_off = parts.replay, parts.replay_off
         self._pid = os.getpid()
@@ -115,7 +118,7 @@ class Session:
         """The incidents of all ranks so far, read from the run directory. If it has none, because it cannot
         be written to or is on another machine, those that this rank has received."""
         found = IncidentLog.read(self.run_dir).incidents
-        return found or ([] if self._parts.incidents is None else list(self._parts.incidents.incidents))
+        return found or ([] if self._callback is None else list(self._callback.incidents))
 
     def status(self) -> dict[str, Any]:
         """The state of this rank and of each subsystem; None, or ``off``, for one that is not running."""
@@ -250,7 +253,7 @@ class Session:
             self._guarded(checkpoints.close)
         self._guarded(lambda: self._end(certified, None if error is self._handled else error))
         self._monitor = None
-        self._guarded(self._parts.undo.close)
+        self._guarded(self._undo.close)
 
     def _start_after(self, step: int) -> None:
         self._boundary.step = step
@@ -276,7 +279,7 @@ class Session:
         exit status says otherwise."""
         if os.getpid() != self._pid:
             return
-        error, incidents = getattr(sys, "last_value", None), self._parts.incidents
+        error, incidents = getattr(sys, "last_value", None), self._callback
         if error is not None and incidents is not None and self.rank == 0:
             incidents.wait(_VERDICT_SECONDS)
         if self._checkpoints is not None:
@@ -294,11 +297,11 @@ class Session:
         if self._has_ended:
             return
         self._has_ended = True
-        how, incidents, entry = how_ended(error), list[Incident](), self._parts.entry
+        how, incidents, entry = how_ended(error), list[Incident](), self._entry
         is_open = is_exiting and error is None
-        if self._parts.incidents is not None:
-            self._parts.incidents.close()
-            incidents = self._parts.incidents.incidents
+        if self._callback is not None:
+            self._callback.close()
+            incidents = self._callback.incidents
         if self.rank == 0 or how == "failed":
             level = logging.INFO if how == "finished" and not incidents else logging.WARNING
             line = closing_line("ended" if is_open else how, self.step, incidents, certified, error)
