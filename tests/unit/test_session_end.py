@@ -21,7 +21,7 @@ def session_of(run_dir: Path, rank: int = 0) -> Session:
         Parts(
             run_dir=run_dir,
             boundary=boundary,
-            incidents=IncidentCallback(rank, None, boundary.failed),
+            incidents=IncidentCallback(rank, [], boundary.failed),
             entry=RankEntry(rank, "host", 1, "record"),
         )
     )
