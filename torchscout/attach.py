@@ -38,6 +38,7 @@ from torchscout.log import log, show_by_default
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.observer.device import device_of
 from torchscout.observer.monitor import HangMonitor, start_monitor
+from torchscout.observer.phase_hooks import mark_phases
 from torchscout.observer.record.directory import RankEntry, news_of
 from torchscout.session.boundary import Boundary
 from torchscout.session.certifier import CertifiedSteps, Certifier
@@ -224,8 +225,15 @@ def _monitor(base: _Base, config: ObserverConfig, undo: ExitStack) -> HangMonito
         base.boundary.failed(error, is_shared=True)
         return None
     undo.callback(monitor.close)
-    layers = base.adapter.layers()
+    layers, stages = base.adapter.layers(), [*stages_of(base.adapter.model)]
     monitor.publisher.watch_layers(layers)
+    undo.callback(
+        mark_phases(
+            monitor.publisher,
+            base.adapter.checkpoint_functions(),
+            lambda: any(each.training for each in stages),
+        )
+    )
     if base.adapter.optimizers():
         monitor.publisher.watch_device(device_of(layers))
     return monitor

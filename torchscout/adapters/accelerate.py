@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.adapters.pytorch import PyTorchAdapter
 from torchscout.config import Parallelism
+from torchscout.decision.progress import Phase
 from torchscout.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -50,3 +51,10 @@ class AccelerateAdapter(PyTorchAdapter):
     def extra_state(self) -> Mapping[str, Stateful]:
         """One scaler serves all optimizers of an ``Accelerator``."""
         return {"accelerate/scaler": self._scalers[0]} if self._scalers else {}
+
+    def checkpoint_functions(self) -> Mapping[str, Phase]:
+        return {
+            "accelerate.Accelerator.save_state": Phase.CHECKPOINT_WRITE,
+            "accelerate.Accelerator.save_model": Phase.CHECKPOINT_WRITE,
+            "accelerate.Accelerator.load_state": Phase.CHECKPOINT_READ,
+        }

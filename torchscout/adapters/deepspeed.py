@@ -36,6 +36,7 @@ from torchscout.adapters.structure import (
 )
 from torchscout.adapters.versions import TESTED, unknown
 from torchscout.config import Parallelism
+from torchscout.decision.progress import Phase
 from torchscout.decision.record import Surface
 from torchscout.mesh import AXES, LayerKind, Mesh
 from torchscout.replay.capture.context import register_tracker
@@ -228,6 +229,14 @@ class DeepSpeedAdapter:
             if (scaler := getattr(engine.optimizer, name, None)) is not None:
                 found[name] = _Numbers(scaler)
         return {f"deepspeed/{name}": each for name, each in found.items()}
+
+    def checkpoint_functions(self) -> Mapping[str, Phase]:
+        engine = "deepspeed.DeepSpeedEngine"
+        return {
+            f"{engine}.save_checkpoint": Phase.CHECKPOINT_WRITE,
+            f"{engine}.save_16bit_model": Phase.CHECKPOINT_WRITE,
+            f"{engine}.load_checkpoint": Phase.CHECKPOINT_READ,
+        }
 
     @property
     def _is_partitioned(self) -> bool:

@@ -44,6 +44,7 @@ from torchscout.adapters.structure import (
 )
 from torchscout.adapters.versions import unknown
 from torchscout.config import Parallelism
+from torchscout.decision.progress import Phase
 from torchscout.decision.record import Surface
 from torchscout.mesh import LayerKind, Mesh, MeshAddress
 from torchscout.replay.capture.context import register_tracker
@@ -236,6 +237,14 @@ class MegatronAdapter:
         kept: dict[str, Stateful] = {"megatron/streams": Streams(), "megatron/losses": Losses()}
         return kept | {
             f"megatron/scaler {place}": each for place, each in enumerate(scalers) if each is not None
+        }
+
+    def checkpoint_functions(self) -> Mapping[str, Phase]:
+        package = "megatron.core.dist_checkpointing"
+        return {
+            f"{place}.{name}": phase
+            for place in (package, f"{package}.serialization")
+            for name, phase in {"save": Phase.CHECKPOINT_WRITE, "load": Phase.CHECKPOINT_READ}.items()
         }
 
     def _shards(self, role: LayerKind) -> dict[str, list[torch.Tensor]]:
