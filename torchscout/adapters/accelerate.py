@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.adapters.pytorch import PyTorchAdapter
+from torchscout.adapters.versions import require
 from torchscout.config import Parallelism
 from torchscout.decision.progress import Phase
 from torchscout.mesh import Mesh
@@ -31,6 +33,9 @@ def adapter_of(
     given = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
     if not isinstance(model, torch.nn.Module) or not any(isinstance(e, AcceleratedOptimizer) for e in given):
         return None
+    wrapped = [each for each in given if isinstance(each, AcceleratedOptimizer)]
+    attributes = [(each, name) for each in wrapped for name in ("optimizer", "scaler")]
+    require("accelerate", accelerate.__version__, {}, attributes)
     return AccelerateAdapter(model, given, parallelism)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import lightning
 import torch
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.adapters.pytorch import PyTorchAdapter
+from torchscout.adapters.versions import require
 from torchscout.config import Parallelism
 from torchscout.decision.progress import Phase
 from torchscout.mesh import Mesh
@@ -25,6 +27,10 @@ def adapter_of(
 ) -> FabricAdapter | None:
     """Return the adapter if Fabric has wrapped this model or one of its optimizers."""
     given = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+    attributes = [(each, "optimizer") for each in given if isinstance(each, _FabricOptimizer)]
+    attributes += [(model, "_forward_module")] if isinstance(model, _FabricModule) else []
+    if attributes:
+        require("lightning", lightning.__version__, {}, attributes)
     optimizers = [each.optimizer if isinstance(each, _FabricOptimizer) else each for each in given]
     inside = model._forward_module if isinstance(model, _FabricModule) else model
     is_plain = inside is model and all(a is b for a, b in zip(optimizers, given, strict=True))
