@@ -82,8 +82,8 @@ class Session:
 
     def __init__(self, parts: Parts) -> None:
         self.run_dir = parts.run_dir
-        # Parts that are closed are dropped, ``parts`` with them: SCOUT's process groups hold their connections
-        # for as long as something refers to them.
+        # Closed parts are dropped, and ``parts`` is not kept: SCOUT's process groups hold their connections
+        # as long as something refers to them.
         self._boundary, self._guarded = parts.boundary, parts.boundary.guarded
         self._callback, self._entry, self._undo = parts.incidents, parts.entry, parts.undo
         self._monitor, self._checkpoints = parts.monitor, parts.checkpoints
