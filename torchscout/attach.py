@@ -28,7 +28,7 @@ from torchscout.adapters.recipe_builder import (
 from torchscout.adapters.registry import adapter_for
 from torchscout.adapters.structure import Part, Structure, surface_of
 from torchscout.communicators import Communicators, Job, PeerCommunicator
-from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig
+from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig, StragglerConfig
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import JsonlRecorder
@@ -100,7 +100,8 @@ def enable_resiliency(
         job = _agree(adapter, communicators, run_dir, "*" if observer is None else observer.address)
         base = _Base(adapter, structure, experts, communicators, job, Boundary(job.rank))
         checkpoints = None if checkpoint is None else _checkpoints(base, checkpoint)
-        monitor = None if observer is None else _monitor(base, observer, undo)
+        straggler = StragglerConfig() if replay is None else replay.straggler
+        monitor = None if observer is None else _monitor(base, observer, straggler, undo)
         record = None if monitor is None else monitor.writer.path
         path = None if record is None else news_of(record)
         incidents = IncidentCallback(job.rank, on_incident, base.boundary.failed, path=path)
@@ -217,10 +218,12 @@ def _checkpoints(base: _Base, config: CheckpointConfig) -> CheckpointManager:
     return manager
 
 
-def _monitor(base: _Base, config: ObserverConfig, undo: ExitStack) -> HangMonitor | None:
+def _monitor(
+    base: _Base, config: ObserverConfig, straggler: StragglerConfig, undo: ExitStack
+) -> HangMonitor | None:
     """Start to publish progress and to observe it; if that fails, the job runs without hang detection."""
     try:
-        monitor = start_monitor(base.job, config, base.communicators)
+        monitor = start_monitor(base.job, config, base.communicators, straggler)
     except ScoutError as error:
         base.boundary.failed(error, is_shared=True)
         return None

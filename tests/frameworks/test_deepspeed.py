@@ -105,10 +105,11 @@ def test_a_newer_series_of_deepspeed_is_replayed_and_rank_0_warns(four: LiveRank
 
 def test_a_newer_deepspeed_that_lacks_something_is_refused_with_its_name(four: LiveRanks, tmp_path: Path):
     told = four.ask(partial(attach_to_another_version, run_dir=tmp_path, removed="autotp_size"), 60)
-    assert set(told) == {
+    refused = (
         "deepspeed 0.20.0 has no deepspeed.DeepSpeedEngine.autotp_size; 0.19.8 is the newest release that "
         "torchscout was tried with. Install that release, or set TORCHSCOUT=off to train without torchscout."
-    }
+    )
+    assert set(told) == {refused}
 
 
 @slow

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from torchscout.collectives.interceptor import listen
 from torchscout.communicators import Communicators, Job
-from torchscout.config import ObserverConfig
+from torchscout.config import ObserverConfig, StragglerConfig
 from torchscout.errors import ObserverError, ScoutError
 from torchscout.log import log
 from torchscout.observer import stacks
@@ -281,12 +281,14 @@ class HangMonitor:
         self._undo.close()
 
 
-def start_monitor(job: Job, config: ObserverConfig, communicators: Communicators) -> HangMonitor:
+def start_monitor(
+    job: Job, config: ObserverConfig, communicators: Communicators, straggler: StragglerConfig
+) -> HangMonitor:
     """Start publishing and observing on every rank; raises ``ScoutError`` on all ranks if one fails."""
     with ExitStack() as undo:
         problem = None
         try:
-            writer, publisher, observer, address = _start_alone(job, config, undo)
+            writer, publisher, observer, address = _start_alone(job, config, straggler, undo)
         except (OSError, ValueError, ScoutError) as error:
             problem = f"{type(error).__name__}: {error}"
         communicators.together(problem)
@@ -299,7 +301,7 @@ def start_monitor(job: Job, config: ObserverConfig, communicators: Communicators
 
 
 def _start_alone(
-    job: Job, config: ObserverConfig, undo: ExitStack
+    job: Job, config: ObserverConfig, straggler: StragglerConfig, undo: ExitStack
 ) -> tuple[ProgressWriter, Publisher, ObserverHandle, str | None]:
     """Do what this rank does by itself; the last result is the address of the hub that it hosts, if any."""
     hubs = hub_ranks(job.hosts)
@@ -322,6 +324,7 @@ def _start_alone(
             run_dir=str(job.run_dir.absolute()),
             token=job.token,
             config=config,
+            straggler=straggler,
             stack=str(registration.path),
             hub=hub,
             mesh=None if hub is None else describe_mesh(job.mesh),

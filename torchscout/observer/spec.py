@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchscout.config import ObserverConfig
+from torchscout.config import ObserverConfig, StragglerConfig
 
 if TYPE_CHECKING:
     from torchscout.mesh import Mesh
@@ -36,6 +36,9 @@ class ObserverSpec:
     token: str
     """The secret of this run of the job, the same on all ranks."""
     config: ObserverConfig
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    """When a rank that is slow to fetch batches, or to read or write checkpoints, is reported;
+    ``ObserverConfig.phase_ms`` replaces ``min_slowdown_ms``."""
     stack: str | None = None
     """The file that the trainer writes its stacks to; None if it has registered no signal."""
     hub: int | None = None
@@ -64,7 +67,8 @@ class ObserverSpec:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ObserverSpec:
-        return cls(**{**document, "config": ObserverConfig(**document["config"])})
+        config, straggler = ObserverConfig(**document["config"]), StragglerConfig(**document["straggler"])
+        return cls(**{**document, "config": config, "straggler": straggler})
 
 
 def hub_ranks(hosts: Sequence[str | None]) -> tuple[int, ...]:
