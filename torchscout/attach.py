@@ -100,8 +100,7 @@ def enable_resiliency(
         job = _agree(adapter, communicators, run_dir, "*" if observer is None else observer.address)
         base = _Base(adapter, structure, experts, communicators, job, Boundary(job.rank))
         checkpoints = None if checkpoint is None else _checkpoints(base, checkpoint)
-        straggler = StragglerConfig() if replay is None else replay.straggler
-        monitor = None if observer is None else _monitor(base, observer, straggler, undo)
+        monitor = None if observer is None else _monitor(base, observer, replay, undo)
         record = None if monitor is None else monitor.writer.path
         path = None if record is None else news_of(record)
         incidents = IncidentCallback(job.rank, on_incident, base.boundary.failed, path=path)
@@ -219,9 +218,10 @@ def _checkpoints(base: _Base, config: CheckpointConfig) -> CheckpointManager:
 
 
 def _monitor(
-    base: _Base, config: ObserverConfig, straggler: StragglerConfig, undo: ExitStack
+    base: _Base, config: ObserverConfig, replay: ReplayConfig | None, undo: ExitStack
 ) -> HangMonitor | None:
     """Start to publish progress and to observe it; if that fails, the job runs without hang detection."""
+    straggler = StragglerConfig() if replay is None else replay.straggler
     try:
         monitor = start_monitor(base.job, config, base.communicators, straggler)
     except ScoutError as error:

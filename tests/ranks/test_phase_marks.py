@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 from tests.support.hangs import QUICK, STALL, STEPS, Net, incidents, wait_for_incident
 from tests.support.ranks import run_ranks
 from torchscout.attach import enable_resiliency
+from torchscout.config import ReplayConfig, StragglerConfig
 from torchscout.decision.record import Action, Incident, Manifestation, Scope
 
 SOON = replace(QUICK, min_silence_seconds=5.0, repeat_seconds=0.5)
 """Surveys follow each other quickly, and no step is long enough for a hang."""
 SLOW, BATCHES = 0.3, 20
+DEFAULTS = ReplayConfig()
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -61,7 +63,14 @@ class Sleepy:
         time.sleep(self.read)
 
 
-def train(rank: int, run_dir: Path, slow: tuple[int, ...], workers: int, attached: bool) -> dict[str, Any]:
+def train(
+    rank: int,
+    run_dir: Path,
+    slow: tuple[int, ...],
+    workers: int,
+    attached: bool,
+    replay: ReplayConfig | None = DEFAULTS,
+) -> dict[str, Any]:
     """Train on batches of a DataLoader; returns the session's status and all state."""
     multiprocessing.current_process()._config["daemon"] = False  # else it may not have workers
     torch.manual_seed(0)
@@ -73,7 +82,9 @@ def train(rank: int, run_dir: Path, slow: tuple[int, ...], workers: int, attache
         shuffle=True,
         multiprocessing_context="fork" if workers else None,  # others import torch again
     )
-    session = enable_resiliency(model, optimizer, observer=SOON, run_dir=run_dir) if attached else None
+    session = None
+    if attached:
+        session = enable_resiliency(model, optimizer, replay=replay, observer=SOON, run_dir=run_dir)
     for batch in loader:
         time.sleep(0.02)
         optimizer.zero_grad()
@@ -97,6 +108,14 @@ def test_a_rank_whose_dataset_is_slow_is_named_in_its_input(tmp_path: Path, work
     assert (incident.manifestation, incident.action) == (Manifestation.STRAGGLER, Action.INSPECT)
     assert (incident.scope, incident.ranks) == (Scope.RANK, (1,))
     assert "to fetch a batch where its peers take" in incident.sentence
+
+
+@pytest.mark.slow
+def test_the_settings_for_stragglers_apply_to_input(tmp_path: Path):
+    patient = ReplayConfig(straggler=StragglerConfig(confirmations=1000))
+    told = run_ranks(train, 4, tmp_path, (1,), 0, True, patient, timeout=120)
+    assert told[1]["status"]["observer"]["rounds"] > 1, "its input was compared"
+    assert incidents(tmp_path) == []
 
 
 @with_each_loader
