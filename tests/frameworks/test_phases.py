@@ -11,7 +11,7 @@ import torch
 
 from tests.support import titan_layouts
 from tests.support.hangs import QUICK
-from tests.support.ranks import run_ranks
+from tests.support.ranks import may_have_children, run_ranks
 from torchscout.attach import enable_resiliency
 from torchscout.decision.progress import Phase
 from torchscout.observer.record.reader import ProgressReader
@@ -64,6 +64,7 @@ def save_and_load_with_deepspeed(rank: int, folder: Path) -> list[Phase]:
     return schedule.phases
 
 
+@pytest.mark.slow
 def test_deepspeed_saves_and_loads_in_their_phases(tmp_path: Path):
     for phases in run_ranks(save_and_load_with_deepspeed, 2, tmp_path, timeout=200):
         assert set(phases[:-1]) == {WRITES, READS}
@@ -73,6 +74,7 @@ def test_deepspeed_saves_and_loads_in_their_phases(tmp_path: Path):
 def save_and_load_with_megatron(_rank: int, folder: Path) -> list[Phase]:
     from tests.support.megatron_models import Trial, build
 
+    may_have_children()  # Megatron's writer
     job = build(Trial())
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -97,6 +99,7 @@ def save_and_load_with_megatron(_rank: int, folder: Path) -> list[Phase]:
     return phases
 
 
+@pytest.mark.slow
 def test_megatron_saves_and_loads_in_their_phases(tmp_path: Path):
     (phases,) = run_ranks(save_and_load_with_megatron, 1, tmp_path, timeout=200)
     assert [*dict.fromkeys(phases)] == [WRITES, Phase.IDLE, READS]

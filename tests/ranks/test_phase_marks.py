@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.hangs import QUICK, STALL, STEPS, Net, incidents, wait_for_incident
-from tests.support.ranks import run_ranks
+from tests.support.ranks import may_have_children, run_ranks
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig, StragglerConfig
 from torchscout.decision.record import Action, Incident, Manifestation, Scope
@@ -72,7 +71,7 @@ def train(
     replay: ReplayConfig | None = DEFAULTS,
 ) -> dict[str, Any]:
     """Train on batches of a DataLoader; returns the session's status and all state."""
-    multiprocessing.current_process()._config["daemon"] = False  # else it may not have workers
+    may_have_children()
     torch.manual_seed(0)
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
