@@ -28,7 +28,14 @@ from torchscout.adapters.recipe_builder import (
 from torchscout.adapters.registry import adapter_for
 from torchscout.adapters.structure import Part, Structure, surface_of
 from torchscout.communicators import Communicators, Job, PeerCommunicator
-from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, RecoveryConfig, ReplayConfig
+from torchscout.config import (
+    CheckpointConfig,
+    ObserverConfig,
+    Parallelism,
+    RecoveryConfig,
+    ReplayConfig,
+    StragglerConfig,
+)
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import JsonlRecorder
@@ -38,6 +45,7 @@ from torchscout.log import log, show_by_default
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.observer.device import device_of
 from torchscout.observer.monitor import HangMonitor, start_monitor
+from torchscout.observer.phase_hooks import mark_phases
 from torchscout.observer.record.directory import RankEntry, news_of
 from torchscout.session.boundary import Boundary
 from torchscout.session.certifier import CertifiedSteps, Certifier
@@ -104,7 +112,7 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
         checkpoints = None if checkpoint is None else _checkpoints(base, checkpoint)
         plan_folder = run_dir if checkpoint is None else checkpoint.directory
         decisions = Recovery.agree(communicators, job, recovery, plan_folder, checkpoints)
-        monitor = None if observer is None else _monitor(base, observer, undo, decisions)
+        monitor = None if observer is None else _monitor(base, observer, replay, decisions, undo)
         incidents, entry = _incidents(base, monitor, [on_incident, decisions.handle], undo)
         driver, why_not = _replay(base, replay, checkpoints or CertifiedSteps(), monitor, incidents)
         parts = Parts(
@@ -217,17 +225,30 @@ def _checkpoints(base: _Base, config: CheckpointConfig) -> CheckpointManager:
     return manager
 
 
-def _monitor(base: _Base, config: ObserverConfig, undo: ExitStack, recovery: Recovery) -> HangMonitor | None:
+def _monitor(
+    base: _Base, config: ObserverConfig, replay: ReplayConfig | None, recovery: Recovery, undo: ExitStack
+) -> HangMonitor | None:
     """Start to publish progress and to observe it; if that fails, the job runs without hang detection."""
-    ends_trainers = recovery.config if recovery.can_act else None
+    settings = {
+        "straggler": StragglerConfig() if replay is None else replay.straggler,
+        "recovery": recovery.config if recovery.can_act else None,
+        "restarts": recovery.plan.restarts,
+    }
     try:
-        monitor = start_monitor(base.job, config, base.communicators, ends_trainers, recovery.plan.restarts)
+        monitor = start_monitor(base.job, config, base.communicators, **settings)
     except ScoutError as error:
         base.boundary.failed(error, is_shared=True)
         return None
     undo.callback(monitor.close)
-    layers = base.adapter.layers()
+    layers, stages = base.adapter.layers(), [*stages_of(base.adapter.model)]
     monitor.publisher.watch_layers(layers)
+    undo.callback(
+        mark_phases(
+            monitor.publisher,
+            base.adapter.checkpoint_functions(),
+            lambda: any(each.training for each in stages),
+        )
+    )
     if base.adapter.optimizers():
         monitor.publisher.watch_device(device_of(layers))
     return monitor

@@ -206,7 +206,8 @@ class ReplayConfig:
     timeout_seconds: float = 120.0
     """How long a rank waits for another one in a check before replay stops and training goes on without."""
     straggler: StragglerConfig = StragglerConfig()
-    """When a rank or a process group that is slower than its peers in replay is reported."""
+    """When a rank or a process group that is slower than its peers is reported: in replay, and in input and
+    checkpoints, where ``ObserverConfig.phase_ms`` replaces ``min_slowdown_ms``."""
     baseline: BaselineConfig = BaselineConfig()
     """When a slowdown that all peers share is reported."""
     records: str = "summary"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.megatron_models import Trial, build, leave, one_step
 from tests.support.ranks import LiveRanks
+from torchscout.errors import ScoutError
+from torchscout.log import log
 
 
 class AddingLinear(torch.autograd.Function):
@@ -58,6 +63,7 @@ def answering(_rank: int, questions: Iterator[str]) -> Iterator[Any]:
         "experts": experts,
         "streams": streams,
         "scale": scale,
+        "releases": lambda *_: releases(job),
     }
     for question in questions:
         yield sharded() if question == "hooks" else asked[question](adapter, job.chunks[0])
@@ -87,6 +93,60 @@ def test_graphs_and_eight_bits_are_one_sentence(one: LiveRanks):
         "cuda_graph_impl": "layers that Megatron runs as CUDA graphs cannot be called again",
         "fp8": precision,
         "fp4": precision,
+    }
+
+
+def releases(job: Any) -> dict[str, str]:
+    """What is said about releases that are newer than this one, and lack something."""
+    import megatron.core
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+
+    from torchscout.adapters.registry import adapter_for
+
+    def without_parameter(self: Any) -> None:
+        """As if ``force_sync`` had been renamed."""
+
+    changes: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+        "newer": lambda _: None,
+        "without a name": lambda patch: patch.delattr(parallel_state, "get_expert_data_parallel_rank"),
+        "without a parameter": lambda patch: patch.setattr(
+            DistributedDataParallel, "start_param_sync", without_parameter
+        ),
+        "without an attribute": lambda patch: patch.delattr(job.chunks[0], "ddp_config"),
+    }
+    found: dict[str, str] = {}
+    for name, change in changes.items():
+        with pytest.MonkeyPatch.context() as patch, logged() as written:
+            patch.setattr(megatron.core, "__version__", "0.17.0")
+            change(patch)
+            try:
+                assert adapter_for(job.chunks, job.optimizer, None).obstacle is None
+                found[name] = written.getvalue()
+            except ScoutError as error:
+                found[name] = str(error)
+    return found
+
+
+@contextmanager
+def logged() -> Iterator[io.StringIO]:
+    handler = logging.StreamHandler(io.StringIO())
+    log.addHandler(handler)
+    yield handler.stream
+    log.removeHandler(handler)
+
+
+def test_a_newer_release_is_replayed_unless_it_lacks_something_which_is_named(one: LiveRanks):
+    (found,) = one.ask("releases")
+    assert "megatron-core 0.17.0 is newer than 0.16.1, the newest release" in found.pop("newer")
+    lacking = {
+        "without a name": "megatron.core.parallel_state.get_expert_data_parallel_rank",
+        "without a parameter": "parameter force_sync of megatron.core.distributed.DistributedDataParallel."
+        "start_param_sync",
+        "without an attribute": "DistributedDataParallel.ddp_config",
+    }
+    assert {name: each.partition("; ")[0] for name, each in found.items()} == {
+        name: f"megatron-core 0.17.0 has no {each}" for name, each in lacking.items()
     }
 
 

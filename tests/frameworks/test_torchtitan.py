@@ -11,7 +11,7 @@ import pytest
 from tests.support import titan_layouts
 from tests.support.ranks import LiveRanks, RankError, run_ranks
 from tests.support.scripts import EXAMPLES, ROOT, torchrun
-from tests.support.titan_jobs import Trial, answering, make_assets, train
+from tests.support.titan_jobs import Trial, answering, attach_to_another_version, make_assets, train
 from tests.support.titan_layouts import (
     CONTEXT,
     EXPERT,
@@ -35,6 +35,20 @@ slow = pytest.mark.slow
 PARTS = {"tok_embeddings", "layers.0", "layers.1", "lm_head"}
 CHUNKS = {"0.tok_embeddings", "0.layers.0", "0.layers.1", "0.layers.2", "1.layers.3", "1"}
 """The last stage has but a norm and the output layer, and is one part of the model."""
+
+
+@pytest.mark.parametrize(
+    ("removed", "expected"),
+    [
+        (None, "torchtitan 0.4.0 is newer than 0.3.0, the newest release that torchscout was tried with"),
+        ("lr_schedulers", "torchtitan 0.4.0 has no Trainer.lr_schedulers"),
+    ],
+)
+def test_a_newer_release_is_accepted_unless_it_lacks_something(
+    assets: Path, removed: str | None, expected: str
+):
+    ((told,),) = run_ranks(attach_to_another_version, 1, Trial(assets=assets), removed, timeout=120)
+    assert told.startswith(f"{expected}; ")
 
 
 def is_healthy(ranks: LiveRanks, trial: Trial, axes: set[str], folder: Path) -> set[str]:

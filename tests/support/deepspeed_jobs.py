@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.moe.sharded_moe import MOELayer
@@ -24,9 +27,11 @@ from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
+from torchscout.errors import ScoutError
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.log import log
 from torchscout.mesh import Mesh
 from torchscout.session.resumption import Resumption
 from torchscout.session.session import Session
@@ -187,17 +192,26 @@ def train(rank: int, plan: Plan) -> Told:
         tidy_up()
 
 
-def attach_to_another_version(rank: int, run_dir: Path) -> str:
-    """Why there is no replay for a job whose DeepSpeed is older than it is."""
-    engine, known = work_of(Plan(), rank).engine, deepspeed.__version__
-    deepspeed.__version__ = "0.18.9"
-    try:
-        with enable_resiliency(engine, observer=None, run_dir=run_dir) as session:
-            return str(session.status()["replay"]["off"])
-    finally:
-        deepspeed.__version__ = known
-        engine.destroy()
-        tidy_up()
+def attach_to_another_version(rank: int, run_dir: Path, removed: str | None = None) -> str:
+    """What is logged or raised if DeepSpeed is newer than it is and its engine lacks a method."""
+    engine = work_of(Plan(), rank).engine
+    with pytest.MonkeyPatch.context() as patch, io.StringIO() as written:
+        patch.setattr(deepspeed, "__version__", "0.20.0")
+        if removed is not None:
+            patch.delattr(deepspeed.DeepSpeedEngine, removed)
+        handler = logging.StreamHandler(written)
+        log.addHandler(handler)
+        try:
+            with enable_resiliency(engine, observer=None, run_dir=run_dir) as session:
+                assert "off" not in session.status()["replay"]
+        except ScoutError as error:
+            return str(error)
+        finally:
+            log.removeHandler(handler)
+            patch.undo()  # DeepSpeed's own ending may use it
+            engine.destroy()
+            tidy_up()
+        return next((line for line in written.getvalue().splitlines() if "tried with" in line), "")
 
 
 def _suffer(plan: Plan, rank: int, step: int, engine: Any) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 from torchscout.testing.local_ranks import LiveRanks, RankError, preload, run_ranks
 
-__all__ = ["LiveRanks", "RankError", "run_ranks"]
+__all__ = ["LiveRanks", "RankError", "may_have_children", "run_ranks"]
+
+
+def may_have_children() -> None:
+    """Let this rank start processes, such as a DataLoader's workers: ranks are daemons, which may not."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
 
 # Test modules import these; a rank that inherits them starts in milliseconds.
 preload(

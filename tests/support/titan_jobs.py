@@ -27,8 +27,10 @@ from tests.support.all_records import all_records
 from tests.support.findings import Findings
 
 # isort: split
+import pytest
 import torch
 import torch.distributed as dist
+import torchtitan
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -40,6 +42,7 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
+from torchscout.adapters.registry import adapter_for
 from torchscout.adapters.torchtitan import TorchTitanAdapter
 from torchscout.attach import enable_resiliency
 from torchscout.collectives.call import SCOUT_GROUP, Call
@@ -47,9 +50,11 @@ from torchscout.collectives.interceptor import listen
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.decision.recorder import read
+from torchscout.errors import ScoutError
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
+from torchscout.log import log
 from torchscout.mesh import LayerKind
 from torchscout.session.session import Session
 
@@ -225,6 +230,24 @@ def train(rank: int, trial: Trial, folder: Path | None) -> Told:
     )
     if session is not None:
         _tell(told, session, rank)
+    _leave(trainer)
+    return told
+
+
+def attach_to_another_version(_rank: int, trial: Trial, removed: str | None) -> list[str]:
+    """What is logged or raised if TorchTitan is newer than it is, and its Trainer lacks something."""
+    _begin(trial)
+    trainer = config_of(trial).build()
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchtitan, "__version__", "0.4.0")
+        patch.setattr(log, "warning", lambda text, *values: told.append(text % values))
+        if removed is not None:
+            patch.delattr(trainer if removed in vars(trainer) else Trainer, removed)
+        try:
+            assert adapter_for(trainer, None, None).obstacle is None
+        except ScoutError as error:
+            told.append(str(error))
     _leave(trainer)
     return told
 

@@ -37,7 +37,6 @@ EVIDENCE = EvidenceRecord(
     layer="layer.3",
     mode="backward",
     shape=(2, 16, 64),
-    timings={"time/module": 1.25},
     progress={"step": 7, "phase": "backward"},
     fingerprints=("all_reduce:f32[64]", "barrier"),
     stall_seconds=6.5,

@@ -33,6 +33,11 @@ def test_healthy_ranks_agree_and_make_the_calls_in_their_order():
     assert [rank.recipes[0].said() for rank in ranks] == [ORDER] * 3
 
 
+def test_records_have_the_shape_of_the_work():
+    for outcome in checked(job()):
+        assert {each.surface: each.shape for each in outcome.records} == {"a/input": (1,), "a/output": (1,)}
+
+
 def test_every_description_comes_to_every_peer_in_peer_order():
     ranks = job()
     checked(ranks)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from torchscout.config import ObserverConfig
+from torchscout.config import ObserverConfig, StragglerConfig
 from torchscout.mesh import Mesh
 from torchscout.observer.spec import ObserverSpec, describe_mesh, hub_ranks, mesh_from
 
@@ -30,7 +31,9 @@ def test_the_hub_its_standby_and_those_elected_after_them_are_spread_over_machin
 
 
 def test_a_spec_survives_serialization():
-    assert ObserverSpec.from_json(json.loads(json.dumps(PLAIN.to_json()))) == PLAIN
+    strict = replace(PLAIN, straggler=StragglerConfig(kappa=9.0, confirmations=4))
+    for spec in (PLAIN, strict):
+        assert ObserverSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_a_file_that_becomes_full_while_it_is_opened_is_read_once(
     def open_and_rotate(path: Path, *args: str) -> object:
         file = opened(path, *args)
         if path == tmp_path / RECORDS:
-            for step in range(3, 7):
+            for step in range(3, 9):
                 recorder.record(replace(EVIDENCE, step=step))
         return file
 

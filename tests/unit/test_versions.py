@@ -1,10 +1,22 @@
-"""Which releases of frameworks are known, by their numbers alone."""
+"""Which releases of frameworks are accepted: numbers only warn, and what is missing is named."""
 
 from __future__ import annotations
 
-import pytest
+import ast
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
 
-from torchscout.adapters.versions import unknown
+import pytest
+import torch
+
+from torchscout.adapters.registry import adapter_for
+from torchscout.adapters.versions import missing, require, untried
+from torchscout.errors import ScoutError
+from torchscout.log import log
+
+ADAPTERS = Path(__file__).parents[2] / "torchscout" / "adapters"
 
 
 @pytest.mark.parametrize(
@@ -14,18 +26,88 @@ from torchscout.adapters.versions import unknown
         ("deepspeed", "0.19.0+cu128"),
         ("transformers", "5.30.1"),
         ("torchtitan", "0.0.0"),
+        ("torchtitan", "unknown"),
     ],
 )
-def test_a_release_of_the_tested_series_is_known(distribution: str, version: str):
-    assert unknown(distribution, version) is None
+def test_a_release_of_the_tried_series_needs_no_warning(distribution: str, version: str):
+    assert untried(distribution, version) is None
 
 
 @pytest.mark.parametrize(
-    ("distribution", "version", "series"),
-    [("deepspeed", "0.18.9", "0.19"), ("megatron-core", "0.160.1", "0.16"), ("transformers", "4.57", "5")],
+    ("distribution", "version", "told"),
+    [
+        ("deepspeed", "0.18.9", "older than 0.19.8"),
+        ("deepspeed", "1.0rc1", "newer than 0.19.8"),
+        ("megatron-core", "0.160.1", "newer than 0.16.1"),
+        ("transformers", "4.57", "older than 5.22.2"),
+    ],
 )
-def test_any_other_release_is_one_sentence(distribution: str, version: str, series: str):
-    assert (
-        unknown(distribution, version)
-        == f"{distribution} {version} is not supported; torchscout supports {series}"
+def test_any_other_release_is_one_sentence(distribution: str, version: str, told: str):
+    assert untried(distribution, version) == (
+        f"{distribution} {version} is {told}, the newest release that torchscout was tried with"
     )
+
+
+def test_what_is_missing_is_named():
+    class Config:
+        training: Any = None
+
+    uses = {
+        "os.path.join": (),
+        "subprocess.run": ("anything",),  # it takes any keyword
+        "os.path.realpath": ("strict", "gone"),
+        "json.nothing": (),
+        "no_such_module.name": ("parameter",),
+    }
+    attributes = [(Config(), "training"), (Config(), "training.seed"), (sys, "nothing")]
+    assert [*missing(uses, attributes)] == [
+        "parameter gone of os.path.realpath",
+        "json.nothing",
+        "no_such_module.name",
+        "Config.training.seed",
+        "sys.nothing",
+    ]
+
+
+def test_an_untried_release_without_anything_missing_warns(monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    monkeypatch.setattr(log, "warning", lambda text, *values: told.append(text % values))
+    require("accelerate", "1.99", {"os.path.join": ()})
+    assert told == []
+    require("accelerate", "2.0", {"os.path.join": ()})
+    assert [each.partition(",")[0] for each in told] == ["accelerate 2.0 is newer than 1.15.0"]
+    with pytest.raises(ScoutError, match=r"^accelerate 2\.0 has no os\.nothing; 1\.15\.0 is the newest"):
+        require("accelerate", "2.0", {"os.nothing": ()})
+
+
+def test_a_release_whose_adapter_cannot_be_imported_refuses_its_own_jobs_only(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    fabric = pytest.importorskip("lightning.fabric", reason="needs lightning")
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    wrapped = fabric.Fabric(accelerator="cpu", devices=1).setup(net, optimizer)
+    monkeypatch.delattr(fabric.wrappers, "_FabricModule")
+    monkeypatch.delitem(sys.modules, "torchscout.adapters.fabric", raising=False)
+    with pytest.raises(ScoutError, match=r"attached to lightning 2\..*cannot import name '_FabricModule'"):
+        adapter_for(*wrapped, None)
+    assert [*adapter_for(net, optimizer, None).optimizers()] == [optimizer]
+
+
+@pytest.mark.parametrize(
+    ("module", "file", "names"),
+    [("deepspeed", "deepspeed.py", {"groups": "deepspeed.utils.groups", "deepspeed": "deepspeed"})],
+)
+def test_every_function_of_these_modules_that_an_adapter_calls_is_probed(
+    module: str, file: str, names: dict[str, str]
+):
+    pytest.importorskip(module)
+    adapter = importlib.import_module(f"torchscout.adapters.{module}")
+    called = {
+        f"{names[node.value.id]}.{node.attr}"
+        for node in ast.walk(ast.parse((ADAPTERS / file).read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names
+    }
+    prefixes = tuple(adapter._USES)
+    unprobed = {each for each in called if not any(path.startswith(each) for path in prefixes)}
+    assert unprobed == {"deepspeed.__version__"}

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.adapters.pytorch import PyTorchAdapter
+from torchscout.adapters.versions import require
 from torchscout.config import Parallelism
+from torchscout.decision.progress import Phase
 from torchscout.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -30,6 +33,9 @@ def adapter_of(
     given = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
     if not isinstance(model, torch.nn.Module) or not any(isinstance(e, AcceleratedOptimizer) for e in given):
         return None
+    wrapped = [each for each in given if isinstance(each, AcceleratedOptimizer)]
+    attributes = [(each, name) for each in wrapped for name in ("optimizer", "scaler")]
+    require("accelerate", accelerate.__version__, {}, attributes)
     return AccelerateAdapter(model, given, parallelism)
 
 
@@ -50,3 +56,10 @@ class AccelerateAdapter(PyTorchAdapter):
     def extra_state(self) -> Mapping[str, Stateful]:
         """One scaler serves all optimizers of an ``Accelerator``."""
         return {"accelerate/scaler": self._scalers[0]} if self._scalers else {}
+
+    def checkpoint_functions(self) -> Mapping[str, Phase]:
+        return {
+            "accelerate.Accelerator.save_state": Phase.CHECKPOINT_WRITE,
+            "accelerate.Accelerator.save_model": Phase.CHECKPOINT_WRITE,
+            "accelerate.Accelerator.load_state": Phase.CHECKPOINT_READ,
+        }

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.adapters.structure import Part, Structure, surface_of
 from torchscout.config import Parallelism
+from torchscout.decision.progress import Phase
 from torchscout.decision.record import Surface
 from torchscout.mesh import AXES, LayerKind, Mesh
 from torchscout.replay.recipes.working_copies import WorkingCopies
@@ -162,6 +163,11 @@ class Adapter(Protocol):
     def extra_state(self) -> Mapping[str, Stateful]:
         """Return what checkpoints contain besides model and optimizers, by name: schedules, scalers,
         positions."""
+        ...
+
+    def checkpoint_functions(self) -> Mapping[str, Phase]:
+        """Return the framework's own functions that read or write checkpoints, by their full names, such as
+        ``deepspeed.DeepSpeedEngine.save_checkpoint``. PyTorch's are known."""
         ...
 
 

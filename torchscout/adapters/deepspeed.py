@@ -7,7 +7,7 @@ rank owns a part of the optimizer state, although parameters are replicated.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,9 @@ from torchscout.adapters.structure import (
     structure_of,
     surface_of,
 )
-from torchscout.adapters.versions import TESTED, unknown
+from torchscout.adapters.versions import Uses, require
 from torchscout.config import Parallelism
+from torchscout.decision.progress import Phase
 from torchscout.decision.record import Surface
 from torchscout.mesh import AXES, LayerKind, Mesh
 from torchscout.replay.capture.context import register_tracker
@@ -45,10 +46,35 @@ from torchscout.replay.sharded_parameters import ParameterGatherers
 if TYPE_CHECKING:
     from torchscout.checkpoint.state.training_state import Stateful
 
-__all__ = ["DeepSpeedAdapter", "adapter_of", "lacking"]
+__all__ = ["DeepSpeedAdapter", "adapter_of"]
 
 _LATE = "ZeRO 3 gathers it in the next pass"
 _SECONDARY = "hpZ writes it in the forward pass"
+_USES: Uses = {
+    "deepspeed.checkpointing.get_cuda_rng_tracker": (),
+    "deepspeed.zero.GatheredParameters": (),
+    "deepspeed.zero.ZeroParamStatus.AVAILABLE": (),
+    **{
+        f"deepspeed.DeepSpeedEngine.{name}": ()
+        for name in (
+            "autotp_size",
+            "zero_hpz_partition_size",
+            "zero_offload_optimizer",
+            "zero_offload_param",
+            "zero_optimization_stage",
+            "zero_quantized_gradients",
+            "zero_quantized_weights",
+        )
+    },
+    **{
+        f"deepspeed.utils.groups._get_{name}": ()
+        for name in (
+            "expert_parallel_group_dict",
+            "model_parallel_world_size",
+            "sequence_parallel_world_size",
+        )
+    },
+}
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -60,34 +86,24 @@ def adapter_of(
     """Return the adapter if the model is one of DeepSpeed's engines."""
     if not isinstance(model, deepspeed.DeepSpeedEngine):
         return None
-    if (problem := lacking(_private(model))) is not None:
-        raise ValueError(problem)
+    require("deepspeed", deepspeed.__version__, _USES, _attributes(model))
     return DeepSpeedAdapter(model, parallelism)
 
 
-def lacking(used: Iterable[tuple[object, str]]) -> str | None:
-    """Return a sentence about the first attribute that this release of DeepSpeed lacks, or None."""
-    for owner, name in used:
-        if not hasattr(owner, name):
-            place = getattr(owner, "__name__", type(owner).__name__)
-            return (
-                f"DeepSpeed {deepspeed.__version__} has no {place}.{name}, which torchscout needs; "
-                f"{TESTED['deepspeed']} has it"
-            )
-    return None
-
-
-def _private(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[object, str]]:
-    """The private attributes of DeepSpeed that are used here, except loss scalers, which few engines have."""
-    for name in ("expert_parallel_group_dict", "model_parallel_world_size", "sequence_parallel_world_size"):
-        yield groups, f"_get_{name}"
+def _attributes(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[object, str]]:
+    """The attributes that are used here, except those of loss scalers, which few engines have."""
+    for name in ("module", "optimizer", "lr_scheduler", "zenflow", *_COUNTERS):
+        yield engine, name
+    if isinstance(engine, PipelineEngine):
+        yield engine, "grid"
+        yield engine.module, "micro_offset"
     if engine.zero_optimization_stage() < 3:
         return
-    for name in ("fp32_partitioned_groups_flat", "invalidate_secondary_tensor", "parameter_offload"):
+    for name in ("fp32_partitioned_groups_flat", "invalidate_secondary_tensor"):
         yield engine.optimizer, name
     for name in ("forward_hooks", "backward_hooks"):
-        yield engine.optimizer.parameter_offload, name
-    for name in ("ds_tensor", "ds_status", "partition"):
+        yield engine.optimizer, f"parameter_offload.{name}"
+    for name in ("ds_tensor", "ds_status", "ds_persist", "partition"):
         yield next(engine.module.parameters()), name
 
 
@@ -110,10 +126,6 @@ class DeepSpeedAdapter:
 
     @property
     def obstacle(self) -> str | None:
-        return unknown("deepspeed", deepspeed.__version__) or self._refused()
-
-    def _refused(self) -> str | None:
-        """Why this engine cannot be replayed, if it cannot."""
         engine, has_experts = self._engine, bool(self._spreads())
         refused = {
             "offloading": engine.zero_offload_optimizer() is not None
@@ -228,6 +240,14 @@ class DeepSpeedAdapter:
             if (scaler := getattr(engine.optimizer, name, None)) is not None:
                 found[name] = _Numbers(scaler)
         return {f"deepspeed/{name}": each for name, each in found.items()}
+
+    def checkpoint_functions(self) -> Mapping[str, Phase]:
+        engine = "deepspeed.DeepSpeedEngine"
+        return {
+            f"{engine}.save_checkpoint": Phase.CHECKPOINT_WRITE,
+            f"{engine}.save_16bit_model": Phase.CHECKPOINT_WRITE,
+            f"{engine}.load_checkpoint": Phase.CHECKPOINT_READ,
+        }
 
     @property
     def _is_partitioned(self) -> bool:

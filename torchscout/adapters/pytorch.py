@@ -16,6 +16,7 @@ from torchscout.adapters.base import mesh_along, mesh_from, overwritten
 from torchscout.adapters.modules import wrapped
 from torchscout.adapters.structure import Part, Structure, experts_of, layers_of, structure_of, surface_of
 from torchscout.config import Parallelism
+from torchscout.decision.progress import Phase
 from torchscout.decision.record import Surface
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.replay.recipes.working_copies import WorkingCopies
@@ -103,6 +104,9 @@ class PyTorchAdapter:
         """Nothing is deferred."""
 
     def extra_state(self) -> Mapping[str, Stateful]:
+        return {}
+
+    def checkpoint_functions(self) -> Mapping[str, Phase]:
         return {}
 
     def _guessed(self, world: int) -> Mesh | DeviceMesh | Parallelism:

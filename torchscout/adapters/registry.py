@@ -7,9 +7,10 @@ module that jobs of the framework import, and its object is an ``AdapterOf``; se
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchscout.adapters.base import Adapter
 from torchscout.adapters.pytorch import PyTorchAdapter
+from torchscout.adapters.versions import advice
 from torchscout.config import Parallelism
 from torchscout.errors import ScoutError
 from torchscout.mesh import Mesh
@@ -28,13 +30,14 @@ AdapterOf = Callable[[Any, Any, Mesh | DeviceMesh | Parallelism | None], Adapter
 
 GROUP = "torchscout.adapters"
 _FRAMEWORKS = {
-    "deepspeed": "torchscout.adapters.deepspeed",
-    "megatron.core.optimizer": "torchscout.adapters.megatron.adapter",
-    "torchtitan.trainer": "torchscout.adapters.torchtitan",
-    "lightning.fabric.wrappers": "torchscout.adapters.fabric",
-    "accelerate.optimizer": "torchscout.adapters.accelerate",  # last: it wraps DeepSpeed's optimizers too
+    "deepspeed": ("deepspeed", "torchscout.adapters.deepspeed"),
+    "megatron.core.optimizer": ("megatron-core", "torchscout.adapters.megatron.adapter"),
+    "torchtitan.trainer": ("torchtitan", "torchscout.adapters.torchtitan"),
+    "lightning.fabric.wrappers": ("lightning", "torchscout.adapters.fabric"),
+    # Last: it wraps DeepSpeed's optimizers too.
+    "accelerate.optimizer": ("accelerate", "torchscout.adapters.accelerate"),
 }
-"""The module that jobs of a framework have imported, and the module of its adapter."""
+"""The module that jobs of a framework have imported; the distribution, and the module of its adapter."""
 
 
 def adapter_for(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Parallelism | None) -> Adapter:
@@ -43,7 +46,7 @@ def adapter_for(model: Any, optimizer: Any, parallelism: Mesh | DeviceMesh | Par
     Raises ``ValueError`` for a model or optimizer that no adapter knows, and ``ScoutError`` for an adapter
     that cannot be loaded.
     """
-    for adapter_of in (*_installed(), *_shipped()):
+    for adapter_of in chain(_installed(), _shipped([*_parts_of(model), *_parts_of(optimizer)])):
         if (found := adapter_of(model, optimizer, parallelism)) is not None:
             return _complete(found)
     if not isinstance(model, torch.nn.Module):
@@ -75,13 +78,34 @@ def _installed() -> Iterator[AdapterOf]:
                 raise ScoutError(f"{adapter} cannot be loaded: {error}") from error
 
 
-def _shipped() -> Iterator[AdapterOf]:
-    for framework, module in _FRAMEWORKS.items():
+def _shipped(job: Sequence[Any]) -> Iterator[AdapterOf]:
+    for framework, (distribution, module) in _FRAMEWORKS.items():
         if framework in sys.modules:
             try:
                 yield import_module(module).adapter_of
             except ImportError as error:
-                raise ScoutError(f"torchscout does not know this version of {framework}: {error}") from error
+                if _is_of(framework.rpartition(".")[0] or framework, job):
+                    raise ScoutError(
+                        f"torchscout cannot be attached to {distribution} {_version(distribution)}: {error}; "
+                        f"{advice(distribution)}"
+                    ) from error
+
+
+def _parts_of(given: Any) -> Sequence[Any]:
+    return [*given] if isinstance(given, list | tuple | torch.nn.ModuleList) else [given]
+
+
+def _is_of(package: str, job: Sequence[Any]) -> bool:
+    """Whether a model or an optimizer of the job is of this package; other jobs may only have imported it."""
+    classes = (each for part in job for each in type(part).__mro__)
+    return any(f"{each.__module__}.".startswith(f"{package}.") for each in classes)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "(from a source tree)"
 
 
 def _complete(adapter: Adapter) -> Adapter:

@@ -16,7 +16,7 @@ import torchtitan
 from torchtitan.trainer import Trainer
 
 from torchscout.adapters.pytorch import PyTorchAdapter, around_steps
-from torchscout.adapters.versions import unknown
+from torchscout.adapters.versions import require
 from torchscout.mesh import AXES, LayerKind, Mesh
 
 if TYPE_CHECKING:
@@ -26,6 +26,19 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchTitanAdapter", "adapter_of"]
 
+_USES = (
+    "config.parallelism.spmd_backend",
+    "config.training.disable_cuda_graphs",
+    "dataloader",
+    "load_state_dict",
+    "lr_schedulers",
+    "model_parts",
+    "optimizers",
+    "state_dict",
+    *(f"parallel_dims.{name}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")),
+    "parallel_dims.get_all_one_dimensional_meshes",
+)
+"""The attributes of a Trainer that are used here."""
 _DENSE = {"pp": "pipeline", "dp_replicate": "replica", "dp_shard": "shard", "cp": "context", "tp": "tensor"}
 _SPARSE = {"pp": "pipeline", "dp_replicate": "replica", "efsdp": "shard", "ep": "expert"}
 """SCOUT's names for TorchTitan's axes, slowest first; experts have axes of their own."""
@@ -44,6 +57,7 @@ def adapter_of(job: Any, optimizer: Any, parallelism: Any) -> TorchTitanAdapter 
         return None
     if optimizer is not None or parallelism is not None:
         raise ValueError("a Trainer has its optimizers and its parallelism; pass only the Trainer")
+    require("torchtitan", torchtitan.__version__, {}, [(job, name) for name in _USES])
     return TorchTitanAdapter(job)
 
 
@@ -59,8 +73,6 @@ class TorchTitanAdapter(PyTorchAdapter):
 
     @property
     def obstacle(self) -> str | None:
-        if why := unknown("torchtitan", torchtitan.__version__):
-            return why
         config = self._trainer.config
         if not config.training.disable_cuda_graphs:
             return "CUDA graphs do not call hooks; pass --training.disable_cuda_graphs"

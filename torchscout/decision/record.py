@@ -8,7 +8,7 @@ The recorder adds the time.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -106,8 +106,7 @@ class EvidenceRecord:
     mode: str | None = None
     """What was replayed: ``forward``, ``backward``, ``optimizer``, or an input variant of them."""
     shape: tuple[int, ...] | None = None
-    timings: Mapping[str, float] = field(default_factory=dict)
-    """This rank's replay intervals in milliseconds."""
+    """The size of what was replayed, such as the shape of a layer's input."""
     progress: Mapping[str, Any] | None = None
     """The progress of one rank, for a hang."""
     fingerprints: tuple[str, ...] = ()
@@ -170,7 +169,7 @@ def surfaces_in_words(records: Iterable[EvidenceRecord]) -> str:
     return f"{listed(surfaces)} (of {listed(layers)})" if layers else listed(surfaces)
 
 
-_CONTEXT = ("layer", "mode", "shape", "timings", "progress", "fingerprints", "stall_seconds")
+_CONTEXT = ("layer", "mode", "shape", "progress", "fingerprints", "stall_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

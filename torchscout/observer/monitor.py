@@ -24,8 +24,7 @@ from typing import IO, Any
 
 from torchscout.collectives.interceptor import listen
 from torchscout.communicators import Communicators, Job
-from torchscout.config import ObserverConfig, RecoveryConfig
-from torchscout.decision.record import Decision
+from torchscout.config import ObserverConfig
 from torchscout.errors import ObserverError, ScoutError
 from torchscout.log import log
 from torchscout.observer import stacks
@@ -284,21 +283,17 @@ class HangMonitor:
 
 
 def start_monitor(
-    job: Job,
-    config: ObserverConfig,
-    communicators: Communicators,
-    recovery: RecoveryConfig | None = None,
-    restarts: Sequence[Decision] = (),
+    job: Job, config: ObserverConfig, communicators: Communicators, **settings: Any
 ) -> HangMonitor:
     """Start publishing and observing on every rank; raises ``ScoutError`` on all ranks if one fails.
 
-    With ``recovery``, observers end trainers for a restart that follows from it and the earlier ``restarts``.
+    ``settings`` are further fields of ``ObserverSpec``: how its diagnoses judge, and what it may do.
     """
     with ExitStack() as undo:
         problem = None
         try:
-            spec = partial(ObserverSpec, recovery=recovery, restarts=tuple(restarts))
-            writer, publisher, observer, address = _start_alone(job, config, undo, spec)
+            spec = partial(ObserverSpec, **settings)
+            writer, publisher, observer, address = _start_alone(job, config, spec, undo)
         except (OSError, ValueError, ScoutError) as error:
             problem = f"{type(error).__name__}: {error}"
         communicators.together(problem)
@@ -311,7 +306,7 @@ def start_monitor(
 
 
 def _start_alone(
-    job: Job, config: ObserverConfig, undo: ExitStack, spec: Callable[..., ObserverSpec]
+    job: Job, config: ObserverConfig, spec: Callable[..., ObserverSpec], undo: ExitStack
 ) -> tuple[ProgressWriter, Publisher, ObserverHandle, str | None]:
     """Do what this rank does by itself; the last result is the address of the hub that it hosts, if any."""
     hubs = hub_ranks(job.hosts)

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from torchscout.config import StragglerConfig
 from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
 from torchscout.decision.recorder import JsonlRecorder, line_of
@@ -245,7 +244,7 @@ class ObserverProcess:
         assert self._spec.mesh is not None
         try:
             if self._phases is None:
-                config = StragglerConfig(min_slowdown_ms=self.config.phase_ms)
+                config = replace(self._spec.straggler, min_slowdown_ms=self.config.phase_ms)
                 self._phases = PhaseDiagnosis(mesh_from(self._spec.mesh), config)
             return compare_phases(reports, self._phases)
         except MISTAKES as error:

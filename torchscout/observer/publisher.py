@@ -1,17 +1,18 @@
 """Publishes a trainer's progress: layers, optimizer, input, checkpoints, collectives (paper, section 7).
 
 An operation that may block is published before it begins. Everything uses PyTorch's public hooks and the
-interceptor of collectives; no user code is patched or replaced. A collective is published as its fingerprint:
-what healthy callers have in common, as text and as 64 bits. Values that may differ are left out: the splits
-of an all-to-all have a compatibility rule of their own, the root of a scatter has inputs that other members
-do not have, and a shard may have its own shape.
+interceptor of collectives; ``phase_hooks`` marks what has no hooks. A collective is published as its
+fingerprint: what healthy callers have in common, as text and as 64 bits. Values that may differ are left out:
+the splits of an all-to-all have a compatibility rule of their own, the root of a scatter has inputs that
+other members do not have, and a shard may have its own shape.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -114,6 +115,13 @@ def _name(group: Group) -> str:
 _Batch = TypeVar("_Batch")
 
 
+class _OpenPhases(threading.local):
+    """The phases that this thread is in, the outermost first."""
+
+    def __init__(self) -> None:
+        self.open: list[Phase] = []
+
+
 class Publisher:
     """Writes a trainer's progress record. It is a listener of collectives."""
 
@@ -126,6 +134,9 @@ class Publisher:
         self._device: DeviceProgress | None = None
         self._stepping: DeviceProgress | None = None
         """Of the device whose finished steps are published."""
+        self._phases = _OpenPhases()
+        self._thread = threading.get_ident()
+        """The thread that trains: it attached, and then the one of the last update."""
         self._undo: list[Callable[[], None]] = []
 
     def before(self, call: Call) -> None:
@@ -223,6 +234,7 @@ class Publisher:
 
     def update_begins(self) -> None:
         """Publish that the optimizer's update begins."""
+        self._thread = threading.get_ident()
         self._writer.advance(Phase.OPTIMIZER)
 
     def step_finished(self, step: int) -> None:
@@ -241,15 +253,30 @@ class Publisher:
         return WatchedInput(source, self)
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
-        """Publish the begin of a phase, and then its end and duration."""
+    def during(self, phase: Phase, *, is_compared: bool = True) -> Iterator[None]:
+        """Publish the begin of a phase, and then its end. Its duration is noted if it ``is_compared`` with
+        that of peers."""
+        phases = self._phases.open
+        phases.append(phase)
         self._writer.advance(phase)
         begin = time.monotonic()
         try:
             yield
         finally:
-            self._writer.time_phase(phase, time.monotonic() - begin)
-            self._writer.advance(Phase.IDLE)
+            seconds = time.monotonic() - begin
+            if is_compared:
+                self._writer.time_phase(phase, seconds)
+            phases.pop()
+            if not phases:  # otherwise it is part of the outer phase
+                self._writer.leave_out(phase, seconds)
+            self._writer.advance(phases[-1] if phases else Phase.IDLE)
+
+    def marked(self, phase: Phase, *, is_compared: bool) -> AbstractContextManager[None]:
+        """Like ``during``, for phases that are recognized and not announced by the user. An open phase takes
+        precedence, and so does SCOUT's own work; other threads than training's are ignored."""
+        if self._phases.open or in_own_work() or threading.get_ident() != self._thread:
+            return nullcontext()
+        return self.during(phase, is_compared=is_compared)
 
     def remove(self) -> None:
         while self._undo:

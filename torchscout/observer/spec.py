@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchscout.config import ObserverConfig, RecoveryConfig
+from torchscout.config import ObserverConfig, RecoveryConfig, StragglerConfig
 from torchscout.decision.record import Decision, from_json
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ class ObserverSpec:
     token: str
     """The secret of this run of the job, the same on all ranks."""
     config: ObserverConfig
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    """When a rank that is slow to fetch batches, or to read or write checkpoints, is reported;
+    ``ObserverConfig.phase_ms`` replaces ``min_slowdown_ms``."""
     stack: str | None = None
     """The file that the trainer writes its stacks to; None if it has registered no signal."""
     hub: int | None = None
@@ -72,6 +75,7 @@ class ObserverSpec:
         recovery, restarts = document["recovery"], map(from_json, document["restarts"])
         converted = {
             "config": ObserverConfig(**document["config"]),
+            "straggler": StragglerConfig(**document["straggler"]),
             "recovery": None if recovery is None else RecoveryConfig(**recovery),
             "restarts": tuple(each for each in restarts if isinstance(each, Decision)),
         }

@@ -12,9 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import transformers
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from torchscout.adapters.versions import require
 from torchscout.attach import enable_resiliency
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class ResiliencyCallback(TrainerCallback):  # type: ignore[misc]  # transformers
                 "a Trainer resumes from checkpoints that it writes itself; leave out checkpoint=, and start "
                 "with trainer.train(resume_from_checkpoint=trusted_checkpoint(output_dir))"
             )
+        attributes = [(trainer, name) for name in ("add_callback", "model_wrapped", "optimizer")]
+        require("transformers", transformers.__version__, {}, attributes)
         self._trainer, self._settings = trainer, settings
         self.session: Session | None = None
         """None before training begins; closed when it ends."""

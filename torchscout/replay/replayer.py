@@ -231,7 +231,8 @@ class Replayer:
     def _run(self, active: ActiveReplay, step: int) -> Run:
         assert active.replay is not None, "begun, since all ranks are ready for it"
         variants = self.variants if active.recipe.varies else (1.0,)
-        context = Context(step, active.peers.group.ranks, active.target)
+        shape = active.replay.work[1] or None
+        context = Context(step, active.peers.group.ranks, active.target, shape=shape)
         return Run(active.due.kind, active.replay, context, variants)
 
     def _align(self, runs: Mapping[int, Run]) -> None:

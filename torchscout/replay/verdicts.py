@@ -47,6 +47,8 @@ class Context:
     target: str
     """What was replayed; empty for all state."""
     variant: float = 1.0
+    shape: tuple[int, ...] | None = None
+    """The size of the work, such as the shape of a layer's input; None for all state."""
     problem: str | None = None
     """Why this rank failed, if it did."""
     left_out: Mapping[Surface, str] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class Context:
             reason="not compared",
             layer=self.target or None,
             mode=self.mode(comparison.mode),
+            shape=self.shape,
         )
 
 

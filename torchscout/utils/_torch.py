@@ -38,6 +38,7 @@ _REQUIRED = {
 _REQUIRED_ON_CUDA = {"current_raw_stream": "torch._C._cuda_getCurrentRawStream"}
 _OPTIONAL = {
     # Present in some builds or releases only; the code that uses them checks for None.
+    "DataLoaderIterator": "torch.utils.data.dataloader._BaseDataLoaderIter",
     "dump_flight_recorder": "torch._C._distributed_c10d._dump_fr_trace_json",
     "dump_nccl_flight_recorder": "torch._C._distributed_c10d._dump_nccl_trace_json",
     "frame_evaluation": "torch._C._dynamo.eval_frame",

@@ -42,8 +42,9 @@ from torchscout.adapters.structure import (
     structure_of,
     surface_of,
 )
-from torchscout.adapters.versions import unknown
+from torchscout.adapters.versions import Uses, require
 from torchscout.config import Parallelism
+from torchscout.decision.progress import Phase
 from torchscout.decision.record import Surface
 from torchscout.mesh import LayerKind, Mesh, MeshAddress
 from torchscout.replay.capture.context import register_tracker
@@ -56,6 +57,26 @@ if TYPE_CHECKING:
 __all__ = ["MegatronAdapter", "adapter_of"]
 
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel)
+_USES: Uses = {
+    "megatron.core.distributed.DistributedDataParallel.start_param_sync": ("force_sync",),
+    "megatron.core.distributed.DistributedDataParallelConfig": (
+        "num_distributed_optimizer_instances",
+        "overlap_param_gather",
+        "use_distributed_optimizer",
+    ),
+    **{
+        f"megatron.core.parallel_state.get_{name}_rank": ()
+        for name in (
+            "context_parallel",
+            "data_parallel",
+            "expert_data_parallel",
+            "expert_model_parallel",
+            "expert_tensor_parallel",
+            "pipeline_model_parallel",
+            "tensor_model_parallel",
+        )
+    },
+}
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 
 
@@ -71,6 +92,12 @@ def adapter_of(
         raise ValueError(f"model must be Megatron's model chunk, or a list of them, got {', '.join(wrong)}")
     if optimizer is not None and not isinstance(optimizer, MegatronOptimizer):
         raise ValueError(f"optimizer must come from get_megatron_optimizer, got {type(optimizer).__name__}")
+    members = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    attributes = [
+        (each, name) for each in chunks if is_wrapped for name in ("config", "ddp_config", "module")
+    ]
+    attributes += [(each, name) for each in members if each for name in ("is_stub_optimizer", "optimizer")]
+    require("megatron-core", megatron.core.__version__, _USES, attributes)
     return MegatronAdapter(chunks, optimizer, parallelism)
 
 
@@ -105,8 +132,6 @@ class MegatronAdapter:
 
     @property
     def obstacle(self) -> str | None:
-        if why := unknown("megatron-core", megatron.core.__version__):
-            return why
         for chunk in self._chunks:
             if not isinstance(chunk, DistributedDataParallel | FullyShardedDataParallel):
                 return f"Megatron's {type(chunk).__name__} is not supported; its DistributedDataParallel is"
@@ -236,6 +261,14 @@ class MegatronAdapter:
         kept: dict[str, Stateful] = {"megatron/streams": Streams(), "megatron/losses": Losses()}
         return kept | {
             f"megatron/scaler {place}": each for place, each in enumerate(scalers) if each is not None
+        }
+
+    def checkpoint_functions(self) -> Mapping[str, Phase]:
+        package = "megatron.core.dist_checkpointing"
+        return {
+            f"{place}.{name}": phase
+            for place in (package, f"{package}.serialization")
+            for name, phase in {"save": Phase.CHECKPOINT_WRITE, "load": Phase.CHECKPOINT_READ}.items()
         }
 
     def _shards(self, role: LayerKind) -> dict[str, list[torch.Tensor]]:

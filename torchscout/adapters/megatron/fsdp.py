@@ -13,14 +13,22 @@ import torch
 from megatron.core.distributed import FullyShardedDataParallel
 
 from torchscout.adapters.modules import without_hooks
+from torchscout.adapters.versions import TESTED, missing
 from torchscout.decision.record import Surface
+from torchscout.utils.text import listed
 
 __all__ = ["Gatherer", "copies_of", "obstacle_of", "room_for", "scatter", "show_shards"]
 
 _PACKAGE = "megatron.core.distributed.fsdp."
 """The package whose hooks gather parameters before a pass."""
 _STRATEGY = "optim_grads_params"
-_PRIVATE = ("_replace_param_with_distributed_if_needed", "_replace_param_with_raw_if_needed")
+_PRIVATE = (
+    "_replace_param_with_distributed_if_needed",
+    "_replace_param_with_raw_if_needed",
+    "all_gather_and_wait_parameters_ready",
+    "all_gather_pipeline.wait_bucket_ready",
+    "synchronize_param_gather",
+)
 
 
 def obstacle_of(chunk: FullyShardedDataParallel) -> str | None:
@@ -32,8 +40,8 @@ def obstacle_of(chunk: FullyShardedDataParallel) -> str | None:
         return "without the distributed optimizer"
     if getattr(chunk.config, "num_moe_experts", None) is not None:
         return "with experts"
-    if not all(hasattr(chunk.module, each) for each in _PRIVATE):
-        return "in this version; the one of megatron-core 0.16 is"
+    if lacking := [*missing({}, ((chunk.module, each) for each in _PRIVATE))]:
+        return f"without {listed(lacking)}, which {TESTED['megatron-core']} has"
     return None
 
 

@@ -174,7 +174,7 @@ class RawStepTimes:
     """
 
     def __init__(self, mesh: Mesh, config: StragglerConfig) -> None:
-        self._diagnosis = RankStragglers(mesh, config)
+        self._diagnosis, self._config = RankStragglers(mesh, config), config
 
     def observe(self, step: int, seconds: Sequence[float]) -> set[Claim]:
         """What the step times of one step, by rank, lead to."""
@@ -183,7 +183,11 @@ class RawStepTimes:
             surface="time/module",
             manifestation=Manifestation.STRAGGLER,
             peers=tuple(range(len(seconds))),
-            verdict=statistical([1e3 * each for each in seconds]),
+            verdict=statistical(
+                [1e3 * each for each in seconds],
+                kappa=self._config.kappa,
+                ratio=self._config.min_slowdown_ratio,
+            ),
         )
         return claims_of(self._diagnosis.observe([record]))
 

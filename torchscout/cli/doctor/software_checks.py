@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from torchscout.adapters.versions import unknown
+from torchscout.adapters.versions import untried
 from torchscout.cli.doctor.facts import Finding, Installed, TorchFacts, fail, ok, skipped, warn
 from torchscout.utils.text import listed
 
@@ -153,8 +153,8 @@ def frameworks(installed: Installed, names: tuple[str, ...]) -> Finding:
         return skipped("frameworks", f"none is installed: neither {absent.replace(' and ', ' nor ')}")
     found = listed(there, most=len(names)) + (f"; not installed: {absent}" if absent else "")
     versions = {name: installed.versions.get(name) for name in names}
-    if strange := [why for name, each in versions.items() if each and (why := unknown(name, each))]:
-        return warn("frameworks", f"{found}; {'; '.join(strange)}", "install the release that was tested")
+    if strange := [why for name, each in versions.items() if each and (why := untried(name, each))]:
+        return warn("frameworks", f"{found}; {'; '.join(strange)}", "read the log when torchscout attaches")
     return ok("frameworks", found)
 
 

@@ -221,11 +221,15 @@ class ProgressWriter:
                 operations_of(self.path).write_text(json.dumps({"step": self._step, **operations}))
 
     def time_phase(self, phase: Phase, seconds: float) -> None:
-        """Note the duration of a phase."""
+        """Note the duration of a phase, for comparison with peers."""
         with self._lock:
             self._memory.note(layout.CODES[phase], seconds)
+
+    def leave_out(self, phase: Phase, seconds: float) -> None:
+        """Do not count a checkpoint or an evaluation as part of the step: it must not raise the threshold."""
+        with self._lock:
             if phase in _OUTSIDE_STEPS and self._began is not None:
-                self._began += seconds  # a checkpoint must not lengthen its step, and so the threshold
+                self._began += seconds
 
     def finished(self) -> None:
         """Publish that the trainer ends on purpose."""

@@ -1,0 +1,128 @@
+"""Marks phases without a change to the training loop: batches that a DataLoader fetches, checkpoints that are
+read and written (paper, section 9).
+
+PyTorch has no hooks there, so functions are replaced while a session is attached. A replaced function calls
+the original one and returns its result. A program that imported a function by name (``from torch import
+save``) before attaching keeps the original, and is not seen.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from torchscout.decision.progress import Phase
+from torchscout.observer.publisher import Publisher
+from torchscout.utils._torch import DataLoaderIterator
+
+__all__ = ["mark_phases"]
+
+_DCP = "torch.distributed.checkpoint"
+_CHECKPOINTS = {
+    **dict.fromkeys(("torch.save", "torch.serialization.save"), Phase.CHECKPOINT_WRITE),
+    **dict.fromkeys(("torch.load", "torch.serialization.load"), Phase.CHECKPOINT_READ),
+    **dict.fromkeys((f"{_DCP}.save", f"{_DCP}.state_dict_saver.save"), Phase.CHECKPOINT_WRITE),
+    **dict.fromkeys((f"{_DCP}.async_save", f"{_DCP}.state_dict_saver.async_save"), Phase.CHECKPOINT_WRITE),
+    **dict.fromkeys((f"{_DCP}.load", f"{_DCP}.state_dict_loader.load"), Phase.CHECKPOINT_READ),
+}
+"""PyTorch's functions, under every name by which they are called."""
+
+Mark = Callable[[], AbstractContextManager[None]]
+Undo = Callable[[], None]
+
+
+def mark_phases(
+    publisher: Publisher, functions: Mapping[str, Phase], is_training: Callable[[], bool]
+) -> Undo:
+    """Mark the phases of PyTorch's functions and of a framework's own ``functions``, given by their full
+    names. Returns a function that removes the marks.
+
+    Batches for an evaluation are not marked: ``is_training`` returns whether a batch is for training. Nor is
+    a function that this release of the framework does not have.
+    """
+
+    def input_mark(*, is_compared: bool) -> AbstractContextManager[None]:
+        if is_training() and torch.is_grad_enabled():
+            return publisher.marked(Phase.INPUT, is_compared=is_compared)
+        return nullcontext()
+
+    with ExitStack() as undo:
+        # Starting the workers of a loader takes time once in an epoch, and is no batch.
+        undo.callback(_mark(torch.utils.data.DataLoader, "__iter__", partial(input_mark, is_compared=False)))
+        if DataLoaderIterator is not None:
+            undo.callback(_mark(DataLoaderIterator, "__next__", partial(input_mark, is_compared=True)))
+        for path, phase in {**_CHECKPOINTS, **functions}.items():
+            for owner, name in _find(path):
+                # Ranks may write different amounts, so their times are not compared.
+                undo.callback(_mark(owner, name, partial(publisher.marked, phase, is_compared=False)))
+        return undo.pop_all().close
+    raise AssertionError("nothing above is suppressed")
+
+
+def _find(path: str) -> Iterator[tuple[Any, str]]:
+    owner, _, name = path.rpartition(".")
+    try:
+        found = pkgutil.resolve_name(owner)
+    except (ImportError, AttributeError):
+        return
+    if name in vars(found):  # an inherited method is replaced in the class that has it
+        yield found, name
+
+
+class _Replaced:
+    """A function that is replaced while it has marks, under all of its names by one object.
+
+    It is replaced once for all sessions: if each wrapped what it finds, they could not end in any order.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.original, self.marks = original, list[Mark]()
+        self._places: list[tuple[Any, str]] = []
+
+        @wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as phases:
+                for mark in [*self.marks]:
+                    phases.enter_context(mark())
+                return original(*args, **kwargs)
+
+        self.replacement = replacement
+
+    def put(self, owner: Any, name: str) -> None:
+        if vars(owner)[name] is self.original:
+            setattr(owner, name, self.replacement)
+            self._places.append((owner, name))
+
+    def restore(self) -> None:
+        """Put the original back, unless another library has wrapped the replacement meanwhile: without marks
+        it only calls the original."""
+        for owner, name in self._places:
+            if vars(owner).get(name) is self.replacement:
+                setattr(owner, name, self.original)
+
+
+_replaced: dict[int, _Replaced] = {}
+"""By the identities of the original and of its replacement."""
+
+
+def _mark(owner: Any, name: str, mark: Mark) -> Undo:
+    present = vars(owner)[name]
+    function = _replaced.get(id(present)) or _Replaced(present)
+    keys = id(function.original), id(function.replacement)
+    _replaced.update(dict.fromkeys(keys, function))
+    function.put(owner, name)
+    function.marks.append(mark)
+
+    def remove() -> None:
+        function.marks.remove(mark)
+        if not function.marks:
+            function.restore()
+            for key in keys:
+                _replaced.pop(key, None)
+
+    return remove
