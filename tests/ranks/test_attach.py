@@ -27,6 +27,7 @@ from torchscout.adapters.base import mesh_from
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
 from torchscout.observer.record.directory import read_ends
+from torchscout.utils.procfs import open_descriptors
 
 RECORDS = Path(f"/dev/shm/torchscout-{os.getuid()}")
 
@@ -113,7 +114,7 @@ def connections_after_close(rank: int, run_dir: Path) -> tuple[int, int]:
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
     dist.all_reduce(torch.zeros(1))  # connections are made when they are used first
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors(os.getpid())
     session = enable_resiliency(
         model,
         optimizer,
@@ -129,7 +130,7 @@ def connections_after_close(rank: int, run_dir: Path) -> tuple[int, int]:
     session.close()
     gc.collect()
     assert session.failures == []
-    return before, len(os.listdir("/proc/self/fd"))
+    return before, open_descriptors(os.getpid())
 
 
 def test_a_closed_session_holds_no_connections(tmp_path: Path):

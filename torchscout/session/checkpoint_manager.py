@@ -56,7 +56,6 @@ from torchscout.session.resumption import (
     Sweeping,
     load_first_usable,
 )
-from torchscout.session.termination import before_termination
 
 __all__ = ["CheckpointManager"]
 
@@ -291,9 +290,8 @@ class CheckpointManager:
         }
 
     def close(self) -> None:
-        """Write the newest sealed state to files, free its memory, and release everything."""
-        with self._undo:
-            self.finish()
+        """Free the memory of what ``finish`` has written to files, and release everything. Idempotent."""
+        self._undo.close()
 
     def finish(self) -> None:
         """Capture what is due and write it to files, because the job ends on this rank."""
@@ -373,7 +371,6 @@ class CheckpointManager:
         if self._previous_run is not None and self._previous_run.is_nothing:
             log.info("an earlier run ended before its first checkpoint was complete")
             self._start_over(self._previous_run.gate)
-        self._undo.callback(before_termination(self.flush))
 
     def _agreed_name(self) -> str:
         """The job's name, which all ranks agree on; see ``checkpoint.storage.job_file``."""
