@@ -245,7 +245,8 @@ def test_a_replicator_that_cannot_be_made_leaves_nothing_open(
     with pytest.raises(error) as raised:
         Replicator(0, tmp_path, token, listens=listens)
     assert raised.tb is not None, "which keeps everything that its frames refer to"
-    assert (descriptors(), active_children()) == (before, children)
+    assert descriptors() <= before
+    assert active_children() == children
 
 
 def test_sockets_that_cannot_be_made_leave_nothing_open():
@@ -257,7 +258,7 @@ def test_sockets_that_cannot_be_made_leave_nothing_open():
     with pytest.raises(zmq.ZMQError) as no_client:
         Client(context, 0, TOKEN, [("127.0.0.1", 9), ("not a host", 9)])
     assert no_hub.tb is not no_client.tb, "which keep everything that their frames refer to"
-    until(lambda: descriptors() == before, "the sockets are closed")  # a thread of ZeroMQ does so
+    until(lambda: descriptors() <= before, "the sockets are closed")  # a thread of ZeroMQ does so
     context.term()
 
 
