@@ -230,7 +230,7 @@ class CheckpointManager:
     def _load(self, wanted: Sequence[Generation]) -> Fetched[shards.Restored]:
         links = Links(self._communicators.exchange, self._communicators.group)
         fetched = fetch(self._member, wanted, (self._memory, self._disk), links, shards.load)
-        self._problems.add(fetched.demoted)
+        self._problems.add(fetched.demoted, are_logged=True)
         problem: str | None = f"{fetched.generation} could not be restored"
         try:
             restore(self._state(), fetched.value.tree)
