@@ -113,6 +113,14 @@ def test_generations_are_listed_with_roles_owners_holders_and_sizes(disk: Path, 
     assert all(each["bytes"] == Path(each["file"]).stat().st_size for each in shards)
 
 
+def test_the_ledgers_say_what_was_being_captured_when_the_job_ended(disk: Path):
+    told = run("list", disk).stdout
+    roles = "latest step 6, candidate step 6, verified step 4, capturing step 7"
+    assert f"ledgers: 4 of 4 ranks; {roles}\n" in told
+    put_ledgers(disk, ledger.CheckpointGate())
+    assert "ledgers: 4 of 4 ranks; nothing is captured\n" in run("list", disk).stdout
+
+
 def test_a_missing_shard_is_listed_as_missing_with_whose_it_is(disk: Path):
     shard(disk, 4, 3).unlink()
     shard(disk, 4, 1).unlink()

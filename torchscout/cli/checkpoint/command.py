@@ -295,7 +295,7 @@ def adopt(
 
 @app.command()
 def forget(
-    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Names of jobs.")] = None,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="JOB", help="Names of jobs.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All jobs that are not running.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -325,7 +325,10 @@ def forget(
         ]
         for row in rows
     ]
-    screen = stacked([table(["job", "size", ""], cells)] if rows else ["No job has checkpoints in memory."])
+    parts: list[Table | str] = [table(["job", "size", ""], cells)] if rows else []
+    if rows and not wanted:
+        parts += ["", "Name the jobs to delete, or add --all."]
+    screen = stacked(parts or ["No job has checkpoints in memory."])
     print_report({"jobs": rows, "dry_run": not yes}, screen, as_json=as_json, output=output)
 
 
