@@ -109,7 +109,7 @@ def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
         undo.callback(communicators.close)
         job = _agree(adapter, communicators, run_dir, "*" if observer is None else observer.address)
         base = _Base(adapter, structure, experts, communicators, job, Boundary(job.rank))
-        checkpoints = None if checkpoint is None else _checkpoints(base, checkpoint)
+        checkpoints = None if checkpoint is None else _checkpoints(base, checkpoint, undo)
         plan_folder = run_dir if checkpoint is None else checkpoint.directory
         decisions = Recovery.agree(communicators, job, recovery, plan_folder, checkpoints)
         monitor = None if observer is None else _monitor(base, observer, replay, decisions, undo)
@@ -195,7 +195,7 @@ def _agree(adapter: Adapter, communicators: Communicators, run_dir: Path | str |
     return Job(dist.get_rank(), adapter.mesh(hosts), hosts, token, agreed_dir, address)
 
 
-def _checkpoints(base: _Base, config: CheckpointConfig) -> CheckpointManager:
+def _checkpoints(base: _Base, config: CheckpointConfig, undo: ExitStack) -> CheckpointManager:
     """Open the checkpoints. What the user must change (folder, budget) is a ``ScoutError`` on every rank."""
     from torchscout.checkpoint.state.training_state import StateParts
     from torchscout.session.checkpoint_manager import CheckpointManager  # imports ZeroMQ
@@ -218,6 +218,7 @@ def _checkpoints(base: _Base, config: CheckpointConfig) -> CheckpointManager:
     if every:
         unreplicated += StateParts(model, optimizers, {}, owned).masters
     manager = CheckpointManager(job, config, base.communicators, model, optimizers, unreplicated, owned)
+    undo.callback(manager.close)
     if job.rank == 0:
         base.boundary.guarded(lambda: add_run(Path(config.directory).absolute(), job.run_dir))
     for name, stateful in adapter.extra_state().items():

@@ -63,10 +63,11 @@ class Problems:
     def __iter__(self) -> Iterator[str]:
         return iter(self._last)
 
-    def add(self, problems: Iterable[str]) -> None:
+    def add(self, problems: Iterable[str], *, are_logged: bool = False) -> None:
+        """Keep these problems, and log them unless they ``are_logged`` already."""
         for each in problems:
             if each not in self._last:
-                if _kind(each) not in map(_kind, self._last):
+                if not are_logged and _kind(each) not in map(_kind, self._last):
                     log.warning("%s: %s", self._part, each)
                 self._last.append(each)
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from torchscout.adapters.base import mesh_from
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
 from torchscout.observer.record.directory import read_ends
+from torchscout.utils.procfs import open_descriptors
 
 RECORDS = Path(f"/dev/shm/torchscout-{os.getuid()}")
 
@@ -108,12 +110,46 @@ def test_closing_leaves_nothing_behind(tmp_path: Path):
         time.sleep(0.1)
 
 
+class RefusingOptimizer(torch.optim.SGD):
+    refuses = True
+    """Until it has refused a hook once."""
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        if self.refuses:
+            self.refuses = False
+            raise RuntimeError("no hooks, please")
+        return super().register_step_pre_hook(hook)
+
+
+def attached_without_replay(rank: int, run_dir: Path) -> tuple[str, int]:
+    """Why there is no replay, and how many hooks its construction has left behind."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizers = [torch.optim.AdamW(model[0].parameters()), RefusingOptimizer(model[1].parameters())]
+
+    def hooks() -> int:
+        layers = [each._forward_hooks | each._forward_pre_hooks for each in model.modules()]
+        return sum(map(len, [*layers, *(each._optimizer_step_pre_hooks for each in optimizers)]))
+
+    session = enable_resiliency(
+        model, optimizers, observer=None, parallelism=Parallelism(replica=2), run_dir=run_dir
+    )
+    assert session.failures == ["RuntimeError: no hooks, please"]
+    left = hooks() - len(optimizers)  # the session's own
+    session.close()
+    return session.status()["replay"]["off"], left
+
+
+def test_a_replay_that_cannot_be_attached_leaves_no_hooks(tmp_path: Path):
+    told = run_ranks(attached_without_replay, 2, tmp_path, timeout=60)
+    assert told == [("it could not be attached", 0)] * 2
+
+
 def connections_after_close(rank: int, run_dir: Path) -> tuple[int, int]:
     """Descriptors before a session with checks and checkpoints, and after it was closed."""
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
     dist.all_reduce(torch.zeros(1))  # connections are made when they are used first
-    before = len([*Path("/proc/self/fd").iterdir()])
+    before = open_descriptors(os.getpid())
     session = enable_resiliency(
         model,
         optimizer,
@@ -129,7 +165,7 @@ def connections_after_close(rank: int, run_dir: Path) -> tuple[int, int]:
     session.close()
     gc.collect()
     assert session.failures == []
-    return before, len([*Path("/proc/self/fd").iterdir()])
+    return before, open_descriptors(os.getpid())
 
 
 def test_a_closed_session_holds_no_connections(tmp_path: Path):

@@ -113,6 +113,14 @@ def test_generations_are_listed_with_roles_owners_holders_and_sizes(disk: Path, 
     assert all(each["bytes"] == Path(each["file"]).stat().st_size for each in shards)
 
 
+def test_the_ledgers_say_what_was_being_captured_when_the_job_ended(disk: Path):
+    told = run("list", disk).stdout
+    roles = "latest step 6, candidate step 6, verified step 4, capturing step 7"
+    assert f"ledgers: 4 of 4 ranks; {roles}\n" in told
+    put_ledgers(disk, ledger.CheckpointGate())
+    assert "ledgers: 4 of 4 ranks; nothing is captured\n" in run("list", disk).stdout
+
+
 def test_a_missing_shard_is_listed_as_missing_with_whose_it_is(disk: Path):
     shard(disk, 4, 3).unlink()
     shard(disk, 4, 1).unlink()
@@ -263,6 +271,47 @@ def test_a_damaged_verified_generation_falls_back_to_the_older_verified_one(disk
         in run("explain", disk).stdout
     )
     assert ask("explain", disk, memory, "--quick")["unusable"] == [], "headers do not tell"
+
+
+def flip_shared(path: Path) -> None:
+    """In the optimizer's state, which is the same on every rank here."""
+    (entry,) = [each for each in shards.inspect(path).entries if each.name == "optimizer/exp_avg"]
+    flip(path, entry.offset)
+
+
+def test_what_resume_would_repair_is_chosen_and_not_called_lost(disk: Path, memory: Path):
+    """See test_checkpoint_damage.py, where a job is resumed from such folders."""
+    flip_shared(shard(disk, 4, 1))
+    report = ask("explain", disk, memory)
+    assert chosen(report)["sdc"] == ("verified", 4, False)
+    assert report["unusable"] == []
+    said = "1 damaged tensor of rank 1's state at step 4 would be replaced with identical bytes from rank 0"
+    assert report["repairable"] == [{"step": 4, "lineage": 0, "ranks": [1], "repairs": [said]}]
+    assert (
+        f"step 4 is damaged, and session.resume() would repair it:\n  {said}." in run("explain", disk).stdout
+    )
+    told = run("verify", disk, expect=1).stdout
+    assert f"DAMAGED {shard(disk, 4, 1)}\n  tensor 'optimizer/exp_avg' is damaged" in told
+    assert f"  {said}." in told
+    assert ask("verify", disk, expect=1)["repairable"] == report["repairable"]
+
+
+def test_what_no_peer_has_cannot_be_repaired(disk: Path):
+    """The same tensor is damaged on every rank, or another rank's shard is gone."""
+    for rank in range(4):
+        flip_shared(shard(disk, 4, rank))
+    flip_shared(shard(disk, 6, 1))
+    shard(disk, 6, 2).unlink()
+    report = ask("explain", disk)
+    assert report["repairable"] == []
+    assert [(each["step"], each["missing"]) for each in report["unusable"]] == [
+        (4, [0, 1, 2, 3]),
+        (6, [1, 2]),
+    ]
+    told = run("verify", disk, expect=1).stdout
+    assert (
+        "step 6 (latest, candidate) cannot be loaded: there is no intact shard of ranks 1 and 2 here." in told
+    )
 
 
 def test_with_all_verified_damaged_nothing_unverified_is_chosen_after_corruption(disk: Path, memory: Path):

@@ -6,6 +6,7 @@ step 8 in memory, step 7 in files. Each test spoils something of that, and start
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -13,11 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tests.ranks.test_log_of_jobs import keep_log, lines_of
 from tests.support.checkpoint_jobs import Plan, Told, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.storage.shards import inspect
+from torchscout.cli.main import app
 from torchscout.faults.storage import Cut, Damage, Delete, FlipFileBit, copies, spoil
 
 STEPS, MORE = 9, 11
@@ -69,8 +73,17 @@ class Left:
             assert mine.bits == theirs.bits
             assert (mine.failures, mine.status["latest"]) == ([], MORE - 1)
 
+    def explained(self) -> int | None:
+        """The step that `scout checkpoint explain` expects the job to go on from."""
+        command = ["checkpoint", "explain", str(self.memory), str(self.disk), "--json"]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+        (decided,) = [each for each in json.loads(done.stdout)["decisions"] if each["failure"] == "other"]
+        return None if decided["generation"] is None else int(decided["generation"]["step"])
+
     def went_on(self, step: int, sources: tuple[str, ...]) -> list[str]:
         """The job goes on from this step, with every rank's state from there; what was said meanwhile."""
+        assert self.explained() == step
         told = self.again()
         for mine, theirs, source in zip(told, self.alone, sources, strict=True):
             assert mine.resumed is not None
@@ -162,6 +175,21 @@ def test_a_replicas_identical_tensor_takes_the_place_of_a_damaged_one(left: Left
     assert lost.is_reported_in(problems), problems
     said = f"1 damaged tensor of rank 1's state at step {STEPS} was replaced with identical bytes from rank 0"
     assert said in problems
+
+
+def logged(rank: int, plan: Plan, logs: Path) -> Told:
+    keep_log(logs, rank)
+    return train(rank, plan)
+
+
+@pytest.mark.parametrize("how", ["a bit of the header", "parameters"])
+def test_each_damaged_shard_is_logged_once(left: Left, how: str, tmp_path: Path):
+    lost = spoil(left.copies(1, STEPS), SPOIL.get(how, FlipTensorBit("parameters/")))
+    plan = replace(left.plan, steps=STEPS, run_dir=tmp_path / "run")
+    run_ranks(logged, 2, plan, tmp_path, timeout=60)
+    lines, others = (lines_of(tmp_path, rank) for rank in (0, 1))
+    assert [sum(str(path) in line for line in lines) for path in lost.paths] == [1, 1], lines
+    assert not any("damaged" in line for line in others), others
 
 
 def test_further_back_it_goes_from_verified_to_verified(left: Left):

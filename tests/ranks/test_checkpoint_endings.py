@@ -15,6 +15,7 @@ import pytest
 from tests.support.checkpoint_jobs import Doom, Plan, Told, doomed, reached, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint import ledger
+from torchscout.observer.record.directory import read_ends
 
 RANKS = 2
 ROOT = Path(__file__).parents[2]
@@ -107,6 +108,7 @@ def test_sigterm_writes_files_though_a_rank_is_blocked_in_a_collective(tmp_path:
         run_ranks(train, RANKS, plan, timeout=60)
     assert str(raised.value).count("exit code -15") == RANKS, raised.value
     assert [max(reached(plan, rank)) for rank in range(RANKS)] == [5, 5], "it hung"
+    assert {(each.how, each.why) for each in read_ends(plan.run_dir).values()} == {("interrupted", "SIGTERM")}
     reboot(plan)
     went_on(plan, 4, "its own disk")
 

@@ -126,7 +126,7 @@ WRONG: dict[str, dict[str, tuple[str, str]]] = {
         "--as": ("{folder} --as a/b", "a job's name consists of letters, digits and ._+=@-, got 'a/b'"),
         "--output": ("{folder} --as job " + OUTPUT[0], OUTPUT[1]),
     },
-    "checkpoint forget": {"[JOB]...": ("nothing", "has no job nothing"), "--output": OUTPUT},
+    "checkpoint forget": {"JOB": ("nothing", "has no job nothing"), "--output": OUTPUT},
 }
 """By command and parameter: a command line that has it wrong, and what must be said of it."""
 

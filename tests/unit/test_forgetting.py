@@ -53,6 +53,7 @@ def test_the_command_shows_and_deletes_and_refuses_a_job_that_runs(root: Path):
     running = keep("running")
     with lock.claim(running, "running"):
         shown = json.loads(CliRunner().invoke(app, ["checkpoint", "forget", "--json"]).stdout)
+        assert "or add --all." in CliRunner().invoke(app, ["checkpoint", "forget"]).stdout
         assert [(each["job"], each["forgotten"]) for each in shown["jobs"]] == [
             ("ended", False),
             ("running", False),

@@ -22,7 +22,7 @@ from torchscout.checkpoint.replication import messages as wire
 from torchscout.checkpoint.replication.replicator import Replicator
 from torchscout.checkpoint.storage.shards import path_of
 from torchscout.errors import CheckpointError
-from torchscout.observer.protocol import connect, listen_limited
+from torchscout.observer.protocol import Client, connect, listen_limited
 from torchscout.utils.listener import Limits, Listener
 from torchscout.utils.network import new_token
 from torchscout.utils.procfs import is_running
@@ -32,6 +32,10 @@ STRANGERS = 500
 
 def descriptors(pid: int | str = "self") -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def active_children() -> set[str]:
+    return {pid for each in Path("/proc/self/task").glob("*/children") for pid in each.read_text().split()}
 
 
 def cpu_seconds(pid: int) -> float:
@@ -227,6 +231,35 @@ def test_who_sends_more_than_a_handshake_is_closed_at_once(guarded: Listener):
     """ZeroMQ would keep what comes of a message of 4 MiB until the time is over."""
     message = b"\x06" + (4 << 20).to_bytes(8, "big") + bytes(8192)
     assert seconds_until_closed(guarded.port, GREETING + message) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("token", "listens", "error"),
+    [("short", ("127.0.0.1", 0), ValueError), (TOKEN, ("203.0.113.9", 9), CheckpointError)],
+)
+def test_a_replicator_that_cannot_be_made_leaves_nothing_open(
+    tmp_path: Path, token: str, listens: tuple[str, int], error: type[Exception]
+):
+    """An open socket keeps its ZeroMQ context, and with it an interpreter that exits, waiting forever."""
+    before, children = descriptors(), active_children()
+    with pytest.raises(error) as raised:
+        Replicator(0, tmp_path, token, listens=listens)
+    assert raised.tb is not None, "which keeps everything that its frames refer to"
+    assert descriptors() <= before
+    assert active_children() == children
+
+
+def test_sockets_that_cannot_be_made_leave_nothing_open():
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    Client(context, 0, TOKEN, [("127.0.0.1", 9)]).close()  # a context opens descriptors of its own
+    before = descriptors()
+    with pytest.raises(ValueError, match="token") as no_hub:
+        listen_limited(context, "short", "127.0.0.1", 0)
+    with pytest.raises(zmq.ZMQError) as no_client:
+        Client(context, 0, TOKEN, [("127.0.0.1", 9), ("not a host", 9)])
+    assert no_hub.tb is not no_client.tb, "which keep everything that their frames refer to"
+    until(lambda: descriptors() <= before, "the sockets are closed")  # a thread of ZeroMQ does so
+    context.term()
 
 
 def test_a_listener_that_is_killed_is_started_again_where_it_was(replicator: Replicator, tmp_path: Path):

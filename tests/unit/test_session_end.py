@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,13 @@ def test_what_ends_the_block_is_on_record(tmp_path: Path, error: BaseException, 
     assert read_ends(tmp_path)[0].how == how
 
 
+def test_an_exit_that_was_asked_for_needs_no_explanation(tmp_path: Path):
+    session = session_of(tmp_path)
+    with pytest.raises(SystemExit), session:
+        raise SystemExit(0)
+    assert read_ends(tmp_path)[0].why == ""
+
+
 def test_a_failure_is_logged_by_the_rank_that_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with pytest.raises(RuntimeError), session_of(tmp_path, rank=2):
         raise RuntimeError("two\nlines")
@@ -117,7 +125,7 @@ def test_a_program_that_ends_by_an_exception_has_failed(
 
 
 SCRIPT = """
-import sys
+import sys, time
 from pathlib import Path
 from tests.unit.test_session_end import session_of
 from torchscout.log import show_by_default
@@ -125,6 +133,9 @@ show_by_default()
 session = session_of(Path(sys.argv[1]))
 if sys.argv[2] == "raise":
     raise RuntimeError("the user's own mistake")
+if sys.argv[2] == "sleep":
+    print(flush=True)
+    time.sleep(600)
 """
 
 
@@ -145,3 +156,16 @@ def test_a_script_that_never_closes_its_session(tmp_path: Path, manner: str, how
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert read_ends(tmp_path)[0].how == how, done.stderr
     assert done.stderr.splitlines()[-1] == f"torchscout: {line}"
+
+
+def test_a_session_that_sigterm_ends_says_so_though_only_its_parent_sees_the_exit_status(tmp_path: Path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), "sleep"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+    assert read_ends(tmp_path) == {0: End(0, "interrupted", 3, "record", "SIGTERM")}
+    line = "torchscout: rank 0: interrupted after step 3 by SIGTERM; no incidents"
+    assert errors.splitlines()[-1] == line

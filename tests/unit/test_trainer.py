@@ -12,7 +12,8 @@ import pytest
 
 from torchscout.config import ObserverConfig
 from torchscout.observer.protocol import RankReport
-from torchscout.observer.trainer import TrainerView
+from torchscout.observer.record.directory import End
+from torchscout.observer.trainer import Ending, TrainerView
 
 CONFIG = ObserverConfig(min_silence_seconds=1.2)
 SCRIPT = """
@@ -67,6 +68,25 @@ def test_a_trainer_that_ends_in_the_middle_of_its_work_waited_for_nobody(
     report = ended(tmp_path, seconds, how)
     assert report.gone_seconds is not None
     assert report.stalled is None
+
+
+@pytest.mark.parametrize(
+    ("marked", "ending"), [(None, Ending.FAILED), ("this", Ending.ASKED), ("earlier", Ending.FAILED)]
+)
+def test_sigterm_is_known_from_the_run_directory_where_a_parent_took_the_exit_status(
+    marked: str | None, ending: Ending, tmp_path: Path
+):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), "600", "moves", "600"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        record = Path(process.stdout.readline().strip())
+        trainer = TrainerView(record, None, tmp_path)
+        process.terminate()
+        process.wait()
+    if marked is not None:
+        End(trainer.rank, "interrupted", 0, str(record) if marked == "this" else "earlier").write(tmp_path)
+    trainer.look(time.monotonic())
+    assert trainer.ending is ending
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ class ObserverProcess:
         self._spec = spec
         self._recorder = JsonlRecorder(spec.run_dir, spec.rank)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._trainer = TrainerView(Path(spec.record), Path(spec.stack) if spec.stack else None)
+        stack = Path(spec.stack) if spec.stack else None
+        self._trainer = TrainerView(Path(spec.record), stack, Path(spec.run_dir))
         self._hub = None if spec.hub is None else self._host_hub(spec.hub)
         self._phases: PhaseDiagnosis | None = None
         """For this process's hub, created by the first survey."""

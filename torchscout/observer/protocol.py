@@ -11,6 +11,7 @@ import json
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -197,9 +198,14 @@ class Client:
     ) -> None:
         self.tally = Tally()
         self._connect = partial(connect, context, token, rank)
-        self.sockets = [self._connect(address) for address in hubs[:HUBS_AT_FIRST]]
+        self.sockets: list[zmq.Socket[bytes]] = []
         self._candidates = list(hubs[HUBS_AT_FIRST:])
         """The addresses of hubs that may still be elected, in their order."""
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for address in hubs[:HUBS_AT_FIRST]:
+                self.sockets.append(self._connect(address))
+            undo.pop_all()
 
     def connect_next(self) -> bool:
         """Connect to the next candidate's hub as well; return False if there is none left."""

@@ -23,7 +23,7 @@ from torchscout.decision.progress import CommGroup, Phase, Process, Progress, Ra
 from torchscout.errors import TornRecordError
 from torchscout.observer import stacks
 from torchscout.observer.protocol import RankReport
-from torchscout.observer.record.directory import How
+from torchscout.observer.record.directory import How, read_end
 from torchscout.observer.record.reader import ProgressReader
 from torchscout.observer.silence import LONGEST_REPEAT_SECONDS, allowance
 from torchscout.utils.procfs import process_stat
@@ -172,8 +172,9 @@ class _Stall:
 class TrainerView:
     """What the last ``look`` has seen. It never waits for the trainer, except shortly for its stacks."""
 
-    def __init__(self, record: Path, stack: Path | None) -> None:
+    def __init__(self, record: Path, stack: Path | None, run_dir: Path | None = None) -> None:
         self.reader = ProgressReader(record)
+        self._record, self._run_dir = str(record), run_dir
         self.progress: Progress | None = None
         """Without operations, which are only read for a report."""
         self.ending: Ending | None = None
@@ -204,6 +205,8 @@ class TrainerView:
         elif self.reader.trainer() is Process.GONE:
             self._wait_status = _wait_status(self.reader.pid)
             self.ending = _ending_of(self._wait_status, is_exiting=self.reader.is_exiting)
+            if self._wait_status is None and self._was_terminated():
+                self.ending = Ending.ASKED
             self._gone_since = None if self.ending is Ending.FINISHED else now
 
     @property
@@ -216,6 +219,11 @@ class TrainerView:
             exited = self._wait_status is not None and not self._wait_status & 0x7F
             return "failed" if exited else "killed"
         return "interrupted" if ending is Ending.ASKED else "finished"
+
+    def _was_terminated(self) -> bool:
+        """Return whether it recorded that SIGTERM ends it; see ``session.session``."""
+        end = None if self._run_dir is None else read_end(self._run_dir, self.rank)
+        return end is not None and (end.record, end.how) == (self._record, "interrupted")
 
     def kill(self) -> None:
         """End the trainer, unless it has ended; that counts as finished, since it was decided."""

@@ -57,7 +57,6 @@ from torchscout.session.resumption import (
     Sweeping,
     load_first_usable,
 )
-from torchscout.session.termination import before_termination
 
 __all__ = ["CheckpointManager"]
 
@@ -236,7 +235,7 @@ class CheckpointManager:
     def _load(self, wanted: Sequence[Generation]) -> Fetched[shards.Restored]:
         links = Links(self._communicators.exchange, self._communicators.group)
         fetched = fetch(self._member, wanted, (self._memory, self._disk), links, shards.load)
-        self._problems.add(fetched.demoted)
+        self._problems.add(fetched.demoted, are_logged=True)
         problem: str | None = f"{fetched.generation} could not be restored"
         try:
             restore(self._state(), fetched.value.tree)
@@ -296,9 +295,8 @@ class CheckpointManager:
         }
 
     def close(self) -> None:
-        """Write the newest sealed state to files, free its memory, and release everything."""
-        with self._undo:
-            self.finish()
+        """Free the memory of what ``finish`` has written to files, and release everything. Idempotent."""
+        self._undo.close()
 
     def finish(self) -> None:
         """Capture what is due and write it to files, because the job ends on this rank."""
@@ -378,7 +376,6 @@ class CheckpointManager:
         if self._previous_run is not None and self._previous_run.is_nothing:
             log.info("an earlier run ended before its first checkpoint was complete")
             self._start_over(self._previous_run.gate)
-        self._undo.callback(before_termination(self.flush))
 
     def _agreed_name(self) -> str:
         """The job's name, which all ranks agree on; see ``checkpoint.storage.job_file``."""

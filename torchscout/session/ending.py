@@ -16,7 +16,7 @@ from torchscout.observer.record.directory import How
 from torchscout.utils.private_files import open_file
 from torchscout.utils.text import listed
 
-__all__ = ["add_run", "closing_line", "how_ended", "mark_recovered"]
+__all__ = ["add_run", "closing_line", "how_ended", "mark_recovered", "why_ended"]
 
 _INTERRUPTED = {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
 _NAME = "runs.jsonl"
@@ -34,13 +34,19 @@ def how_ended(error: BaseException | None) -> How:
     return "finished" if error is None or isinstance(error, GeneratorExit) else "failed"
 
 
+def why_ended(error: BaseException | None) -> str:
+    """Return the exception in words; empty if the program has finished."""
+    said = "" if how_ended(error) == "finished" else f"{type(error).__name__}: {error}"
+    return said.removesuffix(": ")
+
+
 def closing_line(
-    how: str, step: int, incidents: Sequence[Incident], certified: int | None, error: BaseException | None
+    how: str, step: int, incidents: Sequence[Incident], certified: int | None, why: str = ""
 ) -> str:
     """The last line of a rank's log."""
     counts = Counter(each.manifestation.value for each in incidents)
     found = listed([f"{count} {kind}" for kind, count in sorted(counts.items())])
-    by = "" if how != "failed" or error is None else f" by {type(error).__name__}: {error}"
+    by = f" by {why}" if why else ""
     checked = "" if certified is None else f"; certified up to step {certified}"
     return f"{how} after step {step}{by}; {f'incidents: {found}' if found else 'no incidents'}{checked}"
 

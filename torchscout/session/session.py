@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,12 +18,13 @@ from torchscout.decision.record import Failure, Incident
 from torchscout.decision.recorder import IncidentLog
 from torchscout.log import log
 from torchscout.observer.monitor import HangMonitor
-from torchscout.observer.record.directory import End, RankEntry
+from torchscout.observer.record.directory import End, How, RankEntry
 from torchscout.session.boundary import Boundary
-from torchscout.session.ending import closing_line, how_ended, mark_recovered
+from torchscout.session.ending import closing_line, how_ended, mark_recovered, why_ended
 from torchscout.session.incident_callback import IncidentCallback
 from torchscout.session.recovery import Recovery
 from torchscout.session.replay_driver import ReplayDriver
+from torchscout.session.termination import before_termination
 
 if TYPE_CHECKING:
     from torchscout.checkpoint.state.training_state import Stateful
@@ -92,9 +94,13 @@ class Session:
         self._monitor, self._checkpoints = parts.monitor, parts.checkpoints
         self._replay, self._replay_off = parts.replay, parts.replay_off
         self._pid = os.getpid()
-        self._has_ended = False
+        self._end_once = threading.Lock()
+        """Acquired by whoever writes how the session ended, and never released."""
         self._handled = sys.exc_info()[1]  # the program may already be in an ``except`` block
         atexit.register(self._at_exit)
+        self._restore_sigterm: Callable[[], None] = lambda: None
+        if parts.entry is not None:
+            self._restore_sigterm = before_termination(self._terminated)
 
     def __enter__(self) -> Session:
         return self
@@ -255,12 +261,13 @@ class Session:
             return  # a forked child: all of this belongs to its parent
         error, certified = sys.exc_info()[1], self.certified_step
         self._stop_replay("the session is closed")
-        checkpoints, self._checkpoints = self._checkpoints, None
-        if checkpoints is not None:
-            self._guarded(checkpoints.close)
-        self._guarded(lambda: self._end(certified, None if error is self._handled else error))
-        self._monitor = None
+        if self._checkpoints is not None:
+            self._guarded(self._checkpoints.finish)
+        error = None if error is self._handled else error
+        self._guarded(lambda: self._end(certified, how_ended(error), why_ended(error)))
+        self._restore_sigterm()
         self._guarded(self._undo.close)
+        self._monitor = self._checkpoints = None
 
     def _start_after(self, step: int) -> None:
         self._boundary.step = step
@@ -291,30 +298,39 @@ class Session:
             incidents.wait(_VERDICT_SECONDS)
         if self._checkpoints is not None:
             self._guarded(self._checkpoints.finish)
-        self._guarded(lambda: self._end(self.certified_step, error, is_exiting=True))
+        how, is_open = how_ended(error), error is None
+        self._guarded(lambda: self._end(self.certified_step, how, why_ended(error), is_open=is_open))
         if self._monitor is not None and error is None:
             self._guarded(self._monitor.leave)
+        self._restore_sigterm()  # the thread that waits for it ends before the interpreter does
 
-    def _end(self, certified: int | None, error: BaseException | None, *, is_exiting: bool = False) -> None:
+    def _terminated(self) -> None:
+        """Called in a thread when SIGTERM arrives, before it ends the process; training continues meanwhile.
+
+        Records first how the job ended: it may be killed while checkpoints are written.
+        """
+        checkpoints = self._checkpoints
+        self._guarded(lambda: self._end(self.certified_step, "interrupted", "SIGTERM"))
+        if checkpoints is not None:
+            self._guarded(checkpoints.flush)
+
+    def _end(self, certified: int | None, how: How, why: str, *, is_open: bool = False) -> None:
         """Write how the session ended to the log and the run directory.
 
-        If the program ``is_exiting`` without an exception, its exit status is not known yet; its observer
-        will see that and record how the program ended.
+        ``is_open`` if the interpreter exits and the exit status is not known yet; the observer will see that
+        and record how the program ended.
         """
-        if self._has_ended:
+        if not self._end_once.acquire(blocking=False):
             return
-        self._has_ended = True
-        how, incidents, entry = how_ended(error), list[Incident](), self._entry
-        is_open = is_exiting and error is None
+        incidents, entry = list[Incident](), self._entry
         if self._callback is not None:
             self._callback.close()
             incidents = self._callback.incidents
         if self.rank == 0 or how == "failed":
             level = logging.INFO if how == "finished" and not incidents else logging.WARNING
-            line = closing_line("ended" if is_open else how, self.step, incidents, certified, error)
+            line = closing_line("ended" if is_open else how, self.step, incidents, certified, why)
             log.log(level, "rank %d: %s", self.rank, line)
         if entry is not None and not (is_open and self._monitor is not None):
-            why = "" if error is None else f"{type(error).__name__}: {error}"
             End(entry.rank, how, self.step, entry.record, why).write(self.run_dir)
 
     def _manager(self) -> CheckpointManager:

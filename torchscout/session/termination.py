@@ -39,7 +39,7 @@ def before_termination(action: Callable[[], object]) -> Callable[[], None]:
     waiting = _Waiting(action, reader, writer)
     _waiting.append(waiting)
     signal.signal(signal.SIGTERM, _noticed)
-    threading.Thread(target=waiting.run, name="torchscout-sigterm", daemon=True).start()
+    waiting.thread.start()
     return waiting.undo
 
 
@@ -48,6 +48,7 @@ class _Waiting:
 
     def __init__(self, action: Callable[[], object], reader: int, writer: int) -> None:
         self._action, self._reader, self._writer = action, reader, writer
+        self.thread = threading.Thread(target=self.run, name="torchscout-sigterm", daemon=True)
 
     def run(self) -> None:
         while number := os.read(self._reader, 1):
@@ -67,6 +68,7 @@ class _Waiting:
             if (current := signal.set_wakeup_fd(-1)) not in (-1, self._writer):
                 signal.set_wakeup_fd(current)
             os.close(self._writer)
+            self.thread.join(1.0)
 
     def ensure_notified(self) -> None:
         """Called by the handler: the job may have set another wakeup descriptor since, as asyncio does."""

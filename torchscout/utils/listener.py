@@ -29,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from torchscout.utils.procfs import open_descriptors
@@ -104,19 +104,21 @@ class Listener:
         this one. Raises ``OSError`` if the address is not available.
         """
         self._inner, self._limits, self._owner = inner, limits, os.getpid() if owner is None else owner
-        self._accepting = _bound(address)
-        self.port: int = self._accepting.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._accepting, selectors.EVENT_READ)
         self._connections: set[_Connection] = set()
         self._unauthenticated: dict[_Connection, None] = {}
         """Oldest first."""
         self._listens = True
         self._paused_until = 0.0
-        self._wake_out, self._wake = socket.socketpair()
-        self._selector.register(self._wake_out, selectors.EVENT_READ)
         self._ends_at: float | None = None
         self._thread: threading.Thread | None = None
+        with ExitStack() as undo:
+            self._accepting = undo.enter_context(_bound(address))
+            self._selector = undo.enter_context(selectors.DefaultSelector())
+            self._wake_out, self._wake = socket.socketpair()
+            undo.pop_all()
+        for each in (self._accepting, self._wake_out):
+            self._selector.register(each, selectors.EVENT_READ)
+        self.port: int = self._accepting.getsockname()[1]
 
     def start(self) -> None:
         """Accept connections and serve them in a thread."""

@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from torchscout.utils.child_process import command
 from torchscout.utils.listener import Address
@@ -66,14 +66,13 @@ class ListenerProcess:
             cwd="/",
             start_new_session=True,
         )
-        try:
+        with ExitStack() as undo:
+            undo.enter_context(process)  # closes its pipes and waits for it
+            undo.callback(process.kill)
             answer = _first_line(process)
             if "problem" in answer:
                 raise OSError(answer["problem"])
-        except OSError:
-            process.kill()
-            process.wait()
-            raise
+            undo.pop_all()
         self.port = int(answer["port"])
         return process
 

@@ -16,7 +16,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import zmq
@@ -81,27 +81,31 @@ class CurveSockets(NamedTuple):
 
     def listen(self, context: _Context, token: str, endpoint: str) -> zmq.Socket[bytes]:
         """Return a socket that serves any number of clients; over ``ipc:`` only those of this user."""
-        socket = self._socket(context, zmq.ROUTER)
-        socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = derive(token, self.purpose, "listener")
-        socket.router_mandatory = True  # sending to a client that is not connected fails at once
-        socket.router_handover = True  # a client that connects again replaces its lost connection
-        socket.backlog = _BACKLOG
-        if endpoint.startswith("ipc:"):
-            socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-        socket.bind(endpoint)
+        with ExitStack() as undo:
+            socket = undo.enter_context(self._socket(context, zmq.ROUTER))
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = derive(token, self.purpose, "listener")
+            socket.router_mandatory = True  # sending to a client that is not connected fails at once
+            socket.router_handover = True  # a client that connects again replaces its lost connection
+            socket.backlog = _BACKLOG
+            if endpoint.startswith("ipc:"):
+                socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+            socket.bind(endpoint)
+            undo.pop_all()
         return socket
 
     def connect(self, context: _Context, token: str, rank: int, address: Address) -> zmq.Socket[bytes]:
         """Return a client's socket. The handshake carries the rank, so the listener may send first."""
-        socket = self._socket(context, zmq.DEALER)
-        socket.curve_serverkey = derive(token, self.purpose, "listener").public
-        socket.curve_publickey, socket.curve_secretkey = derive(token, self.purpose, "client")
-        socket.routing_id = str(rank).encode()
-        socket.immediate = True  # nothing is queued for a listener that is not there
-        socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
-        host, port = address
-        socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+        with ExitStack() as undo:
+            socket = undo.enter_context(self._socket(context, zmq.DEALER))
+            socket.curve_serverkey = derive(token, self.purpose, "listener").public
+            socket.curve_publickey, socket.curve_secretkey = derive(token, self.purpose, "client")
+            socket.routing_id = str(rank).encode()
+            socket.immediate = True  # nothing is queued for a listener that is not there
+            socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
+            host, port = address
+            socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+            undo.pop_all()
         return socket
 
     def _socket(self, context: _Context, kind: int) -> zmq.Socket[bytes]:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import zmq
@@ -46,21 +46,11 @@ class Replicator:
         listens: wire.Address = ("127.0.0.1", 0),
         timeout_seconds: float = 30.0,
     ) -> None:
-        """Listen at ``listens`` (port 0: any free port); raises ``CheckpointError`` if that fails."""
+        """Listen at ``listens`` (port 0: any free port); raises ``CheckpointError`` if that fails, and
+        ``ValueError`` if the token is too short."""
         self.holder: int | None = None
         self._rank, self._memory, self._token = rank, memory, token
         self._timeout = timeout_seconds
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        name = f"torchscout-{secrets.token_hex(16)}"
-        try:
-            socket = wire.listen(self._context, token, f"ipc://@{name}")
-            self._listener = ListenerProcess(listens, name)
-        except (OSError, zmq.ZMQError) as error:
-            self._context.destroy(linger=0)
-            raise CheckpointError(f"cannot listen at {listens[0]}:{listens[1]}: {error}") from error
-        self.address: wire.Address = (listens[0], self._listener.port)
-        """For other ranks; a host that means all interfaces must be replaced by a reachable one."""
-        self._inbox = ReplicaReceiver(socket, rank, memory, timeout_seconds)
         self._outbox: ReplicaSender | None = None
         self._requests: deque[Callable[[], None]] = deque()
         self._problems: deque[str] = deque(maxlen=_MAX_PROBLEMS)
@@ -68,9 +58,13 @@ class Replicator:
         self._held: frozenset[Generation] = frozenset()
         self._arriving: frozenset[ShardIdentity] = frozenset()
         self._closing = False
-        self._wake_reader, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="torchscout-replicate", daemon=True)
-        self._thread.start()
+        with ExitStack() as undo:
+            self._open(listens, undo)
+            self._thread = threading.Thread(target=self._run, name="torchscout-replicate", daemon=True)
+            self._thread.start()
+            undo.pop_all()  # the thread closes them
+        self.address: wire.Address = (listens[0], self._listener.port)
+        """For other ranks; a host that means all interfaces must be replaced by a reachable one."""
 
     def connect(self, addresses: Sequence[wire.Address], hosts: Sequence[str]) -> None:
         """Connect, given every rank's address and host. Call it again when they change."""
@@ -120,6 +114,21 @@ class Replicator:
         self._thread.join(seconds)
         if not self._thread.is_alive():
             os.close(self._wake)
+
+    def _open(self, listens: wire.Address, undo: ExitStack) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        undo.callback(self._context.destroy, linger=0)
+        self._wake_reader, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        undo.callback(os.close, self._wake_reader)
+        undo.callback(os.close, self._wake)
+        name = f"torchscout-{secrets.token_hex(16)}"
+        try:
+            socket = wire.listen(self._context, self._token, f"ipc://@{name}")
+            self._listener = ListenerProcess(listens, name)
+        except (OSError, zmq.ZMQError) as error:
+            raise CheckpointError(f"cannot listen at {listens[0]}:{listens[1]}: {error}") from error
+        undo.callback(self._listener.close)
+        self._inbox = ReplicaReceiver(socket, self._rank, self._memory, self._timeout)
 
     def _request(self, request: Callable[[], None]) -> None:
         """Run this on the replicator's thread."""

@@ -21,6 +21,7 @@ from torchscout.checkpoint.storage.inventory import FoundShard, Inventory, Membe
 from torchscout.checkpoint.storage.shard_format import ShardIdentity
 from torchscout.errors import CheckpointError, DamagedError, UnavailableError
 from torchscout.log import log
+from torchscout.utils.text import named
 
 __all__ = ["Fetched", "fetch"]
 
@@ -65,23 +66,31 @@ def fetch(
     Raises ``UnavailableError``, on every rank alike, if no generation is left.
     """
     ours = _Participant(member, folders[0], links, inventory(*folders, wanted), load)
-    demoted = ours.gather_problems()
+    demoted: list[str] = []
+
+    def report(sentences: Sequence[str]) -> None:
+        """All ranks know the same problems, and rank 0 logs them."""
+        demoted.extend(sentences)
+        for each in sentences if member.rank == 0 else ():
+            log.error("%s", each)
+
+    report(ours.gather_problems())
     damaged_generation: Generation | None = None
     while True:
         plan = agree(ours.listings(wanted), wanted)
         if damaged_generation not in (None, plan.generation):  # no whole copy of it is left: repair one
-            demoted += ours.repair()
+            report(ours.repair())
             damaged_generation = None
             continue
         if plan.generation is None:
             raise UnavailableError(". ".join([plan.reason, *demoted]))
-        if plan.passed:
-            log.error("%s", plan.reason)
         ours.attempt(plan)
         if not (damaged := ours.discard_damaged(plan)):
+            if plan.passed and member.rank == 0:
+                log.error("%s", plan.reason)
             path, value = ours.result()
             return Fetched(plan, path, value, tuple(demoted))
-        demoted += damaged
+        report(damaged)
         damaged_generation = plan.generation
 
 
@@ -101,12 +110,13 @@ class _Participant(Generic[T]):
         """The last damaged shard of the generation that this rank could read itself."""
 
     def gather_problems(self) -> list[str]:
-        """Log and return every rank's unreadable files."""
+        """Return the unreadable files; ranks of one machine, or of one shared disk, find the same."""
         gathered = self._links.exchange(list(self._stock.problems[:_MOST_PROBLEMS]))
-        problems = [f"rank {rank}, {each}" for rank, found in enumerate(gathered) for each in found]
-        for each in problems:
-            log.error("a checkpoint's shard is damaged: %s", each)
-        return problems
+        finders: dict[str, list[int]] = {}
+        for rank, found in enumerate(gathered):
+            for each in found:
+                finders.setdefault(each, []).append(rank)
+        return [f"a shard that {named(ranks)} found {each}" for each, ranks in finders.items()]
 
     def listings(self, wanted: Sequence[Generation]) -> list[Listing]:
         """Every rank's shards; raises ``CheckpointError`` if ranks are about to load different things."""
@@ -156,7 +166,6 @@ class _Participant(Generic[T]):
             source = plan.sources[rank]
             place = source.described(rank)
             sentence = f"rank {rank}'s state at {plan.generation} in {place} is damaged: {why}"
-            log.error("%s", sentence)
             damaged.append(sentence)
             bad = ShardLocation(rank, plan.generation, source.tier, source.holder)
             # Ranks of one machine, or of one shared disk, find the same file: each of them looks at it now.
@@ -174,8 +183,6 @@ class _Participant(Generic[T]):
         repaired, sentences = repair(report, self._memory, self._member.rank, self._links)
         if repaired is not None:
             self._add(shards.inspect(repaired).identity, repaired)
-        for each in sentences:
-            log.warning("%s", each)
         return sentences
 
     def result(self) -> tuple[Path, T]:

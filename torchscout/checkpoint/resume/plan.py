@@ -1,21 +1,33 @@
 """Decides which generation all ranks load, and where each gets its shard (paper, sections 8 and 9).
 
-A pure function of what every rank has found: each rank computes it from the same listings and comes to the
-same plan. ``inventory`` reads the folders, ``fetch`` moves shards, and ``checkpoint.selection`` decides
-which generations may be loaded at all.
+Pure functions of what every rank has found: each rank computes them from the same listings and comes to the
+same plan. ``inventory`` reads the folders, ``fetch`` moves shards, ``repair`` replaces damaged tensors, and
+``checkpoint.selection`` decides which generations may be loaded at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchscout.checkpoint.generation import Generation, is_number
 from torchscout.checkpoint.storage.inventory import FoundShard, Inventory, Member, Tier
+from torchscout.checkpoint.storage.shard_format import Entry
+from torchscout.checkpoint.storage.shards import Report
 from torchscout.errors import UnavailableError
 
-__all__ = ["Listing", "RestorePlan", "ShardLocation", "Source", "agree"]
+__all__ = [
+    "Listing",
+    "RestorePlan",
+    "ShardLocation",
+    "Source",
+    "TensorKey",
+    "agree",
+    "repair_sources",
+    "replaced",
+    "tensors_of",
+]
 
 _TIERS = (Tier.MEMORY, Tier.DISK)
 _MOST_NAMED = 8
@@ -81,6 +93,13 @@ class Source(NamedTuple):
         whose = "its own" if self.reader == rank else f"rank {self.reader}'s"
         return f"{whose} {self.tier.value}"
 
+    def cost(self, rank: int) -> tuple[int, ...]:
+        """``rank`` takes the cheapest source: its own memory, its own disk, another rank's memory, another
+        rank's disk, in this order."""
+        reader, tier, holder = self
+        # Several ranks of one machine find the same file; its holder reads it, so that the work is shared.
+        return reader != rank, tier is Tier.DISK, holder != rank, reader != holder, reader, holder
+
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
@@ -143,14 +162,7 @@ def _copies(listings: Sequence[Listing]) -> dict[tuple[int, Generation], list[So
 
 
 def _best(sources: Sequence[Source], rank: int) -> Source | None:
-    """The rank's own memory, its own disk, another rank's memory, another rank's disk, in this order."""
-
-    def cost(source: Source) -> tuple[int, ...]:
-        reader, tier, holder = source
-        # Several ranks of one machine find the same file; its holder reads it, so that the work is shared.
-        return reader != rank, tier is Tier.DISK, holder != rank, reader != holder, reader, holder
-
-    return min(sources, key=cost, default=None)
+    return min(sources, key=lambda source: source.cost(rank), default=None)
 
 
 def _gone(missing: Sequence[int], world_size: int) -> str:
@@ -162,3 +174,45 @@ def _gone(missing: Sequence[int], world_size: int) -> str:
         f"no whole shard of {whose} is left in any memory or on any disk, and {its} random state and data "
         "position cannot be taken from another rank"
     )
+
+
+TensorKey = tuple[str, int]
+"""A tensor's digest and length: tensors with the same key hold the same bytes."""
+
+
+def tensors_of(report: Report, *, damaged: bool) -> dict[TensorKey, Entry]:
+    """The damaged tensors of a shard with a whole header, or all others."""
+    assert report.header is not None
+    entries = [each for each in report.header.entries if (each.name in report.damaged) is damaged]
+    return {(each.digest, each.length): each for each in entries}
+
+
+def repair_sources(
+    damaged: Sequence[Collection[TensorKey] | None], whole: Sequence[Collection[TensorKey]]
+) -> dict[int, dict[TensorKey, int]]:
+    """For each rank whose shard can be repaired, the rank that has each of its damaged tensors.
+
+    Both arguments have the tensors of each rank's shard of one generation. ``damaged`` is None for a rank
+    without a shard whose header is whole: then the generation is lost, and nothing is repaired. See
+    [Note: which bytes may come from another rank].
+    """
+    found: dict[int, dict[TensorKey, int]] = {}
+    for rank, keys in enumerate(() if None in damaged else damaged):
+        having = {
+            key: [peer for peer, held in enumerate(whole) if peer != rank and key in held]
+            for key in keys or ()
+        }
+        if having and all(having.values()):
+            found[rank] = {key: peers[0] for key, peers in having.items()}
+    return found
+
+
+def replaced(report: Report, sources: Mapping[TensorKey, int], *, is_done: bool) -> str:
+    """The repair of one shard, in words."""
+    assert report.header is not None
+    count, identity = len(report.damaged), report.header.identity
+    what = "1 damaged tensor" if count == 1 else f"{count} damaged tensors"
+    peers = ", ".join(f"rank {each}" for each in sorted({*sources.values()}))
+    verb = ("was" if count == 1 else "were") if is_done else "would be"
+    whose = f"rank {identity.rank}'s state at {identity.generation}"
+    return f"{what} of {whose} {verb} replaced with identical bytes from {peers}"

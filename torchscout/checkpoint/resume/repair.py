@@ -15,15 +15,13 @@ import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from torchscout.checkpoint.resume.plan import TensorKey, repair_sources, replaced, tensors_of
 from torchscout.checkpoint.resume.transfer import Links, receive_bytes, send_bytes
 from torchscout.checkpoint.storage.shard_format import Entry
 from torchscout.checkpoint.storage.shards import IncomingShard, Report
 from torchscout.errors import CheckpointError
 
 __all__ = ["repair"]
-
-_Key = tuple[str, int]
-"""A tensor's digest and length."""
 
 
 def repair(report: Report | None, memory: Path, rank: int, links: Links) -> tuple[Path | None, list[str]]:
@@ -32,47 +30,35 @@ def repair(report: Report | None, memory: Path, rank: int, links: Links) -> tupl
     ``report`` describes this rank's shard; None if it has none with a whole header. Returns the path of this
     rank's repaired shard, or None, and what was done on any rank, in words.
     """
-    needs = _exchange(links, None if report is None else _tensors(report, damaged=True))
-    if None in needs or not any(needs):
+    needs = _exchange(links, None if report is None else tensors_of(report, damaged=True))
+    if report is None or None in needs or not any(needs):
         return None, []  # some rank's state is lost, or nothing is damaged that a peer could have
     wanted = {key for keys in needs for key in keys or ()}
-    own = {} if report is None else _tensors(report, damaged=False)
+    own = tensors_of(report, damaged=False)
     offers = _exchange(links, wanted & own.keys())
     path: Path | None = None
     outcome: str | None = None
-    for needy, keys in enumerate(needs):
-        sources = {key: _first_other(offers, key, needy) for key in keys or ()}
-        if report is None or not sources or None in sources.values():
-            continue
+    for needy, sources in repair_sources(needs, [keys or () for keys in offers]).items():
         if needy != rank:
             _send(report.path, [own[key] for key, source in sources.items() if source == rank], needy, links)
             continue
         received = {
             key: b"".join(map(bytes, receive_bytes(key[1], source, links.group)))
             for key, source in sources.items()
-            if source is not None
         }
         try:
             path = _write(report, received, memory, rank)
-            outcome = _sentence(report, set(sources.values()))
+            outcome = replaced(report, sources, is_done=True)
         except (CheckpointError, OSError) as error:
-            outcome = f"{_whose(report)} could not be repaired: {error}"
+            assert report.header is not None
+            generation = report.header.identity.generation
+            outcome = f"rank {rank}'s state at {generation} could not be repaired: {error}"
     return path, [each for each in links.exchange(outcome) if each is not None]
 
 
-def _exchange(links: Links, keys: Iterable[_Key] | None) -> list[list[_Key] | None]:
+def _exchange(links: Links, keys: Iterable[TensorKey] | None) -> list[list[TensorKey] | None]:
     told = links.exchange(None if keys is None else sorted(keys))
     return [None if keys is None else [(digest, length) for digest, length in keys] for keys in told]
-
-
-def _tensors(report: Report, *, damaged: bool) -> dict[_Key, Entry]:
-    assert report.header is not None
-    entries = [each for each in report.header.entries if (each.name in report.damaged) is damaged]
-    return {(each.digest, each.length): each for each in entries}
-
-
-def _first_other(offers: Sequence[Sequence[_Key] | None], key: _Key, rank: int) -> int | None:
-    return next((peer for peer, keys in enumerate(offers) if peer != rank and key in (keys or ())), None)
 
 
 def _send(path: Path, entries: Sequence[Entry], to: int, links: Links) -> None:
@@ -83,7 +69,7 @@ def _send(path: Path, entries: Sequence[Entry], to: int, links: Links) -> None:
             send_bytes(file.fileno(), entry.offset, entry.length, to, links.group)
 
 
-def _write(report: Report, received: Mapping[_Key, bytes], memory: Path, rank: int) -> Path:
+def _write(report: Report, received: Mapping[TensorKey, bytes], memory: Path, rank: int) -> Path:
     """Write the shard again with these bytes in place of the damaged ones; ``seal`` verifies all of it."""
     header = report.header
     assert header is not None
@@ -102,16 +88,3 @@ def _write(report: Report, received: Mapping[_Key, bytes], memory: Path, rank: i
         return incoming.seal()
     finally:
         incoming.discard()
-
-
-def _whose(report: Report) -> str:
-    assert report.header is not None
-    return f"rank {report.header.identity.rank}'s state at {report.header.identity.generation}"
-
-
-def _sentence(report: Report, sources: Iterable[int | None]) -> str:
-    count = len(report.damaged)
-    what = "1 damaged tensor" if count == 1 else f"{count} damaged tensors"
-    peers = ", ".join(f"rank {each}" for each in sorted(each for each in sources if each is not None))
-    was = "was" if count == 1 else "were"
-    return f"{what} of {_whose(report)} {was} replaced with identical bytes from {peers}"

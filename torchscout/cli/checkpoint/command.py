@@ -22,7 +22,15 @@ from torchscout.checkpoint.storage.memory import memory_root
 from torchscout.cli.checkpoint import listing
 from torchscout.cli.checkpoint.contents import Contents, contents_of, memory_beside
 from torchscout.cli.checkpoint.listing import as_json, heading, roles_of
-from torchscout.cli.checkpoint.verification import Broken, Damage, broken_lines, examine, usable
+from torchscout.cli.checkpoint.verification import (
+    Broken,
+    Damage,
+    Usable,
+    broken_lines,
+    examine,
+    repairable_lines,
+    usable,
+)
 from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
 from torchscout.cli.console import AsJson, Output, exiting, print_report, refusing
 from torchscout.config import JOB_NAME
@@ -42,17 +50,19 @@ _AFTER = {
 
 def explanation(contents: Contents, damaged: Sequence[Damage]) -> tuple[dict[str, Any], str]:
     """What a recovery would choose after each kind of failure: the document and the screen."""
-    gate, broken = usable(contents, contents.gate or CheckpointGate(), damaged)
+    found = usable(contents, contents.gate or CheckpointGate(), damaged)
+    gate = found.gate
     report = {
         "job": contents.job,
         "world_size": contents.world_size,
         "has_ledger": contents.gate is not None,
         "poisoned": gate.poisoned,
         "coverage": contents.coverage,
-        "unusable": [each.to_json() for each in broken],
+        "unusable": [each.to_json() for each in found.broken],
+        "repairable": [each.to_json() for each in found.repairable],
         "decisions": [_decided(failure, gate) for failure in _AFTER],
     }
-    return report, _screen(contents, report, broken)
+    return report, _screen(contents, report, found)
 
 
 def _decided(failure: Failure, gate: CheckpointGate) -> dict[str, Any]:
@@ -70,13 +80,14 @@ def _as_json(decision: Selection) -> dict[str, Any]:
     }
 
 
-def _screen(contents: Contents, report: dict[str, Any], broken: Sequence[Broken]) -> str:
+def _screen(contents: Contents, report: dict[str, Any], found: Usable) -> str:
     lines = [*heading(contents), ""]
     if not report["has_ledger"]:
         lines += ["There is no ledger here, so no generation can be trusted.", ""]
     if report["coverage"]:
         lines += [f"Checks cover: {report['coverage']}", ""]
-    lines += broken_lines(broken, contents.world_size)
+    lines += broken_lines(found.broken, contents.world_size)
+    lines += repairable_lines(found.repairable)
     for failure, decided in zip(_AFTER.values(), report["decisions"], strict=True):
         lines += [f"After {failure}:", f"  {decided['reason']}"]
         if decided["otherwise"]:
@@ -94,7 +105,7 @@ def pruning_plan(
     gate = contents.gate
     if gate is None:
         raise ValueError("there is no ledger here that says which generations are needed")
-    left, broken = usable(contents, gate, damaged)
+    left, broken, _ = usable(contents, gate, damaged)
     kept = _wanted(contents, [gate, left, *(found.gate for found in contents.ledgers)], keep)
     described = {}
     for each in contents.generations:
@@ -208,8 +219,9 @@ def verify(
     damaged = examine(contents.copies)
     ledgers = [problem for folder in contents.folders for problem in folder.problems]
     ledgers += [each.doubt for each in contents.ledgers if each.doubt]
-    report = _verified(contents, damaged, ledgers)
-    print_report(report, _verification(contents, report), as_json=as_json, output=output)
+    found = usable(contents, contents.gate or CheckpointGate(), damaged)
+    report = _verified(contents, damaged, ledgers, found)
+    print_report(report, _verification(contents, report, found), as_json=as_json, output=output)
     raise typer.Exit(0 if report["whole"] else 1)
 
 
@@ -284,7 +296,7 @@ def adopt(
 
 @app.command()
 def forget(
-    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Names of jobs.")] = None,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="JOB", help="Names of jobs.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All jobs that are not running.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -314,7 +326,10 @@ def forget(
         ]
         for row in rows
     ]
-    screen = stacked([table(["job", "size", ""], cells)] if rows else ["No job has checkpoints in memory."])
+    parts: list[Table | str] = [table(["job", "size", ""], cells)] if rows else []
+    if rows and not wanted:
+        parts += ["", "Name the jobs to delete, or add --all."]
+    screen = stacked(parts or ["No job has checkpoints in memory."])
     print_report({"jobs": rows, "dry_run": not yes}, screen, as_json=as_json, output=output)
 
 
@@ -330,7 +345,7 @@ def _needed(contents: Contents, *, bits: bool) -> list[Damage]:
     return examine([copy for copy in contents.copies if copy.file.generation in held], bits=bits)
 
 
-def _verified(contents: Contents, damaged: list[Damage], ledgers: list[str]) -> dict[str, Any]:
+def _verified(contents: Contents, damaged: list[Damage], ledgers: list[str], found: Usable) -> dict[str, Any]:
     return {
         "job": contents.job,
         "whole": bool(contents.copies) and not damaged and not ledgers,
@@ -348,10 +363,12 @@ def _verified(contents: Contents, damaged: list[Damage], ledgers: list[str]) -> 
             for each in damaged
         ],
         "ledgers": ledgers,
+        "unusable": [each.to_json() for each in found.broken],
+        "repairable": [each.to_json() for each in found.repairable],
     }
 
 
-def _verification(contents: Contents, report: dict[str, Any]) -> str:
+def _verification(contents: Contents, report: dict[str, Any], usable: Usable) -> str:
     lines = [*listing.heading(contents), ""]
     for each in report["damaged"]:
         lines += [f"DAMAGED {each['file']}", *(f"  {problem}" for problem in each["problems"])]
@@ -362,4 +379,8 @@ def _verification(contents: Contents, report: dict[str, Any]) -> str:
     if not report["files"]:
         found = "there is nothing to verify"
     found += f"; {counted(ledgers, 'ledger')} damaged." if ledgers else "."
+    if shards:
+        lines += [""]
+        lines += broken_lines(usable.broken, contents.world_size, files=False)
+        lines += repairable_lines(usable.repairable)
     return stacked([*lines, *([""] if lines[-1] else []), total + found])

@@ -125,7 +125,8 @@ def _ledgers(folder: Folder, contents: Contents) -> str:
     if not gates:
         return "none"
     agreed = reconcile(gates)
-    roles = ", ".join(f"{name} {each or 'none'}" for name, each in _named(agreed).items())
+    named = {**_named(agreed), "capturing": agreed.pending}
+    roles = ", ".join(f"{name} {each}" for name, each in named.items() if each) or "nothing is captured"
     poisoned = "" if agreed.poisoned is None else f"; corruption was found at step {agreed.poisoned}"
     return f"{len(gates)} of {counted(contents.world_size, 'rank')}; {roles}{poisoned}"
 

@@ -7,19 +7,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation
+from torchscout.checkpoint.resume.plan import Source, repair_sources, replaced, tensors_of
 from torchscout.checkpoint.storage import shards
 from torchscout.cli.checkpoint.contents import Contents, StoredShard
-from torchscout.cli.checkpoint.listing import roles_of
+from torchscout.cli.checkpoint.listing import as_json, roles_of
 from torchscout.cli.checkpoint.wording import ranks_in_words, size_in_words
+from torchscout.errors import CheckpointError
 
-__all__ = ["Broken", "Damage", "broken_lines", "examine", "usable"]
+__all__ = [
+    "Broken",
+    "Damage",
+    "Repairable",
+    "Usable",
+    "broken_lines",
+    "examine",
+    "repairable_lines",
+    "usable",
+]
 
 _PROGRESS_SECONDS = 5.0
 
@@ -29,8 +40,26 @@ class Damage:
     """A shard that cannot be loaded."""
 
     copy: StoredShard
-    tensors: tuple[str, ...]
     problems: tuple[str, ...]
+    report: shards.Report | None = None
+    """What is wrong with which tensor; None if the header shows that it cannot be loaded."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return () if self.report is None else self.report.damaged
+
+
+@dataclass(frozen=True, slots=True)
+class Repairable:
+    """A generation that ``session.resume()`` repairs and loads, although every copy of a shard is damaged."""
+
+    generation: Generation
+    ranks: tuple[int, ...]
+    """The ranks whose shards are repaired."""
+    sentences: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**as_json(self.generation), "ranks": list(self.ranks), "repairs": list(self.sentences)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,44 +75,50 @@ class Broken:
     def to_json(self) -> dict[str, Any]:
         files = [{"file": str(each.copy.file.path), "problems": list(each.problems)} for each in self.damaged]
         return {
-            "step": self.generation.step,
-            "lineage": self.generation.lineage,
+            **as_json(self.generation),
             "roles": list(self.roles),
             "missing": list(self.missing),
             "damaged": files,
         }
 
 
+class Usable(NamedTuple):
+    """What can be loaded from these folders."""
+
+    gate: CheckpointGate
+    """Without the generations that cannot be loaded."""
+    broken: list[Broken]
+    repairable: list[Repairable]
+
+
 def examine(copies: Sequence[StoredShard], *, bits: bool = True) -> list[Damage]:
     """The damaged ones of ``copies``; without ``bits``, as far as headers and lengths show."""
     suspects = [copy for copy in copies if copy.problem is not None]
-    damaged = {copy.file.path: Damage(copy, (), (copy.problem or "",)) for copy in suspects}
+    damaged = {copy.file.path: Damage(copy, (copy.problem or "",)) for copy in suspects}
     rest = [copy for copy in copies if copy.problem is None] if bits else []
     with _progress(sum(copy.file.size for copy in rest), len(rest)) as advance:
         for copy in rest:
             report = shards.verify(copy.file.path)
             if not report.whole:
                 problems = tuple(each.removeprefix(f"{report.path}: ") for each in report.problems)
-                damaged[report.path] = Damage(copy, report.damaged, problems)
+                damaged[report.path] = Damage(copy, problems, report)
             advance(copy.file.size)
     return [damaged[copy.file.path] for copy in copies if copy.file.path in damaged]
 
 
-def usable(
-    contents: Contents, gate: CheckpointGate, damaged: Sequence[Damage]
-) -> tuple[CheckpointGate, list[Broken]]:
-    """The gate without the generations that cannot be loaded, and those generations."""
+def usable(contents: Contents, gate: CheckpointGate, damaged: Sequence[Damage]) -> Usable:
+    """What can be loaded, as ``session.resume()`` would find it if it found these folders."""
     paths = [each.copy.file.path for each in damaged]
-    broken = [
-        Broken(
-            generation,
-            tuple(roles_of(generation, gate)),
-            tuple(missing),
-            tuple(each for each in damaged if each.copy.file.generation == generation),
-        )
-        for generation in sorted(gate.held)
-        if (missing := contents.missing(generation, paths))
-    ]
+    broken: list[Broken] = []
+    repairable: list[Repairable] = []
+    for generation in sorted(gate.held):
+        own = [each for each in damaged if each.copy.file.generation == generation]
+        if not (missing := contents.missing(generation, paths)):
+            continue
+        if (repaired := _repair(contents, generation, missing, own)) is not None:
+            repairable.append(repaired)
+        else:
+            broken.append(Broken(generation, tuple(roles_of(generation, gate)), tuple(missing), tuple(own)))
     gone = {each.generation for each in broken}
     left = replace(
         gate,
@@ -93,16 +128,61 @@ def usable(
         candidate=None if gate.candidate in gone else gate.candidate,
         writing=None if gate.writing in gone else gate.writing,
     )
-    return left, broken
+    return Usable(left, broken, repairable)
 
 
-def broken_lines(broken: Sequence[Broken], world_size: int) -> list[str]:
+def _repair(
+    contents: Contents, generation: Generation, missing: Sequence[int], damaged: Sequence[Damage]
+) -> Repairable | None:
+    """How the shards of the ``missing`` ranks are repaired; None if they cannot all be."""
+    reports = [_report(contents, generation, rank, damaged) for rank in range(contents.world_size)]
+    known = [each for each in reports if each is not None]
+    if len(known) < len(reports):
+        return None
+    needs, offers = ([tensors_of(each, damaged=is_damaged) for each in known] for is_damaged in (True, False))
+    sources = repair_sources(needs, offers)
+    if not sources.keys() >= {*missing}:
+        return None
+    sentences = tuple(replaced(known[rank], sources[rank], is_done=False) for rank in missing)
+    return Repairable(generation, tuple(missing), sentences)
+
+
+def _report(
+    contents: Contents, generation: Generation, rank: int, damaged: Sequence[Damage]
+) -> shards.Report | None:
+    """The rank's whole shard, or else the damaged one that it would read last; see ``resume.fetch``."""
+    reports = {each.copy.file.path: each.report for each in damaged}
+    copies = [
+        each for each in contents.copies if (each.file.generation, each.file.rank) == (generation, rank)
+    ]
+    copies.sort(key=lambda each: Source(rank, each.tier, each.file.holder).cost(rank))
+    try:
+        for each in copies:
+            if not each.problem and each.file.path not in reports:
+                return shards.Report(each.file.path, shards.inspect(each.file.path), (), ())
+    except CheckpointError:  # it was deleted meanwhile
+        return None
+    readable = [report for each in copies if (report := reports.get(each.file.path)) and report.header]
+    return readable[-1] if readable else None
+
+
+def repairable_lines(repairable: Sequence[Repairable]) -> list[str]:
+    lines = []
+    for each in repairable:
+        lines += [f"{each.generation} is damaged, and session.resume() would repair it:"]
+        lines += [f"  {sentence}." for sentence in each.sentences]
+    return [*lines, ""] if lines else []
+
+
+def broken_lines(broken: Sequence[Broken], world_size: int, *, files: bool = True) -> list[str]:
+    """Which generations cannot be loaded, and why; with ``files``, also what is wrong with each file."""
     lines = []
     for each in broken:
         whose = ranks_in_words(each.missing, world_size)
         name = f"{each.generation} ({', '.join(each.roles)})" if each.roles else str(each.generation)
         lines.append(f"{name} cannot be loaded: there is no intact shard of {whose} here.")
-        lines += [f"  {file.copy.file.path}: {'; '.join(file.problems)}" for file in each.damaged]
+        damaged = each.damaged if files else ()
+        lines += [f"  {file.copy.file.path}: {'; '.join(file.problems)}" for file in damaged]
     return [*lines, ""] if lines else []
 
 

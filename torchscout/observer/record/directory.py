@@ -37,6 +37,7 @@ __all__ = [
     "news_of",
     "open_record",
     "operations_of",
+    "read_end",
     "read_ends",
     "read_roster",
     "reclaim",
@@ -255,8 +256,13 @@ class End:
 
     def is_written(self, run_dir: Path) -> bool:
         """Return whether an end of the same session is written."""
-        end = _read_end(_path(run_dir / "ends", self.rank))
+        end = read_end(run_dir, self.rank)
         return end is not None and end.record == self.record
+
+
+def read_end(run_dir: Path, rank: int) -> End | None:
+    """Return a rank's end; None if there is none that can be read."""
+    return _read_end(_path(run_dir / "ends", rank))
 
 
 def read_ends(run_dir: Path) -> dict[int, End]:
