@@ -175,8 +175,8 @@ class PreviousRun:
     def chosen(self) -> tuple[Selection, list[Generation]]:
         """Return what to load, and the generations to try in order should that be damaged.
 
-        The older ones are verified, except the one before the latest, which has to pass the same sweep as
-        the latest. Raises ``UnavailableError`` if there is nothing to load.
+        The older ones are verified, except the one before the latest and candidates in files, which have to
+        pass the same sweep as the latest. Raises ``UnavailableError`` if there is nothing to load.
         """
         if self.obstacle is not None:
             raise UnavailableError(self.obstacle)
@@ -188,7 +188,11 @@ class PreviousRun:
         decision = select_checkpoint(failure, self.gate)
         if (first := decision.generation) is None:
             raise UnavailableError(decision.reason)
-        usable = {*self.gate.trusted, *(self.gate.captured if decision.tentative else ())}
+        usable = {*self.gate.trusted}
+        if decision.tentative:
+            gate = self.gate
+            waiting = (gate.candidate, gate.interim)
+            usable |= {*gate.captured, *(each for each in gate.durable if each in waiting)}
         return decision, [first, *sorted((each for each in usable if each < first), reverse=True)]
 
 

@@ -91,6 +91,7 @@ def usable(
         trusted=tuple(each for each in gate.trusted if each not in gone),
         durable=tuple(each for each in gate.durable if each not in gone),
         candidate=None if gate.candidate in gone else gate.candidate,
+        interim=None if gate.interim in gone else gate.interim,
         writing=None if gate.writing in gone else gate.writing,
     )
     return left, broken
