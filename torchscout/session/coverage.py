@@ -38,10 +38,11 @@ NO_CATALOG = (
 
 @dataclass(frozen=True, slots=True)
 class RecipeCycle:
-    """How many checks it takes to cover a mixture of experts."""
+    """What it takes to cover a mixture of experts."""
 
     recipes: int | None = None
-    """Consecutive checks that cover all shapes of the catalog on every rank; None without a catalog."""
+    """Consecutive paths (shapes of layers that are alike) that cover the catalog on every rank; None without
+    a catalog."""
     lacking: str | None = None
     """What checks do not cover, and why."""
 
