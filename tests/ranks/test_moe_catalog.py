@@ -29,9 +29,9 @@ def turns(rows: tuple[int, int], checks: range) -> list[tuple[int, int]]:
     return [order[check % len(order)] for check in checks]
 
 
-def trial_at(tmp_path: Path, *counts: int, ranks: int = 6, **settings: object) -> Trial:
+def trial_at(tmp_path: Path, *counts: int, ranks: int = 6, spread: int = 2, **settings: object) -> Trial:
     path = tmp_path / "catalog.json"
-    trial = Trial(ranks, 2, replay=ReplayConfig(interval=1, recipes=("experts",), expert_catalog=path))
+    trial = Trial(ranks, spread, replay=ReplayConfig(interval=1, recipes=("experts",), expert_catalog=path))
     catalog_for(trial.spread, counts, path)
     return replace(trial, **settings)
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_verified_after_two_cycles_and_the_next_run_goes_on_with
         assert visited(told)[-3:] == [order[step % 8] for step in (10, 11, 12)]
 
 
-SHAPES = (128, 256, 384, 512)
+SHAPES = (16, 32, 48, 64)
 """The largest is more than training ever has."""
 
 
@@ -136,33 +136,37 @@ def with_room(trial: Trial) -> Trial:
 
 def test_with_time_for_several_shapes_one_check_has_all_of_them(tmp_path: Path):
     """A kernel that is wrong at the last of four shapes is found by the second check, not by the fourth."""
-    trial = with_room(trial_at(tmp_path, *SHAPES, steps=3, sick=(3, 2 * SHAPES[-1], 0)))
-    everybody = run_ranks(train, 6, trial, tmp_path / "sick", timeout=120)
-    assert [told.fired > 0 for told in everybody] == [rank == 3 for rank in range(6)]
+    trial = with_room(
+        trial_at(tmp_path, *SHAPES, ranks=3, spread=1, steps=3, sick=(1, EXPERTS * SHAPES[-1], 0))
+    )
+    everybody = run_ranks(train, 3, trial, tmp_path / "sick", timeout=120)
+    assert [told.fired > 0 for told in everybody] == [rank == 1 for rank in range(3)]
     (incident,) = everybody[0].incidents
-    assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (3,), 2)
+    assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (1,), 2)
     assert incident.records[0].layer == f"{LAYERS[1]} x{SHAPES[-1]}"
     for told in everybody:
         assert told.failures == []
         assert told.status["replay"]["certified"] is None
 
     healthy = replace(trial, sick=None, steps=4, directory=tmp_path / "kept")
-    for told in run_ranks(train, 6, healthy, tmp_path / "healthy", timeout=120):
+    for told in run_ranks(train, 3, healthy, tmp_path / "healthy", timeout=120):
         assert ([each.sentence for each in told.incidents], told.failures, told.unchecked) == ([], [], {})
         replayed = [each for each in told.records if each.surface.endswith("/output")]
         layers = [[str(each.layer) for each in replayed if each.step == step] for step in (1, 2, 3)]
-        assert layers[0] == [f"{LAYERS[0]} x128"]
-        assert layers[1] == [f"{LAYERS[1]} x{rows}" for rows in (256, 384, 512, 128)], "on one layer"
-        assert layers[2] == [f"{LAYERS[0]} x{rows}" for rows in (256, 384, 512, 128)]
+        assert layers[0] == [f"{LAYERS[0]} x16"]
+        assert layers[1] == [f"{LAYERS[1]} x{rows}" for rows in (32, 48, 64, 16)], "on one layer"
+        assert layers[2] == [f"{LAYERS[0]} x{rows}" for rows in (32, 48, 64, 16)]
         assert told.status["replay"]["coverage"]["experts"]["together"] == len(SHAPES)
         assert [each["verified"] for each in told.kept] == [None, None, 2, 3], "four paths before and after"
 
 
 def test_state_coverage_verifies_with_every_check_and_says_which_paths_it_had(tmp_path: Path):
-    trial = trial_at(tmp_path, *SHAPES, steps=4, directory=tmp_path / "kept", coverage="state")
-    state = ("experts", "replicated_state", "expert_state")
+    trial = trial_at(
+        tmp_path, *SHAPES, ranks=3, spread=1, steps=4, directory=tmp_path / "kept", coverage="state"
+    )
+    state = ("experts", "replicated_state")
     trial = replace(trial, replay=replace(trial.replay, recipes=state))
-    for told in run_ranks(train, 6, trial, tmp_path / "run", timeout=120):
+    for told in run_ranks(train, 3, trial, tmp_path / "run", timeout=120):
         assert (told.incidents, told.failures) == ([], [])
         assert [each["verified"] for each in told.kept] == [None, 1, 2, 3]
         assert [each["candidate"] for each in told.kept] == [None] * 4
@@ -171,18 +175,18 @@ def test_state_coverage_verifies_with_every_check_and_says_which_paths_it_had(tm
     without = replace(
         trial, directory=tmp_path / "without", replay=replace(trial.replay, recipes=("experts",))
     )
-    for told in run_ranks(train, 6, without, tmp_path / "compares nothing", timeout=120):
+    for told in run_ranks(train, 3, without, tmp_path / "compares nothing", timeout=120):
         assert [each["verified"] for each in told.kept] == [None] * 4, "no check has compared the state"
 
 
 def test_a_job_that_loses_its_memory_within_a_cycle_goes_on_from_files_in_between(tmp_path: Path):
-    trial = trial_at(tmp_path, 8, 16, 24, 32, 40, 48, steps=8, directory=tmp_path / "kept")
+    trial = trial_at(tmp_path, 8, 16, 24, 32, 40, 48, ranks=3, spread=1, steps=8, directory=tmp_path / "kept")
     trial = replace(trial, persist_every=2, killed=6, written=4)
     with pytest.raises(RankError):
-        run_ranks(train, 6, trial, tmp_path / "killed", timeout=120)
+        run_ranks(train, 3, trial, tmp_path / "killed", timeout=120)
     shutil.rmtree(tmp_path / "kept" / "memory")
     again = replace(trial, killed=None, written=None)
-    for told in run_ranks(train, 6, again, tmp_path / "again", timeout=120):
+    for told in run_ranks(train, 3, again, tmp_path / "again", timeout=120):
         assert told.resumed is not None
         assert (told.resumed.step, told.resumed.role) == (4, TrustLevel.LATEST), told.resumed
         assert told.resumed.swept is SweepResult.CLEAN
