@@ -42,26 +42,30 @@ def test_state_coverage_says_how_many_paths_a_promoted_generation_had():
             assert rule.last is not None
             before.append(rule.last.before)
     assert before == [3, 5, 3, 5], "in a row, and no more than there are"
-    assert logged == [
-        "Step 1 is verified: the check after it accepted the state of all layers, and of the 5 paths of the "
-        "expert catalog, 3 were accepted before it was captured and 0 after that.",
-        *[None] * 3,
-    ]
+    first, *others = logged
+    assert others == [None] * 3
+    assert first == (
+        "Step 1 is verified: the check after it accepted the state of all layers. Of the 5 paths of the "
+        "expert catalog, 3 were accepted before it was captured and 0 after that."
+    )
 
 
 def test_full_coverage_is_logged_with_every_cycle():
     rule = PromotionRule("full", 5)
     for step in (5, 10):
+        rule.checked(Outcome.HEALTHY, CheckCoverage(paths=1, state=step == 5))
         rule.captured(Generation(step))
         sentence = rule.promoted(Generation(step))
         assert sentence is not None
         assert f"Step {step} is verified" in sentence
         assert "5 were accepted before it was captured and 5 after that" in sentence
     assert rule.last is not None
+    assert "accepted what was replayed, without the state of all layers" in rule.last.sentence()
     assert rule.last.to_json() == {
         "step": 10,
         "coverage": "full",
         "paths": 5,
+        "state": False,
         "before": 5,
         "after": 5,
         "sentence": rule.last.sentence(),

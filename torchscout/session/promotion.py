@@ -34,21 +34,26 @@ class Promotion:
     """What was needed; see ``CheckpointConfig.coverage``."""
     paths: int | None
     """The paths of the catalog; None without a catalog."""
+    state: bool
+    """Whether the check before its capture compared or watched the state of all layers."""
     before: int = 0
     """How many of them were accepted in a row up to the capture."""
     after: int = 0
     """How many of them were accepted in a row after it."""
 
     def to_json(self) -> dict[str, Any]:
-        names = ("step", "coverage", "paths", "before", "after")
+        names = ("step", "coverage", "paths", "state", "before", "after")
         return {**{name: getattr(self, name) for name in names}, "sentence": self.sentence()}
 
     def sentence(self) -> str:
-        accepted = f"Step {self.step} is verified: the check after it accepted the state of all layers"
+        what = (
+            "the state of all layers" if self.state else "what was replayed, without the state of all layers"
+        )
+        accepted = f"Step {self.step} is verified: the check after it accepted {what}"
         if self.paths is None:
             return f"{accepted}."
         return (
-            f"{accepted}, and of the {self.paths} paths of the expert catalog, {self.before} were accepted "
+            f"{accepted}. Of the {self.paths} paths of the expert catalog, {self.before} were accepted "
             f"before it was captured and {self.after} after that."
         )
 
@@ -61,8 +66,10 @@ class PromotionRule:
         self._coverage, self._paths = coverage, paths
         self._row = 0
         """Paths accepted in a row; all of them are as good as more."""
-        self._captured: dict[Generation, int] = {}
-        """The paths accepted in a row up to each capture."""
+        self._has_state = False
+        """Whether the last check covered the state of all layers."""
+        self._captured: dict[Generation, tuple[int, bool]] = {}
+        """Both, when each generation was captured."""
         self.last: Promotion | None = None
         """The newest promotion in this run."""
 
@@ -80,18 +87,21 @@ class PromotionRule:
     def checked(self, outcome: Outcome, check: CheckCoverage) -> None:
         """Count the paths of one check."""
         self._row = min(self._row + check.paths, self._paths or 0) if outcome.accepted else 0
+        self._has_state = check.state
 
     def captured(self, generation: Generation) -> None:
         """Remember what a generation has, which is captured after the check that was counted last."""
         newest = sorted(self._captured)[-_REMEMBERED:]
-        self._captured = {each: self._captured[each] for each in newest} | {generation: self._row}
+        self._captured = {each: self._captured[each] for each in newest}
+        self._captured[generation] = (self._row, self._has_state)
 
     def promoted(self, generation: Generation) -> str | None:
         """Remember the promotion; return a sentence for the log, unless it is one of many."""
-        before, after, is_first = self._captured.get(generation, 0), 0, self.last is None
+        (before, has_state), after = self._captured.get(generation, (0, False)), 0
         if self.recipes is not None:  # the gate has counted them
             before = after = self.recipes
-        self.last = Promotion(generation.step, self._coverage, self._paths, before, after)
+        is_first = self.last is None
+        self.last = Promotion(generation.step, self._coverage, self._paths, has_state, before, after)
         is_rare = self._paths is not None and (is_first or self.recipes is not None)
         return self.last.sentence() if is_rare else None
 

@@ -60,6 +60,8 @@ class ExpertsRecipe(LayerRecipe):
         self._order = PathOrder(
             [Alike(len(places), len(of_set)) for places, of_set in zip(sets.values(), rows, strict=True)]
         )
+        self.paths = sum(len(of_set) for of_set in rows if of_set[0] is not None)
+        """The shapes of a catalog, counted once for modules that are alike; 0 without a catalog."""
         self.targets = tuple(_target_name(self._layers[place].name, shape) for place, shape, _ in self._pairs)
         self._captures: dict[int, CallCapture] = {}
         """The newest capture of each module, which all its shapes in one check share."""

@@ -80,6 +80,11 @@ class LayerRecipe(Recipe):
         self.is_owned: Callable[[Surface], bool] = lambda _: False
         """Whether a parameter differs among peers by design: the layer's results then differ, too."""
 
+    @property
+    def modules(self) -> int:
+        """How many modules are replayed."""
+        return len(self._layers)
+
     def refuse(self, reason: str) -> None:
         """Replay none of these modules."""
         for each in self._layers:
