@@ -160,6 +160,14 @@ def test_with_time_for_several_shapes_one_check_has_all_of_them(tmp_path: Path):
         assert [each["verified"] for each in told.kept] == [None, None, 2, 3], "four paths before and after"
 
 
+def test_of_two_replicas_none_is_named_for_one_of_several_shapes(tmp_path: Path):
+    trial = trial_at(tmp_path, *SHAPES, ranks=2, spread=1, steps=2, sick=(1, EXPERTS * SHAPES[-1], 0))
+    everybody = run_ranks(train, 2, with_room(trial), tmp_path / "run", timeout=120)
+    assert [told.fired > 0 for told in everybody] == [False, True]
+    (incident,) = everybody[0].incidents
+    assert (incident.scope, incident.ranks, incident.step) == (Scope.PEER_GROUP, (0, 1), 2)
+
+
 def test_state_coverage_verifies_with_every_check_and_says_which_paths_it_had(tmp_path: Path):
     trial = trial_at(
         tmp_path, *SHAPES, ranks=3, spread=1, steps=4, directory=tmp_path / "kept", coverage="state"

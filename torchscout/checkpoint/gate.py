@@ -210,17 +210,18 @@ def _lost(gate: CheckpointGate, event: Lost) -> _Next:
     gone = event.generation
     if gone == gate.candidate:
         gate = _without_candidate(gate)
+    gate = replace(
+        gate,
+        interim=None if gate.interim == gone else gate.interim,
+        durable=tuple(each for each in gate.durable if each != gone),
+    )
     captured = tuple(each for each in gate.captured if each != gone)
-    durable = tuple(each for each in gate.durable if each != gone)
-    interim = None if gate.interim == gone else gate.interim
-    if gone in gate.captured and not captured and gate.poisoned is None:
-        captured = tuple(each for each in (interim or gate.candidate,) if each in durable)
+    if gone in gate.captured and not captured and gate.newest_candidate is not None:
+        captured = (gate.newest_candidate,)
     gate = replace(
         gate,
         captured=captured,
-        interim=interim,
         trusted=tuple(each for each in gate.trusted if each != gone),
-        durable=durable,
         writing=None if gate.writing == gone else gate.writing,
         pending=None if gate.pending == gone else gate.pending,
     )

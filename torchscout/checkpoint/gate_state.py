@@ -166,6 +166,11 @@ class CheckpointGate:
         return self.trusted[-1] if self.trusted else None
 
     @property
+    def newest_candidate(self) -> Generation | None:
+        """The newest candidate whose files are sealed; it takes the place of a latest that is lost."""
+        return max((each for each in (self.interim, self.candidate) if each in self.durable), default=None)
+
+    @property
     def held(self) -> frozenset[Generation]:
         """Every generation that must not be deleted."""
         single = (self.candidate, self.interim, self.writing, self.pending)

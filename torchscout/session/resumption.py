@@ -272,7 +272,8 @@ def load_first_usable(
             reason = decision.reason
             older = [each for each in reversed(gate.trusted) if each < fetched.generation]
         if not older:
-            raise NoUsableCheckpointError(reason, [*gate.captured, *lost])
+            untrusted = [*gate.captured, *filter(None, (gate.interim, gate.candidate))]
+            raise NoUsableCheckpointError(reason, [*untrusted, *lost])
         wanted = older
 
 

@@ -94,6 +94,8 @@ def usable(
         interim=None if gate.interim in gone else gate.interim,
         writing=None if gate.writing in gone else gate.writing,
     )
+    if gate.captured and not left.captured and left.newest_candidate is not None:
+        left = replace(left, captured=(left.newest_candidate,))
     return left, broken
 
 
