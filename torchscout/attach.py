@@ -53,8 +53,9 @@ from torchscout.session.coverage import NO_CATALOG, RecipeCycle, shapes_in
 from torchscout.session.ending import add_run
 from torchscout.session.incident_callback import IncidentCallback
 from torchscout.session.off import Off, is_off
+from torchscout.session.pace import EXPERTS
 from torchscout.session.recovery import Recovery
-from torchscout.session.replay_driver import EXPERTS, ReplayDriver, ReplayParts
+from torchscout.session.replay_driver import ReplayDriver, ReplayParts
 from torchscout.session.session import Parts, Session
 from torchscout.utils._torch import missing_names
 from torchscout.utils.text import listed
@@ -297,7 +298,7 @@ def _replay(
         recipes = recipes_for(
             adapter, config, job.mesh, job.rank, structure, base.experts, shapes, communicators
         )
-        turns = [len(each.targets) for each in recipes if each.kind == EXPERTS]
+        turns = [each.order.cycle for each in recipes if each.kind == EXPERTS]
         (most,) = communicators.highest([max(turns, default=0)])
         parts = ReplayParts(
             config=config,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = [
+    "COVERAGE",
     "KAPPA",
     "MATERIAL_RATIO",
     "RECIPES",
@@ -41,6 +42,8 @@ RECORDS = ("summary", "all")
 """Which comparisons are written: see ``ReplayConfig.records``."""
 ACTS = ("restart", "replace")
 """What SCOUT may do about an incident by itself: see ``RecoveryConfig.act``."""
+COVERAGE = ("full", "state")
+"""What a promotion to verified may need: see ``CheckpointConfig.coverage``."""
 JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,127}")
 """Valid names of a job that keeps checkpoints."""
 
@@ -175,10 +178,12 @@ class ReplayConfig:
     after the other), ``output``, ``optimizer`` (one slice after the other), ``replicated_state`` (all state
     that replicas share), ``owned_state`` (optimizer state that only one rank holds, and parameters that
     updates overwrite), ``process_groups`` (scratch data over every process group that training uses). A
-    mixture of experts also has ``experts`` (one shape after the other), ``all_to_all`` (one traffic plan
+    mixture of experts also has ``experts`` (shape by shape), ``all_to_all`` (one traffic plan
     after the other), ``expert_state`` and ``expert_optimizer``; in other models these do nothing."""
     max_overhead: float | None = None
-    """The share of training time that checks may take, such as 0.005; intervals grow as needed."""
+    """The share of training time that checks may take, such as 0.005; intervals grow as needed. Where a check
+    takes less, it replays further shapes of experts, up to 8, so that a catalog is covered sooner. None keeps
+    the intervals, with one shape in each check."""
     embedding: str | None = None
     """The embedding's name in the model, where it is not found automatically."""
     layers: str | tuple[str, ...] | None = None
@@ -342,10 +347,16 @@ class CheckpointConfig:
     """Keep a copy of every rank's state in the memory of another machine, if there is one."""
     persist_every: int = 10
     """Write every N-th certified checkpoint to files. The first one is written at once, and the newest one
-    when the job ends. A mixture of experts writes at the end of every cycle through its catalog instead."""
+    when the job ends. With a catalog of expert shapes, every N-th accepted check within a cycle writes a
+    candidate, and the end of every cycle writes one as well."""
     checks_per_cycle: int | None = None
     """Consecutive accepted checks that cover everything once; a checkpoint is verified after two such cycles.
     None: every accepted check certifies what is kept after it, since a dense model's shapes do not change."""
+    coverage: str = "full"
+    """What a promotion to verified needs in a job with a catalog of expert shapes. ``full``: every path of
+    the catalog was accepted in the checks up to the capture, and again in those after it. ``state``: one
+    accepted check that compared the state of all layers; paths are counted, and not waited for. Without a
+    catalog there is no difference."""
     verify_on_resume: bool = True
     """After a crash or a hang, replay every layer and update before training continues. Checkpoints then
     also keep the inputs with which each layer was last replayed."""
@@ -369,6 +380,8 @@ class CheckpointConfig:
             raise ValueError(
                 f"job must be a name of at most 128 letters, digits and ._+=@-, or None, got {self.job!r}"
             )
+        if self.coverage not in COVERAGE:
+            raise ValueError(f"coverage must be one of {', '.join(COVERAGE)}, got {self.coverage!r}")
         if self.forget_after_days is not None and self.forget_after_days <= 0:
             raise ValueError(f"forget_after_days must be positive, or None, got {self.forget_after_days}")
 

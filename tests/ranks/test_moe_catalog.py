@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +18,20 @@ from torchscout.faults.plan import FaultPlan
 from torchscout.testing.moe_model import EXPERTS, catalog_for
 
 LAYERS = ("layer.0.mixture.experts", "layer.1.mixture.experts")
-TURNS = [(rows, place) for rows in (128, 512) for place in (0, 1)]
-"""A cycle of checks: rows and layer of each."""
+CYCLE = 2
+"""Checks in a cycle over two shapes: both layers run the same kernels, so one of them represents both."""
 
 
-def trial_at(tmp_path: Path, *counts: int, ranks: int = 6, **settings: object) -> Trial:
+def turns(rows: tuple[int, int], checks: range) -> list[tuple[int, int]]:
+    """Rows and layer of these checks, counted from 0: after each cycle the layers change places."""
+    first, second = rows
+    order = [(first, 0), (second, 1), (first, 1), (second, 0)]
+    return [order[check % len(order)] for check in checks]
+
+
+def trial_at(tmp_path: Path, *counts: int, ranks: int = 6, spread: int = 2, **settings: object) -> Trial:
     path = tmp_path / "catalog.json"
-    trial = Trial(ranks, 2, replay=ReplayConfig(interval=1, recipes=("experts",), expert_catalog=path))
+    trial = Trial(ranks, spread, replay=ReplayConfig(interval=1, recipes=("experts",), expert_catalog=path))
     catalog_for(trial.spread, counts, path)
     return replace(trial, **settings)
 
@@ -35,21 +43,23 @@ def visited(told: Told) -> list[tuple[int, int]]:
     return [(int(rows), LAYERS.index(layer)) for layer, rows in names]
 
 
-@pytest.mark.parametrize("rows", [128, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rows", "step"), [(512, 4), pytest.param(128, 5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [8, pytest.param(16, marks=pytest.mark.slow)])
-def test_a_wrong_expert_weight_is_its_ranks_after_a_clean_cycle(ranks: int, rows: int, tmp_path: Path):
-    sick, turn = ranks - 1, TURNS.index((rows, 0))
-    faults = FaultPlan().flip_bit(rank=sick, at=f"{LAYERS[0]}/up", step=len(TURNS) + turn + 1, bit=20)
-    trial = trial_at(tmp_path, 128, 512, ranks=ranks, steps=2 * len(TURNS), faults=faults)
+def test_a_wrong_expert_weight_is_its_ranks_after_a_clean_cycle(
+    ranks: int, rows: int, step: int, tmp_path: Path
+):
+    sick, steps = ranks - 1, 6
+    faults = FaultPlan().flip_bit(rank=sick, at=f"{LAYERS[0]}/up", step=step, bit=20)
+    trial = trial_at(tmp_path, 128, 512, ranks=ranks, steps=steps, faults=faults)
     everybody = run_ranks(train, ranks, trial, tmp_path / "run", timeout=300)
     assert [told.fired for told in everybody] == [int(rank == sick) for rank in range(ranks)]
     (incident,) = everybody[0].incidents
     assert (incident.scope, incident.ranks) == (Scope.RANK, (sick,))
-    assert incident.step == len(TURNS) + turn + 1
+    assert incident.step == step
     assert incident.records[0].layer == f"{LAYERS[0]} x{rows}"
     # What is not accepted comes again.
-    accepted = [*TURNS, *TURNS][: len(TURNS) + turn]
-    assert visited(everybody[0]) == [*accepted, *[TURNS[turn]] * (len(TURNS) - turn)]
+    due = turns((128, 512), range(step))
+    assert visited(everybody[0]) == [*due, *[due[-1]] * (steps - step)]
 
 
 def test_every_shape_has_its_turn_however_uneven_the_routing_is(tmp_path: Path):
@@ -61,7 +71,9 @@ def test_every_shape_has_its_turn_however_uneven_the_routing_is(tmp_path: Path):
         assert told.unchecked == {}
         assert expected <= {tuple(counts) for counts in told.routed}
         assert told.status["replay"]["lacking"] is None
-        assert told.status["replay"]["coverage"]["experts"]["cycles"] == 1
+        covered = told.status["replay"]["coverage"]["experts"]
+        assert (covered["targets"], covered["cycles"]) == (3, 2), "paths of the device"
+        assert (covered["modules"], covered["modules_visited"]) == (2, 2), "layers that represented them"
     assert [0, 0] in everybody[1].routed, "some experts are asked by nobody"
 
 
@@ -83,31 +95,110 @@ def test_what_is_wrong_at_one_number_of_rows_is_found_within_a_cycle_and_by_a_sw
         assert (told.resumed.swept, told.resumed.role) == (SweepResult.SDC, TrustLevel.VERIFIED), told.resumed
     (incident,) = swept[0].incidents
     assert incident.ranks == (3,)
-    assert {each.layer for each in incident.records} == {f"{layer} x512" for layer in LAYERS}
+    assert {each.layer for each in incident.records} == {f"{LAYERS[1]} x512"}, "one layer represents both"
 
     # While the job runs: of two cycles the first is clean.
-    running = replace(trial, directory=None, killed=None, steps=8, sick=(3, 2 * 512, 5))
+    running = replace(trial, directory=None, killed=None, steps=4, sick=(3, 2 * 512, 3))
     everybody = run_ranks(train, 6, running, tmp_path / "running", timeout=120)
     assert everybody[3].fired
     (incident,) = everybody[0].incidents
-    assert (incident.ranks, incident.step) == ((3,), 7)
+    assert (incident.ranks, incident.step) == ((3,), 4)
     assert incident.records[0].layer == f"{LAYERS[0]} x512"
 
 
 def test_a_checkpoint_is_verified_after_two_cycles_and_the_next_run_goes_on_within_one(tmp_path: Path):
-    trial = trial_at(tmp_path, 8, 16, steps=10, directory=tmp_path / "kept")
-    cycle = len(TURNS)
+    trial = trial_at(tmp_path, 8, 16, 24, 32, steps=10, directory=tmp_path / "kept")
+    cycle = 4
     for told in run_ranks(train, 6, trial, tmp_path / "run", timeout=120):
         roles = [(each["latest"], each["candidate"], each["verified"]) for each in told.kept]
         assert roles[cycle] == (cycle, cycle, None), "known to be sealed at the next check"
         assert roles[2 * cycle] == (2 * cycle, 2 * cycle, cycle)
         assert told.kept[-1]["lacking"] is None
+        promotion = told.kept[-1]["promotion"]
+        assert (promotion["step"], promotion["coverage"], promotion["paths"]) == (cycle, "full", cycle)
+        assert (promotion["before"], promotion["after"]) == (cycle, cycle)
     further = run_ranks(train, 6, replace(trial, steps=13), tmp_path / "further", timeout=120)
     for told in further:
         assert told.resumed is not None
         assert told.resumed.step == 10
-        turns = [(rows, place) for rows in (8, 16) for place in (0, 1)]
-        assert visited(told)[-3:] == [turns[step % cycle] for step in (10, 11, 12)]
+        order = [(8, 0), (16, 1), (24, 0), (32, 1), (8, 1), (16, 0), (24, 1), (32, 0)]
+        assert visited(told)[-3:] == [order[step % 8] for step in (10, 11, 12)]
+
+
+SHAPES = (16, 32, 48, 64)
+"""The largest is more than training ever has."""
+
+
+def with_room(trial: Trial) -> Trial:
+    """With time for all shapes in one check; the first check measures what one takes."""
+    return replace(trial, replay=replace(trial.replay, max_overhead=0.99))
+
+
+def test_with_time_for_several_shapes_one_check_has_all_of_them(tmp_path: Path):
+    """A kernel that is wrong at the last of four shapes is found by the second check, not by the fourth."""
+    trial = with_room(
+        trial_at(tmp_path, *SHAPES, ranks=3, spread=1, steps=3, sick=(1, EXPERTS * SHAPES[-1], 0))
+    )
+    everybody = run_ranks(train, 3, trial, tmp_path / "sick", timeout=120)
+    assert [told.fired > 0 for told in everybody] == [rank == 1 for rank in range(3)]
+    (incident,) = everybody[0].incidents
+    assert (incident.scope, incident.ranks, incident.step) == (Scope.RANK, (1,), 2)
+    assert incident.records[0].layer == f"{LAYERS[1]} x{SHAPES[-1]}"
+    for told in everybody:
+        assert told.failures == []
+        assert told.status["replay"]["certified"] is None
+
+    healthy = replace(trial, sick=None, steps=4, directory=tmp_path / "kept")
+    for told in run_ranks(train, 3, healthy, tmp_path / "healthy", timeout=120):
+        assert ([each.sentence for each in told.incidents], told.failures, told.unchecked) == ([], [], {})
+        replayed = [each for each in told.records if each.surface.endswith("/output")]
+        layers = [[str(each.layer) for each in replayed if each.step == step] for step in (1, 2, 3)]
+        assert layers[0] == [f"{LAYERS[0]} x16"]
+        assert layers[1] == [f"{LAYERS[1]} x{rows}" for rows in (32, 48, 64, 16)], "on one layer"
+        assert layers[2] == [f"{LAYERS[0]} x{rows}" for rows in (32, 48, 64, 16)]
+        assert told.status["replay"]["coverage"]["experts"]["together"] == len(SHAPES)
+        assert [each["verified"] for each in told.kept] == [None, None, 2, 3], "four paths before and after"
+
+
+def test_of_two_replicas_none_is_named_for_one_of_several_shapes(tmp_path: Path):
+    trial = trial_at(tmp_path, *SHAPES, ranks=2, spread=1, steps=2, sick=(1, EXPERTS * SHAPES[-1], 0))
+    everybody = run_ranks(train, 2, with_room(trial), tmp_path / "run", timeout=120)
+    assert [told.fired > 0 for told in everybody] == [False, True]
+    (incident,) = everybody[0].incidents
+    assert (incident.scope, incident.ranks, incident.step) == (Scope.PEER_GROUP, (0, 1), 2)
+
+
+def test_state_coverage_verifies_with_every_check_and_says_which_paths_it_had(tmp_path: Path):
+    trial = trial_at(
+        tmp_path, *SHAPES, ranks=3, spread=1, steps=4, directory=tmp_path / "kept", coverage="state"
+    )
+    state = ("experts", "replicated_state")
+    trial = replace(trial, replay=replace(trial.replay, recipes=state))
+    for told in run_ranks(train, 3, trial, tmp_path / "run", timeout=120):
+        assert (told.incidents, told.failures) == ([], [])
+        assert [each["verified"] for each in told.kept] == [None, 1, 2, 3]
+        assert [each["candidate"] for each in told.kept] == [None] * 4
+        had = [each["promotion"] and each["promotion"]["before"] for each in told.kept]
+        assert (had, told.kept[-1]["promotion"]["paths"]) == ([None, 1, 2, 3], 4)
+    without = replace(
+        trial, directory=tmp_path / "without", replay=replace(trial.replay, recipes=("experts",))
+    )
+    for told in run_ranks(train, 3, without, tmp_path / "compares nothing", timeout=120):
+        assert [each["verified"] for each in told.kept] == [None] * 4, "no check has compared the state"
+
+
+def test_a_job_that_loses_its_memory_within_a_cycle_goes_on_from_files_in_between(tmp_path: Path):
+    trial = trial_at(tmp_path, 8, 16, 24, 32, 40, 48, ranks=3, spread=1, steps=8, directory=tmp_path / "kept")
+    trial = replace(trial, persist_every=2, killed=6, written=4)
+    with pytest.raises(RankError):
+        run_ranks(train, 3, trial, tmp_path / "killed", timeout=120)
+    shutil.rmtree(tmp_path / "kept" / "memory")
+    again = replace(trial, killed=None, written=None)
+    for told in run_ranks(train, 3, again, tmp_path / "again", timeout=120):
+        assert told.resumed is not None
+        assert (told.resumed.step, told.resumed.role) == (4, TrustLevel.LATEST), told.resumed
+        assert told.resumed.swept is SweepResult.CLEAN
+        assert (told.incidents, told.failures) == ([], [])
 
 
 def spoiled(tmp_path: Path, how: str) -> Path:

@@ -49,6 +49,10 @@ class Trial:
     """Of checkpoints."""
     killed: int | None = None
     """The step in which all ranks end."""
+    coverage: str = "full"
+    persist_every: int = 10
+    written: int | None = None
+    """The step whose files are there before all ranks end."""
 
     @property
     def mesh(self) -> Mesh:
@@ -92,6 +96,8 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
             for each in watched:
                 each.step = step
             if trial.killed == step:
+                if trial.directory is not None and trial.written is not None:
+                    _until_in_files(trial.written, trial.directory)
                 dist.barrier()
                 os._exit(9)
             tokens, targets = batch(step, rank, trial.rows)
@@ -123,7 +129,8 @@ def attached(
     kept = None
     if trial.directory is not None:
         os.environ["TORCHSCOUT_MEMORY"] = str(trial.directory / "memory")
-        kept = CheckpointConfig(trial.directory / "files")
+        folder = trial.directory / "files"
+        kept = CheckpointConfig(folder, coverage=trial.coverage, persist_every=trial.persist_every)
     return enable_resiliency(
         model,
         optimizer,
@@ -137,14 +144,14 @@ def attached(
 
 def _until_written(session: Session, directory: Path) -> None:
     """A candidate that is not in files by the end of the next cycle would wait for one more."""
-    if (candidate := session.status()["checkpoint"]["candidate"]) is None:
-        return
-    name, deadline = (
-        f"step-{candidate:010d}.lineage-*/rank-{dist.get_rank()}-of-*.shard",
-        time.monotonic() + 30,
-    )
+    if (candidate := session.status()["checkpoint"]["candidate"]) is not None:
+        _until_in_files(candidate, directory)
+
+
+def _until_in_files(step: int, directory: Path) -> None:
+    name, deadline = f"step-{step:010d}.lineage-*/rank-{dist.get_rank()}-of-*.shard", time.monotonic() + 30
     while not [*(directory / "files").glob(name)]:
-        assert time.monotonic() < deadline, f"{candidate} is not written"
+        assert time.monotonic() < deadline, f"{step} is not written"
         time.sleep(0.01)
 
 

@@ -181,20 +181,81 @@ def test_a_job_that_lost_everything_starts_over_and_says_so():
     assert train(gate, "h").latest == Generation(1, lineage=1)
 
 
-def test_a_candidate_that_is_still_being_written_waits_for_another_cycle():
-    gate = train(CheckpointGate(recipes=2), "hhhh", write=False)
-    assert steps(gate) == (4, 2, None)
+def test_a_candidate_that_is_still_being_written_waits_for_the_next_check():
+    gate = train(CheckpointGate(recipes=2, persist_every=9), "hhhhh", write=False)
+    assert steps(gate) == (5, 2, None)
     gate, _ = told(gate, Written(Generation(2)))
-    assert steps(train(gate, "hh")) == (6, 6, 2)
+    assert steps(train(gate, "h")) == (6, 6, 2)
 
 
 def test_a_failed_write_moves_no_pointer():
-    gate = train(train(CheckpointGate(recipes=2), "hhhh"), "hh", write=False)
+    gate = train(train(CheckpointGate(recipes=2, persist_every=9), "hhhh"), "hh", write=False)
     assert steps(gate) == (6, 6, 4)
     gate, _ = told(gate, WriteFailed(Generation(6)))
     assert steps(gate) == (6, None, 4)
     assert steps(train(gate, "hh")) == (8, 8, 4)
     assert steps(train(gate, "hhhh")) == (10, 10, 8)
+
+
+def in_files(gate: CheckpointGate) -> list[int]:
+    return [each.step for each in gate.durable]
+
+
+def test_within_a_long_cycle_files_are_written_in_between_and_are_never_promoted():
+    gate, seen = CheckpointGate(recipes=7, persist_every=2, keep=0), []
+    for _ in range(14):
+        gate = train(gate, "h")
+        seen.append((gate.interim and gate.interim.step, in_files(gate)))
+    assert seen[:8] == [
+        (None, []),
+        (2, [2]),
+        (2, [2]),
+        (4, [4]),
+        (4, [4]),
+        (6, [6]),
+        (None, [7]),  # the end of the cycle
+        (None, [7]),
+    ]
+    assert seen[8] == (9, [7, 9])
+    assert (steps(gate), seen[-1]) == ((14, 14, 7), (None, [7, 14]))
+
+
+def test_files_in_between_replace_a_latest_that_is_lost():
+    gate = train(CheckpointGate(recipes=7, persist_every=2), "hhhhh")
+    gate, _ = told(gate, Lost(Generation(5)))
+    assert (steps(gate), gate.interim) == ((4, None, None), Generation(4))
+    recovered, _ = told(gate, Recovered(Generation(4)))
+    assert steps(recovered) == (4, None, None)
+    nothing, _ = told(gate, Lost(Generation(4)))
+    assert steps(nothing) == (None, None, None)
+
+
+def test_files_in_between_do_not_survive_corruption():
+    gate, (effects,) = told(
+        train(CheckpointGate(recipes=7, persist_every=2), "hhhhh"), Checked(6, Outcome.SDC)
+    )
+    assert (steps(gate), gate.interim, in_files(gate)) == ((None, None, None), None, [])
+    assert Generation(4) in effects.retire
+
+
+def test_files_in_between_that_are_late_delay_the_end_of_a_cycle_by_a_check():
+    gate = train(CheckpointGate(recipes=3, persist_every=2), "hhh", write=False)
+    assert (steps(gate), gate.writing) == ((3, None, None), Generation(2))
+    gate, _ = told(gate, Written(Generation(2)))
+    assert steps(train(gate, "h")) == (4, 4, None)
+
+
+def test_a_check_may_have_several_recipes_of_a_cycle():
+    gate, promoted = CheckpointGate(recipes=5, persist_every=9), []
+    for step, recipes in enumerate((2, 2, 2, 4, 3), start=1):
+        gate, effects = transition(gate, Checked(step, Outcome.HEALTHY, recipes))
+        gate, _ = transition(gate, Sealed(Generation(step)))
+        if effects.persist:
+            gate, _ = transition(gate, Written(effects.persist))
+        promoted.append(effects.promote and effects.promote.step)
+    assert promoted == [None, None, None, None, 3], "what is over at the end of a cycle does not count again"
+    with pytest.raises(ValueError, match="at least 1 recipe, not 0"):
+        transition(gate, Checked(6, Outcome.HEALTHY, 0))
 
 
 def test_a_failed_write_of_certified_state_leaves_it_certified_in_memory():
@@ -287,7 +348,9 @@ def test_a_state_survives_json():
         ({"candidate": [1, 0]}, "newer than what is verified"),
         ({"poisoned": 4}, "only what is trusted remains"),
         ({"durable": [[3, 0]]}, "is durable"),
-        ({"writing": [3, 0]}, "is written"),
+        ({"writing": [3, 0], "recipes": None, "candidate": None, "durable": [[2, 0]]}, "writes only"),
+        ({"interim": [3, 0]}, "is in files"),
+        ({"interim": [2, 0]}, "newer than other files"),
         ({"writing": [2, 0]}, "not durable yet"),
         ({"step": 3}, "newer than the last check"),
         ({"recipes": None}, "no candidate"),
@@ -313,7 +376,7 @@ def test_what_is_no_state_is_refused(document: object):
 
 def test_a_state_of_an_earlier_version_is_read():
     document = train(CheckpointGate(), "hh").to_json()
-    del document["pending"]
+    del document["pending"], document["interim"]
     document["captured"] = [[1, 0], [2, 0]]
     read = CheckpointGate.from_json(document)
     assert (read.pending, read.latest) == (None, Generation(2))

@@ -135,7 +135,7 @@ def renumbered(rank: Rank) -> object:
     def told(gate: CheckpointGate | None) -> object:
         return gate and (
             *(tuple(map(short, getattr(gate, name))) for name in ("captured", "trusted", "durable")),
-            *(short(getattr(gate, name)) for name in ("candidate", "writing", "pending")),
+            *(short(getattr(gate, name)) for name in ("candidate", "interim", "writing", "pending")),
             (gate.accepted, gate.unwritten, gate.poisoned is None),
             (steps[gate.step], lineages.index(gate.lineage)),
         )

@@ -56,13 +56,15 @@ def trust(gate: CheckpointGate, generation: Generation) -> int:
         return 3
     if generation == gate.candidate:
         return 2
-    return 1 if generation in gate.captured else 0
+    return 1 if generation in (*gate.captured, gate.interim) else 0
 
 
 def known(ranks: Sequence[CheckpointGate | None]) -> list[CheckpointGate]:
     """Those with a ledger. What one of them knows to be sealed on every rank is so for the others, too."""
     gates = [gate for gate in ranks if gate is not None]
-    sealed = {each for gate in gates for each in (*gate.captured, *gate.trusted, gate.candidate)}
+    sealed = {
+        each for gate in gates for each in (*gate.captured, *gate.trusted, gate.candidate, gate.interim)
+    }
     return [settled(gate, lambda _: True) if gate.pending in sealed else gate for gate in gates]
 
 

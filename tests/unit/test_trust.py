@@ -7,6 +7,7 @@ import pytest
 from torchscout.checkpoint.gate_state import Outcome
 from torchscout.session.certifier import CertifiedSteps
 from torchscout.session.coverage import RecipeCycle
+from torchscout.session.promotion import CheckCoverage
 
 
 def trusted_after(*outcomes: Outcome, recipes: int | None = None, idle: tuple[int, ...] = ()) -> int | None:
@@ -14,7 +15,8 @@ def trusted_after(*outcomes: Outcome, recipes: int | None = None, idle: tuple[in
     certifier = CertifiedSteps()
     certifier.go_by(RecipeCycle(recipes))
     for number, outcome in enumerate(outcomes, start=1):
-        certifier.decide(10 * number, certifier.votes(outcome, differs=False), counts=number not in idle)
+        check = CheckCoverage(paths=int(number not in idle))
+        certifier.decide(10 * number, certifier.votes(outcome, differs=False), check)
     return certifier.certified_step
 
 
@@ -43,8 +45,8 @@ def test_a_dense_job_is_certified_by_every_accepted_check_until_one_finds_corrup
 def test_what_may_have_changed_before_it_was_written_is_certified_no_more():
     certifier = CertifiedSteps()
     for step in (10, 20):
-        certifier.decide(step, certifier.votes(HEALTHY, differs=False), counts=True)
-    certifier.decide(21, certifier.votes(Outcome.SDC, differs=True), counts=True)
+        certifier.decide(step, certifier.votes(HEALTHY, differs=False), CheckCoverage())
+    certifier.decide(21, certifier.votes(Outcome.SDC, differs=True), CheckCoverage())
     assert certifier.certified_step == 10
 
 

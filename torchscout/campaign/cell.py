@@ -187,7 +187,7 @@ ROWS = (
         "MoE SDC",
         "rank 15's expert weights when 128 and when 512 routed rows are replayed, after a clean recipe cycle",
     ),
-    Row("moe-clean", "MoE, fault-free", "nothing, for two recipe cycles"),
+    Row("moe-clean", "MoE, fault-free", "nothing, for three recipe cycles"),
     Row(
         "hang",
         "Hang and input stall",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 from torchscout.campaign.cell import LAYOUTS, Cell, Processes
@@ -12,6 +13,7 @@ from torchscout.faults.effects import CHANGES
 from torchscout.faults.fault import FaultSite, SiteKind, since
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import LayerKind
+from torchscout.replay.schedule import Alike, PathOrder
 from torchscout.testing.moe_model import LAYERS, experts_at
 from torchscout.testing.transformer import TINY
 
@@ -256,22 +258,28 @@ WORK = "work-items"
 
 
 class Turns:
-    """The order in which a cycle of checks replays the experts: each layer, at one shape after another."""
+    """The order in which checks replay the experts: one shape after another, each time on another layer."""
 
     def __init__(self, shapes: tuple[int, ...], layers: int) -> None:
-        self._turns = [(rows, layer) for rows in shapes for layer in range(layers)]
+        self._order = PathOrder([Alike(layers, len(shapes))])
+        self._pairs = [(rows, layer) for rows in shapes for layer in range(layers)]
 
     def __len__(self) -> int:
-        return len(self._turns)
+        """The checks in a cycle."""
+        return self._order.cycle
 
     def second(self, rows: int, layer: int = 0) -> int:
-        """The step of its turn in the second cycle, with one check after each step."""
-        return len(self) + self._turns.index((rows, layer)) + 1
+        """The step of its first turn after the first cycle, with one check after each step."""
+        return next(step for step in count(len(self) + 1) if self._at(step) == (rows, layer))
 
     def target(self, step: int) -> str:
         """What is replayed after this step, as records name it."""
-        rows, layer = self._turns[(step - 1) % len(self)]
+        rows, layer = self._at(step)
         return f"{experts_at(layer)} x{rows}"
+
+    def _at(self, step: int) -> tuple[int, int]:
+        (target,) = self._order.targets(step - 1, step - 1, 1)
+        return self._pairs[target]
 
 
 def routed_cells(seed: int) -> list[Cell]:

@@ -100,8 +100,11 @@ class CheckVote:
         return cls(SEVERITY[severity], accepted, bool(lost), bool(writing), bool(unwritten))
 
 
-def events_of(gate: CheckpointGate, step: int, counted: CheckVote) -> list[Event]:
-    """The events since the last check, in order, and the check itself."""
+def events_of(gate: CheckpointGate, step: int, counted: CheckVote, recipes: int = 1) -> list[Event]:
+    """The events since the last check, in order, and the check itself, which has replayed so many recipes.
+
+    An accepted check without any certifies nothing, and is left out.
+    """
     events: list[Event] = []
     if gate.pending is not None:
         events.append(Lost(gate.pending) if counted.lost else Sealed(gate.pending))
@@ -110,4 +113,6 @@ def events_of(gate: CheckpointGate, step: int, counted: CheckVote) -> list[Event
             events.append(WriteFailed(gate.writing))
         elif not counted.writing:
             events.append(Written(gate.writing))
-    return [*events, Checked(step, counted.outcome)]
+    if recipes or not counted.outcome.accepted:
+        events.append(Checked(step, counted.outcome, recipes))
+    return events

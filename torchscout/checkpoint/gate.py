@@ -29,10 +29,11 @@ __all__ = ["CheckpointGate", "transition"]
 
 # [Note: what each event does to trust]
 #
-# accepted     Healthy, or slow: a straggler's numbers are right. Captures, and counts as one of K checks.
+# accepted     Healthy, or slow: a straggler's numbers are right. Captures, and counts the recipes that were
+#              replayed: a check may have several of the K.
 # not checked  Captures nothing, as in the paper for incomplete evidence. A rotation visits all K recipes only
-#              if the K checks of a cycle follow each other, so the count restarts at 0. The candidate stays:
-#              its own cycle was complete, and the next K accepted checks in a row visit every recipe again.
+#              if those of a cycle follow each other, so the count restarts at 0. The candidate stays: its own
+#              cycle was complete, and the next K accepted recipes in a row are all recipes again.
 # rejected     Peers disagreed, and it is not known yet whether a rank or a kernel is at fault. Captures
 #              nothing, restarts the count and drops the candidate, whose second cycle is not accepted.
 # sdc          Drops the candidate and every capture that is not certified. Whatever later checks say, nothing
@@ -42,13 +43,23 @@ __all__ = ["CheckpointGate", "transition"]
 #              rotations restart and a replaced machine may hide what the old one did wrong.
 # sealed       The pending generation gets its role.
 # write failed A candidate without files is dropped; the current cycle goes on. Certified state is in memory.
-# lost         The generation is dropped; the next older verified one, if any, takes its place.
+# lost         The generation is dropped. The next older verified one takes the place of a verified one, and
+#              the newest candidate in files that of the latest: [Note: candidates in between].
 #
 # [Note: dense is not a catalog of one]
 #
 # A dense model's shapes never change, so an accepted check certifies the generation captured right after it:
 # once sealed it is both latest and verified, and there is no candidate. A catalog with K = 1 still waits for
 # a second cycle: what was captured at check n is promoted at check n + 1, or dropped if that finds an SDC.
+#
+# [Note: candidates in between]
+#
+# A cycle may be long, and without files a job that loses its memory would go back to the last cycle's end.
+# So every ``persist_every``-th capture within a cycle is written, too. The newest of them is kept as
+# ``interim`` until newer files are sealed. No complete cycle ends with its capture, so it is never promoted.
+# It is trusted like the latest, which it replaces if that is lost: after a crash the next workers must replay
+# the catalog on it before they train. A file that is still being written when a cycle ends delays the end of
+# the cycle to the next accepted check: the recipes accepted until then include all of them, too.
 #
 # [Note: pointers move when every rank has sealed]
 #
@@ -78,19 +89,26 @@ def _checked(gate: CheckpointGate, event: Checked) -> _Next:
         reason = f"corruption was found at step {gate.poisoned}, and the job has not recovered since"
         return gate, Effects(reason=reason)
     if event.outcome.accepted:
-        return _accepted(gate, Generation(event.step, gate.lineage))
+        return _accepted(gate, Generation(event.step, gate.lineage), event.recipes)
     return _REFUSALS[event.outcome](gate)
 
 
-def _accepted(gate: CheckpointGate, fresh: Generation) -> _Next:
-    gate = replace(gate, pending=fresh)  # [Note: pointers move when every rank has sealed]
-    return _certified(gate, fresh) if gate.recipes is None else _counted(gate, fresh, gate.recipes)
+def _accepted(gate: CheckpointGate, fresh: Generation, recipes: int) -> _Next:
+    if recipes < 1:
+        raise ValueError(f"an accepted check replays at least 1 recipe, not {recipes}")
+    gate = replace(gate, pending=fresh, unwritten=gate.unwritten + 1)
+    # [Note: pointers move when every rank has sealed]
+    if gate.recipes is None:
+        return _certified(gate, fresh)
+    accepted = gate.accepted + recipes
+    if accepted < gate.recipes:
+        return _within_cycle(replace(gate, accepted=accepted), fresh)
+    return _cycle_ended(gate, fresh, gate.recipes)
 
 
 def _certified(gate: CheckpointGate, fresh: Generation) -> _Next:
     """Dense: [Note: dense is not a catalog of one]."""
-    is_first = not gate.durable and not gate.unwritten  # no file exists, and no write has failed
-    gate = replace(gate, unwritten=gate.unwritten + 1)
+    is_first = not gate.durable and gate.unwritten == 1  # no file exists, and no write has failed
     reason = f"the check at step {fresh.step} certifies what is captured after it"
     is_due = is_first or gate.unwritten >= gate.persist_every
     if not is_due or gate.writing is not None:
@@ -107,28 +125,31 @@ def _sealed(gate: CheckpointGate, event: Sealed) -> _Next:
     if is_dense:
         gate = replace(gate, pending=None, captured=captured, trusted=(*gate.trusted, fresh))
         return gate, Effects(reason=f"{reason}, and verified", promote=fresh)
-    # A catalog writes what is captured at the end of a cycle.
-    candidate = fresh if gate.writing == fresh else gate.candidate
+    # What is captured at the end of a cycle is written, and the count has restarted.
+    candidate = fresh if gate.writing == fresh and not gate.accepted else gate.candidate
     return replace(gate, pending=None, captured=captured, candidate=candidate), Effects(reason=reason)
 
 
-def _counted(gate: CheckpointGate, fresh: Generation, recipes: int) -> _Next:
-    """A catalog: the end of a cycle promotes the candidate and makes ``fresh`` the next one."""
-    accepted = gate.accepted + 1
-    if accepted < recipes:
-        reason = f"{accepted} of {recipes} recipes are accepted in this cycle"
-        return replace(gate, accepted=accepted), Effects(reason=reason, capture=fresh)
-    gate = replace(gate, accepted=0)
-    if gate.writing is not None:
-        # Without files it could not survive a lost machine; waiting for another cycle costs only time.
-        reason = f"{gate.writing} is still being written and waits for another cycle"
+def _within_cycle(gate: CheckpointGate, fresh: Generation) -> _Next:
+    """A catalog: [Note: candidates in between]."""
+    reason = f"{gate.accepted} of {gate.recipes} recipes are accepted in this cycle"
+    if gate.unwritten < gate.persist_every or gate.writing is not None:
         return gate, Effects(reason=reason, capture=fresh)
+    gate = replace(gate, unwritten=0, writing=fresh)
+    return gate, Effects(reason=reason, capture=fresh, persist=fresh)
+
+
+def _cycle_ended(gate: CheckpointGate, fresh: Generation, recipes: int) -> _Next:
+    """A catalog: promotes the candidate and makes ``fresh`` the next one."""
+    if gate.writing is not None:
+        reason = f"{gate.writing} is still being written; the cycle ends with the next accepted check"
+        return replace(gate, accepted=recipes - 1), Effects(reason=reason, capture=fresh)
     ripe = gate.candidate
     trusted = gate.trusted if ripe is None else (*gate.trusted, ripe)
     reason = f"a cycle of {recipes} accepted recipes makes {fresh} the next candidate"
     if ripe is not None:
         reason += f" and {ripe} verified"
-    gate = replace(gate, trusted=trusted, candidate=None, writing=fresh)
+    gate = replace(gate, accepted=0, trusted=trusted, candidate=None, writing=fresh, unwritten=0)
     return gate, Effects(reason=reason, capture=fresh, promote=ripe, persist=fresh)
 
 
@@ -144,14 +165,23 @@ def _rejected(gate: CheckpointGate) -> _Next:
 
 def _corrupted(gate: CheckpointGate) -> _Next:
     reason = f"the check at step {gate.step} found corruption: nothing of this lineage is certified any more"
-    certified = tuple(each for each in gate.captured if each in gate.trusted)
-    gate = replace(_without_candidate(gate), accepted=0, poisoned=gate.step, captured=certified)
+    gate = replace(
+        gate,
+        accepted=0,
+        poisoned=gate.step,
+        captured=tuple(each for each in gate.captured if each in gate.trusted),
+        candidate=None,
+        interim=None,
+        writing=gate.writing if gate.writing in gate.trusted else None,
+        durable=_still(gate, gate.trusted),
+    )
     return gate, Effects(reason=reason)
 
 
 def _without_candidate(gate: CheckpointGate) -> CheckpointGate:
-    writing = gate.writing if gate.writing in (*gate.trusted, gate.pending) else None
-    return replace(gate, candidate=None, writing=writing, durable=_still(gate, gate.trusted))
+    writing = None if gate.writing == gate.candidate else gate.writing
+    durable = tuple(each for each in gate.durable if each != gate.candidate)
+    return replace(gate, candidate=None, writing=writing, durable=durable)
 
 
 def _written(gate: CheckpointGate, event: Written) -> _Next:
@@ -159,7 +189,9 @@ def _written(gate: CheckpointGate, event: Written) -> _Next:
     if written != gate.writing:
         # Its lineage or cycle was dropped meanwhile; its files are deleted unless it has another role.
         return gate, Effects(reason=f"{written} is no longer needed in files", retire=(written,))
-    gate = replace(gate, writing=None, durable=(*gate.durable, written))
+    is_interim = written not in (*gate.trusted, gate.candidate)
+    durable = (*(each for each in gate.durable if each != gate.interim), written)
+    gate = replace(gate, writing=None, durable=durable, interim=written if is_interim else None)
     return gate, Effects(reason=f"the files of {written} are sealed on every rank")
 
 
@@ -180,9 +212,16 @@ def _lost(gate: CheckpointGate, event: Lost) -> _Next:
         gate = _without_candidate(gate)
     gate = replace(
         gate,
-        captured=tuple(each for each in gate.captured if each != gone),
-        trusted=tuple(each for each in gate.trusted if each != gone),
+        interim=None if gate.interim == gone else gate.interim,
         durable=tuple(each for each in gate.durable if each != gone),
+    )
+    captured = tuple(each for each in gate.captured if each != gone)
+    if gone in gate.captured and not captured and gate.newest_candidate is not None:
+        captured = (gate.newest_candidate,)
+    gate = replace(
+        gate,
+        captured=captured,
+        trusted=tuple(each for each in gate.trusted if each != gone),
         writing=None if gate.writing == gone else gate.writing,
         pending=None if gate.pending == gone else gate.pending,
     )
@@ -204,6 +243,7 @@ def _recovered(gate: CheckpointGate, event: Recovered) -> _Next:
         accepted=0,
         captured=() if loaded is None else (loaded,),
         candidate=None,
+        interim=None,
         trusted=trusted,
         durable=tuple(
             each for each in trusted if each in gate.durable or (each == loaded and event.in_files)
@@ -243,5 +283,5 @@ def _pruned(gate: CheckpointGate) -> CheckpointGate:
     in_files = [each for each in gate.trusted if each in gate.durable]
     wanted = {*in_files[-1 - gate.keep :], *gate.captured, gate.writing}
     trusted = tuple(each for each in gate.trusted if each in wanted)
-    lasting = trusted if gate.candidate is None else (*trusted, gate.candidate)
+    lasting = (*trusted, *(each for each in (gate.candidate, gate.interim) if each is not None))
     return replace(gate, trusted=trusted, durable=_still(gate, lasting))

@@ -50,6 +50,8 @@ class Checked:
 
     step: int
     outcome: Outcome
+    recipes: int = 1
+    """How many recipes of the catalog it has replayed; at least 1 if it was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +120,14 @@ class CheckpointGate:
     """Which generations are latest, candidate and verified, and how far the current cycle has come."""
 
     recipes: int | None = None
-    """K, the checks in a cycle, for a mixture of experts with a recipe catalog; None for a dense model."""
+    """K, the recipes in a cycle, for a mixture of experts with a recipe catalog; None for a dense model."""
     persist_every: int = 1
-    """Dense: one in this many certified generations is written to files. A catalog writes at cycle ends."""
+    """One in this many certified generations is written to files. A catalog also writes at cycle ends."""
     keep: int = 1
     """Older verified generations that are kept in files besides the newest."""
 
     accepted: int = 0
-    """q, the accepted checks of the current cycle."""
+    """q, the accepted recipes of the current cycle."""
     pending: Generation | None = None
     """The generation that is being captured. It has no role until every rank has sealed it: see
     [Note: pointers move when every rank has sealed]."""
@@ -134,14 +136,17 @@ class CheckpointGate:
     job restarts there may be two, oldest first: see ``ledger.settled``."""
     candidate: Generation | None = None
     """Captured at the end of an accepted cycle; the next accepted cycle promotes it."""
+    interim: Generation | None = None
+    """A catalog: captured within a cycle and written to files, newer than all other files. It is never
+    promoted, and takes the place of the latest if that is lost."""
     trusted: tuple[Generation, ...] = ()
     """All verified generations that are kept, oldest first."""
     durable: tuple[Generation, ...] = ()
-    """Trusted generations, and the candidate, whose files are sealed on every rank."""
+    """Trusted generations, the candidate and the interim one, whose files are sealed on every rank."""
     writing: Generation | None = None
     """The generation that is being written to files."""
     unwritten: int = 0
-    """Dense: certified generations since the last one that was due for files."""
+    """Captured generations since the last one that was due for files."""
     poisoned: int | None = None
     """The step whose check found corruption, until a recovery is recorded."""
     lineage: int = 0
@@ -161,10 +166,15 @@ class CheckpointGate:
         return self.trusted[-1] if self.trusted else None
 
     @property
+    def newest_candidate(self) -> Generation | None:
+        """The newest candidate whose files are sealed; it takes the place of a latest that is lost."""
+        return max((each for each in (self.interim, self.candidate) if each in self.durable), default=None)
+
+    @property
     def held(self) -> frozenset[Generation]:
         """Every generation that must not be deleted."""
-        single = {each for each in (self.candidate, self.writing, self.pending) if each is not None}
-        return frozenset(single).union(self.captured, self.trusted)
+        single = (self.candidate, self.interim, self.writing, self.pending)
+        return frozenset(each for each in single if each is not None).union(self.captured, self.trusted)
 
     @property
     def in_memory(self) -> frozenset[Generation]:
@@ -183,7 +193,7 @@ class CheckpointGate:
         """Read what ``to_json`` returned; raises ``ValueError`` for anything else."""
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise ValueError(f"not the state of a checkpoint gate of schema {SCHEMA}: {document!r:.80}")
-        document = {"pending": None, **document}  # earlier versions had none
+        document = {"pending": None, "interim": None, **document}  # earlier versions had none
         known = {"schema", *_NUMBERS, *_SEVERAL, *_SINGLE}
         if wrong := known.symmetric_difference(document):
             raise ValueError(
@@ -200,7 +210,7 @@ class CheckpointGate:
 
 _NUMBERS = ("recipes", "persist_every", "keep", "accepted", "unwritten", "poisoned", "lineage", "step")
 _SEVERAL = ("captured", "trusted", "durable")
-_SINGLE = ("candidate", "writing", "pending")
+_SINGLE = ("candidate", "interim", "writing", "pending")
 
 
 def _refuse_nonsense(gate: CheckpointGate) -> None:
@@ -211,27 +221,31 @@ def _refuse_nonsense(gate: CheckpointGate) -> None:
         if (value is not None or name in least) and not is_number(value, lowest):
             raise ValueError(f"{name} must be a whole number of at least {lowest}, got {value!r}")
     if gate.accepted >= (gate.recipes or 1):
-        raise ValueError(f"{gate.accepted} accepted checks do not fit a cycle of {gate.recipes or 1}")
+        raise ValueError(f"{gate.accepted} accepted recipes do not fit a cycle of {gate.recipes or 1}")
     if len(gate.captured) > 2:
         raise ValueError(f"memory holds two generations at most, not {len(gate.captured)}")
     for name in ("captured", "trusted", "durable"):
         steps = [each.step for each in getattr(gate, name)]
         if steps != sorted(set(steps)):
             raise ValueError(f"{name} must be of ascending steps, got {steps}")
-    lasting, sealed = {*gate.trusted, gate.candidate}, {*gate.trusted, *gate.captured, gate.candidate}
+    lasting = {*gate.trusted, gate.candidate, gate.interim}
+    sealed = {*lasting, *gate.captured}
     allowed: dict[str, bool] = {
-        "a dense model has no candidate": gate.recipes is not None or gate.candidate is None,
-        "only what is trusted, or the candidate, is durable": lasting.issuperset(gate.durable),
-        "only what is trusted, pending, or the candidate, is written": gate.writing is None
-        or gate.writing in {*lasting, gate.pending},
+        "a dense model has no candidate": gate.recipes is not None or gate.candidate is gate.interim is None,
+        "only what is trusted, or a candidate, is durable": lasting.issuperset(gate.durable),
+        "an interim generation is in files": gate.interim is None or gate.interim in gate.durable,
+        "a dense model writes only what is trusted or pending": gate.recipes is not None
+        or gate.writing in {None, *gate.trusted, gate.pending},
         "what is pending is newer than all that is sealed": gate.pending is None
         or all(each is None or each.step < gate.pending.step for each in sealed),
         "nothing is pending after corruption": gate.pending is None or gate.poisoned is None,
         "what is being written is not durable yet": gate.writing not in gate.durable,
         "the candidate is newer than what is verified": gate.candidate is None
         or all(each.step < gate.candidate.step for each in gate.trusted),
+        "an interim generation is newer than other files": gate.interim is None
+        or all(each.step <= gate.interim.step for each in gate.durable),
         "after corruption only what is trusted remains": gate.poisoned is None
-        or (gate.candidate is None and set(gate.captured) <= set(gate.trusted)),
+        or {*gate.captured, gate.candidate, gate.interim, gate.writing} <= {*gate.trusted, None},
         "nothing is newer than the last check": all(
             each.step <= gate.step and each.lineage <= gate.lineage for each in gate.held
         ),

@@ -147,8 +147,9 @@ def reconcile(gates: Sequence[CheckpointGate | None]) -> CheckpointGate:
     waiting = _common(known, lambda gate: tuple(filter(None, (*gate.trusted, gate.candidate))))
     candidates = [each for each in waiting if each in durable and each not in trusted]
     captured = _common(known, lambda gate: gate.captured)
+    interim = _common(known, lambda gate: (gate.interim,) if gate.interim is not None else ())
     if poisoned is not None:
-        candidates, captured = [], tuple(each for each in captured if each in trusted)
+        candidates, interim, captured = [], (), tuple(each for each in captured if each in trusted)
     assert len(candidates) < 2, "a candidate is newer than all that its rank trusts"
     return CheckpointGate(
         recipes=max((size for size in catalogs if size is not None), default=None),
@@ -158,8 +159,9 @@ def reconcile(gates: Sequence[CheckpointGate | None]) -> CheckpointGate:
         pending=known[0].pending,
         captured=captured,
         candidate=candidates[0] if candidates else None,
+        interim=interim[0] if interim else None,
         trusted=trusted,
-        durable=tuple(each for each in durable if each in (*trusted, *candidates)),
+        durable=tuple(each for each in durable if each in (*trusted, *candidates, *interim)),
         unwritten=max(gate.unwritten for gate in known),
         poisoned=poisoned,
         lineage=max(gate.lineage for gate in known),
@@ -183,7 +185,9 @@ def settled(gate: CheckpointGate, is_there: Callable[[Generation], bool]) -> Che
 def _agreed_on_pending(gates: Sequence[CheckpointGate]) -> list[CheckpointGate]:
     """Give all states the same pending generation, or none: what one rank knows to be sealed is sealed on
     all ranks, and what one rank does not know of was never captured by it."""
-    sealed = {each for gate in gates for each in (*gate.captured, *gate.trusted, gate.candidate)}
+    sealed = {
+        each for gate in gates for each in (*gate.captured, *gate.trusted, gate.candidate, gate.interim)
+    }
     common = len({gate.pending for gate in gates}) == 1
     return [gate if common else settled(gate, sealed.__contains__) for gate in gates]
 

@@ -23,6 +23,7 @@ from torchscout.decision.straggler.timings import Lap, Measured
 from torchscout.mesh import LayerKind, PeerGroup
 from torchscout.replay.capture.broadcast import Broadcast
 from torchscout.replay.capture.invocation import Invocation
+from torchscout.replay.schedule import InTurn, Order
 
 __all__ = [
     "ABSENT",
@@ -218,6 +219,15 @@ class Recipe:
     def new_replay(self, target: int, is_source: bool, saved: SavedInput | None, /) -> Replay:
         """Create the replay that ``begin`` or, with ``saved``, ``replay_saved`` returns."""
         raise NotImplementedError
+
+    @property
+    def order(self) -> Order:
+        """The order in which checks go through the targets."""
+        return InTurn(len(self.targets))
+
+    def swept(self) -> Sequence[int]:
+        """Return the targets that a sweep replays."""
+        return range(len(self.targets))
 
     def saved_name(self, target: int) -> str:
         """Return the name under which the call of a target is saved; several targets may share one."""

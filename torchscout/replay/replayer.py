@@ -66,7 +66,7 @@ PeersFor = Callable[[LayerKind, bool], Peers]
 """Returns the peers for a role, and for stored state or for computation on gathered parameters."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Findings:
     """The results of one check, identical on every peer."""
 
@@ -80,6 +80,8 @@ class Findings:
     """Required targets that were due on this rank, whether or not they could be replayed."""
     measured: list[Measured] = field(default_factory=list)
     """This rank's times, without those of first runs."""
+    on_shapes: float = 0.0
+    """Seconds that this rank took to replay expert shapes once."""
 
 
 @dataclass(slots=True)
@@ -123,6 +125,9 @@ class Replayer:
         """
         self.still_here: Callable[[], None] = lambda: None
         """Called in each repetition, since these may take longer than a step."""
+        self.now: Callable[[], float] = time.monotonic
+        """The time by which expert shapes are measured, for the overhead budget."""
+        self._on_shapes = 0.0
 
     @property
     def is_due(self) -> bool:
@@ -173,8 +178,12 @@ class Replayer:
                 if self._active[place].due.target is not None
             }
             self._align(runs)
-            if differing := self._first_round(ready, runs):
+            self._on_shapes = 0.0
+            differing = self._first_round(ready, runs)
+            findings.on_shapes = self._on_shapes
+            if differing:
                 self._repeat(differing, runs, findings)
+            kept: set[Hashable] = set()
             for place, active in enumerate(self._active):
                 if active.due.target is None:
                     continue
@@ -182,7 +191,7 @@ class Replayer:
                     findings.targets.append(active.target)
                 if (run := runs.get(place)) is not None:
                     findings.records.extend(run.records)
-                    self._keep(active, run.replay)
+                    self._keep(active, run.replay, kept)
                 else:
                     findings.records.append(_unreplayed(active, step))
             if is_timed:
@@ -364,10 +373,14 @@ class Replayer:
     def _measured(self, place: int, run: Run, seen: Sequence[Observation]) -> Measured:
         return measured(self._active[place].target, run.replay.work[1], seen)
 
-    def _keep(self, active: ActiveReplay, replay: Replay) -> None:
-        """Save the source's call for a sweep; other peers drop the call that they had saved."""
+    def _keep(self, active: ActiveReplay, replay: Replay, kept: set[Hashable]) -> None:
+        """Save the source's call for a sweep, unless another shape's has been ``kept`` in this check; other
+        peers drop the call that they had saved."""
         assert active.due.target is not None, "what was replayed has a target"
         key = (active.due.kind, active.recipe.saved_name(active.due.target))
+        if key in kept:
+            return
+        kept.add(key)
         if (call := replay.invocation()) is None:
             self.saved_calls.drop(key)
         else:
@@ -383,12 +396,15 @@ class Replayer:
         """Run each replay once; see [Note: waiting on SCOUT's groups]. Waits for devices once, at the end."""
         ordered = sorted(places, key=lambda place: self._active[place].recipe.is_required)
         for place in ordered:
+            began = self.now() if self._active[place].recipe.is_dynamic else None
             if self._may_communicate and place != ordered[0]:
                 self._job.highest([0])
             if (run := runs.get(place)) is None:
                 continue
             for variant, seen in run.seen.items():
                 _, run.problems[variant] = attempt(partial(run.replay.observe, seen))
+            if began is not None:
+                self._on_shapes += self.now() - began
         every = [seen for run in runs.values() for seen in run.seen.values()]
         _, problem = attempt(partial(finish_signatures, every))
         for run in runs.values() if problem is not None else ():

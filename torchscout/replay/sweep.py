@@ -1,6 +1,7 @@
 """Replays everything without a training step, before restarted workers continue training (paper, section 8).
 
-Every target of every recipe is replayed, on the call that was saved when it was last replayed.
+Every target of every recipe is replayed, on the call that was saved when it was last replayed. Of experts
+that are alike, each is replayed at least once, and so is each shape.
 ``checkpoint.selection`` decides from the results whether a checkpoint is used.
 """
 
@@ -26,51 +27,53 @@ def sweep(replayer: Replayer, recipes: Sequence[Recipe], job: Peers, step: int) 
     findings = Findings()
     swept = [recipe for recipe in recipes if recipe.is_swept]
     # Pipeline stages have different numbers of layers, and every rank must take part in every vote.
-    counts = job.highest([len(recipe.targets) for recipe in swept])
+    counts = job.highest([len(recipe.swept()) for recipe in swept])
     for recipe, count in zip(swept, counts, strict=True):
         calls = _saved_calls(replayer, recipe, count)
         mixed = _from_several_sources(recipe, calls, job)
-        for target, found in enumerate(calls):
-            active = _begin(replayer, recipe, target, found)
-            if target in mixed:
+        for place, found in enumerate(calls):
+            active = _begin(replayer, recipe, place, found)
+            if place in mixed:
                 active.problem = "peer groups have saved its call from different sources"
             replayer.check_one(active, step, findings)
     return findings
 
 
 def _saved_calls(replayer: Replayer, recipe: Recipe, count: int) -> list[_Calls]:
-    """Return the calls that peers have saved, for each target; none if this rank has no such target."""
+    """Return the calls that peers have saved, for each swept target; none if this rank has no such target."""
     own = {}
-    for target in range(len(recipe.targets)):
+    for place, target in enumerate(recipe.swept()):
         if (saved := replayer.saved_calls[recipe.kind, recipe.saved_name(target)]) is not None:
-            own[target] = saved.call
+            own[place] = saved.call
     gathered = replayer.peers_for(recipe).metadata.gather(json.dumps(own).encode())
     by_position = [json.loads(each) for each in gathered]
     return [
-        {position: each[str(target)] for position, each in enumerate(by_position) if str(target) in each}
-        for target in range(count)
+        {position: each[str(place)] for position, each in enumerate(by_position) if str(place) in each}
+        for place in range(count)
     ]
 
 
 def _from_several_sources(recipe: Recipe, calls: Sequence[_Calls], job: Peers) -> set[int]:
-    """Return targets whose calls were saved from different sources by peer groups that compute together.
+    """Return the places of targets whose calls peer groups that compute together saved from several sources.
 
     A tensor-parallel group would then compute on the inputs of two replicas. Ranks that compute together have
     the same targets; stages of a pipeline do not.
     """
-    names, sources = list(recipe.targets), [min(found, default=None) for found in calls]
+    names = [recipe.targets[target] for target in recipe.swept()]
+    sources = [min(found, default=None) for found in calls]
     alike = [each[1] for each in job.exchange([names, sources]) if each[0] == names]
     return {
-        target
-        for target, column in enumerate(zip(*alike, strict=True))
+        place
+        for place, column in enumerate(zip(*alike, strict=True))
         if len({source for source in column if source is not None}) > 1
     }
 
 
-def _begin(replayer: Replayer, recipe: Recipe, target: int, calls: _Calls) -> ActiveReplay:
-    peers = replayer.peers_for(recipe)
-    if target >= len(recipe.targets):
+def _begin(replayer: Replayer, recipe: Recipe, place: int, calls: _Calls) -> ActiveReplay:
+    peers, targets = replayer.peers_for(recipe), recipe.swept()
+    if place >= len(targets):
         return ActiveReplay(Due(recipe.kind, None), "", recipe, peers, 0, None, None)
+    target = targets[place]
     source = min(calls, default=0)
     own = replayer.saved_calls[recipe.kind, recipe.saved_name(target)]
     is_source = peers.position == source

@@ -289,7 +289,11 @@ def gather(channel: PeerChannel, runs: Sequence[Run], *, in_full: bool = False) 
     """
     if not runs:
         return
-    parts = {(id(run), variant): _parts(run, variant) for run in runs for variant in run.variants}
+    parts = {
+        (id(run), variant): _parts(number, run, variant)
+        for number, run in enumerate(runs)
+        for variant in run.variants
+    }
     every = [part for some in parts.values() for part in some]
     if in_full:
         detail = {key: value for part in every for key, value in part.detail().items()}
@@ -358,8 +362,9 @@ class _Part:
         return dict(zip(keys, self.values, strict=True))
 
 
-def _parts(run: Run, variant: float) -> list[_Part]:
-    prefix, seen = f"{run.kind} x{variant!r}", run.seen[variant]
+def _parts(number: int, run: Run, variant: float) -> list[_Part]:
+    # The number, because one module may be replayed at several shapes, with the same surfaces.
+    prefix, seen = f"{number} {run.kind} x{variant!r}", run.seen[variant]
     groups: dict[tuple[Surface, bool], list[Comparison]] = {}
     for each in run.comparisons:
         groups.setdefault((each.summary or each.surface, each.summary is not None), []).append(each)

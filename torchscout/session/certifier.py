@@ -11,10 +11,11 @@ from typing import Protocol
 
 from torchscout.checkpoint.certification import CheckVote, events_of
 from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Checked, Outcome
+from torchscout.checkpoint.gate_state import Outcome
 from torchscout.checkpoint.state.training_state import Stateful
 from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.session.coverage import RecipeCycle
+from torchscout.session.promotion import CheckCoverage, PromotionRule
 
 __all__ = ["CertifiedSteps", "Certifier", "certified_step"]
 
@@ -51,8 +52,9 @@ class Certifier(Protocol):
         after the previous check cannot be trusted."""
         ...
 
-    def decide(self, step: int, counted: Sequence[int], *, counts: bool) -> None:
-        """4. Apply the highest of all ranks' votes. An accepted check certifies only if ``counts``."""
+    def decide(self, step: int, counted: Sequence[int], check: CheckCoverage) -> None:
+        """4. Apply the highest of all ranks' votes on a check. What an accepted one certifies depends on what
+        it covers."""
         ...
 
 
@@ -64,13 +66,15 @@ class CertifiedSteps:
     def __init__(self) -> None:
         self.saved_calls = SavedCalls()
         self._gate = CheckpointGate()
+        self._rule = PromotionRule("full", None)
 
     @property
     def certified_step(self) -> int | None:
         return certified_step(self._gate)
 
     def go_by(self, coverage: RecipeCycle, *_: object) -> None:
-        self._gate = replace(self._gate, recipes=coverage.recipes)
+        self._rule = PromotionRule("full", coverage.recipes)
+        self._gate = replace(self._gate, recipes=self._rule.recipes)
 
     def signature(self) -> int | None:
         return None
@@ -78,10 +82,9 @@ class CertifiedSteps:
     def votes(self, outcome: Outcome, *, differs: bool) -> list[int]:
         return CheckVote(outcome, self._gate.accepted, lost=differs).votes()
 
-    def decide(self, step: int, counted: Sequence[int], *, counts: bool) -> None:
-        for event in events_of(self._gate, step, CheckVote.counted(counted)):
-            if counts or not (isinstance(event, Checked) and event.outcome.accepted):
-                self._gate, _ = transition(self._gate, event)
+    def decide(self, step: int, counted: Sequence[int], check: CheckCoverage) -> None:
+        for event in events_of(self._gate, step, CheckVote.counted(counted), self._rule.worth(check)):
+            self._gate, _ = transition(self._gate, event)
 
 
 def certified_step(gate: CheckpointGate) -> int | None:

@@ -22,7 +22,7 @@ from torchscout.adapters.structure import surface_of
 from torchscout.checkpoint.background_writer import BackgroundWriter
 from torchscout.checkpoint.certification import CheckVote, events_of
 from torchscout.checkpoint.gate import CheckpointGate, transition
-from torchscout.checkpoint.gate_state import Checked, Effects, Event, Lost, Outcome, Recovered
+from torchscout.checkpoint.gate_state import Effects, Event, Lost, Outcome, Recovered
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.ledger_tiers import LedgerKeeper, LedgerTiers
 from torchscout.checkpoint.replication import placement
@@ -46,6 +46,7 @@ from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls
 from torchscout.session.certifier import certified_step
 from torchscout.session.coverage import RecipeCycle
+from torchscout.session.promotion import CheckCoverage, PromotionRule
 from torchscout.session.replication import StateReplication
 from torchscout.session.resumption import (
     WAYS_OUT,
@@ -91,7 +92,7 @@ class CheckpointManager:
         self._member = Member(
             job=self._agreed_name(), mesh=job.mesh.summary(), world_size=len(job.mesh), rank=job.rank
         )
-        self._coverage = RecipeCycle()
+        self._coverage, self._rule = RecipeCycle(), PromotionRule(config.coverage, None)
         self._covered: Callable[[], str] = str
         self._ownership = Ownership()
         self._gate = self._configured(CheckpointGate())
@@ -180,13 +181,14 @@ class CheckpointManager:
     ) -> None:
         """Set what the checks cover and their saved progress; see ``session.certifier.Certifier``."""
         self._coverage, self._covered = coverage, covered
+        self._rule = PromotionRule(self._config.coverage, coverage.recipes)
         ownership = progress.get("ownership")
         self._ownership = ownership if isinstance(ownership, Ownership) else self._ownership
         self._registered |= {f"{SCOUT_PREFIX}{name}": each for name, each in progress.items()}
         self._gate = self._configured(self._gate)
 
-    def decide(self, step: int, counted: Sequence[int], *, counts: bool = True) -> None:
-        """Act on a check's combined votes. An accepted check certifies only if it ``counts``."""
+    def decide(self, step: int, counted: Sequence[int], check: CheckCoverage) -> None:
+        """Act on a check's combined votes; see ``session.certifier.Certifier``."""
         self._problems.add(self._writer.problems())
         if self._previous_run is not None:
             raise CheckpointError(
@@ -195,9 +197,9 @@ class CheckpointManager:
             )
         if self._capture is not None and self._capture.problem is not None:
             self._problems.add([self._capture.problem])
-        for event in events_of(self._gate, step, CheckVote.counted(counted)):
-            if counts or not (isinstance(event, Checked) and event.outcome.accepted):
-                self._carry_out(event)
+        self._rule.checked((vote := CheckVote.counted(counted)).outcome, check)
+        for event in events_of(self._gate, step, vote, self._rule.worth(check)):
+            self._carry_out(event)
         self._write_ledgers()
 
     def has_verified(self) -> bool:
@@ -271,7 +273,7 @@ class CheckpointManager:
 
     def _configured(self, gate: CheckpointGate) -> CheckpointGate:
         config = self._config
-        recipes = self._coverage.recipes or config.checks_per_cycle
+        recipes = self._rule.recipes or config.checks_per_cycle
         return replace(gate, recipes=recipes, persist_every=config.persist_every, keep=config.keep_verified)
 
     def status(self) -> Mapping[str, Any]:
@@ -281,12 +283,13 @@ class CheckpointManager:
             "memory": str(self._memory),
             "directory": str(self._disk),
             **{
-                role.value: None if (each := getattr(self._gate, role.value)) is None else each.step
-                for role in TrustLevel
+                name: None if (each := getattr(self._gate, name)) is None else each.step
+                for name in ("latest", "candidate", "interim", "verified")
             },
             "capturing": None if self._gate.pending is None else self._gate.pending.step,
             "durable": [each.step for each in self._gate.durable],
             "poisoned": self._gate.poisoned,
+            "promotion": None if self._rule.last is None else self._rule.last.to_json(),
             "copied": self._replication.newest,
             "held_seconds": None if self._capture is None else self._capture.held_seconds,
             "reason": self._reason,
@@ -412,14 +415,19 @@ class CheckpointManager:
         self._gate, effects = transition(before, event)
         self._reason = effects.reason
         if effects.capture is not None:
+            self._rule.captured(effects.capture)
             self._take(effects.capture, effects)
+        promoted = None if effects.promote is None else self._rule.promoted(effects.promote)
+        if promoted is not None and self._member.rank == 0:
+            log.info("%s", promoted)
         self._keeper.give_up(before, self._gate, effects)
 
     def _take(self, generation: Generation, effects: Effects) -> None:
         """Record loader positions and random state now, and capture the rest when the next step begins."""
         self._awaited, self._capture, self._due = generation, None, None  # also if noting fails
         noted = training_state.note(self._state())
-        role = TrustLevel.VERIFIED if self._gate.recipes is None else TrustLevel.LATEST
+        role = TrustLevel.CANDIDATE if effects.persist == generation else TrustLevel.LATEST
+        role = TrustLevel.VERIFIED if self._gate.recipes is None else role
 
         def due() -> None:
             found = training_state.collect(self._state(), noted)

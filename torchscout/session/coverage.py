@@ -20,6 +20,7 @@ from torchscout.experts.catalog import load
 from torchscout.experts.coverage import Rows
 from torchscout.experts.launch_profiler import facts_of
 from torchscout.replay.recipe import Recipe
+from torchscout.replay.recipes.experts import ExpertsRecipe
 from torchscout.replay.recipes.layer import LayerRecipe
 from torchscout.replay.recipes.optimizer import OptimizerRecipe
 from torchscout.replay.recipes.owned_state import OwnedStateRecipe
@@ -38,10 +39,11 @@ NO_CATALOG = (
 
 @dataclass(frozen=True, slots=True)
 class RecipeCycle:
-    """How many checks it takes to cover a mixture of experts."""
+    """What it takes to cover a mixture of experts."""
 
     recipes: int | None = None
-    """Consecutive checks that cover all shapes of the catalog on every rank; None without a catalog."""
+    """Consecutive paths (shapes of layers that are alike) that cover the catalog on every rank; None without
+    a catalog."""
     lacking: str | None = None
     """What checks do not cover, and why."""
 
@@ -78,6 +80,8 @@ class Covered:
     updates: int
     """Optimizers whose updates are recomputed."""
     optimizers: int
+    paths: int = 0
+    """Expert shapes of a catalog that are replayed in turn, each on one of the layers that are alike."""
     missing: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """What is left out, by reason."""
 
@@ -89,6 +93,8 @@ class Covered:
         if self.watched or not self.compared:
             parts.append(f"{_percent(self.watched)} are watched between updates")
         parts.append(f"{self.parts} modules are replayed in turn")
+        if self.paths:
+            parts.append(f"experts are replayed on {self.paths} paths of a catalog")
         parts.append(f"updates of {self.updates} of {self.optimizers} optimizers are recomputed")
         covered = listed(parts)
         left_out = [f"{listed(names)} ({reason})" for reason, names in self.missing.items()]
@@ -115,7 +121,8 @@ def covered_by(
     return Covered(
         compared=_share(compared, parameters),
         watched=_share(watched, parameters),
-        parts=sum(len(each.targets) for each in recipes if isinstance(each, LayerRecipe)),
+        parts=sum(each.modules for each in recipes if isinstance(each, LayerRecipe)),
+        paths=sum(each.paths for each in recipes if isinstance(each, ExpertsRecipe)),
         updates=len({id(of) for each in updating for of in each.recomputed(refused)}),
         optimizers=len({id(of) for each in updating for of in each.communication}),
         missing=missing,

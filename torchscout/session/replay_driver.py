@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,20 +35,20 @@ from torchscout.replay.recipes.optimizer import OptimizerRecipe
 from torchscout.replay.recipes.owned_state import OWNED_STATE, OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
 from torchscout.replay.replayer import Findings, Replayer
-from torchscout.replay.schedule import OverheadBudget, Rotation
+from torchscout.replay.schedule import Rotation
 from torchscout.replay.sweep import sweep
 from torchscout.replay.verdicts import Context, judge
 from torchscout.session.boundary import Boundary
 from torchscout.session.certifier import Certifier
 from torchscout.session.coverage import Covered, RecipeCycle, covered_by
+from torchscout.session.pace import EXPERTS, Pace, PaceVote
+from torchscout.session.promotion import CheckCoverage
 from torchscout.session.resumption import SweepReport
 
 __all__ = ["ReplayDriver", "ReplayParts"]
 
 STATE_RECIPES = ("replicated_state", "expert_state")
 """The recipes that compare replicated state."""
-EXPERTS = "experts"
-"""The recipe that goes through a catalog of shapes; only an accepted check advances it."""
 CAPTURED = "state/checkpoint"
 """The surface of the replicated state that was captured for checkpoints."""
 _SWEPT = {Outcome.HEALTHY: SweepResult.CLEAN, Outcome.SDC: SweepResult.SDC}
@@ -86,7 +87,6 @@ class _Ballot(NamedTuple):
     state_differs: int = 0
     found: int = 0
     """How many incidents this rank reports."""
-    stretch: int = 1
     changes: int = 0
     """How many changes of settings were requested on rank 0."""
 
@@ -102,11 +102,14 @@ class ReplayDriver:
         self._guard, self._communicators = parts.boundary.guarded, parts.communicators
         self._recipes, self._certifier = parts.recipes, parts.certifier
         _keep_common(parts.recipes, parts.peers)
-        self._rotation = Rotation({each.kind: len(each.targets) for each in parts.recipes}, config.intervals)
+        self._rotation = Rotation({each.kind: each.order for each in parts.recipes}, config.intervals)
         self._replayer = Replayer(parts.recipes, self._rotation, parts.peers)
         self._replayer.variants = config.variants
         self._replayer.saved_calls = parts.certifier.saved_calls
         self._replayer.still_here = parts.still_alive
+        self._replayer.now = self._now
+        paths = [each.order.cycle for each in parts.recipes if each.kind == EXPERTS]
+        self._pace = Pace(parts.peers(LayerKind.DENSE, False).device, max(paths, default=0))
         self._replayer.doubted = self._doubted
         replicated = [each for each in parts.recipes if isinstance(each, ReplicatedStateRecipe)]
         self._ownership = replicated[0].ownership if replicated else Ownership()
@@ -120,7 +123,6 @@ class ReplayDriver:
             slow, shared = slow.on_host(), shared.on_host()
         self._stragglers = Stragglers(parts.mesh, self._rank, slow, shared)
         self._recorder = parts.recorder if config.records == "all" else SummaryRecorder(parts.recorder, slow)
-        self._budget = OverheadBudget()
         self._step_began = time.monotonic()
         self._timings: Timings | None = None
         """The timings of the current check, unless something has to be timed again."""
@@ -169,7 +171,7 @@ class ReplayDriver:
     def step_finished(self, step: int) -> None:
         """Called right after the update: run the check that is due, if any, and prepare the next step."""
         update_ended = self._now()
-        self._budget.step_took(update_ended - self._step_began)
+        self._pace.step_took(update_ended - self._step_began)
         for each in self._owned_state:
             each.update_ended()
         if self._replayer.is_due:
@@ -185,16 +187,22 @@ class ReplayDriver:
 
     def _check(self, step: int, began: float) -> None:
         self._parts.finish_update()
-        counts = self._parts.cycle.recipes is None or self._rotation.is_due(EXPERTS, step)
+        check = self._covered_at(step)
         findings = self._replayer.check(step)
         findings.records.extend(self._compare_captures(step))
         timings = self._timings or self._exchange_timings(step, findings.measured)
         # From here on a failure stays local: a full disk must not separate this rank from the others.
         outcome = self._guard(lambda: self._conclude(findings, timings)) or Outcome.NOT_CHECKED
-        self._budget.check_took(self._now() - began)
-        self._certify(step, outcome, differs=self._capture_is_doubtful(findings), counts=counts)
+        self._pace.check_took(self._now() - began, check.paths, findings.on_shapes)
+        self._certify(step, outcome, check, differs=self._capture_is_doubtful(findings))
         self._last_check = step
         self._guard(self._report_coverage)
+
+    def _covered_at(self, step: int) -> CheckCoverage:
+        """What the check at the end of this step covers if it is accepted."""
+        state = [each.kind for each in self._recipes if each.kind in STATE_RECIPES]
+        has_state = bool(state) and all(self._rotation.is_due(kind, step) for kind in state)
+        return CheckCoverage(self._rotation.turns_at(EXPERTS, step), has_state)
 
     def _conclude(self, findings: Findings, timings: Timings | None) -> Outcome:
         """Diagnose and record what a check found; return this rank's outcome."""
@@ -216,24 +224,23 @@ class ReplayDriver:
             return Outcome.NOT_CHECKED
         return outcome
 
-    def _certify(self, step: int, outcome: Outcome, *, differs: bool, counts: bool) -> None:
+    def _certify(self, step: int, outcome: Outcome, check: CheckCoverage, *, differs: bool) -> None:
         """Vote with all ranks on the outcome, move the gate, and agree on the settings of the next check."""
-        stretch = self._budget.stretch(min(self._config.intervals.values()), self._config.max_overhead)
         changes = self._requested_changes if self._rank == 0 else 0
-        votes = self._certifier.votes(outcome, differs=differs)
-        own = _Ballot(SEVERITY.index(outcome), found=len(self._found), stretch=stretch, changes=changes)
-        highest = self._communicators.highest([*own, *votes])
-        agreed, counted = _Ballot(*highest[: len(own)]), highest[len(own) :]
+        pace, votes = self._pace.vote(self._config), self._certifier.votes(outcome, differs=differs)
+        own = _Ballot(SEVERITY.index(outcome), found=len(self._found), changes=changes)
+        highest = iter(self._communicators.highest([*own, *pace, *votes]))
+        agreed = _Ballot(*islice(highest, len(own)))
+        agreed_pace = PaceVote(*islice(highest, len(pace)))
         self._share_incidents(agreed.found)
         if not SEVERITY[agreed.severity].accepted:
             self._rotation.take_back(EXPERTS, step)
-        self._guard(lambda: self._certifier.decide(step, counted, counts=counts))
+        counted = [*highest]
+        self._guard(lambda: self._certifier.decide(step, counted, check))
         if agreed.changes > self._adopted_changes:
             self._adopted_changes = agreed.changes
             self._adopt(self._communicators.from_rank_0(_changeable(self._requested_config)))
-        self._rotation.change(
-            self._config.intervals, agreed.stretch if self._config.max_overhead else 1, step
-        )
+        self._pace.adopt(agreed_pace, self._config, self._rotation, step)
 
     def sweep(self, step: int, everything: bool) -> SweepReport:
         """Compare the state that was just loaded for this step, and replay ``everything`` on it if asked to.
@@ -276,7 +283,6 @@ class ReplayDriver:
 
     def status(self) -> Mapping[str, Any]:
         """What has been checked and when, how far the rotation is, and what could not be checked."""
-        share = self._budget.share(min(self._config.intervals.values()) * self._rotation.stretch)
         return {
             "peers": list(self._peers.group.ranks),
             "checks": self._rotation.rounds,
@@ -289,7 +295,7 @@ class ReplayDriver:
             "lacking": self.lacking,
             "covered": self.covered().to_json(),
             "watched": min((each.share for each in self._owned_state), default=None),
-            "share": share,
+            "share": self._pace.share(self._config, self._rotation.stretch),
             "max_overhead": self._config.max_overhead,
         }
 
@@ -416,10 +422,7 @@ class ReplayDriver:
         self._replayer.variants = variants
 
     def _now(self) -> float:
-        """The time; with a budget, not before the device has finished the work of training."""
-        if self._config.max_overhead is not None and self._device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.monotonic()
+        return self._pace.now(self._config)
 
 
 def _keep_common(recipes: Sequence[Recipe], peers: Callable[[LayerKind, bool], PeerCommunicator]) -> None:

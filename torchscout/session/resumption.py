@@ -176,8 +176,8 @@ class PreviousRun:
     def chosen(self, failure: Failure = Failure.OTHER) -> tuple[Selection, list[Generation]]:
         """Return what to load after this failure, and the generations to try in order should that be damaged.
 
-        The older ones are verified, except the one before the latest, which has to pass the same sweep as
-        the latest. Raises ``UnavailableError`` if there is nothing to load.
+        The older ones are verified, except the one before the latest and candidates in files, which have to
+        pass the same sweep as the latest. Raises ``UnavailableError`` if there is nothing to load.
         """
         if self.obstacle is not None:
             raise UnavailableError(self.obstacle)
@@ -188,7 +188,11 @@ class PreviousRun:
         decision = select_checkpoint(failure, self.gate)
         if (first := decision.generation) is None:
             raise UnavailableError(decision.reason)
-        usable = {*self.gate.trusted, *(self.gate.captured if decision.tentative else ())}
+        usable = {*self.gate.trusted}
+        if decision.tentative:
+            gate = self.gate
+            waiting = (gate.candidate, gate.interim)
+            usable |= {*gate.captured, *(each for each in gate.durable if each in waiting)}
         return decision, [first, *sorted((each for each in usable if each < first), reverse=True)]
 
 
@@ -268,7 +272,8 @@ def load_first_usable(
             reason = decision.reason
             older = [each for each in reversed(gate.trusted) if each < fetched.generation]
         if not older:
-            raise NoUsableCheckpointError(reason, [*gate.captured, *lost])
+            untrusted = [*gate.captured, *filter(None, (gate.interim, gate.candidate))]
+            raise NoUsableCheckpointError(reason, [*untrusted, *lost])
         wanted = older
 
 

@@ -53,6 +53,7 @@ def roles_of(generation: Generation, gate: CheckpointGate | None) -> list[str]:
     roles = {
         "latest": generation == gate.latest,
         "candidate": generation == gate.candidate,
+        "interim candidate": generation == gate.interim,
         "verified": generation == gate.verified,
         "older verified": generation in gate.trusted[:-1],
     }

@@ -126,8 +126,11 @@ def usable(contents: Contents, gate: CheckpointGate, damaged: Sequence[Damage]) 
         trusted=tuple(each for each in gate.trusted if each not in gone),
         durable=tuple(each for each in gate.durable if each not in gone),
         candidate=None if gate.candidate in gone else gate.candidate,
+        interim=None if gate.interim in gone else gate.interim,
         writing=None if gate.writing in gone else gate.writing,
     )
+    if gate.captured and not left.captured and left.newest_candidate is not None:
+        left = replace(left, captured=(left.newest_candidate,))
     return Usable(left, broken, repairable)
 
 

@@ -79,12 +79,16 @@ class Timings:
 
     def computation(self) -> list[EvidenceRecord]:
         """Compare the times that ranks spent by themselves."""
-        found: dict[Surface, dict[int, _Value]] = defaultdict(dict)
+        # By layer, because a check may replay one surface several times: experts at several shapes.
+        found: dict[tuple[Surface, str], dict[int, _Value]] = defaultdict(dict)
         for rank, measured in enumerate(self._measured):
             for each in measured:
+                value = (each["layer"], tuple(each["shape"]))
                 for surface, milliseconds in each["times"].items():
-                    found[surface][rank] = _Value(milliseconds, each["layer"], tuple(each["shape"]))
-        return [record for surface, values in found.items() for record in self._compared(surface, values)]
+                    found[surface, each["layer"]][rank] = _Value(milliseconds, *value)
+        return [
+            record for (surface, _), values in found.items() for record in self._compared(surface, values)
+        ]
 
     def communication(self) -> tuple[list[CollectiveTime], list[EvidenceRecord]]:
         """Return the time of each process group, and comparisons of its members with their peers."""

@@ -63,6 +63,8 @@ class CallCapture:
         self._attributes: list[tuple[torch.Tensor, torch.Size]] = []
         """Tensors among the module's attributes, with their shapes in the call; see ``_in_block``."""
         self._problem = _NOT_CALLED
+        self.is_armed = True
+        """Until ``disarm``."""
         self._undo = ExitStack()
         self._undo.callback(self._communication.stop)
         self._arm(module)
@@ -80,6 +82,7 @@ class CallCapture:
 
     def disarm(self) -> None:
         """Remove the hooks and release the captured call."""
+        self.is_armed = False
         self._undo.close()
         self._begun = self._whole = None
         self._versions, self._attributes = {}, []

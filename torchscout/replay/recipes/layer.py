@@ -80,6 +80,11 @@ class LayerRecipe(Recipe):
         self.is_owned: Callable[[Surface], bool] = lambda _: False
         """Whether a parameter differs among peers by design: the layer's results then differ, too."""
 
+    @property
+    def modules(self) -> int:
+        """How many modules are replayed."""
+        return len(self._layers)
+
     def refuse(self, reason: str) -> None:
         """Replay none of these modules."""
         for each in self._layers:
@@ -93,7 +98,7 @@ class LayerRecipe(Recipe):
     def new_replay(self, target: int, is_source: bool, saved: SavedInput | None, /) -> LayerReplay:
         layer, module = self._layers[target], self._layers[target].module
         gatherers = self._gatherers(module)
-        call: Invocation | EagerCall | None = None
+        call: Invocation | CallCapture | EagerCall | None = None
         if saved is not None:
             if saved.call is None:
                 raise ReplayError("no call of it was saved")
@@ -105,11 +110,17 @@ class LayerRecipe(Recipe):
         is_eager = compiled is not None and compiled.has_inside(module)
         if compiled is not None and is_eager and call is None:
             call = compiled.call_of(module, is_source=is_source)
+        if call is None:
+            call = self.capture_in_use(target)
         replay = LayerReplay(layer, gradients, self._device, gatherers, is_source=is_source, call=call)
         replay.is_eager = is_eager
         if self.kind != "layer":
             replay.work_surface, replay.communication = f"time/{self.kind}", f"time/{self.kind}_"
         return replay
+
+    def capture_in_use(self, place: int) -> CallCapture | None:  # noqa: ARG002  for subclasses
+        """Return the capture of another replay of this module in the same check, if there is one."""
+        return None
 
     def _gradients(self, module: nn.Module) -> dict[Surface, str]:
         """Return the surfaces of the gradients to compare, with the parameters' paths in the module."""
@@ -133,7 +144,7 @@ class LayerReplay(Replay):
         gatherers: ParameterGatherers,
         *,
         is_source: bool,
-        call: Invocation | EagerCall | None = None,
+        call: Invocation | CallCapture | EagerCall | None = None,
     ) -> None:
         """``gradients`` are those to compare: paths of parameters in the module, by surface.
 
@@ -155,9 +166,9 @@ class LayerReplay(Replay):
         """Whether to run it eagerly although training compiles it: see ``compiled``."""
         self._own = call if isinstance(call, Invocation) else None
         """This rank's call; None until it has been captured."""
-        self._capture: CallCapture | EagerCall | None = call if isinstance(call, EagerCall) else None
+        self.capture = call if isinstance(call, CallCapture | EagerCall) else None
         if call is None and not self._refusal:
-            self._capture = CallCapture(module, device, keep=is_source, expected=gatherers.expected)
+            self.capture = CallCapture(module, device, keep=is_source, expected=gatherers.expected)
         self._call: Invocation | None = None
         """The source's call: allocated in ``prepare``, filled by ``align``."""
         self._buffers: dict[str, torch.Tensor] = {}
@@ -166,8 +177,8 @@ class LayerReplay(Replay):
     def describe(self) -> dict[str, Any]:
         if refusal := self._refusal or self._layer.refusal:
             raise ReplayError(refusal)
-        if self._capture is not None:
-            self._own = self._capture.invocation().densified()
+        if self.capture is not None:
+            self._own = self.capture.invocation().densified()
         assert self._own is not None, "captured, or given"
         if self.resize is not None and self._is_source:
             self.resize.require(self._own)
@@ -246,8 +257,8 @@ class LayerReplay(Replay):
         return self._own if self._is_source else None
 
     def release(self) -> None:
-        if self._capture is not None:
-            self._capture.disarm()
+        if self.capture is not None:
+            self.capture.disarm()
         self._own = self._call = self._reduction = None
         self._buffers = {}
 

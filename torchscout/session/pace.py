@@ -1,0 +1,69 @@
+"""Decides how much time checks take: their intervals, and how many expert shapes each of them replays.
+
+Ranks measure different times. Each votes with its own, and the most cautious vote counts for all.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from torchscout.config import ReplayConfig
+from torchscout.replay.schedule import MOST_TOGETHER, OverheadBudget, Rotation
+
+__all__ = ["EXPERTS", "Pace", "PaceVote"]
+
+EXPERTS = "experts"
+"""The recipe that goes through a catalog of shapes; only an accepted check advances it."""
+
+
+class PaceVote(NamedTuple):
+    """One rank's vote; the highest value of each field counts."""
+
+    stretch: int = 1
+    """The factor for intervals."""
+    fewest: int = -MOST_TOGETHER
+    """How many expert shapes fit in a check, negated, so that the lowest number counts."""
+
+
+class Pace:
+    """The time that steps and checks take on this rank."""
+
+    def __init__(self, device: torch.device, paths: int) -> None:
+        """``paths`` are the expert shapes in a cycle of this rank."""
+        self._device, self._paths = device, paths
+        self._budget = OverheadBudget()
+
+    def now(self, config: ReplayConfig) -> float:
+        """The time; with a budget, not before the device has finished the work of training."""
+        if config.max_overhead is not None and self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+    def step_took(self, seconds: float) -> None:
+        self._budget.step_took(seconds)
+
+    def check_took(self, seconds: float, shapes: int, on_shapes: float) -> None:
+        self._budget.check_took(seconds, shapes, on_shapes)
+
+    def share(self, config: ReplayConfig, stretch: int) -> float | None:
+        """The share of time that checks take; None if not known yet."""
+        return self._budget.share(min(config.intervals.values()) * stretch)
+
+    def vote(self, config: ReplayConfig) -> PaceVote:
+        stretch = self._budget.stretch(min(config.intervals.values()), config.max_overhead)
+        interval = config.intervals.get(EXPERTS)
+        if not self._paths or interval is None:  # this rank has time for as many as the others have
+            return PaceVote(stretch)
+        fitting = self._budget.together(interval * stretch, config.max_overhead)
+        return PaceVote(stretch, -min(self._paths, fitting))
+
+    @staticmethod
+    def adopt(agreed: PaceVote, config: ReplayConfig, rotation: Rotation, step: int) -> None:
+        """Apply what all ranks have agreed on after the check at this step."""
+        if config.max_overhead is None:
+            rotation.change(config.intervals, 1, step)
+        else:
+            rotation.change(config.intervals, agreed.stretch, step, {EXPERTS: -agreed.fewest})
