@@ -12,8 +12,9 @@ from torchscout.decision.record import EvidenceRecord
 from torchscout.errors import ReplayError
 from torchscout.replay.capture.broadcast import Broadcast
 from torchscout.replay.recipe import Comparison, Mode, Observation, Recipe, Replay, SavedInput
-from torchscout.replay.replayer import Findings, Replayer
+from torchscout.replay.replayer import Replayer
 from torchscout.replay.schedule import Rotation
+from torchscout.replay.verdicts import Findings
 from torchscout.utils.reentrancy import in_own_work
 
 Act = Callable[[int, str, float], Any]

@@ -18,8 +18,9 @@ from torchscout.errors import ChannelError, ReplayError
 from torchscout.replay.recipe import Mode, Observation, Recipe, Replay
 from torchscout.replay.recipes.layer import LayerRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
-from torchscout.replay.replayer import Findings, Replayer
+from torchscout.replay.replayer import Replayer
 from torchscout.replay.schedule import Rotation
+from torchscout.replay.verdicts import Findings
 from torchscout.utils.reentrancy import in_own_work
 
 ORDER = ["begin", "describe", "prepare", "align", "comparisons", "observe", "release"]

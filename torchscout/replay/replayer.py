@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchscout.decision.record import EvidenceRecord
-from torchscout.decision.repeatability import REFUSED, Repeated, SurfaceHistory, Trial
+from torchscout.decision.repeatability import REFUSED, SurfaceHistory, Trial
 from torchscout.decision.straggler.timings import Measured
 from torchscout.mesh import Axis, LayerKind, PeerGroup
 from torchscout.replay.capture.broadcast import receive_together
@@ -43,6 +43,7 @@ from torchscout.replay.schedule import Due, Rotation
 from torchscout.replay.timing import host_ahead
 from torchscout.replay.verdicts import (
     Context,
+    Findings,
     Run,
     broken_depth,
     gather,
@@ -55,7 +56,7 @@ from torchscout.replay.verdicts import (
 )
 from torchscout.utils.reentrancy import in_backward
 
-__all__ = ["ActiveReplay", "Findings", "PeersFor", "Replayer"]
+__all__ = ["ActiveReplay", "PeersFor", "Replayer"]
 
 _TIMES, _PAUSE_SECONDS = 4, 0.01
 """How often slow work is run again, and the pause before each run."""
@@ -64,24 +65,6 @@ _HEIGHT = 8
 
 PeersFor = Callable[[LayerKind, bool], Peers]
 """Returns the peers for a role, and for stored state or for computation on gathered parameters."""
-
-
-@dataclass(slots=True)
-class Findings:
-    """The results of one check, identical on every peer."""
-
-    records: list[EvidenceRecord] = field(default_factory=list)
-    """For the log: what does not repeat has no verdict."""
-    repeats: list[Repeated] = field(default_factory=list)
-    """Results of the repetitions after disagreements."""
-    elsewhere: set[int] = field(default_factory=set)
-    """Ranks of other peer groups whose results were wrong in the same check."""
-    targets: list[str] = field(default_factory=list)
-    """Required targets that were due on this rank, whether or not they could be replayed."""
-    measured: list[Measured] = field(default_factory=list)
-    """This rank's times, without those of first runs."""
-    on_shapes: float = 0.0
-    """Seconds that this rank took to replay expert shapes once."""
 
 
 @dataclass(slots=True)

@@ -13,8 +13,9 @@ from typing import Any
 
 from torchscout.replay.guard import attempt
 from torchscout.replay.recipe import Peers, Recipe, SavedInput
-from torchscout.replay.replayer import ActiveReplay, Findings, Replayer
+from torchscout.replay.replayer import ActiveReplay, Replayer
 from torchscout.replay.schedule import Due
+from torchscout.replay.verdicts import Findings
 
 __all__ = ["sweep"]
 

@@ -15,14 +15,16 @@ from torchscout.decision import c3, consensus
 from torchscout.decision.channel import PeerChannel
 from torchscout.decision.ownership import BY_DESIGN, by_design
 from torchscout.decision.record import EvidenceRecord, Manifestation, Scope, Surface
-from torchscout.decision.repeatability import NONDETERMINISTIC
+from torchscout.decision.repeatability import NONDETERMINISTIC, Repeated
 from torchscout.decision.sdc import FAILED
 from torchscout.decision.signature import digest
+from torchscout.decision.straggler.timings import Measured
 from torchscout.replay.recipe import ABSENT, POISON, UNREPEATABLE, Comparison, Observation, Replay
 from torchscout.utils.text import named
 
 __all__ = [
     "Context",
+    "Findings",
     "Run",
     "broken_depth",
     "gather",
@@ -36,6 +38,24 @@ __all__ = [
 ]
 
 _OWNED = f"{BY_DESIGN}: it was not equal on all peers when it was first compared"
+
+
+@dataclass(slots=True)
+class Findings:
+    """The results of one check, identical on every peer."""
+
+    records: list[EvidenceRecord] = field(default_factory=list)
+    """For the log: what does not repeat has no verdict."""
+    repeats: list[Repeated] = field(default_factory=list)
+    """Results of the repetitions after disagreements."""
+    elsewhere: set[int] = field(default_factory=set)
+    """Ranks of other peer groups whose results were wrong in the same check."""
+    targets: list[str] = field(default_factory=list)
+    """Required targets that were due on this rank, whether or not they could be replayed."""
+    measured: list[Measured] = field(default_factory=list)
+    """This rank's times, without those of first runs."""
+    on_shapes: float = 0.0
+    """Seconds that this rank took to replay expert shapes once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,9 +89,8 @@ class CheckpointManager:
         """The calls that a sweep replays, as far as memory allows."""
         self._registered: dict[str, Stateful] = {f"{SCOUT_PREFIX}keepsakes": self.saved_calls}
         self._disk = Path(config.directory).absolute()
-        self._member = Member(
-            job=self._agreed_name(), mesh=job.mesh.summary(), world_size=len(job.mesh), rank=job.rank
-        )
+        name = job_file.agree(config.job, self._disk, communicators)
+        self._member = Member(job=name, mesh=job.mesh.summary(), world_size=len(job.mesh), rank=job.rank)
         self._coverage, self._rule = RecipeCycle(), PromotionRule(config.coverage, None)
         self._covered: Callable[[], str] = str
         self._ownership = Ownership()
@@ -379,22 +378,6 @@ class CheckpointManager:
         if self._previous_run is not None and self._previous_run.is_nothing:
             log.info("an earlier run ended before its first checkpoint was complete")
             self._start_over(self._previous_run.gate)
-
-    def _agreed_name(self) -> str:
-        """The job's name, which all ranks agree on; see ``checkpoint.storage.job_file``."""
-        found, name, problem = None, None, None
-        try:
-            found = job_file.name_in(self._disk)
-        except CheckpointError as error:
-            problem = str(error)
-        names = self._communicators.exchange(found)
-        try:
-            name = job_file.agreed_name(self._config.job, self._disk, names)
-        except CheckpointError as error:
-            problem = problem or str(error)
-        self._communicators.together(problem, CheckpointError)
-        said: str = self._communicators.from_rank_0(name)
-        return said
 
     def _is_captured(self) -> bool:
         """Whether the awaited generation is sealed on this rank."""

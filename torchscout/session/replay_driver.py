@@ -34,10 +34,10 @@ from torchscout.replay.recipes.layer import LayerRecipe
 from torchscout.replay.recipes.optimizer import OptimizerRecipe
 from torchscout.replay.recipes.owned_state import OWNED_STATE, OwnedStateRecipe
 from torchscout.replay.recipes.replicated_state import ReplicatedStateRecipe
-from torchscout.replay.replayer import Findings, Replayer
+from torchscout.replay.replayer import Replayer
 from torchscout.replay.schedule import Rotation
 from torchscout.replay.sweep import sweep
-from torchscout.replay.verdicts import Context, judge
+from torchscout.replay.verdicts import Context, Findings, judge
 from torchscout.session.boundary import Boundary
 from torchscout.session.certifier import Certifier
 from torchscout.session.coverage import Covered, RecipeCycle, covered_by

@@ -11,13 +11,17 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchscout.checkpoint import ledger
 from torchscout.checkpoint.storage import shards
 from torchscout.config import JOB_NAME
 from torchscout.errors import CheckpointError
 
-__all__ = ["agreed_name", "name_in", "write"]
+if TYPE_CHECKING:
+    from torchscout.communicators import Communicators  # imports torch
+
+__all__ = ["agree", "agreed_name", "name_in", "write"]
 
 _FILE = "job"
 _MAX_BYTES = 1024
@@ -43,6 +47,23 @@ def name_in(folder: Path) -> str | None:
 def write(folder: Path, name: str) -> None:
     """Make this folder belong to a job."""
     shards.replace(folder / _FILE, [f"{name}\n".encode()])
+
+
+def agree(wanted: str | None, folder: Path, communicators: Communicators) -> str:
+    """The job's name, which all ranks agree on. Every rank makes this call; see ``agreed_name``."""
+    found, name, problem = None, None, None
+    try:
+        found = name_in(folder)
+    except CheckpointError as error:
+        problem = str(error)
+    names = communicators.exchange(found)
+    try:
+        name = agreed_name(wanted, folder, names)
+    except CheckpointError as error:
+        problem = problem or str(error)
+    communicators.together(problem, CheckpointError)
+    said: str = communicators.from_rank_0(name)
+    return said
 
 
 def agreed_name(wanted: str | None, folder: Path, found: Sequence[str | None]) -> str:
