@@ -108,7 +108,7 @@ def flipped(name: str, folder: Path, _: int) -> Result:
 
 def _of_flip(client: Client, trained: Training) -> Result:
     found, certified = trained.incidents, trained.reports[0].certified
-    details = _told(found)
+    details = _sentences(found)
     if not found:
         return Result(False, f"**missed; certified {certified}: {_covered(trained.reports)}**")
     wrong = [each for each in found if each.manifestation is not Manifestation.SDC or each.step < 32]
@@ -201,7 +201,7 @@ def _train(name: str, trial: Trial, *, ranks: int | None = None) -> Training:
             return Training(live.ask((name, trial), timeout=seconds))
         except RankError as error:
             said = [] if trial.run_dir is None else incidents(trial.run_dir)
-            return Training([], f"{error}\n{_told(said)}")
+            return Training([], f"{error}\n{_sentences(said)}")
 
 
 @cache
@@ -234,7 +234,7 @@ def _accusation(found: list[Incident]) -> Result:
     """Incidents of a healthy job."""
     first = found[0]
     words = f"**{first.manifestation.value} reported though healthy: {_ranks(first)}, step {first.step}**"
-    return Result(False, words, details=_told(found))
+    return Result(False, words, details=_sentences(found))
 
 
 def _named(found: list[Incident], manifestation: Manifestation) -> Result:
@@ -243,7 +243,7 @@ def _named(found: list[Incident], manifestation: Manifestation) -> Result:
     if found and len(right) == len(found):
         return Result(True, f"{_ranks(found[0])} at step {found[0].step}")
     words = "; ".join(f"{each.manifestation.value}: {_ranks(each)}" for each in found) or "missed"
-    return Result(False, f"**{words}**", details=_told(found))
+    return Result(False, f"**{words}**", details=_sentences(found))
 
 
 def _covered(reports: list[Report]) -> str:
@@ -261,7 +261,7 @@ def _ranks(incident: Incident) -> str:
     return f"rank {ranks}" if len(incident.ranks) == 1 else f"ranks {ranks} ({incident.scope.value})"
 
 
-def _told(found: list[Incident]) -> str:
+def _sentences(found: list[Incident]) -> str:
     return "\n".join(each.sentence for each in found)
 
 

@@ -235,7 +235,7 @@ def test_an_observer_survives_every_message(
         {"kind": "outcome", "finding": None},
     ]
 
-    def told(message: bytes) -> None:
+    def deliver(message: bytes) -> None:
         hub.send_multipart([b"0", message])
         assert client.sockets[0].poll(10_000)
         observing._act()
@@ -243,14 +243,14 @@ def test_an_observer_survives_every_message(
             assert json.loads(hub.recv_multipart()[1])["kind"]
 
     def attempt(chance: random.Random) -> None:
-        told(text_mutant(chance, chance.choice(messages)))
+        deliver(text_mutant(chance, chance.choice(messages)))
         if chance.random() < 0.05:
             json.dumps(observing._status())
 
     tried(attempt, ())
     assert client.tally.malformed
     before = rounds.rounds
-    told(protocol.encode("ask", round=9))
+    deliver(protocol.encode("ask", round=9))
     assert rounds.rounds == before + 1
     hub.close()
     listener.close()

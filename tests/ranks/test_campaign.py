@@ -49,7 +49,7 @@ def scout(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_campaign_that_is_interrupted_leaves_nothing_and_goes_on_where_it_stopped(tmp_path: Path):
     """Hangs of every kind and a job without one, through the real command."""
-    folder, told = tmp_path / "campaign", tmp_path / "told.json"
+    folder, output = tmp_path / "campaign", tmp_path / "told.json"
     arguments = ["paper", "--cells", "hang*/ddp-4/*-0", "--jobs", "2", "--resume", folder]
     first = subprocess.Popen([*SCOUT, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     kept = wait_for_a_result(folder, first)
@@ -64,10 +64,10 @@ def test_a_campaign_that_is_interrupted_leaves_nothing_and_goes_on_where_it_stop
     assert not any(record.exists() for record in records)
     assert not (folder / "memory").exists()
 
-    done = scout(*arguments, "--json", "--output", told, "--html", tmp_path / "page.html")
+    done = scout(*arguments, "--json", "--output", output, "--html", tmp_path / "page.html")
     assert done.returncode == 0, done.stderr + done.stdout
     report = json.loads(done.stdout)
-    assert report == json.loads(told.read_text())
+    assert report == json.loads(output.read_text())
     assert report["passed"]
     rows = {row["row"]: (row["passed"], row["run"]) for row in report["rows"]}
     assert rows == {"hang": (4, 4), "hang-clean": (1, 1)}

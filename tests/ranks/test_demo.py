@@ -75,10 +75,10 @@ def test_a_slow_rank_a_flipped_bit_and_a_hang_are_named_and_recovered_from(
     assert [each.to_json() for each in reported(tmp_path)] == report["incidents"]
     assert len(list((tmp_path / "records").iterdir())) == ranks
     assert not (tmp_path / "memory").exists()
-    told = done.stderr
-    assert told.count("reported   ") == 3
-    assert told.count("Restarting the job") == 2
-    assert "\x1b" not in told, "plain where there is no terminal"
+    output = done.stderr
+    assert output.count("reported   ") == 3
+    assert output.count("Restarting the job") == 2
+    assert "\x1b" not in output, "plain where there is no terminal"
 
 
 @pytest.mark.slow

@@ -97,10 +97,10 @@ def test_what_is_wrong_is_found_and_comes_with_what_to_do(tmp_path: Path):
         "peers",
     }
     assert {name for name, grade in found.items() if grade == "fail"} == wrong
-    told = " ".join(done.stdout.split())  # long folders make lines break elsewhere
-    assert told.count("->") >= len(wrong)
-    assert "Address already in use" in told
-    assert "127.0.0.1:1: cannot connect: Connection refused" in told
+    output = " ".join(done.stdout.split())  # long folders make lines break elsewhere
+    assert output.count("->") >= len(wrong)
+    assert "Address already in use" in output
+    assert "127.0.0.1:1: cannot connect: Connection refused" in output
     assert f"chmod 0700 {memory}" in (tmp_path / "report.json").read_text()
     assert "7 checks failed: follow the arrows before a long run." in done.stdout
     assert "\x1b" not in done.stdout
@@ -110,9 +110,9 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path):
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')\n")
     done = alone("--json", PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT))))
     assert done.returncode == 1, done.stderr
-    (told,) = [each for each in json.loads(done.stdout)["findings"] if each["name"] == "torch"]
-    assert told["status"] == "fail"
-    assert "libtorch_cpu.so: cannot open shared object file" in told["what"]
+    (finding,) = [each for each in json.loads(done.stdout)["findings"] if each["name"] == "torch"]
+    assert finding["status"] == "fail"
+    assert "libtorch_cpu.so: cannot open shared object file" in finding["what"]
     assert grades(done.stdout)["backends"] == "skipped"
 
 
@@ -155,9 +155,9 @@ def test_a_memory_that_is_small_is_held_against_the_state(tmp_path: Path):
 def test_a_memory_that_is_full_is_found(tmp_path: Path):
     folder = tmp_path / "memory"
     fill = f"{{ head -c 2M /dev/zero > {folder}/full; }} 2>/dev/null;"
-    told = in_small_memory(folder, fill, MEMORY).splitlines()
-    assert len(told) == 3
-    for line in told:
+    lines = in_small_memory(folder, fill, MEMORY).splitlines()
+    assert len(lines) == 3
+    for line in lines:
         assert line == f"fail not writable: {folder}: No space left on device"
 
 
@@ -175,8 +175,8 @@ def test_two_machines_doctors_meet():
             assert done.returncode == 0, done.stdout
             found = grades(done.stdout)
             assert found["other machine"] == found["same versions"] == found["wall clock"] == "ok"
-            told = {each["name"]: each["what"] for each in json.loads(done.stdout)["findings"]}
-            assert socket.gethostname() in told["other machine"]
+            findings = {each["name"]: each["what"] for each in json.loads(done.stdout)["findings"]}
+            assert socket.gethostname() in findings["other machine"]
             listener.send_signal(signal.SIGINT)
             document = json.loads(listener.communicate(timeout=30)[0])
         finally:
@@ -231,8 +231,8 @@ from pathlib import Path
 from torchscout.cli.doctor.probes import folder_at
 print(folder_at(Path({str(folder)!r})).problem)
 """
-    told = in_small_memory(folder, f"mount -o remount,ro {folder} &&", code)
-    assert told == f"{folder}: Read-only file system\n"
+    output = in_small_memory(folder, f"mount -o remount,ro {folder} &&", code)
+    assert output == f"{folder}: Read-only file system\n"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -260,7 +260,7 @@ def test_a_signal_that_is_taken_or_blocked_is_found():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--mesh", "data=4"], "unknown axis 'data'"),
         (["--mesh", "replica=3", "--experts", "2"], "cannot carve 2 expert partitions out of 3"),
@@ -273,10 +273,10 @@ def test_a_signal_that_is_taken_or_blocked_is_found():
         (["--listen", "--address", "203.0.113.9", "--seconds", "0"], "Cannot assign requested address"),
     ],
 )
-def test_a_mistake_is_refused_with_what_was_given(arguments: list[str], told: str):
+def test_a_mistake_is_refused_with_what_was_given(arguments: list[str], message: str):
     done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["doctor", *arguments])
     assert done.exit_code == 2
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 def test_who_does_not_authenticate_takes_few_descriptors_of_a_doctor_that_listens():

@@ -135,11 +135,15 @@ def test_a_trainer_that_cannot_run_is_named(tmp_path: Path, how: str):
     assert ("stopped" in incident.sentence) is (how == "SIGSTOP")
 
 
-def told_job(rank: int, run_dir: Path) -> list[tuple[int, ...]]:
-    told: list[tuple[int, ...]] = []
+def job_with_callback(rank: int, run_dir: Path) -> list[tuple[int, ...]]:
+    reported: list[tuple[int, ...]] = []
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
-    arguments = {"observer": QUICK, "run_dir": run_dir, "on_incident": lambda each: told.append(each.ranks)}
+    arguments = {
+        "observer": QUICK,
+        "run_dir": run_dir,
+        "on_incident": lambda each: reported.append(each.ranks),
+    }
     with enable_resiliency(model, optimizer, **arguments) as session:
         for step in steps():
             time.sleep(STALL if step == FAULTY_STEP and rank == 0 else 0.0)
@@ -147,11 +151,11 @@ def told_job(rank: int, run_dir: Path) -> list[tuple[int, ...]]:
             model(torch.randn(4, 16)).sum().backward()
             optimizer.step()
         assert [incident.ranks for incident in session.incidents] == [(0,)], session.incidents
-    return told
+    return reported
 
 
 def test_the_users_own_function_is_told_on_every_rank(tmp_path: Path):
-    assert run_ranks(told_job, 2, tmp_path, timeout=90) == [[(0,)], [(0,)]]
+    assert run_ranks(job_with_callback, 2, tmp_path, timeout=90) == [[(0,)], [(0,)]]
 
 
 def fsdp_job(rank: int, run_dir: Path, faults: FaultPlan) -> int:

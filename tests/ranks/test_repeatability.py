@@ -82,10 +82,10 @@ def run(
     steps: int = STEPS,
 ) -> list[Found]:
     found = run_ranks(trained, 3, kind, run_dir, config, faults, steps, timeout=240)
-    for told in found:
-        assert told.certified == found[0].certified
-        assert told.status["not_repeating"].keys() == found[0].status["not_repeating"].keys()
-        assert told.switches == (False, False)
+    for result in found:
+        assert result.certified == found[0].certified
+        assert result.status["not_repeating"].keys() == found[0].status["not_repeating"].keys()
+        assert result.switches == (False, False)
     return found
 
 

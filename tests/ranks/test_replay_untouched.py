@@ -71,8 +71,8 @@ def outcomes(run_dir: Path, rank: int) -> dict[str, set[str]]:
         assert isinstance(record, EvidenceRecord)
         if record.manifestation is not Manifestation.SDC:
             continue
-        told = record.status if record.reason is None else f"{record.status}: {record.reason}"
-        found.setdefault(record.surface, set()).add(told)
+        outcome = record.status if record.reason is None else f"{record.status}: {record.reason}"
+        found.setdefault(record.surface, set()).add(outcome)
     return found
 
 
@@ -86,7 +86,7 @@ def test_training_is_bitwise_the_same_with_replay(name: str, tmp_path: Path):
         unchecked = VARIATIONS[name].unchecked
         for part in ("look_up", "trunk.0", "trunk.1", "trunk.2", "say"):
             if part.startswith(unchecked or ("nothing",)):
-                assert all("not_checked" in told for told in found[f"{part}/layer"]), found
+                assert all("not_checked" in outcome for outcome in found[f"{part}/layer"]), found
             else:
                 assert found[f"{part}/output"] == {"agree"}, found
                 assert found[f"{part}/parameters"] == {"agree"}, found

@@ -49,8 +49,8 @@ def test_interrupted_ranks_are_bitwise_the_uninterrupted_ones(kind: str, shape: 
 def test_what_is_captured_while_ranks_train_on_is_the_state_of_one_step(
     kind: str, shape: tuple[int, ...], tmp_path: Path
 ):
-    for told in run_ranks(captured_while_training, math.prod(shape), kind, shape, tmp_path):
-        assert told == [(None, True)] * 4
+    for outcomes in run_ranks(captured_while_training, math.prod(shape), kind, shape, tmp_path):
+        assert outcomes == [(None, True)] * 4
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,9 @@ def killed(tmp_path: Path) -> Plan:
 
 
 def gone_on(plan: Plan) -> list[Told]:
-    told = run_ranks(train, RANKS, plan, timeout=120)
-    assert all(each.unfired == 0 for each in told)
-    return told
+    results = run_ranks(train, RANKS, plan, timeout=120)
+    assert all(each.unfired == 0 for each in results)
+    return results
 
 
 def test_a_clean_sweep_confirms_the_latest(killed: Plan):
@@ -55,15 +55,15 @@ def test_a_clean_sweep_confirms_the_latest(killed: Plan):
 
 
 def test_a_rank_that_computes_wrong_numbers_is_named_and_what_is_verified_is_taken(killed: Plan):
-    told = gone_on(replace(killed, steps=0, faults=SICK))
-    for each in told:
+    results = gone_on(replace(killed, steps=0, faults=SICK))
+    for each in results:
         assert each.resumed is not None
         assert (each.resumed.swept, each.resumed.role) == (SweepResult.SDC, TrustLevel.VERIFIED), each.resumed
         assert each.resumed.step in (2, 4, 6)
         assert "the sweep of the catalog found corruption" in each.resumed.reason
         assert each.status["verified"] == each.status["latest"] == each.resumed.step
-    assert told[0].named == [(1,)]
-    assert {manifestation for manifestation, _ in told[0].incidents} == {"sdc"}
+    assert results[0].named == [(1,)]
+    assert {manifestation for manifestation, _ in results[0].incidents} == {"sdc"}
 
 
 def test_a_job_that_does_not_sweep_takes_what_is_verified(killed: Plan):

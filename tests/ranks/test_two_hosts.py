@@ -78,15 +78,15 @@ def test_a_late_rank_on_another_machine_than_the_hub_is_named(
 
 @pytest.mark.slow
 def test_where_machines_share_no_run_directory_code_on_each_rank_is_told_once(tmp_path: Path):
-    run_dir, told = tmp_path / "run", tmp_path / "told"
+    run_dir, reports = tmp_path / "run", tmp_path / "told"
     run_dir.mkdir()
-    told.mkdir()
+    reports.mkdir()
     with machines(tmp_path, UNNAMED) as hosts:
-        started = start(hosts, run_dir, stalls="0", shared=False, TOLD=str(told))
+        started = start(hosts, run_dir, stalls="0", shared=False, TOLD=str(reports))
         assert [each.wait(60) for each in started] == [0, 0], (run_dir / "output-two").read_text()
     assert [each.ranks for each in incidents(run_dir)] == [(0,)], "the hub's machine has it in its files"
     assert not list((run_dir / "ranks").glob("rank-[23].json")), "the other machine has files of its own"
-    assert [(told / f"told-{rank}").read_text() for rank in range(4)] == ["hang (0,)\n"] * 4
+    assert [(reports / f"told-{rank}").read_text() for rank in range(4)] == ["hang (0,)\n"] * 4
 
 
 @pytest.mark.slow

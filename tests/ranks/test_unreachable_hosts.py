@@ -34,8 +34,8 @@ def test_host_names_that_do_not_resolve_do_not_end_a_job(tmp_path: Path):
         memory=tmp_path / "memory",
         run_dir=tmp_path / "run",
     )
-    told = run_ranks(train_as_unknown_host, 2, plan, timeout=60)
-    for rank, each in enumerate(told):
+    results = run_ranks(train_as_unknown_host, 2, plan, timeout=60)
+    for rank, each in enumerate(results):
         assert each.failures == []
         assert each.status["latest"] == 3
         assert each.status["copied"] is None

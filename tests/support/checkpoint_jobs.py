@@ -320,10 +320,10 @@ def train(rank: int, plan: Plan) -> Told:
         return Told(bits, roles, None, {}, [], [], [], len(injector.unfired))
     status, incidents, certified = session.status()["checkpoint"], session.incidents, session.certified_step
     session.close()
-    told = [(each.manifestation.value, each.step) for each in incidents]
+    found = [(each.manifestation.value, each.step) for each in incidents]
     named = [each.ranks for each in incidents]
     unfired = len(injector.unfired)
-    return Told(bits, roles, resumed, status, session.failures, told, named, unfired, certified)
+    return Told(bits, roles, resumed, status, session.failures, found, named, unfired, certified)
 
 
 def _register(session: Session | None, known: Mapping[str, Any]) -> None:

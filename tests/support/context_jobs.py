@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, gelu
 
 from tests.support.replay_jobs import EVERY_STEP
 from tests.support.replayed_job import VOCABULARY, WIDTH, batch
-from tests.support.tensor_jobs import Echo, Told, bits_of, told
+from tests.support.tensor_jobs import Echo, Result, bits_of, result_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism
 from torchscout.faults.injector import Injector
@@ -157,7 +157,7 @@ class Trial:
         return self.shape[0] * self.shape[1]
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = FaultPlan()) -> Told:  # noqa: B008
+def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = FaultPlan()) -> Result:  # noqa: B008
     """Train; without ``run_dir`` nobody is attached."""
     warnings.filterwarnings("ignore", message=".*(view tensor|is deprecated).*")
     torch.manual_seed(0)
@@ -186,7 +186,7 @@ def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = Fau
                     optimizer.step()
             if not trial.inside:
                 optimizer.step()
-    found = told(rank, bits_of(net, optimizer), session or None, len(injector.fired))
+    found = result_of(rank, bits_of(net, optimizer), session or None, len(injector.fired))
     return replace(found, echoes=echo and echo.outcomes)
 
 

@@ -110,11 +110,11 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
     model = model_of(trial)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with Injector(trial.faults, rank, model, optimizer) as injector:
-        told = (_trainer if trial.kind == "trainer" else _loop)(trial, run_dir, model, optimizer)
-    told = Told(**{**vars(told), "fired": len(injector.fired)})
+        result = (_trainer if trial.kind == "trainer" else _loop)(trial, run_dir, model, optimizer)
+    result = Told(**{**vars(result), "fired": len(injector.fired)})
     if run_dir is not None and (path := run_dir / "records" / f"rank-{rank}.jsonl").exists():
-        told.records.extend(line.item for line in read(path) if isinstance(line.item, EvidenceRecord))
-    return told
+        result.records.extend(line.item for line in read(path) if isinstance(line.item, EvidenceRecord))
+    return result
 
 
 def model_of(trial: Trial) -> Any:
@@ -166,9 +166,9 @@ def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.op
     trainer.add_callback(last)
     trainer.train(resume_from_checkpoint=trial.resumed)
     session = None if callback is None else callback.session
-    told = told_of(last.bits, session, last.first - 1)
-    told.status.update(last.status)  # of a session that was still open
-    return told
+    result = told_of(last.bits, session, last.first - 1)
+    result.status.update(last.status)  # of a session that was still open
+    return result
 
 
 class _Slowly(Trainer):

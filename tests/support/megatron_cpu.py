@@ -137,13 +137,13 @@ def _keep_tensors() -> None:
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     plain = tensor.type
 
-    def told(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def type_on_cpu(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Megatron asserts that a tensor says it is CUDA's."""
         if dtype is None:
             return plain(self).replace("torch.", "torch.cuda.").replace("cuda.cuda.", "cuda.")
         return plain(self, dtype.replace("cuda.", "") if isinstance(dtype, str) else dtype, *args, **kwargs)
 
-    tensor.type = told
+    tensor.type = type_on_cpu
 
 
 @functools.cache

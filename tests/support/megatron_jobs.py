@@ -76,26 +76,26 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
                     _spoil(inner(job)[0])
                 bits[step] = state_of(job)
                 scales.append(float(job.optimizer.get_loss_scale()))
-        told = Told(bits, groups(), fired=len(injector.fired), attach_seconds=seconds, resumed=resumed)
-        told.scales.extend(scales)
-        told.places.update(_places(job, rank))
-        return told if session is None or run_dir is None else _told(told, session, rank, run_dir)
+        result = Told(bits, groups(), fired=len(injector.fired), attach_seconds=seconds, resumed=resumed)
+        result.scales.extend(scales)
+        result.places.update(_places(job, rank))
+        return result if session is None or run_dir is None else _told(result, session, rank, run_dir)
     finally:
         if session is not None:
             session.close()
         leave()
 
 
-def _told(told: Told, session: Any, rank: int, run_dir: Path) -> Told:
+def _told(result: Told, session: Any, rank: int, run_dir: Path) -> Told:
     path = run_dir / "records" / f"rank-{rank}.jsonl"
     dist.barrier()  # whoever is to write an incident down has done so
-    told.incidents.extend(session.incidents)
-    told.failures.extend(session.failures)
-    told.status.update(session.status())
+    result.incidents.extend(session.incidents)
+    result.failures.extend(session.failures)
+    result.status.update(session.status())
     session.close()
     if path.exists():
-        told.records.extend(each.item for each in read(path) if isinstance(each.item, EvidenceRecord))
-    return told
+        result.records.extend(each.item for each in read(path) if isinstance(each.item, EvidenceRecord))
+    return result
 
 
 def attached(job: Job, run_dir: Path) -> Any:

@@ -59,9 +59,9 @@ class Seen(Findings):
     bits: dict[Any, str]
 
     @classmethod
-    def of(cls, told: Any) -> Seen:
+    def of(cls, result: Any) -> Seen:
         """From what a framework's own support module returns."""
-        return cls(**{each.name: getattr(told, each.name) for each in fields(cls)})
+        return cls(**{each.name: getattr(result, each.name) for each in fields(cls)})
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -112,10 +112,10 @@ def is_silent(seen: Seen, layers: tuple[str, ...]) -> None:
     assert {"optimizer/update", "state/owned"} <= seen.agreed, (replay["not_checked"], seen.unchecked)
 
 
-def has_named(told: list[Seen], rank: int, manifestation: str) -> Incident:
+def has_named(results: list[Seen], rank: int, manifestation: str) -> Incident:
     """Exactly one fault fired, on this rank, and exactly this rank is named for it."""
-    assert [bool(each.fired) for each in told] == [each == rank for each in range(len(told))]
-    (incident,) = told[0].incidents
+    assert [bool(each.fired) for each in results] == [each == rank for each in range(len(results))]
+    (incident,) = results[0].incidents
     assert (incident.manifestation.value, incident.scope.value, incident.ranks) == (
         manifestation,
         "rank",
@@ -124,9 +124,9 @@ def has_named(told: list[Seen], rank: int, manifestation: str) -> Incident:
     return incident
 
 
-def went_on(told: list[Seen], run_dir: Path) -> None:
+def went_on(results: list[Seen], run_dir: Path) -> None:
     """After a stall of rank 1 all ranks trained to the end; that it moves again was recorded."""
-    assert [(each.status["step"], each.failures) for each in told] == [(STEPS, [])] * len(told)
+    assert [(each.status["step"], each.failures) for each in results] == [(STEPS, [])] * len(results)
     (resolved,) = resolutions(run_dir)
     assert resolved.ranks == (1,)
     assert resolved.stalled_seconds > WATCHED.min_silence_seconds

@@ -91,7 +91,7 @@ def train(
             optimizer,
             replay=EVERY_STEP,
             observer=None,
-            parallelism=axes if layout.told == "mesh" else layout.degrees(),
+            parallelism=axes if layout.parallelism_from == "mesh" else layout.degrees(),
             run_dir=run_dir,
         )
         for step in range(1, steps + 1):
@@ -113,10 +113,10 @@ def train(
     session.close()
     lines = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
     records = [item for item in lines if item.manifestation is Manifestation.SDC]
-    told = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
+    found = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
     sentences = [each.sentence for each in incidents]
     return Piped(
-        bits, settings, records, told, sentences, len(injector.unfired), list(session.failures), status
+        bits, settings, records, found, sentences, len(injector.unfired), list(session.failures), status
     )
 
 

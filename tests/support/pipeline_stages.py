@@ -51,7 +51,7 @@ class Layout:
     """What a stage is wrapped in, or its blocks are: a key of WRAPPERS."""
     pipeline_first: bool = False
     """Whether the mesh is ("pp", "dp") rather than ("dp", "pp")."""
-    told: str = "mesh"
+    parallelism_from: str = "mesh"
     """How the parallelism is told: as the ``mesh`` itself, or by ``degrees``."""
 
     def __str__(self) -> str:

@@ -167,9 +167,9 @@ def train(
     session.close()
     lines = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
     records = [each for each in lines if each.manifestation is Manifestation.SDC]
-    told = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
+    found = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
     sentences = [each.sentence for each in incidents]
-    return Sharded(bits, records, told, sentences, len(injector.fired), session.failures, certified)
+    return Sharded(bits, records, found, sentences, len(injector.fired), session.failures, certified)
 
 
 def _decay(block: nn.Module) -> None:

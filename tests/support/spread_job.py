@@ -30,9 +30,9 @@ def train(rank: int, run_dir: Path, stalls: str) -> None:
     model = DistributedDataParallel(Net(), process_group=give_up_soon(5.0))
     optimizer = torch.optim.AdamW(model.parameters())
     config = replace(QUICK, grace_seconds=3.0, address=os.environ.get("HUB_ADDRESS", "*"))
-    told = Path(os.environ.get("TOLD", run_dir)) / f"told-{rank}"
+    reports = Path(os.environ.get("TOLD", run_dir)) / f"told-{rank}"
     session = enable_resiliency(
-        model, optimizer, observer=config, run_dir=run_dir, on_incident=lambda each: tell(each, told)
+        model, optimizer, observer=config, run_dir=run_dir, on_incident=lambda each: tell(each, reports)
     )
     for step in itertools.count(1) if stalls == "nobody" else range(1, STEPS + 1):
         time.sleep(0.02)

@@ -174,17 +174,17 @@ def captured_while_training(
     snapshots = Snapshots(folder, rank)
     for optimizer in job.optimizers:
         optimizer.register_step_pre_hook(lambda *_: snapshots.fence())
-    told = []
+    outcomes = []
     kept: tuple[Any, Any] | None = None
     for number in range(1, 6):
         job.step(number)
         if kept is not None:  # it was copied during this step
-            told.append(_outcome(*kept, make(kind, shape)))
+            outcomes.append(_outcome(*kept, make(kind, shape)))
         name = identity(number, rank=rank, world_size=dist.get_world_size())
         kept = snapshots.capture(name, TrustLevel.LATEST, job.collect()), all_bits(job)
     snapshots.close()
     assert shards.clean(folder) == []
-    return told
+    return outcomes
 
 
 def _outcome(capture: Capture, bits: Any, fresh: Job) -> tuple[str | None, bool]:

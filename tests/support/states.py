@@ -129,21 +129,21 @@ def all_bits(job: Job) -> dict[str, Any]:
             for index, parameter in enumerate(group["params"])
         }
         for key, slots in optimizer.state.items():
-            found[f"{number} {keys.get(key, key)}"] = _told(slots)
+            found[f"{number} {keys.get(key, key)}"] = _comparable(slots)
         for place, group in enumerate(optimizer.param_groups):
             settings = {name: value for name, value in group.items() if name != "params"}
-            found[f"{number} group {place}"] = _told(settings)
-    found["registered"] = {name: _told(each.state_dict()) for name, each in job.registered.items()}
+            found[f"{number} group {place}"] = _comparable(settings)
+    found["registered"] = {name: _comparable(each.state_dict()) for name, each in job.registered.items()}
     return found
 
 
-def _told(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _bits(value)
     if isinstance(value, dict):
-        return type(value).__name__, {repr(key): _told(each) for key, each in value.items()}
+        return type(value).__name__, {repr(key): _comparable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value).__name__, [_told(each) for each in value]
+        return type(value).__name__, [_comparable(each) for each in value]
     return type(value).__name__, repr(value)
 
 

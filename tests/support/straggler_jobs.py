@@ -57,7 +57,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Result:
     """What one rank has to tell."""
 
     incidents: list[Incident]
@@ -76,7 +76,7 @@ class Told:
         return [each.sentence for each in self.incidents]
 
 
-def train(rank: int, layout: Layout, faults: FaultPlan, steps: int, run_dir: Path) -> Told:
+def train(rank: int, layout: Layout, faults: FaultPlan, steps: int, run_dir: Path) -> Result:
     """A check at every step."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
@@ -103,8 +103,8 @@ def train(rank: int, layout: Layout, faults: FaultPlan, steps: int, run_dir: Pat
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    told = Told(session.incidents, [], len(injector.fired), session.failures)
+    result = Result(session.incidents, [], len(injector.fired), session.failures)
     session.close()
     lines = read(run_dir / "records" / f"rank-{rank}.jsonl")
-    told.records.extend(line.item for line in lines if isinstance(line.item, EvidenceRecord))
-    return told
+    result.records.extend(line.item for line in lines if isinstance(line.item, EvidenceRecord))
+    return result

@@ -95,7 +95,7 @@ STYLES: dict[str, Callable[[Net, DeviceMesh], None]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Result:
     """What one rank has to tell."""
 
     bits: bytes
@@ -164,7 +164,7 @@ class Trial:
         return torch.Size(self.shape).numel()
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = FaultPlan()) -> Told:  # noqa: B008
+def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = FaultPlan()) -> Result:  # noqa: B008
     """Train; without ``run_dir`` nobody is attached."""
     warnings.filterwarnings("ignore", message=".*(view tensor|complete support).*")
     torch.manual_seed(0)
@@ -198,7 +198,7 @@ def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = Fau
             if not trial.sharded:
                 average(net, data.get_group())
             optimizer.step()
-    found = told(rank, bits_of(net, optimizer), session or None, len(injector.fired))
+    found = result_of(rank, bits_of(net, optimizer), session or None, len(injector.fired))
     return replace(found, between=tuple(between), echoes=echo and echo.outcomes)
 
 
@@ -208,9 +208,9 @@ def average(net: nn.Module, group: dist.ProcessGroup) -> None:
         dist.all_reduce(local_of(parameter.grad), op=dist.ReduceOp.AVG, group=group)
 
 
-def told(rank: int, bits: bytes, session: Session | None, fired: int) -> Told:
+def result_of(rank: int, bits: bytes, session: Session | None, fired: int) -> Result:
     if session is None:
-        return Told(bits, [], [], [], fired, [])
+        return Result(bits, [], [], [], fired, [])
     dist.barrier()  # whoever has something to report has done so
     incidents = [each for each in session.incidents if each.manifestation is Manifestation.SDC]
     certified = session.certified_step
@@ -218,7 +218,7 @@ def told(rank: int, bits: bytes, session: Session | None, fired: int) -> Told:
     found = [each for each in records(session.run_dir, rank) if each.manifestation is Manifestation.SDC]
     brief = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
     sentences = [each.sentence for each in incidents]
-    return Told(bits, found, brief, sentences, fired, session.failures, certified)
+    return Result(bits, found, brief, sentences, fired, session.failures, certified)
 
 
 def bits_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:

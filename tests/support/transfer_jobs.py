@@ -23,7 +23,7 @@ from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 
-__all__ = ["Job", "Told", "answering"]
+__all__ = ["Job", "Result", "answering"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,17 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told(Findings):
+class Result(Findings):
     weights: torch.Tensor
     """All of them, after training."""
 
 
-def answering(rank: int, jobs: Iterator[tuple[Job, Path | None]]) -> Iterator[Told]:
+def answering(rank: int, jobs: Iterator[tuple[Job, Path | None]]) -> Iterator[Result]:
     for job, run_dir in jobs:
         yield _train(rank, job, run_dir)
 
 
-def _train(rank: int, job: Job, run_dir: Path | None) -> Told:
+def _train(rank: int, job: Job, run_dir: Path | None) -> Result:
     devices = init_device_mesh("cpu", (job.replica, job.pipeline), mesh_dim_names=("dp", "pp"))
     stage = rank % job.pipeline
     torch.manual_seed(stage)
@@ -84,11 +84,11 @@ def _train(rank: int, job: Job, run_dir: Path | None) -> Told:
                 _pass_on(loss.detach(), devices.get_group("pp"), stage, job)
             optimizer.step()
     weights = torch.cat([each.detach().flatten() for each in net.parameters()])
-    told = Told(weights=weights, fired=len(injector.fired))
+    result = Result(weights=weights, fired=len(injector.fired))
     if session is not None and run_dir is not None:
-        _tell(told, session, run_dir / "records" / f"rank-{rank}.jsonl")
+        _add_findings(result, session, run_dir / "records" / f"rank-{rank}.jsonl")
     dist.barrier()
-    return told
+    return result
 
 
 def _pass_on(value: torch.Tensor, group: dist.ProcessGroup, stage: int, job: Job) -> None:
@@ -99,10 +99,10 @@ def _pass_on(value: torch.Tensor, group: dist.ProcessGroup, stage: int, job: Job
         dist.send(value, group=group, group_dst=stage + 1)
 
 
-def _tell(told: Told, session: Any, records: Path) -> None:
+def _add_findings(result: Result, session: Any, records: Path) -> None:
     dist.barrier()  # whoever is to write an incident down has done so
-    told.incidents.extend(session.incidents)
-    told.failures.extend(session.failures)
-    told.status.update(session.status())
+    result.incidents.extend(session.incidents)
+    result.failures.extend(session.failures)
+    result.status.update(session.status())
     session.close()
-    told.records.extend(each.item for each in read(records) if isinstance(each.item, EvidenceRecord))
+    result.records.extend(each.item for each in read(records) if isinstance(each.item, EvidenceRecord))

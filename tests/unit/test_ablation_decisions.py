@@ -80,9 +80,9 @@ def test_without_confirmation_one_round_is_enough():
 def test_raw_step_times_show_a_slow_rank_only_where_nobody_waits_for_it():
     slow, mesh = [0.01, 0.01, 0.3, 0.01], Mesh.grid(replica=4)
     alone = RawStepTimes(mesh, CONFIG)
-    told = [alone.observe(step, slow) for step in range(1, 4)]
-    assert set().union(*told) == {Claim(STRAGGLER, (2,))}
-    assert told[0] == set(), "confirmed as replayed layers are"
+    found = [alone.observe(step, slow) for step in range(1, 4)]
+    assert set().union(*found) == {Claim(STRAGGLER, (2,))}
+    assert found[0] == set(), "confirmed as replayed layers are"
     together = RawStepTimes(mesh, CONFIG)
     assert not any(together.observe(step, [0.3, 0.31, 0.3, 0.32]) for step in range(1, 6))
 

@@ -62,7 +62,7 @@ def test_silence_is_a_miss():
 
 
 @pytest.mark.parametrize(
-    ("told", "wrong"),
+    ("report", "wrong"),
     [
         (incident(manifestation=STRAGGLER), "manifestation"),
         (incident(ranks=(8,)), "ranks"),
@@ -71,8 +71,8 @@ def test_silence_is_a_miss():
         (incident(surface="blocks.2/output"), "surface"),
     ],
 )
-def test_each_part_of_a_report_must_be_right(told: Incident, wrong: str):
-    given = grade([TRUTH], incidents=[told])
+def test_each_part_of_a_report_must_be_right(report: Incident, wrong: str):
+    given = grade([TRUTH], incidents=[report])
     assert given.flaw is Flaw.WRONG_NAME
     assert given.reason.startswith(f"wrong {wrong}: sdc of rank 9 (rank) in blocks.1/output was reported as ")
 

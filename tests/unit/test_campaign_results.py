@@ -106,12 +106,12 @@ def test_a_campaign_is_complete_when_every_cell_has_passed():
 
 
 def test_the_table_of_ablations_sets_with_against_without():
-    told = [
+    expected = [
         {"everything": "right", "majority": "wrong", "wait_graph": "right"},
         {"everything": "right", "majority": "missed", "wait_graph": "false_alarm"},
         {"everything": "missed", "majority": "right"},
     ]
-    results = [replace(result(cell), ablated=each) for cell, each in zip(CELLS, told, strict=False)]
+    results = [replace(result(cell), ablated=each) for cell, each in zip(CELLS, expected, strict=False)]
     rows = {row["piece"]: row for row in ablations(results)}
     assert set(rows) == {"majority", "wait_graph"}
     majority = rows["majority"]

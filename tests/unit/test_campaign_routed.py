@@ -17,7 +17,7 @@ from torchscout.faults.plan import FaultPlan
 TURNS = Turns((128, 512), 2)
 FAULTY = Cell("r", "n", "ep4", faults=FaultPlan().flip_bit(rank=15, at="layer.0/w", step=7, bit=3))
 CLEAN = Cell("r", "n", "ep4")
-TOLD = [MoeRankResult([], [], 1, 0)] * 3
+RESULTS = [MoeRankResult([], [], 1, 0)] * 3
 
 
 def found(step: int, layer: str) -> Incident:
@@ -44,8 +44,8 @@ def found(step: int, layer: str) -> Incident:
 def test_a_fault_that_is_found_when_its_shape_is_due_passes():
     assert TURNS.second(512) == 7
     right = found(7, "layer.0.mixture.experts x512")
-    assert in_its_turn(FAULTY, TOLD, [right], TURNS) == Grade()
-    assert in_its_turn(CLEAN, [replace(each, cycles=2) for each in TOLD], [], TURNS) == Grade()
+    assert in_its_turn(FAULTY, RESULTS, [right], TURNS) == Grade()
+    assert in_its_turn(CLEAN, [replace(each, cycles=2) for each in RESULTS], [], TURNS) == Grade()
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def test_a_fault_that_is_found_when_its_shape_is_due_passes():
     ],
 )
 def test_another_step_shape_or_layer_does_not(step: int, layer: str):
-    given = in_its_turn(FAULTY, TOLD, [found(step, layer)], TURNS)
-    told = f"found at {layer} after step {step}, not at layer.0.mixture.experts x512 after step 7"
-    assert given == Grade(Flaw.WRONG_NAME, told)
+    given = in_its_turn(FAULTY, RESULTS, [found(step, layer)], TURNS)
+    message = f"found at {layer} after step {step}, not at layer.0.mixture.experts x512 after step 7"
+    assert given == Grade(Flaw.WRONG_NAME, message)
 
 
 @pytest.mark.parametrize(("cell", "cycles"), [(FAULTY, 0), (FAULTY, 2), (CLEAN, 1)])
 def test_a_cycle_that_is_missing_on_one_rank_proves_nothing(cell: Cell, cycles: int):
-    told = [
-        *(replace(each, cycles=1 if cell.faults else 2) for each in TOLD),
+    results = [
+        *(replace(each, cycles=1 if cell.faults else 2) for each in RESULTS),
         MoeRankResult([], [], cycles, 0),
     ]
-    assert in_its_turn(cell, told, [], TURNS).flaw is Flaw.BROKEN
+    assert in_its_turn(cell, results, [], TURNS).flaw is Flaw.BROKEN

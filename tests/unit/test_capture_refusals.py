@@ -100,14 +100,14 @@ UNSENDABLE = {
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "told"), [("sparse", "sparse_coo"), ("subclass", "a Wrapped"), ("meta", "torch.strided")]
+    ("kind", "message"), [("sparse", "sparse_coo"), ("subclass", "a Wrapped"), ("meta", "torch.strided")]
 )
-def test_an_input_that_does_not_travel_as_bytes_is_told(kind: str, told: str, keep: bool):
+def test_an_input_that_does_not_travel_as_bytes_is_told(kind: str, message: str, keep: bool):
     module = calling(lambda self, _: self.weight * 2)
     with armed(module, keep=keep) as capture:
         module(UNSENDABLE[kind]()).sum().backward()
         assert "is among the inputs" in reason(capture)
-        assert told in reason(capture)
+        assert message in reason(capture)
 
 
 class Cache:

@@ -138,11 +138,11 @@ def test_everything_that_drifted_is_named_with_both_values():
     facts = TiledMatmul(inner=3, outer=2, experts=2).facts() | {"torch": "9.9", "tile": "8"}
     with pytest.raises(CatalogError) as refused:
         made().require(facts)
-    told = str(refused.value)
-    assert "tile was '4' and is '8'" in told
-    assert "and is '9.9'" in told
-    assert "scout discover again" in told
-    assert "inner" not in told
+    message = str(refused.value)
+    assert "tile was '4' and is '8'" in message
+    assert "and is '9.9'" in message
+    assert "scout discover again" in message
+    assert "inner" not in message
 
 
 def test_a_fact_that_only_one_side_knows_is_drift():

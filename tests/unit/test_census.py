@@ -157,10 +157,10 @@ def test_a_tensor_that_all_held_and_one_lost_is_no_design():
         replay.learn([])
     del ranks[1].optimizer.state[ranks[1].model[0].weight]["exp_avg"]
     replays = [rank.begin() for rank in ranks]
-    told = [replay.describe() for replay in replays]
+    described = [replay.describe() for replay in replays]
     for replay in replays:
         with pytest.raises(ReplayError, match="the next check exchanges all names"):
-            replay.prepare(told, 0)
+            replay.prepare(described, 0)
     with pytest.raises(ReplayError, match=r"all peers had model/0.weight.exp_avg, and peers \[1\] no longer"):
         prepare([rank.begin() for rank in ranks])
 

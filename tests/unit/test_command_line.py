@@ -250,8 +250,8 @@ def test_cuda_is_refused_where_there_is_none(places: dict[str, Path], monkeypatc
     torch = importlib.import_module("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ("cuda", "cuda:3"):
-        told = refused("discover", f"{DISCOVER} --device {device}", places)
-        assert f"--device: {device} needs a CUDA device, but PyTorch finds none" in told
+        message = refused("discover", f"{DISCOVER} --device {device}", places)
+        assert f"--device: {device} needs a CUDA device, but PyTorch finds none" in message
 
 
 def test_an_output_that_exists_is_kept_until_it_is_written(places: dict[str, Path]):
@@ -270,8 +270,8 @@ def test_what_needs_triton_is_skipped_and_counted_without_it(
     places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
-    told = refused("campaign paper", "--quick --cells moe-kernel", places)
-    assert "none of these cells can run here: the expert kernel needs Triton: pip install triton" in told
+    message = refused("campaign paper", "--quick --cells moe-kernel", places)
+    assert "none of these cells can run here: the expert kernel needs Triton: pip install triton" in message
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", None)
     from torchscout.campaign.cell import Hardware
     from torchscout.cli import campaign

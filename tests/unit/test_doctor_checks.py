@@ -117,8 +117,8 @@ def test_frameworks_are_named_with_their_versions():
         software_checks.frameworks(HERE, names), "skipped", "neither torchtitan, deepspeed nor transformers"
     )
     some = Installed({"deepspeed": "0.19.9", "transformers": "5.1"}, curve=True)
-    told = "deepspeed 0.19.9 and transformers 5.1; not installed: torchtitan"
-    holds(software_checks.frameworks(some, names), "ok", told)
+    expected = "deepspeed 0.19.9 and transformers 5.1; not installed: torchtitan"
+    holds(software_checks.frameworks(some, names), "ok", expected)
     older = Installed({"deepspeed": "0.18.2"}, curve=True)
     holds(
         software_checks.frameworks(older, names),
@@ -256,7 +256,7 @@ def test_a_mesh_is_told_whom_it_can_name_for_each_role(mesh: str, experts: int, 
 
 
 @pytest.mark.parametrize(
-    ("told", "problem"),
+    ("mesh_option", "problem"),
     [
         ("data=4", "unknown axis 'data'; the axes are replica, shard"),
         ("replica=four", "the degree of replica must be a number, got 'four'"),
@@ -266,9 +266,9 @@ def test_a_mesh_is_told_whom_it_can_name_for_each_role(mesh: str, experts: int, 
         ("", "unknown axis ''"),
     ],
 )
-def test_a_mesh_that_makes_no_sense_is_refused(told: str, problem: str):
+def test_a_mesh_that_makes_no_sense_is_refused(mesh_option: str, problem: str):
     with pytest.raises(ValueError, match=problem):
-        mesh_of(told)
+        mesh_of(mesh_option)
 
 
 def test_ranks_and_machines_follow_from_mesh_and_devices():
@@ -320,10 +320,10 @@ def test_nondeterministic_surfaces_of_a_run_are_listed(tmp_path: Path):
     reason = "nondeterministic kernel: replayed twice, ranks 0 and 1 did not repeat the same numbers"
     unlike = {"layers.0/grad_input": reason, "layers.0/output": "it returns no tensor"}
     recorder = JsonlRecorder(tmp_path, 1)
-    for surface, told in unlike.items():
+    for surface, entry in unlike.items():
         recorder.record(
             EvidenceRecord(
-                step=5, surface=surface, manifestation=Manifestation.SDC, peers=(0, 1, 2), reason=told
+                step=5, surface=surface, manifestation=Manifestation.SDC, peers=(0, 1, 2), reason=entry
             )
         )
     recorder.close()

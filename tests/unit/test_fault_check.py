@@ -33,7 +33,7 @@ def test_what_is_possible_is_let_by():
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("plan", "message"),
     [
         (
             FaultPlan().scale(rank=4, at="layer.0/output", step=1, factor=2),
@@ -86,9 +86,9 @@ def test_what_is_possible_is_let_by():
         ),
     ],
 )
-def test_what_is_impossible_is_refused(plan: FaultPlan, told: str):
+def test_what_is_impossible_is_refused(plan: FaultPlan, message: str):
     for world in (FOUR, 4):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             plan.check(world, Block())
 
 
@@ -122,7 +122,7 @@ def test_looking_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("plan", "message"),
     [
         (lambda: Recurring(range(1, 5), 0.0), "above 0 and at most 1, got 0.0"),
         (lambda: Recurring(range(1, 5), 1.5), "above 0 and at most 1, got 1.5"),
@@ -134,6 +134,6 @@ def test_looking_changes_nothing():
         ),
     ],
 )
-def test_words_that_mean_nothing_are_refused_at_once(plan, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_words_that_mean_nothing_are_refused_at_once(plan, message: str):
+    with pytest.raises(ValueError, match=message):
         plan()

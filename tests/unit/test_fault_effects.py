@@ -72,8 +72,8 @@ def test_a_stuck_bit_is_what_it_is_stuck_at_and_the_rest_is_untouched(bit: int, 
 
 def test_a_stuck_address_line_hits_every_nth():
     tensor = torch.ones(8)
-    told = StuckBit(31, 1, index=1, every=4).corrupt(tensor)
-    assert told == "bit 31 stuck at 1 in every 4th element from 1, 2 in all"
+    message = StuckBit(31, 1, index=1, every=4).corrupt(tensor)
+    assert message == "bit 31 stuck at 1 in every 4th element from 1, 2 in all"
     assert tensor.tolist() == [1, -1, 1, 1, 1, -1, 1, 1]
 
 
@@ -110,7 +110,7 @@ def test_effects_travel():
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "told"),
+    ("corrupt", "message"),
     [
         (lambda: FlipBit(32).corrupt(torch.ones(1)), r"float32 has bits 0 to 31, got 32"),
         (lambda: FlipBits((3, 40)).corrupt(torch.ones(1)), r"float32 has bits 0 to 31, got 40"),
@@ -123,6 +123,6 @@ def test_effects_travel():
         ),
     ],
 )
-def test_what_is_not_there_cannot_be_hit(corrupt, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_what_is_not_there_cannot_be_hit(corrupt, message: str):
+    with pytest.raises(ValueError, match=message):
         corrupt()

@@ -57,12 +57,12 @@ def test_what_a_rank_alone_holds_shows_in_its_own_evidence():
     plan = FaultPlan().flip_bit(rank=3, at="layer.2/weight", step=7, bit=1)
     assert plan.truth(mesh) == (GroundTruth(SDC, (3,), Scope.RANK, "optimizer/update", ONE),)
     for size in (4, 2):
-        told = (
+        expected = (
             FaultPlan()
             .flip_bit(rank=1, at="layer.2/weight.exp_avg", step=7, bit=1)
             .truth(Mesh.grid(shard=size))
         )
-        assert told == (GroundTruth(SDC, (1,), Scope.RANK, "state/owned", ONE),)
+        assert expected == (GroundTruth(SDC, (1,), Scope.RANK, "state/owned", ONE),)
 
 
 def test_wrong_ranks_at_one_place_are_one_finding_and_half_of_them_nobody():
@@ -219,13 +219,13 @@ def test_a_truth_knows_whether_an_incident_tells_it():
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("plan", "message"),
     [
         (FaultPlan().flip_bit(rank=4, at="layer.2/weight", step=7, bit=1), "rank 4 is not in a mesh of 4"),
         (FaultPlan().delay(rank=1, at="step", step=7, seconds=1), "cannot be detected"),
         (FaultPlan().delay(rank=1, at="all_reduce@tp", step=7, seconds=1), "pass axis, one of"),
     ],
 )
-def test_what_cannot_be_known_is_refused(plan: FaultPlan, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_known_is_refused(plan: FaultPlan, message: str):
+    with pytest.raises(ValueError, match=message):
         plan.truth(FOUR)

@@ -255,7 +255,7 @@ def test_a_plan_travels():
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("plan", "message"),
     [
         (lambda: FaultPlan().delay(rank=-1, at="step", step=1, seconds=1), "negative, got -1"),
         (lambda: FaultPlan().delay(rank=0, at="step", step=0, seconds=1), "steps count from 1"),
@@ -269,6 +269,6 @@ def test_a_plan_travels():
         ),
     ],
 )
-def test_bad_plans_are_refused(plan, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_bad_plans_are_refused(plan, message: str):
+    with pytest.raises(ValueError, match=message):
         plan()

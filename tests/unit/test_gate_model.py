@@ -61,7 +61,7 @@ class Witness:
     """Corruption was found and no recovery recorded since."""
     seen: dict[Generation, Seen] = field(default_factory=dict)
 
-    def told(self, event: Event, effects: Effects) -> Witness:
+    def after_event(self, event: Event, effects: Effects) -> Witness:
         row, corrupt, seen = self.row, self.corrupt, dict(self.seen)
         if isinstance(event, Checked):
             row = min(row + 1, self.cycle) if event.outcome.accepted else 0
@@ -206,7 +206,7 @@ def test_every_sequence_keeps_every_promise(start: CheckpointGate):
         for gate, witness in edge:
             for event in events_for(gate):
                 following, effects = transition(gate, event)
-                wiser = witness.told(event, effects)
+                wiser = witness.after_event(event, effects)
                 hold(gate, event, following, effects, witness, wiser)
                 promotions += effects.promote is not None
                 wiser = replace(wiser, seen={each: wiser.seen[each] for each in following.held})

@@ -126,7 +126,7 @@ def test_a_description_says_mesh_and_placements():
 
 
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("own", "message"),
     [
         (
             lambda: laid(Shard(0), mesh(0, 1, 2, 3)),
@@ -145,9 +145,9 @@ def test_a_description_says_mesh_and_placements():
     ],
 )
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_peer_that_does_not_match_is_refused(own: Any, told: str, keep: bool):
+def test_a_peer_that_does_not_match_is_refused(own: Any, message: str, keep: bool):
     source = json.loads(json.dumps(call(laid(Shard(0), source_mesh())).describe()))
-    with pytest.raises(ReplayError, match=f"^argument 0.*{told}"):
+    with pytest.raises(ReplayError, match=f"^argument 0.*{message}"):
         call(own(), keep=keep).like(source, CPU)
 
 
@@ -194,8 +194,8 @@ def test_a_pending_collective_is_waited_for_and_arrives_as_a_plain_tensor():
 
 
 def test_a_buffer_that_is_a_dtensor_gets_room_on_the_peers_mesh():
-    told = json.loads(json.dumps(described(laid(Replicate(), source_mesh()))))
-    room = room_for(told, CPU, DTensorLayout.of(laid(Replicate(), peer_mesh())))
+    sent = json.loads(json.dumps(described(laid(Replicate(), source_mesh()))))
+    room = room_for(sent, CPU, DTensorLayout.of(laid(Replicate(), peer_mesh())))
     assert isinstance(room, DTensor)
     assert room.device_mesh == peer_mesh()
 

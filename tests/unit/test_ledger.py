@@ -124,16 +124,18 @@ def forged(**changes: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"schema": 2}, "has schema 2, this version reads 1"),
         ({"rank": 3}, "is the ledger of rank 3"),
     ],
 )
-def test_a_whole_file_that_is_not_meant_is_refused_and_the_one_before_is_not_asked(tmp_path, changes, told):
+def test_a_whole_file_that_is_not_meant_is_refused_and_the_one_before_is_not_asked(
+    tmp_path, changes, message
+):
     write(tmp_path, FIRST)
     put(write(tmp_path, SECOND), forged(**changes))
-    with pytest.raises(CheckpointError, match=told) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         ledger.read(tmp_path, 1)
     assert not isinstance(caught.value, DamagedError)
 

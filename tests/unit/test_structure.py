@@ -89,8 +89,8 @@ def head(rows: int = TOKENS) -> nn.Linear:
     return nn.Linear(WIDTH, rows, bias=False)
 
 
-def names(model: nn.Module, **told: str | list[str]) -> tuple[list[str], list[str], list[str]]:
-    found = structure_of(model, **told)
+def names(model: nn.Module, **arguments: str | list[str]) -> tuple[list[str], list[str], list[str]]:
+    found = structure_of(model, **arguments)
     for part in (*found.embeddings, *found.layers, *found.outputs):
         assert isinstance(part, Part)
     return tuple([part.name for part in each] for each in (found.embeddings, found.layers, found.outputs))
@@ -424,8 +424,8 @@ def test_the_users_words_win_over_the_search():
 
 def test_what_stands_outside_of_the_users_layers_is_still_searched():
     model = Bag(tok=tokens(), stack=Bag(first=Block(), second=Block()), score=head(3))
-    told = names(model, layers=["stack.first", "stack.second"])
-    assert told == (["tok"], ["stack.first", "stack.second"], ["score"])
+    found = names(model, layers=["stack.first", "stack.second"])
+    assert found == (["tok"], ["stack.first", "stack.second"], ["score"])
 
 
 @pytest.mark.parametrize("what", ["embedding", "layers", "output"])
