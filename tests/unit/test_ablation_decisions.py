@@ -43,7 +43,7 @@ def standing(rank: int, operation: int, *, waits: bool, silent: float) -> RankSt
     return RankStatus(rank, Process.RUNNING, progress)
 
 
-def test_claims_are_held_against_the_truth():
+def test_claims_are_compared_with_the_ground_truth():
     truth = GroundTruth(SDC, (9,), Scope.RANK, "head/output", range(2, 3))
     assert judged([truth], {Claim(SDC, (9,))}) is Outcome.RIGHT
     assert judged([truth], {Claim(SDC, (8,))}) is Outcome.WRONG
@@ -54,7 +54,7 @@ def test_claims_are_held_against_the_truth():
     assert judged([], {Claim(SDC, (9,))}) is Outcome.FALSE_ALARM
 
 
-def test_without_a_majority_the_first_to_say_so_is_blamed_for_numbers():
+def test_without_a_vote_the_first_rank_to_report_is_blamed_for_sdc():
     written = {
         0: [Stamped(numbers(1, 1, 1), 0, 1.0), Stamped(numbers(1, 2, 1), 0, 5.2)],
         1: [Stamped(numbers(1, 2, 1), 0, 5.3)],
@@ -64,7 +64,7 @@ def test_without_a_majority_the_first_to_say_so_is_blamed_for_numbers():
     assert first_to_differ({0: [Stamped(numbers(1, 1, 1), 0, 1.0)]}) == set()
 
 
-def test_without_a_majority_the_first_to_time_out_is_blamed_for_a_hang():
+def test_without_a_vote_the_first_rank_to_time_out_is_blamed_for_a_hang():
     late = standing(1, 3, waits=False, silent=9.0)
     victims = [standing(0, 7, waits=True, silent=3.0), standing(2, 7, waits=True, silent=4.0)]
     assert first_to_time_out([late, *victims]) == {Claim(HANG, (2,))}

@@ -146,7 +146,7 @@ def board() -> Iterator[Board]:
     board.context.destroy(linger=0)
 
 
-def test_nothing_is_exchanged_until_somebody_announces(board: Board):
+def test_nothing_is_exchanged_before_the_first_announcement(board: Board):
     board.join(0, 1, 2)
     for _ in range(50):
         board.turn()
@@ -154,7 +154,7 @@ def test_nothing_is_exchanged_until_somebody_announces(board: Board):
     assert board.messages() == 0
 
 
-def test_a_round_asks_everybody_and_tells_everybody(board: Board):
+def test_a_round_asks_all_ranks_and_sends_the_finding_to_all(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
     board.hold_round(1, 0, 2)
@@ -288,7 +288,7 @@ def test_the_last_report_of_an_observer_that_leaves_during_a_round_counts(board:
     assert reports[2].gone_seconds == 0.75
 
 
-def test_a_round_that_another_hub_took_over_is_called_off(board: Board):
+def test_a_round_taken_over_by_another_hub_is_cancelled(board: Board):
     board.join(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)
     board.until(lambda: "ask" in board.kinds(0))
@@ -299,7 +299,7 @@ def test_a_round_that_another_hub_took_over_is_called_off(board: Board):
     assert board.rounds == []
 
 
-def test_after_a_death_the_verdict_stands(board: Board):
+def test_after_a_death_the_finding_does_not_change(board: Board):
     board.join(0, 1, 2)
     board.clients[1].send(0, "leave", report=report(1, Process.GONE, gone_seconds=0.0))
     board.until(lambda: board.hub.left == {1})
@@ -440,7 +440,7 @@ def test_keys_depend_on_token_purpose_and_role():
         network.derive("short", "board", "hub")
 
 
-def test_a_survey_asks_everybody_and_tells_what_it_found(board: Board):
+def test_a_survey_asks_all_ranks_and_sends_them_its_finding(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
     board.clients[2].send(0, "survey")

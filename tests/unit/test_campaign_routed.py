@@ -56,14 +56,14 @@ def test_a_fault_that_is_found_when_its_shape_is_due_passes():
         (7, "layer.1.mixture.experts x512"),
     ],
 )
-def test_another_step_shape_or_layer_does_not(step: int, layer: str):
+def test_a_fault_found_at_another_step_shape_or_layer_fails(step: int, layer: str):
     given = in_its_turn(FAULTY, RESULTS, [found(step, layer)], TURNS)
     message = f"found at {layer} after step {step}, not at layer.0.mixture.experts x512 after step 7"
     assert given == Grade(Flaw.WRONG_NAME, message)
 
 
 @pytest.mark.parametrize(("cell", "cycles"), [(FAULTY, 0), (FAULTY, 2), (CLEAN, 1)])
-def test_a_cycle_that_is_missing_on_one_rank_proves_nothing(cell: Cell, cycles: int):
+def test_a_cycle_that_is_missing_on_one_rank_fails_the_cell(cell: Cell, cycles: int):
     results = [
         *(replace(each, cycles=1 if cell.faults else 2) for each in RESULTS),
         MoeRankResult([], [], cycles, 0),

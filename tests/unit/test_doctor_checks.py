@@ -65,7 +65,7 @@ def test_torch_must_be_one_that_was_tried(version: str, grade: str, word: str):
     holds(software_checks.torch(HERE, TorchFacts(version=version)), grade, word)
 
 
-def test_torch_that_is_missing_or_broken_is_told_apart():
+def test_a_missing_torch_and_a_broken_torch_are_different_findings():
     holds(
         software_checks.torch(Installed({}, curve=True), TorchFacts(problem="gone")), "fail", "not installed"
     )
@@ -105,7 +105,7 @@ def test_triton_is_judged_by_what_its_kernel_gives():
     holds(software_checks.triton(replace(CUDA, fused=False)), "fail", "do not train on this machine")
 
 
-def test_what_encrypts_must_be_there():
+def test_pyzmq_with_curve_is_required():
     holds(software_checks.curve(HERE), "ok", "27.0, with CURVE")
     holds(software_checks.curve(replace(HERE, curve=False)), "fail", "without CURVE")
     holds(software_checks.curve(Installed({}, curve=False)), "fail", "pip install pyzmq")
@@ -127,7 +127,7 @@ def test_frameworks_are_named_with_their_versions():
     )
 
 
-def test_a_board_that_only_this_machine_reaches_is_no_board_for_several():
+def test_a_loopback_address_fails_for_several_machines():
     holds(machine_checks.board(REACHED, 2), "ok", "10.0.0.4:41234", "1.0 ms")
     local = replace(REACHED, is_local=True)
     holds(machine_checks.board(local, 1), "warn", "ObserverConfig.address")
@@ -202,7 +202,7 @@ def test_memory_must_hold_three_snapshots_of_each_rank_and_others_copies():
     )
 
 
-def test_what_is_kept_in_memory_is_its_owners_alone():
+def test_the_memory_folder_must_be_private():
     new = replace(MEMORY, exists=False)
     holds(machine_checks.private([MEMORY, new]), "ok", "/dev/shm/x")
     holds(
@@ -248,7 +248,7 @@ def test_files_need_room_for_three_generations_of_the_machines_ranks():
         ("shard=4", 4, {"dense peers": "ok", "expert peers": "fail"}),
     ],
 )
-def test_a_mesh_is_told_whom_it_can_name_for_each_role(mesh: str, experts: int, found: dict[str, str]):
+def test_a_mesh_shows_which_scope_it_can_name_for_each_role(mesh: str, experts: int, found: dict[str, str]):
     findings = machine_checks.peers(mesh_of(mesh, experts), has_experts=experts > 1)
     assert {each.name: each.status.value for each in findings} == found
     for each in findings:
@@ -266,7 +266,7 @@ def test_a_mesh_is_told_whom_it_can_name_for_each_role(mesh: str, experts: int, 
         ("", "unknown axis ''"),
     ],
 )
-def test_a_mesh_that_makes_no_sense_is_refused(mesh_option: str, problem: str):
+def test_an_invalid_mesh_is_refused(mesh_option: str, problem: str):
     with pytest.raises(ValueError, match=problem):
         mesh_of(mesh_option)
 

@@ -310,7 +310,7 @@ def test_a_state_that_cannot_exist_is_refused(change: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize("document", [None, [], {}, {"schema": 1}])
-def test_what_is_no_state_is_refused(document: object):
+def test_an_invalid_state_is_refused(document: object):
     with pytest.raises(ValueError, match="checkpoint gate"):
         CheckpointGate.from_json(document)
 

@@ -218,6 +218,6 @@ def test_every_sequence_keeps_every_promise(start: CheckpointGate):
     assert promotions
 
 
-def test_slow_and_healthy_are_the_same_to_trust():
+def test_stragglers_and_healthy_checks_have_the_same_effect_on_trust():
     gate = transition(CheckpointGate(recipes=2), Checked(1, Outcome.HEALTHY))
     assert gate == transition(CheckpointGate(recipes=2), Checked(1, Outcome.STRAGGLER))

@@ -258,7 +258,7 @@ def test_every_work_item_can_be_perturbed_alone(interpreted, which):
     assert all(len(places) == 1 for places in at_tile.values()), "steps of one tile show in different tiles"
 
 
-def test_a_fault_in_work_that_is_not_there_does_not_fire(interpreted):
+def test_a_fault_in_a_missing_work_item_does_not_fire(interpreted):
     assert interpreted["perturbed"]["beyond"] == 0
 
 
@@ -292,7 +292,7 @@ def test_expert_layers_train_on_it(interpreted):
     assert max(errors.values()) < 0.03, errors  # operands are rounded to bfloat16
 
 
-def test_a_kernel_that_falls_ill_computes_one_tile_wrong_and_says_so(interpreted):
+def test_a_corrupted_kernel_computes_one_tile_wrong_and_reports_it(interpreted):
     """Of 20 rows the second tile that is taken is the last 4, in both projections."""
     sick = interpreted["sick"]
     assert (sick["same"], sick["before"], sick["after"]) == (True, 0, 2)

@@ -157,7 +157,7 @@ def test_a_plain_tensor_is_refused_where_the_peer_has_a_dtensor():
         call(laid(Shard(0), peer_mesh()), keep=False).like(source, CPU)
 
 
-def test_a_placement_that_cannot_be_described_is_told():
+def test_a_placement_that_cannot_be_described_is_reported():
     strided = DTensor.from_local(torch.ones(2, 3), source_mesh(), [_StridedShard(0, split_factor=2)])
     module = calling(lambda self, _: self.weight * 2)
     with armed(module) as capture:
@@ -207,14 +207,14 @@ class TestGradientsOfParameters:
         assert gradient_of(whole, parameter).tolist() == [[0, 1, 2], [3, 4, 5]]
         assert not is_unreduced(whole, parameter)
 
-    def test_summands_are_left_as_they_are(self):
+    def test_partial_gradients_are_left_unreduced(self):
         parameter = laid(Replicate(), source_mesh(), torch.ones(3))
         summand = laid(Partial(), source_mesh(), torch.arange(3.0))
         assert is_unreduced(summand, parameter)
         assert gradient_of(summand, parameter).tolist() == [0, 1, 2]
 
     @pytest.mark.parametrize(("of_gradient", "of_parameter"), [(Partial(), Shard(0)), (Shard(1), Shard(0))])
-    def test_what_would_have_to_be_exchanged_is_refused(
+    def test_a_gradient_that_would_need_communication_is_refused(
         self, of_gradient: Placement, of_parameter: Placement
     ):
         parameter = laid(of_parameter, source_mesh())

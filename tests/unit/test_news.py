@@ -27,7 +27,7 @@ def raise_it(error: Exception) -> None:
     raise error
 
 
-def test_what_checks_and_observers_find_is_told_once(tmp_path: Path):
+def test_incidents_of_checks_and_observers_are_passed_on_once(tmp_path: Path):
     received: list[Incident] = []
     news = IncidentCallback(1, received.append, raise_it, tmp_path / "news")
     news.add([INCIDENT])
@@ -39,7 +39,7 @@ def test_what_checks_and_observers_find_is_told_once(tmp_path: Path):
     assert news.incidents == received
 
 
-def test_a_line_that_is_being_written_is_told_when_it_is_whole(tmp_path: Path):
+def test_a_line_that_is_being_written_is_passed_on_once_it_is_complete(tmp_path: Path):
     received: list[Incident] = []
     news = IncidentCallback(0, received.append, raise_it, tmp_path / "news")
     whole = line_of(INCIDENT)
@@ -65,7 +65,9 @@ def test_one_rank_logs_an_incident(rank: int, caplog: pytest.LogCaptureFixture):
     assert len(caplog.messages) == (rank == 0) + (rank == NAMES_RANK_0.reporter)
 
 
-def test_what_one_observer_alone_knows_its_own_rank_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_finding_of_one_observer_is_logged_by_its_own_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     news = IncidentCallback(3, None, raise_it, tmp_path / "news")
     found(tmp_path / "news", NOT_CHECKED)
     news.close()

@@ -176,5 +176,5 @@ def test_memory_is_what_the_machine_and_every_group_has_left(
     assert procfs.available_memory(*machine(tmp_path, available, groups, own)) == expected
 
 
-def test_this_machine_has_some():
+def test_this_machine_has_available_memory():
     assert 0 < procfs.available_memory() < 1 << 50

@@ -70,7 +70,7 @@ def test_the_source_is_one_position_in_all_peer_groups():
 
 
 @pytest.mark.parametrize("call", ["begin", "describe", "prepare"])
-def test_what_one_rank_is_not_ready_for_is_done_nowhere(call: str):
+def test_a_replay_that_one_rank_is_not_ready_for_runs_nowhere(call: str):
     ranks = job(fails(1, call))
     for outcome in checked(ranks):
         (record,) = outcome.records
@@ -85,12 +85,12 @@ def test_what_one_rank_is_not_ready_for_is_done_nowhere(call: str):
     assert released == ([1, 0, 1] if call == "begin" else [1, 1, 1])
 
 
-def test_somebody_elses_exception_is_told_with_its_kind():
+def test_an_exception_on_another_rank_is_reported_with_its_type():
     outcome = checked(job(fails(2, "describe", MemoryError("512 MiB"))))[0]
     assert outcome.records[0].reason == "rank 2: MemoryError: 512 MiB"
 
 
-def test_what_cannot_be_sent_is_told_and_strands_nobody():
+def test_a_description_that_cannot_be_sent_is_reported_and_strands_no_rank():
     ranks = job(lambda rank, call, _: {"tensor": object()} if (rank, call) == (0, "describe") else None)
     for outcome in checked(ranks):
         (record,) = outcome.records
@@ -339,7 +339,7 @@ def test_peers_that_are_not_the_whole_job_meet_before_each_replay():
     assert counts == {1: {6}, 2: {6 + 2}}
 
 
-def test_where_nothing_is_due_nothing_is_exchanged():
+def test_nothing_is_exchanged_when_nothing_is_due():
     (peers,) = ThreadPeers.create_all((0,))
     recipe = Planned(0)
     rotation = Rotation({"layer": 2}, {"layer": 10})
@@ -384,7 +384,7 @@ def test_what_looks_slow_is_timed_again_and_the_shortest_time_counts():
         assert rank.recipes[0].said().count("observe") == 1 + 1 + 4, "the first check is cold"
 
 
-def test_what_was_begun_can_be_abandoned():
+def test_a_check_can_be_abandoned():
     (rank,) = job(lambda *_: None, (0,))
     rank.replayer.begin(1)
     rank.replayer.abandon()
@@ -392,7 +392,7 @@ def test_what_was_begun_can_be_abandoned():
     assert rank.recipes[0].said() == ["begin", "release"]
 
 
-def test_a_peer_that_does_not_come_ends_the_check_and_everything_is_let_go():
+def test_a_missing_peer_ends_the_check_and_releases_everything():
     every = ThreadPeers.create_all((0, 1), timeout=0.3)
     rank = Rank(every[0], [Planned(0)])
     with pytest.raises(ChannelError):

@@ -88,7 +88,7 @@ def shard(tmp_path: Path, rank: int = 0, step: int = 1) -> bytes:
     return seal(tmp_path / "made", rank, step).read_bytes()
 
 
-def test_an_honest_sender_is_believed(owner: Peer, tmp_path: Path):
+def test_a_valid_shard_is_received_and_sealed(owner: Peer, tmp_path: Path):
     data = shard(tmp_path)
     owner.send(offer("t", len(data)))
     assert owner.hear("credit", "refused")["upto"] == len(data)
@@ -195,7 +195,7 @@ def rubbish() -> Iterator[list[bytes]]:
         ]
 
 
-def test_rubbish_from_an_owner_does_no_harm(replicator: Replicator, owner: Peer, tmp_path: Path):
+def test_malformed_messages_of_an_owner_do_no_harm(replicator: Replicator, owner: Peer, tmp_path: Path):
     for frames in rubbish():
         owner.send(*frames)
     for who in ("x", "99999999999", "-1", "²", "0/../../x"):
@@ -211,7 +211,9 @@ def test_rubbish_from_an_owner_does_no_harm(replicator: Replicator, owner: Peer,
     assert "thread failed" not in " ".join(replicator.problems())
 
 
-def test_rubbish_from_beyond_the_job_does_no_harm(replicator: Replicator, owner: Peer, tmp_path: Path):
+def test_malformed_messages_from_outside_the_job_do_no_harm(
+    replicator: Replicator, owner: Peer, tmp_path: Path
+):
     for data in (
         os.urandom(1 << 16),
         b"GET / HTTP/1.1\r\n\r\n",
@@ -241,7 +243,7 @@ def problem(replicator: Replicator, word: str) -> None:
     until(said, f"{word!r}; heard {heard}")
 
 
-def test_a_holder_that_claims_what_it_was_not_sent_is_not_believed(
+def test_an_acknowledgement_of_an_unsent_shard_is_rejected(
     replicator: Replicator, holder: Peer, tmp_path: Path
 ):
     replicator.send(seal(tmp_path / "b", 1, 4))
@@ -251,7 +253,7 @@ def test_a_holder_that_claims_what_it_was_not_sent_is_not_believed(
     assert replicator.held() == frozenset()
 
 
-def test_a_holder_that_takes_nothing_or_answers_with_rubbish_is_a_problem_in_words(
+def test_a_holder_that_takes_nothing_or_answers_malformed_messages_is_reported(
     replicator: Replicator, holder: Peer, tmp_path: Path
 ):
     replicator.send(seal(tmp_path / "b", 1, 4))
@@ -264,9 +266,7 @@ def test_a_holder_that_takes_nothing_or_answers_with_rubbish_is_a_problem_in_wor
     assert replicator.held() == frozenset()
 
 
-def test_a_holder_that_is_slow_is_a_problem_in_words_and_its_copy_counts(
-    replicator: Replicator, holder: Peer, tmp_path: Path
-):
+def test_a_slow_holder_is_reported_and_its_copy_counts(replicator: Replicator, holder: Peer, tmp_path: Path):
     path = seal(tmp_path / "b", 1, 4)
     replicator.send(path)
     name, message, _ = heard_of(holder, "offer")

@@ -280,7 +280,7 @@ def test_wrapped_pipeline_stages(one_rank: None):
     assert (bare.name, type(bare.module)) == ("0.module", nn.Linear)
 
 
-def test_the_users_words_about_pipeline_stages():
+def test_configured_names_of_pipeline_stages():
     model = nn.ModuleList([Chunk(0, first=True), Chunk(2, last=True)])
     assert names(model, layers="1.layers")[1] == ["1.layers.2"]
     assert names(model, layers=["0", "1.layers.2"]) == (
@@ -370,7 +370,7 @@ def test_a_shared_layer_appears_once():
     assert names(Bag(layers=twice))[1] == ["layers.0"]
 
 
-def test_data_parallel_wrappers_leave_no_trace(one_rank: None):
+def test_names_do_not_contain_data_parallel_wrappers(one_rank: None):
     assert names(DistributedDataParallel(gpt())) == GPT
     assert names(torch.compile(DistributedDataParallel(gpt()))) == GPT
     assert names(DistributedDataParallel(torch.compile(gpt()))) == GPT
@@ -411,7 +411,7 @@ def test_only_some_layers_wrapped_are_still_of_one_kind():
     assert names(Bag(layers=layers))[1] == ["layers.0", "layers.1"]
 
 
-def test_the_users_words_win_over_the_search():
+def test_configured_names_take_precedence_over_the_search():
     model = Bag(a=tokens(), b=tokens(), one=blocks(2), two=blocks(2), x=head(), y=head())
     assert names(model, embedding="b", layers="two", output="x") == (["b"], ["two.0", "two.1"], ["x"])
     assert names(model, layers=["two.1", "module.one.0"])[1] == ["two.1", "one.0"]
@@ -429,7 +429,7 @@ def test_what_stands_outside_of_the_users_layers_is_still_searched():
 
 
 @pytest.mark.parametrize("what", ["embedding", "layers", "output"])
-def test_an_unknown_path_is_told_with_the_nearest(what: str):
+def test_an_unknown_path_is_refused_with_the_nearest_match(what: str):
     with pytest.raises(ValueError, match=f"{what}='transformer.ha' is not a module .*'transformer.h'"):
         structure_of(gpt(), **{what: "transformer.ha"})
 

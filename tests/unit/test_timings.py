@@ -50,7 +50,7 @@ def test_own_work_is_compared_among_peers_only():
     }
 
 
-def test_a_rank_that_told_nothing_is_left_out_and_not_called_slow():
+def test_a_rank_without_times_is_left_out_and_not_called_slow():
     mesh = Mesh.grid(replica=4)
     said = received_timings(mesh, *map(module, [1.0, 1.0, 1.0, 1.0]))
     said[2] = []
@@ -58,7 +58,7 @@ def test_a_rank_that_told_nothing_is_left_out_and_not_called_slow():
     assert (record.peers, record.status) == ((0, 1, 3), "agree")
 
 
-def test_one_that_is_left_alone_is_compared_with_nobody():
+def test_a_single_remaining_rank_is_not_compared():
     mesh = Mesh.grid(replica=2)
     said = received_timings(mesh, *map(module, [1.0, 1.0]))
     assert Timings(1, mesh, [said[0], []]).computation() == []
@@ -130,7 +130,7 @@ def test_a_group_is_named_by_its_axis():
     assert axis_of(mesh, (0, 1, 2, 3)) == "shard+tensor"
 
 
-def test_the_size_of_what_is_told_does_not_grow_with_the_group():
+def test_the_size_of_the_message_does_not_grow_with_the_group():
     mesh = Mesh.grid(shard=512)
     lap = Lap("time/all_gather", tuple(range(512)), 100, (1.0,))
     assert len(json.dumps(module(1.0, lap).to_json(mesh))) < 200
@@ -169,7 +169,7 @@ def test_a_slow_rank_is_not_taken_for_a_slow_group():
     assert observed(GRID, [QUIET] * 3 + [slow] * 2) == [("rank", (2,), 5)]
 
 
-def test_what_all_share_is_the_jobs_once_however_many_peer_groups_see_it():
+def test_a_shared_slowdown_is_reported_once_for_the_job():
     slow = [module(20.0, *each.laps) for each in QUIET]
     assert observed(GRID, [QUIET] * 6 + [slow] * 6) == [("job", (), 9)]
 
@@ -178,7 +178,7 @@ def doubted(stragglers: Stragglers, step: int, measured: Sequence[Measured]) -> 
     return stragglers.layers_to_time_again(Timings(step, GRID, received_timings(GRID, *measured)))
 
 
-def test_what_would_be_reported_is_doubted_first():
+def test_a_straggler_is_timed_again_before_it_is_reported():
     stragglers = Stragglers(GRID, 0, StragglerConfig(), BaselineConfig(warmup=3))
     slow = list(QUIET)
     slow[2] = module(251.0, *QUIET[2].laps)
@@ -207,7 +207,7 @@ def test_a_rank_that_is_fast_when_it_is_timed_again_is_not_reported():
         assert is_doubted == (step in (4, 6))
 
 
-def test_what_would_be_reported_of_all_peers_is_doubted_first():
+def test_a_shared_slowdown_is_timed_again_before_it_is_reported():
     stragglers = Stragglers(GRID, 0, StragglerConfig(), BaselineConfig(warmup=3))
     slow = [module(20.0, *each.laps) for each in QUIET]
     assert doubted(stragglers, 1, slow) == set(), "nothing is usual yet"
@@ -217,7 +217,7 @@ def test_what_would_be_reported_of_all_peers_is_doubted_first():
     assert doubted(stragglers, 7, slow) == {each.layer for each in QUIET}
 
 
-def test_healthy_rounds_say_nothing():
+def test_healthy_rounds_are_silent():
     assert observed(GRID, [QUIET] * 20) == []
 
 

@@ -21,7 +21,7 @@ def listening(updates: UpdateHooks, heard: list[str], name: str):
 
 
 @pytest.mark.parametrize("first_to_leave", [0, 1])
-def test_who_leaves_neither_takes_the_other_along_nor_stays(first_to_leave: int):
+def test_removing_one_listener_leaves_the_other_in_place(first_to_leave: int):
     optimizer, heard = Wrapped(), list[str]()
     updates = UpdateHooks(optimizer)
     leave = [listening(updates, heard, name) for name in "ab"]
@@ -40,7 +40,7 @@ def test_who_leaves_neither_takes_the_other_along_nor_stays(first_to_leave: int)
     assert optimizer.calls == ["step"] * 3
 
 
-def test_a_step_that_the_object_had_of_its_own_comes_back():
+def test_an_instance_attribute_step_is_restored():
     optimizer = Wrapped()
     own = optimizer.step = lambda: 7
     leave = UpdateHooks(optimizer).add(lambda: None, lambda: None)
@@ -50,7 +50,7 @@ def test_a_step_that_the_object_had_of_its_own_comes_back():
     assert optimizer.step is own
 
 
-def test_what_goes_on_meanwhile_begins_and_ends_once_and_may_again():
+def test_the_context_is_entered_with_the_first_listener_and_left_with_the_last():
     heard: list[str] = []
 
     def meanwhile():

@@ -62,7 +62,7 @@ def test_the_status_of_another_users_run(tmp_path: Path):
         os.seteuid(0)
 
 
-def test_a_visitor_who_leaves_before_the_answer_does_not_end_a_doctor():
+def test_a_client_that_disconnects_before_the_answer_does_not_end_the_doctor():
     ports: list[int] = []
     visits: list[network.Visit] = []
     failures: list[Exception] = []
