@@ -207,7 +207,7 @@ def report() -> list[dict[str, tuple[list[Record], list[Heard], list[Heard]]]]:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_what_was_issued_was_seen(report, job: Job):
+def test_every_issued_operation_is_seen(report, job: Job):
     for rank in report:
         issued, heard, tokens = rank[job.__name__]
         assert [record for each in heard for record in as_recorded(each)] == issued
@@ -221,11 +221,11 @@ def test_nothing_but_real_operations_is_seen_of_a_barrier_and_of_compiled_code(r
         assert [heard.variant for heard in rank["compiled"][1]] == ["allreduce_"] * 4
 
 
-def test_the_thread_that_issues_is_the_one_that_is_told(report):
+def test_listeners_run_in_the_thread_that_issues(report):
     assert {heard.thread for rank in report for heard in rank["another_thread"][1]} == {"another"}
 
 
-def test_groups_are_known_by_name_role_place_and_members(report):
+def test_groups_have_a_name_role_position_and_members(report):
     for number, rank in enumerate(report):
         groups = {heard.group.description: heard.group for heard in rank["hsdp"][1]}
         assert set(groups) == {"mesh_replicate", "mesh_shard"}
@@ -287,7 +287,7 @@ def asking(rank: int) -> list[Heard]:
     return ears.heard
 
 
-def test_a_call_says_what_was_asked_for():
+def test_a_call_has_the_arguments_of_the_operation():
     for rank, heard in enumerate(run_ranks(asking, RANKS)):
         *reductions, scatter, uneven, even, lists, gather = heard
         if rank > 0:

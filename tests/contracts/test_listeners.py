@@ -60,7 +60,7 @@ def coming_and_going(rank: int) -> None:
     assert ears.operations == ["all_reduce"] * 3
 
 
-def test_nothing_is_heard_after_the_last_has_left_and_everything_can_be_put_back():
+def test_nothing_is_seen_after_the_last_listener_is_removed_and_listening_can_restart():
     run_ranks(coming_and_going, 1)
 
 
@@ -75,7 +75,7 @@ def leaving_in_any_order(rank: int) -> None:
             assert heard == [min(order.index(place), left) + 1 for place in range(3)]
 
 
-def test_listeners_leave_in_any_order():
+def test_listeners_can_be_removed_in_any_order():
     run_ranks(leaving_in_any_order, 1)
 
 
@@ -149,7 +149,7 @@ def changing_under_load(rank: int) -> None:
     assert not errors
 
 
-def test_listeners_come_and_go_while_other_threads_communicate():
+def test_listeners_are_added_and_removed_while_other_threads_communicate():
     run_ranks(changing_under_load, 1)
 
 
@@ -179,7 +179,7 @@ def failing(rank: int, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before", "issued"])
-def test_what_a_listener_raises_ends_that_listener_and_nothing_else(moment: str):
+def test_an_exception_in_a_listener_removes_only_that_listener(moment: str):
     run_ranks(failing, 1, moment)
 
 
@@ -220,7 +220,7 @@ def refused(rank: int) -> tuple[int, int]:
     return len(ears.heard), len(ears.tokens)
 
 
-def test_an_operation_that_fails_fails_as_it_would_alone():
+def test_a_failing_operation_raises_the_same_error_as_without_listeners():
     assert run_ranks(refused, 1) == [(1, 0)]
 
 
@@ -240,7 +240,7 @@ def talking(rank: int) -> tuple[int, int]:
     return len(talker.heard), len(ears.heard)
 
 
-def test_what_a_listener_issues_is_heard_by_nobody():
+def test_operations_issued_by_a_listener_are_not_seen():
     assert run_ranks(talking, 1) == [(1, 1)]
 
 
@@ -251,7 +251,7 @@ def tracing(rank: int) -> int:
     return len(ears.heard)
 
 
-def test_a_traced_collective_is_not_one():
+def test_a_traced_collective_is_not_seen():
     assert run_ranks(tracing, 1) == [0]
 
 
@@ -308,7 +308,7 @@ def waiting(rank: int) -> list[bool]:
     return [*states, trace() is None]
 
 
-def test_an_issued_operation_is_not_a_finished_one_and_lets_go_of_its_tensors_when_it_is():
+def test_an_issued_operation_is_open_until_it_finishes_and_then_releases_its_tensors():
     assert run_ranks(waiting, 2)[0] == [False, True, True, True]
 
 

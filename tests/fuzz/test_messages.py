@@ -297,7 +297,7 @@ class _Copying:
         self.context.destroy(linger=0)
 
 
-def test_a_holder_of_copies_keeps_only_what_is_whole(tmp_path: Path):
+def test_a_holder_of_copies_keeps_only_complete_shards(tmp_path: Path):
     copying = _Copying(tmp_path)
 
     def attempt(chance: random.Random) -> None:
@@ -385,7 +385,7 @@ class _Sending:
         self.context.destroy(linger=0)
 
 
-def test_a_sender_of_copies_believes_only_what_can_be(tmp_path: Path):
+def test_a_sender_of_copies_rejects_impossible_answers(tmp_path: Path):
     sending = _Sending(tmp_path)
 
     def attempt(chance: random.Random) -> None:

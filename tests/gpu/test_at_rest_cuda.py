@@ -45,7 +45,7 @@ def test_a_flip_between_two_checks_names_its_rank_and_is_not_certified(
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "tensor"])
-def test_state_that_rests_is_certified(watched: LiveRanks, layout: str, tmp_path: Path):
+def test_unchanged_state_is_certified(watched: LiveRanks, layout: str, tmp_path: Path):
     for each in watched.ask(Resting(tmp_path, layout), 90):
         assert (each.incidents, each.failures, each.held_up) == ([], [], {})
         assert (each.certified, each.watched) == (20, 1.0)

@@ -119,7 +119,7 @@ def test_wrong_experts_are_found_at_their_shape_over_all_to_all(tmp_path: Path):
 
 
 @pytest.mark.nccl(4)
-def test_a_wrong_work_item_of_the_compiled_kernel_is_its_ranks(tmp_path: Path):
+def test_a_wrong_work_item_of_the_compiled_kernel_names_its_rank(tmp_path: Path):
     (cell,) = of_campaign(FOUR, "moe-kernel/ep2/persistent")
     idle = replace(
         cell,

@@ -37,7 +37,7 @@ def test_a_flip_between_two_checks_names_its_rank_and_is_not_certified(
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "tensor"])
-def test_state_that_rests_is_certified(four: LiveRanks, layout: str, tmp_path: Path):
+def test_unchanged_state_is_certified(four: LiveRanks, layout: str, tmp_path: Path):
     for each in four.ask(Resting(tmp_path, layout), 60):
         assert (each.incidents, each.failures, each.held_up) == ([], [], {})
         assert (each.certified, each.watched) == (20, 1.0)
@@ -58,12 +58,12 @@ def test_what_training_writes_to_between_updates_is_not_watched_and_the_user_may
             assert "of the state with one owner was watched" in each.held_up["state/owned"]
 
 
-def test_a_write_that_all_ranks_make_once_accuses_nobody(four: LiveRanks, tmp_path: Path):
+def test_a_write_that_all_ranks_make_once_names_nobody(four: LiveRanks, tmp_path: Path):
     for each in four.ask(Resting(tmp_path, clipped="once", replay=ReplayConfig(interval=1)), 60):
         assert (each.incidents, each.failures) == ([], [])
 
 
-def test_a_budget_watches_a_part_at_a_time_and_says_so(four: LiveRanks, tmp_path: Path):
+def test_a_budget_limits_watching_to_a_part_at_a_time_and_is_reported(four: LiveRanks, tmp_path: Path):
     config = ReplayConfig(interval=5, watch_budget=1e-6)
     for each in four.ask(Resting(tmp_path, replay=config), 60):
         assert (each.incidents, each.failures) == ([], [])

@@ -39,7 +39,7 @@ def test_a_healthy_job_is_silent_and_certified(
         assert share == 1 or each.covered["watched"]
 
 
-def test_checkpoints_keep_what_each_rank_owns_and_what_all_share(three: LiveRanks, tmp_path: Path):
+def test_checkpoints_contain_owned_and_shared_state(three: LiveRanks, tmp_path: Path):
     for each in three.ask(Owning(tmp_path, is_sliced=True, keeps=True), 60):
         assert (each.incidents, each.failures) == ([], [])
         assert each.verified == 15, "20 is still being sealed"

@@ -127,7 +127,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chaos, list[Lif
     return chaos, lives
 
 
-def test_training_goes_on_bitwise_as_if_nothing_had_happened(disturbed: tuple[Chaos, list[Life]]):
+def test_training_is_bitwise_the_same_as_without_disturbances(disturbed: tuple[Chaos, list[Life]]):
     chaos, lives = disturbed
     print(dict(chaos.happened), "in", len(lives), "lives")
     assert set(DISTURBANCES) <= set(chaos.happened)
@@ -141,7 +141,7 @@ def test_training_goes_on_bitwise_as_if_nothing_had_happened(disturbed: tuple[Ch
             assert wrong == [], f"life {number} of rank {rank} has another state after these steps"
 
 
-def test_no_corruption_is_reported_and_checks_go_on(disturbed: tuple[Chaos, list[Life]]):
+def test_no_corruption_is_reported_and_checks_continue(disturbed: tuple[Chaos, list[Life]]):
     _, lives = disturbed
     lines = [line for life in lives for rank in range(RANKS) for line in life.seen(rank)]
     incidents = [line for line in lines if "incident" in line]

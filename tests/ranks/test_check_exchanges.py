@@ -57,12 +57,12 @@ def test_all_recipes_of_a_check_share_their_exchanges(tmp_path):
     assert run_ranks(counted, 3, None, 0, tmp_path) == [ONE_CHECK] * 3
 
 
-def test_a_single_recipe_needs_hardly_fewer(tmp_path):
+def test_a_single_recipe_needs_almost_as_many_exchanges(tmp_path):
     alone = ONE_CHECK | {"all_reduce": ONE_CHECK["all_reduce"] - 1}  # nobody asks for training's groups
     assert run_ranks(counted, 3, ("layer",), 0, tmp_path) == [alone] * 3
 
 
-def test_a_larger_model_needs_no_more(tmp_path):
+def test_a_larger_model_needs_no_more_exchanges(tmp_path):
     """All its state is compared by two digests; the signatures of its tensors would not fit one exchange."""
     assert (
         run_ranks(counted, 3, ("replicated_state", "layer"), 60, tmp_path)

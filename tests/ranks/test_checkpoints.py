@@ -80,7 +80,7 @@ def test_training_that_keeps_checkpoints_is_bitwise_training_that_does_not(tmp_p
         assert each.failures == each.status["problems"] == []
 
 
-def test_a_cycle_can_be_had_or_given_up_when_a_job_goes_on(tmp_path: Path):
+def test_a_restarted_job_may_switch_between_cycles_and_dense_checks(tmp_path: Path):
     plan = replace(planned(tmp_path, "ddp", steps=6), interval=1, recipes=2)
     on_ranks(plan)
     dense = on_ranks(replace(plan, recipes=None, steps=8))

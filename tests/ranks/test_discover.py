@@ -111,7 +111,7 @@ def test_every_routing_to_two_experts_is_covered(tmp_path: Path):
         ),
     ],
 )
-def test_mistakes_show_before_anything_starts(
+def test_mistakes_are_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -71,7 +71,7 @@ def test_this_machine_is_examined_without_torch_in_the_doctors_own_process(tmp_p
     assert not (tmp_path / "new").exists(), "nothing is left behind"
 
 
-def test_what_is_wrong_is_found_and_comes_with_what_to_do(tmp_path: Path):
+def test_problems_are_found_and_come_with_a_fix(tmp_path: Path):
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o755)
     with socket.create_server(("", 0)) as taken:
@@ -144,7 +144,7 @@ for state_bytes in (None, 100_000, 200_000):
 """
 
 
-def test_a_memory_that_is_small_is_held_against_the_state(tmp_path: Path):
+def test_a_small_memory_is_compared_with_the_size_of_the_state(tmp_path: Path):
     unknown, fits, does_not = in_small_memory(tmp_path / "memory", "", MEMORY).splitlines()
     assert unknown.startswith("warn ")
     assert fits.startswith("ok ")
@@ -161,7 +161,7 @@ def test_a_memory_that_is_full_is_found(tmp_path: Path):
         assert line == f"fail not writable: {folder}: No space left on device"
 
 
-def test_two_machines_doctors_meet():
+def test_doctors_of_two_machines_connect():
     command = [SCOUT, "doctor", "--listen", "--address", "127.0.0.1", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -185,13 +185,13 @@ def test_two_machines_doctors_meet():
     assert document["visits"][0]["versions"]["torch"] is not None
 
 
-def test_listening_ends_by_itself_if_told_so():
+def test_listening_ends_after_the_given_time():
     done = alone("--listen", "--address", "127.0.0.1", "--seconds", "0.1")
     assert (done.returncode, done.stdout) == (0, "0 machines connected.\n")
     assert "scout doctor --connect 127.0.0.1:" in done.stderr
 
 
-def test_what_listens_but_is_no_doctor_is_told_from_one():
+def test_another_program_that_listens_is_not_taken_for_a_doctor():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         assert "not `scout doctor --listen`" in str(meet(address, {}).problem)
@@ -208,7 +208,7 @@ def test_a_board_that_cannot_be_hosted_says_why():
     )
 
 
-def test_folders_are_tried_by_writing(tmp_path: Path):
+def test_folders_are_tested_by_writing(tmp_path: Path):
     whole = folder_at(tmp_path / "to" / "be" / "made")
     assert (whole.exists, whole.problem, whole.is_private, whole.locks) == (False, None, True, True)
     assert whole.free > 0
@@ -224,7 +224,7 @@ def test_folders_are_tried_by_writing(tmp_path: Path):
     assert folder_at(Path("/dev/shm") / "torchscout-not-there").in_memory
 
 
-def test_a_folder_that_is_not_to_be_written_to_is_found(tmp_path: Path):
+def test_a_read_only_folder_is_found(tmp_path: Path):
     folder = tmp_path / "folder"
     code = f"""
 from pathlib import Path
@@ -279,7 +279,7 @@ def test_a_mistake_is_refused_with_what_was_given(arguments: list[str], message:
     assert message in done.stderr
 
 
-def test_who_does_not_authenticate_takes_few_descriptors_of_a_doctor_that_listens():
+def test_unauthenticated_connections_take_few_descriptors_of_a_listening_doctor():
     command = [SCOUT, "doctor", "--listen", "--address", "127.0.0.1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     strangers = 400
@@ -297,7 +297,7 @@ def test_who_does_not_authenticate_takes_few_descriptors_of_a_doctor_that_listen
         assert len(list(Path(f"/proc/{doctor.pid}/fd").iterdir())) - before < strangers / 2
 
 
-def test_it_is_documented():
+def test_every_option_is_documented():
     help_ = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--help"]).stdout
     page = (ROOT / "docs" / "doctor.md").read_text()
     options = {word for word in help_.split() if word.startswith("--")} - {"--help"}

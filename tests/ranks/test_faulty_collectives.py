@@ -164,7 +164,7 @@ def test_fsdp_goes_on_without_the_parameters_that_were_not_gathered():
     assert faulty == clean[:left_out] + clean[left_out + 1 :]
 
 
-def test_two_collectives_are_issued_in_the_other_order_and_both_are_done():
+def test_two_swapped_collectives_are_both_issued():
     faulty, clean, _ = compared("by_hand", everywhere("swap", "all_reduce@default_pg"))
     first, second, third = clean
     assert first == "all_reduce float32 ((4, 4),)"

@@ -95,7 +95,7 @@ def unpicklable(rank: int) -> object:
     return lambda: rank
 
 
-def test_a_result_that_cannot_travel_is_an_error():
+def test_a_result_that_cannot_be_pickled_is_an_error():
     with pytest.raises(RankError, match="its result cannot be pickled"):
         run_ranks(unpicklable, 1)
 
@@ -160,7 +160,7 @@ def writing_its_pid(rank: int, path: str) -> None:
     time.sleep(600)
 
 
-def test_a_world_needs_a_rank():
+def test_a_world_of_no_ranks_is_refused():
     with pytest.raises(ValueError, match="got 0"):
         run_ranks(shared_tensor, 0)
 
@@ -186,7 +186,7 @@ def test_live_ranks_answer_one_question_after_another(tmp_path: Path):
         assert_gone(pid)
 
 
-def test_a_live_rank_that_fails_is_told_of_with_its_traceback(tmp_path: Path):
+def test_a_live_rank_that_fails_is_reported_with_its_traceback(tmp_path: Path):
     with LiveRanks(adding_up, 2, 100, tmp_path) as ranks:
         ranks.ask(1)
         with pytest.raises(RankError, match="never -5") as caught:

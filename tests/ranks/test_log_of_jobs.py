@@ -53,7 +53,7 @@ def healthy_job(rank: int, folder: Path) -> None:
         assert session.failures == []
 
 
-def test_the_log_of_a_healthy_job_is_short_and_says_what_there_is_to_know(tmp_path: Path):
+def test_the_log_of_a_healthy_job_is_short_and_complete(tmp_path: Path):
     run_ranks(healthy_job, 2, tmp_path, timeout=120)
     lines, others = lines_of(tmp_path, 0), lines_of(tmp_path, 1)
     assert others == []
@@ -80,7 +80,7 @@ def unwatched_job(rank: int, folder: Path) -> None:
         dist.barrier()
 
 
-def test_what_is_not_covered_is_said_at_attach(tmp_path: Path):
+def test_uncovered_parts_are_logged_at_attach(tmp_path: Path):
     run_ranks(unwatched_job, 2, tmp_path, timeout=60)
     _, *lines, _ = lines_of(tmp_path, 0)
     reason = "there is no optimizer whose update would end a step"
@@ -117,7 +117,7 @@ def faulty_job(rank: int, folder: Path) -> tuple[list[tuple[str, tuple[int, ...]
     return reported, heard, len(injector.fired)
 
 
-def test_incidents_are_logged_and_told_on_every_rank_without_a_run_directory(tmp_path: Path):
+def test_incidents_are_logged_and_passed_on_on_every_rank_without_a_run_directory(tmp_path: Path):
     (tmp_path / "run").write_text("a file is in the way")
     results = run_ranks(faulty_job, 3, tmp_path, timeout=90)
     assert [fired for *_, fired in results] == [0, 0, 1]

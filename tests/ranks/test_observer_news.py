@@ -79,7 +79,7 @@ def with_a_full_disk() -> None:
     hang_reaches_every_trainer(run_dir, fill)
 
 
-def test_how_each_trainer_ended_is_on_record(tmp_path: Path):
+def test_how_each_trainer_ended_is_recorded(tmp_path: Path):
     with small_job(6, tmp_path, min_silence_seconds=60.0) as job:
         job.order(1, do="exit", status=1)
         job.order(2, do="exit", status=0)

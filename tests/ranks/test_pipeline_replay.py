@@ -70,7 +70,7 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(layout: Layout, 
 
 @SLOW
 @pytest.mark.parametrize("layout", LARGER, ids=str)
-def test_larger_jobs_and_more_schedules_are_the_same_too(layout: Layout, tmp_path: Path):
+def test_larger_jobs_and_more_schedules_are_bitwise_the_same(layout: Layout, tmp_path: Path):
     untouched(layout, tmp_path)
 
 
@@ -127,7 +127,7 @@ def test_a_wrong_number_in_one_stage_names_its_rank_and_no_other_stage(schedule:
                 assert guilty % 2 == rank % 2
 
 
-def test_stages_of_one_replica_that_are_wrong_at_once_are_told_apart(tmp_path: Path):
+def test_stages_of_one_replica_that_are_wrong_at_once_are_separate_incidents(tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=2, at="layers.1/output", step=2, bit=3, calls=REPLAY)
     faults = faults.flip_bit(rank=3, at="layers.4/output", step=2, bit=3, calls=REPLAY)
     (result, *_) = run_ranks(train, 6, Layout("1f1b", 3), tmp_path, faults, 2, timeout=120)

@@ -128,7 +128,9 @@ def test_a_rank_that_is_wrong_is_found_by_what_repeats(at: str, surface: str, tm
 
 
 @pytest.mark.parametrize("require", ["backward", "stack.*/grad_input"])
-def test_what_a_user_requires_holds_up_certification_and_is_said(require: str, tmp_path: Path):
+def test_a_required_nondeterministic_surface_prevents_certification_and_is_reported(
+    require: str, tmp_path: Path
+):
     for found in run("always", tmp_path, ReplayConfig(interval=1, require=(require,)), steps=4):
         assert found.incidents == []
         assert found.certified is None

@@ -152,7 +152,7 @@ def reattached_job(rank: int, run_dir: Path) -> list[list[int]]:
     return found
 
 
-def test_closing_within_a_captured_step_leaves_nothing_and_one_may_attach_again(tmp_path: Path):
+def test_closing_within_a_captured_step_leaves_no_hooks_and_allows_attaching_again(tmp_path: Path):
     assert run_ranks(reattached_job, 3, tmp_path, timeout=90) == [[[1, 2]] * 3] * 3
 
 
@@ -166,7 +166,7 @@ def reattached_grid(_: int, run_dir: Path) -> list[tuple[int, list[str], dict]]:
     return found
 
 
-def test_one_may_attach_to_a_grid_again(tmp_path: Path):
+def test_a_grid_can_be_attached_again(tmp_path: Path):
     assert run_ranks(reattached_grid, 8, tmp_path, timeout=120) == [[(1, [], {})] * 3] * 8
 
 
@@ -191,7 +191,7 @@ def unasked_job(rank: int, how: str, run_dir: Path) -> dict:
         ("no optimizer", 2, "there is no optimizer whose update would end a step"),
     ],
 )
-def test_why_there_is_no_replay_is_said(tmp_path: Path, how: str, ranks: int, reason: str):
+def test_status_gives_the_reason_why_replay_is_off(tmp_path: Path, how: str, ranks: int, reason: str):
     assert run_ranks(unasked_job, ranks, how, tmp_path, timeout=60) == [{"off": reason}] * ranks
     assert not (tmp_path / "records").exists()
 

@@ -113,6 +113,6 @@ def due_steps_only(rank: int, run_dir: Path) -> list[int]:
     return alive
 
 
-def test_nothing_is_retained_between_checks(tmp_path: Path):
+def test_no_memory_is_retained_between_checks(tmp_path: Path):
     for alive in run_ranks(due_steps_only, RANKS, tmp_path, timeout=90):
         assert alive[1:3] == alive[4:6] == alive[8:10]

@@ -131,7 +131,7 @@ def test_a_single_wrong_replay_names_nobody(tmp_path: Path):
     assert first == {1: "agree", 3: "not_checked", 5: "agree"}
 
 
-def test_a_wrong_weight_is_said_to_be_held_and_not_only_computed(tmp_path: Path):
+def test_a_wrong_weight_is_reported_as_held_and_not_only_computed(tmp_path: Path):
     (incident,) = trained(4, corrupted((2, 3.0)), tmp_path)[0].incidents
     assert (incident.scope, incident.ranks) == (Scope.RANK, (2,))
     assert "the state itself differs, not only what is computed from it" in incident.sentence
@@ -206,7 +206,7 @@ def job_with_callback(rank: int, run_dir: Path) -> list[tuple[str, tuple[int, ..
     return reported
 
 
-def test_the_users_own_function_hears_of_corruption_on_every_rank(tmp_path: Path):
+def test_the_users_callback_is_called_for_corruption_on_every_rank(tmp_path: Path):
     assert run_ranks(job_with_callback, 3, tmp_path, timeout=90) == [[("sdc", (1,))]] * 3
 
 

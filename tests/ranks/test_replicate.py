@@ -23,7 +23,7 @@ def said(rank: Rank, word: str, heard: list[str]) -> bool:
     return any(word in each for each in heard)
 
 
-def test_a_shard_comes_to_the_holder_bit_by_bit(tmp_path: Path):
+def test_a_shard_arrives_at_the_holder_bit_for_bit(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         for step, size in ((1, 1), (2, LARGE), (3, 4 << 20)):
             path = seal(owner.memory, 0, step, size)
@@ -49,7 +49,7 @@ def test_any_number_of_ranks_on_uneven_hosts_copy_to_each_other_at_once(tmp_path
             assert copy.read_bytes() == paths[rank].read_bytes()
 
 
-def test_one_host_alone_copies_nothing_and_minds_nothing(tmp_path: Path):
+def test_a_single_host_copies_nothing_without_an_error(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "aa") as (first, _):
         first.ask("send", str(seal(first.memory, 0, 1)))
         first.ask("retire", [[1, 0]])
@@ -82,7 +82,7 @@ def test_a_holder_killed_in_the_middle_leaves_no_copy_and_the_next_one_succeeds(
             restarted.end()
 
 
-def test_a_stopped_holder_is_said_in_time_and_goes_on_once_it_is_continued(tmp_path: Path):
+def test_a_stopped_holder_is_reported_in_time_and_continues_after_sigcont(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         wire = Wire(holder.address, hold_after=20 << 20)
         owner.ask("connect", [owner.address, wire.address], ["a", "b"])
@@ -104,7 +104,7 @@ def test_a_stopped_holder_is_said_in_time_and_goes_on_once_it_is_continued(tmp_p
         until(lambda: len(files(holder.memory)) == len(owner.held()), "of the others nothing is left")
 
 
-def test_a_dead_owner_leaves_nothing_half_done_at_its_holder(tmp_path: Path):
+def test_a_dead_owner_leaves_no_unfinished_files_at_its_holder(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         wire = Wire(holder.address, hold_after=20 << 20)
         owner.ask("connect", [owner.address, wire.address], ["a", "b"])
@@ -116,7 +116,7 @@ def test_a_dead_owner_leaves_nothing_half_done_at_its_holder(tmp_path: Path):
         wire.close()
 
 
-def test_a_bit_that_flips_on_the_way_is_noticed_and_sent_again(tmp_path: Path):
+def test_a_bit_that_flips_in_transit_is_detected_and_the_shard_sent_again(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         wire = Wire(holder.address, flip_at=10 << 20)
         owner.ask("connect", [owner.address, wire.address], ["a", "b"])
@@ -148,7 +148,7 @@ def test_a_shard_damaged_at_its_source_is_refused_and_given_up(tmp_path: Path):
         until(lambda: owner.held() == [2], "the next one is whole")
 
 
-def test_who_does_not_have_the_token_gets_nowhere(tmp_path: Path):
+def test_a_peer_without_the_token_is_refused(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         stranger = Rank(0, tmp_path / "stranger", new_token())
         try:
@@ -164,7 +164,7 @@ def test_who_does_not_have_the_token_gets_nowhere(tmp_path: Path):
         until(lambda: owner.held() == [1], "who has it is let in")
 
 
-def test_what_is_retired_goes_here_and_at_the_holder(tmp_path: Path):
+def test_retired_shards_are_deleted_here_and_at_the_holder(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         for step in (1, 2):
             owner.ask("send", str(seal(owner.memory, 0, step)))
@@ -177,7 +177,7 @@ def test_what_is_retired_goes_here_and_at_the_holder(tmp_path: Path):
         assert len(list(owner.memory.iterdir())) == 1, "and so is the folder"
 
 
-def test_a_holder_that_was_away_is_told_later_what_is_retired(tmp_path: Path):
+def test_a_holder_that_was_away_deletes_retired_shards_later(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         owner.ask("send", str(seal(owner.memory, 0, 1)))
         until(lambda: owner.held() == [1], "the copy counts")
@@ -231,7 +231,7 @@ def test_closing_does_not_wait_for_a_holder_that_hangs(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["/nowhere/at/all", __file__])
-def test_a_path_that_is_no_shard_is_a_problem_in_words(tmp_path: Path, text: str):
+def test_a_path_that_is_not_a_shard_is_reported(tmp_path: Path, text: str):
     with ranks(tmp_path, TOKEN, "ab") as (owner, _):
         owner.ask("send", text)
         heard: list[str] = []

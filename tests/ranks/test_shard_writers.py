@@ -96,7 +96,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def test_a_writer_that_may_write_no_more_says_so_and_leaves_nothing(tmp_path: Path):
+def test_a_writer_over_its_file_size_limit_fails_clearly_and_leaves_nothing(tmp_path: Path):
     with writer(tmp_path, SIZE, 2, sys.executable, "-c", LIMITED, str(SIZE // 2)) as process:
         output, _ = process.communicate()
     lines = output.splitlines()

@@ -118,7 +118,7 @@ def test_what_gathering_leaves_wrong_in_memory_names_the_rank(
 
 
 @pytest.mark.parametrize("ranks", [4, 2])  # of two, too: nobody needs to vote on it
-def test_a_shard_that_changes_at_rest_names_its_owner(ranks: int, tmp_path: Path):
+def test_a_shard_that_changes_between_updates_names_its_owner(ranks: int, tmp_path: Path):
     found = run_ranks(train, ranks, (ranks,), "plain", tmp_path, FaultPlan(), 5, 1, timeout=120)
     assert found[0].incidents == [("rank", (1,), "state/owned", 3)], found[0].sentences
 

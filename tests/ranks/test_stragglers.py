@@ -61,13 +61,13 @@ def test_a_delay_that_happens_once_is_not_reported(tmp_path: Path):
     assert [each.ranks for each in times] == [(2,)]  # seen, and not held against it
 
 
-def test_of_two_replicas_the_pair_is_reported(tmp_path: Path):
+def test_a_slow_one_of_two_replicas_is_reported_as_a_pair(tmp_path: Path):
     faults = slow_layers(FaultPlan(), 1, "forward")
     found = run_ranks(checked_training, 2, faults, 8, [], tmp_path, timeout=120)
     assert incidents_of(found) == [("straggler", "peer_group", (0, 1), 5)], found[0].incidents
 
 
-def test_what_slows_all_ranks_is_the_jobs_and_nobodys_fault(tmp_path: Path):
+def test_a_slowdown_of_all_ranks_has_job_scope(tmp_path: Path):
     faults = FaultPlan()
     for rank in range(3):
         faults = slow_layers(faults, rank, "forward", range(8, 14))
@@ -76,7 +76,7 @@ def test_what_slows_all_ranks_is_the_jobs_and_nobodys_fault(tmp_path: Path):
     assert incidents_of(found) == [("straggler", "job", (), 10)], found[0].incidents
 
 
-def test_whoever_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Path):
+def test_a_rank_that_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Path):
     layout = Layout(replica=3, shard=1, tensor=2)
     faults = slow_layers(FaultPlan(), 4, "forward")
     found: list[Result] = run_ranks(train, layout.ranks, layout, faults, 6, tmp_path, timeout=240)
@@ -144,7 +144,7 @@ def test_a_slow_tensor_parallel_group_alone_is_inside_its_machine(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_slow_shard_groups_alone_are_the_networks(tmp_path: Path):
+def test_slow_shard_groups_alone_name_the_network(tmp_path: Path):
     faults = slow_link(slow_link(FaultPlan(), SHARDS, (4, 5)), SHARDS, (12, 13))
     found = sixteen(faults, tmp_path)
     assert [(scope, ranks) for scope, ranks, _ in found.stragglers] == [("process_group", (4, 5, 12, 13))]
@@ -152,7 +152,7 @@ def test_slow_shard_groups_alone_are_the_networks(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_groups_that_are_slow_everywhere_are_the_jobs(tmp_path: Path):
+def test_groups_that_are_slow_everywhere_have_job_scope(tmp_path: Path):
     faults = FaultPlan()
     for group in ((0, 8), (2, 10), (5, 13)):
         faults = slow_link(faults, TENSORS, group)

@@ -54,7 +54,7 @@ def test_a_clean_sweep_confirms_the_latest(killed: Plan):
         assert each.failures == each.incidents == []
 
 
-def test_a_rank_that_computes_wrong_numbers_is_named_and_what_is_verified_is_taken(killed: Plan):
+def test_a_rank_that_computes_wrong_numbers_is_named_and_the_verified_state_loaded(killed: Plan):
     results = gone_on(replace(killed, steps=0, faults=SICK))
     for each in results:
         assert each.resumed is not None
@@ -66,7 +66,7 @@ def test_a_rank_that_computes_wrong_numbers_is_named_and_what_is_verified_is_tak
     assert {manifestation for manifestation, _ in results[0].incidents} == {"sdc"}
 
 
-def test_a_job_that_does_not_sweep_takes_what_is_verified(killed: Plan):
+def test_a_job_that_does_not_sweep_loads_the_verified_state(killed: Plan):
     for each in gone_on(replace(killed, sweep=False)):
         assert each.resumed is not None
         assert (each.resumed.swept, each.resumed.role) == (None, TrustLevel.VERIFIED)
@@ -74,7 +74,7 @@ def test_a_job_that_does_not_sweep_takes_what_is_verified(killed: Plan):
         assert "the sweep of the catalog did not complete" in each.resumed.reason
 
 
-def test_where_nothing_was_ever_verified_corruption_is_for_a_person_to_decide(tmp_path: Path, killed: Plan):
+def test_corruption_without_a_verified_checkpoint_is_left_to_the_user(tmp_path: Path, killed: Plan):
     plan = replace(killed, recipes=20, directory=tmp_path / "others", run_dir=tmp_path / "another")
     with pytest.raises(RankError):
         run_ranks(train, RANKS, replace(plan, killed=dict.fromkeys(range(RANKS), 5)), timeout=120)

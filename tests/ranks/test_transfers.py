@@ -84,14 +84,14 @@ def test_a_slow_link_of_a_long_pipeline_is_one_of_several(six: LiveRanks, tmp_pa
     assert truth.matches(incident), incident.sentence
 
 
-def test_of_two_groups_nothing_says_which_is_slow(six: LiveRanks, tmp_path: Path):
+def test_two_groups_of_which_one_is_slow_are_reported_together(six: LiveRanks, tmp_path: Path):
     job = replace(STAGES, faults=slow((1, 3, 5), "all_reduce@mesh_dp", "replica"))
     results = six.ask((job, tmp_path), 60)
     assert found(results) == {("straggler", "process_group", (0, 1, 2, 3, 4, 5))}
     assert "no third such group" in results[0].incidents[0].sentence
 
 
-def test_a_group_that_is_the_whole_job_is_held_against_its_own_past(six: LiveRanks, tmp_path: Path):
+def test_a_group_that_is_the_whole_job_is_compared_with_its_own_history(six: LiveRanks, tmp_path: Path):
     # Of a mesh dimension that has all ranks, PyTorch makes no group of its own.
     faults = slow(tuple(range(6)), "all_reduce@default_pg", "replica", range(6, 12))
     results = six.ask((Job(replica=6, steps=10, replay=ONLY, faults=faults), tmp_path), 60)
@@ -99,7 +99,7 @@ def test_a_group_that_is_the_whole_job_is_held_against_its_own_past(six: LiveRan
     assert "time/process_groups_all_reduce@replica" in results[0].incidents[0].sentence
 
 
-def test_what_arrives_wrong_names_the_receiver(six: LiveRanks, tmp_path: Path):
+def test_corrupted_received_data_names_the_receiver(six: LiveRanks, tmp_path: Path):
     replayed = range(1, 9)
     faults = FaultPlan().flip_bit(rank=3, at="all_reduce@mesh_dp", step=3, bit=20, calls=replayed)
     results = six.ask((replace(STAGES, faults=faults, replay=ONLY), tmp_path), 60)
@@ -108,13 +108,13 @@ def test_what_arrives_wrong_names_the_receiver(six: LiveRanks, tmp_path: Path):
     assert {each.surface for each in results[0].incidents[0].records} == {"process_groups/received"}
 
 
-def test_a_line_that_only_one_end_knows_is_left_alone(six: LiveRanks, tmp_path: Path):
+def test_a_line_that_only_one_end_has_logged_is_skipped(six: LiveRanks, tmp_path: Path):
     for result in six.ask((replace(STAGES, anyone=True, steps=3), tmp_path), 60):
         assert (result.incidents, result.failures, result.unchecked) == ([], [], {})
         assert timed(result) == {"time/process_groups_all_reduce@replica"}
 
 
-def test_a_job_that_says_nothing_is_certified_all_the_same(six: LiveRanks, tmp_path: Path):
+def test_a_job_without_communication_is_certified(six: LiveRanks, tmp_path: Path):
     for result in six.ask((Job(replica=6, silent=True, steps=3), tmp_path), 60):
         assert (result.incidents, result.failures, result.unchecked) == ([], [], {})
         assert timed(result) == set()

@@ -77,7 +77,7 @@ def test_a_late_rank_on_another_machine_than_the_hub_is_named(
 
 
 @pytest.mark.slow
-def test_where_machines_share_no_run_directory_code_on_each_rank_is_told_once(tmp_path: Path):
+def test_without_a_shared_run_directory_the_callback_is_called_once_on_each_rank(tmp_path: Path):
     run_dir, reports = tmp_path / "run", tmp_path / "told"
     run_dir.mkdir()
     reports.mkdir()
@@ -90,7 +90,7 @@ def test_where_machines_share_no_run_directory_code_on_each_rank_is_told_once(tm
 
 
 @pytest.mark.slow
-def test_the_hub_listens_on_the_interface_it_is_told_and_is_reached_there(tmp_path: Path):
+def test_the_hub_listens_on_the_configured_interface_and_is_reached_there(tmp_path: Path):
     with machines(tmp_path, UNNAMED) as hosts:
         start(hosts, tmp_path, HUB_ADDRESS=OTHER_INTERFACE)
         assert connected(tmp_path) == [str([True, True])] * 4
@@ -98,7 +98,7 @@ def test_the_hub_listens_on_the_interface_it_is_told_and_is_reached_there(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_network_that_falls_apart_leaves_each_side_with_a_verdict(tmp_path: Path):
+def test_a_partitioned_network_leaves_each_side_with_a_verdict(tmp_path: Path):
     with machines(tmp_path, UNNAMED) as hosts:
         start(hosts, tmp_path)
         connected(tmp_path)

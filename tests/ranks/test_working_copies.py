@@ -35,7 +35,7 @@ def test_a_flip_that_the_next_update_overwrites_names_its_rank_and_is_not_certif
         assert each.certified == (5 if step == 11 else 10)
 
 
-def test_copies_that_rest_are_certified(three: LiveRanks, tmp_path: Path):
+def test_unchanged_copies_are_certified(three: LiveRanks, tmp_path: Path):
     for each in three.ask(Copying(tmp_path), 120):
         assert (each.incidents, each.failures) == ([], [])
         assert (each.certified, each.watched) == (20, 1.0)

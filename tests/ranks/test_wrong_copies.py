@@ -38,7 +38,7 @@ def gone_on(plan: Plan) -> list[Told]:
     return run_ranks(train, RANKS, replace(plan, steps=0, faults=FaultPlan()), timeout=120)
 
 
-def test_the_next_check_finds_that_a_copy_is_wrong_and_gives_it_up(plan: Plan):
+def test_a_wrong_copy_is_found_by_the_next_check_and_given_up(plan: Plan):
     results = run_ranks(train, RANKS, plan, timeout=120)
     assert all(each.unfired == 0 for each in results)
     assert {(manifestation, step) for manifestation, step in results[0].incidents} == {("sdc", 6)}
@@ -51,7 +51,7 @@ def test_the_next_check_finds_that_a_copy_is_wrong_and_gives_it_up(plan: Plan):
         assert each.incidents == results[0].incidents, "nothing new"
 
 
-def test_who_loads_a_wrong_copy_finds_it_and_takes_the_one_before(plan: Plan):
+def test_a_wrong_copy_is_found_when_it_is_loaded_and_the_previous_one_is_used(plan: Plan):
     with pytest.raises(RankError):
         run_ranks(train, RANKS, replace(plan, killed=dict.fromkeys(range(RANKS), 6)), timeout=120)
     results = gone_on(plan)
@@ -63,14 +63,14 @@ def test_who_loads_a_wrong_copy_finds_it_and_takes_the_one_before(plan: Plan):
         assert each.status["verified"] == 4
 
 
-def test_two_that_differ_are_not_trusted_though_nobody_can_be_named(plan: Plan):
+def test_two_copies_that_differ_are_not_trusted_though_nobody_can_be_named(plan: Plan):
     results = run_ranks(train, 2, plan, timeout=120)
     assert {(manifestation, step) for manifestation, step in results[0].incidents} == {("sdc", 6)}
     assert set(results[0].named) == {(0, 1)}
     assert {each.status["verified"] for each in results} == {4}
 
 
-def test_what_one_rank_alone_holds_is_not_trusted_if_it_changed_in_the_step_that_captured_it(plan: Plan):
+def test_owned_state_that_changed_in_its_capture_step_is_not_trusted(plan: Plan):
     """Nobody has another copy to compare it with; whether it changed before or after, nobody knows."""
     results = run_ranks(train, RANKS, replace(plan, kind="fsdp"), timeout=120)
     assert {(manifestation, step) for manifestation, step in results[0].incidents} == {("sdc", 6)}
