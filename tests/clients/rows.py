@@ -171,8 +171,8 @@ def resumed(name: str, folder: Path, _: int) -> Result:
     if "exit code -9" not in first.failure:
         return Result(False, f"**{_brief(first.failure) or 'not killed'}**", details=first.failure)
     # Killed ranks do not all end at the same moment: that one of them is gone may be reported, and is true.
-    if said := [each for each in incidents(folder / "run") if each.manifestation is not Manifestation.HANG]:
-        return _accusation(said)
+    if found := [each for each in incidents(folder / "run") if each.manifestation is not Manifestation.HANG]:
+        return _accusation(found)
     trained = _train(name, replace(trial, run_dir=folder / "again", end=None), ranks=ranks)
     return _went_on(name, trained, trial.steps)
 
@@ -200,8 +200,8 @@ def _train(name: str, trial: Trial, *, ranks: int | None = None) -> Training:
         try:
             return Training(live.ask((name, trial), timeout=seconds))
         except RankError as error:
-            said = [] if trial.run_dir is None else incidents(trial.run_dir)
-            return Training([], f"{error}\n{_sentences(said)}")
+            found = [] if trial.run_dir is None else incidents(trial.run_dir)
+            return Training([], f"{error}\n{_sentences(found)}")
 
 
 @cache

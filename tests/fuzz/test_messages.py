@@ -279,7 +279,7 @@ class _Copying:
         assert self.inbox.socket.poll(10_000)
         self.inbox.turn(self.now)
         self.inbox.problems.clear()
-        return [heard.message for heard in wire.receive(self.sender)]
+        return [received.message for received in wire.receive(self.sender)]
 
     def messages(self, transfer: str, start: int) -> list[tuple[dict[str, Any], bytes]]:
         piece = self.data[start : start + 1500]

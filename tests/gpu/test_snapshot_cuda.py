@@ -74,7 +74,7 @@ def test_an_interrupted_job_is_bitwise_the_uninterrupted_one(folder: Path, captu
 
 
 def test_device_work_after_the_fence_does_not_change_the_snapshot(folder: Path):
-    """The host does not wait: the device is told to."""
+    """The device waits, not the host."""
     big = nn.ParameterList(nn.Parameter(torch.zeros(64 << 20, device="cuda")) for _ in range(4))
     big.register_buffer("seen", torch.zeros(1 << 20, device="cuda"))
     snapshots = Snapshots(folder, 0)

@@ -49,7 +49,7 @@ def scout(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_an_interrupted_campaign_leaves_no_processes_and_resumes_where_it_stopped(tmp_path: Path):
     """Hangs of every kind and a job without one, through the real command."""
-    folder, output = tmp_path / "campaign", tmp_path / "told.json"
+    folder, output = tmp_path / "campaign", tmp_path / "output.json"
     arguments = ["paper", "--cells", "hang*/ddp-4/*-0", "--jobs", "2", "--resume", folder]
     first = subprocess.Popen([*SCOUT, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     kept = wait_for_a_result(folder, first)
@@ -208,13 +208,13 @@ def test_a_corrupted_kernel_names_its_rank_and_an_unused_work_item_stays_clean(t
     cells = [
         Cell("moe-kernel", name, "ep2", Processes.KERNEL, faults.showing(role=LayerKind.EXPERT))
         for name, faults in (
-            ("sick", FaultPlan().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3))),
+            ("faulty", FaultPlan().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3))),
             ("healthy", FaultPlan().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3), tile=999)),
         )
     ]
-    sick, healthy = run_kernel(cells, tmp_path)
-    assert sick.grade.passed, sick.grade.reason
-    assert [(each.ranks, each.surface) for each in sick.found] == [((7,), f"{at}/output")]
+    faulty, healthy = run_kernel(cells, tmp_path)
+    assert faulty.grade.passed, faulty.grade.reason
+    assert [(each.ranks, each.surface) for each in faulty.found] == [((7,), f"{at}/output")]
     assert healthy.grade.flaw is Flaw.NOT_INJECTED
     assert "a wrong work item of rank 7 did not happen" in healthy.grade.reason
 

@@ -39,7 +39,7 @@ def kinds(chance: random.Random) -> Iterator[str]:
         yield from chance.sample(sorted(DISTURBANCES), len(DISTURBANCES))
 
 
-def lived(chaos: Chaos) -> list[Life]:
+def run_under_disturbances(chaos: Chaos) -> list[Life]:
     """Disturb the job until it is time and each kind has happened; then let it train on and end."""
     deadline, lives, shown = time.monotonic() + SECONDS, [], 0
     waiting = kinds(chaos.chance)
@@ -121,7 +121,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chaos, list[Lif
     with machines(folder, {"m0": ["127.0.0.1 localhost"], "m1": ["127.0.0.1 localhost"]}) as hosts:
         chaos = Chaos(hosts, folder, folder / "disk", clock, random.Random(SEED), RANKS)
         with launched(hosts, folder, chaos.disk, RANKS, clock):
-            lives = lived(chaos)
+            lives = run_under_disturbances(chaos)
         for host in hosts:
             leaves_nothing(host, chaos.disk)
     return chaos, lives

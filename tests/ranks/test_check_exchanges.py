@@ -45,12 +45,12 @@ def counted(rank: int, recipes: tuple[str, ...] | None, depth: int, run_dir: Pat
     config = ReplayConfig(interval=1) if recipes is None else ReplayConfig(interval=1, recipes=recipes)
     with job.attach(run_dir, config) as session:
         job.train(2)  # in the first, ranks find out on which groups training communicates
-        heard = Counted()
-        with listen(heard):
+        counted = Counted()
+        with listen(counted):
             job.train(STEPS)
         assert not session.failures
         assert session.status()["replay"]["checks"] == 2 + STEPS
-    return {operation: count / STEPS for operation, count in heard.operations.items()}
+    return {operation: count / STEPS for operation, count in counted.operations.items()}
 
 
 def test_all_recipes_of_a_check_share_their_exchanges(tmp_path):

@@ -111,7 +111,7 @@ def recovered(folder: Path, hosts: str, **options: Any) -> list[dict[str, Any]]:
 
 
 def check(answers: list[dict[str, Any]], made: dict[tuple, bytes], step: int) -> None:
-    """All have their own state of this step, and have been told the same."""
+    """All ranks have their own state of this step, and got the same messages."""
     for rank, answer in enumerate(answers):
         assert answer.get("step") == step, answer
         assert answer["value"] == made[rank, step]
@@ -229,8 +229,8 @@ def test_a_damaged_tensor_is_replaced_with_a_peers_identical_bytes(tmp_path: Pat
     answers = recovered(tmp_path, hosts)
     check(answers, made, 8)
     assert answers[1]["source"] == (1, Tier.MEMORY, 1)
-    said = "1 damaged tensor of rank 1's state at step 8 was replaced with identical bytes from rank 0"
-    assert said in answers[0]["demoted"]
+    message = "1 damaged tensor of rank 1's state at step 8 was replaced with identical bytes from rank 0"
+    assert message in answers[0]["demoted"]
     assert sum("is damaged: " in each for each in answers[0]["demoted"]) == len(
         everywhere(tmp_path, hosts, 1)
     )

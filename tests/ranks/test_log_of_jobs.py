@@ -113,8 +113,8 @@ def faulty_job(rank: int, folder: Path) -> tuple[list[tuple[str, tuple[int, ...]
             time.sleep(STALL if step == 6 and rank == 1 else 0.02)
             job.train()
         dist.barrier()
-        heard = len(session.incidents)
-    return reported, heard, len(injector.fired)
+        incidents = len(session.incidents)
+    return reported, incidents, len(injector.fired)
 
 
 def test_incidents_are_logged_and_passed_on_on_every_rank_without_a_run_directory(tmp_path: Path):
@@ -122,7 +122,7 @@ def test_incidents_are_logged_and_passed_on_on_every_rank_without_a_run_director
     results = run_ranks(faulty_job, 3, tmp_path, timeout=90)
     assert [fired for *_, fired in results] == [0, 0, 1]
     assert [reported for reported, *_ in results] == [[("sdc", (2,)), ("hang", (1,))]] * 3
-    assert [heard for _, heard, _ in results] == [2, 2, 2]
+    assert [incidents for _, incidents, _ in results] == [2, 2, 2]
     logs = [lines_of(tmp_path, rank) for rank in range(3)]
     incidents = [[line for line in lines if "incident (" in line] for lines in logs]
     assert [len(each) for each in incidents] == [2, 0, 0], incidents

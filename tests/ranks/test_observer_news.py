@@ -22,7 +22,7 @@ STALL = 4.0
 
 
 def news_of(job: SmallJob, rank: int) -> list[Any]:
-    """What the observer of a rank has told its trainer."""
+    """What the observer of a rank has sent to its trainer."""
     paths = Path(job._memory.name, "progress").glob(f"news-progress-{rank}-*")
     return [each.item for path in paths for each in read(path) if isinstance(each, Stamped)]
 
@@ -34,7 +34,8 @@ def hang_reaches_every_trainer(run_dir: Path, spoil: Callable[[], object]) -> No
         job.order(1, do="sleep", seconds=STALL)
         for rank in range(3):
             until(
-                lambda rank=rank: _has(news_of(job, rank), Resolved), f"rank {rank} is told of the end, too"
+                lambda rank=rank: _has(news_of(job, rank), Resolved),
+                f"rank {rank} gets the end of the incident, too",
             )
         for rank in range(3):
             (incident,) = [each for each in news_of(job, rank) if isinstance(each, Incident)]

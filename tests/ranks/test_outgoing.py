@@ -113,11 +113,11 @@ def test_a_copy_that_is_no_longer_needed_is_given_up_with_a_message_and_a_later_
     outgoing = side.outgoing()
     side.held_up(outgoing, 1)
     side.replicator.retire([Generation(1)])
-    heard: list[str] = []
+    problems: list[str] = []
 
     def is_said() -> bool:
-        heard.extend(outgoing.problems())
-        return any("come too late" in each for each in heard)
+        problems.extend(outgoing.problems())
+        return any("come too late" in each for each in problems)
 
     until(is_said, "it is said")
     side.wire.released.set()

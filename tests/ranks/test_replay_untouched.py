@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.ears import Ears
+from tests.support.call_recorder import CallRecorder
 from tests.support.ranks import run_ranks
 from tests.support.variations import VARIATIONS, Trained, train
 from torchscout.attach import enable_resiliency
@@ -96,7 +96,9 @@ def test_training_is_bitwise_the_same_with_replay(name: str, tmp_path: Path):
 
 def due_steps_only(rank: int, run_dir: Path) -> list[int]:
     """Tensors alive after each step: those that replay holds on to."""
-    listen(Ears()).remove()  # from then on Python sees every collective's tensors, DDP's buckets among them
+    listen(
+        CallRecorder()
+    ).remove()  # from then on Python sees every collective's tensors, DDP's buckets among them
     training = train(VARIATIONS["plain"], rank, 11)
     trained = next(training)
     config = ReplayConfig(interval=4)

@@ -18,9 +18,9 @@ LARGE = 40 << 20
 """More than may be on its way at once."""
 
 
-def said(rank: Rank, word: str, heard: list[str]) -> bool:
-    heard += rank.ask("problems")
-    return any(word in each for each in heard)
+def has_problem(rank: Rank, word: str, problems: list[str]) -> bool:
+    problems += rank.ask("problems")
+    return any(word in each for each in problems)
 
 
 def test_a_shard_arrives_at_the_holder_bit_for_bit(tmp_path: Path):
@@ -67,8 +67,8 @@ def test_a_holder_killed_in_the_middle_leaves_no_copy_and_the_next_one_succeeds(
         holder.signal(signal.SIGKILL)
         wire.close()
         assert not list(holder.memory.rglob("*.shard"))
-        heard: list[str] = []
-        until(lambda: said(owner, "step 1 of rank 0 has no copy at rank 1", heard), "it is said")
+        problems: list[str] = []
+        until(lambda: has_problem(owner, "step 1 of rank 0 has no copy at rank 1", problems), "it is said")
         assert owner.held() == []
         restarted = Rank(1, holder.memory, TOKEN)
         try:
@@ -90,11 +90,11 @@ def test_a_stopped_holder_is_reported_in_time_and_continues_after_sigcont(tmp_pa
         until(wire.held_up.is_set, "half of it is there")
         holder.signal(signal.SIGSTOP)
         wire.released.set()
-        heard: list[str] = []
-        until(lambda: said(owner, "it did not answer for 1 s", heard), "it is said")
+        problems: list[str] = []
+        until(lambda: has_problem(owner, "it did not answer for 1 s", problems), "it is said")
         owner.ask("send", str(seal(owner.memory, 0, 2, LARGE)))
         owner.ask("send", str(seal(owner.memory, 0, 3, LARGE)))
-        until(lambda: said(owner, "could not be reached", heard), "nor can it be reached")
+        until(lambda: has_problem(owner, "could not be reached", problems), "nor can it be reached")
         assert not list(holder.memory.rglob("*.shard"))
         assert owner.held() == []
         holder.signal(signal.SIGCONT)
@@ -137,9 +137,9 @@ def test_a_shard_damaged_at_its_source_is_refused_and_given_up(tmp_path: Path):
         path.chmod(0o600)
         path.write_bytes(data)
         owner.ask("send", str(path))
-        heard: list[str] = []
+        problems: list[str] = []
         until(
-            lambda: said(owner, "refused 3 times and is given up: tensor 'b' is damaged", heard),
+            lambda: has_problem(owner, "refused 3 times and is given up: tensor 'b' is damaged", problems),
             "it is said",
         )
         assert "tensor 'b' is damaged" in " ".join(holder.ask("problems"))
@@ -154,8 +154,8 @@ def test_a_peer_without_the_token_is_refused(tmp_path: Path):
         try:
             stranger.ask("connect", [owner.address, holder.address], ["a", "b"])
             stranger.ask("send", str(seal(stranger.memory, 0, 5)))
-            heard: list[str] = []
-            until(lambda: said(stranger, "could not be reached", heard), "it is not let in")
+            problems: list[str] = []
+            until(lambda: has_problem(stranger, "could not be reached", problems), "it is not let in")
             assert stranger.held() == []
         finally:
             stranger.end()
@@ -184,8 +184,8 @@ def test_a_holder_that_was_away_deletes_retired_shards_later(tmp_path: Path):
         holder.signal(signal.SIGSTOP)
         owner.ask("retire", [[1, 0]])
         until(lambda: files(owner.memory) == [], "it is gone here")
-        heard: list[str] = []
-        until(lambda: said(owner, "does not answer", heard), "it is noticed that nobody answers")
+        problems: list[str] = []
+        until(lambda: has_problem(owner, "does not answer", problems), "it is noticed that nobody answers")
         holder.signal(signal.SIGKILL)
         assert files(holder.memory) != []
         restarted = Rank(1, holder.memory, TOKEN, port=holder.address[1])
@@ -202,8 +202,8 @@ def test_a_holder_that_lost_its_memory_gets_the_newest_again(tmp_path: Path):
             until(lambda step=step: step in owner.held(), "the copy counts")
         for path in holder.memory.rglob("*.shard"):
             path.unlink()
-        heard: list[str] = []
-        until(lambda: said(owner, "lost its copies of step 1, step 2", heard), "it is noticed")
+        problems: list[str] = []
+        until(lambda: has_problem(owner, "lost its copies of step 1, step 2", problems), "it is noticed")
         until(lambda: owner.held() == [2], "the newest is there again")
         assert verify(path_of(holder.memory, identity(0, 2), 1)).whole
 
@@ -234,7 +234,7 @@ def test_closing_does_not_wait_for_a_holder_that_hangs(tmp_path: Path):
 def test_a_path_that_is_not_a_shard_is_reported(tmp_path: Path, text: str):
     with ranks(tmp_path, TOKEN, "ab") as (owner, _):
         owner.ask("send", text)
-        heard: list[str] = []
-        until(lambda: said(owner, "cannot copy to rank 1 (127.0.0.1:", heard), "it is said")
+        problems: list[str] = []
+        until(lambda: has_problem(owner, "cannot copy to rank 1 (127.0.0.1:", problems), "it is said")
         owner.ask("send", str(seal(owner.memory, 0, 1)))
         until(lambda: owner.held() == [1], "and the next one is copied")

@@ -1,4 +1,4 @@
-"""Slow ranks and slow process groups, told apart from those who only wait for them (paper, section 6.1.2)."""
+"""Slow ranks and slow process groups, and not those that wait for them (paper, section 6.1.2)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torchscout.checkpoint.selection import SweepResult
 from torchscout.faults.plan import FaultPlan
 
 RANKS = 3
-SICK = FaultPlan().scale(rank=1, at="stack.1/output", step=1, factor=1.5, calls=None)
+FAULTY = FaultPlan().scale(rank=1, at="stack.1/output", step=1, factor=1.5, calls=None)
 """In the first step of a process, and in what is replayed before it."""
 
 
@@ -55,7 +55,7 @@ def test_a_clean_sweep_confirms_the_latest(killed: Plan):
 
 
 def test_a_rank_that_computes_wrong_numbers_is_named_and_the_verified_state_loaded(killed: Plan):
-    results = gone_on(replace(killed, steps=0, faults=SICK))
+    results = gone_on(replace(killed, steps=0, faults=FAULTY))
     for each in results:
         assert each.resumed is not None
         assert (each.resumed.swept, each.resumed.role) == (SweepResult.SDC, TrustLevel.VERIFIED), each.resumed
@@ -79,7 +79,7 @@ def test_corruption_without_a_verified_checkpoint_is_left_to_the_user(tmp_path: 
     with pytest.raises(RankError):
         run_ranks(train, RANKS, replace(plan, killed=dict.fromkeys(range(RANKS), 5)), timeout=120)
     with pytest.raises(RankError, match="no verified checkpoint is left"):
-        gone_on(replace(plan, faults=SICK, start_over=True))
+        gone_on(replace(plan, faults=FAULTY, start_over=True))
     for each in gone_on(replace(plan, steps=1, start_over=True)):
         assert each.resumed is not None
         assert (each.resumed.step, each.resumed.role) == (0, None)

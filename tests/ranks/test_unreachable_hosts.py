@@ -39,8 +39,8 @@ def test_host_names_that_do_not_resolve_do_not_end_a_job(tmp_path: Path):
         assert each.failures == []
         assert each.status["latest"] == 3
         assert each.status["copied"] is None
-        (said,) = [one for one in each.status["problems"] if "no copies are kept" in one]
-        assert f"unknown-{1 - rank}.invalid" in said
-        assert "ObserverConfig.address" in said
+        (problem,) = [one for one in each.status["problems"] if "no copies are kept" in one]
+        assert f"unknown-{1 - rank}.invalid" in problem
+        assert "ObserverConfig.address" in problem
     again = replace(plan, steps=5, run_dir=tmp_path / "again")
     assert [each.resumed and each.resumed.step for each in run_ranks(train, 2, again, timeout=60)] == [4, 4]

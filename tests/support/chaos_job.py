@@ -100,7 +100,7 @@ class Diary:
 
 
 class Orders:
-    """What a rank does besides training, because it was told to."""
+    """What a rank does besides training, on request."""
 
     def __init__(self, path: Path, diary: Diary) -> None:
         self._path, self._diary = path, diary

@@ -211,7 +211,7 @@ def _net(trial: Trial, axes: DeviceMesh) -> Net:
 
 
 def _parallelism(trial: Trial, axes: DeviceMesh) -> DeviceMesh | Parallelism | None:
-    """FSDP's parameters show it; otherwise it is told, in one of two ways."""
+    """FSDP's parameters show it; otherwise it is passed in, in one of two ways."""
     if trial.sharded:
         return None
     return axes if trial.way == "block" else Parallelism(replica=trial.shape[0], context=trial.shape[1])

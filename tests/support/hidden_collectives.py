@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.ears import Ears
+from tests.support.call_recorder import CallRecorder
 from tests.support.replayed_job import Block, Net, batch, device
 from torchscout.attach import enable_resiliency
 from torchscout.collectives.interceptor import listen
@@ -193,14 +193,14 @@ def _train(rank: int, hiding: Hiding, steps: int, config: ReplayConfig | None, r
     session = None
     if config is not None:
         session = enable_resiliency(model, optimizer, replay=config, observer=None, run_dir=run_dir)
-    ears = Ears()
-    with listen(ears):
+    recorder = CallRecorder()
+    with listen(recorder):
         for step in range(1, steps + 1):
             tokens, targets = batch(step, rank)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
             optimizer.step()
-    collectives = [each.operation for each in ears.heard if not each.group.is_scouts]
+    collectives = [each.operation for each in recorder.calls if not each.group.is_scouts]
     bits = b"".join(each.detach().cpu().numpy().tobytes() for each in net.parameters())
     if session is None:
         return Seen([], [], {}, None, collectives, bits)

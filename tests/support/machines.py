@@ -78,7 +78,7 @@ class Machine:
         return any(row[1].partition(":")[0].endswith(word) and row[3] == _LISTEN for row in rows)
 
     def unplug(self) -> None:
-        """Nothing it sends arrives, and nobody is told."""
+        """Drop all packets that the machine sends, without an error."""
         for interface in (INTERFACE, OTHER_INTERFACE):
             _run(self.switch, "ip", "link", "set", _port(self, interface), "down")
 

@@ -87,7 +87,7 @@ def train(rank: int, run_dir: Path, hang: Hang) -> Seen:
 
 
 def has_fired(run_dir: Path) -> bool:
-    """Whether the culprit did what it was told to do; it may be gone since."""
+    """Whether the fault has happened on its rank, which may have ended since."""
     return (run_dir / "fired").exists()
 
 

@@ -52,7 +52,7 @@ class Layout:
     pipeline_first: bool = False
     """Whether the mesh is ("pp", "dp") rather than ("dp", "pp")."""
     parallelism_from: str = "mesh"
-    """How the parallelism is told: as the ``mesh`` itself, or by ``degrees``."""
+    """How the parallelism is passed: as the ``mesh`` itself, or by ``degrees``."""
 
     def __str__(self) -> str:
         return f"{self.schedule} of {self.ranks} ranks with {self.inside} inside"

@@ -50,7 +50,7 @@ class Planned(Recipe):
         self.say("replay_saved", (target, saved.is_source))
         return replay
 
-    def said(self) -> list[str]:
+    def call_names(self) -> list[str]:
         return [call for call, _ in self.calls]
 
 

@@ -1,6 +1,6 @@
 """Ranks that copy their state to each other: processes with folders of their own, as if on other machines.
 
-A rank does one thing at a time, as it is told over its standard input, and says what came of it. It does not
+A rank runs one command at a time from its standard input, and prints the result. It does not
 import torch. A ``Wire`` stands between two of them and can hold up or damage what passes.
 """
 

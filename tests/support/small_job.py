@@ -1,7 +1,7 @@
 """A job of small trainers without torch, each with a real observer: what the observers' tests watch.
 
 A trainer publishes progress and then meets the others in an exchange, which this process relays. It does
-what it is told along with the exchange's answer: sleep, hold the interpreter lock, finish, and so on.
+what the exchange's answer asks for: sleep, hold the interpreter lock, finish, and so on.
 """
 
 from __future__ import annotations

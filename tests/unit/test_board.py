@@ -1,4 +1,4 @@
-"""The observers' board over real sockets; hub and clients are driven by hand, and told the time."""
+"""The observers' board over real sockets; hub and clients are driven by hand, with an explicit clock."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Board:
         self.written: list[Any] = []
         self.verdict: Incident | None = None
         self.clients: dict[int, Client] = {}
-        self.heard: dict[int, list[Message]] = {}
+        self.inbox: dict[int, list[Message]] = {}
         self.now = 0.0
         self.hub = Hub(
             self.context,
@@ -86,7 +86,7 @@ class Board:
     def join(self, *ranks: int) -> None:
         for rank in ranks:
             self.clients[rank] = Client(self.context, rank, TOKEN, [("127.0.0.1", self.hub.port)])
-            self.heard[rank] = []
+            self.inbox[rank] = []
             self.until(lambda rank=rank: self.reaches(rank))
             self.clients[rank].sockets[0].recv()
 
@@ -101,7 +101,7 @@ class Board:
     def turn(self) -> None:
         self.hub.tick(self.now)
         for rank, client in self.clients.items():
-            self.heard[rank] += [message for _, message in client.receive()]
+            self.inbox[rank] += [message for _, message in client.receive()]
 
     def until(self, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + 10
@@ -111,19 +111,19 @@ class Board:
             time.sleep(0.001)
 
     def kinds(self, rank: int) -> list[str]:
-        return [message["kind"] for message in self.heard[rank]]
+        return [message["kind"] for message in self.inbox[rank]]
 
     def report_all(self, *ranks: int) -> None:
         """Everybody answers the latest question."""
         for rank in ranks:
             self.until(lambda rank=rank: {"ask", "sample"} & {*self.kinds(rank)})
-            asked = [message for message in self.heard[rank] if message["kind"] in {"ask", "sample"}][-1]
+            asked = [message for message in self.inbox[rank] if message["kind"] in {"ask", "sample"}][-1]
             self.clients[rank].send(0, "report", round=asked["round"], report=report(rank))
 
     def hold_round(self, *ranks: int) -> None:
         concluded = len(self.rounds)
-        for heard in self.heard.values():
-            heard.clear()
+        for inbox in self.inbox.values():
+            inbox.clear()
         self.clients[ranks[0]].send(0, "announce", insistent=False)
         for rank in ranks:  # A question of before may still be on its way to some.
             self.until(lambda rank=rank: "ask" in self.kinds(rank))
@@ -167,7 +167,7 @@ def test_a_round_asks_all_ranks_and_sends_the_finding_to_all(board: Board):
     assert board.kinds(1) == ["accepted", "ask", "news", "outcome"]
     assert board.kinds(2) == ["ask", "news", "outcome"]
     finding = Finding.of(board.verdict, reports)
-    assert Finding.from_json(board.heard[0][-1]["finding"]) == finding
+    assert Finding.from_json(board.inbox[0][-1]["finding"]) == finding
 
 
 def test_the_same_conclusion_is_written_once(board: Board):
@@ -183,7 +183,7 @@ def test_a_round_without_a_finding_writes_nothing(board: Board):
     board.join(0, 1, 2)
     board.hold_round(0, 1, 2)
     assert board.written == []
-    assert board.heard[2][-1] == {"kind": "outcome", "finding": None}
+    assert board.inbox[2][-1] == {"kind": "outcome", "finding": None}
 
 
 def test_a_round_does_not_wait_for_an_unconnected_rank(board: Board):
@@ -305,10 +305,10 @@ def test_after_a_death_the_finding_does_not_change(board: Board):
     board.until(lambda: board.hub.left == {1})
     board.verdict = incident(1)
     board.hold_round(0, 2)
-    board.heard[2].clear()
+    board.inbox[2].clear()
     board.clients[2].send(0, "announce", insistent=False)
     board.until(lambda: board.kinds(2))
-    assert board.heard[2][0]["finding"]["ranks"] == [1]
+    assert board.inbox[2][0]["finding"]["ranks"] == [1]
     assert len(board.rounds) == 1
 
 
@@ -392,7 +392,7 @@ def test_a_rank_outside_the_job_is_dropped(board: Board):
     board.join(0)
     for rank in (3, -1):
         board.clients[rank] = Client(board.context, rank, TOKEN, [("127.0.0.1", board.hub.port)])
-        board.heard[rank] = []
+        board.inbox[rank] = []
         board.until(lambda rank=rank: board.clients[rank].send(0, "announce", insistent=False))
     board.until(lambda: board.hub.tally.malformed == 2)
     assert board.hub.deadline is None
@@ -457,8 +457,8 @@ def test_announcements_that_cross_are_one_survey(board: Board):
     board.join(0, 1, 2)
     for wait, held in [(0.0, 1), (CONFIG.repeat_seconds - 0.1, 1), (0.1, 2)]:
         board.now += wait
-        for heard in board.heard.values():
-            heard.clear()
+        for inbox in board.inbox.values():
+            inbox.clear()
         received = board.hub.tally.received
         board.clients[2].send(0, "survey")
         board.until(lambda received=received: board.hub.tally.received > received)

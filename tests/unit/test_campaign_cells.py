@@ -68,8 +68,8 @@ def test_the_truths_are_those_of_the_paper():
         (truth,) = cell.truths
         assert (truth.ranks, truth.scope) == ((15,), Scope.RANK)
         assert truth.surface == "layer.0.mixture.experts/parameters"
-    sick = {cell.place.ranks: cell for cell in CELLS if cell.name == "persistent"}
-    assert {ranks: cell.truths[0].ranks for ranks, cell in sick.items()} == {8: (7,), 16: (15,)}
+    persistent = {cell.place.ranks: cell for cell in CELLS if cell.name == "persistent"}
+    assert {ranks: cell.truths[0].ranks for ranks, cell in persistent.items()} == {8: (7,), 16: (15,)}
     quiet = [cell for cell in CELLS if cell.row.endswith("clean") or cell.name.startswith(WORK)]
     assert {cell.truths for cell in quiet} == {()}
     assert all(len(cell.truths) == 1 for cell in CELLS if cell not in quiet)

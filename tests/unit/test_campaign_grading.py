@@ -32,7 +32,7 @@ def incident(
         hosts=(),
         records=(record,),
         action=Action.REPLACE,
-        sentence="told",
+        sentence="a sentence",
     )
 
 

@@ -37,7 +37,7 @@ def found(step: int, layer: str) -> Incident:
         hosts=(),
         records=(record,),
         action=Action.REPLACE,
-        sentence="told",
+        sentence="a sentence",
     )
 
 

@@ -1,4 +1,4 @@
-"""Why a call was not captured is told in words, and never raised into training."""
+"""A call that was not captured has a reason, and no exception reaches training."""
 
 from __future__ import annotations
 

@@ -338,8 +338,8 @@ def test_the_named_rank_stays_in_the_demos_table(stage: Scenario):
     picture.mark([last], "sdc: layer.2.attention.query/weight")
     for _ in range(20):
         picture.say("reported   " + "a sentence of many words that does not fit into one line " * 4)
-    (sick,) = [line for line in drawn(picture) if "sdc: layer.2.attention.query/weight" in line]
-    assert stage.place_of(last) in sick
+    (line,) = [line for line in drawn(picture) if "sdc: layer.2.attention.query/weight" in line]
+    assert stage.place_of(last) in line
     assert len(drawn(picture)) <= 24
     picture.clear()  # new processes
     assert any("was sdc: layer.2.attention.query/weight" in line for line in drawn(picture))

@@ -154,7 +154,7 @@ def test_the_other_machine_must_answer_quickly_run_the_same_and_know_the_time():
     holds(machine_checks.other_clock(replace(MET, offset=-90.0)), "warn", "90.000 s behind", "NTP")
     holds(
         machine_checks.other_clock(replace(MET, offset=1.5, seconds=2.0)), "ok"
-    )  # it cannot be told so exactly
+    )  # it cannot be known so exactly
     for check in (machine_checks.other_clock, lambda met: machine_checks.other_versions(met, HERE.versions)):
         holds(check(Met("node2:1", "refused")), "skipped")
 

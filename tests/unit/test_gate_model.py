@@ -1,4 +1,4 @@
-"""Every sequence of events that the gate can be told, against what the paper promises of it.
+"""Every sequence of events of the gate, against what the paper promises of it.
 
 The gate and an independent witness of the history walk together. Only the order of steps matters to either,
 so that states which differ by a renumbering are one. There are finitely many of those: the walk ends by

@@ -1,4 +1,4 @@
-"""What of a module cannot be replayed or compared is told, and nothing is kept afterwards."""
+"""Parts of a module that cannot be replayed or compared are reported, and nothing is kept afterwards."""
 
 from __future__ import annotations
 

@@ -83,9 +83,9 @@ def test_the_reason_is_logged_once(session: Session, caplog: pytest.LogCaptureFi
     assert caplog.messages == ["torchscout: off: the environment variable TORCHSCOUT switches torchscout off"]
 
 
-@pytest.mark.parametrize("said", ["0", "Off", "false", "no"])
-def test_values_that_switch_torchscout_off(monkeypatch: pytest.MonkeyPatch, said: str):
-    monkeypatch.setenv("TORCHSCOUT", said)
+@pytest.mark.parametrize("value", ["0", "Off", "false", "no"])
+def test_values_that_switch_torchscout_off(monkeypatch: pytest.MonkeyPatch, value: str):
+    monkeypatch.setenv("TORCHSCOUT", value)
     assert isinstance(torchscout.enable_resiliency(None), Off)
 
 

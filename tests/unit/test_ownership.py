@@ -1,4 +1,4 @@
-"""What replicas hold copies of, told from what each rank keeps for itself."""
+"""Distinguishing state that replicas share from state that each rank owns."""
 
 from __future__ import annotations
 

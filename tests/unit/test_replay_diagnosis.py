@@ -311,12 +311,12 @@ def test_slow_in_one_layer_of_the_round_is_slow():
 
 def turns(scout, slow_layers, rounds, times=SLOW):
     """One layer of three after the other; the rounds in which somebody was named."""
-    said = []
+    reported = []
     for step in range(rounds):
         layer = f"layer.{step % 3}"
         values = times if layer in slow_layers else CLEAN
-        said += [(step, each.ranks) for each in scout.observe([timed(values, layer=layer, step=step)])]
-    return said
+        reported += [(step, each.ranks) for each in scout.observe([timed(values, layer=layer, step=step)])]
+    return reported
 
 
 def test_slow_in_one_layer_of_many_is_slow_whenever_its_turn_comes():

@@ -30,7 +30,7 @@ def test_healthy_ranks_agree_and_make_the_calls_in_their_order():
     outcomes = checked(ranks)
     assert [statuses(each.records) for each in outcomes] == [{"a/input": "agree", "a/output": "agree"}] * 3
     assert [each.repeats for each in outcomes] == [[]] * 3
-    assert [rank.recipes[0].said() for rank in ranks] == [ORDER] * 3
+    assert [rank.recipes[0].call_names() for rank in ranks] == [ORDER] * 3
 
 
 def test_every_description_comes_to_every_peer_in_peer_order():
@@ -79,9 +79,9 @@ def test_a_replay_that_one_rank_is_not_ready_for_runs_nowhere(call: str):
         rule = "" if call == "prepare" else "cannot be replayed: "
         assert record.reason == f"{rule}rank 1: there is no room"
         assert outcome.repeats == []
-    said = [rank.recipes[0].said() for rank in ranks]
-    assert not any("align" in each or "observe" in each for each in said)
-    released = [each.count("release") for each in said]
+    call_names = [rank.recipes[0].call_names() for rank in ranks]
+    assert not any("align" in each or "observe" in each for each in call_names)
+    released = [each.count("release") for each in call_names]
     assert released == ([1, 0, 1] if call == "begin" else [1, 1, 1])
 
 
@@ -102,7 +102,7 @@ def test_a_rank_of_another_peer_group_that_is_not_ready_stops_this_one_too():
     ranks = job(fails(3, "prepare"), (0, 2), (1, 3))
     for outcome in checked(ranks):
         assert outcome.records[0].reason == "rank 3: there is no room"
-    assert not any("align" in rank.recipes[0].said() for rank in ranks)
+    assert not any("align" in rank.recipes[0].call_names() for rank in ranks)
 
 
 def test_work_that_cannot_be_done_leaves_other_work_alone():
@@ -134,7 +134,7 @@ def test_a_rank_that_fails_in_its_computation_is_no_evidence_and_the_others_stil
         own = "" if rank != 1 else ": a lost kernel"
         kind = "" if rank != 1 or isinstance(error, ReplayError) else ": ZeroDivisionError"
         assert failed.reason == f"replay failed on rank 1{kind}{own}"
-    assert [rank.recipes[0].said() for rank in ranks] == [ORDER] * 4
+    assert [rank.recipes[0].call_names() for rank in ranks] == [ORDER] * 4
 
 
 def wrong_output(rank: int, only: float | None = None) -> Act:
@@ -152,18 +152,18 @@ def test_a_disagreement_is_replayed_on_every_rank_until_chance_is_excluded():
         assert repeated.kind is Repeatability.PERSISTENT
         assert 30 < repeated.replays < MAX_REPLAYS
         assert len(repeated.again) == 1, "what repeats is kept once"
-    (replays,) = {rank.recipes[0].said().count("observe") for rank in ranks}
+    (replays,) = {rank.recipes[0].call_names().count("observe") for rank in ranks}
     assert replays == repeated.replays
-    assert [rank.recipes[0].said().count("align") for rank in ranks] == [1, 1, 1]
+    assert [rank.recipes[0].call_names().count("align") for rank in ranks] == [1, 1, 1]
 
 
 def test_a_rank_that_was_named_is_not_replayed_so_often_again():
     ranks = job(wrong_output(2))
     checked(ranks)
-    before = ranks[0].recipes[0].said().count("observe")
+    before = ranks[0].recipes[0].call_names().count("observe")
     for outcome in on_threads([rank.peers for rank in ranks], lambda peers: ranks[peers.rank].step(2)):
         assert named(outcome.records) == {("b/output", "forward"): (2,)}
-    assert ranks[0].recipes[0].said().count("observe") == before + 2
+    assert ranks[0].recipes[0].call_names().count("observe") == before + 2
 
 
 def test_what_differs_once_names_nobody_and_is_remembered():
@@ -175,7 +175,7 @@ def test_what_differs_once_names_nobody_and_is_remembered():
         reason = outcome.records[1].reason
         assert reason.startswith("undecided: rank 2 differed once in 64 replays")
         assert outcome.repeats[0].kind is Repeatability.UNDECIDED
-    assert [rank.recipes[0].said().count("observe") for rank in ranks] == [MAX_REPLAYS] * 3
+    assert [rank.recipes[0].call_names().count("observe") for rank in ranks] == [MAX_REPLAYS] * 3
 
 
 def test_what_does_not_repeat_is_left_out_from_then_on():
@@ -205,7 +205,7 @@ def test_what_does_not_repeat_is_left_out_from_then_on():
 def test_a_disagreement_among_other_peers_calls_for_further_replays_here_too():
     ranks = job(wrong_output(4), (0, 2, 4), (1, 3, 5))
     outcomes = checked(ranks)
-    (replays,) = {rank.recipes[0].said().count("observe") for rank in ranks}
+    (replays,) = {rank.recipes[0].call_names().count("observe") for rank in ranks}
     assert replays == outcomes[0].repeats[0].replays
     assert named(outcomes[0].records) == {("a/output", "forward"): (4,)}
     assert named(outcomes[1].records) == {}
@@ -372,7 +372,7 @@ def test_what_looks_slow_is_timed_again_and_the_shortest_time_counts():
         recipe = rank.recipes[0]
 
         def timed(recipe: Planned = recipe, rank: int = rank.rank) -> float:
-            is_first = recipe.said().count("observe") == 1
+            is_first = recipe.call_names().count("observe") == 1
             return 9.0 if rank == 2 or (rank == 1 and is_first) else 1.0
 
         recipe.milliseconds = timed
@@ -381,7 +381,7 @@ def test_what_looks_slow_is_timed_again_and_the_shortest_time_counts():
     found = on_threads([rank.peers for rank in ranks], lambda peers: ranks[peers.rank].step(2))
     assert [each.times["time/module"] for findings in found for each in findings.measured] == [1.0, 1.0, 9.0]
     for rank in ranks:
-        assert rank.recipes[0].said().count("observe") == 1 + 1 + 4, "the first check is cold"
+        assert rank.recipes[0].call_names().count("observe") == 1 + 1 + 4, "the first check is cold"
 
 
 def test_a_check_can_be_abandoned():
@@ -389,7 +389,7 @@ def test_a_check_can_be_abandoned():
     rank.replayer.begin(1)
     rank.replayer.abandon()
     assert not rank.replayer.is_due
-    assert rank.recipes[0].said() == ["begin", "release"]
+    assert rank.recipes[0].call_names() == ["begin", "release"]
 
 
 def test_a_missing_peer_ends_the_check_and_releases_everything():
@@ -397,7 +397,7 @@ def test_a_missing_peer_ends_the_check_and_releases_everything():
     rank = Rank(every[0], [Planned(0)])
     with pytest.raises(ChannelError):
         rank.step()
-    assert rank.recipes[0].said()[-1] == "release"
+    assert rank.recipes[0].call_names()[-1] == "release"
     assert not rank.replayer.is_due
     assert rank.rotation.rounds == 1, "the next check has another source, as on every rank"
 
@@ -406,7 +406,7 @@ def test_a_channel_that_breaks_in_a_replay_is_not_taken_for_a_failure_of_the_rep
     (rank,) = job(fails(0, "observe", ChannelError("the network is gone")), (0,))
     with pytest.raises(ChannelError, match="the network is gone"):
         rank.step()
-    assert rank.recipes[0].said()[-1] == "release"
+    assert rank.recipes[0].call_names()[-1] == "release"
 
 
 def test_an_update_inside_the_backward_pass_is_not_checked():
@@ -424,7 +424,7 @@ def test_an_update_inside_the_backward_pass_is_not_checked():
     for outcome in on_threads([rank.peers for rank in ranks], body):
         (record,) = outcome.records
         assert record.reason == "rank 0: the optimizer steps inside the backward pass"
-    assert all(rank.recipes[0].said() == ["begin", "describe", "release"] for rank in ranks)
+    assert all(rank.recipes[0].call_names() == ["begin", "describe", "release"] for rank in ranks)
 
 
 class Alone:

@@ -51,7 +51,7 @@ def test_an_incident_is_resolved_when_all_named_ranks_move():
     reported.enter(replace(LATE, ranks=(1, 2)))
     assert reported.moved(0, 99.0) is None
     assert reported.moved(2, 7.5) is None
-    assert reported.moved(2, 99.0) is None  # told before
+    assert reported.moved(2, 99.0) is None  # reported before
     assert reported.moved(1, 7.0) == Resolved(
         step=3, ranks=(1, 2), sentence=LATE.sentence, stalled_seconds=7.5
     )

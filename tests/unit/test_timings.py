@@ -52,16 +52,16 @@ def test_own_work_is_compared_among_peers_only():
 
 def test_a_rank_without_times_is_left_out_and_not_called_slow():
     mesh = Mesh.grid(replica=4)
-    said = received_timings(mesh, *map(module, [1.0, 1.0, 1.0, 1.0]))
-    said[2] = []
-    (record,) = Timings(1, mesh, said).computation()
+    timings = received_timings(mesh, *map(module, [1.0, 1.0, 1.0, 1.0]))
+    timings[2] = []
+    (record,) = Timings(1, mesh, timings).computation()
     assert (record.peers, record.status) == ((0, 1, 3), "agree")
 
 
 def test_a_single_remaining_rank_is_not_compared():
     mesh = Mesh.grid(replica=2)
-    said = received_timings(mesh, *map(module, [1.0, 1.0]))
-    assert Timings(1, mesh, [said[0], []]).computation() == []
+    timings = received_timings(mesh, *map(module, [1.0, 1.0]))
+    assert Timings(1, mesh, [timings[0], []]).computation() == []
 
 
 def test_work_of_another_size_is_not_compared():
@@ -88,13 +88,13 @@ def test_a_collective_took_what_its_last_member_saw_each_time():
     }
 
 
-@pytest.mark.parametrize("partial", [[], [[1.0]]], ids=["told nothing", "told less"])
+@pytest.mark.parametrize("partial", [[], [[1.0]]], ids=["no times", "fewer times"])
 def test_a_group_of_which_a_member_is_missing_is_not_measured(partial: list[list[float]]):
-    said = received_timings(GRID, *pairs(*[(1.0, 1.0)] * 6))
-    said[3] = said[3] if partial else []
-    for each in said[3]:
+    timings = received_timings(GRID, *pairs(*[(1.0, 1.0)] * 6))
+    timings[3] = timings[3] if partial else []
+    for each in timings[3]:
         each["laps"][0][-1] = partial[0]
-    times, records = Timings(1, GRID, said).communication()
+    times, records = Timings(1, GRID, timings).communication()
     assert {each.ranks for each in times} == {(0, 1), (4, 5)}
     assert {each.peers for each in records} == {(0, 4), (1, 5)}
 
@@ -106,11 +106,11 @@ def test_a_stage_has_a_group_with_each_neighbour_and_its_own_time_is_the_slower(
     def sent(one: int, other: int, milliseconds: float) -> Lap:
         return Lap("time/send@", (one, other), 16, (milliseconds,))
 
-    said = [
+    timings = [
         module(1.0, *(sent(*ends, 9.0 if ends == (0, 2) else 2.0) for ends in links if rank in ends))
         for rank, links in enumerate([[(0, 1), (1, 2), (0, 2)]] * 3 + [[(3, 4), (4, 5), (3, 5)]] * 3)
     ]
-    times, records = Timings(1, mesh, received_timings(mesh, *said)).communication()
+    times, records = Timings(1, mesh, received_timings(mesh, *timings)).communication()
     assert {(each.ranks, each.axis, each.milliseconds) for each in times} == {
         *(((one, other), "pipeline", 2.0) for one, other in ((0, 1), (1, 2), (3, 4), (4, 5), (3, 5))),
         ((0, 2), "pipeline", 9.0),
@@ -268,7 +268,7 @@ def test_a_pair_is_compared_by_the_ratio_that_was_asked_for(ratio: float, found:
 @pytest.mark.parametrize(("kappa", "status"), [(2.0, Status.ATTRIBUTED), (5.0, Status.AGREE)])
 def test_peers_are_compared_by_the_kappa_that_was_asked_for(kappa: float, status: Status):
     mesh = Mesh.grid(replica=5)
-    said = received_timings(mesh, *map(module, (100.0, 101.0, 102.0, 103.0, 107.0)))
-    (record,) = Timings(1, mesh, said, StragglerConfig(kappa=kappa)).computation()
+    timings = received_timings(mesh, *map(module, (100.0, 101.0, 102.0, 103.0, 107.0)))
+    (record,) = Timings(1, mesh, timings, StragglerConfig(kappa=kappa)).computation()
     assert record.verdict is not None
     assert record.verdict.status is status

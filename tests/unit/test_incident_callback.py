@@ -32,7 +32,7 @@ def test_incidents_of_checks_and_observers_are_passed_on_once(tmp_path: Path):
     news = IncidentCallback(1, received.append, raise_it, tmp_path / "news")
     news.add([INCIDENT])
     found(tmp_path / "news", RESOLVED, NAMES_RANK_0)
-    until(lambda: len(received) == 2, "both are told")
+    until(lambda: len(received) == 2, "both incidents are received")
     found(tmp_path / "news", INCIDENT)
     news.close()
     assert received == [INCIDENT, NAMES_RANK_0, INCIDENT]
