@@ -1,4 +1,4 @@
-"""What each client goes through, and whether what was found is right.
+"""The rows of the table: what happens to a client, and whether the findings are right.
 
 Each row runs the client in new processes, under a time limit, and compares with the same client without
 torchscout.
@@ -44,7 +44,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Training:
-    """What all ranks of one training have seen, or how it failed."""
+    """The results of all ranks of one training, or its error."""
 
     reports: list[Report]
     failure: str = ""
@@ -55,7 +55,7 @@ class Training:
 
 
 def answering(rank: int, questions: Iterator[tuple[str, Trial]]) -> Iterator[Report]:
-    """Train a client as it was asked for."""
+    """Train a client for each question."""
     for name, trial in questions:
         job = Job(rank, trial)
         CLIENTS[name].train(job)
@@ -178,7 +178,7 @@ def resumed(name: str, folder: Path, _: int) -> Result:
 
 
 def _went_on(name: str, trained: Training, steps: int) -> Result:
-    """Whether a restarted client has gone on as it would have without the restart."""
+    """Check that a restarted client trains as it would have without the restart."""
     if trained.failure:
         return Result(False, f"**{_brief(trained.failure)}**", details=trained.failure)
     report = trained.reports[0]
@@ -206,12 +206,12 @@ def _train(name: str, trial: Trial, *, ranks: int | None = None) -> Training:
 
 @cache
 def _plain(name: str, steps: int, ranks: int) -> Training:
-    """The same training without torchscout."""
+    """Return the same training without torchscout."""
     return _train(name, Trial(steps=steps), ranks=ranks)
 
 
 def _problem(name: str, trained: Training, steps: int, first: int = 1) -> Result | None:
-    """A training that failed, or that is not bit for bit the one without torchscout."""
+    """Return the failure of a training, or how it differs from the one without torchscout."""
     if trained.failure:
         return Result(False, f"**{_brief(trained.failure)}**", details=trained.failure)
     plain = _plain(name, max(steps, 60), len(trained.reports))
@@ -231,14 +231,14 @@ def _accused(trained: Training) -> Result | None:
 
 
 def _accusation(found: list[Incident]) -> Result:
-    """Incidents of a healthy job."""
+    """Fail for incidents of a healthy job."""
     first = found[0]
     words = f"**{first.manifestation.value} reported though healthy: {_ranks(first)}, step {first.step}**"
     return Result(False, words, details=_sentences(found))
 
 
 def _named(found: list[Incident], manifestation: Manifestation) -> Result:
-    """Exactly the faulty rank, and nothing else."""
+    """Check that exactly the faulty rank is named."""
     right = [each for each in found if each.manifestation is manifestation and each.ranks == (FAULTY,)]
     if found and len(right) == len(found):
         return Result(True, f"{_ranks(found[0])} at step {found[0].step}")
@@ -247,7 +247,7 @@ def _named(found: list[Incident], manifestation: Manifestation) -> Result:
 
 
 def _covered(reports: list[Report]) -> str:
-    """What certification goes over, by the status of the rank with the smallest share."""
+    """Return what certification covers, by the status of the rank with the smallest share."""
     each_one = [report.status["replay"].get("covered") for report in reports]
     if not all(each_one):
         return "coverage unknown"

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.context_jobs import WAYS, Trial, train
 from tests.support.ranks import run_ranks
+from tests.support.replay_results import Result
 from tests.support.replayed_job import REPLAY, WIDTH
-from tests.support.tensor_jobs import Result
 from torchscout.faults.plan import FaultPlan
 
 PARTS = ("tokens", "stack.0", "stack.1", "head")

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
-from tests.support.tensor_jobs import local_of
+from tests.support.replay_results import local_of
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import listen
 from torchscout.faults.effects import CHANGES

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.support.sharded_jobs import HAS_RESET, SHARDINGS, Failing, Sharded, as_before_reset, train
+from tests.support.replay_results import Result
+from tests.support.sharded_jobs import HAS_RESET, SHARDINGS, Failing, as_before_reset, train
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 from torchscout.replay import fsdp_state
@@ -28,7 +29,7 @@ def as_expected(faults: FaultPlan, mesh: Mesh) -> tuple[str, tuple[int, ...], st
 
 def with_and_without(
     rank: int, shape: tuple[int, ...], sharding: str, has_reset: bool, run_dir: Path
-) -> tuple[bool, Sharded]:
+) -> tuple[bool, Result]:
     if not has_reset:
         as_before_reset()
     alone = train(rank, shape, sharding, None)
@@ -176,7 +177,7 @@ FAILURES = tuple(
 )
 
 
-def failing(rank: int, sharding: str, has_reset: bool, run_dir: Path) -> list[tuple[bool, Sharded]]:
+def failing(rank: int, sharding: str, has_reset: bool, run_dir: Path) -> list[tuple[bool, Result]]:
     """For each failure whether training was the same, and what was found."""
     if not has_reset:
         as_before_reset()
@@ -211,7 +212,7 @@ def test_a_replayed_pass_that_fails_under_fsdp_harms_nobody(sharding: str, has_r
             assert {each.status for each in found.records if each.surface == "stack.1/output"} == {"agree"}
 
 
-def unknown_fsdp(rank: int, run_dir: Path) -> tuple[bool, Sharded]:
+def unknown_fsdp(rank: int, run_dir: Path) -> tuple[bool, Result]:
     as_before_reset()
     alone = train(rank, (3,), "plain", None, steps=3)
     fsdp_state._OF_GROUP += ("_of_another_release",)

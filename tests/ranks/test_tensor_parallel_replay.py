@@ -9,8 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import run_ranks
+from tests.support.replay_results import Result
 from tests.support.replayed_job import REPLAY
-from tests.support.tensor_jobs import Result, Trial, train
+from tests.support.tensor_jobs import Trial, train
 from torchscout.faults.plan import FaultPlan
 
 PARTS = ("tokens", "stack.0", "stack.1", "head")

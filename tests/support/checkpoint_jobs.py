@@ -30,10 +30,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.pipeline_stages import SCHEDULES, Layout, stages_of
+from tests.support.replay_results import local_of
 from tests.support.replayed_job import Net, batch
 from tests.support.small_job import until
 from tests.support.tensor_jobs import distributed as split_tokens
-from tests.support.tensor_jobs import local_of
 from tests.support.tensor_jobs import plain as split
 from torchscout.attach import enable_resiliency
 from torchscout.checkpoint.generation import TrustLevel

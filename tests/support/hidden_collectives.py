@@ -25,7 +25,7 @@ __all__ = ["HIDING", "Seen", "hiding_training"]
 
 
 def reduce(x: torch.Tensor) -> None:
-    """A sum over all ranks, of a copy: training's numbers do not depend on it."""
+    """Sum a copy over all ranks, so that training's numbers do not depend on it."""
     dist.all_reduce(x.detach().clone().sum())
 
 
@@ -36,7 +36,7 @@ class InForward(Block):
 
 
 class OnEvenCalls(Block):
-    """Ranks agree on when to communicate as long as training alone calls it."""
+    """Communicates in every other call: ranks agree on when as long as only training calls it."""
 
     calls = 0
 
@@ -72,7 +72,7 @@ class InNewThread(Block):
 
 
 class InThreadPool(Block):
-    """Its thread is older than any replay."""
+    """Communicates from a thread that is older than any replay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class EveryOtherMuon(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class Hiding:
-    """Where collectives hide."""
+    """A place where collectives hide."""
 
     block: Callable[[], nn.Module] = Block
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
@@ -165,7 +165,7 @@ HIDING = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one rank has seen."""
+    """The result of one rank."""
 
     incidents: list[Incident]
     failures: list[str]

@@ -23,7 +23,7 @@ from torchscout.decision.record import Incident
 
 
 def train(rank: int, run_dir: Path, stalls: str) -> None:
-    """``stalls`` is a rank that does until it is found; with "nobody" the job goes on for ever."""
+    """Train; rank ``stalls`` stalls until it is found; with "nobody" the job never ends."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank)
     # Long enough for an incident, short enough for a test: who waits for a lost machine gives up then.
