@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.support.incidents import incident_from
 from torchscout.config import ObserverConfig
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Resolved, Scope
+from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved
 from torchscout.observer.hub import Hub
 from torchscout.observer.protocol import LIMIT, MISTAKES, Client, Message, RankReport, connect
 from torchscout.observer.reported_incidents import Finding
@@ -30,16 +31,7 @@ def incident(*ranks: int) -> Incident:
     record = EvidenceRecord(
         step=3, surface="issued/world", manifestation=Manifestation.HANG, peers=(0, 1), verdict=exact([5, 4])
     )
-    return Incident(
-        manifestation=Manifestation.HANG,
-        scope=Scope.RANK,
-        step=3,
-        ranks=ranks,
-        hosts=(),
-        records=(record,),
-        action=Action.RESTART,
-        sentence=f"ranks {ranks} are late",
-    )
+    return incident_from(record, ranks, sentence=f"ranks {ranks} are late")
 
 
 def report(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.incidents import incident_from
 from torchscout.campaign.grading import Flaw, Grade, grade, unfired
 from torchscout.decision.consensus import exact
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
@@ -24,16 +25,7 @@ def incident(
     record = EvidenceRecord(
         step=2, surface=surface, manifestation=manifestation, peers=(8, 9, 10), verdict=exact([1, 2, 1])
     )
-    return Incident(
-        manifestation=manifestation,
-        scope=scope,
-        step=2,
-        ranks=ranks,
-        hosts=(),
-        records=(record,),
-        action=Action.REPLACE,
-        sentence="a sentence",
-    )
+    return incident_from(record, ranks, scope=scope, action=Action.REPLACE)
 
 
 def test_a_cell_passes_when_exactly_what_is_wrong_was_reported():

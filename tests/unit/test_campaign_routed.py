@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.incidents import incident_from
 from torchscout.campaign.cell import Cell
 from torchscout.campaign.grading import Flaw, Grade
 from torchscout.campaign.moe import MoeRankResult, in_its_turn
 from torchscout.campaign.paper_cells import Turns
 from torchscout.decision.consensus import exact
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation
 from torchscout.faults.plan import FaultPlan
 
 TURNS = Turns((128, 512), 2)
@@ -29,16 +30,7 @@ def found(step: int, layer: str) -> Incident:
         verdict=exact([1, 1, 2]),
         layer=layer,
     )
-    return Incident(
-        manifestation=Manifestation.SDC,
-        scope=Scope.RANK,
-        step=step,
-        ranks=(15,),
-        hosts=(),
-        records=(record,),
-        action=Action.REPLACE,
-        sentence="a sentence",
-    )
+    return incident_from(record, (15,), action=Action.REPLACE)
 
 
 def test_a_fault_that_is_found_when_its_shape_is_due_passes():

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.incidents import incident_from
 from torchscout.checkpoint.certification import CheckVote, events_of, outcome_of
 from torchscout.checkpoint.gate import CheckpointGate, transition
 from torchscout.checkpoint.gate_state import Checked, Lost, Outcome, Sealed, WriteFailed, Written
 from torchscout.checkpoint.generation import Generation
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import NONDETERMINISTIC, UNDECIDED
 from torchscout.decision.sdc import FAILED
 from torchscout.errors import CheckpointError
@@ -42,16 +43,7 @@ def slow() -> Incident:
         peers=(0, 1, 2),
         verdict=statistical([1.0, 1.0, 9.0]),
     )
-    return Incident(
-        manifestation=Manifestation.STRAGGLER,
-        scope=Scope.RANK,
-        step=1,
-        ranks=(2,),
-        hosts=(),
-        records=(record,),
-        action=Action.INSPECT,
-        sentence="Rank 2 is slow.",
-    )
+    return incident_from(record, (2,), action=Action.INSPECT, sentence="Rank 2 is slow.")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from tests.support.incidents import incident_from
 from torchscout.decision.consensus import exact
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.faults.ground_truth import GroundTruth
@@ -197,16 +198,7 @@ def incident(manifestation: Manifestation, ranks: tuple[int, ...], scope: Scope,
     record = EvidenceRecord(
         step=7, surface=surface, manifestation=manifestation, peers=(0, 1, 2), verdict=exact([1, 1, 2])
     )
-    return Incident(
-        manifestation=manifestation,
-        scope=scope,
-        step=7,
-        ranks=ranks,
-        hosts=(),
-        records=(record,),
-        action=Action.INSPECT,
-        sentence="",
-    )
+    return incident_from(record, ranks, scope=scope, action=Action.INSPECT, sentence="")
 
 
 def test_a_truth_matches_the_incidents_that_report_it():

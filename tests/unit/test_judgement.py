@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from tests.support.incidents import incident_from
 from torchscout.decision.consensus import Status
 from torchscout.decision.record import (
     Action,
     EvidenceRecord,
     Incident,
-    Manifestation,
     Scope,
 )
 from torchscout.decision.sdc import OpenIncidents
@@ -121,16 +121,7 @@ def test_how_deep_a_difference_lies_says_what_else_is_in_doubt():
 
 
 def incident(records: dict[str, EvidenceRecord], surface: str) -> Incident:
-    return Incident(
-        manifestation=Manifestation.SDC,
-        scope=Scope.RANK,
-        step=7,
-        ranks=records[surface].ranks,
-        hosts=(),
-        records=(records[surface],),
-        action=Action.REPLACE,
-        sentence="",
-    )
+    return incident_from(records[surface], records[surface].ranks, action=Action.REPLACE, sentence="")
 
 
 def test_an_incident_is_new_once_until_it_has_ended():
