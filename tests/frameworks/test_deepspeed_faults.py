@@ -88,11 +88,11 @@ MORE_SPOILED = {
 def test_a_wrong_number_names_those_who_have_it(
     four: LiveRanks, plan: Plan, ranks: tuple[int, ...], surface: str, tmp_path: Path
 ):
-    told = four.ask(replace(plan, steps=2, run_dir=tmp_path), 120)
-    assert sum(each.fired for each in told) > 0
-    (incident,) = told[0].incidents
+    results = four.ask(replace(plan, steps=2, run_dir=tmp_path), 120)
+    assert sum(each.fired for each in results) > 0
+    (incident,) = results[0].incidents
     scope = "rank" if len(ranks) == 1 else "peer_group"
-    assert told[0].named == [("sdc", scope, ranks, 2)], incident.sentence
+    assert results[0].named == [("sdc", scope, ranks, 2)], incident.sentence
     assert surface in {each.surface for each in incident.records}
 
 

@@ -74,8 +74,8 @@ def test_a_slow_link_names_its_process_group(
         faults=slow(link.ranks, link.at, link.axis),
         machine=1,
     )
-    told = live.ask((trial, tmp_path), 240)
-    is_named(ALL if len(link.ranks) == 3 else link.ranks, link.axis, told)
+    results = live.ask((trial, tmp_path), 240)
+    is_named(ALL if len(link.ranks) == 3 else link.ranks, link.axis, results)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.storage.shards import inspect
@@ -28,7 +28,7 @@ class Left:
     """What a job has left."""
 
     plan: Plan
-    alone: list[Told]
+    alone: list[Result]
     """The same job without SCOUT."""
 
     @property
@@ -45,7 +45,7 @@ class Left:
     def copies(self, rank: int, step: int) -> list[Path]:
         return copies([self.memory, self.disk], rank, step)
 
-    def again(self, ranks: int = 2, **changes: object) -> list[Told]:
+    def again(self, ranks: int = 2, **changes: object) -> list[Result]:
         plan = replace(self.plan, steps=MORE, run_dir=self.plan.run_dir.with_name("again"), **changes)
         return run_ranks(train, ranks, plan, timeout=60)
 
@@ -71,14 +71,14 @@ class Left:
 
     def went_on(self, step: int, sources: tuple[str, ...]) -> list[str]:
         """The job goes on from this step, with every rank's state from there; what was said meanwhile."""
-        told = self.again()
-        for mine, theirs, source in zip(told, self.alone, sources, strict=True):
+        results = self.again()
+        for mine, theirs, source in zip(results, self.alone, sources, strict=True):
             assert mine.resumed is not None
             assert (mine.resumed.step, mine.resumed.role) == (step, TrustLevel.VERIFIED), mine.resumed
             assert mine.resumed.source == f"its own {source}"
             assert mine.bits == {each: theirs.bits[each] for each in range(step + 1, MORE + 1)}
             assert mine.failures == []
-        return [problem for mine in told for problem in mine.status["problems"]]
+        return [problem for mine in results for problem in mine.status["problems"]]
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +210,8 @@ def test_a_rank_that_knows_only_of_an_earlier_lineage_has_no_say(left: Left):
         path.unlink(missing_ok=True)
         path.write_bytes(old)
     plan = replace(left.plan, steps=MORE + 1, run_dir=left.plan.run_dir.with_name("back"))
-    told = run_ranks(train, 2, plan, timeout=60)
-    assert [each.resumed and each.resumed.step for each in told] == [MORE, MORE]
+    results = run_ranks(train, 2, plan, timeout=60)
+    assert [each.resumed and each.resumed.step for each in results] == [MORE, MORE]
 
 
 @pytest.mark.parametrize("how", ["a bit of a tensor", "it is deleted"])
@@ -236,8 +236,8 @@ def test_another_mesh_is_told(left: Left):
 
 def test_a_job_that_does_not_resume_does_not_touch_what_is_there(left: Left):
     before = {path: path.read_bytes() for path in left.disk.rglob("*.shard")}
-    told = left.again(resumes=False)
-    for each in told:
+    results = left.again(resumes=False)
+    for each in results:
         assert any("Call session.resume() before training" in failure for failure in each.failures)
     assert {path: path.read_bytes() for path in left.disk.rglob("*.shard")} == before
     left.went_on(STEPS, ("memory", "memory"))
@@ -251,11 +251,11 @@ def test_any_bit_of_any_copy_is_noticed(left: Left, seed: int):
         for path in left.copies(rank, STEPS):
             spoil([path], FlipFileBit(chance.random(), chance.randrange(8)))
     # If different tensors of the two ranks are damaged, each repairs the other's, and step 9 is whole again.
-    told = left.again()
-    step = told[0].resumed.step if told[0].resumed else None
-    problems = [problem for each in told for problem in each.status["problems"]]
+    results = left.again()
+    step = results[0].resumed.step if results[0].resumed else None
+    problems = [problem for each in results for problem in each.status["problems"]]
     repaired = any(f"state at step {STEPS} was replaced with identical bytes" in each for each in problems)
     assert step == (STEPS if repaired else STEPS - 1)
-    for mine, theirs in zip(told, left.alone, strict=True):
+    for mine, theirs in zip(results, left.alone, strict=True):
         assert mine.bits == {each: theirs.bits[each] for each in range(step + 1, MORE + 1)}
         assert mine.failures == []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Doom, Plan, Told, doomed, reached, train
+from tests.support.checkpoint_jobs import Doom, Plan, Result, doomed, reached, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint import ledger
 
@@ -62,7 +62,7 @@ def reboot(plan: Plan) -> None:
     shutil.rmtree(plan.memory)
 
 
-def went_on(plan: Plan, step: int, source: str | None, more: int = 2) -> list[Told]:
+def went_on(plan: Plan, step: int, source: str | None, more: int = 2) -> list[Result]:
     """The job, started again, begins with this step, and ends as if it had never been interrupted."""
     again = replace(
         plan,

@@ -82,8 +82,8 @@ def test_a_generation_is_given_up_only_when_the_next_is_sealed_on_every_rank(tmp
     expected = newest_complete(folders(plan), RANKS)
     assert expected >= 6
     again = replace(plan, steps=9, run_dir=tmp_path / "again")
-    told = run_ranks(train, RANKS, again, timeout=60)
-    assert [each.resumed and each.resumed.step for each in told] == [expected, expected]
+    results = run_ranks(train, RANKS, again, timeout=60)
+    assert [each.resumed and each.resumed.step for each in results] == [expected, expected]
 
 
 SHORT, LONG = 6, 30
@@ -115,8 +115,8 @@ def starts_again(plan: Plan, alone: dict[int, list[dict[int, str]]], doom: Doom)
     assert len(reached(life, 0)) > 0
     expected = newest_complete(folders(plan), RANKS)
     again = replace(plan, run_dir=plan.run_dir / "again")
-    told = run_ranks(train, RANKS, again, timeout=60)
-    for rank, each in enumerate(told):
+    results = run_ranks(train, RANKS, again, timeout=60)
+    for rank, each in enumerate(results):
         assert next(iter(reached(again, rank))) == expected, f"{doom}: {each.resumed}"
         assert each.bits == {
             step: bits for step, bits in alone[plan.steps][rank].items() if step > expected

@@ -92,10 +92,10 @@ def only_child(pid: int) -> int:
 def test_a_second_job_is_refused_and_told_who_has_the_folder(tmp_path: Path, before: list[str]):
     with claimant(tmp_path, job="first", before=before) as (process, said):
         assert said == "held"
-        with claimant(tmp_path, job="second", before=before) as (_, told):
+        with claimant(tmp_path, job="second", before=before) as (_, outcome):
             owner = f"job 'first', pid {own_pid(process, before)} on {socket.gethostname()}, since 20"
-            assert told.startswith(f"refused: {tmp_path} is in use by {owner}")
-            assert ("has no locks; that process is alive" in told) == bool(before)
+            assert outcome.startswith(f"refused: {tmp_path} is in use by {owner}")
+            assert ("has no locks; that process is alive" in outcome) == bool(before)
 
 
 def test_a_second_job_of_the_same_name_is_refused(tmp_path: Path, before: list[str]):
@@ -111,16 +111,16 @@ def test_a_killed_owners_folder_is_free(tmp_path: Path, before: list[str]):
     with claimant(tmp_path, before=before) as (process, said):
         assert said == "held"
         end(process)
-        with claimant(tmp_path, job="next", before=before) as (_, told):
-            assert told == "held"
+        with claimant(tmp_path, job="next", before=before) as (_, outcome):
+            assert outcome == "held"
 
 
 def test_a_stopped_owner_is_alive(tmp_path: Path, before: list[str]):
     with claimant(tmp_path, before=before) as (process, said):
         assert said == "held"
         os.kill(own_pid(process, before), signal.SIGSTOP)
-        with claimant(tmp_path, before=before) as (_, told):
-            assert told.startswith("refused: ")
+        with claimant(tmp_path, before=before) as (_, outcome):
+            assert outcome.startswith("refused: ")
 
 
 def race(folder: Path, run: str = "", before: list[str] | None = None) -> list[str]:
@@ -145,9 +145,9 @@ def test_of_many_claimants_of_a_dead_owners_folder_exactly_one_wins(tmp_path: Pa
         with claimant(tmp_path, job="dead", before=before) as (process, said):
             assert said == "held", f"attempt {attempt}"
             end(process)
-        told = race(tmp_path, before=before)
-        assert told.count("held\n") == 1, told
-        assert sum(line.startswith("refused: ") for line in told) == 7
+        outcomes = race(tmp_path, before=before)
+        assert outcomes.count("held\n") == 1, outcomes
+        assert sum(line.startswith("refused: ") for line in outcomes) == 7
 
 
 def test_processes_of_one_run_hold_it_together_and_the_last_one_frees_it(tmp_path: Path):
@@ -162,8 +162,8 @@ def test_processes_of_one_run_hold_it_together_and_the_last_one_frees_it(tmp_pat
             with claimant(tmp_path, run="b") as (_, refused):
                 assert refused.startswith("refused: ")
         end(third)
-        with claimant(tmp_path, run="b") as (_, told):
-            assert told == "held"
+        with claimant(tmp_path, run="b") as (_, outcome):
+            assert outcome == "held"
 
 
 def test_many_processes_of_one_run_that_start_together_all_hold_it(tmp_path: Path):
@@ -184,8 +184,8 @@ def test_a_child_that_outlives_its_trainer_does_not_keep_the_folder(tmp_path: Pa
         while Path(f"/proc/{trainer}/exe").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(child, 0)
-        with claimant(tmp_path, before=before) as (_, told):
-            assert told == "held"
+        with claimant(tmp_path, before=before) as (_, outcome):
+            assert outcome == "held"
 
 
 def test_a_folder_given_back_is_free(tmp_path: Path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Plan, Told, reached, train
+from tests.support.checkpoint_jobs import Plan, Result, reached, train
 from tests.support.machines import Machine, machines, why_impossible
 from tests.support.ranks import run_ranks
 from tests.support.spread_checkpoints import spread
@@ -35,7 +35,7 @@ def went_on(
     plan = replace(plan, run_dir=folder)
     sources = []
     for rank, each in enumerate(spread(hosts, plan, folder / "life")):
-        assert isinstance(each, Told), each
+        assert isinstance(each, Result), each
         assert each.resumed is not None
         assert (each.resumed.step, each.resumed.role) == (8, TrustLevel.VERIFIED)
         assert reached(plan, rank)[8] == before[rank][8], "bitwise"

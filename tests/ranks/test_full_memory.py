@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.ranks.test_checkpoint_troubles import alone, planned, with_a_small_disk
-from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import run_ranks
 
 STEPS, TROUBLE = 16, 6
@@ -29,7 +29,7 @@ def test_full_shared_memory_costs_no_certified_checkpoint(tmp_path: Path):
     goes_on_from_the_end(replace(plan, memory=tmp_path / "new memory"), results)
 
 
-def goes_on_from_the_end(plan: Plan, results: list[Told]) -> None:
+def goes_on_from_the_end(plan: Plan, results: list[Result]) -> None:
     assert [each.bits for each in results] == alone(replace(plan, blocked_ledger=None, filled_memory=None))
     for each in results:
         assert each.failures == []

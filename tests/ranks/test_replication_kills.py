@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Plan, Told, reached
+from tests.support.checkpoint_jobs import Plan, Result, reached
 from tests.support.checkpoint_remains import History, newest_complete, whole
 from tests.support.machines import Machine, machines, why_impossible
 from tests.support.small_job import until
@@ -91,7 +91,7 @@ def test_a_machine_lost_in_the_middle_of_a_copy_takes_all_back_to_the_generation
         two.kill()
         again = replace(PLAN, run_dir=tmp_path / "again")
         for rank, each in enumerate(spread((one, three), again, tmp_path / "second")):
-            assert isinstance(each, Told), each
+            assert isinstance(each, Result), each
             assert each.resumed is not None
             assert each.resumed.step == 4, "not 6, which only one rank has"
             assert each.resumed.source == ("its own memory", "rank 0's memory")[rank]
@@ -114,7 +114,7 @@ def test_checks_that_outrun_copies_leave_something_to_go_back_to_without_a_machi
         assert expected > 0
         again = replace(PLAN, steps=expected + 2, run_dir=tmp_path / "again")
         for rank, each in enumerate(spread((one, three), again, tmp_path / "second")):
-            assert isinstance(each, Told), each
+            assert isinstance(each, Result), each
             assert each.resumed is not None
             assert each.resumed.step == expected
             assert reached(again, rank)[expected] == reached(doomed, rank)[expected], "bitwise"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.selection import SweepResult
@@ -38,7 +38,7 @@ def killed(tmp_path: Path) -> Plan:
     return plan
 
 
-def gone_on(plan: Plan) -> list[Told]:
+def gone_on(plan: Plan) -> list[Result]:
     results = run_ranks(train, RANKS, plan, timeout=120)
     assert all(each.unfired == 0 for each in results)
     return results

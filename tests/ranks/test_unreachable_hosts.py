@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import run_ranks
 
 _NEW_HOST_NAMES = 0x04000000  # CLONE_NEWUTS
@@ -18,7 +18,7 @@ _NEW_HOST_NAMES = 0x04000000  # CLONE_NEWUTS
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a process another host name")
 
 
-def train_as_unknown_host(rank: int, plan: Plan) -> Told:
+def train_as_unknown_host(rank: int, plan: Plan) -> Result:
     """A host name of its own, which nothing resolves."""
     assert ctypes.CDLL(None, use_errno=True).unshare(_NEW_HOST_NAMES) == 0, os.strerror(ctypes.get_errno())
     socket.sethostname(f"unknown-{rank}.invalid")

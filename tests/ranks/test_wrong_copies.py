@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import TrustLevel
 from torchscout.faults.plan import FaultPlan
@@ -34,7 +34,7 @@ def plan(tmp_path: Path) -> Plan:
     )
 
 
-def gone_on(plan: Plan) -> list[Told]:
+def gone_on(plan: Plan) -> list[Result]:
     return run_ranks(train, RANKS, replace(plan, steps=0, faults=FaultPlan()), timeout=120)
 
 

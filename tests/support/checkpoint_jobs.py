@@ -44,7 +44,7 @@ from torchscout.faults.storage import block_ledger, fill_file_system, lose_folde
 from torchscout.session.resumption import Resumption
 from torchscout.session.session import Session
 
-__all__ = ["KINDS", "Doom", "Plan", "Told", "doomed", "kill", "reached", "train"]
+__all__ = ["KINDS", "Doom", "Plan", "Result", "doomed", "kill", "reached", "train"]
 
 ACCUMULATED = 2
 """Batches of a step."""
@@ -120,7 +120,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Told:
+class Result:
     """What one rank has to tell."""
 
     bits: dict[int, str]
@@ -268,7 +268,7 @@ class Loader:
         self.position = state["position"]
 
 
-def train(rank: int, plan: Plan) -> Told:
+def train(rank: int, plan: Plan) -> Result:
     """Train to the end, from the last checkpoint if there is one."""
     warnings.filterwarnings("ignore", message=".*(view tensor|full backward hook|complete support).*")
     if plan.memory is not None:
@@ -317,13 +317,13 @@ def train(rank: int, plan: Plan) -> Told:
             _log(plan, rank, step, bits[step])
             roles[step] = _roles(session)
     if session is None:
-        return Told(bits, roles, None, {}, [], [], [], len(injector.unfired))
+        return Result(bits, roles, None, {}, [], [], [], len(injector.unfired))
     status, incidents, certified = session.status()["checkpoint"], session.incidents, session.certified_step
     session.close()
     found = [(each.manifestation.value, each.step) for each in incidents]
     named = [each.ranks for each in incidents]
     unfired = len(injector.unfired)
-    return Told(bits, roles, resumed, status, session.failures, found, named, unfired, certified)
+    return Result(bits, roles, resumed, status, session.failures, found, named, unfired, certified)
 
 
 def _register(session: Session | None, known: Mapping[str, Any]) -> None:

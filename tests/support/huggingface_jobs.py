@@ -71,7 +71,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Told(Findings):
+class Result(Findings):
     """What one rank has to tell."""
 
     bits: dict[int, str]
@@ -94,12 +94,12 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": drawn, "labels": drawn}
 
 
-def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Told]:
+def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Result]:
     for trial, run_dir in questions:
         yield train(rank, trial, run_dir)
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
+def train(rank: int, trial: Trial, run_dir: Path | None) -> Result:
     """Without SCOUT where there is no folder for what it finds."""
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -111,7 +111,7 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with Injector(trial.faults, rank, model, optimizer) as injector:
         result = (_trainer if trial.kind == "trainer" else _loop)(trial, run_dir, model, optimizer)
-    result = Told(**{**vars(result), "fired": len(injector.fired)})
+    result = Result(**{**vars(result), "fired": len(injector.fired)})
     if run_dir is not None and (path := run_dir / "records" / f"rank-{rank}.jsonl").exists():
         result.records.extend(line.item for line in read(path) if isinstance(line.item, EvidenceRecord))
     return result
@@ -131,7 +131,7 @@ def model_of(trial: Trial) -> Any:
     return model
 
 
-def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Told:
+def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Result:
     trainer = _Slowly(
         model,
         TrainingArguments(
@@ -166,7 +166,7 @@ def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.op
     trainer.add_callback(last)
     trainer.train(resume_from_checkpoint=trial.resumed)
     session = None if callback is None else callback.session
-    result = told_of(last.bits, session, last.first - 1)
+    result = result_of(last.bits, session, last.first - 1)
     result.status.update(last.status)  # of a session that was still open
     return result
 
@@ -206,7 +206,7 @@ class _Last(TrainerCallback):
             self.status.update(self.callback.session.status())
 
 
-def _loop(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Told:
+def _loop(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Result:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     model, wrapped, schedule = accelerator.prepare(model, optimizer, schedule)
@@ -230,7 +230,7 @@ def _loop(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim
                 schedule.step()
                 wrapped.zero_grad()
         bits[step] = bits_of(accelerator.unwrap_model(model), optimizer, schedule.get_last_lr())
-    return told_of(bits, session, done)
+    return result_of(bits, session, done)
 
 
 class Rows:
@@ -264,12 +264,12 @@ def attached(trial: Trial, run_dir: Path, model: Any, optimizer: Any) -> Session
     return enable_resiliency(model, optimizer, checkpoint=kept, **settings)
 
 
-def told_of(bits: dict[int, str], session: Session | None, resumed: int) -> Told:
+def result_of(bits: dict[int, str], session: Session | None, resumed: int) -> Result:
     if session is None:
-        return Told(bits)
+        return Result(bits)
     status = session.status()
     session.close()
-    return Told(
+    return Result(
         bits,
         incidents=session.incidents,
         failures=list(session.failures),

@@ -27,11 +27,11 @@ from torchscout.faults.injector import Injector
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.session.resumption import Resumption
 
-__all__ = ["Told", "Trial", "answering", "train"]
+__all__ = ["Result", "Trial", "answering", "train"]
 
 
 @dataclass(frozen=True)
-class Told(Findings):
+class Result(Findings):
     """What one rank has to tell."""
 
     bits: dict[int, str]
@@ -46,12 +46,12 @@ class Told(Findings):
     attach_seconds: float = 0.0
 
 
-def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Told]:
+def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Result]:
     for trial, run_dir in questions:
         yield train(rank, trial, run_dir)
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
+def train(rank: int, trial: Trial, run_dir: Path | None) -> Result:
     session, resumed = None, None
     bits: dict[int, str] = {}
     seconds, scales = 0.0, []
@@ -76,17 +76,19 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
                     _spoil(inner(job)[0])
                 bits[step] = state_of(job)
                 scales.append(float(job.optimizer.get_loss_scale()))
-        result = Told(bits, groups(), fired=len(injector.fired), attach_seconds=seconds, resumed=resumed)
+        result = Result(bits, groups(), fired=len(injector.fired), attach_seconds=seconds, resumed=resumed)
         result.scales.extend(scales)
         result.places.update(_places(job, rank))
-        return result if session is None or run_dir is None else _told(result, session, rank, run_dir)
+        return (
+            result if session is None or run_dir is None else _with_findings(result, session, rank, run_dir)
+        )
     finally:
         if session is not None:
             session.close()
         leave()
 
 
-def _told(result: Told, session: Any, rank: int, run_dir: Path) -> Told:
+def _with_findings(result: Result, session: Any, rank: int, run_dir: Path) -> Result:
     path = run_dir / "records" / f"rank-{rank}.jsonl"
     dist.barrier()  # whoever is to write an incident down has done so
     result.incidents.extend(session.incidents)

@@ -6,19 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.incidents import incident_from
 from torchscout.campaign.cell import Cell
 from torchscout.campaign.grading import Flaw, Grade
 from torchscout.campaign.moe import MoeRankResult, in_its_turn
 from torchscout.campaign.paper_cells import Turns
 from torchscout.decision.consensus import exact
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.faults.plan import FaultPlan
 
 TURNS = Turns((128, 512), 2)
 FAULTY = Cell("r", "n", "ep4", faults=FaultPlan().flip_bit(rank=15, at="layer.0/w", step=7, bit=3))
 CLEAN = Cell("r", "n", "ep4")
-RESULTS = [MoeRankResult([], [], 1, 0)] * 3
+TOLD = [MoeRankResult([], [], 1, 0)] * 3
 
 
 def found(step: int, layer: str) -> Incident:
@@ -30,14 +29,23 @@ def found(step: int, layer: str) -> Incident:
         verdict=exact([1, 1, 2]),
         layer=layer,
     )
-    return incident_from(record, (15,), action=Action.REPLACE)
+    return Incident(
+        manifestation=Manifestation.SDC,
+        scope=Scope.RANK,
+        step=step,
+        ranks=(15,),
+        hosts=(),
+        records=(record,),
+        action=Action.REPLACE,
+        sentence="told",
+    )
 
 
 def test_a_fault_that_is_found_when_its_shape_is_due_passes():
     assert TURNS.second(512) == 7
     right = found(7, "layer.0.mixture.experts x512")
-    assert in_its_turn(FAULTY, RESULTS, [right], TURNS) == Grade()
-    assert in_its_turn(CLEAN, [replace(each, cycles=2) for each in RESULTS], [], TURNS) == Grade()
+    assert in_its_turn(FAULTY, TOLD, [right], TURNS) == Grade()
+    assert in_its_turn(CLEAN, [replace(each, cycles=2) for each in TOLD], [], TURNS) == Grade()
 
 
 @pytest.mark.parametrize(
@@ -48,16 +56,16 @@ def test_a_fault_that_is_found_when_its_shape_is_due_passes():
         (7, "layer.1.mixture.experts x512"),
     ],
 )
-def test_a_fault_found_at_another_step_shape_or_layer_fails(step: int, layer: str):
-    given = in_its_turn(FAULTY, RESULTS, [found(step, layer)], TURNS)
-    message = f"found at {layer} after step {step}, not at layer.0.mixture.experts x512 after step 7"
-    assert given == Grade(Flaw.WRONG_NAME, message)
+def test_another_step_shape_or_layer_does_not(step: int, layer: str):
+    given = in_its_turn(FAULTY, TOLD, [found(step, layer)], TURNS)
+    told = f"found at {layer} after step {step}, not at layer.0.mixture.experts x512 after step 7"
+    assert given == Grade(Flaw.WRONG_NAME, told)
 
 
 @pytest.mark.parametrize(("cell", "cycles"), [(FAULTY, 0), (FAULTY, 2), (CLEAN, 1)])
-def test_a_cycle_that_is_missing_on_one_rank_fails_the_cell(cell: Cell, cycles: int):
-    results = [
-        *(replace(each, cycles=1 if cell.faults else 2) for each in RESULTS),
+def test_a_cycle_that_is_missing_on_one_rank_proves_nothing(cell: Cell, cycles: int):
+    told = [
+        *(replace(each, cycles=1 if cell.faults else 2) for each in TOLD),
         MoeRankResult([], [], cycles, 0),
     ]
-    assert in_its_turn(cell, results, [], TURNS).flaw is Flaw.BROKEN
+    assert in_its_turn(cell, told, [], TURNS).flaw is Flaw.BROKEN

@@ -24,7 +24,7 @@ def test_a_release_of_the_tested_series_is_known(distribution: str, version: str
     ("distribution", "version", "series"),
     [("deepspeed", "0.18.9", "0.19"), ("megatron-core", "0.160.1", "0.16"), ("transformers", "4.57", "5")],
 )
-def test_any_other_release_is_reported_in_one_sentence(distribution: str, version: str, series: str):
+def test_any_other_release_is_one_sentence(distribution: str, version: str, series: str):
     assert (
         unknown(distribution, version)
         == f"{distribution} {version} is not supported; torchscout supports {series}"
