@@ -1,4 +1,4 @@
-"""Every adapter keeps what ``Adapter`` promises, on a real job of its framework; and a broken one is told."""
+"""Every adapter keeps what ``Adapter`` promises, on a real job of its framework; and a broken one is reported."""
 
 from __future__ import annotations
 

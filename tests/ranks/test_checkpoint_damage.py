@@ -53,15 +53,15 @@ class Left:
         """What every rank says when the job cannot go on."""
         with pytest.raises(RankError) as raised:
             self.again(ranks, **changes)
-        said = str(raised.value)
-        refusals = re.findall(r"^torchscout\.errors\.(?:Checkpoint|Unavailable)Error", said, re.MULTILINE)
-        assert len(refusals) == ranks, said
-        return said
+        message = str(raised.value)
+        refusals = re.findall(r"^torchscout\.errors\.(?:Checkpoint|Unavailable)Error", message, re.MULTILINE)
+        assert len(refusals) == ranks, message
+        return message
 
-    def started_over(self, said: str) -> None:
+    def started_over(self, message: str) -> None:
         """The way out that every refusal names."""
-        assert said.count("session.resume(start_over=True)") >= 2
-        assert "pass another directory to CheckpointConfig" in said
+        assert message.count("session.resume(start_over=True)") >= 2
+        assert "pass another directory to CheckpointConfig" in message
         for mine, theirs in zip(self.again(start_over=True), self.alone, strict=True):
             assert mine.resumed is not None
             assert (mine.resumed.step, mine.resumed.role) == (0, None)
@@ -160,8 +160,10 @@ def test_a_replicas_identical_tensor_takes_the_place_of_a_damaged_one(left: Left
     lost = spoil(left.copies(1, STEPS), FlipTensorBit(part))
     problems = left.went_on(STEPS, ("memory", "memory"))
     assert lost.is_reported_in(problems), problems
-    said = f"1 damaged tensor of rank 1's state at step {STEPS} was replaced with identical bytes from rank 0"
-    assert said in problems
+    message = (
+        f"1 damaged tensor of rank 1's state at step {STEPS} was replaced with identical bytes from rank 0"
+    )
+    assert message in problems
 
 
 def test_further_back_it_goes_from_verified_to_verified(left: Left):
@@ -183,10 +185,10 @@ def test_what_one_rank_has_not_certified_is_not_loaded_though_it_is_whole(left: 
 
 def test_damaged_everywhere_is_said_on_every_rank_and_nothing_is_loaded(left: Left):
     spoil([*left.memory.glob("step-*/rank-1-*"), *left.disk.glob("step-*/rank-1-*")], OWN_STATE)
-    said = left.refused()
-    assert "No checkpoint is left that may be loaded" in said
-    assert "no whole shard of rank 1 is left" in said
-    left.started_over(said)
+    message = left.refused()
+    assert "No checkpoint is left that may be loaded" in message
+    assert "no whole shard of rank 1 is left" in message
+    left.started_over(message)
 
 
 @pytest.mark.parametrize("spoiled", ["memory", "disk"])
@@ -217,21 +219,21 @@ def test_a_rank_that_knows_only_of_an_earlier_lineage_has_no_say(left: Left):
 @pytest.mark.parametrize("how", ["a bit of a tensor", "it is deleted"])
 def test_without_any_ledger_that_can_be_read_there_is_no_silent_beginning(left: Left, how: str):
     spoil([*left.memory.glob("*.ledger*"), *left.disk.glob("*.ledger*")], SPOIL[how])
-    said = left.refused()
-    assert "no rank could read its ledger, so none of them can be trusted" in said
-    left.started_over(said)
+    message = left.refused()
+    assert "no rank could read its ledger, so none of them can be trusted" in message
+    left.started_over(message)
 
 
 def test_another_world_size_is_told(left: Left):
-    said = left.refused(4)
-    assert "it is of world size 2, this job is of 4" in said
+    message = left.refused(4)
+    assert "it is of world size 2, this job is of 4" in message
 
 
 def test_another_mesh_is_told(left: Left):
-    said = left.refused(kind="fsdp")
-    assert "session.resume(start_over=True)" in said
-    assert "it is of mesh 'replica 2" in said
-    assert "this job is of 'shard 2" in said
+    message = left.refused(kind="fsdp")
+    assert "session.resume(start_over=True)" in message
+    assert "it is of mesh 'replica 2" in message
+    assert "this job is of 'shard 2" in message
 
 
 def test_a_job_that_does_not_resume_does_not_touch_what_is_there(left: Left):

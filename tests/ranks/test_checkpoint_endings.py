@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Doom, Plan, Result, doomed, reached, train
+from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_outside, reached, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint import ledger
 
@@ -103,7 +103,10 @@ def test_the_first_certified_checkpoint_is_written_early(tmp_path: Path):
 def test_sigterm_writes_files_though_a_rank_is_blocked_in_a_collective(tmp_path: Path):
     """Rank 1 never comes to the sum in which rank 0 waits."""
     plan = replace(planned(tmp_path), hangs={1: 6})
-    with doomed(plan, Doom((0, 1), 2.0, signal=signal.SIGTERM)), pytest.raises(RankError) as raised:
+    with (
+        killed_from_outside(plan, KillPlan((0, 1), 2.0, signal=signal.SIGTERM)),
+        pytest.raises(RankError) as raised,
+    ):
         run_ranks(train, RANKS, plan, timeout=60)
     assert str(raised.value).count("exit code -15") == RANKS, raised.value
     assert [max(reached(plan, rank)) for rank in range(RANKS)] == [5, 5], "it hung"

@@ -23,9 +23,9 @@ PLAN = Plan("ddp", 12, directory=Path("/dev/shm/disk"), memory=Path("/dev/shm/me
 def killed(hosts: Sequence[Machine], plan: Plan, folder: Path, step: int) -> list[dict[int, str]]:
     """A job that is killed in this step, when the latest checkpoint has its copies: each rank's states."""
     ranks = range(len(hosts))
-    doomed = replace(plan, killed=dict.fromkeys(ranks, step), when_copied=True, run_dir=folder)
-    assert spread(hosts, doomed, folder / "life") == ["killed"] * len(hosts), "see its output"
-    return [reached(doomed, rank) for rank in ranks]
+    killed = replace(plan, killed=dict.fromkeys(ranks, step), when_copied=True, run_dir=folder)
+    assert spread(hosts, killed, folder / "life") == ["killed"] * len(hosts), "see its output"
+    return [reached(killed, rank) for rank in ranks]
 
 
 def went_on(
@@ -76,8 +76,8 @@ def test_state_whose_both_holders_are_lost_is_told_on_every_rank(tmp_path: Path)
         three.kill()
         four.kill()
         third = run_dir(tmp_path, "third")
-        said = spread((one, five, six), replace(PLAN, run_dir=third), third / "life")
-        for each in said:
+        results = spread((one, five, six), replace(PLAN, run_dir=third), third / "life")
+        for each in results:
             assert isinstance(each, str), "no rank may begin from the beginning"
             assert "No checkpoint is left that may be loaded" in each
             assert "no whole shard of rank 1 is left" in each

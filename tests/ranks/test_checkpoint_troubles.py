@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_jobs import Doom, Plan, Result, doomed, reached, train
+from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_outside, reached, train
 from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
@@ -108,16 +108,16 @@ def test_a_folder_that_is_lost_later_moves_no_pointer_and_memory_still_has_it_al
 
 def test_a_folder_has_one_job_and_a_dead_one_gives_it_back(tmp_path: Path):
     plan = replace(planned(tmp_path, 100_000), run_dir=tmp_path / "first")
-    said: list[str] = []
+    outputs: list[str] = []
 
     def first() -> None:
         try:
             run_ranks(train, 2, plan, timeout=90)
         except RankError as error:
-            said.append(str(error))
+            outputs.append(str(error))
 
     running = threading.Thread(target=first)
-    with doomed(plan, Doom((0, 1), 0.0, when=tmp_path / "kill")):
+    with killed_from_outside(plan, KillPlan((0, 1), 0.0, when=tmp_path / "kill")):
         running.start()
         until(lambda: max(reached(plan, 0), default=0) > 4, "the first one trains", 60)
         with pytest.raises(RankError) as raised:
@@ -129,7 +129,7 @@ def test_a_folder_has_one_job_and_a_dead_one_gives_it_back(tmp_path: Path):
         until(lambda: max(reached(plan, 0)) > then, "it goes on, undisturbed", 30)
         (tmp_path / "kill").touch()
     running.join()
-    assert said[0].count("exit code -9") == 2
+    assert outputs[0].count("exit code -9") == 2
     third = replace(plan, steps=max(reached(plan, 0)) + 2, run_dir=tmp_path / "third")
     for each in run_ranks(train, 2, third, timeout=60):
         assert each.resumed is not None
@@ -139,7 +139,10 @@ def test_a_folder_has_one_job_and_a_dead_one_gives_it_back(tmp_path: Path):
 def test_what_a_job_that_hangs_has_captured_is_recovered_after_it_is_killed(tmp_path: Path):
     """One rank never comes to the sum; the other one's main thread waits in it for ever."""
     plan = replace(planned(tmp_path), hangs={1: 6})
-    with doomed(plan, Doom((0, 1), 1.0, when=plan.run_dir / "hangs")), pytest.raises(RankError) as raised:
+    with (
+        killed_from_outside(plan, KillPlan((0, 1), 1.0, when=plan.run_dir / "hangs")),
+        pytest.raises(RankError) as raised,
+    ):
         run_ranks(train, 2, plan, timeout=60)
     assert str(raised.value).count("exit code -9") == 2
     assert [max(reached(plan, rank)) for rank in (0, 1)] == [5, 5], "it hung"

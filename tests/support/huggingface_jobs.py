@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,9 @@ from transformers import (
 
 from tests.support.all_records import all_records
 from tests.support.checkpoint_jobs import kill
-from tests.support.findings import Findings
+from tests.support.findings import Findings, findings_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.record import EvidenceRecord
-from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.plugins.huggingface import ResiliencyCallback
@@ -72,7 +70,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result(Findings):
-    """What one rank has to tell."""
+    """The result of one rank."""
 
     bits: dict[int, str]
     """All that training leaves behind on it, after each step."""
@@ -111,10 +109,7 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Result:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with Injector(trial.faults, rank, model, optimizer) as injector:
         result = (_trainer if trial.kind == "trainer" else _loop)(trial, run_dir, model, optimizer)
-    result = Result(**{**vars(result), "fired": len(injector.fired)})
-    if run_dir is not None and (path := run_dir / "records" / f"rank-{rank}.jsonl").exists():
-        result.records.extend(line.item for line in read(path) if isinstance(line.item, EvidenceRecord))
-    return result
+    return replace(result, fired=len(injector.fired))
 
 
 def model_of(trial: Trial) -> Any:
@@ -265,17 +260,7 @@ def attached(trial: Trial, run_dir: Path, model: Any, optimizer: Any) -> Session
 
 
 def result_of(bits: dict[int, str], session: Session | None, resumed: int) -> Result:
-    if session is None:
-        return Result(bits)
-    status = session.status()
-    session.close()
-    return Result(
-        bits,
-        incidents=session.incidents,
-        failures=list(session.failures),
-        status=status,
-        resumed=resumed,
-    )
+    return Result(bits) if session is None else Result(bits, resumed=resumed, **findings_of(session))
 
 
 def bits_of(model: Any, optimizer: torch.optim.Optimizer, rates: list[float]) -> str:

@@ -1,6 +1,6 @@
 """Lets the real Megatron-Core train on CPU: import this in a rank of its own, and call ``work_around``.
 
-Only entry points of ``torch.cuda`` are redirected, and factories that are told ``device="cuda"``.
+Only entry points of ``torch.cuda`` are redirected, and factories that are called with ``device="cuda"``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Generators(list):
 
 
 class _OnCpu(TorchFunctionMode):
-    """What is told to go to a GPU stays."""
+    """Keep tensors on the CPU that are to go to a GPU."""
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

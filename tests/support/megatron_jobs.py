@@ -1,4 +1,4 @@
-"""Trains with the real Megatron-Core and tells what came of it."""
+"""Training with the real Megatron-Core, and its results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.support.all_records import all_records
-from tests.support.findings import Findings
+from tests.support.findings import Findings, findings_of
 from tests.support.megatron_models import Job, Trial, build, called, inner, leave, one_step
 from torchscout.config import CheckpointConfig
-from torchscout.decision.record import EvidenceRecord
-from torchscout.decision.recorder import read
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.mesh import LayerKind, Mesh
@@ -32,7 +30,7 @@ __all__ = ["Result", "Trial", "answering", "train"]
 
 @dataclass(frozen=True)
 class Result(Findings):
-    """What one rank has to tell."""
+    """The result of one rank."""
 
     bits: dict[int, str]
     """Of all that training is about, after every step."""
@@ -76,28 +74,13 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Result:
                     _spoil(inner(job)[0])
                 bits[step] = state_of(job)
                 scales.append(float(job.optimizer.get_loss_scale()))
-        result = Result(bits, groups(), fired=len(injector.fired), attach_seconds=seconds, resumed=resumed)
-        result.scales.extend(scales)
-        result.places.update(_places(job, rank))
-        return (
-            result if session is None or run_dir is None else _with_findings(result, session, rank, run_dir)
-        )
+        found = {} if session is None else findings_of(session)
+        fired = len(injector.fired)
+        return Result(bits, groups(), _places(job, rank), resumed, scales, seconds, fired=fired, **found)
     finally:
         if session is not None:
             session.close()
         leave()
-
-
-def _with_findings(result: Result, session: Any, rank: int, run_dir: Path) -> Result:
-    path = run_dir / "records" / f"rank-{rank}.jsonl"
-    dist.barrier()  # whoever is to write an incident down has done so
-    result.incidents.extend(session.incidents)
-    result.failures.extend(session.failures)
-    result.status.update(session.status())
-    session.close()
-    if path.exists():
-        result.records.extend(each.item for each in read(path) if isinstance(each.item, EvidenceRecord))
-    return result
 
 
 def attached(job: Job, run_dir: Path) -> Any:

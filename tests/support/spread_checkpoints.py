@@ -27,7 +27,7 @@ _MODULE = "tests.support.spread_checkpoints"
 
 
 def spread(hosts: Sequence[Machine], plan: Plan, folder: Path, seconds: float = 120.0) -> list[Result | str]:
-    """Run a job with a rank on each machine: what each has to tell, what it raised, or "killed"."""
+    """Run a job with a rank on each machine; return each result, what it raised, or "killed"."""
     for each in started(hosts, plan, folder):
         each.wait(seconds)
     return outcomes(folder, len(hosts))
