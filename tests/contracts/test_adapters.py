@@ -1,4 +1,4 @@
-"""Every adapter keeps what ``Adapter`` promises, on a real job of its framework; and a broken one is reported."""
+"""Every adapter keeps what ``Adapter`` promises on a real job of its framework; broken ones are reported."""
 
 from __future__ import annotations
 

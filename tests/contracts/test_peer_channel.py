@@ -138,10 +138,10 @@ def out_of_step(channel: PeerChannel, other: dict[str, int]) -> str:
 
 @pytest.mark.parametrize(("other", "count"), [({"b": 2, "a": 1}, 2), ({"a": 1}, 1), ({}, 0)])
 def test_peers_out_of_step_are_told_so_alike(run, other: dict[str, int], count: int):
-    told = f"ranks [0, 2] sent 2 values; ranks [1] sent {count} values"
+    message = f"ranks [0, 2] sent 2 values; ranks [1] sent {count} values"
     answers = run(out_of_step, 3, other)
     assert len(set(answers)) == 1
-    assert told in answers[0]
+    assert message in answers[0]
 
 
 def bad_arguments(channel: PeerChannel) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.deepspeed_jobs import Plan, Told, answering, train
+from tests.support.deepspeed_jobs import Plan, Result, answering, train
 from tests.support.deepspeed_layouts import (
     EXPERTS,
     FP32_SUMS,
@@ -65,7 +65,7 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(four: LiveRanks, plan: 
         goes_on(plan, whole, found)
 
 
-def goes_on(plan: Plan, whole: Told, found: Told) -> None:
+def goes_on(plan: Plan, whole: Result, found: Result) -> None:
     # What is due after a step is captured when the next one begins, and a pipeline is killed before that.
     # A step that updates nothing certifies nothing.
     assert found.resumed is not None

@@ -73,13 +73,13 @@ def went_on(plan: Plan, step: int, source: str | None, more: int = 2) -> list[Re
         largest_file=None,
     )
     alone = run_ranks(train, RANKS, replace(again, directory=None), timeout=60)
-    told = run_ranks(train, RANKS, again, timeout=60)
-    for mine, theirs in zip(told, alone, strict=True):
+    results = run_ranks(train, RANKS, again, timeout=60)
+    for mine, theirs in zip(results, alone, strict=True):
         assert mine.resumed is not None
         assert (mine.resumed.step, mine.resumed.source) == (step, source)
         assert mine.bits == {each: theirs.bits[each] for each in range(step + 1, step + more + 1)}
         assert mine.failures == []
-    return told
+    return results
 
 
 def test_a_job_that_ends_well_is_on_disk_and_gives_its_memory_back(tmp_path: Path):
@@ -146,8 +146,8 @@ def test_a_crash_between_the_first_check_and_its_capture_begins_anew(tmp_path: P
     plan = replace(planned(tmp_path), killed={0: 2, 1: 2}, after_update=True)
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(train, RANKS, plan, timeout=60)
-    for told in went_on(plan, 0, None, more=4):
-        assert told.status["latest"] == 2, "and what it keeps can be gone back to"
+    for result in went_on(plan, 0, None, more=4):
+        assert result.status["latest"] == 2, "and what it keeps can be gone back to"
     went_on(plan, 4, "its own disk")
 
 
