@@ -91,7 +91,7 @@ def too_different(adapter: Adapter) -> Worse:
         (too_different, "obstacle must be the same on ranks"),
     ],
 )
-def test_a_broken_promise_is_told(worse: Callable[[Adapter], Adapter], sentence: str):
+def test_a_broken_promise_is_reported(worse: Callable[[Adapter], Adapter], sentence: str):
     for result in run_ranks(adapter_jobs.promises, 2, adapter_jobs.ddp, worse):
         assert sentence in "; ".join(result)
 

@@ -79,7 +79,7 @@ ALONE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "at"), each_of(ALONE))
-def test_a_slow_link_among_all_ranks_is_the_jobs(four: LiveRanks, plan: Plan, at: str, tmp_path: Path):
+def test_a_slow_link_among_all_ranks_has_job_scope(four: LiveRanks, plan: Plan, at: str, tmp_path: Path):
     axis = "shard" if plan.stage == 3 else "replica"
     faults = slow(range(4), at, axis, first=6)
     results = four.ask(replace(plan, steps=10, replay=REMEMBERED, faults=faults, run_dir=tmp_path), 120)

@@ -59,7 +59,7 @@ def test_training_is_bitwise_the_same_with_a_check_at_every_step(
         assert (result.status["step"], result.status["replay"]["checks"]) == (6, 6)
 
 
-def test_a_cache_in_training_is_told_and_changes_nothing(three: LiveRanks, tmp_path: Path):
+def test_a_cache_in_training_is_reported_and_changes_nothing(three: LiveRanks, tmp_path: Path):
     trial = Trial("loop", steps=2, cached=True)
     alone, checked = three.ask((trial, None), 120), three.ask((trial, tmp_path), 120)
     for plain, result in zip(alone, checked, strict=True):
@@ -154,7 +154,7 @@ def test_no_checkpoint_after_a_wrong_number_is_trusted(three: LiveRanks, tmp_pat
     assert trusted_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
 
 
-def test_what_is_not_certified_yet_is_not_trusted(three: LiveRanks, tmp_path: Path):
+def test_an_uncertified_checkpoint_is_not_trusted(three: LiveRanks, tmp_path: Path):
     trial = Trial(folder=tmp_path / "out", replay=ReplayConfig(interval=5))
     three.ask((trial, tmp_path / "run"), 120)
     assert {each.name for each in (tmp_path / "out").glob("*-*")} == {f"checkpoint-{n}" for n in (2, 4, 6)}

@@ -97,7 +97,7 @@ REFUSED = {
         for name, each in REFUSED.items()
     ],
 )
-def test_what_is_not_supported_is_one_sentence_and_training_is_untouched(
+def test_an_unsupported_setting_is_reported_in_one_sentence_and_training_is_unchanged(
     four: LiveRanks, trial: Trial, why: str, tmp_path: Path
 ):
     trial = replace(trial, steps=2)

@@ -135,7 +135,7 @@ EXCLUDED = {
 @pytest.mark.parametrize(
     "trial", [pytest.param(spoiled(REPLICAS), id="replicas"), *each_of(EXCLUDED, pytest.mark.slow)]
 )
-def test_no_checkpoint_after_wrong_numbers_is_gone_back_to(four: LiveRanks, trial: Trial, tmp_path: Path):
+def test_no_checkpoint_after_wrong_numbers_is_loaded(four: LiveRanks, trial: Trial, tmp_path: Path):
     goes_back_to_before(four, trial, tmp_path)
 
 
@@ -147,7 +147,7 @@ EXCLUDED_OF_EIGHT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", each_of(EXCLUDED_OF_EIGHT))
-def test_no_checkpoint_after_wrong_numbers_is_gone_back_to_where_parallelisms_meet(
+def test_no_checkpoint_after_wrong_numbers_is_loaded_with_combined_parallelisms(
     eight: LiveRanks, trial: Trial, tmp_path: Path
 ):
     goes_back_to_before(eight, trial, tmp_path)

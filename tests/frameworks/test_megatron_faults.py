@@ -174,7 +174,7 @@ def test_a_bit_that_the_next_update_overwrites_names_its_rank(four: LiveRanks, t
 
 
 @pytest.mark.parametrize("trial", each_of(COPIES) + each_of(MORE_COPIES, pytest.mark.slow))
-def test_what_updates_overwrite_is_certified_where_it_rests(four: LiveRanks, trial: Trial, tmp_path: Path):
+def test_unchanged_working_copies_are_certified(four: LiveRanks, trial: Trial, tmp_path: Path):
     for result in four.ask((replace(trial, steps=4, replay=ReplayConfig(interval=2)), tmp_path), 120):
         assert ([each.sentence for each in result.incidents], result.failures) == ([], [])
         assert (result.status["replay"]["certified"], result.status["replay"]["watched"]) == (4, 1.0)
@@ -184,7 +184,7 @@ def test_what_updates_overwrite_is_certified_where_it_rests(four: LiveRanks, tri
 OVERLAPPING = Trial(sharded=True, dtype="bfloat16", overlap=True, steps=6, replay=ReplayConfig(interval=3))
 
 
-def test_what_is_gathered_in_the_forward_pass_is_named_as_not_covered(four: LiveRanks, tmp_path: Path):
+def test_parameters_gathered_in_the_forward_pass_are_named_as_not_covered(four: LiveRanks, tmp_path: Path):
     for result in four.ask((OVERLAPPING, tmp_path), 120):
         assert ([each.sentence for each in result.incidents], result.failures) == ([], [])
         assert (result.status["replay"]["certified"], result.status["replay"]["watched"]) == (6, 1.0)

@@ -94,7 +94,7 @@ ALONE = {
 @pytest.mark.parametrize(
     ("trial", "operation", "axis"), [pytest.param(*each, id=name) for name, each in ALONE.items()]
 )
-def test_a_slow_link_among_all_ranks_is_the_jobs(
+def test_a_slow_link_among_all_ranks_has_job_scope(
     four: LiveRanks, trial: Trial, operation: str, axis: str, tmp_path: Path
 ):
     faults = slow(range(4), f"{operation}@{DATA}", axis, first=6)

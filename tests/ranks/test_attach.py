@@ -229,7 +229,7 @@ def refused(rank: int, kind: str) -> str:
         ("unknown axis", "unknown mesh axes ['galaxy']; known are replica: replica"),
     ],
 )
-def test_mistakes_are_told(kind: str, expected: str):
+def test_mistakes_are_refused(kind: str, expected: str):
     for message in run_ranks(refused, 2, kind):
         assert expected in message
 
@@ -272,7 +272,7 @@ def looked_at(rank: int, run_dir: Path) -> str:
         return completed.stdout
 
 
-def test_scout_status_tells_where_every_rank_stands(tmp_path: Path):
+def test_scout_status_shows_where_every_rank_is(tmp_path: Path):
     report = json.loads(run_ranks(looked_at, 2, tmp_path, timeout=90)[0])
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert {(rank["host"], rank["state"], rank["step"]) for rank in report["ranks"]} == {

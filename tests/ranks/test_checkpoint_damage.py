@@ -166,7 +166,7 @@ def test_a_replicas_identical_tensor_takes_the_place_of_a_damaged_one(left: Left
     assert message in problems
 
 
-def test_further_back_it_goes_from_verified_to_verified(left: Left):
+def test_older_checkpoints_are_tried_from_verified_to_verified(left: Left):
     """Step 9 is damaged on one rank and step 8 on the other: 7 is the newest that both have."""
     spoil([*left.copies(0, 9), *left.copies(1, 8)], OWN_STATE)
     for path in [*copies([left.memory], 0, 7), *copies([left.memory], 1, 7)]:
@@ -174,7 +174,7 @@ def test_further_back_it_goes_from_verified_to_verified(left: Left):
     left.went_on(7, ("disk", "disk"))
 
 
-def test_what_one_rank_has_not_certified_is_not_loaded_though_it_is_whole(left: Left):
+def test_an_intact_generation_that_one_rank_has_not_certified_is_not_loaded(left: Left):
     """Rank 0 was killed before it had written down that step 9 is certified."""
     for folder in (left.memory, left.disk):
         (folder / "rank-0.ledger").unlink()
@@ -183,7 +183,7 @@ def test_what_one_rank_has_not_certified_is_not_loaded_though_it_is_whole(left: 
     left.went_on(STEPS - 1, ("memory", "memory"))
 
 
-def test_damaged_everywhere_is_said_on_every_rank_and_nothing_is_loaded(left: Left):
+def test_damage_everywhere_is_reported_on_every_rank_and_nothing_is_loaded(left: Left):
     spoil([*left.memory.glob("step-*/rank-1-*"), *left.disk.glob("step-*/rank-1-*")], OWN_STATE)
     message = left.refused()
     assert "No checkpoint is left that may be loaded" in message
@@ -204,7 +204,7 @@ def test_a_rank_without_any_ledger_relies_on_the_others(left: Left):
     left.went_on(STEPS, ("memory", "memory"))
 
 
-def test_a_rank_that_knows_only_of_an_earlier_lineage_has_no_say(left: Left):
+def test_a_ledger_of_an_earlier_lineage_is_ignored(left: Left):
     """Its machine was away while the job went on without it, and is back with what it had then."""
     then = {path: path.read_bytes() for path in left.disk.parent.rglob("rank-1.ledger*")}
     left.went_on(STEPS, ("memory", "memory"))
@@ -217,19 +217,19 @@ def test_a_rank_that_knows_only_of_an_earlier_lineage_has_no_say(left: Left):
 
 
 @pytest.mark.parametrize("how", ["a bit of a tensor", "it is deleted"])
-def test_without_any_ledger_that_can_be_read_there_is_no_silent_beginning(left: Left, how: str):
+def test_without_a_readable_ledger_the_job_does_not_silently_start_over(left: Left, how: str):
     spoil([*left.memory.glob("*.ledger*"), *left.disk.glob("*.ledger*")], SPOIL[how])
     message = left.refused()
     assert "no rank could read its ledger, so none of them can be trusted" in message
     left.started_over(message)
 
 
-def test_another_world_size_is_told(left: Left):
+def test_another_world_size_is_refused(left: Left):
     message = left.refused(4)
     assert "it is of world size 2, this job is of 4" in message
 
 
-def test_another_mesh_is_told(left: Left):
+def test_another_mesh_is_refused(left: Left):
     message = left.refused(kind="fsdp")
     assert "session.resume(start_over=True)" in message
     assert "it is of mesh 'replica 2" in message

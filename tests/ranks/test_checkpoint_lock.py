@@ -89,7 +89,7 @@ def only_child(pid: int) -> int:
     return int(child)
 
 
-def test_a_second_job_is_refused_and_told_who_has_the_folder(tmp_path: Path, before: list[str]):
+def test_a_second_job_is_refused_with_the_owner_of_the_folder(tmp_path: Path, before: list[str]):
     with claimant(tmp_path, job="first", before=before) as (process, answer):
         assert answer == "held"
         with claimant(tmp_path, job="second", before=before) as (_, outcome):
@@ -188,7 +188,7 @@ def test_a_child_that_outlives_its_trainer_does_not_keep_the_folder(tmp_path: Pa
             assert outcome == "held"
 
 
-def test_a_folder_given_back_is_free(tmp_path: Path):
+def test_a_released_folder_is_free(tmp_path: Path):
     with claim(tmp_path / "made", "ours") as lock:
         assert owner_of(tmp_path / "made") == lock.owner
         assert (lock.owner.pid, lock.owner.job) == (os.getpid(), "ours")
@@ -210,7 +210,7 @@ def test_a_runs_secret_is_not_written_down(tmp_path: Path):
             claim(tmp_path, "ours", lock.owner.run)
 
 
-def test_where_nobody_ever_was_there_is_no_owner_and_no_file_is_left(tmp_path: Path):
+def test_an_unused_folder_has_no_owner_and_gets_no_file(tmp_path: Path):
     assert owner_of(tmp_path) is None
     assert owner_of(tmp_path / "none") is None
     assert list(tmp_path.iterdir()) == []
@@ -236,7 +236,7 @@ def test_without_locks_another_machines_owner_is_refused_with_what_to_do(tmp_pat
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"job": 1}', b"\xff" * 99])
-def test_nonsense_in_the_file_is_nobodys(tmp_path: Path, content: bytes):
+def test_an_invalid_owner_file_means_no_owner(tmp_path: Path, content: bytes):
     (tmp_path / "lock").write_bytes(content)
     assert owner_of(tmp_path) is None
     with claim(tmp_path, "ours") as lock:

@@ -66,7 +66,7 @@ def test_a_blank_machine_gets_its_state_from_a_peer(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_state_whose_both_holders_are_lost_is_told_on_every_rank(tmp_path: Path):
+def test_loss_of_both_holders_is_reported_on_every_rank(tmp_path: Path):
     with machines(tmp_path, names(6)) as (one, two, three, four, five, six):
         before = killed((one, two, three), PLAN, run_dir(tmp_path, "first"), 9)
         two.kill()
@@ -84,7 +84,7 @@ def test_state_whose_both_holders_are_lost_is_told_on_every_rank(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_what_was_loaded_has_its_copies_again_before_anything_new_is_captured(tmp_path: Path):
+def test_loaded_state_is_copied_again_before_anything_new_is_captured(tmp_path: Path):
     with machines(tmp_path, names(5)) as (one, two, three, four, five):
         before = killed((one, two, three), PLAN, run_dir(tmp_path, "first"), 9)
         two.kill()

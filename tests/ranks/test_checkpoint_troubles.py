@@ -136,7 +136,7 @@ def test_a_folder_has_one_job_and_a_dead_one_gives_it_back(tmp_path: Path):
         assert each.resumed.step >= then - 2
 
 
-def test_what_a_job_that_hangs_has_captured_is_recovered_after_it_is_killed(tmp_path: Path):
+def test_captures_of_a_hung_job_are_recovered_after_it_is_killed(tmp_path: Path):
     """One rank never comes to the sum; the other one's main thread waits in it for ever."""
     plan = replace(planned(tmp_path), hangs={1: 6})
     with (
@@ -154,7 +154,7 @@ def test_what_a_job_that_hangs_has_captured_is_recovered_after_it_is_killed(tmp_
     ]
 
 
-def test_after_corruption_nothing_is_certified_and_a_restart_is_as_if_it_had_not_been(tmp_path: Path):
+def test_after_corruption_nothing_is_certified_and_a_restart_is_bitwise_clean(tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=1, at="stack.0.up/weight", step=5, bit=28)
     plan = planned(tmp_path, 9)
     broken = run_ranks(train, 2, replace(plan, faults=faults), timeout=60)

@@ -96,7 +96,9 @@ def test_uneven_routing_is_no_fault_and_training_is_bitwise_the_same(trial: Tria
     ],
     ids=["expert", "expert weight", "expert optimizer", "router", "AllToAll"],
 )
-def test_wrong_numbers_are_one_ranks(faults: FaultPlan, surface: str, peers: tuple[int, ...], tmp_path: Path):
+def test_wrong_numbers_name_their_rank(
+    faults: FaultPlan, surface: str, peers: tuple[int, ...], tmp_path: Path
+):
     (planned,) = faults
     everybody = run_ranks(train, 6, replace(SIX, faults=faults), tmp_path, timeout=120)
     assert [result.fired > 0 for result in everybody] == [rank == planned.rank for rank in range(6)]
@@ -109,7 +111,7 @@ def test_wrong_numbers_are_one_ranks(faults: FaultPlan, surface: str, peers: tup
         assert result.failures == []
 
 
-def test_two_replicas_of_experts_cannot_say_whose_numbers_are_wrong(tmp_path: Path):
+def test_wrong_numbers_of_two_expert_replicas_name_the_group(tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=3, at="layer.1.mixture.experts/output", step=2, bit=20, calls=REPLAYED)
     everybody = run_ranks(train, 4, Trial(4, 2, steps=3, faults=faults), tmp_path, timeout=120)
     assert [result.fired > 0 for result in everybody] == [False, False, False, True]
@@ -118,7 +120,7 @@ def test_two_replicas_of_experts_cannot_say_whose_numbers_are_wrong(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_slow_expert_is_its_ranks_and_a_slow_exchange_its_groups(tmp_path: Path):
+def test_a_slow_expert_names_its_rank_and_a_slow_exchange_its_group(tmp_path: Path):
     quick = ReplayConfig(interval=1, recipes=("experts",))
     slow = FaultPlan()
     for place in LAYERS:
