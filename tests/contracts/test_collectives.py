@@ -1,4 +1,4 @@
-"""What a job issued and what was seen of it: equal, whoever issued it.
+"""Listeners see exactly the collectives that a job issues, whoever issues them.
 
 The truth is PyTorch's Flight Recorder, which sits below us, in the backend. On Gloo it records no
 point-to-point and no monitored barrier; there the truth is what the test itself called.

@@ -1,4 +1,4 @@
-"""The life of a listener: it comes and goes at any moment, and training never notices."""
+"""Listeners can be added and removed at any moment without an effect on training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks send to each other, changed on its way: hubs, observers and holders of copies drop it and go on.
+"""Mutated messages between ranks: hubs, observers and holders of copies drop them and continue.
 
 Over real sockets, with the real diagnosis behind them. The sender has the job's token: a mistake of ours,
 or another version.

@@ -1,4 +1,4 @@
-"""On a CUDA device: how far it is becomes known while the host runs ahead, and costs the trainer nothing."""
+"""On a CUDA device: its progress is known while the host runs ahead, at no cost to the trainer."""
 
 from __future__ import annotations
 

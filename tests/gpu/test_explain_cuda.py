@@ -1,4 +1,4 @@
-"""On NCCL ranks without torchscout: their Flight Recorder dumps tell `scout explain` who is late."""
+"""On NCCL ranks without torchscout: `scout explain` names the late rank from Flight Recorder dumps."""
 
 from __future__ import annotations
 

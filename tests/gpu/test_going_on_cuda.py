@@ -1,4 +1,4 @@
-"""Snapshots of state on a CUDA device: copied beside training, whole in memory, and put back bitwise."""
+"""Snapshots of state on a CUDA device: copied during training, complete in memory, restored bitwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of state on a CUDA device: copied beside training, and of one step whatever follows."""
+"""Snapshots of state on a CUDA device: copied during training, and of one step whatever follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks hold different ones of by design accuses nobody, and is watched; what they share is compared."""
+"""State that differs between ranks by design names nobody and is watched; shared state is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job with all parts on, disturbed at random for a while: it trains on, and loses nothing it was promised.
+"""A job with all parts on, disturbed at random for a while, trains on and loses no checkpoint.
 
 ``SCOUT_CHAOS`` has the seconds, ``SCOUT_CHAOS_SEED`` repeats what a seed made happen, as far as time does.
 """

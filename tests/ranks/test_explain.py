@@ -1,4 +1,4 @@
-"""Real Gloo ranks without torchscout hang; their Flight Recorder dumps tell `scout explain` why."""
+"""Real Gloo ranks without torchscout hang; `scout explain` names the cause from Flight Recorder dumps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of collectives do to a call what they say, whoever issues it, and to no other call.
+"""Faults of collectives change exactly the planned call, whoever issues it.
 
 All ranks have the same fault here, so that none is left behind: what a job does whose ranks differ in that is
 for the tests of hangs.

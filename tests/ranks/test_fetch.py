@@ -1,4 +1,4 @@
-"""State brought back to real ranks, on machines pretended by folders of their own, whatever was damaged."""
+"""State is brought back to real ranks, on machines simulated by folders, whatever was damaged."""
 
 from __future__ import annotations
 

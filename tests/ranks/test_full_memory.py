@@ -1,4 +1,4 @@
-"""Jobs whose shared memory fills up while they train: what is certified stays recoverable, and it is said."""
+"""Jobs whose shared memory fills up: certified state stays recoverable, and the problem is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's 120 of 120 and 30 of 30: random ranks, places and delays, every time exactly the right one."""
+"""The paper's 120 of 120 and 30 of 30: random ranks, places and delays, each attributed exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real jobs that hang: who is named, who is not, and what is said (paper, section 7)."""
+"""Real jobs that hang: which ranks are named, and the sentence (paper, section 7)."""
 
 from __future__ import annotations
 

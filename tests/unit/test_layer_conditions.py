@@ -1,4 +1,4 @@
-"""A replayed call runs under training's conditions, alike on all peers, and leaves every switch as it was."""
+"""A replayed call runs under training's conditions, alike on all peers, and restores every switch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One module replayed by a source and its peers: healthy ones agree, a wrong bit shows where it is."""
+"""One module replayed by a source and its peers: healthy ones agree, a wrong bit is found where it is."""
 
 from __future__ import annotations
 

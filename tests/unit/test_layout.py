@@ -1,4 +1,4 @@
-"""DTensors among what a peer receives: the local part bit for bit, on the peer's own mesh, or refused."""
+"""DTensors that a peer receives: the local part bit for bit, on the peer's own mesh, or refused."""
 
 from __future__ import annotations
 

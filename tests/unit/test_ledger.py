@@ -1,4 +1,4 @@
-"""The gate's state in files: whole or the one before, never a guess."""
+"""The gate's state in files: the last complete write is read, or the one before it."""
 
 from __future__ import annotations
 

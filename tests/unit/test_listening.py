@@ -1,4 +1,4 @@
-"""On which addresses a job listens: no more of them than its ranks need."""
+"""A job listens on no more addresses than its ranks need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log: one prefix, one line for each message, and seen without any set-up."""
+"""The log: one prefix, one line for each message, visible without any set-up."""
 
 from __future__ import annotations
 

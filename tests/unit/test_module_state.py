@@ -1,4 +1,4 @@
-"""Whatever a call changes in a module is taken back: buffers, counters, caches, streams, extra state."""
+"""Changes that a call makes in a module are undone: buffers, counters, caches, streams, extra state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer's update, replayed on copies: healthy ranks reproduce it, and training never notices."""
+"""An optimizer's update, replayed on copies: healthy ranks reproduce it, and training is unchanged."""
 
 from __future__ import annotations
 

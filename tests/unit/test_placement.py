@@ -1,4 +1,4 @@
-"""Who holds whose copy, over every small layout and many large ones."""
+"""Which rank holds whose copy, over every small layout and many large ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that another user can predict: what lies there is not followed, not truncated and not trusted."""
+"""Files under names that another user can predict are not followed, truncated or trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``/proc`` says, of real processes and of this machine."""
+"""Reading ``/proc``, of real processes and of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's standing survives the way over the board."""
+"""A rank's progress survives serialization."""
 
 from __future__ import annotations
 

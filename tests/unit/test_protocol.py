@@ -1,4 +1,4 @@
-"""Who issued something else, in the open or behind later operations; and whose AllToAll splits do not fit."""
+"""Ranks that issued another operation, visible or behind later ones; AllToAll splits that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random streams: the same on every peer in replay, and afterwards where training left them."""
+"""Random streams: the same on every peer in replay, and restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks may rely on that stopped at different points: never more trust than the least trusting has.
+"""Ranks that stopped at different points: no generation is trusted more than by the least trusting rank.
 
 Walks through the gate's events, seeded; ranks of one job differ in how far each came. Then gates that have
 nothing to do with each other, which no job can produce: the promises hold all the same.

@@ -1,4 +1,4 @@
-"""Whose fault a disagreement is: after how many replays a rank may be named, and what is remembered."""
+"""Attribution of a disagreement: how many replays name a rank, and what is remembered."""
 
 from __future__ import annotations
 

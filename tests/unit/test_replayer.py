@@ -1,4 +1,4 @@
-"""What is due at the end of a step, done by all ranks in step, whatever becomes of one of them."""
+"""Recipes that are due after a step run in step on all ranks, even if one of them fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replicator among peers that err, lie or send rubbish: real sockets, the other end driven by hand."""
+"""A replicator among faulty peers: real sockets, with the other end driven by hand."""
 
 from __future__ import annotations
 

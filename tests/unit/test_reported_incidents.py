@@ -1,4 +1,4 @@
-"""Hubs say everything once."""
+"""Hubs report each finding once."""
 
 from __future__ import annotations
 

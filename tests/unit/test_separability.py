@@ -1,4 +1,4 @@
-"""Slices of parameters: where they lie, which optimizers permit them, and what is done for the others."""
+"""Slices of parameters: where they are, which optimizers permit them, and what is done for the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shard's bytes: what went in comes out, any changed bit is seen, and hostile headers cost nothing."""
+"""A shard's bytes: they round-trip, any changed bit is found, and hostile headers cost nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever changes in a tensor, its signature shows; whatever does not matter, it does not."""
+"""A signature changes with every bit of a tensor, and with nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots in memory: whole under their names, unmoved by what training does next, and never in its way."""
+"""Snapshots in memory: complete under their names, unchanged by later training, and never in its way."""
 
 from __future__ import annotations
 

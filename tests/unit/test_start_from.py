@@ -1,4 +1,4 @@
-"""A job that has loaded a checkpoint of its own says where it is."""
+"""A job that has loaded its own checkpoint sets the step it starts from."""
 
 from __future__ import annotations
 

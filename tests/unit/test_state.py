@@ -1,4 +1,4 @@
-"""A rank's state: all of it is kept, and a job that goes on from it is the job that was never interrupted."""
+"""A rank's state is complete: a job that resumes from it is bitwise the uninterrupted job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings, layers and outputs of models as people lay them out; the names are anything."""
+"""Embeddings, layers and outputs of models in usual structures, whatever their names."""
 
 from __future__ import annotations
 

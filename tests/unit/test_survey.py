@@ -1,4 +1,4 @@
-"""When an observer asks for a survey: what is remarkable to itself, and how often it may say so."""
+"""When an observer asks for a survey: which durations call for one, and how often."""
 
 from __future__ import annotations
 

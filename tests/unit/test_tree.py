@@ -1,4 +1,4 @@
-"""State as JSON and tensors: everything that state dicts hold comes back, and nothing else gets in."""
+"""State as JSON and tensors: everything in state dicts round-trips, and nothing else is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever listens to the updates of an optimizer without hooks, coming and going in any order."""
+"""Listeners to the updates of an optimizer without hooks, added and removed in any order."""
 
 from __future__ import annotations
 

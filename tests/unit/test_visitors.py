@@ -1,4 +1,4 @@
-"""Commands that look at others' jobs and answer others' questions: whatever those are, no traceback."""
+"""Commands that read other users' jobs or answer other machines never end in a traceback."""
 
 from __future__ import annotations
 

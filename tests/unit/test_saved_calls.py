@@ -1,4 +1,4 @@
-"""A replayed call as it is kept for a sweep: through a checkpoint, and into a process that never made it."""
+"""A replayed call that is saved for a sweep: written to a checkpoint and loaded in another process."""
 
 from __future__ import annotations
 
