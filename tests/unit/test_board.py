@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from tests.support.incidents import incident_from
+from tests.support.small_job import until
 from torchscout.config import ObserverConfig
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
@@ -403,10 +404,7 @@ def test_a_message_beyond_the_limit_ends_its_connection_only(board: Board):
 def test_a_client_knows_when_its_hub_is_gone(board: Board):
     board.join(0)
     board.hub.close()
-    deadline = time.monotonic() + 10
-    while board.clients[0].connected() == [True]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: board.clients[0].connected() == [False], "the client knows", 10)
     assert not board.clients[0].send(0, "announce", insistent=False)
 
 
