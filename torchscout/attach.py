@@ -28,7 +28,7 @@ from torchscout.adapters.recipe_builder import (
 from torchscout.adapters.registry import adapter_for
 from torchscout.adapters.structure import Part, Structure, surface_of
 from torchscout.communicators import Communicators, Job, PeerCommunicator
-from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig
+from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, RecoveryConfig, ReplayConfig
 from torchscout.decision.progress import Phase
 from torchscout.decision.record import Incident
 from torchscout.decision.recorder import JsonlRecorder
@@ -45,6 +45,7 @@ from torchscout.session.coverage import NO_CATALOG, RecipeCycle, shapes_in
 from torchscout.session.ending import add_run
 from torchscout.session.incident_callback import IncidentCallback
 from torchscout.session.off import Off, is_off
+from torchscout.session.recovery import Recovery
 from torchscout.session.replay_driver import EXPERTS, ReplayDriver, ReplayParts
 from torchscout.session.session import Parts, Session
 from torchscout.utils._torch import missing_names
@@ -63,7 +64,7 @@ _ALONE = (
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def enable_resiliency(
+def enable_resiliency(  # noqa: PLR0913  a keyword for each subsystem
     model: Any,
     optimizer: Any = None,
     *,
@@ -73,6 +74,7 @@ def enable_resiliency(
     parallelism: Mesh | DeviceMesh | Parallelism | None = None,
     run_dir: Path | str | None = None,
     on_incident: Callable[[Incident], None] | None = None,
+    recovery: RecoveryConfig = RecoveryConfig(),  # noqa: B008  frozen
 ) -> Session:
     """Attach to a training job. Every rank calls it once, after model and optimizer have been created. The
     training loop stays as it is.
@@ -84,6 +86,7 @@ def enable_resiliency(
     ``session.resume()`` loads it. ``parallelism`` says which ranks do the same work, where the model does not
     show that. Incidents are written to ``run_dir``, by default a new folder ``scout-run-...`` where rank 0
     was started. ``on_incident`` is called once for each incident on every rank, from its own thread.
+    ``recovery`` says what SCOUT does about incidents by itself; by default it only logs its decisions.
 
     Raises ``ValueError`` for invalid arguments, and ``ScoutError`` if checkpoints cannot be kept. With the
     environment variable ``TORCHSCOUT=off`` nothing is attached, and the session does nothing.
@@ -99,13 +102,10 @@ def enable_resiliency(
         job = _agree(adapter, communicators, run_dir, "*" if observer is None else observer.address)
         base = _Base(adapter, structure, experts, communicators, job, Boundary(job.rank))
         checkpoints = None if checkpoint is None else _checkpoints(base, checkpoint)
-        monitor = None if observer is None else _monitor(base, observer, undo)
-        record = None if monitor is None else monitor.writer.path
-        path = None if record is None else news_of(record)
-        incidents = IncidentCallback(job.rank, on_incident, base.boundary.failed, path=path)
-        undo.callback(incidents.close)
-        entry = RankEntry.own(job.rank, record, len(job.mesh))
-        base.boundary.guarded(lambda: entry.write(job.run_dir))
+        plan_folder = run_dir if checkpoint is None else checkpoint.directory
+        decisions = Recovery.agree(communicators, job, recovery, plan_folder, checkpoints)
+        monitor = None if observer is None else _monitor(base, observer, undo, decisions)
+        incidents, entry = _incidents(base, monitor, [on_incident, decisions.handle], undo)
         driver, why_not = _replay(base, replay, checkpoints or CertifiedSteps(), monitor, incidents)
         parts = Parts(
             run_dir=job.run_dir,
@@ -116,6 +116,7 @@ def enable_resiliency(
             replay=driver,
             replay_off=why_not,
             checkpoints=checkpoints,
+            recovery=decisions,
             undo=undo.pop_all(),
         )
     session = Session(parts)
@@ -216,10 +217,11 @@ def _checkpoints(base: _Base, config: CheckpointConfig) -> CheckpointManager:
     return manager
 
 
-def _monitor(base: _Base, config: ObserverConfig, undo: ExitStack) -> HangMonitor | None:
+def _monitor(base: _Base, config: ObserverConfig, undo: ExitStack, recovery: Recovery) -> HangMonitor | None:
     """Start to publish progress and to observe it; if that fails, the job runs without hang detection."""
+    ends_trainers = recovery.config if recovery.can_act else None
     try:
-        monitor = start_monitor(base.job, config, base.communicators)
+        monitor = start_monitor(base.job, config, base.communicators, ends_trainers, recovery.plan.restarts)
     except ScoutError as error:
         base.boundary.failed(error, is_shared=True)
         return None
@@ -229,6 +231,23 @@ def _monitor(base: _Base, config: ObserverConfig, undo: ExitStack) -> HangMonito
     if base.adapter.optimizers():
         monitor.publisher.watch_device(device_of(layers))
     return monitor
+
+
+def _incidents(
+    base: _Base,
+    monitor: HangMonitor | None,
+    callbacks: Sequence[Callable[[Incident], None] | None],
+    undo: ExitStack,
+) -> tuple[IncidentCallback, RankEntry]:
+    """Start to follow incidents, and add this rank to the run directory."""
+    job, record = base.job, None if monitor is None else monitor.writer.path
+    path = None if record is None else news_of(record)
+    present = [each for each in callbacks if each is not None]
+    incidents = IncidentCallback(job.rank, present, base.boundary.failed, path=path)
+    undo.callback(incidents.close)
+    entry = RankEntry.own(job.rank, record, len(job.mesh))
+    base.boundary.guarded(lambda: entry.write(job.run_dir))
+    return incidents, entry
 
 
 def _replay(

@@ -20,6 +20,7 @@ __all__ = [
     "CheckpointConfig",
     "ObserverConfig",
     "Parallelism",
+    "RecoveryConfig",
     "ReplayConfig",
     "StragglerConfig",
 ]
@@ -38,6 +39,8 @@ RESULTS = ("forward", "backward", "optimizer")
 """Kinds of results that a replay computes: see ``ReplayConfig.require``."""
 RECORDS = ("summary", "all")
 """Which comparisons are written: see ``ReplayConfig.records``."""
+ACTS = ("restart", "replace")
+"""What SCOUT may do about an incident by itself: see ``RecoveryConfig.act``."""
 JOB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,127}")
 """Valid names of a job that keeps checkpoints."""
 
@@ -367,3 +370,26 @@ class CheckpointConfig:
             )
         if self.forget_after_days is not None and self.forget_after_days <= 0:
             raise ValueError(f"forget_after_days must be positive, or None, got {self.forget_after_days}")
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryConfig:
+    """What is done about incidents. By default every decision is only logged (a dry run)."""
+
+    act: Collection[str] = ()
+    """``restart``: SCOUT ends the workers, and the launcher restarts them. ``replace``: it also excludes
+    machines. Empty: nothing is done."""
+    max_restarts: int = 3
+    """Restarts in a row that do not bring the job further, after which it is stopped."""
+    restart_seconds: float = 300.0
+    """What a restart costs. A slow rank is replaced only if it costs more than this."""
+    horizon_seconds: float = 86_400.0
+    """The time for which the cost of a slow rank is computed."""
+
+    def __post_init__(self) -> None:
+        _require_types(self, max_restarts=1)
+        if isinstance(self.act, str) or (unknown := [each for each in self.act if each not in ACTS]):
+            wrong = repr(self.act) if isinstance(self.act, str) else ", ".join(map(repr, unknown))
+            raise ValueError(f"act must list some of {', '.join(ACTS)}, got {wrong}")
+        if "replace" in self.act and "restart" not in self.act:
+            raise ValueError('act=["replace"] needs "restart" too: a replaced machine restarts the job')

@@ -8,6 +8,7 @@
     |   +-- UnavailableError
     +-- ObserverError
     +-- ReplayError
+    +-- RestartPlanError
     +-- TornRecordError
 
 Invalid arguments raise a plain ``ValueError`` with the value; a bug in torchscout an ``AssertionError``.
@@ -22,6 +23,7 @@ __all__ = [
     "DamagedError",
     "ObserverError",
     "ReplayError",
+    "RestartPlanError",
     "ScoutError",
     "TornRecordError",
     "UnavailableError",
@@ -59,6 +61,13 @@ class ObserverError(ScoutError):
 
 class ReplayError(ScoutError):
     """Some work cannot be replayed; the message becomes the reason of a ``not_checked`` record."""
+
+
+class RestartPlanError(ScoutError):
+    """The plan that an earlier run left for this one is damaged, or is not this user's."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        super().__init__(f"cannot use the restart plan {path}: {reason}")
 
 
 class TornRecordError(ScoutError):

@@ -113,7 +113,7 @@ def connections_after_close(rank: int, run_dir: Path) -> tuple[int, int]:
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
     dist.all_reduce(torch.zeros(1))  # connections are made when they are used first
-    before = len(os.listdir("/proc/self/fd"))
+    before = len([*Path("/proc/self/fd").iterdir()])
     session = enable_resiliency(
         model,
         optimizer,
@@ -129,7 +129,7 @@ def connections_after_close(rank: int, run_dir: Path) -> tuple[int, int]:
     session.close()
     gc.collect()
     assert session.failures == []
-    return before, len(os.listdir("/proc/self/fd"))
+    return before, len([*Path("/proc/self/fd").iterdir()])
 
 
 def test_a_closed_session_holds_no_connections(tmp_path: Path):

@@ -29,7 +29,7 @@ def raise_it(error: Exception) -> None:
 
 def test_incidents_of_checks_and_observers_are_passed_on_once(tmp_path: Path):
     received: list[Incident] = []
-    news = IncidentCallback(1, received.append, raise_it, tmp_path / "news")
+    news = IncidentCallback(1, [received.append], raise_it, tmp_path / "news")
     news.add([INCIDENT])
     found(tmp_path / "news", RESOLVED, NAMES_RANK_0)
     until(lambda: len(received) == 2, "both incidents are received")
@@ -41,7 +41,7 @@ def test_incidents_of_checks_and_observers_are_passed_on_once(tmp_path: Path):
 
 def test_a_line_that_is_being_written_is_passed_on_once_it_is_complete(tmp_path: Path):
     received: list[Incident] = []
-    news = IncidentCallback(0, received.append, raise_it, tmp_path / "news")
+    news = IncidentCallback(0, [received.append], raise_it, tmp_path / "news")
     whole = line_of(INCIDENT)
     with (tmp_path / "news").open("ab") as file:
         file.write(whole[:40])
@@ -56,7 +56,7 @@ def test_a_line_that_is_being_written_is_passed_on_once_it_is_complete(tmp_path:
 @pytest.mark.parametrize("rank", range(8))
 def test_one_rank_logs_an_incident(rank: int, caplog: pytest.LogCaptureFixture):
     """The first one, unless it is named itself: it may be unable to run."""
-    news = IncidentCallback(rank, None, raise_it)
+    news = IncidentCallback(rank, [], raise_it)
     news.add([INCIDENT])
     assert INCIDENT.ranks != (0,)
     assert len(caplog.messages) == (rank == 0)
@@ -68,7 +68,7 @@ def test_one_rank_logs_an_incident(rank: int, caplog: pytest.LogCaptureFixture):
 def test_a_finding_of_one_observer_is_logged_by_its_own_rank(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    news = IncidentCallback(3, None, raise_it, tmp_path / "news")
+    news = IncidentCallback(3, [], raise_it, tmp_path / "news")
     found(tmp_path / "news", NOT_CHECKED)
     news.close()
     assert caplog.messages == [
@@ -83,7 +83,7 @@ def test_a_function_that_raises_is_called_with_the_next_incident_all_the_same():
         received.append(incident)
         raise KeyError("dropped")
 
-    news = IncidentCallback(0, clumsy, failures.append)
+    news = IncidentCallback(0, [clumsy], failures.append)
     news.add([INCIDENT, NAMES_RANK_0])
     news.close()
     assert received == [INCIDENT, NAMES_RANK_0]
@@ -93,7 +93,7 @@ def test_a_function_that_raises_is_called_with_the_next_incident_all_the_same():
 def test_a_long_file_is_read_once(tmp_path: Path):
     """The bytes that this process reads, as the kernel counts them, do not grow with what is on record."""
     found(tmp_path / "news", *[INCIDENT] * 300)
-    news = IncidentCallback(1, None, raise_it, tmp_path / "news")
+    news = IncidentCallback(1, [], raise_it, tmp_path / "news")
     news.look()
     before = bytes_read()
     for _ in range(20):

@@ -18,7 +18,8 @@ from torchscout.checkpoint.gate import CheckpointGate, transition
 from torchscout.checkpoint.gate_state import Checked, Lost, Outcome, Recovered, Sealed
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.ledger import newest, reconcile, settled
-from torchscout.checkpoint.selection import Failure, SweepResult, confirm, select_checkpoint
+from torchscout.checkpoint.selection import SweepResult, confirm, select_checkpoint
+from torchscout.decision.record import Failure
 
 
 def history(chance: random.Random, recipes: int | None, length: int) -> list[CheckpointGate]:

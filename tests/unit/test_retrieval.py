@@ -8,7 +8,8 @@ from tests.unit.test_gate import train
 from torchscout.checkpoint.gate import CheckpointGate, transition
 from torchscout.checkpoint.gate_state import Checked, Lost, Outcome, Recovered
 from torchscout.checkpoint.generation import Generation, TrustLevel
-from torchscout.checkpoint.selection import Failure, Selection, SweepResult, confirm, select_checkpoint
+from torchscout.checkpoint.selection import Selection, SweepResult, confirm, select_checkpoint
+from torchscout.decision.record import Failure
 
 CATALOG = train(CheckpointGate(recipes=2), "hhhhh")
 """Latest 5, candidate 4, verified 2."""

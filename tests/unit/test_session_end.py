@@ -21,7 +21,7 @@ def session_of(run_dir: Path, rank: int = 0) -> Session:
         Parts(
             run_dir=run_dir,
             boundary=boundary,
-            incidents=IncidentCallback(rank, None, boundary.failed),
+            incidents=IncidentCallback(rank, [], boundary.failed),
             entry=RankEntry(rank, "host", 1, "record"),
         )
     )
@@ -30,8 +30,8 @@ def session_of(run_dir: Path, rank: int = 0) -> Session:
 
 
 def report(session: Session) -> None:
-    assert session._parts.incidents is not None
-    session._parts.incidents.add([INCIDENT])
+    assert session._callback is not None
+    session._callback.add([INCIDENT])
 
 
 def test_a_session_that_is_closed_has_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -10,20 +10,9 @@ from enum import Enum
 
 from torchscout.checkpoint.gate import CheckpointGate
 from torchscout.checkpoint.generation import Generation, TrustLevel
+from torchscout.decision.record import Failure
 
-__all__ = ["Failure", "Selection", "SweepResult", "confirm", "select_checkpoint"]
-
-
-class Failure(str, Enum):
-    """Why a checkpoint is needed."""
-
-    SDC = "sdc"
-    STRAGGLER = "straggler"
-    HANG = "hang"
-    MACHINES_GONE = "machines_gone"
-    """A machine cannot be reached, so neither can the state in its memory."""
-    OTHER = "other"
-    """A crash, an exception, a preemption."""
+__all__ = ["Selection", "SweepResult", "confirm", "select_checkpoint"]
 
 
 class SweepResult(str, Enum):

@@ -93,6 +93,7 @@ def examined(run_dir: Path) -> dict[str, Any]:
         "sentence": sentence(state, ranks, incidents, missing),
         "ranks": ranks,
         "incidents": incidents,
+        "decisions": decisions_of(run_dir),
     }
 
 
@@ -192,6 +193,11 @@ def incidents_of(run_dir: Path) -> list[dict[str, Any]]:
     return [_incident(*entry) for entry in IncidentLog.read(run_dir).entries]
 
 
+def decisions_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What the recovery policy decided about the incidents."""
+    return [each.to_json() for each in IncidentLog.read(run_dir).decisions]
+
+
 def _incident(item: Incident, end: Resolved | None) -> dict[str, Any]:
     recovered = None if end is None else end.recovered
     state = "open" if end is None else "resolved" if recovered is None else "recovered"
@@ -223,6 +229,9 @@ def screen(report: dict[str, Any]) -> str:
         if incident["recovered"] is not None:
             state += f" by resuming from step {incident['recovered']}"
         lines += ["", wrapped(f"step {incident['step']}, {state}: {incident['sentence']}", 2)]
+    for decision in report["decisions"]:
+        kept = "" if decision["is_carried_out"] else ", not carried out"
+        lines += ["", wrapped(f"decision{kept}: {decision['sentence']}", 2)]
     return "\n".join(lines)
 
 

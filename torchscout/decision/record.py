@@ -23,9 +23,12 @@ __all__ = [
     "Action",
     "Agreement",
     "Agreements",
+    "Decision",
     "EvidenceRecord",
+    "Failure",
     "Incident",
     "Manifestation",
+    "Recordable",
     "Resolved",
     "Scope",
     "Surface",
@@ -70,6 +73,20 @@ class Action(str, Enum):
     RESTART = "restart_in_place"
     INSPECT = "inspect_hardware"
     REPLACE = "replace_machine"
+    STOP = "stop"
+    """Never in an incident: the recovery policy decides this when a restart makes no sense."""
+
+
+class Failure(str, Enum):
+    """Why a job restarts, which determines the checkpoint that it loads."""
+
+    SDC = "sdc"
+    STRAGGLER = "straggler"
+    HANG = "hang"
+    MACHINES_GONE = "machines_gone"
+    """A machine cannot be reached, so neither can the state in its memory."""
+    OTHER = "other"
+    """A crash, an exception, a preemption."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +236,27 @@ class Resolved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the recovery policy decided about one incident."""
+
+    step: int
+    """The step of the incident."""
+    action: Action
+    failure: Failure
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    """The machines that the incident named; with ``REPLACE``, those that must not be used again."""
+    sentence: str
+    """The decision and its reason."""
+    is_carried_out: bool = False
+    """False in a dry run."""
+
+    def to_json(self) -> dict[str, Any]:
+        names = {"action": self.action.value, "failure": self.failure.value}
+        return {"kind": "decision", **asdict(self), **names, "ranks": [*self.ranks], "hosts": [*self.hosts]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
     """How often one surface was compared without a finding."""
 
@@ -256,12 +294,16 @@ class Agreements:
         }
 
 
-def from_json(line: Mapping[str, Any]) -> EvidenceRecord | Incident | Resolved | Agreements:
+Recordable = EvidenceRecord | Incident | Resolved | Decision | Agreements
+
+
+def from_json(line: Mapping[str, Any]) -> Recordable:
     """Read what ``to_json`` returned; raises ``ValueError`` for anything else."""
-    readers: dict[str, Callable[[Mapping[str, Any]], EvidenceRecord | Incident | Resolved | Agreements]] = {
+    readers: dict[str, Callable[[Mapping[str, Any]], Recordable]] = {
         "evidence": _record_from_json,
         "incident": _incident_from_json,
         "resolved": lambda line: _from_fields(Resolved, line, recovered=line.get("recovered")),
+        "decision": _decision_from_json,
         "agreements": _agreements_from_json,
     }
     kind = str(line.get("kind"))
@@ -293,6 +335,10 @@ def _incident_from_json(line: Mapping[str, Any]) -> Incident:
         records=tuple(_record_from_json(record) for record in line["records"]),
         action=Action(line["action"]),
     )
+
+
+def _decision_from_json(line: Mapping[str, Any]) -> Decision:
+    return _from_fields(Decision, line, action=Action(line["action"]), failure=Failure(line["failure"]))
 
 
 def _agreements_from_json(line: Mapping[str, Any]) -> Agreements:

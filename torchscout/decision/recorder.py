@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from torchscout.decision.record import SCHEMA, Agreements, EvidenceRecord, Incident, Resolved, from_json
+from torchscout.decision.record import SCHEMA, Decision, Incident, Recordable, Resolved, from_json
 from torchscout.log import log
 from torchscout.utils.private_files import make_folders, open_file
 
@@ -32,8 +32,6 @@ __all__ = [
     "log_incident",
     "read",
 ]
-
-Recordable = EvidenceRecord | Incident | Resolved | Agreements
 
 _MOST_WAITING = 256
 """Lines that wait while the disk is full; older ones are dropped."""
@@ -69,8 +67,8 @@ class JsonlRecorder:
     def __init__(self, run_dir: Path | str, rank: int, *, most_bytes: int = MOST_BYTES) -> None:
         incidents = _Lines(Path(run_dir) / _INCIDENTS)
         records = _Lines(Path(run_dir) / "records" / f"rank-{rank}.jsonl", most_bytes)
-        self._lines = {"incident": incidents, "resolved": incidents, "evidence": records}
-        self._lines["agreements"] = records
+        self._lines = dict.fromkeys(("incident", "resolved", "decision"), incidents)
+        self._lines |= dict.fromkeys(("evidence", "agreements"), records)
 
     def record(self, item: Recordable) -> None:
         document = item.to_json()
@@ -262,6 +260,8 @@ class IncidentLog:
         """``strict`` as in ``Follower``."""
         self.entries: list[tuple[Incident, Resolved | None]] = []
         """What has been read so far: each incident and how it ended, None while it is open."""
+        self.decisions: list[Decision] = []
+        """What was decided about them."""
         self._file = Follower(Path(run_dir) / _INCIDENTS, strict=strict)
 
     @classmethod
@@ -288,6 +288,8 @@ class IncidentLog:
             if isinstance(item, Incident):
                 self.entries.append((item, None))
                 added.append(line)
+            elif isinstance(item, Decision):
+                self.decisions.append(item)
             elif isinstance(item, Resolved):
                 # The same may happen again later, and is then open.
                 self.entries = [

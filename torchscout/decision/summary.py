@@ -8,8 +8,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from torchscout.config import StragglerConfig
-from torchscout.decision.record import Agreement, Agreements, EvidenceRecord, Manifestation, Surface
-from torchscout.decision.recorder import Recordable, Recorder
+from torchscout.decision.record import (
+    Agreement,
+    Agreements,
+    EvidenceRecord,
+    Manifestation,
+    Recordable,
+    Surface,
+)
+from torchscout.decision.recorder import Recorder
 from torchscout.decision.straggler.persistence import Times
 
 __all__ = ["SummaryRecorder", "has_finding"]

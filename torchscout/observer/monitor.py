@@ -15,15 +15,17 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from torchscout.collectives.interceptor import listen
 from torchscout.communicators import Communicators, Job
-from torchscout.config import ObserverConfig
+from torchscout.config import ObserverConfig, RecoveryConfig
+from torchscout.decision.record import Decision
 from torchscout.errors import ObserverError, ScoutError
 from torchscout.log import log
 from torchscout.observer import stacks
@@ -281,12 +283,22 @@ class HangMonitor:
         self._undo.close()
 
 
-def start_monitor(job: Job, config: ObserverConfig, communicators: Communicators) -> HangMonitor:
-    """Start publishing and observing on every rank; raises ``ScoutError`` on all ranks if one fails."""
+def start_monitor(
+    job: Job,
+    config: ObserverConfig,
+    communicators: Communicators,
+    recovery: RecoveryConfig | None = None,
+    restarts: Sequence[Decision] = (),
+) -> HangMonitor:
+    """Start publishing and observing on every rank; raises ``ScoutError`` on all ranks if one fails.
+
+    With ``recovery``, observers end trainers for a restart that follows from it and the earlier ``restarts``.
+    """
     with ExitStack() as undo:
         problem = None
         try:
-            writer, publisher, observer, address = _start_alone(job, config, undo)
+            spec = partial(ObserverSpec, recovery=recovery, restarts=tuple(restarts))
+            writer, publisher, observer, address = _start_alone(job, config, undo, spec)
         except (OSError, ValueError, ScoutError) as error:
             problem = f"{type(error).__name__}: {error}"
         communicators.together(problem)
@@ -299,7 +311,7 @@ def start_monitor(job: Job, config: ObserverConfig, communicators: Communicators
 
 
 def _start_alone(
-    job: Job, config: ObserverConfig, undo: ExitStack
+    job: Job, config: ObserverConfig, undo: ExitStack, spec: Callable[..., ObserverSpec]
 ) -> tuple[ProgressWriter, Publisher, ObserverHandle, str | None]:
     """Do what this rank does by itself; the last result is the address of the hub that it hosts, if any."""
     hubs = hub_ranks(job.hosts)
@@ -315,7 +327,7 @@ def _start_alone(
     registration = stacks.register(directory, config.stack_signal)
     undo.callback(registration.unregister)
     observer = launch(
-        ObserverSpec(
+        spec(
             rank=job.rank,
             size=len(job.mesh),
             record=str(writer.path),

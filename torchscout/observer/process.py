@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from torchscout.config import StragglerConfig
+from torchscout.decision.policy import decide, is_allowed
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved, from_json
 from torchscout.decision.recorder import JsonlRecorder, line_of
 from torchscout.observer.hub import Hub
@@ -39,7 +40,7 @@ from torchscout.observer.spec import ObserverSpec, mesh_from
 from torchscout.observer.trainer import Ending, TrainerView
 
 if TYPE_CHECKING:
-    from torchscout.decision.recorder import Recordable
+    from torchscout.decision.record import Recordable
     from torchscout.decision.straggler.diagnosis import PhaseDiagnosis
 
 __all__ = ["ObserverProcess", "main"]
@@ -47,6 +48,8 @@ __all__ = ["ObserverProcess", "main"]
 _INPUT, _OUTPUT = 0, 1
 _ANNOUNCING_SECONDS = 0.05
 """The poll interval while a hub's answer is awaited."""
+_ENDING_SECONDS = 3.0
+"""How long a trainer may take to end itself for a restart before its observer ends it."""
 _LEAVING_SECONDS = 2.0
 """How long to wait for a connection to send ``leave`` on: a hub stays for observers that have not left."""
 
@@ -66,6 +69,7 @@ class ObserverProcess:
         self._client: Client | None = None
         self._rounds: RoundClient | None = None
         self._done_since: float | None = None
+        self._end_trainer_at: float | None = None
         self._last_write_error = ""
         self._poller = zmq.Poller()
 
@@ -94,6 +98,8 @@ class ObserverProcess:
 
     def _act(self) -> None:
         self._trainer.look(time.monotonic())
+        if self._end_trainer_at is not None and time.monotonic() > self._end_trainer_at:
+            self._trainer.kill()
         if self._hub is not None and self._hub.is_open:
             self._hub.tick(time.monotonic())
         if self._client is not None and self._rounds is not None:
@@ -104,7 +110,9 @@ class ObserverProcess:
     def _handle(self, client: Client, rounds: RoundClient, hub: int, message: Message) -> None:
         try:
             if message["kind"] == "news":
-                self._tell_trainer(from_json(message["item"]))
+                item = from_json(message["item"])
+                self._tell_trainer(item)
+                self._plan_end(item)
             else:
                 rounds.handle(hub, message, time.monotonic())
         except MISTAKES:
@@ -288,6 +296,15 @@ class ObserverProcess:
         path = news_of(Path(self._spec.record))
         with suppress(OSError), path.open("ab") as file:  # the trainer may have left and removed the folder
             file.write(line_of(item))
+
+    def _plan_end(self, item: Recordable) -> None:
+        """End the trainer soon if the job must restart: it may be stopped, so that its threads cannot run."""
+        config = self._spec.recovery
+        if config is None or not isinstance(item, Incident) or item.manifestation is not Manifestation.HANG:
+            return
+        decision = decide(item, self._spec.restarts, config, has_verified=True)  # matters for SDC only
+        if is_allowed(decision, config):
+            self._end_trainer_at = time.monotonic() + _ENDING_SECONDS
 
     def _write_end(self, ending: Ending) -> None:
         """Record how the trainer ended, unless it has done so itself."""

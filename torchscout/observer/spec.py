@@ -11,7 +11,8 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchscout.config import ObserverConfig
+from torchscout.config import ObserverConfig, RecoveryConfig
+from torchscout.decision.record import Decision, from_json
 
 if TYPE_CHECKING:
     from torchscout.mesh import Mesh
@@ -43,6 +44,10 @@ class ObserverSpec:
     None hosts none."""
     mesh: Mapping[str, Any] | None = None
     """The result of ``describe_mesh``; required for a rank that may host a hub."""
+    recovery: RecoveryConfig | None = None
+    """If it may end the trainer when the job must restart; None if it must not."""
+    restarts: tuple[Decision, ...] = ()
+    """The decisions that restarted this job so far."""
     is_restarted: bool = False
     """Whether it replaces an observer that has ended, so that the others must first find its hub again."""
 
@@ -60,11 +65,17 @@ class ObserverSpec:
         return Path(self.run_dir) / "observers" / f"rank-{self.rank}.log"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "restarts": [each.to_json() for each in self.restarts]}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ObserverSpec:
-        return cls(**{**document, "config": ObserverConfig(**document["config"])})
+        recovery, restarts = document["recovery"], map(from_json, document["restarts"])
+        converted = {
+            "config": ObserverConfig(**document["config"]),
+            "recovery": None if recovery is None else RecoveryConfig(**recovery),
+            "restarts": tuple(each for each in restarts if isinstance(each, Decision)),
+        }
+        return cls(**{**document, **converted})
 
 
 def hub_ranks(hosts: Sequence[str | None]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import signal
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -215,6 +216,13 @@ class TrainerView:
             exited = self._wait_status is not None and not self._wait_status & 0x7F
             return "failed" if exited else "killed"
         return "interrupted" if ending is Ending.ASKED else "finished"
+
+    def kill(self) -> None:
+        """End the trainer, unless it has ended; that counts as finished, since it was decided."""
+        if self.ending is None and self.pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            self.dismiss()
 
     def dismiss(self) -> None:
         """Stop watching on the trainer's request, which counts as finished."""

@@ -40,6 +40,7 @@ from torchscout.communicators import Communicators, Job
 from torchscout.config import CheckpointConfig
 from torchscout.decision.fold import signed
 from torchscout.decision.ownership import Ownership
+from torchscout.decision.record import Failure
 from torchscout.errors import CheckpointError, ScoutError, UnavailableError
 from torchscout.log import Problems, log
 from torchscout.replay.capture.saved_calls import SavedCalls
@@ -200,8 +201,12 @@ class CheckpointManager:
                 self._carry_out(event)
         self._write_ledgers()
 
-    def resume(self, sweep: Sweeping | None = None, *, start_over: bool = False) -> Resumption:
-        """Load the checkpoint that algorithm 3 selects, on every rank.
+    def has_verified(self) -> bool:
+        """Whether there is a verified checkpoint; may be called from any thread."""
+        return self._gate.verified is not None
+
+    def resume(self, sweep: Sweeping | None, *, start_over: bool, failure: Failure) -> Resumption:
+        """Load the checkpoint that algorithm 3 selects after this failure, on every rank.
 
         If none can be loaded, all raise ``CheckpointError``, or with ``start_over`` start from step 0.
         """
@@ -209,7 +214,7 @@ class CheckpointManager:
             return Resumption(0, None, None, "There is no checkpoint to go back to.")
         gate = self._previous_run.gate
         try:
-            decision, wanted = self._previous_run.chosen()
+            decision, wanted = self._previous_run.chosen(failure)
             decision = replace(decision, is_swept=decision.is_swept and self._config.verify_on_resume)
             loaded = load_first_usable(gate, decision, wanted, self._load, sweep)
         except UnavailableError as error:

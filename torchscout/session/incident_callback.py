@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torchscout.decision.record import EvidenceRecord, Incident, Resolved
@@ -28,17 +28,17 @@ class IncidentCallback:
     def __init__(
         self,
         rank: int,
-        callback: Callable[[Incident], None] | None,
+        callbacks: Sequence[Callable[[Incident], None]],
         failed: Callable[[Exception], None],
         path: Path | None = None,
     ) -> None:
-        """``failed`` is called with what ``callback`` raises."""
+        """``failed`` is called with what a callback raises; the next callback is still called."""
         self.incidents: list[Incident] = []
         """The incidents of this session so far."""
-        self._rank, self._callback, self._failed = rank, callback, failed
+        self._rank, self._callbacks, self._failed = rank, callbacks, failed
         self._file = None if path is None else Follower(path)
         self._uncalled: queue.SimpleQueue[Incident] = queue.SimpleQueue()
-        """Incidents that the callback has not been called with yet."""
+        """Incidents that the callbacks have not been called with yet."""
         self._looking = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchscout-news", daemon=True)
@@ -57,12 +57,12 @@ class IncidentCallback:
             self.look()
 
     def close(self) -> None:
-        """Call the callback with all incidents that are known by now, and stop. Idempotent."""
+        """Call the callbacks with all incidents that are known by now, and stop. Idempotent."""
         self._closing.set()
         self._thread.join(timeout=2 * _POLL_SECONDS)
 
     def look(self) -> None:
-        """Take what is new in the file, and call the callback."""
+        """Take what is new in the file, and call the callbacks."""
         with self._looking:
             try:
                 for line in () if self._file is None else self._file.fresh():
@@ -71,11 +71,14 @@ class IncidentCallback:
                 self._failed(error)
             while not self._uncalled.empty():
                 incident = self._uncalled.get()
-                if self._callback is not None:
-                    try:
-                        self._callback(incident)
-                    except Exception as error:  # noqa: BLE001  the user's function may raise anything
-                        self._failed(error)
+                for callback in self._callbacks:
+                    self._call(callback, incident)
+
+    def _call(self, callback: Callable[[Incident], None], incident: Incident) -> None:
+        try:
+            callback(incident)
+        except Exception as error:  # noqa: BLE001  the user's function may raise anything
+            self._failed(error)
 
     def _take(self, item: object) -> None:
         if isinstance(item, Incident):

@@ -18,10 +18,11 @@ from torchscout.checkpoint.gate import CheckpointGate, transition
 from torchscout.checkpoint.gate_state import Lost
 from torchscout.checkpoint.generation import Generation, TrustLevel
 from torchscout.checkpoint.resume.fetch import Fetched
-from torchscout.checkpoint.selection import Failure, Selection, SweepResult, confirm, select_checkpoint
+from torchscout.checkpoint.selection import Selection, SweepResult, confirm, select_checkpoint
 from torchscout.checkpoint.storage.inventory import Member
 from torchscout.checkpoint.storage.shard_files import shard_files
 from torchscout.checkpoint.storage.shards import Restored
+from torchscout.decision.record import Failure
 from torchscout.errors import CheckpointError, UnavailableError
 
 __all__ = [
@@ -172,15 +173,14 @@ class PreviousRun:
         """Whether it ended before anything was sealed on every rank, so that starting over loses nothing."""
         return self.obstacle is None and not self.gate.held and self.gate.poisoned is None
 
-    def chosen(self) -> tuple[Selection, list[Generation]]:
-        """Return what to load, and the generations to try in order should that be damaged.
+    def chosen(self, failure: Failure = Failure.OTHER) -> tuple[Selection, list[Generation]]:
+        """Return what to load after this failure, and the generations to try in order should that be damaged.
 
         The older ones are verified, except the one before the latest, which has to pass the same sweep as
         the latest. Raises ``UnavailableError`` if there is nothing to load.
         """
         if self.obstacle is not None:
             raise UnavailableError(self.obstacle)
-        failure = Failure.OTHER
         if self.gate.poisoned is not None:
             failure = Failure.SDC
         elif not self.is_whole:

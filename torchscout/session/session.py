@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from torchscout.decision.progress import Phase
-from torchscout.decision.record import Incident
+from torchscout.decision.record import Failure, Incident
 from torchscout.decision.recorder import IncidentLog
 from torchscout.log import log
 from torchscout.observer.monitor import HangMonitor
@@ -21,6 +21,7 @@ from torchscout.observer.record.directory import End, RankEntry
 from torchscout.session.boundary import Boundary
 from torchscout.session.ending import closing_line, how_ended, mark_recovered
 from torchscout.session.incident_callback import IncidentCallback
+from torchscout.session.recovery import Recovery
 from torchscout.session.replay_driver import ReplayDriver
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Parts:
     replay_off: str = "replay=None"
     """Why there is no replay."""
     checkpoints: CheckpointManager | None = None
+    recovery: Recovery | None = None
     undo: ExitStack = field(default_factory=ExitStack)
     """Closes the rest when the session ends: the monitor, SCOUT's process groups, hooks."""
 
@@ -82,10 +84,11 @@ class Session:
 
     def __init__(self, parts: Parts) -> None:
         self.run_dir = parts.run_dir
-        # Parts that are closed are dropped, ``parts`` with them: SCOUT's process groups hold their connections
-        # for as long as something refers to them.
+        # Closed parts are dropped, and ``parts`` is not kept: SCOUT's process groups hold their connections
+        # as long as something refers to them.
         self._boundary, self._guarded = parts.boundary, parts.boundary.guarded
         self._callback, self._entry, self._undo = parts.incidents, parts.entry, parts.undo
+        self._recovery = parts.recovery
         self._monitor, self._checkpoints = parts.monitor, parts.checkpoints
         self._replay, self._replay_off = parts.replay, parts.replay_off
         self._pid = os.getpid()
@@ -177,7 +180,8 @@ class Session:
         self._manager().register(name, stateful)
 
     def resume(self, *, start_over: bool = False) -> Resumption:
-        """Load the newest checkpoint of an earlier run that can be trusted, if there is one.
+        """Load the newest checkpoint of an earlier run that can be trusted, if there is one. If that run was
+        ended for a restart, its restart plan says which failure the checkpoint must predate.
 
         Call it on every rank, after ``register_state`` and before training. Raises ``UnavailableError`` on
         all ranks if there are checkpoints but none can be loaded; with ``start_over`` the job then starts
@@ -186,7 +190,10 @@ class Session:
         if self.step:
             raise ValueError(f"call resume() before training; {self.step} steps are done")
         sweep = None if self._replay is None else self._replay.sweep
-        resumed = self._manager().resume(sweep, start_over=start_over)
+        failure = Failure.OTHER if self._recovery is None else self._recovery.plan.failure
+        resumed = self._manager().resume(sweep, start_over=start_over, failure=failure)
+        if self._recovery is not None:
+            self._guarded(self._recovery.plan_was_used)
         self._start_after(resumed.step)
         self._guarded(lambda: self._note_resumption(resumed))
         return resumed

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from torchscout.checkpoint.gate_state import CheckpointGate
 from torchscout.checkpoint.generation import Generation
-from torchscout.checkpoint.selection import Failure, Selection, SweepResult, confirm, select_checkpoint
+from torchscout.checkpoint.selection import Selection, SweepResult, confirm, select_checkpoint
 from torchscout.checkpoint.storage import lock, retention, shards
 from torchscout.checkpoint.storage.adoption import adopt as adopt_folder
 from torchscout.checkpoint.storage.forgetting import forget as forget_job
@@ -26,6 +26,7 @@ from torchscout.cli.checkpoint.verification import Broken, Damage, broken_lines,
 from torchscout.cli.checkpoint.wording import counted, size_in_words, stacked, table
 from torchscout.cli.console import AsJson, Output, exiting, print_report, refusing
 from torchscout.config import JOB_NAME
+from torchscout.decision.record import Failure
 from torchscout.errors import CheckpointError
 
 __all__ = ["app", "delete", "explanation", "pruning_plan", "pruning_screen"]

@@ -1,0 +1,109 @@
+"""The restart plan: what the next workers learn from it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_policy import HANG, SDC, decided
+from torchscout.checkpoint.restart_plan import RestartPlan
+from torchscout.decision.record import Action, Failure
+from torchscout.errors import RestartPlanError
+
+PLAN = RestartPlan.first().after(decided(HANG)).after(decided(SDC))
+
+
+def test_a_plan_collects_restarts_and_excluded_machines(tmp_path: Path):
+    assert PLAN.failure is Failure.SDC
+    assert PLAN.excluded == ("node-1",), "a restart in place excludes nothing"
+    assert [each.action for each in PLAN.restarts] == [Action.RESTART, Action.REPLACE]
+    PLAN.write(tmp_path / "new" / "folder")
+    assert RestartPlan.read(tmp_path / "new" / "folder") == PLAN
+    assert RestartPlan.path(tmp_path / "new" / "folder").stat().st_mode & 0o777 == 0o600
+
+
+def test_without_a_file_the_job_was_not_restarted(tmp_path: Path):
+    assert RestartPlan.read(tmp_path) == RestartPlan.first()
+
+
+def test_a_used_plan_keeps_its_history_and_excluded_machines_only():
+    used = PLAN.used()
+    assert (used.failure, used.sentence) == (Failure.OTHER, "")
+    assert (used.restarts, used.excluded) == (PLAN.restarts, PLAN.excluded)
+
+
+def test_a_stop_is_kept(tmp_path: Path):
+    stopped = PLAN.after(replace(decided(HANG), action=Action.STOP))
+    stopped.write(tmp_path)
+    assert RestartPlan.read(tmp_path).is_stopped
+
+
+def test_the_history_is_bounded(tmp_path: Path):
+    plan = PLAN
+    for step in range(200):
+        plan = plan.after(decided(replace(HANG, step=step)))
+    plan.write(tmp_path)
+    assert [each.step for each in RestartPlan.read(tmp_path).restarts] == [*range(136, 200)]
+
+
+GOOD = PLAN.to_json()
+RESTART = GOOD["restarts"][0]
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        ([], "not a restart plan of version 1"),
+        ({}, "not a restart plan of version 1"),
+        ({**GOOD, "schema": 2}, "not a restart plan of version 1"),
+        ({**GOOD, "failure": "tired"}, "'tired' is not a valid Failure"),
+        ({**GOOD, "excluded": "node-1"}, "not a list of at most"),
+        ({**GOOD, "excluded": [7]}, "not a text of at most"),
+        ({**GOOD, "sentence": "a" * 2000}, "not a text of at most"),
+        ({**GOOD, "is_stopped": 1}, "is_stopped must be true or false"),
+        ({**GOOD, "restarts": [RESTART] * 65}, "not a list of at most 64"),
+        ({**GOOD, "restarts": [[]]}, "not a decision to restart"),
+        ({**GOOD, "restarts": [{**RESTART, "action": "continue"}]}, "not a decision to restart"),
+        ({**GOOD, "restarts": [{**RESTART, "step": -1}]}, "not a step or a rank: -1"),
+        ({**GOOD, "restarts": [{**RESTART, "step": 1.5}]}, "not a step or a rank: 1.5"),
+        ({**GOOD, "restarts": [{**RESTART, "ranks": ["x"]}]}, "not a step or a rank: 'x'"),
+        ({**GOOD, "restarts": [{**RESTART, "hosts": [{}]}]}, "not a text of at most"),
+        ({key: value for key, value in GOOD.items() if key != "excluded"}, "excluded"),
+    ],
+)
+def test_a_plan_that_is_not_whole_is_refused(tmp_path: Path, document: object, reason: str):
+    PLAN.write(tmp_path)
+    RestartPlan.path(tmp_path).write_text(json.dumps(document))
+    with pytest.raises(RestartPlanError, match="cannot use the restart plan") as raised:
+        RestartPlan.read(tmp_path)
+    assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"schema": NaN}', b" " * (1 << 21)]
+)
+def test_bytes_that_are_no_plan_are_refused(tmp_path: Path, content: bytes):
+    PLAN.write(tmp_path)
+    RestartPlan.path(tmp_path).write_bytes(content)
+    with pytest.raises(RestartPlanError):
+        RestartPlan.read(tmp_path)
+
+
+def test_only_an_owner_only_file_is_read(tmp_path: Path):
+    PLAN.write(tmp_path)
+    path = RestartPlan.path(tmp_path)
+    path.chmod(0o644)
+    with pytest.raises(RestartPlanError, match="belongs to this user alone"):
+        RestartPlan.read(tmp_path)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RestartPlanError):
+        RestartPlan.read(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RestartPlanError, match="not a regular file"):
+        RestartPlan.read(tmp_path)

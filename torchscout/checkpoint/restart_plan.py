@@ -1,0 +1,147 @@
+"""The file by which the workers of a restarted job learn why it was restarted and what to avoid.
+
+It lies in the folder of the job's checkpoints, owner-only, and holds data alone: names of machines, numbers
+and sentences. A file that is damaged, too large or of another version is refused as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torchscout.decision.record import Action, Decision, Failure, from_json
+from torchscout.errors import RestartPlanError
+from torchscout.utils.private_files import make_folders, open_private, replace_text
+
+__all__ = ["SCHEMA", "RestartPlan"]
+
+_NAME = "restart-plan.json"
+SCHEMA = 1
+"""Version of the file; other versions are refused."""
+_MAX_BYTES = 1 << 20
+_MAX_RESTARTS = 64
+"""Restarts that are kept, the newest ones."""
+_MAX_TEXT = 1024
+_RESTARTS = (Action.RESTART, Action.REPLACE, Action.STOP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPlan:
+    """Why a job was restarted, and what its next workers do differently."""
+
+    failure: Failure
+    """Determines the checkpoint that ``session.resume()`` loads."""
+    excluded: tuple[str, ...]
+    """Machines that must not be used."""
+    sentence: str
+    """The decision, in words."""
+    restarts: tuple[Decision, ...]
+    """All restarts of the job so far, oldest first; the last one is this one."""
+    is_stopped: bool = False
+    """Whether the job must not run again before someone removes the plan."""
+
+    def after(self, decision: Decision) -> RestartPlan:
+        """The plan for a decision that restarts the job."""
+        replaced = decision.hosts if decision.action is Action.REPLACE else ()
+        return RestartPlan(
+            failure=decision.failure,
+            excluded=tuple(dict.fromkeys((*self.excluded, *replaced))),
+            sentence=decision.sentence[:_MAX_TEXT],
+            restarts=(*self.restarts, decision)[-_MAX_RESTARTS:],
+            is_stopped=decision.action is Action.STOP,
+        )
+
+    def used(self) -> RestartPlan:
+        """The plan once its checkpoint is loaded: whatever happens next has another cause."""
+        return replace(self, failure=Failure.OTHER, sentence="")
+
+    @classmethod
+    def first(cls) -> RestartPlan:
+        """The plan of a job that has not been restarted."""
+        return cls(failure=Failure.OTHER, excluded=(), sentence="", restarts=())
+
+    @staticmethod
+    def path(folder: Path) -> Path:
+        return folder / _NAME
+
+    def write(self, folder: Path) -> None:
+        """Replace the plan in this folder; raises ``OSError`` if that fails."""
+        make_folders(folder)
+        replace_text(self.path(folder), json.dumps(self.to_json()) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "failure": self.failure.value,
+            "excluded": self.excluded,
+            "sentence": self.sentence,
+            "restarts": [each.to_json() for each in self.restarts],
+            "is_stopped": self.is_stopped,
+        }
+
+    @classmethod
+    def from_json(cls, document: Any) -> RestartPlan:
+        """Read what ``to_json`` returned; raises ``ValueError``, ``KeyError`` or ``TypeError`` otherwise."""
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            raise ValueError(f"not a restart plan of version {SCHEMA}")
+        if not isinstance(is_stopped := document["is_stopped"], bool):
+            raise ValueError(f"is_stopped must be true or false, got {is_stopped!r:.80}")
+        return cls(
+            failure=Failure(document["failure"]),
+            excluded=tuple(_text(each) for each in _list(document["excluded"])),
+            sentence=_text(document["sentence"]),
+            restarts=tuple(_restart(each) for each in _list(document["restarts"], _MAX_RESTARTS)),
+            is_stopped=is_stopped,
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> RestartPlan:
+        """Return the plan in this folder, or that of a new job if there is none.
+
+        Raises ``RestartPlanError`` if there is one that cannot be relied on.
+        """
+        path = cls.path(folder)
+        try:
+            with os.fdopen(open_private(path, os.O_RDONLY), "rb") as file:
+                content = file.read(_MAX_BYTES + 1)
+        except FileNotFoundError:
+            return cls.first()
+        except OSError as error:
+            raise RestartPlanError(path, error.strerror or str(error)) from error
+        if len(content) > _MAX_BYTES:
+            raise RestartPlanError(path, f"it has more than {_MAX_BYTES} bytes")
+        try:
+            return cls.from_json(json.loads(content, parse_constant=_refused))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RestartPlanError(path, f"{type(error).__name__}: {error}") from error
+
+
+def _restart(document: Any) -> Decision:
+    decision = from_json(document) if isinstance(document, dict) else None
+    if not isinstance(decision, Decision) or decision.action not in _RESTARTS:
+        raise ValueError(f"not a decision to restart: {document!r:.80}")
+    for number in (decision.step, *decision.ranks):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"not a step or a rank: {number!r:.80}")
+    for text in (decision.sentence, *decision.hosts):
+        _text(text)
+    return decision
+
+
+def _refused(constant: str) -> float:
+    raise ValueError(f"{constant} is not a number")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        raise ValueError(f"not a text of at most {_MAX_TEXT} characters: {value!r:.80}")
+    return value
+
+
+def _list(value: Any, most: int = 1 << 17) -> list[Any]:
+    if not isinstance(value, list) or len(value) > most:
+        raise ValueError(f"not a list of at most {most} entries: {value!r:.80}")
+    return value

@@ -1,0 +1,130 @@
+"""Decides about incidents while the job runs, and ends this worker if the job must restart (paper, section
+8).
+
+A launcher such as torchrun restarts all workers when one of them fails. Every worker nevertheless exits by
+itself, from a thread: its main thread may be blocked in a collective or on the device. A worker whose threads
+cannot run either is ended by its observer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchscout.checkpoint.restart_plan import RestartPlan
+from torchscout.communicators import Communicators, Job
+from torchscout.config import RecoveryConfig
+from torchscout.decision.policy import decide, is_allowed
+from torchscout.decision.record import Action, Decision, Incident
+from torchscout.decision.recorder import JsonlRecorder
+from torchscout.errors import RestartPlanError, ScoutError
+from torchscout.log import log
+from torchscout.utils.text import listed
+
+if TYPE_CHECKING:
+    from torchscout.session.checkpoint_manager import CheckpointManager
+
+__all__ = ["EXIT_STATUS", "Recovery"]
+
+EXIT_STATUS = 128 + signal.SIGTERM
+"""Of a worker that leaves so that the job restarts. Observers count it as asked to end, not as failed."""
+_SECONDS_TO_REPORT = 1.0
+"""Before the other ranks leave: the launcher ends all ranks as soon as one has left."""
+
+
+@dataclass(slots=True)
+class Recovery:
+    """The decisions of one session."""
+
+    job: Job
+    config: RecoveryConfig
+    plan: RestartPlan
+    folder: Path | str | None
+    """Where the restart plan is written; without one, nothing is carried out."""
+    checkpoints: CheckpointManager | None
+    exit: Callable[[int], object] = os._exit
+
+    @classmethod
+    def agree(
+        cls,
+        communicators: Communicators,
+        job: Job,
+        config: RecoveryConfig,
+        folder: Path | str | None,
+        checkpoints: CheckpointManager | None,
+    ) -> Recovery:
+        """Begin with the newest restart plan that any rank finds in its folder.
+
+        Raises ``ScoutError`` on every rank if an earlier run decided to stop the job.
+        """
+        plan = RestartPlan.first()
+        try:
+            plan = plan if folder is None else RestartPlan.read(Path(folder))
+        except RestartPlanError as error:
+            log.warning("%s; it is ignored", error)
+        plans = [RestartPlan.from_json(each) for each in communicators.exchange(plan.to_json())]
+        plan = max(plans, key=lambda each: (each.is_stopped, len(each.restarts)))
+        if plan.is_stopped:
+            raise ScoutError(
+                f"An earlier run decided: {plan.sentence} To start the job again, correct the cause and "
+                f"remove the restart plan on every machine: {RestartPlan.path(Path(folder or ''))}."
+            )
+        if job.rank == 0 and plan.sentence:
+            log.info("this job was restarted: %s", plan.sentence)
+        if job.rank == 0 and (used := [each for each in plan.excluded if each in job.hosts]):
+            log.warning("the job runs on excluded machines: %s", listed(used))
+        return cls(job, config, plan, folder, checkpoints)
+
+    @property
+    def can_act(self) -> bool:
+        """Whether any decision is carried out."""
+        return bool(self.config.act) and self.folder is not None
+
+    def handle(self, incident: Incident) -> None:
+        """Decide about an incident, and end this process if the job is to restart."""
+        # A job without SCOUT's checkpoints restarts from its own, which are not SCOUT's to judge.
+        has_verified = self.checkpoints is None or self.checkpoints.has_verified()
+        decision = decide(incident, self.plan.restarts, self.config, has_verified=has_verified)
+        is_carried_out = self.can_act and is_allowed(decision, self.config)
+        decision = replace(decision, is_carried_out=is_carried_out)
+        # Rank 0 reports, unless it is named itself and may not be able to run.
+        if self.job.rank == (incident.reporter if 0 in incident.ranks else 0):
+            self._report(decision)
+        elif is_carried_out:
+            time.sleep(_SECONDS_TO_REPORT)
+        if is_carried_out:
+            self._leave(decision)
+
+    def plan_was_used(self) -> None:
+        """Note that this run has loaded the checkpoint that the plan asks for; the history stays."""
+        if self.folder is not None and self.plan.restarts:
+            self.plan = self.plan.used()
+            self.plan.write(Path(self.folder))
+
+    def _report(self, decision: Decision) -> None:
+        kept = "" if decision.is_carried_out else " (not carried out)" if self.config.act else " (dry run)"
+        log.warning("decision%s: %s", kept, decision.sentence)
+        recorder = JsonlRecorder(self.job.run_dir, self.job.rank)
+        try:
+            recorder.record(decision)
+        finally:
+            recorder.close()
+
+    def _leave(self, decision: Decision) -> None:
+        assert self.folder is not None
+        try:
+            # All ranks write the same plan, each on its own machine.
+            self.plan.after(decision).write(Path(self.folder))
+        except OSError as error:
+            log.warning("the restart plan could not be written: %s", error)
+            if decision.action is Action.STOP:
+                return  # without the plan, the launcher would restart the job
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.exit(EXIT_STATUS)
