@@ -34,9 +34,9 @@ def test_the_table_has_every_framework_that_is_known():
 
 @pytest.mark.parametrize("distribution", TESTED)
 def test_the_tested_release_is_the_one_that_is_installed_and_pinned(distribution: str):
-    told = RELEASES[distribution][1].split()[1]
-    assert told == TESTED[distribution] == version(distribution)
-    assert f"\n{distribution}=={told}\n" in (ROOT / "requirements-dev.txt").read_text()
+    documented = RELEASES[distribution][1].split()[1]
+    assert documented == TESTED[distribution] == version(distribution)
+    assert f"\n{distribution}=={documented}\n" in (ROOT / "requirements-dev.txt").read_text()
 
 
 @pytest.mark.parametrize("distribution", TESTED)
@@ -71,13 +71,13 @@ def test_the_table_of_pytorch_versions_has_every_series_that_is_accepted():
     """One column for each, and a cell in every row."""
     page = ROOT / "docs" / "replay.md"
     heading = next(line for line in page.read_text().splitlines() if line.startswith("| parallelism | 2."))
-    told = [cell.strip() for cell in heading.strip("|").split("|")][1:]
+    documented = [cell.strip() for cell in heading.strip("|").split("|")][1:]
     declared = re.search(r'"(torch>=[^"]+)"', (ROOT / "pyproject.toml").read_text())[1]
     accepted = [f"2.{minor}" for minor in range(30) if f"2.{minor}.0" in Requirement(declared).specifier]
-    assert told == accepted
+    assert documented == accepted
     rows = rows_of("parallelism | 2.10", page)
     assert len(rows) >= 6
-    assert all(all(row) and len(row) == 1 + len(told) for row in rows)
+    assert all(all(row) and len(row) == 1 + len(documented) for row in rows)
 
 
 @pytest.mark.parametrize("place", range(len(COLUMNS)), ids=COLUMNS)
@@ -88,7 +88,7 @@ def test_every_layout_in_the_table_is_a_test(place: int):
         *(ROOT / "tests" / "support").glob(f"{name}_layouts.py"),
     ]
     source = "".join(each.read_text() for each in files)
-    told = [each for row in rows_of("parallelism") for each in re.findall(r"`([^`]+)`", row[place + 1])]
-    assert len(told) >= 3
-    missing = [each for each in told if f'"{each}"' not in source and f"def {each}(" not in source]
+    documented = [each for row in rows_of("parallelism") for each in re.findall(r"`([^`]+)`", row[place + 1])]
+    assert len(documented) >= 3
+    missing = [each for each in documented if f'"{each}"' not in source and f"def {each}(" not in source]
     assert missing == []

@@ -63,7 +63,7 @@ def accelerate_loop(job: Job) -> None:
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """The same for all ranks; the Trainer's sampler divides them."""
+    """A dataset that is the same on all ranks; the Trainer's sampler divides it."""
 
     def __len__(self) -> int:
         return 4096
@@ -126,7 +126,7 @@ def _llama() -> Any:
 
 
 def _as_torchrun() -> None:
-    """What it sets; no connection is made, since there is a process group already."""
+    """Set the variables of torchrun; no connection is made, since there is a process group already."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -192,7 +192,7 @@ def fabric_loop(job: Job) -> None:
 
 
 def _lightning_environment(job: Job) -> Any:
-    """That of torchrun on one machine."""
+    """Return the environment of torchrun on one machine."""
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
     logging.getLogger("lightning").setLevel(logging.ERROR)
@@ -220,7 +220,7 @@ def deepspeed_zero(job: Job, stage: int) -> None:
 
 
 def _held(model: torch.nn.Module) -> torch.Tensor:
-    """A weight, or this rank's part of it."""
+    """Return a weight, or this rank's part of it."""
     each_one = (getattr(each, "ds_tensor", each) for each in model.parameters())
     return next(each for each in each_one if each.numel() > 16)
 

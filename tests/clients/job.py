@@ -69,7 +69,7 @@ class Trial:
 
 @dataclass
 class Report:
-    """What one rank has seen."""
+    """The result of one rank."""
 
     bits: dict[int, str] = field(default_factory=dict)
     """A digest of all that training leaves on this rank, after each step."""
@@ -105,7 +105,7 @@ class Position:
 
 
 class Job:
-    """What a client's loop calls."""
+    """The functions that a client's loop calls."""
 
     def __init__(self, rank: int, trial: Trial) -> None:
         warnings.filterwarnings("ignore")
@@ -174,7 +174,7 @@ class Job:
         return self._trial.steps
 
     def begin(self, step: int) -> None:
-        """Between the update of the step before and this step."""
+        """Run before each step."""
         trial = self._trial
         if self.session is None and trial.attach_after and step == trial.attach_after + 1:
             self._attach()
@@ -188,7 +188,7 @@ class Job:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def end(self, step: int) -> None:
-        """After the step's update."""
+        """Run after the step's update."""
         self._position.step = step
         self.report.bits[step] = self._digest()
         if self.session is None:
@@ -199,7 +199,7 @@ class Job:
             self._close()
 
     def finish(self) -> Report:
-        """After the client's own end."""
+        """Run after the client's own end."""
         if self.session is not None:
             dist.barrier()  # an incident that any rank had to write is written
             self._close()
@@ -280,7 +280,7 @@ class Job:
 
 
 def _repeat_yourself() -> None:
-    """Kernels that give the same bits each time, so that two trainings can be compared at all."""
+    """Use deterministic kernels, so that two trainings can be compared."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -297,7 +297,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flip(tensor: torch.Tensor) -> int:
-    """Change a bit in the upper half of the mantissa of one element; how many bits are different then.
+    """Change a bit in the upper half of the mantissa of one element; return how many bits differ.
 
     Through the memory itself, as a fault does: what PyTorch counts as a write is the program's own.
     """
@@ -311,7 +311,7 @@ def _flip(tensor: torch.Tensor) -> int:
 
 
 def _layer_names(model: nn.Module) -> list[str]:
-    """The members of the first list of modules, or what the model consists of."""
+    """Return the members of the first list of modules, or else the children of the model."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
             return [f"{name}.{child}" if name else child for child, _ in module.named_children()]

@@ -1,4 +1,4 @@
-"""What each client goes through, and whether what was found is right.
+"""The rows of the table: what happens to a client, and whether the findings are right.
 
 Each row runs the client in new processes, under a time limit, and compares with the same client without
 torchscout.
@@ -44,7 +44,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Training:
-    """What all ranks of one training have seen, or how it failed."""
+    """The results of all ranks of one training, or its error."""
 
     reports: list[Report]
     failure: str = ""
@@ -55,7 +55,7 @@ class Training:
 
 
 def answering(rank: int, questions: Iterator[tuple[str, Trial]]) -> Iterator[Report]:
-    """Train a client as it was asked for."""
+    """Train a client for each question."""
     for name, trial in questions:
         job = Job(rank, trial)
         CLIENTS[name].train(job)
@@ -108,7 +108,7 @@ def flipped(name: str, folder: Path, _: int) -> Result:
 
 def _of_flip(client: Client, trained: Training) -> Result:
     found, certified = trained.incidents, trained.reports[0].certified
-    details = _told(found)
+    details = _sentences(found)
     if not found:
         return Result(False, f"**missed; certified {certified}: {_covered(trained.reports)}**")
     wrong = [each for each in found if each.manifestation is not Manifestation.SDC or each.step < 32]
@@ -171,14 +171,14 @@ def resumed(name: str, folder: Path, _: int) -> Result:
     if "exit code -9" not in first.failure:
         return Result(False, f"**{_brief(first.failure) or 'not killed'}**", details=first.failure)
     # Killed ranks do not all end at the same moment: that one of them is gone may be reported, and is true.
-    if said := [each for each in incidents(folder / "run") if each.manifestation is not Manifestation.HANG]:
-        return _accusation(said)
+    if found := [each for each in incidents(folder / "run") if each.manifestation is not Manifestation.HANG]:
+        return _accusation(found)
     trained = _train(name, replace(trial, run_dir=folder / "again", end=None), ranks=ranks)
     return _went_on(name, trained, trial.steps)
 
 
 def _went_on(name: str, trained: Training, steps: int) -> Result:
-    """Whether a restarted client has gone on as it would have without the restart."""
+    """Check that a restarted client trains as it would have without the restart."""
     if trained.failure:
         return Result(False, f"**{_brief(trained.failure)}**", details=trained.failure)
     report = trained.reports[0]
@@ -200,18 +200,18 @@ def _train(name: str, trial: Trial, *, ranks: int | None = None) -> Training:
         try:
             return Training(live.ask((name, trial), timeout=seconds))
         except RankError as error:
-            said = [] if trial.run_dir is None else incidents(trial.run_dir)
-            return Training([], f"{error}\n{_told(said)}")
+            found = [] if trial.run_dir is None else incidents(trial.run_dir)
+            return Training([], f"{error}\n{_sentences(found)}")
 
 
 @cache
 def _plain(name: str, steps: int, ranks: int) -> Training:
-    """The same training without torchscout."""
+    """Return the same training without torchscout."""
     return _train(name, Trial(steps=steps), ranks=ranks)
 
 
 def _problem(name: str, trained: Training, steps: int, first: int = 1) -> Result | None:
-    """A training that failed, or that is not bit for bit the one without torchscout."""
+    """Return the failure of a training, or how it differs from the one without torchscout."""
     if trained.failure:
         return Result(False, f"**{_brief(trained.failure)}**", details=trained.failure)
     plain = _plain(name, max(steps, 60), len(trained.reports))
@@ -231,23 +231,23 @@ def _accused(trained: Training) -> Result | None:
 
 
 def _accusation(found: list[Incident]) -> Result:
-    """Incidents of a healthy job."""
+    """Fail for incidents of a healthy job."""
     first = found[0]
     words = f"**{first.manifestation.value} reported though healthy: {_ranks(first)}, step {first.step}**"
-    return Result(False, words, details=_told(found))
+    return Result(False, words, details=_sentences(found))
 
 
 def _named(found: list[Incident], manifestation: Manifestation) -> Result:
-    """Exactly the faulty rank, and nothing else."""
+    """Check that exactly the faulty rank is named."""
     right = [each for each in found if each.manifestation is manifestation and each.ranks == (FAULTY,)]
     if found and len(right) == len(found):
         return Result(True, f"{_ranks(found[0])} at step {found[0].step}")
     words = "; ".join(f"{each.manifestation.value}: {_ranks(each)}" for each in found) or "missed"
-    return Result(False, f"**{words}**", details=_told(found))
+    return Result(False, f"**{words}**", details=_sentences(found))
 
 
 def _covered(reports: list[Report]) -> str:
-    """What certification goes over, by the status of the rank with the smallest share."""
+    """Return what certification covers, by the status of the rank with the smallest share."""
     each_one = [report.status["replay"].get("covered") for report in reports]
     if not all(each_one):
         return "coverage unknown"
@@ -261,7 +261,7 @@ def _ranks(incident: Incident) -> str:
     return f"rank {ranks}" if len(incident.ranks) == 1 else f"ranks {ranks} ({incident.scope.value})"
 
 
-def _told(found: list[Incident]) -> str:
+def _sentences(found: list[Incident]) -> str:
     return "\n".join(each.sentence for each in found)
 
 

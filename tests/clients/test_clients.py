@@ -1,4 +1,4 @@
-"""Training code that nobody here wrote: never hung, never accused, and its faults named.
+"""Training code of other projects: torchscout never hangs it, never accuses it, and names its faults.
 
 ``SCOUT_CLIENT_STEPS=500`` makes the healthy row longer. One client in one row:
 ``pytest -m slow tests/clients -k "healthy and muon-gathering"``, or ``python -m tests.clients.table``.

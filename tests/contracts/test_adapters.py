@@ -1,4 +1,4 @@
-"""Every adapter keeps what ``Adapter`` promises, on a real job of its framework; and a broken one is told."""
+"""Every adapter keeps what ``Adapter`` promises on a real job of its framework; broken ones are reported."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def too_different(adapter: Adapter) -> Worse:
         (too_different, "obstacle must be the same on ranks"),
     ],
 )
-def test_a_broken_promise_is_told(worse: Callable[[Adapter], Adapter], sentence: str):
-    for told in run_ranks(adapter_jobs.promises, 2, adapter_jobs.ddp, worse):
-        assert sentence in "; ".join(told)
+def test_a_broken_promise_is_reported(worse: Callable[[Adapter], Adapter], sentence: str):
+    for result in run_ranks(adapter_jobs.promises, 2, adapter_jobs.ddp, worse):
+        assert sentence in "; ".join(result)
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_installed_package_brings_its_own_adapter(installed: Path, tmp_path: Path):
-    for told in run_ranks(adapter_jobs.with_package, 2, installed, tmp_path):
-        assert told == {"adapter": "ToyAdapter", "broken": [], "step": 1, "peers": [0, 1]}
+    for result in run_ranks(adapter_jobs.with_package, 2, installed, tmp_path):
+        assert result == {"adapter": "ToyAdapter", "broken": [], "step": 1, "peers": [0, 1]}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a job issued and what was seen of it: equal, whoever issued it.
+"""Listeners see exactly the collectives that a job issues, whoever issues them.
 
 The truth is PyTorch's Flight Recorder, which sits below us, in the backend. On Gloo it records no
 point-to-point and no monitored barrier; there the truth is what the test itself called.
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import _dump_fr_trace
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
-from tests.support.ears import Ears, Heard
+from tests.support.call_recorder import CallRecorder, RecordedCall
 from tests.support.ranks import run_ranks
 from torchscout.collectives.call import Splits, operators
 from torchscout.collectives.interceptor import listen
@@ -175,59 +175,59 @@ def recorded() -> list[Record]:
     ]
 
 
-def as_recorded(heard: Heard) -> list[Record]:
+def as_recorded(call: RecordedCall) -> list[Record]:
     """What the backend makes of an operation we saw."""
-    if heard.variant == "monitored_barrier_":
+    if call.variant == "monitored_barrier_":
         return []
-    group = heard.group.name, heard.group.description
-    if heard.operation == "reduce_scatter":  # on Gloo an all-reduce of each tensor
-        return [(*group, "all_reduce", elements([shape])) for shape in heard.inputs]
-    return [(*group, heard.operation, elements(heard.inputs))]
+    group = call.group.name, call.group.description
+    if call.operation == "reduce_scatter":  # on Gloo an all-reduce of each tensor
+        return [(*group, "all_reduce", elements([shape])) for shape in call.inputs]
+    return [(*group, call.operation, elements(call.inputs))]
 
 
 def elements(shapes: Any) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def watching(rank: int) -> dict[str, tuple[list[Record], list[Heard], list[Heard]]]:
+def watching(rank: int) -> dict[str, tuple[list[Record], list[RecordedCall], list[RecordedCall]]]:
     # Read at the first collective; PyTorch 2.10 reads it earlier, so set it for pytest there.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "5000"
     seen = {}
     for job in JOBS:
-        ears, start = Ears(), len(recorded())
-        with listen(ears):
+        recorder, start = CallRecorder(), len(recorded())
+        with listen(recorder):
             job(rank)
-        seen[job.__name__] = recorded()[start:], ears.heard, ears.tokens
+        seen[job.__name__] = recorded()[start:], recorder.calls, recorder.tokens
     return seen
 
 
 @pytest.fixture(scope="module")
-def report() -> list[dict[str, tuple[list[Record], list[Heard], list[Heard]]]]:
+def report() -> list[dict[str, tuple[list[Record], list[RecordedCall], list[RecordedCall]]]]:
     return run_ranks(watching, RANKS, timeout=120)
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_what_was_issued_was_seen(report, job: Job):
+def test_every_issued_operation_is_seen(report, job: Job):
     for rank in report:
-        issued, heard, tokens = rank[job.__name__]
-        assert [record for each in heard for record in as_recorded(each)] == issued
+        issued, calls, tokens = rank[job.__name__]
+        assert [record for each in calls for record in as_recorded(each)] == issued
         assert issued, "the job communicates"
-        assert tokens == heard
+        assert tokens == calls
 
 
 def test_nothing_but_real_operations_is_seen_of_a_barrier_and_of_compiled_code(report):
     for rank in report:
-        assert [heard.variant for heard in rank["barriers"][1]] == ["barrier", "monitored_barrier_"]
-        assert [heard.variant for heard in rank["compiled"][1]] == ["allreduce_"] * 4
+        assert [call.variant for call in rank["barriers"][1]] == ["barrier", "monitored_barrier_"]
+        assert [call.variant for call in rank["compiled"][1]] == ["allreduce_"] * 4
 
 
-def test_the_thread_that_issues_is_the_one_that_is_told(report):
-    assert {heard.thread for rank in report for heard in rank["another_thread"][1]} == {"another"}
+def test_listeners_run_in_the_thread_that_issues(report):
+    assert {call.thread for rank in report for call in rank["another_thread"][1]} == {"another"}
 
 
-def test_groups_are_known_by_name_role_place_and_members(report):
+def test_groups_have_a_name_role_position_and_members(report):
     for number, rank in enumerate(report):
-        groups = {heard.group.description: heard.group for heard in rank["hsdp"][1]}
+        groups = {call.group.description: call.group for call in rank["hsdp"][1]}
         assert set(groups) == {"mesh_replicate", "mesh_shard"}
         first = number // 2 * 2
         assert groups["mesh_shard"].members == (first, first + 1)
@@ -235,10 +235,10 @@ def test_groups_are_known_by_name_role_place_and_members(report):
         assert groups["mesh_replicate"].members == (number % 2, number % 2 + 2)
 
 
-def point_to_point(rank: int) -> list[Heard]:
-    ears, pair = Ears(), dist.new_group([2, 3])
+def point_to_point(rank: int) -> list[RecordedCall]:
+    recorder, pair = CallRecorder(), dist.new_group([2, 3])
     right, left = (rank + 1) % RANKS, (rank - 1) % RANKS
-    with listen(ears):
+    with listen(recorder):
         works = [dist.isend(torch.ones(2), right, tag=5), dist.irecv(torch.ones(2), left, tag=5)]
         batch = [dist.P2POp(dist.irecv, torch.ones(3), left), dist.P2POp(dist.isend, torch.ones(3), right)]
         for work in works + dist.batch_isend_irecv(batch):
@@ -247,11 +247,11 @@ def point_to_point(rank: int) -> list[Heard]:
             dist.send(torch.ones(1, dtype=torch.int64), 3, group=pair)
         elif rank == 3:
             dist.recv(torch.ones(1, dtype=torch.int64), group=pair)
-    return ears.heard
+    return recorder.calls
 
 
 def test_point_to_point_is_seen_with_peer_and_tag():
-    for rank, heard in enumerate(run_ranks(point_to_point, RANKS)):
+    for rank, calls in enumerate(run_ranks(point_to_point, RANKS)):
         right, left = (rank + 1) % RANKS, (rank - 1) % RANKS
         expected: list[tuple[Any, ...]] = [
             ("send", right, 5, ((2,),), ()),
@@ -263,14 +263,14 @@ def test_point_to_point_is_seen_with_peer_and_tag():
             expected.append(("send", 1, 0, ((1,),), ()))  # a place in the pair, not a global rank
         if rank == 3:
             expected.append(("recv", None, 0, (), ((1,),)))
-        assert [(h.operation, h.peer, h.tag, h.inputs, h.outputs) for h in heard] == expected
-        assert {h.dtype for h in heard[:4]} == {torch.float32}
-        assert {h.is_async for h in heard} == {None}
+        assert [(h.operation, h.peer, h.tag, h.inputs, h.outputs) for h in calls] == expected
+        assert {h.dtype for h in calls[:4]} == {torch.float32}
+        assert {h.is_async for h in calls} == {None}
 
 
-def asking(rank: int) -> list[Heard]:
-    ears, late, fake = Ears(), dist.new_group([1, 2, 3]), dist.new_group(backend="fake")
-    with listen(ears):
+def asking(rank: int) -> list[RecordedCall]:
+    recorder, late, fake = CallRecorder(), dist.new_group([1, 2, 3]), dist.new_group(backend="fake")
+    with listen(recorder):
         if rank > 0:
             dist.broadcast(torch.ones(2, 3), src=3, group=late)
             dist.reduce(torch.ones(2), dst=1, op=dist.ReduceOp.MIN, group=late)
@@ -284,12 +284,12 @@ def asking(rank: int) -> list[Heard]:
         dist.group.WORLD.allgather_coalesced(
             [[torch.ones(1), torch.ones(2)]] * RANKS, [torch.ones(1), torch.ones(2)]
         ).wait()
-    return ears.heard
+    return recorder.calls
 
 
-def test_a_call_says_what_was_asked_for():
-    for rank, heard in enumerate(run_ranks(asking, RANKS)):
-        *reductions, scatter, uneven, even, lists, gather = heard
+def test_a_call_has_the_arguments_of_the_operation():
+    for rank, calls in enumerate(run_ranks(asking, RANKS)):
+        *reductions, scatter, uneven, even, lists, gather = calls
         if rank > 0:
             broadcast, reduce, bits, average = reductions
             assert (broadcast.root, broadcast.inputs, broadcast.reduction) == (2, ((2, 3),), None)
@@ -318,7 +318,7 @@ def training(rank: int) -> list[tuple[str, bytes]]:
 def trained(rank: int, mode: str) -> bytes:
     model = nn.parallel.DistributedDataParallel(network())
     optimizer = torch.optim.AdamW(model.parameters())
-    handle = listen(Ears()) if mode == "watched" else None
+    handle = listen(CallRecorder()) if mode == "watched" else None
     for number in range(5):
         step(model, rank + number)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""The life of a listener: it comes and goes at any moment, and training never notices."""
+"""Listeners can be added and removed at any moment without an effect on training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
-from tests.support.ears import Ears
+from tests.support.call_recorder import CallRecorder
 from tests.support.ranks import run_ranks
 from torchscout.collectives.call import Call, operators
 from torchscout.collectives.interceptor import Pending, listen, uninstall
@@ -39,48 +39,48 @@ def total() -> float:
 
 
 def coming_and_going(rank: int) -> None:
-    untouched, ears = kernels(), Ears()
-    handle = listen(ears)
+    untouched, recorder = kernels(), CallRecorder()
+    handle = listen(recorder)
     assert kernels() != untouched
     assert total() == 6
     handle.remove()
     handle.remove()
     assert total() == 6
-    assert ears.operations == ["all_reduce"]
-    with listen(ears):
+    assert recorder.operations == ["all_reduce"]
+    with listen(recorder):
         uninstall()  # not while somebody listens
         assert total() == 6
-    assert ears.operations == ["all_reduce"] * 2
+    assert recorder.operations == ["all_reduce"] * 2
     uninstall()
     uninstall()
     assert kernels() == untouched
     assert total() == 6
-    with listen(ears):
+    with listen(recorder):
         assert total() == 6
-    assert ears.operations == ["all_reduce"] * 3
+    assert recorder.operations == ["all_reduce"] * 3
 
 
-def test_nothing_is_heard_after_the_last_has_left_and_everything_can_be_put_back():
+def test_nothing_is_seen_after_the_last_listener_is_removed_and_listening_can_restart():
     run_ranks(coming_and_going, 1)
 
 
 def leaving_in_any_order(rank: int) -> None:
     for order in itertools.permutations(range(3)):
-        ears = [Ears() for _ in order]
-        handles = [listen(each) for each in ears]
+        recorders = [CallRecorder() for _ in order]
+        handles = [listen(each) for each in recorders]
         for left, leaving in enumerate(order):
             total()
             handles[leaving].remove()
-            heard = [len(each.heard) for each in ears]
-            assert heard == [min(order.index(place), left) + 1 for place in range(3)]
+            calls = [len(each.calls) for each in recorders]
+            assert calls == [min(order.index(place), left) + 1 for place in range(3)]
 
 
-def test_listeners_leave_in_any_order():
+def test_listeners_can_be_removed_in_any_order():
     run_ranks(leaving_in_any_order, 1)
 
 
-class Leaver(Ears):
-    """Removes itself while it is told."""
+class Leaver(CallRecorder):
+    """Removes itself while it is called."""
 
     def before(self, call: Call) -> Any:
         self.handle.remove()
@@ -91,14 +91,14 @@ def leaving_from_inside(rank: int) -> None:
     leaver = Leaver()
     leaver.handle = listen(leaver)
     assert total() == 6
-    assert (len(leaver.heard), len(leaver.tokens)) == (1, 0)
+    assert (len(leaver.calls), len(leaver.tokens)) == (1, 0)
 
 
 def test_a_listener_may_remove_itself():
     run_ranks(leaving_from_inside, 1)
 
 
-class Door(Ears):
+class Door(CallRecorder):
     """Holds a collective up until it is opened."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def removing_in_flight(rank: int) -> None:
     door.opened.set()
     thread.join()
     assert results == [6]
-    assert (len(door.heard), len(door.tokens)) == (1, 0)
+    assert (len(door.calls), len(door.tokens)) == (1, 0)
 
 
 def test_a_listener_may_be_removed_while_a_collective_is_in_flight():
@@ -142,18 +142,18 @@ def changing_under_load(rank: int) -> None:
     with ThreadPoolExecutor(3) as pool:
         workers = [pool.submit(work, group) for group in groups]
         for _ in range(300):
-            with listen(Ears(), on_error=errors.append):
+            with listen(CallRecorder(), on_error=errors.append):
                 time.sleep(0.0001)
         stop.set()
     assert all(worker.result() > 0 for worker in workers)
     assert not errors
 
 
-def test_listeners_come_and_go_while_other_threads_communicate():
+def test_listeners_are_added_and_removed_while_other_threads_communicate():
     run_ranks(changing_under_load, 1)
 
 
-class Clumsy(Ears):
+class Clumsy(CallRecorder):
     def __init__(self, moment: str) -> None:
         super().__init__()
         self.moment = moment
@@ -170,16 +170,16 @@ class Clumsy(Ears):
 
 
 def failing(rank: int, moment: str) -> None:
-    clumsy, careful, errors = Clumsy(moment), Ears(), []
+    clumsy, careful, errors = Clumsy(moment), CallRecorder(), []
     with listen(clumsy, on_error=errors.append), listen(careful):
         assert total() == total() == 6
     assert [repr(error) for error in errors] == ["KeyError('dropped')"]
-    assert (len(clumsy.heard), len(clumsy.tokens)) == (1, int(moment == "issued"))
-    assert (len(careful.heard), len(careful.tokens)) == (2, 2)
+    assert (len(clumsy.calls), len(clumsy.tokens)) == (1, int(moment == "issued"))
+    assert (len(careful.calls), len(careful.tokens)) == (2, 2)
 
 
 @pytest.mark.parametrize("moment", ["before", "issued"])
-def test_what_a_listener_raises_ends_that_listener_and_nothing_else(moment: str):
+def test_an_exception_in_a_listener_removes_only_that_listener(moment: str):
     run_ranks(failing, 1, moment)
 
 
@@ -214,18 +214,18 @@ def refused(rank: int) -> tuple[int, int]:
             dist.group.WORLD.broadcast([torch.ones(2)], options)
         return f"{type(caught.value)} {caught.value}"
 
-    ears, alone = Ears(), message()
-    with listen(ears):
+    recorder, alone = CallRecorder(), message()
+    with listen(recorder):
         assert message() == alone
-    return len(ears.heard), len(ears.tokens)
+    return len(recorder.calls), len(recorder.tokens)
 
 
-def test_an_operation_that_fails_fails_as_it_would_alone():
+def test_a_failing_operation_raises_the_same_error_as_without_listeners():
     assert run_ranks(refused, 1) == [(1, 0)]
 
 
-class Talker(Ears):
-    """Communicates when it is told of communication."""
+class Talker(CallRecorder):
+    """Communicates when it is called for communication."""
 
     def before(self, call: Call) -> Any:
         assert total() == 6
@@ -233,31 +233,35 @@ class Talker(Ears):
 
 
 def talking(rank: int) -> tuple[int, int]:
-    talker, ears, errors = Talker(), Ears(), []
-    with listen(talker, on_error=errors.append), listen(ears):
+    talker, recorder, errors = Talker(), CallRecorder(), []
+    with listen(talker, on_error=errors.append), listen(recorder):
         assert total() == 6
     assert not errors
-    return len(talker.heard), len(ears.heard)
+    return len(talker.calls), len(recorder.calls)
 
 
-def test_what_a_listener_issues_is_heard_by_nobody():
+def test_operations_issued_by_a_listener_are_not_seen():
     assert run_ranks(talking, 1) == [(1, 1)]
 
 
 def tracing(rank: int) -> int:
-    ears = Ears()
-    with listen(ears), FakeTensorMode(), suppress(UnsupportedOperatorException):  # by PyTorch 2.10
+    recorder = CallRecorder()
+    with listen(recorder), FakeTensorMode(), suppress(UnsupportedOperatorException):  # by PyTorch 2.10
         dist.all_reduce(torch.ones(2))
-    return len(ears.heard)
+    return len(recorder.calls)
 
 
-def test_a_traced_collective_is_not_one():
+def test_a_traced_collective_is_not_seen():
     assert run_ranks(tracing, 1) == [0]
 
 
 def forking(rank: int) -> tuple[list[int], int]:
-    group, ears, own = dist.new_group([0], backend="fake"), Ears(), Ears()  # it has no threads
-    handle = listen(ears)
+    group, recorder, own = (
+        dist.new_group([0], backend="fake"),
+        CallRecorder(),
+        CallRecorder(),
+    )  # it has no threads
+    handle = listen(recorder)
     readable, writable = os.pipe()
     if (child := os.fork()) == 0:
         dist.all_reduce(torch.ones(2), group=group)
@@ -265,19 +269,19 @@ def forking(rank: int) -> tuple[list[int], int]:
         with listen(own):
             dist.all_reduce(torch.ones(2), group=group)
         dist.all_reduce(torch.ones(2), group=group)
-        os.write(writable, bytes([len(ears.heard), len(own.heard)]))
+        os.write(writable, bytes([len(recorder.calls), len(own.calls)]))
         os._exit(0)
     seen_by_child = list(os.read(readable, 2))
     assert os.waitpid(child, 0)[1] == 0
     dist.all_reduce(torch.ones(2), group=group)
-    return seen_by_child, len(ears.heard)
+    return seen_by_child, len(recorder.calls)
 
 
 def test_a_forked_child_starts_without_listeners_and_may_have_its_own():
     assert run_ranks(forking, 1) == [([0, 1], 1)]
 
 
-class Waiting(Ears):
+class Waiting(CallRecorder):
     def issued(self, call: Call, token: Any, pending: Pending | None) -> None:
         super().issued(call, token, pending)
         self.call, self.pending = call, pending
@@ -308,7 +312,7 @@ def waiting(rank: int) -> list[bool]:
     return [*states, trace() is None]
 
 
-def test_an_issued_operation_is_not_a_finished_one_and_lets_go_of_its_tensors_when_it_is():
+def test_an_issued_operation_is_open_until_it_finishes_and_then_releases_its_tensors():
     assert run_ranks(waiting, 2)[0] == [False, True, True, True]
 
 
@@ -336,13 +340,13 @@ def test_a_call_that_is_kept_keeps_neither_tensor_nor_group():
 
 
 def handmade(rank: int) -> Any:
-    store, ears = dist.HashStore(), Ears()
+    store, recorder = dist.HashStore(), CallRecorder()
     group = dist.ProcessGroup(store, 0, 1)
     backend = dist.ProcessGroupGloo(store, 0, 1)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    with listen(ears):
+    with listen(recorder):
         group.allreduce([torch.ones(2)]).wait()
-    return ears.heard[0].group
+    return recorder.calls[0].group
 
 
 def test_a_group_that_torch_distributed_does_not_know_has_no_members():

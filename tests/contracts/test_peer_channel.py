@@ -69,7 +69,7 @@ def alone(channel: PeerChannel) -> tuple[int, list[bytes], bytes]:
     return channel.position, channel.gather(b"me"), channel.broadcast(b"me", source=0)
 
 
-def test_one_peer_hears_itself(run):
+def test_one_peer_receives_its_own_payload(run):
     assert run(alone, 1) == [(0, [b"me"], b"me")]
 
 
@@ -137,11 +137,11 @@ def out_of_step(channel: PeerChannel, other: dict[str, int]) -> str:
 
 
 @pytest.mark.parametrize(("other", "count"), [({"b": 2, "a": 1}, 2), ({"a": 1}, 1), ({}, 0)])
-def test_peers_out_of_step_are_told_so_alike(run, other: dict[str, int], count: int):
-    told = f"ranks [0, 2] sent 2 values; ranks [1] sent {count} values"
+def test_peers_out_of_step_get_the_same_error(run, other: dict[str, int], count: int):
+    message = f"ranks [0, 2] sent 2 values; ranks [1] sent {count} values"
     answers = run(out_of_step, 3, other)
     assert len(set(answers)) == 1
-    assert told in answers[0]
+    assert message in answers[0]
 
 
 def bad_arguments(channel: PeerChannel) -> None:

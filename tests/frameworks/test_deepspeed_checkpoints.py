@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.deepspeed_jobs import Plan, Told, answering, train
+from tests.support.deepspeed_jobs import Plan, Result, answering, train
 from tests.support.deepspeed_layouts import (
     EXPERTS,
     FP32_SUMS,
@@ -65,7 +65,7 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(four: LiveRanks, plan: 
         goes_on(plan, whole, found)
 
 
-def goes_on(plan: Plan, whole: Told, found: Told) -> None:
+def goes_on(plan: Plan, whole: Result, found: Result) -> None:
     # What is due after a step is captured when the next one begins, and a pipeline is killed before that.
     # A step that updates nothing certifies nothing.
     assert found.resumed is not None
@@ -110,7 +110,7 @@ MORE_WRONG = {
 
 
 @pytest.mark.parametrize(("plan", "faults", "ranks"), each_of(WRONG) + each_of(MORE_WRONG, slow))
-def test_what_comes_after_a_wrong_number_is_no_checkpoint(
+def test_state_after_a_wrong_number_is_not_certified(
     four: LiveRanks, plan: Plan, faults: FaultPlan, ranks: tuple[int, ...], tmp_path: Path
 ):
     plan = replace(plan, steps=7, directory=tmp_path / "checkpoints")
@@ -122,7 +122,7 @@ def test_what_comes_after_a_wrong_number_is_no_checkpoint(
 
 
 @slow
-def test_what_comes_after_a_shard_changed_by_itself_is_no_checkpoint(four: LiveRanks, tmp_path: Path):
+def test_state_after_a_spontaneous_change_of_a_shard_is_not_certified(four: LiveRanks, tmp_path: Path):
     # It may have changed before what follows the second step was captured, or after.
     plan = Plan(3, bf16=True, zero=SOME_SMALL, steps=7, directory=tmp_path / "checkpoints")
     for found in four.ask(replace(plan, at_rest=2, run_dir=tmp_path / "first"), 120):

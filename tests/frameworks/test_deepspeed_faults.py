@@ -88,17 +88,17 @@ MORE_SPOILED = {
 def test_a_wrong_number_names_those_who_have_it(
     four: LiveRanks, plan: Plan, ranks: tuple[int, ...], surface: str, tmp_path: Path
 ):
-    told = four.ask(replace(plan, steps=2, run_dir=tmp_path), 120)
-    assert sum(each.fired for each in told) > 0
-    (incident,) = told[0].incidents
+    results = four.ask(replace(plan, steps=2, run_dir=tmp_path), 120)
+    assert sum(each.fired for each in results) > 0
+    (incident,) = results[0].incidents
     scope = "rank" if len(ranks) == 1 else "peer_group"
-    assert told[0].named == [("sdc", scope, ranks, 2)], incident.sentence
+    assert results[0].named == [("sdc", scope, ranks, 2)], incident.sentence
     assert surface in {each.surface for each in incident.records}
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=slow)])
 @pytest.mark.parametrize("what", ["at_rest", "miscalculating"])
-def test_what_one_rank_owns_is_watched_and_its_updates_recomputed(
+def test_owned_state_is_watched_and_its_updates_are_recomputed(
     four: LiveRanks, what: str, stage: int, tmp_path: Path
 ):
     # Whoever owns a replayed update is the source of its round, and that is rank 2 in the third step.
@@ -110,9 +110,7 @@ def test_what_one_rank_owns_is_watched_and_its_updates_recomputed(
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=slow)])
-def test_what_one_rank_owns_is_watched_while_an_update_is_skipped(
-    four: LiveRanks, stage: int, tmp_path: Path
-):
+def test_owned_state_is_watched_while_an_update_is_skipped(four: LiveRanks, stage: int, tmp_path: Path):
     plan = replace(scaled(stage, 19), steps=6, at_rest=2, decays=4, run_dir=tmp_path)
     found = four.ask(plan, 120)
     scales = found[0].scales
@@ -142,7 +140,7 @@ def test_a_bit_that_the_next_update_overwrites_names_its_rank(four: LiveRanks, p
 
 
 @pytest.mark.parametrize("plan", each_of(COPIES) + each_of(MORE_COPIES, slow))
-def test_what_updates_overwrite_is_certified_where_it_rests(four: LiveRanks, plan: Plan, tmp_path: Path):
+def test_unchanged_working_copies_are_certified(four: LiveRanks, plan: Plan, tmp_path: Path):
     for each in four.ask(replace(plan, steps=4, replay=ReplayConfig(interval=2), run_dir=tmp_path), 120):
         assert (each.failures, each.named) == ([], [])
         replay = each.status["replay"]
@@ -151,7 +149,9 @@ def test_what_updates_overwrite_is_certified_where_it_rests(four: LiveRanks, pla
 
 
 @slow
-def test_what_hpz_writes_in_the_forward_pass_is_named_as_not_covered(four: LiveRanks, tmp_path: Path):
+def test_parameters_that_hpz_writes_in_the_forward_pass_are_named_as_not_covered(
+    four: LiveRanks, tmp_path: Path
+):
     plan = Plan(3, zero=WITHIN_PAIRS, steps=4, replay=ReplayConfig(interval=2), run_dir=tmp_path)
     for each in four.ask(plan, 120):
         assert (each.failures, each.named, each.status["replay"]["certified"]) == ([], [], 4)

@@ -64,8 +64,8 @@ LINKS = {
 def test_a_slow_link_names_its_process_group(
     six: LiveRanks, plan: Plan, at: str, axis: str, ranks: tuple[int, ...], tmp_path: Path
 ):
-    told = six.ask(replace(plan, faults=slow(ranks, at, axis), run_dir=tmp_path), 180)
-    is_named(ranks, axis, told)
+    results = six.ask(replace(plan, faults=slow(ranks, at, axis), run_dir=tmp_path), 180)
+    is_named(ranks, axis, results)
 
 
 ALONE = {
@@ -79,8 +79,8 @@ ALONE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "at"), each_of(ALONE))
-def test_a_slow_link_among_all_ranks_is_the_jobs(four: LiveRanks, plan: Plan, at: str, tmp_path: Path):
+def test_a_slow_link_among_all_ranks_has_job_scope(four: LiveRanks, plan: Plan, at: str, tmp_path: Path):
     axis = "shard" if plan.stage == 3 else "replica"
     faults = slow(range(4), at, axis, first=6)
-    told = four.ask(replace(plan, steps=10, replay=REMEMBERED, faults=faults, run_dir=tmp_path), 120)
-    is_the_jobs(at.partition("@")[0], told)
+    results = four.ask(replace(plan, steps=10, replay=REMEMBERED, faults=faults, run_dir=tmp_path), 120)
+    is_the_jobs(at.partition("@")[0], results)

@@ -49,23 +49,23 @@ def test_training_is_bitwise_the_same_with_a_check_at_every_step(
     three: LiveRanks, trial: Trial, parts: set[str], tmp_path: Path
 ):
     alone, checked = three.ask((trial, None), 120), three.ask((trial, tmp_path), 120)
-    for plain, told in zip(alone, checked, strict=True):
-        assert (told.failures, told.found) == ([], [])
+    for plain, result in zip(alone, checked, strict=True):
+        assert (result.failures, result.found) == ([], [])
         assert len(plain.bits) == 6
-        assert told.bits == plain.bits
-        assert {f"{part}/output" for part in parts} <= told.agreed
-        assert {"state/parameters", "state/optimizer", "optimizer/reproduced"} <= told.agreed
+        assert result.bits == plain.bits
+        assert {f"{part}/output" for part in parts} <= result.agreed
+        assert {"state/parameters", "state/optimizer", "optimizer/reproduced"} <= result.agreed
         # A step is what ends an accumulation, and nothing else.
-        assert (told.status["step"], told.status["replay"]["checks"]) == (6, 6)
+        assert (result.status["step"], result.status["replay"]["checks"]) == (6, 6)
 
 
-def test_a_cache_in_training_is_told_and_changes_nothing(three: LiveRanks, tmp_path: Path):
+def test_a_cache_in_training_is_reported_and_changes_nothing(three: LiveRanks, tmp_path: Path):
     trial = Trial("loop", steps=2, cached=True)
     alone, checked = three.ask((trial, None), 120), three.ask((trial, tmp_path), 120)
-    for plain, told in zip(alone, checked, strict=True):
-        assert told.bits == plain.bits
-        assert (told.failures, told.found) == ([], [])
-        reasons = {name: why for name, why in told.unchecked.items() if name.startswith("model.layers")}
+    for plain, result in zip(alone, checked, strict=True):
+        assert result.bits == plain.bits
+        assert (result.failures, result.found) == ([], [])
+        reasons = {name: why for name, why in result.unchecked.items() if name.startswith("model.layers")}
         assert reasons
         assert all("set config.use_cache=False" in str(why) for why in reasons.values()), reasons
 
@@ -73,10 +73,10 @@ def test_a_cache_in_training_is_told_and_changes_nothing(three: LiveRanks, tmp_p
 @pytest.mark.parametrize("kind", ["trainer", "loop"])
 def test_a_wrong_number_names_its_rank(three: LiveRanks, kind: str, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=1, at="model.layers.1/output", step=2, bit=20, calls=REPLAYED)
-    told = three.ask((Trial(kind, steps=3, faults=faults), tmp_path), 120)
-    assert told[1].fired
-    assert {each[:3] for each in told[0].found} == {("sdc", "rank", (1,))}, told[0].incidents
-    assert told[0].status["replay"]["certified"] == 1
+    results = three.ask((Trial(kind, steps=3, faults=faults), tmp_path), 120)
+    assert results[1].fired
+    assert {each[:3] for each in results[0].found} == {("sdc", "rank", (1,))}, results[0].incidents
+    assert results[0].status["replay"]["certified"] == 1
 
 
 def test_a_slow_rank_is_named(three: LiveRanks, tmp_path: Path):
@@ -84,16 +84,16 @@ def test_a_slow_rank_is_named(three: LiveRanks, tmp_path: Path):
     for layer in (0, 1):
         at = f"model.layers.{layer}/forward"
         faults = faults.delay(rank=2, at=at, step=range(2, 6), seconds=0.25, calls=None)
-    told = three.ask((Trial(steps=5, faults=faults), tmp_path), 120)
-    assert told[2].fired
-    assert [each[:3] for each in told[0].found] == [("straggler", "rank", (2,))], told[0].incidents
+    results = three.ask((Trial(steps=5, faults=faults), tmp_path), 120)
+    assert results[2].fired
+    assert [each[:3] for each in results[0].found] == [("straggler", "rank", (2,))], results[0].incidents
 
 
 def test_a_late_rank_is_named(three: LiveRanks, tmp_path: Path):
     faults = FaultPlan().stall(rank=2, at="model.layers.1/forward", step=5, seconds=STALL)
-    told = three.ask((Trial(replay=None, observer=QUICK, faults=faults), tmp_path), 120)
-    assert [each.fired for each in told] == [0, 0, 1]
-    assert [each[:3] for each in told[0].found] == [("hang", "rank", (2,))], told[0].incidents
+    results = three.ask((Trial(replay=None, observer=QUICK, faults=faults), tmp_path), 120)
+    assert [each.fired for each in results] == [0, 0, 1]
+    assert [each[:3] for each in results[0].found] == [("hang", "rank", (2,))], results[0].incidents
 
 
 def test_a_killed_trainer_goes_on_bitwise_from_a_checkpoint_that_can_be_trusted(tmp_path: Path):
@@ -105,11 +105,11 @@ def test_a_killed_trainer_goes_on_bitwise_from_a_checkpoint_that_can_be_trusted(
     trusted = trusted_checkpoint(tmp_path / "out")
     assert trusted == str(tmp_path / "out" / "checkpoint-4")
     again = run_ranks(train, 2, replace(trial, resumed=trusted), tmp_path / "second", timeout=120)
-    for plain, told in zip(alone, again, strict=True):
-        assert (told.resumed, told.failures, told.found) == (4, [], [])
+    for plain, result in zip(alone, again, strict=True):
+        assert (result.resumed, result.failures, result.found) == (4, [], [])
         # Checks go on at the steps of the job, not at those since it was started again.
-        assert (told.status["step"], told.status["replay"]["certified"]) == (7, 6)
-        assert told.bits == {step: plain.bits[step] for step in (5, 6, 7)}
+        assert (result.status["step"], result.status["replay"]["certified"]) == (7, 6)
+        assert result.bits == {step: plain.bits[step] for step in (5, 6, 7)}
 
 
 BY_EPOCHS = (("eval_strategy", "steps"), ("eval_steps", 3), ("save_strategy", "epoch"))
@@ -126,10 +126,10 @@ def test_evaluation_and_checkpoints_after_epochs_change_nothing_and_a_killed_job
     trusted = trusted_checkpoint(tmp_path / "out")
     assert trusted == str(tmp_path / "out" / "checkpoint-4")
     again = run_ranks(train, 2, replace(trial, resumed=trusted), tmp_path / "second", timeout=120)
-    for plain, told in zip(alone, again, strict=True):
-        assert (told.resumed, told.failures, told.found, told.unchecked) == (4, [], [], {})
-        assert (told.status["step"], told.status["replay"]["certified"]) == (10, 10)
-        assert told.bits == {step: plain.bits[step] for step in range(5, 11)}
+    for plain, result in zip(alone, again, strict=True):
+        assert (result.resumed, result.failures, result.found, result.unchecked) == (4, [], [], {})
+        assert (result.status["step"], result.status["replay"]["certified"]) == (10, 10)
+        assert result.bits == {step: plain.bits[step] for step in range(5, 11)}
     assert trusted_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-10")
 
 
@@ -139,22 +139,22 @@ def test_a_long_evaluation_or_write_is_no_hang(three: LiveRanks, evaluated: str,
     settings = (*BY_EPOCHS, ("eval_strategy", evaluated), ("per_device_train_batch_size", 4))
     observer = replace(QUICK, checkpoint_write_seconds=60.0)
     trial = Trial(replay=None, observer=observer, settings=settings, folder=tmp_path / "out", writing=STALL)
-    told = three.ask((trial, tmp_path / "run"), 120)
-    assert [each.found for each in told] == [[]] * 3, told[0].incidents
+    results = three.ask((trial, tmp_path / "run"), 120)
+    assert [each.found for each in results] == [[]] * 3, results[0].incidents
     assert [*(tmp_path / "out").glob("checkpoint-*")]
 
 
 def test_no_checkpoint_after_a_wrong_number_is_trusted(three: LiveRanks, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=0, at="model.layers.0.mlp.up_proj/weight", step=3, bit=20)
     trial = Trial(faults=faults, folder=tmp_path / "out")
-    told = three.ask((trial, tmp_path / "run"), 120)
-    assert told[0].fired == 1
-    assert ("sdc", "rank", (0,), 3) in told[0].found
+    results = three.ask((trial, tmp_path / "run"), 120)
+    assert results[0].fired == 1
+    assert ("sdc", "rank", (0,), 3) in results[0].found
     assert (tmp_path / "out" / "checkpoint-6").is_dir()
     assert trusted_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
 
 
-def test_what_is_not_certified_yet_is_not_trusted(three: LiveRanks, tmp_path: Path):
+def test_an_uncertified_checkpoint_is_not_trusted(three: LiveRanks, tmp_path: Path):
     trial = Trial(folder=tmp_path / "out", replay=ReplayConfig(interval=5))
     three.ask((trial, tmp_path / "run"), 120)
     assert {each.name for each in (tmp_path / "out").glob("*-*")} == {f"checkpoint-{n}" for n in (2, 4, 6)}
@@ -169,10 +169,10 @@ def test_a_killed_loop_with_accelerate_goes_on_bitwise_from_memory(tmp_path: Pat
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(train, 2, replace(trial, killed=6), tmp_path / "first", timeout=120)
     again = run_ranks(train, 2, trial, tmp_path / "second", timeout=120)
-    for plain, told in zip(alone, again, strict=True):
-        assert (told.failures, told.found) == ([], [])
-        assert told.resumed in (4, 5)  # what is due after a step is captured when the next one begins
-        assert told.bits == {step: plain.bits[step] for step in range(told.resumed + 1, 8)}
+    for plain, result in zip(alone, again, strict=True):
+        assert (result.failures, result.found) == ([], [])
+        assert result.resumed in (4, 5)  # what is due after a step is captured when the next one begins
+        assert result.bits == {step: plain.bits[step] for step in range(result.resumed + 1, 8)}
 
 
 ENGINES = {
@@ -198,12 +198,12 @@ def test_deepspeed_under_accelerate_is_bitwise_the_same_and_goes_on(
         again = ranks.ask(replace(kept, run_dir=tmp_path / "2"), 120)
         checked = ranks.ask(replace(plan, run_dir=tmp_path / "3"), 120)
         wrong = ranks.ask(replace(plan, steps=2, faults=faults, run_dir=tmp_path / "4"), 120)
-    for plain, found, told in zip(alone, again, checked, strict=True):
+    for plain, found, result in zip(alone, again, checked, strict=True):
         assert len(plain.bits) == 6
-        assert told.bits == plain.bits
-        assert (told.failures, told.named, told.unchecked) == ([], [], {})
-        assert {"stack.0/output", "stack.1/output", "optimizer/reproduced"} <= told.agreed
-        assert (told.status["step"], told.status["replay"]["checks"]) == (6, 6)
+        assert result.bits == plain.bits
+        assert (result.failures, result.named, result.unchecked) == ([], [], {})
+        assert {"stack.0/output", "stack.1/output", "optimizer/reproduced"} <= result.agreed
+        assert (result.status["step"], result.status["replay"]["checks"]) == (6, 6)
         assert found.resumed.step == 4
         assert found.bits == {step: plain.bits[step] for step in (5, 6)}
     assert wrong[0].named == [("sdc", "rank", (1,), 2)], wrong[0].incidents
@@ -224,9 +224,9 @@ def test_the_example_trains_and_goes_on_from_what_can_be_trusted(tmp_path: Path)
             shutil.rmtree(tmp_path / "counting" / f"checkpoint-{newest}", ignore_errors=True)
         printed = torchrun(3, [script], tmp_path)
         assert "found: nothing" in printed
-        told = [float(each) for each in re.findall(r"'loss': '([\d.]+)'", printed)]
-        assert len(told) == steps // 5
-        losses += told
+        reported = [float(each) for each in re.findall(r"'loss': '([\d.]+)'", printed)]
+        assert len(reported) == steps // 5
+        losses += reported
     # The steps that were trained twice are the same both times.
     assert losses[2:4] == losses[4:]
     assert losses[3] < losses[0]

@@ -42,19 +42,19 @@ def test_training_is_the_same_where_parallelisms_meet(
 def is_healthy(ranks: LiveRanks, trial: Trial, layers: str, run_dir: Path) -> None:
     alone = ranks.ask((trial, None), 200)
     checked = ranks.ask((trial, run_dir), 200)
-    for plain, told in zip(alone, checked, strict=True):
-        assert ([each.sentence for each in told.incidents], told.failures) == ([], [])
-        assert told.bits == plain.bits
-        assert told.agreed >= {f"{each}/output" for each in LAYER.get(layers, ())}
-        assert told.agreed >= {f"{each}/parameters" for each in LAYER.get(layers, ())}
-        assert told.agreed >= {"optimizer/reproduced", "optimizer/update"}
-        assert ("state/parameters" in told.agreed) is not trial.fsdp
-        assert ("state/owned" in told.agreed) is (trial.sharded or trial.dtype != "float32")
-        assert ("all_to_all/captured.received" in told.agreed) is (
+    for plain, result in zip(alone, checked, strict=True):
+        assert ([each.sentence for each in result.incidents], result.failures) == ([], [])
+        assert result.bits == plain.bits
+        assert result.agreed >= {f"{each}/output" for each in LAYER.get(layers, ())}
+        assert result.agreed >= {f"{each}/parameters" for each in LAYER.get(layers, ())}
+        assert result.agreed >= {"optimizer/reproduced", "optimizer/update"}
+        assert ("state/parameters" in result.agreed) is not trial.fsdp
+        assert ("state/owned" in result.agreed) is (trial.sharded or trial.dtype != "float32")
+        assert ("all_to_all/captured.received" in result.agreed) is (
             layers == "parts" and trial.dispatcher == "alltoall"
         )
-        assert told.places == {name: told.groups[name] for name in told.places}
-        assert {name: why for name, why in told.unchecked.items() if not _may_be(name, str(why))} == {}
+        assert result.places == {name: result.groups[name] for name in result.places}
+        assert {name: why for name, why in result.unchecked.items() if not _may_be(name, str(why))} == {}
 
 
 def _may_be(name: str, why: str) -> bool:
@@ -64,16 +64,16 @@ def _may_be(name: str, why: str) -> bool:
 
 
 def test_shards_are_found_after_steps_without_a_check_too(four: LiveRanks, tmp_path: Path):
-    for told in four.ask((replace(FSDP, steps=4, replay=ReplayConfig(interval=2)), tmp_path), 120):
-        assert told.unchecked == {}
-        assert told.agreed >= {f"{each}/output" for each in LAYER["layers"]}
+    for result in four.ask((replace(FSDP, steps=4, replay=ReplayConfig(interval=2)), tmp_path), 120):
+        assert result.unchecked == {}
+        assert result.agreed >= {f"{each}/output" for each in LAYER["layers"]}
 
 
 def test_a_skipped_update_ends_a_step_and_is_no_update(four: LiveRanks, tmp_path: Path):
-    for told in four.ask((SCALED, tmp_path), 120):
-        assert told.scales == [2.0**18, 2.0**17, 2.0**17, 2.0**17, 2.0**18, 2.0**18]
-        assert (told.status["step"], told.status["replay"]["checks"]) == (6, 6)
-        updates = {each.step for each in told.records if each.surface == "optimizer/update"}
+    for result in four.ask((SCALED, tmp_path), 120):
+        assert result.scales == [2.0**18, 2.0**17, 2.0**17, 2.0**17, 2.0**18, 2.0**18]
+        assert (result.status["step"], result.status["replay"]["checks"]) == (6, 6)
+        updates = {each.step for each in result.records if each.surface == "optimizer/update"}
         assert updates == {3, 4, 5, 6}
 
 
@@ -97,16 +97,16 @@ REFUSED = {
         for name, each in REFUSED.items()
     ],
 )
-def test_what_is_not_supported_is_one_sentence_and_training_is_untouched(
+def test_an_unsupported_setting_is_reported_in_one_sentence_and_training_is_unchanged(
     four: LiveRanks, trial: Trial, why: str, tmp_path: Path
 ):
     trial = replace(trial, steps=2)
     alone, attached = four.ask((trial, None), 120), four.ask((trial, tmp_path), 120)
-    for plain, told in zip(alone, attached, strict=True):
-        assert told.bits == plain.bits
-        assert told.failures == []
-        assert told.status["replay"] == {"off": why}
-        assert told.places == {name: told.groups[name] for name in told.places}
+    for plain, result in zip(alone, attached, strict=True):
+        assert result.bits == plain.bits
+        assert result.failures == []
+        assert result.status["replay"] == {"off": why}
+        assert result.places == {name: result.groups[name] for name in result.places}
 
 
 @pytest.mark.slow
@@ -115,8 +115,8 @@ def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path: Path):
     assert script.read_text().count("\n") < 60
     losses: dict[int, float] = {}
     for first in (1, 6):
-        told = losses_in(torchrun(4, ["-m", "tests.support.megatron_script", script], tmp_path))
-        assert [*told] == [*range(first, first + 5)]
-        losses |= told
+        printed = losses_in(torchrun(4, ["-m", "tests.support.megatron_script", script], tmp_path))
+        assert [*printed] == [*range(first, first + 5)]
+        losses |= printed
     assert losses[10] < losses[1]
     assert not [*tmp_path.glob("scout-run-*/incidents.jsonl")]

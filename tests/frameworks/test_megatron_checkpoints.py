@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.megatron_jobs import Told, Trial, answering, train  # noqa: F401  conftest.py asks for it
+from tests.support.megatron_jobs import Result, Trial, answering, train  # noqa: F401  conftest.py asks for it
 from tests.support.megatron_layouts import (
     EXPERTS,
     FSDP,
@@ -65,15 +65,15 @@ def test_a_job_goes_on_from_its_checkpoint_bitwise_as_if_nothing_had_been(
     kept = replace(trial, directory=tmp_path / "kept")
     four.ask((replace(kept, steps=4), tmp_path / "first"), 120)
     again = four.ask((kept, tmp_path / "second"), 120)
-    for plain, told in zip(through, again, strict=True):
-        goes_on(plain, told)
+    for plain, result in zip(through, again, strict=True):
+        goes_on(plain, result)
 
 
-def goes_on(plain: Told, told: Told) -> None:
-    assert told.resumed is not None
-    assert told.resumed.step == 4
-    assert told.failures == []
-    assert told.bits == {step: plain.bits[step] for step in (5, 6)}
+def goes_on(plain: Result, result: Result) -> None:
+    assert result.resumed is not None
+    assert result.resumed.step == 4
+    assert result.failures == []
+    assert result.bits == {step: plain.bits[step] for step in (5, 6)}
 
 
 KILLED_OF_EIGHT = (
@@ -106,8 +106,8 @@ def goes_on_after_a_kill(live: LiveRanks, size: int, trial: Trial, folder: Path)
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(train, size, replace(kept, killed=5), folder / "first", timeout=200)
     through, again = live.ask((trial, None), 200), live.ask((kept, folder / "second"), 200)
-    for plain, told in zip(through, again, strict=True):
-        goes_on(plain, told)
+    for plain, result in zip(through, again, strict=True):
+        goes_on(plain, result)
 
 
 def spoiled(trial: Trial, rank: int = 1, part: str = "decoder.layers.0.mlp") -> Trial:
@@ -135,7 +135,7 @@ EXCLUDED = {
 @pytest.mark.parametrize(
     "trial", [pytest.param(spoiled(REPLICAS), id="replicas"), *each_of(EXCLUDED, pytest.mark.slow)]
 )
-def test_no_checkpoint_after_wrong_numbers_is_gone_back_to(four: LiveRanks, trial: Trial, tmp_path: Path):
+def test_no_checkpoint_after_wrong_numbers_is_loaded(four: LiveRanks, trial: Trial, tmp_path: Path):
     goes_back_to_before(four, trial, tmp_path)
 
 
@@ -147,7 +147,7 @@ EXCLUDED_OF_EIGHT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", each_of(EXCLUDED_OF_EIGHT))
-def test_no_checkpoint_after_wrong_numbers_is_gone_back_to_where_parallelisms_meet(
+def test_no_checkpoint_after_wrong_numbers_is_loaded_with_combined_parallelisms(
     eight: LiveRanks, trial: Trial, tmp_path: Path
 ):
     goes_back_to_before(eight, trial, tmp_path)
@@ -155,14 +155,14 @@ def test_no_checkpoint_after_wrong_numbers_is_gone_back_to_where_parallelisms_me
 
 def goes_back_to_before(ranks: LiveRanks, trial: Trial, folder: Path) -> None:
     kept = replace(trial, directory=folder / "kept")
-    for told in ranks.ask((kept, folder / "first"), 200):
-        assert {each.manifestation.value for each in told.incidents} == {"sdc"}
-        assert told.status["checkpoint"]["poisoned"] == 4
-        assert told.status["checkpoint"]["latest"] < 4
+    for result in ranks.ask((kept, folder / "first"), 200):
+        assert {each.manifestation.value for each in result.incidents} == {"sdc"}
+        assert result.status["checkpoint"]["poisoned"] == 4
+        assert result.status["checkpoint"]["latest"] < 4
     healthy = replace(trial, faults=FaultPlan(), spoiled=None)
     through = ranks.ask((healthy, None), 200)
     again = ranks.ask((replace(healthy, directory=kept.directory), folder / "second"), 200)
-    for plain, told in zip(through, again, strict=True):
-        assert told.resumed is not None
-        assert 1 <= told.resumed.step < 4
-        assert told.bits == {step: bits for step, bits in plain.bits.items() if step > told.resumed.step}
+    for plain, result in zip(through, again, strict=True):
+        assert result.resumed is not None
+        assert 1 <= result.resumed.step < 4
+        assert result.bits == {step: bits for step, bits in plain.bits.items() if step > result.resumed.step}

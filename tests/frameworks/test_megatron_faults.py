@@ -130,9 +130,9 @@ def test_wrong_numbers_name_those_who_have_them_where_parallelisms_meet(
 
 
 def names_who_has(live: LiveRanks, trial: Trial, ranks: tuple[int, ...], surface: str, folder: Path) -> None:
-    told = live.ask((replace(trial, steps=2), folder), 120)
-    assert sum(each.fired for each in told) > 0
-    (incident,) = {each.ranks: each for one in told for each in one.incidents}.values()
+    results = live.ask((replace(trial, steps=2), folder), 120)
+    assert sum(each.fired for each in results) > 0
+    (incident,) = {each.ranks: each for one in results for each in one.incidents}.values()
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", ranks, 2)
     assert surface in {each.surface for each in incident.records}
 
@@ -147,8 +147,8 @@ def names_who_has(live: LiveRanks, trial: Trial, ranks: tuple[int, ...], surface
 def test_a_wrong_bit_in_what_one_rank_alone_holds_names_that_rank(
     four: LiveRanks, trial: Trial, tmp_path: Path
 ):
-    told = four.ask((replace(trial, steps=4, spoiled=(1, 2)), tmp_path), 120)
-    (incident,) = told[0].incidents
+    results = four.ask((replace(trial, steps=4, spoiled=(1, 2)), tmp_path), 120)
+    (incident,) = results[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
     assert {each.surface for each in incident.records} == {"state/owned"}
 
@@ -166,29 +166,29 @@ LATE = (
 
 @pytest.mark.parametrize("trial", each_of(COPIES) + each_of(MORE_COPIES, pytest.mark.slow))
 def test_a_bit_that_the_next_update_overwrites_names_its_rank(four: LiveRanks, trial: Trial, tmp_path: Path):
-    told = four.ask((replace(trial, steps=4, overwritten=(1, 3)), tmp_path), 120)
-    (incident,) = told[0].incidents
+    results = four.ask((replace(trial, steps=4, overwritten=(1, 3)), tmp_path), 120)
+    (incident,) = results[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
     assert {each.surface for each in incident.records} == {"state/owned"}
-    assert all((each.status["replay"]["certified"] or 0) < 3 for each in told)
+    assert all((each.status["replay"]["certified"] or 0) < 3 for each in results)
 
 
 @pytest.mark.parametrize("trial", each_of(COPIES) + each_of(MORE_COPIES, pytest.mark.slow))
-def test_what_updates_overwrite_is_certified_where_it_rests(four: LiveRanks, trial: Trial, tmp_path: Path):
-    for told in four.ask((replace(trial, steps=4, replay=ReplayConfig(interval=2)), tmp_path), 120):
-        assert ([each.sentence for each in told.incidents], told.failures) == ([], [])
-        assert (told.status["replay"]["certified"], told.status["replay"]["watched"]) == (4, 1.0)
-        assert LATE not in told.status["replay"]["covered"]["missing"]
+def test_unchanged_working_copies_are_certified(four: LiveRanks, trial: Trial, tmp_path: Path):
+    for result in four.ask((replace(trial, steps=4, replay=ReplayConfig(interval=2)), tmp_path), 120):
+        assert ([each.sentence for each in result.incidents], result.failures) == ([], [])
+        assert (result.status["replay"]["certified"], result.status["replay"]["watched"]) == (4, 1.0)
+        assert LATE not in result.status["replay"]["covered"]["missing"]
 
 
 OVERLAPPING = Trial(sharded=True, dtype="bfloat16", overlap=True, steps=6, replay=ReplayConfig(interval=3))
 
 
-def test_what_is_gathered_in_the_forward_pass_is_named_as_not_covered(four: LiveRanks, tmp_path: Path):
-    for told in four.ask((OVERLAPPING, tmp_path), 120):
-        assert ([each.sentence for each in told.incidents], told.failures) == ([], [])
-        assert (told.status["replay"]["certified"], told.status["replay"]["watched"]) == (6, 1.0)
-        covered = told.status["replay"]["covered"]
+def test_parameters_gathered_in_the_forward_pass_are_named_as_not_covered(four: LiveRanks, tmp_path: Path):
+    for result in four.ask((OVERLAPPING, tmp_path), 120):
+        assert ([each.sentence for each in result.incidents], result.failures) == ([], [])
+        assert (result.status["replay"]["certified"], result.status["replay"]["watched"]) == (6, 1.0)
+        covered = result.status["replay"]["covered"]
         assert "decoder.layers.1.mlp.linear_fc1/weight" in covered["missing"][LATE]
         assert LATE in covered["sentence"]
 
@@ -198,20 +198,20 @@ def test_a_bit_that_flips_after_parameters_were_gathered_late_names_its_rank(
     four: LiveRanks, which: int, tmp_path: Path
 ):
     flip = {"overwritten": (1, 5), "when": "before the second batch", "which": which}
-    told = four.ask((replace(OVERLAPPING, **flip), tmp_path), 120)
-    (incident,) = told[0].incidents
+    results = four.ask((replace(OVERLAPPING, **flip), tmp_path), 120)
+    (incident,) = results[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 6)
     assert {each.surface for each in incident.records} == {"state/owned"}
-    assert all(each.status["replay"]["certified"] == 3 for each in told)
+    assert all(each.status["replay"]["certified"] == 3 for each in results)
 
 
 def test_a_bit_that_a_rank_hands_to_all_others_names_it(four: LiveRanks, tmp_path: Path):
     """What lies in the parts of others is gathered anew, and has no effect."""
-    told = four.ask((replace(OVERLAPPING, overwritten=(3, 5), which=None), tmp_path), 120)
-    (incident,) = told[0].incidents
+    results = four.ask((replace(OVERLAPPING, overwritten=(3, 5), which=None), tmp_path), 120)
+    (incident,) = results[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (3,), 6)
     assert {each.surface for each in incident.records} == {"state/owned"}
-    assert all(each.status["replay"]["certified"] == 3 for each in told)
+    assert all(each.status["replay"]["certified"] == 3 for each in results)
 
 
 LAYERS = ("decoder.layers.0", "decoder.layers.1")
@@ -261,9 +261,9 @@ def names_slow(
     for part in parts:
         faults = faults.delay(rank=2, at=f"{part}/forward", step=range(2, 20), seconds=0.25, calls=ALL)
     few = trial.microbatches if trial.virtual else trial.pipeline
-    told = live.ask((replace(trial, microbatches=few, faults=faults), folder), 180)
-    assert told[2].fired > 4
-    (incident,) = {each.ranks: each for one in told for each in one.incidents}.values()
+    results = live.ask((replace(trial, microbatches=few, faults=faults), folder), 180)
+    assert results[2].fired > 4
+    (incident,) = {each.ranks: each for one in results for each in one.incidents}.values()
     assert (incident.manifestation.value, incident.ranks) == ("straggler", ranks)
     assert incident.scope.value == ("rank" if len(ranks) == 1 else "peer_group")
 
@@ -291,9 +291,9 @@ def test_a_slow_layer_names_its_rank_among_those_of_the_same_part(tmp_path: Path
     place = "decoder.layers.0/forward"
     faults = FaultPlan().delay(rank=3, at=place, step=range(3, 9), seconds=0.25, calls=ALL)
     trial = Trial(tensor=2, layers=1, microbatches=1, faults=faults)
-    told = run_ranks(train, 6, trial, tmp_path, timeout=300)
-    assert told[3].fired > 2
-    (incident,) = told[1].incidents
+    results = run_ranks(train, 6, trial, tmp_path, timeout=300)
+    assert results[3].fired > 2
+    (incident,) = results[1].incidents
     assert (incident.manifestation.value, incident.scope.value, incident.ranks) == ("straggler", "rank", (3,))
 
 
@@ -331,9 +331,9 @@ def test_a_late_rank_is_named_where_parallelisms_meet(eight: LiveRanks, layout: 
 
 def names_late(live: LiveRanks, trial: Trial, folder: Path) -> None:
     faults = FaultPlan().stall(rank=2, at="step", step=FAULTY_STEP, seconds=STALL)
-    told = live.ask((replace(trial, observer=QUICK, faults=faults), folder), 120)
-    assert [rank for rank, each in enumerate(told) for _ in range(each.fired)] == [2]
-    (incident,) = told[0].incidents
+    results = live.ask((replace(trial, observer=QUICK, faults=faults), folder), 120)
+    assert [rank for rank, each in enumerate(results) for _ in range(each.fired)] == [2]
+    (incident,) = results[0].incidents
     assert (incident.manifestation.value, incident.scope.value, incident.ranks) == ("hang", "rank", (2,))
 
 

@@ -61,8 +61,8 @@ in the last, nothing says which is slow."""
 def test_a_slow_link_names_its_process_group(
     six: LiveRanks, trial: Trial, at: str, axis: str, ranks: tuple[int, ...], tmp_path: Path
 ):
-    told = six.ask((replace(trial, faults=slow(ranks, at, axis)), tmp_path), 180)
-    is_named(ALL if trial.fsdp else ranks, axis, told)
+    results = six.ask((replace(trial, faults=slow(ranks, at, axis)), tmp_path), 180)
+    is_named(ALL if trial.fsdp else ranks, axis, results)
 
 
 LINKS_OF_EIGHT = {
@@ -94,7 +94,7 @@ ALONE = {
 @pytest.mark.parametrize(
     ("trial", "operation", "axis"), [pytest.param(*each, id=name) for name, each in ALONE.items()]
 )
-def test_a_slow_link_among_all_ranks_is_the_jobs(
+def test_a_slow_link_among_all_ranks_has_job_scope(
     four: LiveRanks, trial: Trial, operation: str, axis: str, tmp_path: Path
 ):
     faults = slow(range(4), f"{operation}@{DATA}", axis, first=6)

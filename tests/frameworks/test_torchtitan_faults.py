@@ -47,18 +47,18 @@ def test_a_wrong_number_names_the_rank_and_nothing_is_kept_after_it(
     again = range(layout.called, 200)
     faults = FaultPlan().flip_bit(rank=2, at=f"{layout.layer}/output", step=2, bit=20, calls=again)
     trial = layout.trial(assets, steps=3, faults=faults, directory=tmp_path / "kept")
-    told = live(request, layout).ask((trial, tmp_path / "scout"), 300)
-    assert told[2].fired
-    assert told[0].found == {("sdc", *layout.found)}, [each.sentence for each in told[0].incidents]
-    assert {each.status["checkpoint"]["latest"] for each in told} == {1}
+    results = live(request, layout).ask((trial, tmp_path / "scout"), 300)
+    assert results[2].fired
+    assert results[0].found == {("sdc", *layout.found)}, [each.sentence for each in results[0].incidents]
+    assert {each.status["checkpoint"]["latest"] for each in results} == {1}
 
 
 @pytest.mark.parametrize("place", [*(pytest.param(each, marks=slow) for each in range(3)), 3])
 def test_no_optimizer_of_any_part_goes_unwatched(four: LiveRanks, place: int, assets: Path, tmp_path: Path):
     """Two parts on a rank, with two optimizers each."""
     trial = Trial(assets, INTERLEAVED, layers=4, steps=3, kinds=True, spoiled=(1, 2, place))
-    told = four.ask((trial, tmp_path), 200)
-    (incident,) = told[0].incidents
+    results = four.ask((trial, tmp_path), 200)
+    (incident,) = results[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
     assert {each.surface for each in incident.records} == {"state/owned"}
 
@@ -70,10 +70,10 @@ def test_a_slow_layer_names_its_rank(
     faults = FaultPlan()
     for layer in layout.slowed:
         faults = faults.delay(rank=2, at=f"{layer}/forward", step=range(3, 9), seconds=0.3, calls=ALL)
-    told = live(request, layout).ask((layout.trial(assets, layers=4, faults=faults), tmp_path), 300)
-    assert told[2].fired >= 8
-    named = {each for one in told for each in one.found}
-    assert named == {("straggler", *layout.found)}, [each.sentence for each in told[0].incidents]
+    results = live(request, layout).ask((layout.trial(assets, layers=4, faults=faults), tmp_path), 300)
+    assert results[2].fired >= 8
+    named = {each for one in results for each in one.found}
+    assert named == {("straggler", *layout.found)}, [each.sentence for each in results[0].incidents]
 
 
 @slow
@@ -85,9 +85,9 @@ def test_a_slow_link_names_its_machine(assets: Path, tmp_path: Path):
         ranks=(2, 3), at="all_gather@mesh_fsdp", axis="shard", step=range(3, 9), seconds=0.4
     )
     trial = Trial(assets, {"data_parallel_replicate_degree": 3}, steps=7, faults=faults, machine=2)
-    told = run_ranks(train, 6, trial, tmp_path, timeout=300)
-    assert told[2].fired >= 4
-    (incident,) = told[0].incidents
+    results = run_ranks(train, 6, trial, tmp_path, timeout=300)
+    assert results[2].fired >= 4
+    (incident,) = results[0].incidents
     hosts = [f"machine-{rank // 2}" for rank in range(6)]
     (truth,) = faults.truth(Mesh.grid(replica=3, shard=2, hosts=hosts))
     assert truth.matches(incident), incident.sentence
@@ -98,9 +98,9 @@ def test_a_slow_link_names_its_machine(assets: Path, tmp_path: Path):
 def test_a_late_rank_is_named(request: pytest.FixtureRequest, layout: Layout, assets: Path, tmp_path: Path):
     faults = FaultPlan().stall(rank=2, at=f"{layout.layer}/forward", step=4, seconds=10.0)
     trial = layout.trial(assets, steps=5, faults=faults, replay=None, observer=PATIENT)
-    told = live(request, layout).ask((trial, tmp_path), 240)
-    assert told[2].fired == 1
-    assert told[0].found == {("hang", "rank", (2,))}, [each.sentence for each in told[0].incidents]
+    results = live(request, layout).ask((trial, tmp_path), 240)
+    assert results[2].fired == 1
+    assert results[0].found == {("hang", "rank", (2,))}, [each.sentence for each in results[0].incidents]
 
 
 @dataclass(frozen=True, slots=True)

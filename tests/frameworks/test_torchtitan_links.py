@@ -74,8 +74,8 @@ def test_a_slow_link_names_its_process_group(
         faults=slow(link.ranks, link.at, link.axis),
         machine=1,
     )
-    told = live.ask((trial, tmp_path), 240)
-    is_named(ALL if len(link.ranks) == 3 else link.ranks, link.axis, told)
+    results = live.ask((trial, tmp_path), 240)
+    is_named(ALL if len(link.ranks) == 3 else link.ranks, link.axis, results)
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_a_slow_link_names_its_process_group(
         pytest.param({}, "reduce_scatter", "shard", id="fsdp"),
     ],
 )
-def test_a_slow_link_among_all_ranks_is_the_jobs(
+def test_a_slow_link_among_all_ranks_has_job_scope(
     four: LiveRanks, parallelism: Mapping[str, Any], operation: str, axis: str, assets: Path, tmp_path: Path
 ):
     faults = slow(range(4), f"{operation}@default_pg", axis, first=6)

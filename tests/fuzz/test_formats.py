@@ -1,4 +1,4 @@
-"""Every format that is read, with inputs that nobody would write: a documented error or a result.
+"""Every format that is read, with mutated inputs: a documented error or a result.
 
 ``make fuzz`` tries ``SCOUT_FUZZ`` mutants of each; ``make test`` about a hundred. What fails says its seed.
 """

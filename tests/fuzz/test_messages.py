@@ -1,4 +1,4 @@
-"""What ranks send to each other, changed on its way: hubs, observers and holders of copies drop it and go on.
+"""Mutated messages between ranks: hubs, observers and holders of copies drop them and continue.
 
 Over real sockets, with the real diagnosis behind them. The sender has the job's token: a mistake of ours,
 or another version.
@@ -235,7 +235,7 @@ def test_an_observer_survives_every_message(
         {"kind": "outcome", "finding": None},
     ]
 
-    def told(message: bytes) -> None:
+    def deliver(message: bytes) -> None:
         hub.send_multipart([b"0", message])
         assert client.sockets[0].poll(10_000)
         observing._act()
@@ -243,14 +243,14 @@ def test_an_observer_survives_every_message(
             assert json.loads(hub.recv_multipart()[1])["kind"]
 
     def attempt(chance: random.Random) -> None:
-        told(text_mutant(chance, chance.choice(messages)))
+        deliver(text_mutant(chance, chance.choice(messages)))
         if chance.random() < 0.05:
             json.dumps(observing._status())
 
     tried(attempt, ())
     assert client.tally.malformed
     before = rounds.rounds
-    told(protocol.encode("ask", round=9))
+    deliver(protocol.encode("ask", round=9))
     assert rounds.rounds == before + 1
     hub.close()
     listener.close()
@@ -279,7 +279,7 @@ class _Copying:
         assert self.inbox.socket.poll(10_000)
         self.inbox.turn(self.now)
         self.inbox.problems.clear()
-        return [heard.message for heard in wire.receive(self.sender)]
+        return [received.message for received in wire.receive(self.sender)]
 
     def messages(self, transfer: str, start: int) -> list[tuple[dict[str, Any], bytes]]:
         piece = self.data[start : start + 1500]
@@ -297,7 +297,7 @@ class _Copying:
         self.context.destroy(linger=0)
 
 
-def test_a_holder_of_copies_keeps_only_what_is_whole(tmp_path: Path):
+def test_a_holder_of_copies_keeps_only_complete_shards(tmp_path: Path):
     copying = _Copying(tmp_path)
 
     def attempt(chance: random.Random) -> None:
@@ -385,7 +385,7 @@ class _Sending:
         self.context.destroy(linger=0)
 
 
-def test_a_sender_of_copies_believes_only_what_can_be(tmp_path: Path):
+def test_a_sender_of_copies_rejects_impossible_answers(tmp_path: Path):
     sending = _Sending(tmp_path)
 
     def attempt(chance: random.Random) -> None:

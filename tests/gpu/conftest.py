@@ -1,4 +1,4 @@
-"""What the tests of this folder need; a test that lacks it is skipped and says so."""
+"""Skips tests whose requirements this machine lacks, with the reason."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_wrong_experts_are_found_at_their_shape_over_all_to_all(tmp_path: Path):
 
 
 @pytest.mark.nccl(4)
-def test_a_wrong_work_item_of_the_compiled_kernel_is_its_ranks(tmp_path: Path):
+def test_a_wrong_work_item_of_the_compiled_kernel_names_its_rank(tmp_path: Path):
     (cell,) = of_campaign(FOUR, "moe-kernel/ep2/persistent")
     idle = replace(
         cell,
@@ -129,9 +129,9 @@ def test_a_wrong_work_item_of_the_compiled_kernel_is_its_ranks(tmp_path: Path):
         ),
     )
     assert cell.processes is Processes.KERNEL
-    sick, healthy = run_kernel([cell, idle], tmp_path)
-    assert sick.grade.passed, sick.grade.reason
-    assert [each.ranks for each in sick.found] == [(3,)]
+    faulty, healthy = run_kernel([cell, idle], tmp_path)
+    assert faulty.grade.passed, faulty.grade.reason
+    assert [each.ranks for each in faulty.found] == [(3,)]
     assert healthy.grade.flaw is Flaw.NOT_INJECTED
 
 

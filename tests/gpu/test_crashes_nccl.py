@@ -73,7 +73,7 @@ LONG = [pytest.param(case, marks=pytest.mark.slow) if "minutes" in case else cas
 
 
 @pytest.mark.parametrize("case", LONG)
-def test_what_the_watchdog_of_nccl_does_is_not_blamed_on_victims(
+def test_actions_of_the_nccl_watchdog_are_not_blamed_on_victims(
     case: str, tmp_path: Path, alone: dict[str, str]
 ):
     hang, environment = WATCHDOGS[case]

@@ -67,10 +67,10 @@ def test_a_healthy_job_is_silent_and_certified(three: NcclRanks, stage: int, tmp
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_flipped_bit_of_a_weight_names_its_rank(three: NcclRanks, stage: int, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=2, at="stack.0.up/weight", step=2, bit=2)
-    told = three.ask(
+    results = three.ask(
         {"stage": stage, "steps": 3, "replay": EVERY_STEP, "faults": faults, "run_dir": tmp_path}
     )
-    incident = has_named(told, 2, "sdc")
+    incident = has_named(results, 2, "sdc")
     assert incident.step == 2
     assert "stack.0.up/weight" in {each.surface for each in incident.records}
 
@@ -79,8 +79,8 @@ def test_a_flipped_bit_of_a_weight_names_its_rank(three: NcclRanks, stage: int, 
 def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(
     three: NcclRanks, stage: int, tmp_path: Path
 ):
-    told = three.ask({"stage": stage, "steps": 4, "replay": EVERY_STEP, "at_rest": 1, "run_dir": tmp_path})
-    (incident,) = told[0].incidents
+    results = three.ask({"stage": stage, "steps": 4, "replay": EVERY_STEP, "at_rest": 1, "run_dir": tmp_path})
+    (incident,) = results[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
     assert "state/owned" in {each.surface for each in incident.records}
 
@@ -89,8 +89,8 @@ def test_a_flipped_bit_in_what_a_gathered_layer_computes_names_its_rank(three: N
     """In every call but the first, so that it is there again when the layer is replayed."""
     place = f"{LAYERS[1]}/output"
     faults = FaultPlan().flip_bit(rank=1, at=place, step=2, bit=2, calls=range(1, 200))
-    told = three.ask({"stage": 3, "steps": 3, "replay": EVERY_STEP, "faults": faults, "run_dir": tmp_path})
-    incident = has_named(told, 1, "sdc")
+    results = three.ask({"stage": 3, "steps": 3, "replay": EVERY_STEP, "faults": faults, "run_dir": tmp_path})
+    incident = has_named(results, 1, "sdc")
     assert place in {each.surface for each in incident.records}
 
 
@@ -100,6 +100,6 @@ def test_a_rank_that_sleeps_before_its_forward_is_named_and_training_goes_on(
 ):
     faults = FaultPlan().stall(rank=1, at=f"{LAYERS[1]}/forward", step=FAULTY_STEP, seconds=STALL)
     settings = {"stage": stage, "steps": STEPS, "replay": None, "observer": WATCHED, "faults": faults}
-    told = three.ask(settings | {"run_dir": tmp_path})
-    has_named(told, 1, "hang")
-    went_on(told, tmp_path)
+    results = three.ask(settings | {"run_dir": tmp_path})
+    has_named(results, 1, "hang")
+    went_on(results, tmp_path)

@@ -1,4 +1,4 @@
-"""On a CUDA device: how far it is becomes known while the host runs ahead, and costs the trainer nothing."""
+"""On a CUDA device: its progress is known while the host runs ahead, at no cost to the trainer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def finish_step(writer: ProgressWriter, coordinate: DeviceProgress) -> None:
     coordinate.step_finished(writer.step)
 
 
-def test_it_lags_behind_the_host_and_catches_up(writer: ProgressWriter, coordinate: DeviceProgress):
+def test_device_progress_lags_behind_the_host_and_catches_up(
+    writer: ProgressWriter, coordinate: DeviceProgress
+):
     finish_step(writer, coordinate)
     until(writer, lambda step: step == 1)
     torch.cuda._sleep(LONG)
@@ -71,7 +73,9 @@ def test_it_lags_behind_the_host_and_catches_up(writer: ProgressWriter, coordina
     until(writer, lambda step: step == 4)
 
 
-def test_it_goes_on_while_the_host_is_blocked(writer: ProgressWriter, coordinate: DeviceProgress):
+def test_device_progress_continues_while_the_host_is_blocked(
+    writer: ProgressWriter, coordinate: DeviceProgress
+):
     last = torch.cuda.Event()
     for _ in range(2):
         torch.cuda._sleep(LONG // 4)
@@ -97,7 +101,9 @@ def test_more_steps_than_it_keeps_events_for(writer: ProgressWriter, coordinate:
     until(writer, lambda step: step == 300)
 
 
-def test_it_does_not_disturb_the_capture_of_a_graph(writer: ProgressWriter, coordinate: DeviceProgress):
+def test_device_progress_does_not_disturb_the_capture_of_a_graph(
+    writer: ProgressWriter, coordinate: DeviceProgress
+):
     count = torch.zeros(1, device="cuda")
     count.add_(1)  # loads the kernel, which a capture must not
     torch.cuda.synchronize()
@@ -116,7 +122,7 @@ def test_it_does_not_disturb_the_capture_of_a_graph(writer: ProgressWriter, coor
     until(writer, lambda step: step == 3)
 
 
-def test_a_publisher_publishes_it_until_removed(writer: ProgressWriter):
+def test_a_publisher_publishes_device_progress_until_removed(writer: ProgressWriter):
     model = torch.nn.Linear(4, 4, device="cuda")
     optimizer = torch.optim.SGD(model.parameters())
     publisher = Publisher(writer)

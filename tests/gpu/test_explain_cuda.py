@@ -1,4 +1,4 @@
-"""On NCCL ranks without torchscout: their Flight Recorder dumps tell `scout explain` who is late."""
+"""On NCCL ranks without torchscout: `scout explain` names the late rank from Flight Recorder dumps."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_device_that_is_stuck(tmp_path: Path):
     assert "its device has not begun" in found["sentence"]
 
 
-def test_no_hang(tmp_path: Path):
+def test_a_job_that_does_not_hang(tmp_path: Path):
     ran(healthy, tmp_path, timed=False)
     assert explained(tmp_path / "pickle")["hang"] is False
     assert explained(tmp_path / "json")["hang"] is False

@@ -1,4 +1,4 @@
-"""Snapshots of state on a CUDA device: copied beside training, whole in memory, and put back bitwise."""
+"""Snapshots of state on a CUDA device: copied during training, complete in memory, restored bitwise."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_training_goes_on_while_the_device_is_copied_and_changes_nothing(tmp_pat
     snapshots.close()
 
 
-def test_going_on_from_a_snapshot_is_going_on(tmp_path: Path):
+def test_resuming_from_a_snapshot_is_bitwise_the_uninterrupted_training(tmp_path: Path):
     model, optimizer = job()
     snapshots = Snapshots(tmp_path, 0)
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,4 +1,4 @@
-"""Hangs of real NCCL ranks: the culprit is named, its victims are not, and a healthy job is silent."""
+"""Hangs of real NCCL ranks: the faulty rank is named, its victims are not, and a healthy job is silent."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(
 ):
     live: NcclRanks = request.getfixturevalue(ranks)
     settings = {"tensor": tensor, "steps": 4, "replay": EVERY_STEP, "spoiled": (1, 2)}
-    told = live.ask((settings, tmp_path))
-    (incident,) = told[0].incidents
+    results = live.ask((settings, tmp_path))
+    (incident,) = results[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
     assert {each.surface for each in incident.records} == {"state/owned"}
 
@@ -89,8 +89,8 @@ def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(three: NcclRanks,
     """In every call but the first, so that it is there again when the layer is replayed."""
     place = f"{LAYERS[1]}/output"
     faults = FaultPlan().flip_bit(rank=2, at=place, step=2, bit=5, calls=range(1, 200))
-    told = three.ask(({"steps": 4, "replay": EVERY_STEP, "faults": faults}, tmp_path))
-    incident = has_named(told, 2, "sdc")
+    results = three.ask(({"steps": 4, "replay": EVERY_STEP, "faults": faults}, tmp_path))
+    incident = has_named(results, 2, "sdc")
     assert place in {each.surface for each in incident.records}
 
 
@@ -101,6 +101,6 @@ def test_a_rank_that_sleeps_before_its_forward_is_named_and_training_goes_on(
     live: NcclRanks = request.getfixturevalue(ranks)
     faults = FaultPlan().stall(rank=1, at=f"{LAYERS[0]}/forward", step=FAULTY_STEP, seconds=STALL)
     settings = {"tensor": tensor, "steps": STEPS, "replay": None, "observer": WATCHED, "faults": faults}
-    told = live.ask((settings, tmp_path))
-    has_named(told, 1, "hang")
-    went_on(told, tmp_path)
+    results = live.ask((settings, tmp_path))
+    has_named(results, 1, "hang")
+    went_on(results, tmp_path)

@@ -156,9 +156,9 @@ def train(rank: int, kind: str, run_dir: Path | None, faults: FaultPlan, steps: 
     with session:
         assert session.failures == []
         wrong = [each for each in session.incidents if each.manifestation is Manifestation.SDC]
-        told = [(each.ranks, each.sentence) for each in wrong]
+        accused = [(each.ranks, each.sentence) for each in wrong]
         return Found(
-            bits, told, session.certified_step, dict(session.status()["replay"]), len(injector.fired)
+            bits, accused, session.certified_step, dict(session.status()["replay"]), len(injector.fired)
         )
 
 

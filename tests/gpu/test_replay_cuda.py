@@ -1,4 +1,4 @@
-"""Replay on a CUDA device: ranks that share it find a wrong number, and training stays what it is."""
+"""Replay on a CUDA device: ranks that share it find a wrong number, and training is unchanged."""
 
 from __future__ import annotations
 

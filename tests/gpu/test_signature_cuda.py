@@ -89,7 +89,7 @@ def test_conjugate_and_negative_views():
     assert signature(conjugate.imag) == signature(host.imag, algorithm="fold")
 
 
-def test_every_bit_flip_shows():
+def test_every_bit_flip_changes_the_signature():
     memory = random_bytes(4099)
     seen = {signature(memory)}
     for offset in [*range(8), *range(2041, 2049), 4095, 4096, 4098]:

@@ -1,4 +1,4 @@
-"""Snapshots of state on a CUDA device: copied beside training, and of one step whatever follows."""
+"""Snapshots of state on a CUDA device: copied during training, and of one step whatever follows."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_an_interrupted_job_is_bitwise_the_uninterrupted_one(folder: Path, captu
     snapshots.close()
 
 
-def test_what_follows_the_fence_on_the_device_changes_nothing(folder: Path):
-    """The host does not wait: the device is told to."""
+def test_device_work_after_the_fence_does_not_change_the_snapshot(folder: Path):
+    """The device waits, not the host."""
     big = nn.ParameterList(nn.Parameter(torch.zeros(64 << 20, device="cuda")) for _ in range(4))
     big.register_buffer("seen", torch.zeros(1 << 20, device="cuda"))
     snapshots = Snapshots(folder, 0)
@@ -122,7 +122,7 @@ def test_copies_arrive_with_and_without_pinned_memory(pinned: bool):
         pinning.undo()
 
 
-def test_memory_that_cannot_be_pinned_is_no_error():
+def test_memory_that_cannot_be_pinned_is_used_unpinned():
     place = torch.empty(1 << 20, dtype=torch.uint8)
     first = Pinning(place)
     again = Pinning(place)

@@ -67,8 +67,8 @@ def test_a_healthy_job_is_silent_certified_and_bitwise_the_same(three: NcclRanks
 
 
 def test_a_flipped_bit_in_what_one_rank_alone_updates_names_that_rank(three: NcclRanks, tmp_path: Path):
-    told = three.ask(({"steps": 4, "replay": EVERY_STEP, "spoiled": (1, 2, 0)}, tmp_path))
-    (incident,) = told[0].incidents
+    results = three.ask(({"steps": 4, "replay": EVERY_STEP, "spoiled": (1, 2, 0)}, tmp_path))
+    (incident,) = results[0].incidents
     assert (incident.manifestation.value, incident.ranks, incident.step) == ("sdc", (1,), 3)
     assert {each.surface for each in incident.records} == {"state/owned"}
 
@@ -77,8 +77,8 @@ def test_a_flipped_bit_in_what_a_layer_computes_names_its_rank(three: NcclRanks,
     """In every call but the first, so that training is right and the replay of the layer is not."""
     place = f"{LAYERS[1]}/output"
     faults = FaultPlan().flip_bit(rank=2, at=place, step=2, bit=20, calls=range(1, 200))
-    told = three.ask(({"steps": 3, "replay": EVERY_STEP, "faults": faults}, tmp_path))
-    incident = has_named(told, 2, "sdc")
+    results = three.ask(({"steps": 3, "replay": EVERY_STEP, "faults": faults}, tmp_path))
+    incident = has_named(results, 2, "sdc")
     assert place in {each.surface for each in incident.records}
 
 
@@ -86,6 +86,6 @@ def test_a_rank_that_sleeps_before_its_forward_is_named_and_training_goes_on(
     three: NcclRanks, tmp_path: Path
 ):
     faults = FaultPlan().stall(rank=1, at=f"{LAYERS[0]}/forward", step=FAULTY_STEP, seconds=STALL)
-    told = three.ask(({"steps": STEPS, "replay": None, "observer": WATCHED, "faults": faults}, tmp_path))
-    has_named(told, 1, "hang")
-    went_on(told, tmp_path)
+    results = three.ask(({"steps": STEPS, "replay": None, "observer": WATCHED, "faults": faults}, tmp_path))
+    has_named(results, 1, "hang")
+    went_on(results, tmp_path)

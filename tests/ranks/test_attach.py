@@ -252,7 +252,7 @@ def refused(rank: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "expected"),
     [
         (
             "unknown parallelism",
@@ -265,9 +265,9 @@ def refused(rank: int, kind: str) -> str:
         ("unknown axis", "unknown mesh axes ['galaxy']; known are replica: replica"),
     ],
 )
-def test_mistakes_are_told(kind: str, told: str):
+def test_mistakes_are_refused(kind: str, expected: str):
     for message in run_ranks(refused, 2, kind):
-        assert told in message
+        assert expected in message
 
 
 def test_without_a_process_group_nothing_can_be_attached():
@@ -301,14 +301,14 @@ def looked_at(rank: int, run_dir: Path) -> str:
             model(torch.ones(1, 16)).sum().backward()
             optimizer.step()
         scout = Path(sys.executable).with_name("scout")
-        told = subprocess.run(
+        completed = subprocess.run(
             [scout, "status", run_dir, "--json"], capture_output=True, text=True, check=True
         )
         dist.barrier()
-        return told.stdout
+        return completed.stdout
 
 
-def test_scout_status_tells_where_every_rank_stands(tmp_path: Path):
+def test_scout_status_shows_where_every_rank_is(tmp_path: Path):
     report = json.loads(run_ranks(looked_at, 2, tmp_path, timeout=90)[0])
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert {(rank["host"], rank["state"], rank["step"]) for rank in report["ranks"]} == {

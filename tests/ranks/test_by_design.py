@@ -1,4 +1,4 @@
-"""What ranks hold different ones of by design accuses nobody, and is watched; what they share is compared."""
+"""State that differs between ranks by design names nobody and is watched; shared state is compared."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ def test_a_healthy_job_is_silent_and_certified(
     job = Owning(tmp_path, is_sliced=job.is_sliced, is_local=job.is_local, extra=job.extra)
     for each in three.ask(job, 60):
         assert (each.incidents, each.failures) == ([], [])
-        assert each.certified == 20
-        share = each.covered["compared"]
+        assert each.replay["certified"] == 20
+        share = each.replay["covered"]["compared"]
         assert isinstance(share, float)
         assert share >= compared
-        assert share == 1 or each.covered["watched"]
+        assert share == 1 or each.replay["covered"]["watched"]
 
 
-def test_checkpoints_keep_what_each_rank_owns_and_what_all_share(three: LiveRanks, tmp_path: Path):
+def test_checkpoints_contain_owned_and_shared_state(three: LiveRanks, tmp_path: Path):
     for each in three.ask(Owning(tmp_path, is_sliced=True, keeps=True), 60):
         assert (each.incidents, each.failures) == ([], [])
-        assert each.verified == 15, "20 is still being sealed"
+        assert each.status["checkpoint"]["verified"] == 15, "20 is still being sealed"
 
 
 @pytest.mark.parametrize("what", ["weight", "exp_avg", "exp_avg_sq"])
 def test_a_flip_names_its_rank_though_state_is_sharded_by_hand(three: LiveRanks, what: str, tmp_path: Path):
     """A wrong weight is handed on to all ranks by the next update, which gathers it."""
     found = three.ask(Owning(tmp_path, is_sliced=True, flip=(2, 13, what)), 60)
-    assert [each.has_flipped for each in found] == [False, False, True]
+    assert [each.fired for each in found] == [0, 0, 1]
     (incident,) = found[0].incidents
     assert (incident.scope.value, incident.ranks, incident.step) == ("rank", (2,), 15)
     assert incident.records[0].surface == "state/owned"
-    assert all(each.certified == 10 for each in found)
+    assert all(each.replay["certified"] == 10 for each in found)
 
 
 def test_a_flip_of_what_replicas_share_names_its_rank(three: LiveRanks, tmp_path: Path):
     found = three.ask(Owning(tmp_path, is_local=True, flip=(2, 13, "exp_avg")), 60)
-    assert [each.has_flipped for each in found] == [False, False, True]
+    assert [each.fired for each in found] == [0, 0, 1]
     incident = found[0].incidents[0]
     assert (incident.scope.value, incident.ranks, incident.step) == ("rank", (2,), 15)
-    assert all(each.certified == 10 for each in found)
+    assert all(each.replay["certified"] == 10 for each in found)

@@ -47,9 +47,9 @@ def scout(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_campaign_that_is_interrupted_leaves_nothing_and_goes_on_where_it_stopped(tmp_path: Path):
+def test_an_interrupted_campaign_leaves_no_processes_and_resumes_where_it_stopped(tmp_path: Path):
     """Hangs of every kind and a job without one, through the real command."""
-    folder, told = tmp_path / "campaign", tmp_path / "told.json"
+    folder, output = tmp_path / "campaign", tmp_path / "output.json"
     arguments = ["paper", "--cells", "hang*/ddp-4/*-0", "--jobs", "2", "--resume", folder]
     first = subprocess.Popen([*SCOUT, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     kept = wait_for_a_result(folder, first)
@@ -64,10 +64,10 @@ def test_a_campaign_that_is_interrupted_leaves_nothing_and_goes_on_where_it_stop
     assert not any(record.exists() for record in records)
     assert not (folder / "memory").exists()
 
-    done = scout(*arguments, "--json", "--output", told, "--html", tmp_path / "page.html")
+    done = scout(*arguments, "--json", "--output", output, "--html", tmp_path / "page.html")
     assert done.returncode == 0, done.stderr + done.stdout
     report = json.loads(done.stdout)
-    assert report == json.loads(told.read_text())
+    assert report == json.loads(output.read_text())
     assert report["passed"]
     rows = {row["row"]: (row["passed"], row["run"]) for row in report["rows"]}
     assert rows == {"hang": (4, 4), "hang-clean": (1, 1)}
@@ -163,7 +163,7 @@ def test_a_cell_fails_when_more_is_reported_than_is_wrong(tmp_path: Path):
     assert (tmp_path / "run-1" / "records").exists(), "the evidence of a cell that failed stays"
 
 
-def test_a_hang_that_nobody_notices_fails_its_cell(tmp_path: Path):
+def test_an_undetected_hang_fails_its_cell(tmp_path: Path):
     faults = FaultPlan().stall(rank=1, at="step", step=3, seconds=2.0)
     cell = Cell("hang", "late", "ddp-4", Processes.OBSERVED, faults)
     deaf = partial(train, observer=replace(QUICK, min_silence_seconds=60.0))
@@ -203,24 +203,24 @@ def test_a_mixture_without_a_fault_is_silent_for_two_cycles(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_kernel_that_falls_ill_is_its_ranks_and_one_without_such_work_stays_healthy(tmp_path: Path):
+def test_a_corrupted_kernel_names_its_rank_and_an_unused_work_item_stays_clean(tmp_path: Path):
     at = experts_at(0)
     cells = [
         Cell("moe-kernel", name, "ep2", Processes.KERNEL, faults.showing(role=LayerKind.EXPERT))
         for name, faults in (
-            ("sick", FaultPlan().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3))),
+            ("faulty", FaultPlan().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3))),
             ("healthy", FaultPlan().perturb_kernel(rank=7, at=f"{at}/forward", step=since(3), tile=999)),
         )
     ]
-    sick, healthy = run_kernel(cells, tmp_path)
-    assert sick.grade.passed, sick.grade.reason
-    assert [(each.ranks, each.surface) for each in sick.found] == [((7,), f"{at}/output")]
+    faulty, healthy = run_kernel(cells, tmp_path)
+    assert faulty.grade.passed, faulty.grade.reason
+    assert [(each.ranks, each.surface) for each in faulty.found] == [((7,), f"{at}/output")]
     assert healthy.grade.flaw is Flaw.NOT_INJECTED
     assert "a wrong work item of rank 7 did not happen" in healthy.grade.reason
 
 
 @pytest.mark.slow
-def test_every_work_item_of_the_selected_shapes_shows_when_it_is_perturbed(tmp_path: Path):
+def test_every_perturbed_work_item_of_the_selected_shapes_is_detected(tmp_path: Path):
     done = scout("paper", "--cells", "moe-kernel/alone/work-items-up", "--json", "--resume", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
@@ -261,7 +261,7 @@ def test_a_quick_campaign_passes(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_what_each_piece_is_for_shows_when_it_is_left_out(tmp_path: Path):
+def test_an_ablation_of_each_piece_changes_the_result(tmp_path: Path):
     done = scout("ablation", "--quick", "--json", "--resume", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     pieces = {each["piece"]: each for each in json.loads(done.stdout)["ablations"]}

@@ -1,4 +1,4 @@
-"""A job with all parts on, disturbed at random for a while: it trains on, and loses nothing it was promised.
+"""A job with all parts on, disturbed at random for a while, trains on and loses no checkpoint.
 
 ``SCOUT_CHAOS`` has the seconds, ``SCOUT_CHAOS_SEED`` repeats what a seed made happen, as far as time does.
 """
@@ -39,7 +39,7 @@ def kinds(chance: random.Random) -> Iterator[str]:
         yield from chance.sample(sorted(DISTURBANCES), len(DISTURBANCES))
 
 
-def lived(chaos: Chaos) -> list[Life]:
+def run_under_disturbances(chaos: Chaos) -> list[Life]:
     """Disturb the job until it is time and each kind has happened; then let it train on and end."""
     deadline, lives, shown = time.monotonic() + SECONDS, [], 0
     waiting = kinds(chaos.chance)
@@ -121,13 +121,13 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chaos, list[Lif
     with machines(folder, {"m0": ["127.0.0.1 localhost"], "m1": ["127.0.0.1 localhost"]}) as hosts:
         chaos = Chaos(hosts, folder, folder / "disk", clock, random.Random(SEED), RANKS)
         with launched(hosts, folder, chaos.disk, RANKS, clock):
-            lives = lived(chaos)
+            lives = run_under_disturbances(chaos)
         for host in hosts:
             leaves_nothing(host, chaos.disk)
     return chaos, lives
 
 
-def test_training_goes_on_bitwise_as_if_nothing_had_happened(disturbed: tuple[Chaos, list[Life]]):
+def test_training_is_bitwise_the_same_as_without_disturbances(disturbed: tuple[Chaos, list[Life]]):
     chaos, lives = disturbed
     print(dict(chaos.happened), "in", len(lives), "lives")
     assert set(DISTURBANCES) <= set(chaos.happened)
@@ -141,7 +141,7 @@ def test_training_goes_on_bitwise_as_if_nothing_had_happened(disturbed: tuple[Ch
             assert wrong == [], f"life {number} of rank {rank} has another state after these steps"
 
 
-def test_no_corruption_is_reported_and_checks_go_on(disturbed: tuple[Chaos, list[Life]]):
+def test_no_corruption_is_reported_and_checks_continue(disturbed: tuple[Chaos, list[Life]]):
     _, lives = disturbed
     lines = [line for life in lives for rank in range(RANKS) for line in life.seen(rank)]
     incidents = [line for line in lines if "incident" in line]

@@ -45,24 +45,24 @@ def counted(rank: int, recipes: tuple[str, ...] | None, depth: int, run_dir: Pat
     config = ReplayConfig(interval=1) if recipes is None else ReplayConfig(interval=1, recipes=recipes)
     with job.attach(run_dir, config) as session:
         job.train(2)  # in the first, ranks find out on which groups training communicates
-        heard = Counted()
-        with listen(heard):
+        counted = Counted()
+        with listen(counted):
             job.train(STEPS)
         assert not session.failures
         assert session.status()["replay"]["checks"] == 2 + STEPS
-    return {operation: count / STEPS for operation, count in heard.operations.items()}
+    return {operation: count / STEPS for operation, count in counted.operations.items()}
 
 
 def test_all_recipes_of_a_check_share_their_exchanges(tmp_path):
     assert run_ranks(counted, 3, None, 0, tmp_path) == [ONE_CHECK] * 3
 
 
-def test_a_single_recipe_needs_hardly_fewer(tmp_path):
+def test_a_single_recipe_needs_almost_as_many_exchanges(tmp_path):
     alone = ONE_CHECK | {"all_reduce": ONE_CHECK["all_reduce"] - 1}  # nobody asks for training's groups
     assert run_ranks(counted, 3, ("layer",), 0, tmp_path) == [alone] * 3
 
 
-def test_a_larger_model_needs_no_more(tmp_path):
+def test_a_larger_model_needs_no_more_exchanges(tmp_path):
     """All its state is compared by two digests; the signatures of its tensors would not fit one exchange."""
     assert (
         run_ranks(counted, 3, ("replicated_state", "layer"), 60, tmp_path)

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.ranks.test_log_of_jobs import keep_log, lines_of
-from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.storage.shards import inspect
@@ -32,7 +32,7 @@ class Left:
     """What a job has left."""
 
     plan: Plan
-    alone: list[Told]
+    alone: list[Result]
     """The same job without SCOUT."""
 
     @property
@@ -49,7 +49,7 @@ class Left:
     def copies(self, rank: int, step: int) -> list[Path]:
         return copies([self.memory, self.disk], rank, step)
 
-    def again(self, ranks: int = 2, **changes: object) -> list[Told]:
+    def again(self, ranks: int = 2, **changes: object) -> list[Result]:
         plan = replace(self.plan, steps=MORE, run_dir=self.plan.run_dir.with_name("again"), **changes)
         return run_ranks(train, ranks, plan, timeout=60)
 
@@ -57,15 +57,15 @@ class Left:
         """What every rank says when the job cannot go on."""
         with pytest.raises(RankError) as raised:
             self.again(ranks, **changes)
-        said = str(raised.value)
-        refusals = re.findall(r"^torchscout\.errors\.(?:Checkpoint|Unavailable)Error", said, re.MULTILINE)
-        assert len(refusals) == ranks, said
-        return said
+        message = str(raised.value)
+        refusals = re.findall(r"^torchscout\.errors\.(?:Checkpoint|Unavailable)Error", message, re.MULTILINE)
+        assert len(refusals) == ranks, message
+        return message
 
-    def started_over(self, said: str) -> None:
+    def started_over(self, message: str) -> None:
         """The way out that every refusal names."""
-        assert said.count("session.resume(start_over=True)") >= 2
-        assert "pass another directory to CheckpointConfig" in said
+        assert message.count("session.resume(start_over=True)") >= 2
+        assert "pass another directory to CheckpointConfig" in message
         for mine, theirs in zip(self.again(start_over=True), self.alone, strict=True):
             assert mine.resumed is not None
             assert (mine.resumed.step, mine.resumed.role) == (0, None)
@@ -84,14 +84,14 @@ class Left:
     def went_on(self, step: int, sources: tuple[str, ...]) -> list[str]:
         """The job goes on from this step, with every rank's state from there; what was said meanwhile."""
         assert self.explained() == step
-        told = self.again()
-        for mine, theirs, source in zip(told, self.alone, sources, strict=True):
+        results = self.again()
+        for mine, theirs, source in zip(results, self.alone, sources, strict=True):
             assert mine.resumed is not None
             assert (mine.resumed.step, mine.resumed.role) == (step, TrustLevel.VERIFIED), mine.resumed
             assert mine.resumed.source == f"its own {source}"
             assert mine.bits == {each: theirs.bits[each] for each in range(step + 1, MORE + 1)}
             assert mine.failures == []
-        return [problem for mine in told for problem in mine.status["problems"]]
+        return [problem for mine in results for problem in mine.status["problems"]]
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +173,13 @@ def test_a_replicas_identical_tensor_takes_the_place_of_a_damaged_one(left: Left
     lost = spoil(left.copies(1, STEPS), FlipTensorBit(part))
     problems = left.went_on(STEPS, ("memory", "memory"))
     assert lost.is_reported_in(problems), problems
-    said = f"1 damaged tensor of rank 1's state at step {STEPS} was replaced with identical bytes from rank 0"
-    assert said in problems
+    message = (
+        f"1 damaged tensor of rank 1's state at step {STEPS} was replaced with identical bytes from rank 0"
+    )
+    assert message in problems
 
 
-def logged(rank: int, plan: Plan, logs: Path) -> Told:
+def logged(rank: int, plan: Plan, logs: Path) -> Result:
     keep_log(logs, rank)
     return train(rank, plan)
 
@@ -192,7 +194,7 @@ def test_each_damaged_shard_is_logged_once(left: Left, how: str, tmp_path: Path)
     assert not any("damaged" in line for line in others), others
 
 
-def test_further_back_it_goes_from_verified_to_verified(left: Left):
+def test_older_checkpoints_are_tried_from_verified_to_verified(left: Left):
     """Step 9 is damaged on one rank and step 8 on the other: 7 is the newest that both have."""
     spoil([*left.copies(0, 9), *left.copies(1, 8)], OWN_STATE)
     for path in [*copies([left.memory], 0, 7), *copies([left.memory], 1, 7)]:
@@ -200,7 +202,7 @@ def test_further_back_it_goes_from_verified_to_verified(left: Left):
     left.went_on(7, ("disk", "disk"))
 
 
-def test_what_one_rank_has_not_certified_is_not_loaded_though_it_is_whole(left: Left):
+def test_an_intact_generation_that_one_rank_has_not_certified_is_not_loaded(left: Left):
     """Rank 0 was killed before it had written down that step 9 is certified."""
     for folder in (left.memory, left.disk):
         (folder / "rank-0.ledger").unlink()
@@ -209,12 +211,12 @@ def test_what_one_rank_has_not_certified_is_not_loaded_though_it_is_whole(left: 
     left.went_on(STEPS - 1, ("memory", "memory"))
 
 
-def test_damaged_everywhere_is_said_on_every_rank_and_nothing_is_loaded(left: Left):
+def test_damage_everywhere_is_reported_on_every_rank_and_nothing_is_loaded(left: Left):
     spoil([*left.memory.glob("step-*/rank-1-*"), *left.disk.glob("step-*/rank-1-*")], OWN_STATE)
-    said = left.refused()
-    assert "No checkpoint is left that may be loaded" in said
-    assert "no whole shard of rank 1 is left" in said
-    left.started_over(said)
+    message = left.refused()
+    assert "No checkpoint is left that may be loaded" in message
+    assert "no whole shard of rank 1 is left" in message
+    left.started_over(message)
 
 
 @pytest.mark.parametrize("spoiled", ["memory", "disk"])
@@ -230,7 +232,7 @@ def test_a_rank_without_any_ledger_relies_on_the_others(left: Left):
     left.went_on(STEPS, ("memory", "memory"))
 
 
-def test_a_rank_that_knows_only_of_an_earlier_lineage_has_no_say(left: Left):
+def test_a_ledger_of_an_earlier_lineage_is_ignored(left: Left):
     """Its machine was away while the job went on without it, and is back with what it had then."""
     then = {path: path.read_bytes() for path in left.disk.parent.rglob("rank-1.ledger*")}
     left.went_on(STEPS, ("memory", "memory"))
@@ -238,34 +240,34 @@ def test_a_rank_that_knows_only_of_an_earlier_lineage_has_no_say(left: Left):
         path.unlink(missing_ok=True)
         path.write_bytes(old)
     plan = replace(left.plan, steps=MORE + 1, run_dir=left.plan.run_dir.with_name("back"))
-    told = run_ranks(train, 2, plan, timeout=60)
-    assert [each.resumed and each.resumed.step for each in told] == [MORE, MORE]
+    results = run_ranks(train, 2, plan, timeout=60)
+    assert [each.resumed and each.resumed.step for each in results] == [MORE, MORE]
 
 
 @pytest.mark.parametrize("how", ["a bit of a tensor", "it is deleted"])
-def test_without_any_ledger_that_can_be_read_there_is_no_silent_beginning(left: Left, how: str):
+def test_without_a_readable_ledger_the_job_does_not_silently_start_over(left: Left, how: str):
     spoil([*left.memory.glob("*.ledger*"), *left.disk.glob("*.ledger*")], SPOIL[how])
-    said = left.refused()
-    assert "no rank could read its ledger, so none of them can be trusted" in said
-    left.started_over(said)
+    message = left.refused()
+    assert "no rank could read its ledger, so none of them can be trusted" in message
+    left.started_over(message)
 
 
-def test_another_world_size_is_told(left: Left):
-    said = left.refused(4)
-    assert "it is of world size 2, this job is of 4" in said
+def test_another_world_size_is_refused(left: Left):
+    message = left.refused(4)
+    assert "it is of world size 2, this job is of 4" in message
 
 
-def test_another_mesh_is_told(left: Left):
-    said = left.refused(kind="fsdp")
-    assert "session.resume(start_over=True)" in said
-    assert "it is of mesh 'replica 2" in said
-    assert "this job is of 'shard 2" in said
+def test_another_mesh_is_refused(left: Left):
+    message = left.refused(kind="fsdp")
+    assert "session.resume(start_over=True)" in message
+    assert "it is of mesh 'replica 2" in message
+    assert "this job is of 'shard 2" in message
 
 
 def test_a_job_that_does_not_resume_does_not_touch_what_is_there(left: Left):
     before = {path: path.read_bytes() for path in left.disk.rglob("*.shard")}
-    told = left.again(resumes=False)
-    for each in told:
+    results = left.again(resumes=False)
+    for each in results:
         assert any("Call session.resume() before training" in failure for failure in each.failures)
     assert {path: path.read_bytes() for path in left.disk.rglob("*.shard")} == before
     left.went_on(STEPS, ("memory", "memory"))
@@ -279,11 +281,11 @@ def test_any_bit_of_any_copy_is_noticed(left: Left, seed: int):
         for path in left.copies(rank, STEPS):
             spoil([path], FlipFileBit(chance.random(), chance.randrange(8)))
     # If different tensors of the two ranks are damaged, each repairs the other's, and step 9 is whole again.
-    told = left.again()
-    step = told[0].resumed.step if told[0].resumed else None
-    problems = [problem for each in told for problem in each.status["problems"]]
+    results = left.again()
+    step = results[0].resumed.step if results[0].resumed else None
+    problems = [problem for each in results for problem in each.status["problems"]]
     repaired = any(f"state at step {STEPS} was replaced with identical bytes" in each for each in problems)
     assert step == (STEPS if repaired else STEPS - 1)
-    for mine, theirs in zip(told, left.alone, strict=True):
+    for mine, theirs in zip(results, left.alone, strict=True):
         assert mine.bits == {each: theirs.bits[each] for each in range(step + 1, MORE + 1)}
         assert mine.failures == []

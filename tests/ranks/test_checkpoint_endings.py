@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Doom, Plan, Told, doomed, reached, train
+from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_outside, reached, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint import ledger
 from torchscout.observer.record.directory import read_ends
@@ -63,7 +63,7 @@ def reboot(plan: Plan) -> None:
     shutil.rmtree(plan.memory)
 
 
-def went_on(plan: Plan, step: int, source: str | None, more: int = 2) -> list[Told]:
+def went_on(plan: Plan, step: int, source: str | None, more: int = 2) -> list[Result]:
     """The job, started again, begins with this step, and ends as if it had never been interrupted."""
     again = replace(
         plan,
@@ -74,13 +74,13 @@ def went_on(plan: Plan, step: int, source: str | None, more: int = 2) -> list[To
         largest_file=None,
     )
     alone = run_ranks(train, RANKS, replace(again, directory=None), timeout=60)
-    told = run_ranks(train, RANKS, again, timeout=60)
-    for mine, theirs in zip(told, alone, strict=True):
+    results = run_ranks(train, RANKS, again, timeout=60)
+    for mine, theirs in zip(results, alone, strict=True):
         assert mine.resumed is not None
         assert (mine.resumed.step, mine.resumed.source) == (step, source)
         assert mine.bits == {each: theirs.bits[each] for each in range(step + 1, step + more + 1)}
         assert mine.failures == []
-    return told
+    return results
 
 
 def test_a_job_that_ends_well_is_on_disk_and_gives_its_memory_back(tmp_path: Path):
@@ -104,7 +104,10 @@ def test_the_first_certified_checkpoint_is_written_early(tmp_path: Path):
 def test_sigterm_writes_files_though_a_rank_is_blocked_in_a_collective(tmp_path: Path):
     """Rank 1 never comes to the sum in which rank 0 waits."""
     plan = replace(planned(tmp_path), hangs={1: 6})
-    with doomed(plan, Doom((0, 1), 2.0, signal=signal.SIGTERM)), pytest.raises(RankError) as raised:
+    with (
+        killed_from_outside(plan, KillPlan((0, 1), 2.0, signal=signal.SIGTERM)),
+        pytest.raises(RankError) as raised,
+    ):
         run_ranks(train, RANKS, plan, timeout=60)
     assert str(raised.value).count("exit code -15") == RANKS, raised.value
     assert [max(reached(plan, rank)) for rank in range(RANKS)] == [5, 5], "it hung"
@@ -145,8 +148,8 @@ def test_a_crash_between_the_first_check_and_its_capture_begins_anew(tmp_path: P
     plan = replace(planned(tmp_path), killed={0: 2, 1: 2}, after_update=True)
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(train, RANKS, plan, timeout=60)
-    for told in went_on(plan, 0, None, more=4):
-        assert told.status["latest"] == 2, "and what it keeps can be gone back to"
+    for result in went_on(plan, 0, None, more=4):
+        assert result.status["latest"] == 2, "and what it keeps can be gone back to"
     went_on(plan, 4, "its own disk")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Doom, Plan, doomed, reached, train
+from tests.support.checkpoint_jobs import KillPlan, Plan, killed_from_outside, reached, train
 from tests.support.checkpoint_remains import History, newest_complete
 from tests.support.ranks import RankError, run_ranks
 
@@ -37,41 +37,41 @@ def folders(plan: Plan) -> list[Path]:
     return [*plan.memory.iterdir(), plan.directory]
 
 
-def dooms(count: int, seed: int) -> Iterator[Doom]:
+def kill_plans(count: int, seed: int) -> Iterator[KillPlan]:
     chance = random.Random(seed)
     for number in range(count):
         place = PLACES[number % len(PLACES)]
         # The first life certifies something, so that the others have something to go back to.
         seconds = chance.uniform(0.8, 1.2) if number == 0 else chance.uniform(0, 0.6)
         delay = chance.uniform(0, 0.004) if place == "capture" else chance.uniform(0, 0.0005)
-        yield Doom(WHO[number % len(WHO)], seconds, place, delay)
+        yield KillPlan(WHO[number % len(WHO)], seconds, place, delay)
 
 
-def lived(plan: Plan, count: int, seed: int) -> None:
+def kill_and_restart(plan: Plan, count: int, seed: int) -> None:
     history, unwritten = History(RANKS), 0
     assert plan.directory is not None
-    for number, doom in enumerate(dooms(count, seed)):
+    for number, kills in enumerate(kill_plans(count, seed)):
         expected = newest_complete(folders(plan), RANKS) if number else 0
         life = replace(plan, run_dir=plan.directory.parent / f"life-{number}")
-        with doomed(life, doom), pytest.raises(RankError) as raised:
+        with killed_from_outside(life, kills), pytest.raises(RankError) as raised:
             run_ranks(train, RANKS, life, timeout=60)
-        said = str(raised.value)
-        assert said.count("exit code -9") == len(doom.ranks), f"life {number}, {doom}: {said}"
-        history.heard(life, expected)
+        message = str(raised.value)
+        assert message.count("exit code -9") == len(kills.ranks), f"life {number}, {kills}: {message}"
+        history.add_run(life, expected)
         unwritten += bool([*plan.directory.rglob("step-*/.*.writing")])
-    assert history.came == sorted(history.came), "no life loses what an earlier one had"
-    assert history.came[-1] > 0
+    assert history.resumed_from == sorted(history.resumed_from), "no life loses what an earlier one had"
+    assert history.resumed_from[-1] > 0
     history.is_as_uninterrupted(plan)
     assert unwritten, "some were killed while they wrote files"
 
 
 def test_killed_at_any_instant_a_job_goes_on_from_its_newest_complete_generation(tmp_path: Path):
-    lived(planned(tmp_path), 8, seed=1)
+    kill_and_restart(planned(tmp_path), 8, seed=1)
 
 
 @pytest.mark.slow
 def test_a_hundred_kills_lose_nothing_and_mix_nothing(tmp_path: Path):
-    lived(planned(tmp_path), 100, seed=2)
+    kill_and_restart(planned(tmp_path), 100, seed=2)
 
 
 def test_a_generation_is_given_up_only_when_the_next_is_sealed_on_every_rank(tmp_path: Path):
@@ -82,14 +82,14 @@ def test_a_generation_is_given_up_only_when_the_next_is_sealed_on_every_rank(tmp
     expected = newest_complete(folders(plan), RANKS)
     assert expected >= 6
     again = replace(plan, steps=9, run_dir=tmp_path / "again")
-    told = run_ranks(train, RANKS, again, timeout=60)
-    assert [each.resumed and each.resumed.step for each in told] == [expected, expected]
+    results = run_ranks(train, RANKS, again, timeout=60)
+    assert [each.resumed and each.resumed.step for each in results] == [expected, expected]
 
 
 SHORT, LONG = 6, 30
 
 
-def instants(count: int, seed: int) -> Iterator[tuple[int, Doom]]:
+def instants(count: int, seed: int) -> Iterator[tuple[int, KillPlan]]:
     """How many steps the job has, and when it is killed: in its first steps, its last ones, or as it ends."""
     chance = random.Random(seed)
     for number in range(count):
@@ -99,29 +99,29 @@ def instants(count: int, seed: int) -> Iterator[tuple[int, Doom]]:
             2: (SHORT, SHORT, chance.uniform(0, 0.5)),
             3: (LONG, 0, chance.uniform(0, 0.1)),
         }[number % 4]
-        yield steps, Doom(WHO[number % len(WHO)], seconds, step=first)
+        yield steps, KillPlan(WHO[number % len(WHO)], seconds, step=first)
 
 
-def starts_again(plan: Plan, alone: dict[int, list[dict[int, str]]], doom: Doom) -> int:
+def starts_again(plan: Plan, alone: dict[int, list[dict[int, str]]], kills: KillPlan) -> int:
     """A killed job goes on from its newest sealed generation, or from its beginning, and ends as if it had
     not been killed; the step that it went on from."""
     assert plan.directory is not None
     life = replace(plan, run_dir=plan.run_dir / "first")
-    with doomed(life, doom):
+    with killed_from_outside(life, kills):
         try:
             run_ranks(train, RANKS, life, timeout=60)
         except RankError as error:  # or all ranks had ended before
-            assert "exit code -9" in str(error), f"{doom}: {error}"  # noqa: PT017
+            assert "exit code -9" in str(error), f"{kills}: {error}"  # noqa: PT017
     assert len(reached(life, 0)) > 0
     expected = newest_complete(folders(plan), RANKS)
     again = replace(plan, run_dir=plan.run_dir / "again")
-    told = run_ranks(train, RANKS, again, timeout=60)
-    for rank, each in enumerate(told):
-        assert next(iter(reached(again, rank))) == expected, f"{doom}: {each.resumed}"
+    results = run_ranks(train, RANKS, again, timeout=60)
+    for rank, each in enumerate(results):
+        assert next(iter(reached(again, rank))) == expected, f"{kills}: {each.resumed}"
         assert each.bits == {
             step: bits for step, bits in alone[plan.steps][rank].items() if step > expected
-        }, f"{doom}: not bitwise"
-        assert each.failures == [], f"{doom}"
+        }, f"{kills}: not bitwise"
+        assert each.failures == [], f"{kills}"
     return expected
 
 
@@ -130,13 +130,13 @@ def killed_and_started_again(tmp_path: Path, count: int, seed: int) -> list[int]
         steps: [each.bits for each in run_ranks(train, RANKS, Plan("ddp", steps, interval=1), timeout=60)]
         for steps in (SHORT, LONG)
     }
-    came = []
-    for number, (steps, doom) in enumerate(instants(count, seed)):
+    resumed_steps = []
+    for number, (steps, kills) in enumerate(instants(count, seed)):
         folder = tmp_path / f"job-{number}"
         plan = replace(planned(folder), steps=steps, run_dir=folder / "run", persist_every=4)
-        came.append(starts_again(plan, alone, doom))
+        resumed_steps.append(starts_again(plan, alone, kills))
         shutil.rmtree(folder)
-    return came
+    return resumed_steps
 
 
 def test_a_job_that_is_killed_in_its_first_or_last_steps_or_as_it_ends_can_start_again(tmp_path: Path):
@@ -147,6 +147,6 @@ def test_a_job_that_is_killed_in_its_first_or_last_steps_or_as_it_ends_can_start
 def test_two_hundred_kills_never_leave_a_job_that_cannot_start(tmp_path: Path):
     seed = int(os.environ.get("TORCHSCOUT_TEST_SEED", random.SystemRandom().randrange(1 << 32)))
     print(f"TORCHSCOUT_TEST_SEED={seed}")
-    came = killed_and_started_again(tmp_path, 200, seed)
-    assert 0 in came, "some began anew"
-    assert max(came) > SHORT
+    resumed_steps = killed_and_started_again(tmp_path, 200, seed)
+    assert 0 in resumed_steps, "some began anew"
+    assert max(resumed_steps) > SHORT

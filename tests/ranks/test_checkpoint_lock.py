@@ -89,13 +89,13 @@ def only_child(pid: int) -> int:
     return int(child)
 
 
-def test_a_second_job_is_refused_and_told_who_has_the_folder(tmp_path: Path, before: list[str]):
-    with claimant(tmp_path, job="first", before=before) as (process, said):
-        assert said == "held"
-        with claimant(tmp_path, job="second", before=before) as (_, told):
+def test_a_second_job_is_refused_with_the_owner_of_the_folder(tmp_path: Path, before: list[str]):
+    with claimant(tmp_path, job="first", before=before) as (process, answer):
+        assert answer == "held"
+        with claimant(tmp_path, job="second", before=before) as (_, outcome):
             owner = f"job 'first', pid {own_pid(process, before)} on {socket.gethostname()}, since 20"
-            assert told.startswith(f"refused: {tmp_path} is in use by {owner}")
-            assert ("has no locks; that process is alive" in told) == bool(before)
+            assert outcome.startswith(f"refused: {tmp_path} is in use by {owner}")
+            assert ("has no locks; that process is alive" in outcome) == bool(before)
 
 
 def test_a_second_job_of_the_same_name_is_refused(tmp_path: Path, before: list[str]):
@@ -108,19 +108,19 @@ def test_a_second_job_of_the_same_name_is_refused(tmp_path: Path, before: list[s
 
 
 def test_a_killed_owners_folder_is_free(tmp_path: Path, before: list[str]):
-    with claimant(tmp_path, before=before) as (process, said):
-        assert said == "held"
+    with claimant(tmp_path, before=before) as (process, answer):
+        assert answer == "held"
         end(process)
-        with claimant(tmp_path, job="next", before=before) as (_, told):
-            assert told == "held"
+        with claimant(tmp_path, job="next", before=before) as (_, outcome):
+            assert outcome == "held"
 
 
 def test_a_stopped_owner_is_alive(tmp_path: Path, before: list[str]):
-    with claimant(tmp_path, before=before) as (process, said):
-        assert said == "held"
+    with claimant(tmp_path, before=before) as (process, answer):
+        assert answer == "held"
         os.kill(own_pid(process, before), signal.SIGSTOP)
-        with claimant(tmp_path, before=before) as (_, told):
-            assert told.startswith("refused: ")
+        with claimant(tmp_path, before=before) as (_, outcome):
+            assert outcome.startswith("refused: ")
 
 
 def race(folder: Path, run: str = "", before: list[str] | None = None) -> list[str]:
@@ -134,36 +134,36 @@ def race(folder: Path, run: str = "", before: list[str] | None = None) -> list[s
         assert racer.stdin
         racer.stdin.write("go\n")
         racer.stdin.flush()
-    said = [racer.stdout.readline() for racer in racers if racer.stdout]
+    answers = [racer.stdout.readline() for racer in racers if racer.stdout]
     for racer in racers:
         racer.communicate("")
-    return said
+    return answers
 
 
 def test_of_many_claimants_of_a_dead_owners_folder_exactly_one_wins(tmp_path: Path, before: list[str]):
     for attempt in range(2):
-        with claimant(tmp_path, job="dead", before=before) as (process, said):
-            assert said == "held", f"attempt {attempt}"
+        with claimant(tmp_path, job="dead", before=before) as (process, answer):
+            assert answer == "held", f"attempt {attempt}"
             end(process)
-        told = race(tmp_path, before=before)
-        assert told.count("held\n") == 1, told
-        assert sum(line.startswith("refused: ") for line in told) == 7
+        outcomes = race(tmp_path, before=before)
+        assert outcomes.count("held\n") == 1, outcomes
+        assert sum(line.startswith("refused: ") for line in outcomes) == 7
 
 
 def test_processes_of_one_run_hold_it_together_and_the_last_one_frees_it(tmp_path: Path):
     with (
-        claimant(tmp_path, run="a") as (first, said),
+        claimant(tmp_path, run="a") as (first, answer),
         claimant(tmp_path, run="a") as (second, joined),
         claimant(tmp_path, run="a") as (third, also),
     ):
-        assert [said, joined, also] == ["held"] * 3
+        assert [answer, joined, also] == ["held"] * 3
         for process in (first, second):
             end(process)
             with claimant(tmp_path, run="b") as (_, refused):
                 assert refused.startswith("refused: ")
         end(third)
-        with claimant(tmp_path, run="b") as (_, told):
-            assert told == "held"
+        with claimant(tmp_path, run="b") as (_, outcome):
+            assert outcome == "held"
 
 
 def test_many_processes_of_one_run_that_start_together_all_hold_it(tmp_path: Path):
@@ -175,8 +175,8 @@ def test_many_processes_of_one_run_that_start_together_all_hold_it(tmp_path: Pat
 
 
 def test_a_child_that_outlives_its_trainer_does_not_keep_the_folder(tmp_path: Path, before: list[str]):
-    with claimant(tmp_path, then="fork", before=before) as (process, said):
-        assert said == "held"
+    with claimant(tmp_path, then="fork", before=before) as (process, answer):
+        assert answer == "held"
         trainer = own_pid(process, before)
         child = only_child(trainer)
         os.kill(trainer, signal.SIGKILL)
@@ -184,11 +184,11 @@ def test_a_child_that_outlives_its_trainer_does_not_keep_the_folder(tmp_path: Pa
         while Path(f"/proc/{trainer}/exe").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(child, 0)
-        with claimant(tmp_path, before=before) as (_, told):
-            assert told == "held"
+        with claimant(tmp_path, before=before) as (_, outcome):
+            assert outcome == "held"
 
 
-def test_a_folder_given_back_is_free(tmp_path: Path):
+def test_a_released_folder_is_free(tmp_path: Path):
     with claim(tmp_path / "made", "ours") as lock:
         assert owner_of(tmp_path / "made") == lock.owner
         assert (lock.owner.pid, lock.owner.job) == (os.getpid(), "ours")
@@ -210,7 +210,7 @@ def test_a_runs_secret_is_not_written_down(tmp_path: Path):
             claim(tmp_path, "ours", lock.owner.run)
 
 
-def test_where_nobody_ever_was_there_is_no_owner_and_no_file_is_left(tmp_path: Path):
+def test_an_unused_folder_has_no_owner_and_gets_no_file(tmp_path: Path):
     assert owner_of(tmp_path) is None
     assert owner_of(tmp_path / "none") is None
     assert list(tmp_path.iterdir()) == []
@@ -227,16 +227,16 @@ def test_without_locks_another_machines_owner_is_refused_with_what_to_do(tmp_pat
         pytest.skip("this machine does not let tests change what system calls return")
     there = Owner("theirs", "elsewhere", 1, 1, "yesterday", "run")
     (tmp_path / "lock.owner").write_bytes(there.to_bytes())
-    with claimant(tmp_path, before=NO_LOCKS) as (_, said):
-        assert "in use by job 'theirs', pid 1 on elsewhere, since yesterday" in said
-        assert f"if that process is no longer alive, remove {tmp_path}/lock.owner" in said
+    with claimant(tmp_path, before=NO_LOCKS) as (_, answer):
+        assert "in use by job 'theirs', pid 1 on elsewhere, since yesterday" in answer
+        assert f"if that process is no longer alive, remove {tmp_path}/lock.owner" in answer
     (tmp_path / "lock.owner").unlink()
-    with claimant(tmp_path, before=NO_LOCKS) as (_, said):
-        assert said == "held"
+    with claimant(tmp_path, before=NO_LOCKS) as (_, answer):
+        assert answer == "held"
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"job": 1}', b"\xff" * 99])
-def test_nonsense_in_the_file_is_nobodys(tmp_path: Path, content: bytes):
+def test_an_invalid_owner_file_means_no_owner(tmp_path: Path, content: bytes):
     (tmp_path / "lock").write_bytes(content)
     assert owner_of(tmp_path) is None
     with claim(tmp_path, "ours") as lock:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Plan, Told, reached, train
+from tests.support.checkpoint_jobs import Plan, Result, reached, train
 from tests.support.machines import Machine, machines, why_impossible
 from tests.support.ranks import run_ranks
 from tests.support.spread_checkpoints import spread
@@ -23,9 +23,9 @@ PLAN = Plan("ddp", 12, directory=Path("/dev/shm/disk"), memory=Path("/dev/shm/me
 def killed(hosts: Sequence[Machine], plan: Plan, folder: Path, step: int) -> list[dict[int, str]]:
     """A job that is killed in this step, when the latest checkpoint has its copies: each rank's states."""
     ranks = range(len(hosts))
-    doomed = replace(plan, killed=dict.fromkeys(ranks, step), when_copied=True, run_dir=folder)
-    assert spread(hosts, doomed, folder / "life") == ["killed"] * len(hosts), "see its output"
-    return [reached(doomed, rank) for rank in ranks]
+    killed = replace(plan, killed=dict.fromkeys(ranks, step), when_copied=True, run_dir=folder)
+    assert spread(hosts, killed, folder / "life") == ["killed"] * len(hosts), "see its output"
+    return [reached(killed, rank) for rank in ranks]
 
 
 def went_on(
@@ -35,7 +35,7 @@ def went_on(
     plan = replace(plan, run_dir=folder)
     sources = []
     for rank, each in enumerate(spread(hosts, plan, folder / "life")):
-        assert isinstance(each, Told), each
+        assert isinstance(each, Result), each
         assert each.resumed is not None
         assert (each.resumed.step, each.resumed.role) == (8, TrustLevel.VERIFIED)
         assert reached(plan, rank)[8] == before[rank][8], "bitwise"
@@ -66,7 +66,7 @@ def test_a_blank_machine_gets_its_state_from_a_peer(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_state_whose_both_holders_are_lost_is_told_on_every_rank(tmp_path: Path):
+def test_loss_of_both_holders_is_reported_on_every_rank(tmp_path: Path):
     with machines(tmp_path, names(6)) as (one, two, three, four, five, six):
         before = killed((one, two, three), PLAN, run_dir(tmp_path, "first"), 9)
         two.kill()
@@ -76,15 +76,15 @@ def test_state_whose_both_holders_are_lost_is_told_on_every_rank(tmp_path: Path)
         three.kill()
         four.kill()
         third = run_dir(tmp_path, "third")
-        said = spread((one, five, six), replace(PLAN, run_dir=third), third / "life")
-        for each in said:
+        results = spread((one, five, six), replace(PLAN, run_dir=third), third / "life")
+        for each in results:
             assert isinstance(each, str), "no rank may begin from the beginning"
             assert "No checkpoint is left that may be loaded" in each
             assert "no whole shard of rank 1 is left" in each
 
 
 @pytest.mark.slow
-def test_what_was_loaded_has_its_copies_again_before_anything_new_is_captured(tmp_path: Path):
+def test_loaded_state_is_copied_again_before_anything_new_is_captured(tmp_path: Path):
     with machines(tmp_path, names(5)) as (one, two, three, four, five):
         before = killed((one, two, three), PLAN, run_dir(tmp_path, "first"), 9)
         two.kill()

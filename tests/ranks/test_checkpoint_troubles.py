@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_jobs import Doom, Plan, Told, doomed, reached, train
+from tests.support.checkpoint_jobs import KillPlan, Plan, Result, killed_from_outside, reached, train
 from tests.support.ranks import RankError, run_ranks
 from tests.support.small_job import until
 from tests.support.spread_checkpoints import outcomes
@@ -41,7 +41,7 @@ def alone(plan: Plan) -> list[dict[int, str]]:
     return [each.bits for each in run_ranks(train, 2, plain, timeout=60)]
 
 
-def with_a_small_disk(plan: Plan, kilobytes: int, folder: Path, small: Path | None = None) -> list[Told]:
+def with_a_small_disk(plan: Plan, kilobytes: int, folder: Path, small: Path | None = None) -> list[Result]:
     """The job's files, or what is ``small``, lie in a file system of that size; what each rank tells."""
     if not can_fill_disks():
         pytest.skip("this machine does not let tests mount a file system")
@@ -57,10 +57,10 @@ def with_a_small_disk(plan: Plan, kilobytes: int, folder: Path, small: Path | No
         check=False,
         timeout=120,
     )
-    told = [each for each in outcomes(folder, 2) if isinstance(each, Told)]
-    assert len(told) == 2, (found.stderr, outcomes(folder, 2))
+    results = [each for each in outcomes(folder, 2) if isinstance(each, Result)]
+    assert len(results) == 2, (found.stderr, outcomes(folder, 2))
     assert re.search(r"torchscout: rank [01]: checkpoints: .*No space left", found.stderr), found.stderr
-    return told
+    return results
 
 
 def size_of_a_shard(plan: Plan) -> int:
@@ -75,14 +75,14 @@ def test_a_full_disk_moves_no_pointer_on_any_rank_and_training_goes_on(tmp_path:
     """There is room for nothing, or for one rank's file only."""
     plan = replace(planned(tmp_path), sweep=False)  # what is kept for one grows from check to check
     whole = 90 << 10
-    told = with_a_small_disk(plan, int(shares * whole) // 1024 + 24, tmp_path / "outcomes")
+    results = with_a_small_disk(plan, int(shares * whole) // 1024 + 24, tmp_path / "outcomes")
     assert 0.9 * whole < size_of_a_shard(plan) < whole, "or the disk has room for something else"
-    assert [each.bits for each in told] == alone(plan)
-    for each in told:
+    assert [each.bits for each in results] == alone(plan)
+    for each in results:
         assert each.status["durable"] == []
         assert each.status["latest"] == each.status["verified"] == 11
         assert each.failures == []
-    problems = [[one for one in each.status["problems"] if "No space left" in one] for each in told]
+    problems = [[one for one in each.status["problems"] if "No space left" in one] for each in results]
     assert any(problems), "and it is said"
     if shares < 1:
         assert all(problems)
@@ -90,10 +90,10 @@ def test_a_full_disk_moves_no_pointer_on_any_rank_and_training_goes_on(tmp_path:
 
 def test_a_folder_that_is_lost_later_moves_no_pointer_and_memory_still_has_it_all(tmp_path: Path):
     plan = replace(planned(tmp_path), lost_folder=6)
-    told = run_ranks(train, 2, plan, timeout=60)
+    results = run_ranks(train, 2, plan, timeout=60)
     expected = alone(plan)
-    assert [each.bits for each in told] == expected
-    for each in told:
+    assert [each.bits for each in results] == expected
+    for each in results:
         assert each.status["durable"], "something was written before"
         assert max(each.status["durable"]) <= 6
         assert any("cannot write" in one for one in each.status["problems"]), each.status
@@ -108,16 +108,16 @@ def test_a_folder_that_is_lost_later_moves_no_pointer_and_memory_still_has_it_al
 
 def test_a_folder_has_one_job_and_a_dead_one_gives_it_back(tmp_path: Path):
     plan = replace(planned(tmp_path, 100_000), run_dir=tmp_path / "first")
-    said: list[str] = []
+    outputs: list[str] = []
 
     def first() -> None:
         try:
             run_ranks(train, 2, plan, timeout=90)
         except RankError as error:
-            said.append(str(error))
+            outputs.append(str(error))
 
     running = threading.Thread(target=first)
-    with doomed(plan, Doom((0, 1), 0.0, when=tmp_path / "kill")):
+    with killed_from_outside(plan, KillPlan((0, 1), 0.0, when=tmp_path / "kill")):
         running.start()
         until(lambda: max(reached(plan, 0), default=0) > 4, "the first one trains", 60)
         with pytest.raises(RankError) as raised:
@@ -129,29 +129,32 @@ def test_a_folder_has_one_job_and_a_dead_one_gives_it_back(tmp_path: Path):
         until(lambda: max(reached(plan, 0)) > then, "it goes on, undisturbed", 30)
         (tmp_path / "kill").touch()
     running.join()
-    assert said[0].count("exit code -9") == 2
+    assert outputs[0].count("exit code -9") == 2
     third = replace(plan, steps=max(reached(plan, 0)) + 2, run_dir=tmp_path / "third")
     for each in run_ranks(train, 2, third, timeout=60):
         assert each.resumed is not None
         assert each.resumed.step >= then - 2
 
 
-def test_what_a_job_that_hangs_has_captured_is_recovered_after_it_is_killed(tmp_path: Path):
+def test_captures_of_a_hung_job_are_recovered_after_it_is_killed(tmp_path: Path):
     """One rank never comes to the sum; the other one's main thread waits in it for ever."""
     plan = replace(planned(tmp_path), hangs={1: 6})
-    with doomed(plan, Doom((0, 1), 1.0, when=plan.run_dir / "hangs")), pytest.raises(RankError) as raised:
+    with (
+        killed_from_outside(plan, KillPlan((0, 1), 1.0, when=plan.run_dir / "hangs")),
+        pytest.raises(RankError) as raised,
+    ):
         run_ranks(train, 2, plan, timeout=60)
     assert str(raised.value).count("exit code -9") == 2
     assert [max(reached(plan, rank)) for rank in (0, 1)] == [5, 5], "it hung"
     again = replace(plan, hangs={}, run_dir=tmp_path / "again")
-    told = run_ranks(train, 2, again, timeout=60)
-    assert [each.resumed and each.resumed.step for each in told] == [5, 5]
-    assert [each.bits for each in told] == [
+    results = run_ranks(train, 2, again, timeout=60)
+    assert [each.resumed and each.resumed.step for each in results] == [5, 5]
+    assert [each.bits for each in results] == [
         {step: bits[step] for step in range(6, 13)} for bits in alone(plan)
     ]
 
 
-def test_after_corruption_nothing_is_certified_and_a_restart_is_as_if_it_had_not_been(tmp_path: Path):
+def test_after_corruption_nothing_is_certified_and_a_restart_is_bitwise_clean(tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=1, at="stack.0.up/weight", step=5, bit=28)
     plan = planned(tmp_path, 9)
     broken = run_ranks(train, 2, replace(plan, faults=faults), timeout=60)
@@ -169,9 +172,9 @@ def test_after_corruption_nothing_is_certified_and_a_restart_is_as_if_it_had_not
         gate = ledger.read(path.parent, int(path.stem.removeprefix("rank-")))
         assert gate is not None
         assert gate.poisoned == 5
-    told = run_ranks(train, 2, replace(plan, run_dir=tmp_path / "again"), timeout=60)
+    results = run_ranks(train, 2, replace(plan, run_dir=tmp_path / "again"), timeout=60)
     healthy = alone(plan)
-    for each, theirs, _ in zip(told, healthy, broken, strict=True):
+    for each, theirs, _ in zip(results, healthy, broken, strict=True):
         assert each.resumed is not None
         assert each.resumed.step == 4
         assert "corruption was found at step 5" in each.resumed.reason

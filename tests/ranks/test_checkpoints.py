@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Plan, Told, reached, train
+from tests.support.checkpoint_jobs import Plan, Result, reached, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.selection import SweepResult
@@ -19,7 +19,7 @@ from torchscout.checkpoint.selection import SweepResult
 RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4, "tensor": 4, "distributed": 4, "pipeline": 4}
 
 
-def on_ranks(plan: Plan) -> list[Told]:
+def on_ranks(plan: Plan) -> list[Result]:
     return run_ranks(train, RANKS[plan.kind], plan, timeout=180)
 
 
@@ -51,8 +51,8 @@ def test_a_killed_job_that_goes_on_ends_bitwise_as_one_that_was_not(tmp_path: Pa
     alone = on_ranks(replace(plan, directory=None))
     killed(plan, 6)
     before = [reached(plan, rank) for rank in range(RANKS[kind])]
-    told = on_ranks(plan)
-    for rank, (mine, theirs) in enumerate(zip(told, alone, strict=True)):
+    results = on_ranks(plan)
+    for rank, (mine, theirs) in enumerate(zip(results, alone, strict=True)):
         assert mine.resumed is not None
         # The capture of step 5 may have been under way.
         assert (mine.resumed.step, mine.resumed.role) in (
@@ -66,21 +66,21 @@ def test_a_killed_job_that_goes_on_ends_bitwise_as_one_that_was_not(tmp_path: Pa
         for step, bits in [*list(before[rank].items())[1:], *mine.bits.items()]:
             assert bits == theirs.bits[step], f"rank {rank} differs after step {step}"
         assert mine.failures == mine.status["problems"] == mine.incidents == []
-    assert len({mine.resumed.step for mine in told if mine.resumed}) == 1
+    assert len({mine.resumed.step for mine in results if mine.resumed}) == 1
 
 
 def test_training_that_keeps_checkpoints_is_bitwise_training_that_does_not(tmp_path: Path):
     plan = replace(planned(tmp_path, "ddp", 12), interval=1)
     alone = on_ranks(replace(plan, directory=None))
-    told = on_ranks(plan)
-    assert [each.bits for each in told] == [each.bits for each in alone]
-    for each in told:
+    results = on_ranks(plan)
+    assert [each.bits for each in results] == [each.bits for each in alone]
+    for each in results:
         assert each.status["latest"] == each.status["verified"] == 11, "12 is still being sealed"
         assert each.status["durable"], "files were written meanwhile"
         assert each.failures == each.status["problems"] == []
 
 
-def test_a_cycle_can_be_had_or_given_up_when_a_job_goes_on(tmp_path: Path):
+def test_a_restarted_job_may_switch_between_cycles_and_dense_checks(tmp_path: Path):
     plan = replace(planned(tmp_path, "ddp", steps=6), interval=1, recipes=2)
     on_ranks(plan)
     dense = on_ranks(replace(plan, recipes=None, steps=8))

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.context_jobs import WAYS, Trial, train
 from tests.support.ranks import run_ranks
+from tests.support.replay_results import Result
 from tests.support.replayed_job import REPLAY, WIDTH
-from tests.support.tensor_jobs import Told
 from torchscout.faults.plan import FaultPlan
 
 PARTS = ("tokens", "stack.0", "stack.1", "head")
@@ -28,7 +28,7 @@ SLOW = pytest.mark.slow
 OTHER_WAYS = [way for way in WAYS if way != "block"]
 
 
-def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Told]:
+def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Result]:
     alone = train(rank, trial, None)
     checked = train(rank, trial, run_dir)
     return alone.bits == checked.bits, checked
@@ -67,7 +67,7 @@ def test_the_source_computes_again_what_it_computed_in_training(way: str, tmp_pa
         assert found.echoes == {"output": again, "gradient": again}
 
 
-def faulty(trial: Trial, faults: FaultPlan, run_dir: Path) -> list[Told]:
+def faulty(trial: Trial, faults: FaultPlan, run_dir: Path) -> list[Result]:
     found = run_ranks(train, trial.ranks, trial, run_dir, faults, timeout=120)
     assert sum(each.fired for each in found) >= 1
     assert [each.failures for each in found] == [[]] * trial.ranks

@@ -75,14 +75,14 @@ def test_a_slow_rank_a_flipped_bit_and_a_hang_are_named_and_recovered_from(
     assert [each.to_json() for each in reported(tmp_path)] == report["incidents"]
     assert len(list((tmp_path / "records").iterdir())) == ranks
     assert not (tmp_path / "memory").exists()
-    told = done.stderr
-    assert told.count("reported   ") == 3
-    assert told.count("Restarting the job") == 2
-    assert "\x1b" not in told, "plain where there is no terminal"
+    output = done.stderr
+    assert output.count("reported   ") == 3
+    assert output.count("Restarting the job") == 2
+    assert "\x1b" not in output, "plain where there is no terminal"
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_has_the_same_three_and_recovers(tmp_path: Path):
+def test_the_same_three_faults_in_a_mixture_of_experts(tmp_path: Path):
     done = scout("demo", "--mesh", "replica=3,expert=2", "--run-dir", tmp_path, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
@@ -114,7 +114,7 @@ def test_a_mixture_of_experts_has_the_same_three_and_recovers(tmp_path: Path):
         ),
     ],
 )
-def test_each_on_ranks_and_meshes_of_ones_choice(arguments: list[str], expected: list[Any], tmp_path: Path):
+def test_each_fault_on_chosen_ranks_and_meshes(arguments: list[str], expected: list[Any], tmp_path: Path):
     done = scout("demo", *arguments, "--run-dir", tmp_path, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
@@ -175,7 +175,7 @@ def test_on_a_terminal_the_ranks_are_a_live_table(tmp_path: Path):
         (["--fault", "fire"], "fire"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(arguments: list[str], message: str):
+def test_impossible_arguments_are_refused_before_anything_runs(arguments: list[str], message: str):
     done = CliRunner().invoke(app, ["demo", *arguments])
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.replace("│", " ").split())

@@ -40,9 +40,9 @@ def finished(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_an_interrupted_discovery_goes_on_and_makes_the_same_catalog(tmp_path: Path):
-    told = ("--rows", "0:4", *SMALL, "--layers", "2", "--positions", "3")
+    arguments = ("--rows", "0:4", *SMALL, "--layers", "2", "--positions", "3")
     folder = tmp_path / "kept"
-    first = started(*told, "--resume", folder)
+    first = started(*arguments, "--resume", folder)
     journal = folder / "16x16.jsonl"
     while not (journal.exists() and journal.read_text().count("\n") > 2):
         assert first.poll() is None, first.communicate()
@@ -57,7 +57,7 @@ def test_an_interrupted_discovery_goes_on_and_makes_the_same_catalog(tmp_path: P
     before = journal.read_text().splitlines()
     assert len(before) < 6
 
-    out, err = finished(*told, "--resume", folder, "--output", tmp_path / "catalog.json")
+    out, err = finished(*arguments, "--resume", folder, "--output", tmp_path / "catalog.json")
     assert "16x16: 5 of 5 shapes" in err
     assert journal.read_text().splitlines()[: len(before)] == before
     catalog = load(tmp_path / "catalog.json")
@@ -68,11 +68,11 @@ def test_an_interrupted_discovery_goes_on_and_makes_the_same_catalog(tmp_path: P
     assert catalog.representatives("layer.1", 2) == ((0,), (1,))
     assert f"{table.covered} of {table.occurrences}" in out
 
-    out, _ = finished(*told, "--json")
+    out, _ = finished(*arguments, "--json")
     assert out == text_of(catalog) + "\n"
     assert out.encode() == (tmp_path / "catalog.json").read_bytes()
 
-    _, err = finished(*told, "--regime", "waves", "--resume", folder, code=1)
+    _, err = finished(*arguments, "--regime", "waves", "--resume", folder, code=1)
     assert "belongs to another discovery: regime was 'pressure' and is 'waves'" in err
 
 
@@ -111,7 +111,7 @@ def test_every_routing_to_two_experts_is_covered(tmp_path: Path):
         ),
     ],
 )
-def test_mistakes_show_before_anything_starts(
+def test_mistakes_are_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

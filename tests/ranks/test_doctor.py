@@ -71,7 +71,7 @@ def test_this_machine_is_examined_without_torch_in_the_doctors_own_process(tmp_p
     assert not (tmp_path / "new").exists(), "nothing is left behind"
 
 
-def test_what_is_wrong_is_found_and_comes_with_what_to_do(tmp_path: Path):
+def test_problems_are_found_and_come_with_a_fix(tmp_path: Path):
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o755)
     with socket.create_server(("", 0)) as taken:
@@ -97,10 +97,10 @@ def test_what_is_wrong_is_found_and_comes_with_what_to_do(tmp_path: Path):
         "peers",
     }
     assert {name for name, grade in found.items() if grade == "fail"} == wrong
-    told = " ".join(done.stdout.split())  # long folders make lines break elsewhere
-    assert told.count("->") >= len(wrong)
-    assert "Address already in use" in told
-    assert "127.0.0.1:1: cannot connect: Connection refused" in told
+    output = " ".join(done.stdout.split())  # long folders make lines break elsewhere
+    assert output.count("->") >= len(wrong)
+    assert "Address already in use" in output
+    assert "127.0.0.1:1: cannot connect: Connection refused" in output
     assert f"chmod 0700 {memory}" in (tmp_path / "report.json").read_text()
     assert "7 checks failed: follow the arrows before a long run." in done.stdout
     assert "\x1b" not in done.stdout
@@ -110,9 +110,9 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path):
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')\n")
     done = alone("--json", PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT))))
     assert done.returncode == 1, done.stderr
-    (told,) = [each for each in json.loads(done.stdout)["findings"] if each["name"] == "torch"]
-    assert told["status"] == "fail"
-    assert "libtorch_cpu.so: cannot open shared object file" in told["what"]
+    (finding,) = [each for each in json.loads(done.stdout)["findings"] if each["name"] == "torch"]
+    assert finding["status"] == "fail"
+    assert "libtorch_cpu.so: cannot open shared object file" in finding["what"]
     assert grades(done.stdout)["backends"] == "skipped"
 
 
@@ -144,7 +144,7 @@ for state_bytes in (None, 100_000, 200_000):
 """
 
 
-def test_a_memory_that_is_small_is_held_against_the_state(tmp_path: Path):
+def test_a_small_memory_is_compared_with_the_size_of_the_state(tmp_path: Path):
     unknown, fits, does_not = in_small_memory(tmp_path / "memory", "", MEMORY).splitlines()
     assert unknown.startswith("warn ")
     assert fits.startswith("ok ")
@@ -155,13 +155,13 @@ def test_a_memory_that_is_small_is_held_against_the_state(tmp_path: Path):
 def test_a_memory_that_is_full_is_found(tmp_path: Path):
     folder = tmp_path / "memory"
     fill = f"{{ head -c 2M /dev/zero > {folder}/full; }} 2>/dev/null;"
-    told = in_small_memory(folder, fill, MEMORY).splitlines()
-    assert len(told) == 3
-    for line in told:
+    lines = in_small_memory(folder, fill, MEMORY).splitlines()
+    assert len(lines) == 3
+    for line in lines:
         assert line == f"fail not writable: {folder}: No space left on device"
 
 
-def test_two_machines_doctors_meet():
+def test_doctors_of_two_machines_connect():
     command = [SCOUT, "doctor", "--listen", "--address", "127.0.0.1", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -175,8 +175,8 @@ def test_two_machines_doctors_meet():
             assert done.returncode == 0, done.stdout
             found = grades(done.stdout)
             assert found["other machine"] == found["same versions"] == found["wall clock"] == "ok"
-            told = {each["name"]: each["what"] for each in json.loads(done.stdout)["findings"]}
-            assert socket.gethostname() in told["other machine"]
+            findings = {each["name"]: each["what"] for each in json.loads(done.stdout)["findings"]}
+            assert socket.gethostname() in findings["other machine"]
             listener.send_signal(signal.SIGINT)
             document = json.loads(listener.communicate(timeout=30)[0])
         finally:
@@ -185,13 +185,13 @@ def test_two_machines_doctors_meet():
     assert document["visits"][0]["versions"]["torch"] is not None
 
 
-def test_listening_ends_by_itself_if_told_so():
+def test_listening_ends_after_the_given_time():
     done = alone("--listen", "--address", "127.0.0.1", "--seconds", "0.1")
     assert (done.returncode, done.stdout) == (0, "0 machines connected.\n")
     assert "scout doctor --connect 127.0.0.1:" in done.stderr
 
 
-def test_what_listens_but_is_no_doctor_is_told_from_one():
+def test_another_program_that_listens_is_not_taken_for_a_doctor():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         assert "not `scout doctor --listen`" in str(meet(address, {}).problem)
@@ -208,7 +208,7 @@ def test_a_board_that_cannot_be_hosted_says_why():
     )
 
 
-def test_folders_are_tried_by_writing(tmp_path: Path):
+def test_folders_are_tested_by_writing(tmp_path: Path):
     whole = folder_at(tmp_path / "to" / "be" / "made")
     assert (whole.exists, whole.problem, whole.is_private, whole.locks) == (False, None, True, True)
     assert whole.free > 0
@@ -224,15 +224,15 @@ def test_folders_are_tried_by_writing(tmp_path: Path):
     assert folder_at(Path("/dev/shm") / "torchscout-not-there").in_memory
 
 
-def test_a_folder_that_is_not_to_be_written_to_is_found(tmp_path: Path):
+def test_a_read_only_folder_is_found(tmp_path: Path):
     folder = tmp_path / "folder"
     code = f"""
 from pathlib import Path
 from torchscout.cli.doctor.probes import folder_at
 print(folder_at(Path({str(folder)!r})).problem)
 """
-    told = in_small_memory(folder, f"mount -o remount,ro {folder} &&", code)
-    assert told == f"{folder}: Read-only file system\n"
+    output = in_small_memory(folder, f"mount -o remount,ro {folder} &&", code)
+    assert output == f"{folder}: Read-only file system\n"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -260,7 +260,7 @@ def test_a_signal_that_is_taken_or_blocked_is_found():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--mesh", "data=4"], "unknown axis 'data'"),
         (["--mesh", "replica=3", "--experts", "2"], "cannot carve 2 expert partitions out of 3"),
@@ -273,13 +273,13 @@ def test_a_signal_that_is_taken_or_blocked_is_found():
         (["--listen", "--address", "203.0.113.9", "--seconds", "0"], "Cannot assign requested address"),
     ],
 )
-def test_a_mistake_is_refused_with_what_was_given(arguments: list[str], told: str):
+def test_a_mistake_is_refused_with_what_was_given(arguments: list[str], message: str):
     done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["doctor", *arguments])
     assert done.exit_code == 2
-    assert told in done.stderr
+    assert message in done.stderr
 
 
-def test_who_does_not_authenticate_takes_few_descriptors_of_a_doctor_that_listens():
+def test_unauthenticated_connections_take_few_descriptors_of_a_listening_doctor():
     command = [SCOUT, "doctor", "--listen", "--address", "127.0.0.1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     strangers = 400
@@ -297,7 +297,7 @@ def test_who_does_not_authenticate_takes_few_descriptors_of_a_doctor_that_listen
         assert len(list(Path(f"/proc/{doctor.pid}/fd").iterdir())) - before < strangers / 2
 
 
-def test_it_is_documented():
+def test_every_option_is_documented():
     help_ = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--help"]).stdout
     page = (ROOT / "docs" / "doctor.md").read_text()
     options = {word for word in help_.split() if word.startswith("--")} - {"--help"}

@@ -91,7 +91,7 @@ def test_with_hub_and_standby_lost_a_job_that_goes_on_is_silent(tmp_path: Path):
         assert job.lines() == []
 
 
-def test_what_less_than_a_majority_of_observers_sees_is_not_decided(tmp_path: Path):
+def test_a_minority_of_observers_decides_nothing(tmp_path: Path):
     with small_job(4, tmp_path, election_seconds=0.5) as job:
         lose(job, 0, 1, 3)
         job.order(1, do="sleep", seconds=5.0)
@@ -135,7 +135,7 @@ def test_the_end_of_an_incident_that_a_lost_hub_reported_is_written_once(
 
 
 @pytest.mark.slow
-def test_stopped_hubs_are_replaced_and_say_nothing_when_they_go_on(tmp_path: Path):
+def test_stopped_hubs_are_replaced_and_report_nothing_after_they_continue(tmp_path: Path):
     with small_job(5, tmp_path, election_seconds=2.0) as job:
         lose(job, 0, 4, how=signal.SIGSTOP)
         job.order(3, do="sleep", seconds=LONG)

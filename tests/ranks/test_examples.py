@@ -27,23 +27,23 @@ def run(name: str, folder: Path, *arguments: str) -> tuple[dict[int, float], str
 
 
 def trains(name: str, folder: Path, *arguments: str) -> dict[int, float]:
-    losses, told = run(name, folder, "--steps", "5", *arguments)
-    assert "There is no checkpoint to go back to." in told
+    losses, output = run(name, folder, "--steps", "5", *arguments)
+    assert "There is no checkpoint to go back to." in output
     assert sorted(losses) == [1, 2, 3, 4, 5]
     assert losses[5] < losses[1]
-    assert "checks     1\nkept       step 5, certified by replay\nfound      nothing\n" in told
+    assert "checks     1\nkept       step 5, certified by replay\nfound      nothing\n" in output
     return losses
 
 
 def trains_and_goes_on(name: str, folder: Path, *arguments: str) -> None:
     losses = trains(name, folder, *arguments)
-    more, told = run(name, folder, "--steps", "7", *arguments)
-    assert "All ranks load step 5." in told
+    more, output = run(name, folder, "--steps", "7", *arguments)
+    assert "All ranks load step 5." in output
     assert sorted(more) == [6, 7]
     assert max(more.values()) < losses[1], "what was learned is still known"
-    assert "found      nothing\n" in told
+    assert "found      nothing\n" in output
     assert not [*folder.glob("scout-run-*/incidents.jsonl")]
-    assert "failed  " not in told
+    assert "failed  " not in output
 
 
 @pytest.mark.parametrize("name", ["huggingface", *(pytest.param(name, marks=SLOW) for name in LARGE)])
@@ -65,10 +65,10 @@ def test_every_example_is_short_and_is_run_here():
     shared = {"common", "causal_lm"}
     scripts = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
     assert scripts.keys() - shared == RANKS.keys()
-    told = (EXAMPLES / "README.md").read_text()
+    readme = (EXAMPLES / "README.md").read_text()
     for name in RANKS:
         assert scripts[name].count("\n") < 60
-        assert f"examples/{name}.py" in told
+        assert f"examples/{name}.py" in readme
 
 
 _STARTED_AGAIN = """

@@ -1,4 +1,4 @@
-"""Real Gloo ranks without torchscout hang; their Flight Recorder dumps tell `scout explain` why."""
+"""Real Gloo ranks without torchscout hang; `scout explain` names the cause from Flight Recorder dumps."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_ranks_in_opposite_order(dumped: Callable[..., Path]):
     )
 
 
-def test_no_hang(dumped: Callable[..., Path]):
+def test_a_job_that_does_not_hang(dumped: Callable[..., Path]):
     assert explained(dumped(healthy))["hang"] is False
 
 
@@ -163,7 +163,7 @@ def recorded_here(rank: int) -> tuple[Any, Any]:
     return before, during
 
 
-def test_a_trainer_says_which_of_its_operations_are_open():
+def test_a_trainer_reports_which_of_its_operations_are_open():
     """As an incident's evidence: small, and plain enough for JSON."""
     (before, late), (_, waiting) = run_ranks(recorded_here, 2, environment=RECORDER)
     assert before == {"open": 0, "operations": []}
@@ -180,6 +180,6 @@ def without_recorder(rank: int) -> Any:
     return open_operations()
 
 
-def test_a_recorder_that_is_off_has_nothing_to_say():
+def test_a_recorder_that_is_off_gives_no_entries():
     environment = {"TORCH_FR_BUFFER_SIZE": "0"}
     assert run_ranks(without_recorder, 2, environment=environment) == [None, None]

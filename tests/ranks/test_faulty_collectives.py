@@ -1,4 +1,4 @@
-"""Faults of collectives do to a call what they say, whoever issues it, and to no other call.
+"""Faults of collectives change exactly the planned call, whoever issues it.
 
 All ranks have the same fault here, so that none is left behind: what a job does whose ranks differ in that is
 for the tests of hangs.
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
-from tests.support.tensor_jobs import local_of
+from tests.support.replay_results import local_of
 from torchscout.collectives.call import Call
 from torchscout.collectives.interceptor import listen
 from torchscout.faults.effects import CHANGES
@@ -32,7 +32,7 @@ from torchscout.faults.plan import FaultPlan
 STEPS, FAULTY_STEP = 4, 3
 
 
-class Heard:
+class StepRecorder:
     """What each step issues, in words."""
 
     def __init__(self) -> None:
@@ -87,13 +87,13 @@ KINDS = {each.__name__: each for each in (ddp, fsdp, by_hand, tensor, exchanged)
 
 
 def train(rank: int, kind: str, faults: FaultPlan) -> tuple[list[list[str]], list[list[float]], int]:
-    """What was heard in each step, the parameters after it, and how many faults fired."""
+    """What was issued in each step, the parameters after it, and how many faults fired."""
     torch.manual_seed(0)
     net = nn.Linear(4, 4, bias=False)
     model = KINDS[kind](net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    heard, weights = Heard(), []
-    with Injector(faults, rank, model, optimizer) as injector, listen(heard):
+    recorder, weights = StepRecorder(), []
+    with Injector(faults, rank, model, optimizer) as injector, listen(recorder):
         for _ in range(STEPS):
             optimizer.zero_grad()
             model(torch.full((1, 4), rank + 1.0, requires_grad=True)).sum().backward()
@@ -103,8 +103,8 @@ def train(rank: int, kind: str, faults: FaultPlan) -> tuple[list[list[str]], lis
                 dist.broadcast(torch.ones(3), src=0)
             optimizer.step()
             weights.append(local_of(next(model.parameters())).detach().flatten().tolist())
-            heard.steps.append([])
-    return heard.steps[:-1], weights, len(injector.fired)
+            recorder.steps.append([])
+    return recorder.steps[:-1], weights, len(injector.fired)
 
 
 PLANS: dict[str, Callable[..., FaultPlan]] = {
@@ -128,13 +128,13 @@ def compared(kind: str, faults: FaultPlan) -> tuple[list[str], list[str], list[l
     """
     healthy = run_ranks(train, 2, kind, FaultPlan(), timeout=60)
     results = run_ranks(train, 2, kind, faults, timeout=60)
-    for (clean, usual, _), (heard, weights, fired) in zip(healthy, results, strict=True):
+    for (clean, usual, _), (issued, weights, fired) in zip(healthy, results, strict=True):
         assert fired == 1
         others = [step for step in range(STEPS) if step != FAULTY_STEP - 1]
-        assert [heard[step] for step in others] == [clean[step] for step in others]
+        assert [issued[step] for step in others] == [clean[step] for step in others]
         assert weights[: FAULTY_STEP - 1] == usual[: FAULTY_STEP - 1]
-    heard, clean = results[0][0], healthy[0][0]
-    return heard[FAULTY_STEP - 1], clean[FAULTY_STEP - 1], [weights for _, weights, _ in results]
+    issued, clean = results[0][0], healthy[0][0]
+    return issued[FAULTY_STEP - 1], clean[FAULTY_STEP - 1], [weights for _, weights, _ in results]
 
 
 def test_ddp_goes_on_without_the_sum_that_was_left_out():
@@ -164,7 +164,7 @@ def test_fsdp_goes_on_without_the_parameters_that_were_not_gathered():
     assert faulty == clean[:left_out] + clean[left_out + 1 :]
 
 
-def test_two_collectives_are_issued_in_the_other_order_and_both_are_done():
+def test_two_swapped_collectives_are_both_issued():
     faulty, clean, _ = compared("by_hand", everywhere("swap", "all_reduce@default_pg"))
     first, second, third = clean
     assert first == "all_reduce float32 ((4, 4),)"

@@ -1,4 +1,4 @@
-"""State brought back to real ranks, on machines pretended by folders of their own, whatever was damaged."""
+"""State is brought back to real ranks, on machines simulated by folders, whatever was damaged."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def recovered(folder: Path, hosts: str, **options: Any) -> list[dict[str, Any]]:
 
 
 def check(answers: list[dict[str, Any]], made: dict[tuple, bytes], step: int) -> None:
-    """All have their own state of this step, and have been told the same."""
+    """All ranks have their own state of this step, and got the same messages."""
     for rank, answer in enumerate(answers):
         assert answer.get("step") == step, answer
         assert answer["value"] == made[rank, step]
     assert len({(answer["demoted"], answer["reason"]) for answer in answers}) == 1
 
 
-def test_each_takes_its_own_memory_where_nothing_is_wrong(tmp_path: Path):
+def test_every_rank_loads_from_its_own_memory_when_nothing_is_wrong(tmp_path: Path):
     made = furnish(tmp_path, "ab")
     answers = recovered(tmp_path, "ab")
     check(answers, made, 8)
@@ -160,7 +160,9 @@ DAMAGES: list[Callable[[Path], None]] = [flip, truncate, Path.unlink]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=["bit", "end", "file"])
-def test_one_place_after_the_other_is_demoted_aloud(tmp_path: Path, damage: Callable[[Path], None]):
+def test_damaged_places_are_passed_over_one_by_one_with_a_warning(
+    tmp_path: Path, damage: Callable[[Path], None]
+):
     """Rank 1's state: own memory, own disk, its holder's memory, its holder's disk."""
     order = [("memory", 1), ("disk", 1), ("memory", 0), ("disk", 0)]
     made = furnish(tmp_path, "ab")
@@ -227,8 +229,8 @@ def test_a_damaged_tensor_is_replaced_with_a_peers_identical_bytes(tmp_path: Pat
     answers = recovered(tmp_path, hosts)
     check(answers, made, 8)
     assert answers[1]["source"] == (1, Tier.MEMORY, 1)
-    said = "1 damaged tensor of rank 1's state at step 8 was replaced with identical bytes from rank 0"
-    assert said in answers[0]["demoted"]
+    message = "1 damaged tensor of rank 1's state at step 8 was replaced with identical bytes from rank 0"
+    assert message in answers[0]["demoted"]
     assert sum("is damaged: " in each for each in answers[0]["demoted"]) == len(
         everywhere(tmp_path, hosts, 1)
     )
@@ -275,7 +277,7 @@ def test_a_rank_that_cannot_write_the_repaired_shard_takes_the_older_one(tmp_pat
     assert "rank 1's state at step 8 could not be repaired: cannot write" in " ".join(answers[0]["demoted"])
 
 
-def test_what_is_not_wanted_is_never_taken(tmp_path: Path):
+def test_generations_that_are_not_wanted_are_never_loaded(tmp_path: Path):
     """Step 8 is whole everywhere, but nobody trusts it."""
     made = furnish(tmp_path, "ab", (8, 6, 4))
     for holder in (0, 1):
@@ -326,7 +328,7 @@ def test_state_of_another_mesh_is_diagnosed_on_every_rank(tmp_path: Path):
     assert "it is of mesh 'replica=2', this job is of 'shard=2'" in error
 
 
-def test_ranks_that_want_different_things_are_told_so(tmp_path: Path):
+def test_ranks_that_want_different_generations_get_an_error(tmp_path: Path):
     furnish(tmp_path, "ab")
     (error,) = {answer["error"] for answer in recovered(tmp_path, "ab", rank_1={"wanted": WANTED[:1]})}
     assert "ranks disagree on what to load" in error
@@ -348,7 +350,7 @@ def test_ranks_of_one_machine_look_at_a_damaged_file_once_each_and_send_it_once(
     assert len(answers[0]["demoted"]) == 1
 
 
-def test_a_rank_without_room_is_an_error_on_all_and_not_damage(tmp_path: Path):
+def test_a_rank_without_memory_is_an_error_on_all_ranks_and_not_damage(tmp_path: Path):
     furnish(tmp_path, "ab", size=SIZE)
     shutil.rmtree(tmp_path / "b")
     (tmp_path / "b").mkdir()
@@ -379,7 +381,7 @@ def test_a_rank_that_hangs_is_an_error_and_no_endless_wait(tmp_path: Path, empty
     assert not [name for name in files(tmp_path) if name.startswith(".")]
 
 
-def test_nothing_half_done_is_left(tmp_path: Path):
+def test_no_unfinished_files_are_left(tmp_path: Path):
     made = furnish(tmp_path, "ab", size=SIZE)
     for tier, holder in (("memory", 1), ("disk", 1), ("memory", 0)):
         flip(place(tmp_path, "ab", 1, 8, tier, holder))

@@ -1,4 +1,4 @@
-"""What healthy callers of a collective have in common is the same on all of them."""
+"""Fingerprints are equal on all healthy callers of a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose shared memory fills up while they train: what is certified stays recoverable, and it is said."""
+"""Jobs whose shared memory fills up: certified state stays recoverable, and the problem is reported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.ranks.test_checkpoint_troubles import alone, planned, with_a_small_disk
-from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import run_ranks
 
 STEPS, TROUBLE = 16, 6
@@ -15,8 +15,8 @@ STEPS, TROUBLE = 16, 6
 def test_a_ledger_that_cannot_be_written_in_memory_costs_no_certified_checkpoint(tmp_path: Path):
     """A folder takes the place of the ledger: a real error at the real call, on every machine."""
     plan = replace(planned(tmp_path, STEPS), blocked_ledger=TROUBLE)
-    told = run_ranks(train, 2, plan, timeout=60)
-    goes_on_from_the_end(plan, told)
+    results = run_ranks(train, 2, plan, timeout=60)
+    goes_on_from_the_end(plan, results)
 
 
 def test_full_shared_memory_costs_no_certified_checkpoint(tmp_path: Path):
@@ -25,13 +25,13 @@ def test_full_shared_memory_costs_no_certified_checkpoint(tmp_path: Path):
     assert plan.memory is not None
     inside = plan.memory / "mounted"  # what is mounted is gone with the job; files on disk stay
     inside.mkdir(parents=True)
-    told = with_a_small_disk(replace(plan, memory=inside), 2 << 10, tmp_path / "outcomes", inside)
-    goes_on_from_the_end(replace(plan, memory=tmp_path / "new memory"), told)
+    results = with_a_small_disk(replace(plan, memory=inside), 2 << 10, tmp_path / "outcomes", inside)
+    goes_on_from_the_end(replace(plan, memory=tmp_path / "new memory"), results)
 
 
-def goes_on_from_the_end(plan: Plan, told: list[Told]) -> None:
-    assert [each.bits for each in told] == alone(replace(plan, blocked_ledger=None, filled_memory=None))
-    for each in told:
+def goes_on_from_the_end(plan: Plan, results: list[Result]) -> None:
+    assert [each.bits for each in results] == alone(replace(plan, blocked_ledger=None, filled_memory=None))
+    for each in results:
         assert each.failures == []
         assert max(each.status["durable"]) > TROUBLE, "files were written after that"
         assert any("rank-" in one and ".ledger" in one for one in each.status["problems"]), each.status
@@ -39,5 +39,5 @@ def goes_on_from_the_end(plan: Plan, told: list[Told]) -> None:
         plan, blocked_ledger=None, filled_memory=None, steps=STEPS + 2, run_dir=plan.run_dir / "again"
     )
     resumed = [each.resumed for each in run_ranks(train, 2, again, timeout=60)]
-    expected = min(max(each.status["durable"]) for each in told)
+    expected = min(max(each.status["durable"]) for each in results)
     assert [each is not None and each.step >= expected for each in resumed] == [True, True], resumed

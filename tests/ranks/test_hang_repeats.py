@@ -1,4 +1,4 @@
-"""The paper's 120 of 120 and 30 of 30: random ranks, places and delays, every time exactly the right one."""
+"""The paper's 120 of 120 and 30 of 30: random ranks, places and delays, each attributed exactly."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_missing_in_an_all_gather(tmp_path: Path, seed: int):
 
 
 @pytest.mark.parametrize("seed", REPEATS)
-def test_nothing_wrong(tmp_path: Path, seed: int):
+def test_a_healthy_job(tmp_path: Path, seed: int):
     job = fsdp_job if seed % 2 else ddp_job
     run_ranks(job, RANKS, tmp_path, FaultPlan(), timeout=120)
     assert incidents(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Real jobs that hang: who is named, who is not, and what is said (paper, section 7)."""
+"""Real jobs that hang: which ranks are named, and the sentence (paper, section 7)."""
 
 from __future__ import annotations
 
@@ -135,11 +135,15 @@ def test_a_trainer_that_cannot_run_is_named(tmp_path: Path, how: str):
     assert ("stopped" in incident.sentence) is (how == "SIGSTOP")
 
 
-def told_job(rank: int, run_dir: Path) -> list[tuple[int, ...]]:
-    told: list[tuple[int, ...]] = []
+def job_with_callback(rank: int, run_dir: Path) -> list[tuple[int, ...]]:
+    reported: list[tuple[int, ...]] = []
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters())
-    arguments = {"observer": QUICK, "run_dir": run_dir, "on_incident": lambda each: told.append(each.ranks)}
+    arguments = {
+        "observer": QUICK,
+        "run_dir": run_dir,
+        "on_incident": lambda each: reported.append(each.ranks),
+    }
     with enable_resiliency(model, optimizer, **arguments) as session:
         for step in steps():
             time.sleep(STALL if step == FAULTY_STEP and rank == 0 else 0.0)
@@ -147,11 +151,11 @@ def told_job(rank: int, run_dir: Path) -> list[tuple[int, ...]]:
             model(torch.randn(4, 16)).sum().backward()
             optimizer.step()
         assert [incident.ranks for incident in session.incidents] == [(0,)], session.incidents
-    return told
+    return reported
 
 
-def test_the_users_own_function_is_told_on_every_rank(tmp_path: Path):
-    assert run_ranks(told_job, 2, tmp_path, timeout=90) == [[(0,)], [(0,)]]
+def test_the_users_callback_is_called_on_every_rank(tmp_path: Path):
+    assert run_ranks(job_with_callback, 2, tmp_path, timeout=90) == [[(0,)], [(0,)]]
 
 
 def fsdp_job(rank: int, run_dir: Path, faults: FaultPlan) -> int:
@@ -341,7 +345,7 @@ def test_a_rank_that_names_another_root_or_reduction_is_named(tmp_path: Path, wh
     assert {incident.ranks for incident in incidents(tmp_path)} == {(1,)}
 
 
-def test_a_deadlock_by_order_inversion_is_told_as_one(tmp_path: Path):
+def test_a_deadlock_by_order_inversion_is_reported_as_one(tmp_path: Path):
     """Half of the ranks enter one group first, the others the other."""
     faults = FaultPlan()
     for rank in (1, 3):
@@ -403,7 +407,7 @@ def a_minority_ahead(rank: int, run_dir: Path) -> None:
 
 
 @SLOW
-def test_who_is_ahead_of_the_majority_is_not_blamed(tmp_path: Path):
+def test_a_rank_ahead_of_the_majority_is_not_blamed(tmp_path: Path):
     run_ranks(a_minority_ahead, 4, tmp_path, timeout=90)
     (incident,) = incidents(tmp_path)
     assert incident.ranks == (0, 1, 2)
@@ -427,7 +431,7 @@ def a_pair_that_differs(rank: int, run_dir: Path) -> bool:
         return until_it_raises(train)
 
 
-def test_of_two_that_differ_neither_is_named(tmp_path: Path):
+def test_neither_of_two_ranks_that_differ_is_named(tmp_path: Path):
     with suppress(RankError):
         run_ranks(a_pair_that_differs, 2, tmp_path, timeout=90)
     wait_for_incident(tmp_path)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import LiveRanks, RankError, run_ranks
+from tests.support.small_job import until
 from torchscout.testing.local_ranks import _die_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def unpicklable(rank: int) -> object:
     return lambda: rank
 
 
-def test_a_result_that_cannot_travel_is_an_error():
+def test_a_result_that_cannot_be_pickled_is_an_error():
     with pytest.raises(RankError, match="its result cannot be pickled"):
         run_ranks(unpicklable, 1)
 
@@ -121,13 +122,10 @@ def test_ranks_and_their_shared_memory_are_gone_and_results_outlive_them():
 
 
 def assert_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and not is_zombie(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.02)
+    until(lambda: has_ended(pid), f"process {pid} has ended", 10)
 
 
-def is_zombie(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return ") Z " in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -146,10 +144,7 @@ def test_a_killed_parent_takes_its_ranks_along(tmp_path: Path):
     pid_file = tmp_path / "pid"
     root = Path(__file__).parents[2]
     parent = subprocess.Popen([sys.executable, script, pid_file], env={**os.environ, "PYTHONPATH": str(root)})
-    deadline = time.monotonic() + 60
-    while not pid_file.exists() or not pid_file.read_text():
-        assert time.monotonic() < deadline, "the rank never started"
-        time.sleep(0.05)
+    until(lambda: pid_file.exists() and pid_file.read_text(), "the rank has started", 60)
     parent.kill()
     parent.wait()
     assert_gone(int(pid_file.read_text()))
@@ -160,7 +155,7 @@ def writing_its_pid(rank: int, path: str) -> None:
     time.sleep(600)
 
 
-def test_a_world_needs_a_rank():
+def test_a_world_of_no_ranks_is_refused():
     with pytest.raises(ValueError, match="got 0"):
         run_ranks(shared_tensor, 0)
 
@@ -186,7 +181,7 @@ def test_live_ranks_answer_one_question_after_another(tmp_path: Path):
         assert_gone(pid)
 
 
-def test_a_live_rank_that_fails_is_told_of_with_its_traceback(tmp_path: Path):
+def test_a_live_rank_that_fails_is_reported_with_its_traceback(tmp_path: Path):
     with LiveRanks(adding_up, 2, 100, tmp_path) as ranks:
         ranks.ask(1)
         with pytest.raises(RankError, match="never -5") as caught:

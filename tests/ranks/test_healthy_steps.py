@@ -48,7 +48,7 @@ MESHES: dict[str, tuple[Callable[..., Any], int, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
-def test_a_healthy_job_has_nothing_to_report(name: str, tmp_path: Path):
+def test_a_healthy_job_reports_nothing(name: str, tmp_path: Path):
     job, ranks, how = MESHES[name]
     found = run_ranks(job, ranks, tmp_path, how, timeout=1200)
     assert [each.failures for each in found] == [[]] * ranks

@@ -1,4 +1,4 @@
-"""A machine with more to do than it has cores: no rank is slow for that, and a slow rank is still named."""
+"""A machine with more work than cores: no rank is called slow for that, and a slow rank is still named."""
 
 from __future__ import annotations
 

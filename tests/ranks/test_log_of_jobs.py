@@ -53,7 +53,7 @@ def healthy_job(rank: int, folder: Path) -> None:
         assert session.failures == []
 
 
-def test_the_log_of_a_healthy_job_is_short_and_says_what_there_is_to_know(tmp_path: Path):
+def test_the_log_of_a_healthy_job_is_short_and_complete(tmp_path: Path):
     run_ranks(healthy_job, 2, tmp_path, timeout=120)
     lines, others = lines_of(tmp_path, 0), lines_of(tmp_path, 1)
     assert others == []
@@ -80,7 +80,7 @@ def unwatched_job(rank: int, folder: Path) -> None:
         dist.barrier()
 
 
-def test_what_is_not_covered_is_said_at_attach(tmp_path: Path):
+def test_uncovered_parts_are_logged_at_attach(tmp_path: Path):
     run_ranks(unwatched_job, 2, tmp_path, timeout=60)
     _, *lines, _ = lines_of(tmp_path, 0)
     reason = "there is no optimizer whose update would end a step"
@@ -95,7 +95,7 @@ def test_what_is_not_covered_is_said_at_attach(tmp_path: Path):
 def faulty_job(rank: int, folder: Path) -> tuple[list[tuple[str, tuple[int, ...]]], int, int]:
     """Rank 2 holds a wrong weight, and later rank 1 is late."""
     keep_log(folder, rank)
-    told: list[tuple[str, tuple[int, ...]]] = []
+    reported: list[tuple[str, tuple[int, ...]]] = []
     job = Job(rank)
     faults = FaultPlan().set_value(rank=2, at="stack.0.up/weight", step=3, value=3.0)
     with (
@@ -106,23 +106,23 @@ def faulty_job(rank: int, folder: Path) -> tuple[list[tuple[str, tuple[int, ...]
             observer=replace(
                 QUICK, min_silence_seconds=2.5
             ),  # checks at every step take long on a busy machine
-            on_incident=lambda each: told.append((each.manifestation.value, each.ranks)),
+            on_incident=lambda each: reported.append((each.manifestation.value, each.ranks)),
         ) as session,
     ):
         for step in range(1, 9):
             time.sleep(STALL if step == 6 and rank == 1 else 0.02)
             job.train()
         dist.barrier()
-        heard = len(session.incidents)
-    return told, heard, len(injector.fired)
+        incidents = len(session.incidents)
+    return reported, incidents, len(injector.fired)
 
 
-def test_incidents_are_logged_and_told_on_every_rank_without_a_run_directory(tmp_path: Path):
+def test_incidents_are_logged_and_passed_on_on_every_rank_without_a_run_directory(tmp_path: Path):
     (tmp_path / "run").write_text("a file is in the way")
     results = run_ranks(faulty_job, 3, tmp_path, timeout=90)
     assert [fired for *_, fired in results] == [0, 0, 1]
-    assert [told for told, *_ in results] == [[("sdc", (2,)), ("hang", (1,))]] * 3
-    assert [heard for _, heard, _ in results] == [2, 2, 2]
+    assert [reported for reported, *_ in results] == [[("sdc", (2,)), ("hang", (1,))]] * 3
+    assert [incidents for _, incidents, _ in results] == [2, 2, 2]
     logs = [lines_of(tmp_path, rank) for rank in range(3)]
     incidents = [[line for line in lines if "incident (" in line] for lines in logs]
     assert [len(each) for each in incidents] == [2, 0, 0], incidents

@@ -52,16 +52,16 @@ def with_and_without(rank: int, trial: Trial, run_dir: Path) -> tuple[bool, Told
 )
 def test_uneven_routing_is_no_fault_and_training_is_bitwise_the_same(trial: Trial, tmp_path: Path):
     everybody = run_ranks(with_and_without, trial.ranks, trial, tmp_path, timeout=600)
-    for same, told in everybody:
+    for same, result in everybody:
         assert same
-        assert ([each.sentence for each in told.incidents], told.failures) == ([], [])
-        assert told.agreed >= DENSE | EXPERT | TRAFFIC | {"state/parameters", "state/optimizer"}
-        assert not {surface for surface in told.unchecked if "experts" not in surface}
-    rows = [sum(counts) for _, told in everybody for counts in told.routed]
+        assert ([each.sentence for each in result.incidents], result.failures) == ([], [])
+        assert result.agreed >= DENSE | EXPERT | TRAFFIC | {"state/parameters", "state/optimizer"}
+        assert not {surface for surface in result.unchecked if "experts" not in surface}
+    rows = [sum(counts) for _, result in everybody for counts in result.routed]
     assert max(rows) > 10 * min(rows), "some experts are much more popular than others"
-    peers = {each.peers for _, told in everybody for each in told.records if each.surface in EXPERT}
+    peers = {each.peers for _, result in everybody for each in result.records if each.surface in EXPERT}
     assert peers == {group.ranks for group in trial.mesh.peer_groups("expert")}
-    dense = {each.peers for _, told in everybody for each in told.records if each.surface in DENSE}
+    dense = {each.peers for _, result in everybody for each in result.records if each.surface in DENSE}
     assert dense == {tuple(range(trial.ranks))}
 
 
@@ -96,29 +96,31 @@ def test_uneven_routing_is_no_fault_and_training_is_bitwise_the_same(trial: Tria
     ],
     ids=["expert", "expert weight", "expert optimizer", "router", "AllToAll"],
 )
-def test_wrong_numbers_are_one_ranks(faults: FaultPlan, surface: str, peers: tuple[int, ...], tmp_path: Path):
+def test_wrong_numbers_name_their_rank(
+    faults: FaultPlan, surface: str, peers: tuple[int, ...], tmp_path: Path
+):
     (planned,) = faults
     everybody = run_ranks(train, 6, replace(SIX, faults=faults), tmp_path, timeout=120)
-    assert [told.fired > 0 for told in everybody] == [rank == planned.rank for rank in range(6)]
+    assert [result.fired > 0 for result in everybody] == [rank == planned.rank for rank in range(6)]
     incident = everybody[0].incidents[0]
     assert (incident.scope, incident.ranks) == (Scope.RANK, (planned.rank,))
     assert (incident.records[0].surface, incident.records[0].peers) == (surface, peers)
     assert incident.step == planned.steps[0]
-    for told in everybody:
-        assert {each.ranks for each in told.incidents} == {(planned.rank,)}
-        assert told.failures == []
+    for result in everybody:
+        assert {each.ranks for each in result.incidents} == {(planned.rank,)}
+        assert result.failures == []
 
 
-def test_two_replicas_of_experts_cannot_say_whose_numbers_are_wrong(tmp_path: Path):
+def test_wrong_numbers_of_two_expert_replicas_name_the_group(tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=3, at="layer.1.mixture.experts/output", step=2, bit=20, calls=REPLAYED)
     everybody = run_ranks(train, 4, Trial(4, 2, steps=3, faults=faults), tmp_path, timeout=120)
-    assert [told.fired > 0 for told in everybody] == [False, False, False, True]
+    assert [result.fired > 0 for result in everybody] == [False, False, False, True]
     (incident,) = everybody[0].incidents
     assert (incident.scope, incident.ranks) == (Scope.PEER_GROUP, (1, 3))
 
 
 @pytest.mark.slow
-def test_a_slow_expert_is_its_ranks_and_a_slow_exchange_its_groups(tmp_path: Path):
+def test_a_slow_expert_names_its_rank_and_a_slow_exchange_its_group(tmp_path: Path):
     quick = ReplayConfig(interval=1, recipes=("experts",))
     slow = FaultPlan()
     for place in LAYERS:

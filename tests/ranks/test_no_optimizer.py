@@ -44,7 +44,7 @@ def job(rank: int, run_dir: Path, net: type[Net], stalls: int | None) -> int:
 
 
 @pytest.mark.parametrize("net", [Net, Checkpointed])
-def test_a_late_rank_is_named_though_no_optimizer_tells_the_steps(tmp_path: Path, net: type[Net]):
+def test_a_late_rank_is_named_in_a_job_without_an_optimizer(tmp_path: Path, net: type[Net]):
     # That a step is over shows when the next one begins.
     assert run_ranks(job, 4, tmp_path, net, 2, timeout=90) == [STEPS - 1] * 4
     (incident,) = incidents(tmp_path)

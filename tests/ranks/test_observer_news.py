@@ -21,8 +21,8 @@ from torchscout.utils.procfs import is_running
 STALL = 4.0
 
 
-def told(job: SmallJob, rank: int) -> list[Any]:
-    """What the observer of a rank has told its trainer."""
+def news_of(job: SmallJob, rank: int) -> list[Any]:
+    """What the observer of a rank has sent to its trainer."""
     paths = Path(job._memory.name, "progress").glob(f"news-progress-{rank}-*")
     return [each.item for path in paths for each in read(path) if isinstance(each, Stamped)]
 
@@ -33,15 +33,18 @@ def hang_reaches_every_trainer(run_dir: Path, spoil: Callable[[], object]) -> No
         spoil()
         job.order(1, do="sleep", seconds=STALL)
         for rank in range(3):
-            until(lambda rank=rank: _has(told(job, rank), Resolved), f"rank {rank} is told of the end, too")
+            until(
+                lambda rank=rank: _has(news_of(job, rank), Resolved),
+                f"rank {rank} gets the end of the incident, too",
+            )
         for rank in range(3):
-            (incident,) = [each for each in told(job, rank) if isinstance(each, Incident)]
+            (incident,) = [each for each in news_of(job, rank) if isinstance(each, Incident)]
             assert incident.ranks == (1,)
-        failed = [each for each in told(job, 0) if isinstance(each, EvidenceRecord)]
+        failed = [each for each in news_of(job, 0) if isinstance(each, EvidenceRecord)]
         assert len(failed) == 1, "once, though two lines could not be written"
         assert failed[0].surface == "run directory"
         assert "cannot be written there: [Errno" in str(failed[0].reason)
-        assert not any(_has(told(job, rank), EvidenceRecord) for rank in (1, 2)), "the hub is rank 0's"
+        assert not any(_has(news_of(job, rank), EvidenceRecord) for rank in (1, 2)), "the hub is rank 0's"
 
 
 def _has(items: list[Any], kind: type) -> bool:
@@ -77,7 +80,7 @@ def with_a_full_disk() -> None:
     hang_reaches_every_trainer(run_dir, fill)
 
 
-def test_how_each_trainer_ended_is_on_record(tmp_path: Path):
+def test_how_each_trainer_ended_is_recorded(tmp_path: Path):
     with small_job(6, tmp_path, min_silence_seconds=60.0) as job:
         job.order(1, do="exit", status=1)
         job.order(2, do="exit", status=0)

@@ -165,7 +165,7 @@ def test_a_rank_that_does_something_else_is_named(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["pause", "checkpoint"])
-def test_a_rank_that_may_be_silent_is_not_blamed(tmp_path: Path, what: str):
+def test_a_paused_rank_is_not_blamed(tmp_path: Path, what: str):
     with small_job(3, tmp_path) as job:
         job.order(1, do=what, seconds=4.0)
         until(lambda: job.steps[0] == job.steps[1] + 1, "the others wait")
@@ -201,7 +201,7 @@ def test_one_trainer_that_was_asked_to_end_is_named_by_those_who_wait_for_it(tmp
 
 
 @pytest.mark.slow
-def test_two_jobs_on_one_machine_do_not_meet(tmp_path: Path):
+def test_two_jobs_on_one_machine_do_not_interfere(tmp_path: Path):
     with small_job(2, tmp_path / "one") as one, small_job(2, tmp_path / "two") as two:
         one.order(1, do="sleep", seconds=LONG)
         assert incident_of(one).ranks == (1,)
@@ -217,7 +217,7 @@ def test_an_observer_needs_neither_torch_nor_numpy():
 
 
 @pytest.mark.parametrize("configured", [True, False])
-def test_observers_that_are_let_go_right_after_their_start_leave_at_once(tmp_path: Path, configured: bool):
+def test_observers_that_are_released_right_after_their_start_end_at_once(tmp_path: Path, configured: bool):
     writers = [ProgressWriter.create(tmp_path / "progress", rank) for rank in range(3)]
     duties = ObserverSpec(
         rank=0,
@@ -288,7 +288,7 @@ def test_an_observer_is_in_a_session_of_its_own(observer: ObserverHandle):
     assert os.getsid(observer.pid) == observer.pid != os.getsid(0)
 
 
-def test_it_leaves_when_it_is_told_to(observer: ObserverHandle):
+def test_an_observer_ends_on_request(observer: ObserverHandle):
     observer.configure([("127.0.0.1", observer.port)])
     observer.close(timeout=20)
     assert not observer.is_running
@@ -331,7 +331,7 @@ def test_a_rank_with_thousands_of_open_files_has_an_observer_too(assignment: Obs
             os.close(each)
 
 
-def test_a_start_takes_only_so_long(assignment: ObserverSpec):
+def test_a_start_is_limited_in_time(assignment: ObserverSpec):
     began = time.monotonic()
     with pytest.raises(ObserverError, match="does not answer"):
         launch(assignment, timeout=0.0)
@@ -361,7 +361,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(observer: O
     assert observer.status(timeout=20)["config"]["startup_seconds"] == 42.0
 
 
-def test_a_trainer_that_leaves_without_a_word_is_named_and_not_whoever_it_takes_along(tmp_path: Path):
+def test_a_trainer_that_exits_silently_is_named_and_its_victims_are_not(tmp_path: Path):
     """``os._exit(0)`` on one rank; the others fail soon after, as they do when a connection is lost."""
     with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
         job.order(1, do="exit", status=0, suddenly=True)
@@ -372,7 +372,7 @@ def test_a_trainer_that_leaves_without_a_word_is_named_and_not_whoever_it_takes_
         assert incident.ranks == (1,), incident.sentence
 
 
-def test_trainers_that_all_leave_without_a_word_are_no_incident(tmp_path: Path):
+def test_trainers_that_all_exit_silently_are_no_incident(tmp_path: Path):
     with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
         for rank in range(3):
             job.order(rank, do="exit", status=0, suddenly=True)
@@ -381,7 +381,7 @@ def test_trainers_that_all_leave_without_a_word_are_no_incident(tmp_path: Path):
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_how_an_interpreter_ends_is_told_by_its_status(tmp_path: Path, status: int):
+def test_the_exit_status_shows_how_an_interpreter_ended(tmp_path: Path, status: int):
     with small_job(3, tmp_path, min_silence_seconds=60.0) as job:
         job.order(1, do="exit", status=status)
         if status:
@@ -417,9 +417,7 @@ def test_an_observer_that_dies_is_started_again_where_it_was_and_not_for_ever(
         observer.close()
 
 
-def test_an_observer_that_is_let_go_is_not_started_again(
-    assignment: ObserverSpec, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_released_observer_is_not_started_again(assignment: ObserverSpec, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(observers, "_RESTART_SECONDS", 0.05)
     observer = launch(assignment)
     observer.configure([("127.0.0.1", observer.port)])

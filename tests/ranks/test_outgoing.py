@@ -109,15 +109,15 @@ def test_a_snapshot_that_is_being_copied_stays_as_it_is_however_long_that_takes(
     assert outgoing.problems() == []
 
 
-def test_a_copy_of_what_is_not_needed_any_more_is_given_up_in_words_and_a_later_one_is_made(side: Side):
+def test_a_copy_that_is_no_longer_needed_is_given_up_with_a_message_and_a_later_one_is_made(side: Side):
     outgoing = side.outgoing()
     side.held_up(outgoing, 1)
     side.replicator.retire([Generation(1)])
-    heard: list[str] = []
+    problems: list[str] = []
 
     def is_said() -> bool:
-        heard.extend(outgoing.problems())
-        return any("come too late" in each for each in heard)
+        problems.extend(outgoing.problems())
+        return any("come too late" in each for each in problems)
 
     until(is_said, "it is said")
     side.wire.released.set()
@@ -126,7 +126,7 @@ def test_a_copy_of_what_is_not_needed_any_more_is_given_up_in_words_and_a_later_
     until(lambda: side.replicator.held() == {Generation(3)}, "it came")
 
 
-def test_what_is_due_is_written_once_the_copies_of_others_are_in_files_too(side: Side):
+def test_a_due_write_completes_once_copies_of_others_are_in_files(side: Side):
     side.wire.released.set()
     outgoing = side.outgoing(1)
     outgoing.take(side.captured(2), is_due=True)
@@ -139,7 +139,7 @@ def test_what_is_due_is_written_once_the_copies_of_others_are_in_files_too(side:
     assert outgoing.problems() == []
 
 
-def test_a_copy_that_does_not_come_keeps_nothing_from_being_written(side: Side):
+def test_a_missing_copy_does_not_prevent_writes(side: Side):
     outgoing = side.outgoing(1)
     outgoing.take(side.captured(2), is_due=True)
     until(lambda: outgoing.is_written(Generation(2)), "its own file is there")

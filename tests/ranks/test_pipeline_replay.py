@@ -21,8 +21,8 @@ def with_and_without(rank: int, layout: Layout, run_dir: Path) -> tuple[bool, bo
 def untouched(layout: Layout, run_dir: Path) -> None:
     if layout.obstacle is not None:
         pytest.skip(layout.obstacle)
-    told = run_ranks(with_and_without, layout.ranks, layout, run_dir, timeout=240)
-    for rank, (same, alike, found) in enumerate(told):
+    results = run_ranks(with_and_without, layout.ranks, layout, run_dir, timeout=240)
+    for rank, (same, alike, found) in enumerate(results):
         assert found.failures == []
         assert found.incidents == [], found.sentences
         assert same
@@ -37,7 +37,7 @@ def untouched(layout: Layout, run_dir: Path) -> None:
 SLOW = pytest.mark.slow
 LAYOUTS = [
     Layout("1f1b", 2, pipeline_first=True),
-    pytest.param(Layout("interleaved", 2, told="degrees"), marks=SLOW),
+    pytest.param(Layout("interleaved", 2, parallelism_from="degrees"), marks=SLOW),
     pytest.param(Layout("zbv", 2), marks=SLOW),
     pytest.param(Layout("1f1b", 2, "fsdp", pipeline_first=True), marks=SLOW),
 ]
@@ -45,7 +45,7 @@ LARGER = [
     Layout("zero bubble", 2),
     Layout("gpipe", 2),
     Layout("1f1b", 2, "ddp"),
-    Layout("zbv", 2, "gathered fsdp", told="degrees"),
+    Layout("zbv", 2, "gathered fsdp", parallelism_from="degrees"),
     Layout("1f1b", 2, "checkpoints"),
     Layout("interleaved", 2, "compiled blocks"),
     Layout("zbv", 2, "compiled blocks"),
@@ -70,7 +70,7 @@ def test_training_is_bitwise_the_same_and_everything_is_checked(layout: Layout, 
 
 @SLOW
 @pytest.mark.parametrize("layout", LARGER, ids=str)
-def test_larger_jobs_and_more_schedules_are_the_same_too(layout: Layout, tmp_path: Path):
+def test_larger_jobs_and_more_schedules_are_bitwise_the_same(layout: Layout, tmp_path: Path):
     untouched(layout, tmp_path)
 
 
@@ -116,23 +116,23 @@ def test_a_wrong_number_in_one_stage_names_its_rank_and_no_other_stage(schedule:
         if is_held:
             mended[step] = (rank // 2 + 1) % 3
     found = run_ranks(train, 6, Layout(schedule, 3), tmp_path, faults, 12, mended, timeout=240)
-    for rank, told in enumerate(found):
-        assert told.failures == []
-        assert told.unfired == 0
-        assert sorted(told.incidents, key=lambda each: each[-1]) == wanted, told.sentences
-        for record in told.records:
+    for rank, result in enumerate(found):
+        assert result.failures == []
+        assert result.unfired == 0
+        assert sorted(result.incidents, key=lambda each: each[-1]) == wanted, result.sentences
+        for record in result.records:
             if record.scope is not None:
                 guilty, _, _ = FAULTS[record.step]
                 assert record.ranks == (guilty,)
                 assert guilty % 2 == rank % 2
 
 
-def test_stages_of_one_replica_that_are_wrong_at_once_are_told_apart(tmp_path: Path):
+def test_stages_of_one_replica_that_are_wrong_at_once_are_separate_incidents(tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=2, at="layers.1/output", step=2, bit=3, calls=REPLAY)
     faults = faults.flip_bit(rank=3, at="layers.4/output", step=2, bit=3, calls=REPLAY)
-    (told, *_) = run_ranks(train, 6, Layout("1f1b", 3), tmp_path, faults, 2, timeout=120)
+    (result, *_) = run_ranks(train, 6, Layout("1f1b", 3), tmp_path, faults, 2, timeout=120)
     wanted = [("rank", (2,), "layers.1/output", 2), ("rank", (3,), "layers.4/output", 2)]
-    assert sorted(told.incidents) == wanted, told.sentences
+    assert sorted(result.incidents) == wanted, result.sentences
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_stages_of_one_replica_that_are_wrong_at_once_are_told_apart(tmp_path: P
 def test_two_replicas_of_a_stage_differ_as_a_group(rank: int, at: str, tmp_path: Path):
     calls = REPLAY if at.endswith("output") else range(1)
     faults = FaultPlan().flip_bit(rank=rank, at=at, step=2, bit=3, calls=calls)
-    (told, *_) = run_ranks(train, 4, Layout("1f1b", 2), tmp_path, faults, 2, timeout=120)
-    assert told.incidents == [("peer_group", (rank % 2, rank % 2 + 2), at, 2)], told.sentences
+    (result, *_) = run_ranks(train, 4, Layout("1f1b", 2), tmp_path, faults, 2, timeout=120)
+    assert result.incidents == [("peer_group", (rank % 2, rank % 2 + 2), at, 2)], result.sentences
 
 
 @SLOW
 @pytest.mark.parametrize(("rank", "at"), [(2, "layers.1/output"), (5, "layers.4/grad_input")])
 def test_a_wrong_number_in_a_sharded_stage_names_its_rank(rank: int, at: str, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=rank, at=at, step=2, bit=3, calls=REPLAY)
-    (told, *_) = run_ranks(train, 6, Layout("1f1b", 3, "fsdp"), tmp_path, faults, 2, timeout=120)
-    assert told.incidents == [("rank", (rank,), at, 2)], told.sentences
+    (result, *_) = run_ranks(train, 6, Layout("1f1b", 3, "fsdp"), tmp_path, faults, 2, timeout=120)
+    assert result.incidents == [("rank", (rank,), at, 2)], result.sentences

@@ -46,7 +46,7 @@ def test_replicas_end_up_with_the_same_shards():
     assert [each for _, (_, each) in found] == scattered  # the mean of equals
 
 
-def test_a_wrong_contribution_shows_before_the_replicas_mix():
+def test_a_wrong_contribution_is_detected_before_replicas_are_reduced():
     """Element 0 lies in the first shard: that of rank 2, whoever of its replica got it wrong."""
     healthy, found = run_ranks(reduced, 4, (2, 2), None), run_ranks(reduced, 4, (2, 2), 3)
     differing = [rank for rank in range(4) if found[rank][1][0] != healthy[rank][1][0]]
@@ -83,7 +83,7 @@ def test_a_rank_without_gradients_gives_zeros_and_takes_part():
         assert second == [halves]
 
 
-def test_where_the_mesh_says_otherwise_nothing_is_reduced():
+def test_nothing_is_reduced_where_the_mesh_disagrees():
     assert run_ranks(elsewhere, 2) == [True, True]
 
 

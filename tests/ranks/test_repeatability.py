@@ -82,10 +82,10 @@ def run(
     steps: int = STEPS,
 ) -> list[Found]:
     found = run_ranks(trained, 3, kind, run_dir, config, faults, steps, timeout=240)
-    for told in found:
-        assert told.certified == found[0].certified
-        assert told.status["not_repeating"].keys() == found[0].status["not_repeating"].keys()
-        assert told.switches == (False, False)
+    for result in found:
+        assert result.certified == found[0].certified
+        assert result.status["not_repeating"].keys() == found[0].status["not_repeating"].keys()
+        assert result.switches == (False, False)
     return found
 
 
@@ -128,7 +128,9 @@ def test_a_rank_that_is_wrong_is_found_by_what_repeats(at: str, surface: str, tm
 
 
 @pytest.mark.parametrize("require", ["backward", "stack.*/grad_input"])
-def test_what_a_user_requires_holds_up_certification_and_is_said(require: str, tmp_path: Path):
+def test_a_required_nondeterministic_surface_prevents_certification_and_is_reported(
+    require: str, tmp_path: Path
+):
     for found in run("always", tmp_path, ReplayConfig(interval=1, require=(require,)), steps=4):
         assert found.incidents == []
         assert found.certified is None

@@ -53,7 +53,7 @@ def test_the_first_ranks_settings_hold_for_all_from_the_next_check_on(
 def mistaken_job(rank: int, run_dir: Path) -> tuple[list[int], list[int]]:
     job = Job(rank)
     with job.attach(run_dir, ReplayConfig(interval=1, recipes=("replicated_state", "layer"))) as session:
-        for settings, told in [
+        for settings, message in [
             ({"interval": 0}, "at least 1 step"),
             ({"variants": ()}, "finite factors other than 0"),
             ({"max_overhead": 2.0}, "between 0 and 1"),
@@ -61,7 +61,7 @@ def mistaken_job(rank: int, run_dir: Path) -> tuple[list[int], list[int]]:
             ({"recipes": ()}, "nothing would be checked"),
             ({"timeout_seconds": 1.0}, "timeout_seconds"),
         ]:
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=message):
                 session.change_replay(**settings)
         session.change_replay(variants=(1.0, 2.0))
         job.train(1)
@@ -100,12 +100,12 @@ def test_a_budget_stretches_intervals_on_all_ranks_alike(tmp_path: Path):
     steps, status = results[0]
     assert steps[0] == 1
     assert len(steps) < 10
-    for checked, told in results:
+    for checked, replay in results:
         assert checked == steps
-        assert told["coverage"] == status["coverage"]
-        assert told["coverage"]["layer"]["interval"] > 1
-        assert told["max_overhead"] == 0.2
-        assert 0 < told["share"] < 1
+        assert replay["coverage"] == status["coverage"]
+        assert replay["coverage"]["layer"]["interval"] > 1
+        assert replay["max_overhead"] == 0.2
+        assert 0 < replay["share"] < 1
 
 
 def own_intervals_job(rank: int, run_dir: Path) -> tuple[list[int], list[int], dict]:
@@ -152,7 +152,7 @@ def reattached_job(rank: int, run_dir: Path) -> list[list[int]]:
     return found
 
 
-def test_closing_within_a_captured_step_leaves_nothing_and_one_may_attach_again(tmp_path: Path):
+def test_closing_within_a_captured_step_leaves_no_hooks_and_allows_attaching_again(tmp_path: Path):
     assert run_ranks(reattached_job, 3, tmp_path, timeout=90) == [[[1, 2]] * 3] * 3
 
 
@@ -166,7 +166,7 @@ def reattached_grid(_: int, run_dir: Path) -> list[tuple[int, list[str], dict]]:
     return found
 
 
-def test_one_may_attach_to_a_grid_again(tmp_path: Path):
+def test_a_grid_can_be_attached_again(tmp_path: Path):
     assert run_ranks(reattached_grid, 8, tmp_path, timeout=120) == [[(1, [], {})] * 3] * 8
 
 
@@ -185,14 +185,14 @@ def unasked_job(rank: int, how: str, run_dir: Path) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks", "told"),
+    ("how", "ranks", "reason"),
     [
         ("no replay", 2, "replay=None"),
         ("no optimizer", 2, "there is no optimizer whose update would end a step"),
     ],
 )
-def test_why_there_is_no_replay_is_said(tmp_path: Path, how: str, ranks: int, told: str):
-    assert run_ranks(unasked_job, ranks, how, tmp_path, timeout=60) == [{"off": told}] * ranks
+def test_status_gives_the_reason_why_replay_is_off(tmp_path: Path, how: str, ranks: int, reason: str):
+    assert run_ranks(unasked_job, ranks, how, tmp_path, timeout=60) == [{"off": reason}] * ranks
     assert not (tmp_path / "records").exists()
 
 
@@ -239,9 +239,9 @@ def ambiguous_job(rank: int, run_dir: Path) -> str:
 
 
 def test_an_ambiguous_model_is_refused_on_every_rank_before_anything_is_attached(tmp_path: Path):
-    for told in run_ranks(ambiguous_job, 2, tmp_path, timeout=60):
-        assert "left, right" in told
-        assert "pass ReplayConfig(output='right')" in told
+    for result in run_ranks(ambiguous_job, 2, tmp_path, timeout=60):
+        assert "left, right" in result
+        assert "pass ReplayConfig(output='right')" in result
 
 
 def in_backward_job(rank: int, run_dir: Path | None) -> tuple[list[str], dict[str, str], bytes]:
@@ -287,6 +287,6 @@ def test_an_optimizer_that_steps_inside_backward_is_not_checked_and_not_disturbe
     ):
         assert failures == []
         assert weights == alone[rank][-1]
-        told = {each.partition(": ")[2] for each in unchecked.values()}
-        assert told == {"the optimizer steps inside the backward pass"}, unchecked
+        reasons = {each.partition(": ")[2] for each in unchecked.values()}
+        assert reasons == {"the optimizer steps inside the backward pass"}, unchecked
         assert {"replicated_state", "tokens/embedding", "stack.0/layer", "head/output"} <= unchecked.keys()

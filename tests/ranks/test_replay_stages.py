@@ -85,7 +85,7 @@ def one_without_optimizer(rank: int, run_dir: Path) -> str:
         return session.status()["replay"]["off"]
 
 
-def test_where_one_rank_has_no_part_in_it_nobody_replays(tmp_path: Path):
+def test_replay_is_off_everywhere_if_one_rank_has_no_optimizer(tmp_path: Path):
     off = run_ranks(one_without_optimizer, 3, tmp_path, timeout=60)
     why = "there is no optimizer whose update would end a step"
     assert off == [f"rank 1: {why}", why, f"rank 1: {why}"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.ears import Ears
+from tests.support.call_recorder import CallRecorder
 from tests.support.ranks import run_ranks
 from tests.support.variations import VARIATIONS, Trained, train
 from torchscout.attach import enable_resiliency
@@ -71,8 +71,8 @@ def outcomes(run_dir: Path, rank: int) -> dict[str, set[str]]:
         assert isinstance(record, EvidenceRecord)
         if record.manifestation is not Manifestation.SDC:
             continue
-        told = record.status if record.reason is None else f"{record.status}: {record.reason}"
-        found.setdefault(record.surface, set()).add(told)
+        outcome = record.status if record.reason is None else f"{record.status}: {record.reason}"
+        found.setdefault(record.surface, set()).add(outcome)
     return found
 
 
@@ -86,7 +86,7 @@ def test_training_is_bitwise_the_same_with_replay(name: str, tmp_path: Path):
         unchecked = VARIATIONS[name].unchecked
         for part in ("look_up", "trunk.0", "trunk.1", "trunk.2", "say"):
             if part.startswith(unchecked or ("nothing",)):
-                assert all("not_checked" in told for told in found[f"{part}/layer"]), found
+                assert all("not_checked" in outcome for outcome in found[f"{part}/layer"]), found
             else:
                 assert found[f"{part}/output"] == {"agree"}, found
                 assert found[f"{part}/parameters"] == {"agree"}, found
@@ -96,7 +96,9 @@ def test_training_is_bitwise_the_same_with_replay(name: str, tmp_path: Path):
 
 def due_steps_only(rank: int, run_dir: Path) -> list[int]:
     """Tensors alive after each step: those that replay holds on to."""
-    listen(Ears()).remove()  # from then on Python sees every collective's tensors, DDP's buckets among them
+    listen(
+        CallRecorder()
+    ).remove()  # from then on Python sees every collective's tensors, DDP's buckets among them
     training = train(VARIATIONS["plain"], rank, 11)
     trained = next(training)
     config = ReplayConfig(interval=4)
@@ -113,6 +115,6 @@ def due_steps_only(rank: int, run_dir: Path) -> list[int]:
     return alive
 
 
-def test_nothing_is_retained_between_checks(tmp_path: Path):
+def test_no_memory_is_retained_between_checks(tmp_path: Path):
     for alive in run_ranks(due_steps_only, RANKS, tmp_path, timeout=90):
         assert alive[1:3] == alive[4:6] == alive[8:10]

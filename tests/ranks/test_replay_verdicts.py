@@ -39,15 +39,15 @@ def trained(
 ) -> list[Found]:
     """One job; every fault has happened, nothing of SCOUT has failed, and all ranks have seen the same."""
     found = run_ranks(checked_training, ranks, faults, steps, mended, run_dir, timeout=90)
-    for told in found:
-        assert (told.failures, told.unfired) == ([], 0)
-        assert told.incidents == found[0].incidents
-        assert outcomes(told) == outcomes(found[0])
+    for result in found:
+        assert (result.failures, result.unfired) == ([], 0)
+        assert result.incidents == found[0].incidents
+        assert outcomes(result) == outcomes(found[0])
     return found
 
 
-def outcomes(told: Found) -> list[tuple[int, str, str, tuple[int, ...]]]:
-    return [(each.step, each.surface, each.status, each.ranks) for each in told.records]
+def outcomes(result: Found) -> list[tuple[int, str, str, tuple[int, ...]]]:
+    return [(each.step, each.surface, each.status, each.ranks) for each in result.records]
 
 
 def corrupted(*values: tuple[int, float]) -> FaultPlan:
@@ -131,7 +131,7 @@ def test_a_single_wrong_replay_names_nobody(tmp_path: Path):
     assert first == {1: "agree", 3: "not_checked", 5: "agree"}
 
 
-def test_a_wrong_weight_is_said_to_be_held_and_not_only_computed(tmp_path: Path):
+def test_a_wrong_weight_is_reported_as_held_and_not_only_computed(tmp_path: Path):
     (incident,) = trained(4, corrupted((2, 3.0)), tmp_path)[0].incidents
     assert (incident.scope, incident.ranks) == (Scope.RANK, (2,))
     assert "the state itself differs, not only what is computed from it" in incident.sentence
@@ -160,8 +160,8 @@ def test_a_layer_that_never_repeats_itself_is_no_corruption(tmp_path: Path):
     for incidents, found, status in run_ranks(restless_job, 3, tmp_path, timeout=90):
         assert incidents == []
         assert "nondeterministic kernel" in status["not_checked"]["stack.0/output"]
-        told = {each.surface: each for each in found if each.step == 3 and each.reason is not None}
-        assert "ranks 0, 1 and 2 did not repeat the same numbers" in told["stack.0/output"].reason
+        unchecked = {each.surface: each for each in found if each.step == 3 and each.reason is not None}
+        assert "ranks 0, 1 and 2 did not repeat the same numbers" in unchecked["stack.0/output"].reason
         quiet = {each.status for each in found if each.surface in ("stack.0/parameters", "head/output")}
         assert quiet == {"agree"}
 
@@ -194,20 +194,20 @@ def test_one_rank_writes_the_incident_and_every_rank_its_records(tmp_path: Path)
         assert all(each.keys() >= CONTRACT for each in lines)
 
 
-def told_job(rank: int, run_dir: Path) -> list[tuple[str, tuple[int, ...]]]:
-    told: list[tuple[str, tuple[int, ...]]] = []
+def job_with_callback(rank: int, run_dir: Path) -> list[tuple[str, tuple[int, ...]]]:
+    reported: list[tuple[str, tuple[int, ...]]] = []
     job = Job(rank)
     with (
         Injector(corrupted((1, 3.0)), rank, job.net, job.optimizer),
-        job.attach(run_dir, on_incident=lambda each: told.append((each.manifestation.value, each.ranks))),
+        job.attach(run_dir, on_incident=lambda each: reported.append((each.manifestation.value, each.ranks))),
     ):
         job.train(STEPS)
         torch.distributed.barrier()
-    return told
+    return reported
 
 
-def test_the_users_own_function_hears_of_corruption_on_every_rank(tmp_path: Path):
-    assert run_ranks(told_job, 3, tmp_path, timeout=90) == [[("sdc", (1,))]] * 3
+def test_the_users_callback_is_called_for_corruption_on_every_rank(tmp_path: Path):
+    assert run_ranks(job_with_callback, 3, tmp_path, timeout=90) == [[("sdc", (1,))]] * 3
 
 
 def grid_job(rank: int, faults: FaultPlan, run_dir: Path) -> tuple[list[Incident], list[EvidenceRecord]]:

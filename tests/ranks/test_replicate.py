@@ -18,12 +18,12 @@ LARGE = 40 << 20
 """More than may be on its way at once."""
 
 
-def said(rank: Rank, word: str, heard: list[str]) -> bool:
-    heard += rank.ask("problems")
-    return any(word in each for each in heard)
+def has_problem(rank: Rank, word: str, problems: list[str]) -> bool:
+    problems += rank.ask("problems")
+    return any(word in each for each in problems)
 
 
-def test_a_shard_comes_to_the_holder_bit_by_bit(tmp_path: Path):
+def test_a_shard_arrives_at_the_holder_bit_for_bit(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         for step, size in ((1, 1), (2, LARGE), (3, 4 << 20)):
             path = seal(owner.memory, 0, step, size)
@@ -49,7 +49,7 @@ def test_any_number_of_ranks_on_uneven_hosts_copy_to_each_other_at_once(tmp_path
             assert copy.read_bytes() == paths[rank].read_bytes()
 
 
-def test_one_host_alone_copies_nothing_and_minds_nothing(tmp_path: Path):
+def test_a_single_host_copies_nothing_without_an_error(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "aa") as (first, _):
         first.ask("send", str(seal(first.memory, 0, 1)))
         first.ask("retire", [[1, 0]])
@@ -67,8 +67,8 @@ def test_a_holder_killed_in_the_middle_leaves_no_copy_and_the_next_one_succeeds(
         holder.signal(signal.SIGKILL)
         wire.close()
         assert not list(holder.memory.rglob("*.shard"))
-        heard: list[str] = []
-        until(lambda: said(owner, "step 1 of rank 0 has no copy at rank 1", heard), "it is said")
+        problems: list[str] = []
+        until(lambda: has_problem(owner, "step 1 of rank 0 has no copy at rank 1", problems), "it is said")
         assert owner.held() == []
         restarted = Rank(1, holder.memory, TOKEN)
         try:
@@ -82,7 +82,7 @@ def test_a_holder_killed_in_the_middle_leaves_no_copy_and_the_next_one_succeeds(
             restarted.end()
 
 
-def test_a_stopped_holder_is_said_in_time_and_goes_on_once_it_is_continued(tmp_path: Path):
+def test_a_stopped_holder_is_reported_in_time_and_continues_after_sigcont(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         wire = Wire(holder.address, hold_after=20 << 20)
         owner.ask("connect", [owner.address, wire.address], ["a", "b"])
@@ -90,11 +90,11 @@ def test_a_stopped_holder_is_said_in_time_and_goes_on_once_it_is_continued(tmp_p
         until(wire.held_up.is_set, "half of it is there")
         holder.signal(signal.SIGSTOP)
         wire.released.set()
-        heard: list[str] = []
-        until(lambda: said(owner, "it did not answer for 1 s", heard), "it is said")
+        problems: list[str] = []
+        until(lambda: has_problem(owner, "it did not answer for 1 s", problems), "it is said")
         owner.ask("send", str(seal(owner.memory, 0, 2, LARGE)))
         owner.ask("send", str(seal(owner.memory, 0, 3, LARGE)))
-        until(lambda: said(owner, "could not be reached", heard), "nor can it be reached")
+        until(lambda: has_problem(owner, "could not be reached", problems), "nor can it be reached")
         assert not list(holder.memory.rglob("*.shard"))
         assert owner.held() == []
         holder.signal(signal.SIGCONT)
@@ -104,7 +104,7 @@ def test_a_stopped_holder_is_said_in_time_and_goes_on_once_it_is_continued(tmp_p
         until(lambda: len(files(holder.memory)) == len(owner.held()), "of the others nothing is left")
 
 
-def test_a_dead_owner_leaves_nothing_half_done_at_its_holder(tmp_path: Path):
+def test_a_dead_owner_leaves_no_unfinished_files_at_its_holder(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         wire = Wire(holder.address, hold_after=20 << 20)
         owner.ask("connect", [owner.address, wire.address], ["a", "b"])
@@ -116,7 +116,7 @@ def test_a_dead_owner_leaves_nothing_half_done_at_its_holder(tmp_path: Path):
         wire.close()
 
 
-def test_a_bit_that_flips_on_the_way_is_noticed_and_sent_again(tmp_path: Path):
+def test_a_bit_that_flips_in_transit_is_detected_and_the_shard_sent_again(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         wire = Wire(holder.address, flip_at=10 << 20)
         owner.ask("connect", [owner.address, wire.address], ["a", "b"])
@@ -137,9 +137,9 @@ def test_a_shard_damaged_at_its_source_is_refused_and_given_up(tmp_path: Path):
         path.chmod(0o600)
         path.write_bytes(data)
         owner.ask("send", str(path))
-        heard: list[str] = []
+        problems: list[str] = []
         until(
-            lambda: said(owner, "refused 3 times and is given up: tensor 'b' is damaged", heard),
+            lambda: has_problem(owner, "refused 3 times and is given up: tensor 'b' is damaged", problems),
             "it is said",
         )
         assert "tensor 'b' is damaged" in " ".join(holder.ask("problems"))
@@ -148,14 +148,14 @@ def test_a_shard_damaged_at_its_source_is_refused_and_given_up(tmp_path: Path):
         until(lambda: owner.held() == [2], "the next one is whole")
 
 
-def test_who_does_not_have_the_token_gets_nowhere(tmp_path: Path):
+def test_a_peer_without_the_token_is_refused(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         stranger = Rank(0, tmp_path / "stranger", new_token())
         try:
             stranger.ask("connect", [owner.address, holder.address], ["a", "b"])
             stranger.ask("send", str(seal(stranger.memory, 0, 5)))
-            heard: list[str] = []
-            until(lambda: said(stranger, "could not be reached", heard), "it is not let in")
+            problems: list[str] = []
+            until(lambda: has_problem(stranger, "could not be reached", problems), "it is not let in")
             assert stranger.held() == []
         finally:
             stranger.end()
@@ -164,7 +164,7 @@ def test_who_does_not_have_the_token_gets_nowhere(tmp_path: Path):
         until(lambda: owner.held() == [1], "who has it is let in")
 
 
-def test_what_is_retired_goes_here_and_at_the_holder(tmp_path: Path):
+def test_retired_shards_are_deleted_here_and_at_the_holder(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         for step in (1, 2):
             owner.ask("send", str(seal(owner.memory, 0, step)))
@@ -177,15 +177,15 @@ def test_what_is_retired_goes_here_and_at_the_holder(tmp_path: Path):
         assert len(list(owner.memory.iterdir())) == 1, "and so is the folder"
 
 
-def test_a_holder_that_was_away_is_told_later_what_is_retired(tmp_path: Path):
+def test_a_holder_that_was_away_deletes_retired_shards_later(tmp_path: Path):
     with ranks(tmp_path, TOKEN, "ab") as (owner, holder):
         owner.ask("send", str(seal(owner.memory, 0, 1)))
         until(lambda: owner.held() == [1], "the copy counts")
         holder.signal(signal.SIGSTOP)
         owner.ask("retire", [[1, 0]])
         until(lambda: files(owner.memory) == [], "it is gone here")
-        heard: list[str] = []
-        until(lambda: said(owner, "does not answer", heard), "it is noticed that nobody answers")
+        problems: list[str] = []
+        until(lambda: has_problem(owner, "does not answer", problems), "it is noticed that nobody answers")
         holder.signal(signal.SIGKILL)
         assert files(holder.memory) != []
         restarted = Rank(1, holder.memory, TOKEN, port=holder.address[1])
@@ -202,8 +202,8 @@ def test_a_holder_that_lost_its_memory_gets_the_newest_again(tmp_path: Path):
             until(lambda step=step: step in owner.held(), "the copy counts")
         for path in holder.memory.rglob("*.shard"):
             path.unlink()
-        heard: list[str] = []
-        until(lambda: said(owner, "lost its copies of step 1, step 2", heard), "it is noticed")
+        problems: list[str] = []
+        until(lambda: has_problem(owner, "lost its copies of step 1, step 2", problems), "it is noticed")
         until(lambda: owner.held() == [2], "the newest is there again")
         assert verify(path_of(holder.memory, identity(0, 2), 1)).whole
 
@@ -231,10 +231,10 @@ def test_closing_does_not_wait_for_a_holder_that_hangs(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["/nowhere/at/all", __file__])
-def test_a_path_that_is_no_shard_is_a_problem_in_words(tmp_path: Path, text: str):
+def test_a_path_that_is_not_a_shard_is_reported(tmp_path: Path, text: str):
     with ranks(tmp_path, TOKEN, "ab") as (owner, _):
         owner.ask("send", text)
-        heard: list[str] = []
-        until(lambda: said(owner, "cannot copy to rank 1 (127.0.0.1:", heard), "it is said")
+        problems: list[str] = []
+        until(lambda: has_problem(owner, "cannot copy to rank 1 (127.0.0.1:", problems), "it is said")
         owner.ask("send", str(seal(owner.memory, 0, 1)))
         until(lambda: owner.held() == [1], "and the next one is copied")

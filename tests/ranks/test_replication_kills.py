@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Plan, Told, reached
+from tests.support.checkpoint_jobs import Plan, Result, reached
 from tests.support.checkpoint_remains import History, newest_complete, whole
 from tests.support.machines import Machine, machines, why_impossible
 from tests.support.small_job import until
@@ -78,9 +78,9 @@ def kill(hosts: Sequence[Machine]) -> None:
 @pytest.mark.slow
 def test_a_machine_lost_in_the_middle_of_a_copy_takes_all_back_to_the_generation_before(tmp_path: Path):
     # Steps 2 and 4 have their copies before training goes on; while 6 is copied, it does not.
-    doomed = replace(PLAN, copied_until=5, hangs={0: 8, 1: 8}, run_dir=tmp_path / "first")
+    interrupted = replace(PLAN, copied_until=5, hangs={0: 8, 1: 8}, run_dir=tmp_path / "first")
     with machines(tmp_path, names(3)) as (one, two, three):
-        running = started((one, two), doomed, tmp_path / "life")
+        running = started((one, two), interrupted, tmp_path / "life")
         until(lambda: half_come(one, after=4), "rank 1's state is on its way", 90)
         kill((two, one))
         for each in running:
@@ -91,20 +91,20 @@ def test_a_machine_lost_in_the_middle_of_a_copy_takes_all_back_to_the_generation
         two.kill()
         again = replace(PLAN, run_dir=tmp_path / "again")
         for rank, each in enumerate(spread((one, three), again, tmp_path / "second")):
-            assert isinstance(each, Told), each
+            assert isinstance(each, Result), each
             assert each.resumed is not None
             assert each.resumed.step == 4, "not 6, which only one rank has"
             assert each.resumed.source == ("its own memory", "rank 0's memory")[rank]
-            before, after = reached(doomed, rank), reached(again, rank)
+            before, after = reached(interrupted, rank), reached(again, rank)
             assert [after[step] for step in (4, 5, 6)] == [before[step] for step in (4, 5, 6)], "bitwise"
         assert not half_come(one, after=4), "what was left half done is gone"
 
 
 @pytest.mark.slow
 def test_checks_that_outrun_copies_leave_something_to_go_back_to_without_a_machine(tmp_path: Path):
-    doomed = replace(PLAN, steps=100_000, interval=1, persist_every=3, run_dir=tmp_path / "first")
+    interrupted = replace(PLAN, steps=100_000, interval=1, persist_every=3, run_dir=tmp_path / "first")
     with machines(tmp_path, names(3)) as (one, two, three):
-        running = started((one, two), doomed, tmp_path / "life")
+        running = started((one, two), interrupted, tmp_path / "life")
         until(lambda: any(map(is_durable, folders([one]))), "something is in files, copies and all", 120)
         kill((two, one))
         for each in running:
@@ -114,10 +114,10 @@ def test_checks_that_outrun_copies_leave_something_to_go_back_to_without_a_machi
         assert expected > 0
         again = replace(PLAN, steps=expected + 2, run_dir=tmp_path / "again")
         for rank, each in enumerate(spread((one, three), again, tmp_path / "second")):
-            assert isinstance(each, Told), each
+            assert isinstance(each, Result), each
             assert each.resumed is not None
             assert each.resumed.step == expected
-            assert reached(again, rank)[expected] == reached(doomed, rank)[expected], "bitwise"
+            assert reached(again, rank)[expected] == reached(interrupted, rank)[expected], "bitwise"
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_killed_again_and_again_while_copying_a_job_goes_on_from_its_newest_comp
             kill(hosts)  # a launcher ends the others, too
             for each in running:
                 each.wait(30)
-            history.heard(life, expected)
+            history.add_run(life, expected)
             place = chance.randrange(RANKS)
             if number % 3 == 2 and newest_complete(folders([hosts[1 - place]]), RANKS):
                 hosts[place].kill()

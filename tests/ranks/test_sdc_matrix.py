@@ -117,19 +117,19 @@ def differing(records: Iterable[EvidenceRecord], step: int) -> dict[str, tuple[i
 
 
 def check(wanted: Sequence[Cell], found: Sequence[Found], truths: Sequence[GroundTruth]) -> None:
-    for rank, told in enumerate(found):
-        assert told.failures == []
-        assert told.unfired == 0
+    for rank, result in enumerate(found):
+        assert result.failures == []
+        assert result.unfired == 0
         for place, cell in enumerate(wanted):
             step = fault_step(place)
-            names = differing(told.records, step)
+            names = differing(result.records, step)
             where = f"cell {place}, rank {rank}: {cell}: {names}"
             assert cell.must <= names.keys() <= cell.must | cell.may, where
             assert names, where
             assert set(names.values()) == {(cell.rank,)}, where
-            assert not differing(told.records, step - 1), where
-            assert not differing(told.records, step + 1), where
-    fired = sorted((firing.step, firing.rank) for told in found for firing in told.fired)
+            assert not differing(result.records, step - 1), where
+            assert not differing(result.records, step + 1), where
+    fired = sorted((firing.step, firing.rank) for result in found for firing in result.fired)
     assert sorted(set(fired)) == [(fault_step(place), cell.rank) for place, cell in enumerate(wanted)]
     incidents = [each for each in found[0].incidents if each.manifestation is Manifestation.SDC]
     assert sorted(each.step for each in incidents) == [fault_step(place) for place in range(len(wanted))]

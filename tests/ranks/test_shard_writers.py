@@ -81,9 +81,9 @@ def test_a_living_writer_is_not_disturbed_by_cleaning(tmp_path: Path):
 def test_of_writers_of_the_same_names_exactly_one_seals_each(tmp_path: Path):
     """They are started together and meet somewhere on the way."""
     both = [writer(tmp_path, 64, 300) for _ in range(2)]
-    said = [process.communicate()[0].splitlines() for process in both]
-    assert all(lines[0] == "writing" and lines[-1] == "done" for lines in said)
-    refused = [line for lines in said for line in lines[1:-1]]
+    outputs = [process.communicate()[0].splitlines() for process in both]
+    assert all(lines[0] == "writing" and lines[-1] == "done" for lines in outputs)
+    refused = [line for lines in outputs for line in lines[1:-1]]
     assert len(refused) == 300
     assert all(line.endswith("is sealed and is not overwritten") for line in refused)
     assert len(names(tmp_path)) == 300
@@ -96,7 +96,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def test_a_writer_that_may_write_no_more_says_so_and_leaves_nothing(tmp_path: Path):
+def test_a_writer_over_its_file_size_limit_fails_clearly_and_leaves_nothing(tmp_path: Path):
     with writer(tmp_path, SIZE, 2, sys.executable, "-c", LIMITED, str(SIZE // 2)) as process:
         output, _ = process.communicate()
     lines = output.splitlines()

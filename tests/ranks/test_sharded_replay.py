@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.support.sharded_jobs import HAS_RESET, SHARDINGS, Failing, Sharded, as_before_reset, train
+from tests.support.replay_results import Result
+from tests.support.sharded_jobs import HAS_RESET, SHARDINGS, Failing, as_before_reset, train
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 from torchscout.replay import fsdp_state
@@ -21,14 +22,14 @@ RESET = pytest.param(True, marks=pytest.mark.skipif(not HAS_RESET, reason="FSDP'
 SLOW = pytest.mark.slow
 
 
-def as_told(faults: FaultPlan, mesh: Mesh) -> tuple[str, tuple[int, ...], str]:
+def as_expected(faults: FaultPlan, mesh: Mesh) -> tuple[str, tuple[int, ...], str]:
     (truth,) = faults.truth(mesh)
     return truth.scope.value, truth.ranks, truth.surface
 
 
 def with_and_without(
     rank: int, shape: tuple[int, ...], sharding: str, has_reset: bool, run_dir: Path
-) -> tuple[bool, Sharded]:
+) -> tuple[bool, Result]:
     if not has_reset:
         as_before_reset()
     alone = train(rank, shape, sharding, None)
@@ -95,7 +96,7 @@ def test_a_wrong_number_under_fsdp_names_the_rank(
     rank = (step - 1) % 4 if surface == "optimizer/update" else rank
     faults = FaultPlan().flip_bit(rank=rank, at=at, step=step, bit=2, calls=calls)
     inside = faults.showing(surface) if at == "stack.1.norm/grad_output" else faults
-    assert as_told(inside, Mesh.grid(shard=4)) == ("rank", (rank,), surface)
+    assert as_expected(inside, Mesh.grid(shard=4)) == ("rank", (rank,), surface)
     found = run_ranks(train, 4, (4,), "plain", tmp_path, faults, 5, timeout=120)
     assert sum(each.fired for each in found) >= 1
     assert found[0].incidents == [("rank", (rank,), surface, step)], found[0].sentences
@@ -118,7 +119,7 @@ def test_what_gathering_leaves_wrong_in_memory_names_the_rank(
 
 
 @pytest.mark.parametrize("ranks", [4, 2])  # of two, too: nobody needs to vote on it
-def test_a_shard_that_changes_at_rest_names_its_owner(ranks: int, tmp_path: Path):
+def test_a_shard_that_changes_between_updates_names_its_owner(ranks: int, tmp_path: Path):
     found = run_ranks(train, ranks, (ranks,), "plain", tmp_path, FaultPlan(), 5, 1, timeout=120)
     assert found[0].incidents == [("rank", (1,), "state/owned", 3)], found[0].sentences
 
@@ -135,7 +136,7 @@ def test_a_shard_that_changes_at_rest_names_its_owner(ranks: int, tmp_path: Path
 )
 def test_a_wrong_number_under_hsdp_names_the_rank(at: str, calls: range, surface: str, tmp_path: Path):
     faults = FaultPlan().flip_bit(rank=3, at=at, step=2, bit=20, calls=calls)
-    assert as_told(faults, Mesh.grid(replica=3, shard=2)) == ("rank", (3,), surface)
+    assert as_expected(faults, Mesh.grid(replica=3, shard=2)) == ("rank", (3,), surface)
     found = run_ranks(train, 6, (3, 2), "plain", tmp_path, faults, 3, timeout=120)
     assert found[3].fired
     first = found[0].incidents[0]
@@ -155,7 +156,7 @@ def test_a_wrong_gradient_after_the_all_reduce_names_the_rank_that_holds_it(tmp_
 def test_two_replicas_of_shards_differ_as_a_pair(tmp_path: Path):
     """State is compared shard by shard, and of two copies nobody can say which is right."""
     faults = FaultPlan().flip_bit(rank=3, at="stack.1.up/weight", step=2, bit=20)
-    assert as_told(faults, Mesh.grid(replica=2, shard=2)) == ("peer_group", (1, 3), "stack.1.up/weight")
+    assert as_expected(faults, Mesh.grid(replica=2, shard=2)) == ("peer_group", (1, 3), "stack.1.up/weight")
     found = run_ranks(train, 4, (2, 2), "plain", tmp_path, faults, 2, timeout=120)
     assert found[3].fired
     assert found[0].incidents == [("peer_group", (1, 3), "stack.1.up/weight", 2)], found[0].sentences
@@ -165,7 +166,7 @@ def test_two_replicas_of_shards_differ_as_a_pair(tmp_path: Path):
 def test_what_two_replicas_of_shards_compute_names_the_rank(at: str, tmp_path: Path):
     """Gathered, the parameters are equal on all four ranks."""
     faults = FaultPlan().flip_bit(rank=3, at=f"stack.1/{at}", step=2, bit=20, calls=REPLAY)
-    assert as_told(faults, Mesh.grid(replica=2, shard=2)) == ("rank", (3,), f"stack.1/{at}")
+    assert as_expected(faults, Mesh.grid(replica=2, shard=2)) == ("rank", (3,), f"stack.1/{at}")
     found = run_ranks(train, 4, (2, 2), "plain", tmp_path, faults, 3, timeout=120)
     assert found[3].fired
     assert found[0].incidents == [("rank", (3,), f"stack.1/{at}", 2)], found[0].sentences
@@ -176,7 +177,7 @@ FAILURES = tuple(
 )
 
 
-def failing(rank: int, sharding: str, has_reset: bool, run_dir: Path) -> list[tuple[bool, Sharded]]:
+def failing(rank: int, sharding: str, has_reset: bool, run_dir: Path) -> list[tuple[bool, Result]]:
     """For each failure whether training was the same, and what was found."""
     if not has_reset:
         as_before_reset()
@@ -211,7 +212,7 @@ def test_a_replayed_pass_that_fails_under_fsdp_harms_nobody(sharding: str, has_r
             assert {each.status for each in found.records if each.surface == "stack.1/output"} == {"agree"}
 
 
-def unknown_fsdp(rank: int, run_dir: Path) -> tuple[bool, Sharded]:
+def unknown_fsdp(rank: int, run_dir: Path) -> tuple[bool, Result]:
     as_before_reset()
     alone = train(rank, (3,), "plain", None, steps=3)
     fsdp_state._OF_GROUP += ("_of_another_release",)

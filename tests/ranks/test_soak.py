@@ -80,7 +80,7 @@ def test_a_healthy_job_reports_nothing_and_does_not_grow(tmp_path: Path):
 
 
 @pytest.mark.parametrize("leak", ["descriptors", "threads", "resident"])
-def test_what_a_job_keeps_for_ever_is_seen(tmp_path: Path, leak: str):
+def test_a_memory_leak_is_detected(tmp_path: Path, leak: str):
     found = run_ranks(train, 2, tmp_path, 200, leak, timeout=300)
     assert leak not in grown(found[0].parts)
     assert leak in grown(found[1].parts)

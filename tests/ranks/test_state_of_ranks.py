@@ -49,23 +49,23 @@ def test_interrupted_ranks_are_bitwise_the_uninterrupted_ones(kind: str, shape: 
 def test_what_is_captured_while_ranks_train_on_is_the_state_of_one_step(
     kind: str, shape: tuple[int, ...], tmp_path: Path
 ):
-    for told in run_ranks(captured_while_training, math.prod(shape), kind, shape, tmp_path):
-        assert told == [(None, True)] * 4
+    for outcomes in run_ranks(captured_while_training, math.prod(shape), kind, shape, tmp_path):
+        assert outcomes == [(None, True)] * 4
 
 
 @pytest.mark.parametrize(
-    ("kept", "here", "said"),
+    ("kept", "here", "expected"),
     [
         (("ddp", ()), ("fsdp2", (2,)), "'module.tokens.weight' is in the checkpoint but not in this job"),
         (("tp", (2,)), ("fsdp2", (2,)), "stack.0.up.weight' .*is on a mesh with axes"),
         (("fsdp2", (2,)), ("tp", (2,)), "'tokens.weight' has shape .24, 16., had .12, 16."),
     ],
 )
-def test_another_layout_is_refused_and_nothing_changes(kept, here, said: str):
+def test_another_layout_is_refused_and_nothing_changes(kept, here, expected: str):
     for message, unchanged in run_ranks(refused, 2, kept, here):
         assert unchanged
         assert message.startswith("the checkpoint does not fit this job: ")
-        assert re.search(said, message), message
+        assert re.search(expected, message), message
 
 
 def test_hsdp_of_another_mesh_is_refused():

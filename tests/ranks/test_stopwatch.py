@@ -32,7 +32,7 @@ def passing(rank: int, *, is_async: bool) -> Observation:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_whoever_waits_is_not_the_slow_one(is_async: bool):
+def test_a_waiting_rank_is_not_the_slow_one(is_async: bool):
     found = run_ranks(passing_kind, 3, is_async)
     own = [each.times["time/module"] for each in found]
     assert own[1] > 240
@@ -88,7 +88,7 @@ def failing(rank: int) -> tuple[dict, int]:
     raise AssertionError("nobody failed")
 
 
-def test_a_pass_that_fails_says_nothing_and_nothing_is_heard_after_it():
+def test_a_failing_pass_reports_no_times_and_removes_its_listener():
     assert run_ranks(failing, 2) == [({}, 0)] * 2
 
 
@@ -108,7 +108,7 @@ def beside(rank: int) -> tuple[int, float]:
     return len(seen.laps), seen.times["time/module"]
 
 
-def test_what_other_threads_communicate_is_theirs():
+def test_communication_of_other_threads_is_not_timed():
     assert [laps for laps, _ in run_ranks(beside, 2)] == [0, 0]
 
 

@@ -1,4 +1,4 @@
-"""Slow ranks and slow process groups, told apart from those who only wait for them (paper, section 6.1.2)."""
+"""Slow ranks and slow process groups, and not those that wait for them (paper, section 6.1.2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.replayed_job import Found, checked_training
-from tests.support.straggler_jobs import ALL, Layout, Told, train
+from tests.support.straggler_jobs import ALL, Layout, Result, train
 from torchscout.config import BaselineConfig, ReplayConfig
 from torchscout.decision.record import EvidenceRecord
 from torchscout.faults.plan import FaultPlan
@@ -32,7 +32,7 @@ def slow_link(faults: FaultPlan, at: tuple[str, str], ranks: Sequence[int], step
     return faults.slow_collective(ranks=ranks, at=place, axis=axis, step=steps, seconds=0.25)
 
 
-def told(found: list[Found]) -> list[tuple[str, str, tuple[int, ...], int]]:
+def incidents_of(found: list[Found]) -> list[tuple[str, str, tuple[int, ...], int]]:
     return [
         (each.manifestation.value, each.scope.value, each.ranks, each.step) for each in found[0].incidents
     ]
@@ -56,30 +56,30 @@ def test_a_delay_that_happens_once_is_not_reported(tmp_path: Path):
     faults = slow_layers(FaultPlan(), 2, "forward", range(4, 5))
     found = run_ranks(checked_training, 4, faults, 8, [], tmp_path, timeout=120)
     assert len(found[2].fired) >= 2
-    assert told(found) == []
+    assert incidents_of(found) == []
     times = [each for each in found[0].times if (each.surface, each.step) == ("time/module", 4)]
     assert [each.ranks for each in times] == [(2,)]  # seen, and not held against it
 
 
-def test_of_two_replicas_the_pair_is_reported(tmp_path: Path):
+def test_a_slow_one_of_two_replicas_is_reported_as_a_pair(tmp_path: Path):
     faults = slow_layers(FaultPlan(), 1, "forward")
     found = run_ranks(checked_training, 2, faults, 8, [], tmp_path, timeout=120)
-    assert told(found) == [("straggler", "peer_group", (0, 1), 5)], found[0].incidents
+    assert incidents_of(found) == [("straggler", "peer_group", (0, 1), 5)], found[0].incidents
 
 
-def test_what_slows_all_ranks_is_the_jobs_and_nobodys_fault(tmp_path: Path):
+def test_a_slowdown_of_all_ranks_has_job_scope(tmp_path: Path):
     faults = FaultPlan()
     for rank in range(3):
         faults = slow_layers(faults, rank, "forward", range(8, 14))
     config = ReplayConfig(interval=1, recipes=("layer",), baseline=BaselineConfig(warmup=5))
     found = run_ranks(checked_training, 3, faults, 12, [], tmp_path, config, timeout=120)
-    assert told(found) == [("straggler", "job", (), 10)], found[0].incidents
+    assert incidents_of(found) == [("straggler", "job", (), 10)], found[0].incidents
 
 
-def test_whoever_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Path):
+def test_a_rank_that_waits_for_a_slow_tensor_parallel_rank_is_not_named(tmp_path: Path):
     layout = Layout(replica=3, shard=1, tensor=2)
     faults = slow_layers(FaultPlan(), 4, "forward")
-    found: list[Told] = run_ranks(train, layout.ranks, layout, faults, 6, tmp_path, timeout=240)
+    found: list[Result] = run_ranks(train, layout.ranks, layout, faults, 6, tmp_path, timeout=240)
     assert found[4].fired
     assert found[0].stragglers == [("rank", (4,), 5)], found[0].sentences
     assert [each.failures for each in found] == [[]] * 6
@@ -97,7 +97,7 @@ def test_a_slow_collective_names_its_process_group(
     layout: Layout, at: tuple[str, str], rank: int, ranks: tuple[int, ...], tmp_path: Path
 ):
     faults = slow_link(FaultPlan(), at, [rank], range(4, 6))
-    found: list[Told] = run_ranks(train, layout.ranks, layout, faults, 7, tmp_path, timeout=240)
+    found: list[Result] = run_ranks(train, layout.ranks, layout, faults, 7, tmp_path, timeout=240)
     assert found[rank].fired
     ((_, named, step),) = found[0].stragglers
     assert (named, step) == (ranks, 5), found[0].sentences
@@ -118,7 +118,7 @@ PAPER = Layout(replica=4, shard=2, tensor=2)
 """Sixteen ranks: the paper's figure of a slow machine."""
 
 
-def sixteen(faults: FaultPlan, run_dir: Path) -> Told:
+def sixteen(faults: FaultPlan, run_dir: Path) -> Result:
     found = run_ranks(train, PAPER.ranks, PAPER, faults, 7, run_dir, timeout=400)
     assert [each.failures for each in found] == [[]] * 16
     assert {rank for rank, each in enumerate(found) if each.fired} == {each.rank for each in faults}
@@ -144,7 +144,7 @@ def test_a_slow_tensor_parallel_group_alone_is_inside_its_machine(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_slow_shard_groups_alone_are_the_networks(tmp_path: Path):
+def test_slow_shard_groups_alone_name_the_network(tmp_path: Path):
     faults = slow_link(slow_link(FaultPlan(), SHARDS, (4, 5)), SHARDS, (12, 13))
     found = sixteen(faults, tmp_path)
     assert [(scope, ranks) for scope, ranks, _ in found.stragglers] == [("process_group", (4, 5, 12, 13))]
@@ -152,7 +152,7 @@ def test_slow_shard_groups_alone_are_the_networks(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_groups_that_are_slow_everywhere_are_the_jobs(tmp_path: Path):
+def test_groups_that_are_slow_everywhere_have_job_scope(tmp_path: Path):
     faults = FaultPlan()
     for group in ((0, 8), (2, 10), (5, 13)):
         faults = slow_link(faults, TENSORS, group)

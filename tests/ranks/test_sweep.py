@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import TrustLevel
 from torchscout.checkpoint.selection import SweepResult
 from torchscout.faults.plan import FaultPlan
 
 RANKS = 3
-SICK = FaultPlan().scale(rank=1, at="stack.1/output", step=1, factor=1.5, calls=None)
+FAULTY = FaultPlan().scale(rank=1, at="stack.1/output", step=1, factor=1.5, calls=None)
 """In the first step of a process, and in what is replayed before it."""
 
 
@@ -38,10 +38,10 @@ def killed(tmp_path: Path) -> Plan:
     return plan
 
 
-def gone_on(plan: Plan) -> list[Told]:
-    told = run_ranks(train, RANKS, plan, timeout=120)
-    assert all(each.unfired == 0 for each in told)
-    return told
+def gone_on(plan: Plan) -> list[Result]:
+    results = run_ranks(train, RANKS, plan, timeout=120)
+    assert all(each.unfired == 0 for each in results)
+    return results
 
 
 def test_a_clean_sweep_confirms_the_latest(killed: Plan):
@@ -54,19 +54,19 @@ def test_a_clean_sweep_confirms_the_latest(killed: Plan):
         assert each.failures == each.incidents == []
 
 
-def test_a_rank_that_computes_wrong_numbers_is_named_and_what_is_verified_is_taken(killed: Plan):
-    told = gone_on(replace(killed, steps=0, faults=SICK))
-    for each in told:
+def test_a_rank_that_computes_wrong_numbers_is_named_and_the_verified_state_loaded(killed: Plan):
+    results = gone_on(replace(killed, steps=0, faults=FAULTY))
+    for each in results:
         assert each.resumed is not None
         assert (each.resumed.swept, each.resumed.role) == (SweepResult.SDC, TrustLevel.VERIFIED), each.resumed
         assert each.resumed.step in (2, 4, 6)
         assert "the sweep of the catalog found corruption" in each.resumed.reason
         assert each.status["verified"] == each.status["latest"] == each.resumed.step
-    assert told[0].named == [(1,)]
-    assert {manifestation for manifestation, _ in told[0].incidents} == {"sdc"}
+    assert results[0].named == [(1,)]
+    assert {manifestation for manifestation, _ in results[0].incidents} == {"sdc"}
 
 
-def test_a_job_that_does_not_sweep_takes_what_is_verified(killed: Plan):
+def test_a_job_that_does_not_sweep_loads_the_verified_state(killed: Plan):
     for each in gone_on(replace(killed, sweep=False)):
         assert each.resumed is not None
         assert (each.resumed.swept, each.resumed.role) == (None, TrustLevel.VERIFIED)
@@ -74,12 +74,12 @@ def test_a_job_that_does_not_sweep_takes_what_is_verified(killed: Plan):
         assert "the sweep of the catalog did not complete" in each.resumed.reason
 
 
-def test_where_nothing_was_ever_verified_corruption_is_for_a_person_to_decide(tmp_path: Path, killed: Plan):
+def test_corruption_without_a_verified_checkpoint_is_left_to_the_user(tmp_path: Path, killed: Plan):
     plan = replace(killed, recipes=20, directory=tmp_path / "others", run_dir=tmp_path / "another")
     with pytest.raises(RankError):
         run_ranks(train, RANKS, replace(plan, killed=dict.fromkeys(range(RANKS), 5)), timeout=120)
     with pytest.raises(RankError, match="no verified checkpoint is left"):
-        gone_on(replace(plan, faults=SICK, start_over=True))
+        gone_on(replace(plan, faults=FAULTY, start_over=True))
     for each in gone_on(replace(plan, steps=1, start_over=True)):
         assert each.resumed is not None
         assert (each.resumed.step, each.resumed.role) == (0, None)

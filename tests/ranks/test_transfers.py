@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import LiveRanks, run_ranks
-from tests.support.transfer_jobs import Job, Told, answering
+from tests.support.transfer_jobs import Job, Result, answering
 from torchscout.collectives.call import SCOUT_GROUP
 from torchscout.config import BaselineConfig, ReplayConfig
 from torchscout.faults.plan import FaultPlan
@@ -32,42 +32,45 @@ def slow(ranks: tuple[int, ...], at: str, axis: str, steps: range = SLOW) -> Fau
     return FaultPlan().slow_collective(ranks=ranks, at=at, axis=axis, step=steps, seconds=0.25)
 
 
-def found(told: list[Told]) -> set[tuple[str, str, tuple[int, ...]]]:
+def found(results: list[Result]) -> set[tuple[str, str, tuple[int, ...]]]:
     return {
-        (each.manifestation.value, each.scope.value, each.ranks) for one in told for each in one.incidents
+        (each.manifestation.value, each.scope.value, each.ranks) for one in results for each in one.incidents
     }
 
 
-def timed(told: Told) -> set[str]:
-    return {each.surface for each in told.records if each.surface.startswith("time/process_groups")}
+def timed(result: Result) -> set[str]:
+    return {each.surface for each in result.records if each.surface.startswith("time/process_groups")}
 
 
 @pytest.mark.parametrize("job", [REPLICAS, STAGES], ids=["three stages", "two stages"])
 def test_every_group_of_training_is_tried_and_training_is_the_same(six: LiveRanks, job: Job, tmp_path: Path):
     alone, watched = six.ask((job, None), 60), six.ask((job, tmp_path), 60)
-    for plain, told in zip(alone, watched, strict=True):
-        assert told.weights.equal(plain.weights)
-        assert (told.incidents, told.failures, told.unchecked) == ([], [], {})
-        assert "process_groups/received" in told.agreed
-        assert timed(told) == {"time/process_groups_all_reduce@replica", "time/process_groups_send@pipeline"}
+    for plain, result in zip(alone, watched, strict=True):
+        assert result.weights.equal(plain.weights)
+        assert (result.incidents, result.failures, result.unchecked) == ([], [], {})
+        assert "process_groups/received" in result.agreed
+        assert timed(result) == {
+            "time/process_groups_all_reduce@replica",
+            "time/process_groups_send@pipeline",
+        }
 
 
 def test_slow_gradients_name_their_replicas_among_those_of_other_stages(six: LiveRanks, tmp_path: Path):
     job = replace(REPLICAS, faults=slow((1, 4), "all_reduce@mesh_dp", "replica"))
-    told = six.ask((job, tmp_path), 60)
-    assert told[1].fired > 4
+    results = six.ask((job, tmp_path), 60)
+    assert results[1].fired > 4
     (truth,) = job.faults.truth(job.mesh())
-    (incident,) = told[0].incidents
+    (incident,) = results[0].incidents
     assert truth.ranks == (1, 4)
     assert truth.matches(incident), incident.sentence
 
 
 def test_a_slow_link_between_stages_names_the_two_it_connects(six: LiveRanks, tmp_path: Path):
     job = replace(STAGES, faults=slow((2, 3), "send@mesh_pp", "pipeline"))
-    told = six.ask((job, tmp_path), 60)
-    assert told[2].fired > 4
+    results = six.ask((job, tmp_path), 60)
+    assert results[2].fired > 4
     (truth,) = job.faults.truth(job.mesh())
-    (incident,) = told[0].incidents
+    (incident,) = results[0].incidents
     assert truth.ranks == (2, 3)
     assert truth.matches(incident), incident.sentence
 
@@ -81,41 +84,41 @@ def test_a_slow_link_of_a_long_pipeline_is_one_of_several(six: LiveRanks, tmp_pa
     assert truth.matches(incident), incident.sentence
 
 
-def test_of_two_groups_nothing_says_which_is_slow(six: LiveRanks, tmp_path: Path):
+def test_two_groups_of_which_one_is_slow_are_reported_together(six: LiveRanks, tmp_path: Path):
     job = replace(STAGES, faults=slow((1, 3, 5), "all_reduce@mesh_dp", "replica"))
-    told = six.ask((job, tmp_path), 60)
-    assert found(told) == {("straggler", "process_group", (0, 1, 2, 3, 4, 5))}
-    assert "no third such group" in told[0].incidents[0].sentence
+    results = six.ask((job, tmp_path), 60)
+    assert found(results) == {("straggler", "process_group", (0, 1, 2, 3, 4, 5))}
+    assert "no third such group" in results[0].incidents[0].sentence
 
 
-def test_a_group_that_is_the_whole_job_is_held_against_its_own_past(six: LiveRanks, tmp_path: Path):
+def test_a_group_that_is_the_whole_job_is_compared_with_its_own_history(six: LiveRanks, tmp_path: Path):
     # Of a mesh dimension that has all ranks, PyTorch makes no group of its own.
     faults = slow(tuple(range(6)), "all_reduce@default_pg", "replica", range(6, 12))
-    told = six.ask((Job(replica=6, steps=10, replay=ONLY, faults=faults), tmp_path), 60)
-    assert found(told) == {("straggler", "job", ())}
-    assert "time/process_groups_all_reduce@replica" in told[0].incidents[0].sentence
+    results = six.ask((Job(replica=6, steps=10, replay=ONLY, faults=faults), tmp_path), 60)
+    assert found(results) == {("straggler", "job", ())}
+    assert "time/process_groups_all_reduce@replica" in results[0].incidents[0].sentence
 
 
-def test_what_arrives_wrong_names_the_receiver(six: LiveRanks, tmp_path: Path):
+def test_corrupted_received_data_names_the_receiver(six: LiveRanks, tmp_path: Path):
     replayed = range(1, 9)
     faults = FaultPlan().flip_bit(rank=3, at="all_reduce@mesh_dp", step=3, bit=20, calls=replayed)
-    told = six.ask((replace(STAGES, faults=faults, replay=ONLY), tmp_path), 60)
-    assert told[3].fired > 0
-    assert found(told) == {("sdc", "rank", (3,))}
-    assert {each.surface for each in told[0].incidents[0].records} == {"process_groups/received"}
+    results = six.ask((replace(STAGES, faults=faults, replay=ONLY), tmp_path), 60)
+    assert results[3].fired > 0
+    assert found(results) == {("sdc", "rank", (3,))}
+    assert {each.surface for each in results[0].incidents[0].records} == {"process_groups/received"}
 
 
-def test_a_line_that_only_one_end_knows_is_left_alone(six: LiveRanks, tmp_path: Path):
-    for told in six.ask((replace(STAGES, anyone=True, steps=3), tmp_path), 60):
-        assert (told.incidents, told.failures, told.unchecked) == ([], [], {})
-        assert timed(told) == {"time/process_groups_all_reduce@replica"}
+def test_a_line_that_only_one_end_has_logged_is_skipped(six: LiveRanks, tmp_path: Path):
+    for result in six.ask((replace(STAGES, anyone=True, steps=3), tmp_path), 60):
+        assert (result.incidents, result.failures, result.unchecked) == ([], [], {})
+        assert timed(result) == {"time/process_groups_all_reduce@replica"}
 
 
-def test_a_job_that_says_nothing_is_certified_all_the_same(six: LiveRanks, tmp_path: Path):
-    for told in six.ask((Job(replica=6, silent=True, steps=3), tmp_path), 60):
-        assert (told.incidents, told.failures, told.unchecked) == ([], [], {})
-        assert timed(told) == set()
-        assert told.status["replay"]["certified"] == 3
+def test_a_job_without_communication_is_certified(six: LiveRanks, tmp_path: Path):
+    for result in six.ask((Job(replica=6, silent=True, steps=3), tmp_path), 60):
+        assert (result.incidents, result.failures, result.unchecked) == ([], [], {})
+        assert timed(result) == set()
+        assert result.status["replay"]["certified"] == 3
 
 
 def logged_on(rank: int, device: str) -> set[GroupUse]:

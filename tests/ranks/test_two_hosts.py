@@ -77,20 +77,20 @@ def test_a_late_rank_on_another_machine_than_the_hub_is_named(
 
 
 @pytest.mark.slow
-def test_where_machines_share_no_run_directory_code_on_each_rank_is_told_once(tmp_path: Path):
-    run_dir, told = tmp_path / "run", tmp_path / "told"
+def test_without_a_shared_run_directory_the_callback_is_called_once_on_each_rank(tmp_path: Path):
+    run_dir, reports = tmp_path / "run", tmp_path / "reports"
     run_dir.mkdir()
-    told.mkdir()
+    reports.mkdir()
     with machines(tmp_path, UNNAMED) as hosts:
-        started = start(hosts, run_dir, stalls="0", shared=False, TOLD=str(told))
+        started = start(hosts, run_dir, stalls="0", shared=False, REPORTS=str(reports))
         assert [each.wait(60) for each in started] == [0, 0], (run_dir / "output-two").read_text()
     assert [each.ranks for each in incidents(run_dir)] == [(0,)], "the hub's machine has it in its files"
     assert not list((run_dir / "ranks").glob("rank-[23].json")), "the other machine has files of its own"
-    assert [(told / f"told-{rank}").read_text() for rank in range(4)] == ["hang (0,)\n"] * 4
+    assert [(reports / f"incidents-{rank}").read_text() for rank in range(4)] == ["hang (0,)\n"] * 4
 
 
 @pytest.mark.slow
-def test_the_hub_listens_on_the_interface_it_is_told_and_is_reached_there(tmp_path: Path):
+def test_the_hub_listens_on_the_configured_interface_and_is_reached_there(tmp_path: Path):
     with machines(tmp_path, UNNAMED) as hosts:
         start(hosts, tmp_path, HUB_ADDRESS=OTHER_INTERFACE)
         assert connected(tmp_path) == [str([True, True])] * 4
@@ -98,7 +98,7 @@ def test_the_hub_listens_on_the_interface_it_is_told_and_is_reached_there(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_network_that_falls_apart_leaves_each_side_with_a_verdict(tmp_path: Path):
+def test_a_partitioned_network_leaves_each_side_with_a_verdict(tmp_path: Path):
     with machines(tmp_path, UNNAMED) as hosts:
         start(hosts, tmp_path)
         connected(tmp_path)
@@ -109,7 +109,10 @@ def test_a_network_that_falls_apart_leaves_each_side_with_a_verdict(tmp_path: Pa
             incident = found[(host,)]
             assert (incident.scope, incident.ranks) == (Scope.MACHINE, ranks)
             assert f"Machine {host} is gone" in incident.sentence
-        until(lambda: not any(observers(host) for host in hosts), "the observers leave, heard or not")
+        until(
+            lambda: not any(observers(host) for host in hosts),
+            "the observers leave, whether or not they were answered",
+        )
     assert len(incidents(tmp_path)) == 2, "that the trainers gave up is no news"
 
 

@@ -63,7 +63,7 @@ def train(rank: int, kind: type[Moody], steps: int, run_dir: Path) -> tuple[int,
 
 
 @pytest.mark.parametrize("kind", [Moody, MoodyLoader])
-def test_what_one_rank_could_not_keep_is_not_gone_back_to(
+def test_a_generation_that_one_rank_could_not_capture_is_not_loaded(
     kind: type[Moody], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TORCHSCOUT_MEMORY", str(tmp_path / "memory"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.ranks import RankError, run_ranks
 from torchscout.checkpoint.generation import TrustLevel
 from torchscout.faults.plan import FaultPlan
@@ -34,48 +34,48 @@ def plan(tmp_path: Path) -> Plan:
     )
 
 
-def gone_on(plan: Plan) -> list[Told]:
+def gone_on(plan: Plan) -> list[Result]:
     return run_ranks(train, RANKS, replace(plan, steps=0, faults=FaultPlan()), timeout=120)
 
 
-def test_the_next_check_finds_that_a_copy_is_wrong_and_gives_it_up(plan: Plan):
-    told = run_ranks(train, RANKS, plan, timeout=120)
-    assert all(each.unfired == 0 for each in told)
-    assert {(manifestation, step) for manifestation, step in told[0].incidents} == {("sdc", 6)}
-    assert set(told[0].named) == {(1,)}
-    for each in told:
+def test_a_wrong_copy_is_found_by_the_next_check_and_given_up(plan: Plan):
+    results = run_ranks(train, RANKS, plan, timeout=120)
+    assert all(each.unfired == 0 for each in results)
+    assert {(manifestation, step) for manifestation, step in results[0].incidents} == {("sdc", 6)}
+    assert set(results[0].named) == {(1,)}
+    for each in results:
         assert (each.status["poisoned"], each.status["verified"]) == (6, 4)
     for each in gone_on(plan):
         assert each.resumed is not None
         assert (each.resumed.step, each.resumed.role) == (4, TrustLevel.VERIFIED)
-        assert each.incidents == told[0].incidents, "nothing new"
+        assert each.incidents == results[0].incidents, "nothing new"
 
 
-def test_who_loads_a_wrong_copy_finds_it_and_takes_the_one_before(plan: Plan):
+def test_a_wrong_copy_is_found_when_it_is_loaded_and_the_previous_one_is_used(plan: Plan):
     with pytest.raises(RankError):
         run_ranks(train, RANKS, replace(plan, killed=dict.fromkeys(range(RANKS), 6)), timeout=120)
-    told = gone_on(plan)
-    assert set(told[0].named) == {(1,)}
-    assert {manifestation for manifestation, _ in told[0].incidents} == {"sdc"}
-    for each in told:
+    results = gone_on(plan)
+    assert set(results[0].named) == {(1,)}
+    assert {manifestation for manifestation, _ in results[0].incidents} == {"sdc"}
+    for each in results:
         assert each.resumed is not None
         assert (each.resumed.step, each.resumed.role) == (4, TrustLevel.VERIFIED)
         assert each.status["verified"] == 4
 
 
-def test_two_that_differ_are_not_trusted_though_nobody_can_be_named(plan: Plan):
-    told = run_ranks(train, 2, plan, timeout=120)
-    assert {(manifestation, step) for manifestation, step in told[0].incidents} == {("sdc", 6)}
-    assert set(told[0].named) == {(0, 1)}
-    assert {each.status["verified"] for each in told} == {4}
+def test_two_copies_that_differ_are_not_trusted_though_nobody_can_be_named(plan: Plan):
+    results = run_ranks(train, 2, plan, timeout=120)
+    assert {(manifestation, step) for manifestation, step in results[0].incidents} == {("sdc", 6)}
+    assert set(results[0].named) == {(0, 1)}
+    assert {each.status["verified"] for each in results} == {4}
 
 
-def test_what_one_rank_alone_holds_is_not_trusted_if_it_changed_in_the_step_that_captured_it(plan: Plan):
+def test_owned_state_that_changed_in_its_capture_step_is_not_trusted(plan: Plan):
     """Nobody has another copy to compare it with; whether it changed before or after, nobody knows."""
-    told = run_ranks(train, RANKS, replace(plan, kind="fsdp"), timeout=120)
-    assert {(manifestation, step) for manifestation, step in told[0].incidents} == {("sdc", 6)}
-    assert set(told[0].named) == {(1,)}
-    assert {(each.status["verified"], each.certified) for each in told} == {(4, 4)}
+    results = run_ranks(train, RANKS, replace(plan, kind="fsdp"), timeout=120)
+    assert {(manifestation, step) for manifestation, step in results[0].incidents} == {("sdc", 6)}
+    assert set(results[0].named) == {(1,)}
+    assert {(each.status["verified"], each.certified) for each in results} == {(4, 4)}
     for each in gone_on(replace(plan, kind="fsdp")):
         assert each.resumed is not None
         assert (each.resumed.step, each.resumed.role) == (4, TrustLevel.VERIFIED)

@@ -1,4 +1,4 @@
-"""For tests that look at every comparison, and not only at those with a finding."""
+"""Settings for tests that look at every comparison, and not only at findings."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["all_records"]
 
 
 def all_records(replay: ReplayConfig | None) -> ReplayConfig | None:
-    """The same settings, with every comparison written down."""
+    """Return the same settings, with every comparison recorded."""
     return None if replay is None else replace(replay, records="all")

@@ -1,4 +1,4 @@
-"""What happens to a job on two machines from outside: its processes, its memory, its disks, its clock.
+"""Disturbances of a job on two machines from outside: its processes, memory, disks and clock.
 
 Each disturbance is looked for after it was made: one that did not happen proves nothing.
 """
@@ -39,7 +39,7 @@ MEMORY = Path("/dev/shm/memory")
 
 @dataclass
 class Chaos:
-    """Who disturbs the present life of a job."""
+    """Disturbs the present start of a job."""
 
     hosts: Sequence[Machine]
     folder: Path
@@ -54,7 +54,7 @@ class Chaos:
 
     @property
     def beside(self) -> int:
-        """Ranks of a machine."""
+        """The number of ranks on each machine."""
         return self.ranks // len(self.hosts)
 
     def machine_of(self, rank: int) -> Machine:
@@ -75,11 +75,11 @@ class Chaos:
 
     @property
     def exits(self) -> dict[int, int]:
-        """Exit codes by rank, once all have ended."""
+        """Wait until all ranks have ended; return exit codes by rank."""
         return ended(self.folder, self.life, self.ranks, self.beside)
 
     def goes_on(self) -> None:
-        """It trains, through two checks at least."""
+        """Wait until the job has trained through at least two checks."""
         before = steps_of(self.life)
         until(lambda: self.is_over or steps_of(self.life) >= before + 10, "training goes on", 120)
         assert not self.is_over, f"life {self.life.number} ended over {dict(self.happened)}: {self.exits}"
@@ -90,20 +90,20 @@ class Chaos:
         self.happened[kind] += 1
 
     def meanwhile(self) -> None:
-        """Something else, while a disturbance lasts."""
+        """Run something else while a disturbance lasts."""
         self.chance.choice((kill_observer, kill_listener, time_passes))(self)
 
     def any_rank(self) -> int:
         return self.chance.randrange(self.ranks)
 
     def trainer(self, rank: int) -> int:
-        """Its process, as it is known here."""
+        """Return the trainer's process as seen from this machine."""
         inside = self.life.seen(rank)[0]["pid"]
         found = self.machine_of(rank).processes(_LAUNCHER)
         return next(pid for pid in found if _number_inside(pid) == inside)
 
     def child(self, rank: int, word: str) -> int | None:
-        """A process that a rank has started; None while there is none."""
+        """Return a process that a rank has started; None while there is none."""
         trainer = self.trainer(rank)
         found = [
             pid
@@ -113,7 +113,7 @@ class Chaos:
         return found[-1] if found else None
 
     def order(self, rank: int, what: str) -> dict[str, object]:
-        """Let a rank do something; what it says of it."""
+        """Send a command to a rank and return its answer."""
         self.life.order(rank).with_suffix(".new").write_text(what)
         self.life.order(rank).with_suffix(".new").replace(self.life.order(rank))
         known = sum("did" in line for line in self.life.seen(rank))
@@ -129,7 +129,7 @@ def time_passes(chaos: Chaos) -> None:
 
 
 def kill_trainer(chaos: Chaos) -> None:
-    """The job ends over it, and is started again by whoever has asked for this."""
+    """Kill a trainer; the job ends, and the caller starts it again."""
     rank = chaos.any_rank()
     os.kill(chaos.trainer(rank), signal.SIGKILL)
     assert until(lambda: chaos.exits, "the job ends", 60)[rank] == -signal.SIGKILL
@@ -219,7 +219,7 @@ DISTURBANCES: dict[str, Callable[[Chaos], None]] = {
 def launched(
     hosts: Sequence[Machine], folder: Path, disk: Path, ranks: int, clock: WallClock
 ) -> Iterator[None]:
-    """Launchers on all machines, which have small disks and little shared memory."""
+    """Start launchers on all machines, which have small disks and little shared memory."""
     beside, started = ranks // len(hosts), []
     variables = {
         "MASTER_ADDR": hosts[0].address,
@@ -248,13 +248,13 @@ def launched(
 
 
 def steps_of(life: Life) -> int:
-    """The last step that every rank has done; 0 before all train."""
+    """Return the last step that every rank has done; 0 before all train."""
     seen = [[line["step"] for line in life.seen(rank) if "step" in line] for rank in range(life.ranks)]
     return min((steps[-1] if steps else 0) for steps in seen)
 
 
 def ended(folder: Path, life: Life, ranks: int, beside: int) -> dict[int, int]:
-    """Exit codes by rank; nothing as long as there are not all of them."""
+    """Return exit codes by rank, or nothing until all ranks have ended."""
     paths = [folder / f"exits-{life.number}-{first}.json" for first in range(0, ranks, beside)]
     if not all(map(Path.exists, paths)):
         return {}
@@ -266,7 +266,7 @@ def _hubs(chaos: Chaos) -> tuple[int, ...]:
 
 
 def _kill(chaos: Chaos, rank: int, word: str) -> None:
-    """If it is there: it may be about to be started again, or not be started any more."""
+    """Kill a process unless it has ended already."""
     pid = chaos.child(rank, word)
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
@@ -315,7 +315,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _number_inside(pid: int) -> int | None:
-    """Of a process, on its own machine."""
+    """Return the process number on the machine itself."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return next(int(line.split()[-1]) for line in lines if line.startswith("NSpid:"))

@@ -90,7 +90,7 @@ class Life:
 
 
 class Diary:
-    """What a rank writes down; its file stays open, since at times no other can be opened."""
+    """The log of a rank; its file stays open, since at times no other can be opened."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -100,7 +100,7 @@ class Diary:
 
 
 class Orders:
-    """What a rank does besides training, because it was told to."""
+    """Commands that a rank carries out besides training."""
 
     def __init__(self, path: Path, diary: Diary) -> None:
         self._path, self._diary = path, diary
@@ -110,7 +110,7 @@ class Orders:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no file can be opened now."""
+        """Return whether no file can be opened now."""
         return bool(self._opened)
 
     def obey(self, step: int) -> None:
@@ -125,7 +125,7 @@ class Orders:
             getattr(self, f"_{order}")(step)
 
     def _fork(self, step: int) -> None:
-        """A child that ends at once, one that ends as a script does, and one that stays for a while."""
+        """Start a child that ends at once, one that ends as a script does, and one that stays for a while."""
         for kind in ("at once", "as a script", "later"):
             child = os.fork()
             if not child:
@@ -155,7 +155,7 @@ class Orders:
 
 
 def train(rank: int, life: Life) -> None:
-    """Until the last step, with everything that SCOUT can do."""
+    """Train to the last step with all parts of torchscout on."""
     diary = Diary(life.folder / f"rank-{rank}")
     model, optimizer, loader, accumulate = _work(rank)
     dist.all_reduce(torch.zeros(1))  # connections are made when they are used first
@@ -265,7 +265,7 @@ def _bits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _held() -> Counter[str]:
-    """Threads, and descriptors by what they are of."""
+    """Count threads, and descriptors by kind."""
     held = Counter(each.name for each in threading.enumerate())
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # that of the listing itself
@@ -274,7 +274,7 @@ def _held() -> Counter[str]:
 
 
 def _left(before: Counter[str]) -> dict[str, int]:
-    """What is held beyond that, once threads had time to end and objects in cycles were collected."""
+    """Return what is held beyond that, once threads had time to end and cycles were collected."""
     deadline = time.monotonic() + 10
     before[_PERF] += 1
     while (more := _held() - before) and time.monotonic() < deadline:
@@ -293,7 +293,7 @@ def _run(rank: int, life: Life) -> None:
 
 
 def _lived(life: Life, ranks: list[int]) -> dict[int, int | None]:
-    """Exit codes by rank."""
+    """Run the ranks to their end; return exit codes by rank."""
     context = multiprocessing.get_context("fork")  # torch is imported once, and nothing was computed yet
     processes = {rank: context.Process(target=_run, args=(rank, life)) for rank in ranks}
     for process in processes.values():
@@ -313,7 +313,7 @@ def _lived(life: Life, ranks: list[int]) -> dict[int, int | None]:
 
 
 def _put(path: Path, text: str) -> None:
-    """Whole, or not at all."""
+    """Write a file atomically."""
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").replace(path)
 

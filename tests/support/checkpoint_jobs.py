@@ -30,10 +30,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.pipeline_stages import SCHEDULES, Layout, stages_of
+from tests.support.replay_results import local_of
 from tests.support.replayed_job import Net, batch
 from tests.support.small_job import until
 from tests.support.tensor_jobs import distributed as split_tokens
-from tests.support.tensor_jobs import local_of
 from tests.support.tensor_jobs import plain as split
 from torchscout.attach import enable_resiliency
 from torchscout.checkpoint.generation import TrustLevel
@@ -44,15 +44,15 @@ from torchscout.faults.storage import block_ledger, fill_file_system, lose_folde
 from torchscout.session.resumption import Resumption
 from torchscout.session.session import Session
 
-__all__ = ["KINDS", "Doom", "Plan", "Told", "doomed", "kill", "reached", "train"]
+__all__ = ["KINDS", "KillPlan", "Plan", "Result", "kill", "killed_from_outside", "reached", "train"]
 
 ACCUMULATED = 2
 """Batches of a step."""
 
 
 @dataclass(frozen=True)
-class Doom:
-    """When ranks are killed."""
+class KillPlan:
+    """Which ranks are killed, and when."""
 
     ranks: tuple[int, ...]
     seconds: float
@@ -120,8 +120,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one rank has to tell."""
+class Result:
+    """The result of one rank."""
 
     bits: dict[int, str]
     """The state after each step that it did."""
@@ -268,7 +268,7 @@ class Loader:
         self.position = state["position"]
 
 
-def train(rank: int, plan: Plan) -> Told:
+def train(rank: int, plan: Plan) -> Result:
     """Train to the end, from the last checkpoint if there is one."""
     warnings.filterwarnings("ignore", message=".*(view tensor|full backward hook|complete support).*")
     if plan.memory is not None:
@@ -317,13 +317,13 @@ def train(rank: int, plan: Plan) -> Told:
             _log(plan, rank, step, bits[step])
             roles[step] = _roles(session)
     if session is None:
-        return Told(bits, roles, None, {}, [], [], [], len(injector.unfired))
+        return Result(bits, roles, None, {}, [], [], [], len(injector.unfired))
     status, incidents, certified = session.status()["checkpoint"], session.incidents, session.certified_step
     session.close()
-    told = [(each.manifestation.value, each.step) for each in incidents]
+    found = [(each.manifestation.value, each.step) for each in incidents]
     named = [each.ranks for each in incidents]
     unfired = len(injector.unfired)
-    return Told(bits, roles, resumed, status, session.failures, told, named, unfired, certified)
+    return Result(bits, roles, resumed, status, session.failures, found, named, unfired, certified)
 
 
 def _register(session: Session | None, known: Mapping[str, Any]) -> None:
@@ -337,41 +337,41 @@ def kill() -> None:
 
 
 @contextmanager
-def doomed(plan: Plan, doom: Doom) -> Iterator[None]:
-    """Somebody outside kills ranks of the job that is run in this block."""
-    killer = threading.Thread(target=_kill, args=(plan, doom), daemon=True)
+def killed_from_outside(plan: Plan, kills: KillPlan) -> Iterator[None]:
+    """Kill ranks of the job that runs in this block, from another thread."""
+    killer = threading.Thread(target=_kill, args=(plan, kills), daemon=True)
     killer.start()
     yield
     killer.join()
 
 
-def _kill(plan: Plan, doom: Doom) -> None:
+def _kill(plan: Plan, kills: KillPlan) -> None:
     assert plan.memory is not None
     assert plan.directory is not None
-    paths = [plan.run_dir / f"pid-{rank}" for rank in doom.ranks]
+    paths = [plan.run_dir / f"pid-{rank}" for rank in kills.ranks]
     pids = until(
         lambda: all(map(Path.exists, paths)) and [path.read_text() for path in paths], "it trains", 60
     )
-    if doom.when is not None:
-        until(doom.when.exists, "it is time", 60)
-    if doom.step is not None:
-        first = doom.step
+    if kills.when is not None:
+        until(kills.when.exists, "it is time", 60)
+    if kills.step is not None:
+        first = kills.step
         until(lambda: max(reached(plan, 0), default=0) >= first, f"step {first} is done", 60)
-    time.sleep(doom.seconds)
+    time.sleep(kills.seconds)
     ledgers = [*plan.memory.glob("*/rank-*.ledger")]
     before = [path.stat().st_mtime_ns for path in ledgers]
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         is_noted = [path.stat().st_mtime_ns for path in ledgers] != before  # just before it is captured
         # Unlike Path.glob, glob does not raise when a folder that it reads is removed meanwhile.
-        is_written = doom.during == "persist" and glob(f"{plan.directory}/step-*/.rank-*.writing")  # noqa: PTH207
-        if doom.during is None or (doom.during == "capture" and is_noted) or is_written:
+        is_written = kills.during == "persist" and glob(f"{plan.directory}/step-*/.rank-*.writing")  # noqa: PTH207
+        if kills.during is None or (kills.during == "capture" and is_noted) or is_written:
             break
         time.sleep(0.0002)
-    time.sleep(doom.delay)
+    time.sleep(kills.delay)
     for pid in pids:
         with suppress(ProcessLookupError):
-            os.kill(int(pid), doom.signal)
+            os.kill(int(pid), kills.signal)
 
 
 def reached(plan: Plan, rank: int) -> dict[int, str]:

@@ -54,16 +54,16 @@ def _written_down(folders: Sequence[Path], rank: int) -> ledger.CheckpointGate |
 
 @dataclass
 class History:
-    """Of lives that follow each other."""
+    """The starts of one job, one after the other."""
 
     ranks: int
     known: dict[int, list[str | None]] = field(default_factory=dict)
     """Each step's state on each rank, whoever did it first."""
-    came: list[int] = field(default_factory=list)
-    """The steps that lives began with."""
+    resumed_from: list[int] = field(default_factory=list)
+    """The step that each start has resumed from."""
 
-    def heard(self, life: Plan, expected: int) -> None:
-        """A life that should have begun with this step."""
+    def add_run(self, life: Plan, expected: int) -> None:
+        """Check a start that should have resumed from this step, and add it."""
         for rank in range(self.ranks):
             steps = reached(life, rank)
             assert next(iter(steps)) == expected, "it began with the newest complete generation"
@@ -71,7 +71,7 @@ class History:
                 states = self.known.setdefault(step, [None] * self.ranks)
                 states[rank] = states[rank] or bits
                 assert states[rank] == bits, f"rank {rank} has another state at step {step} than before"
-        self.came.append(expected)
+        self.resumed_from.append(expected)
 
     def is_as_uninterrupted(self, plan: Plan) -> None:
         last = max(self.known)

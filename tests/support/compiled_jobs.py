@@ -1,4 +1,4 @@
-"""Jobs whose model is compiled as a whole, in every way in which people do that; compilations are counted."""
+"""Jobs whose model is compiled as a whole, in every usual way; compilations are counted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _blocks_too(net: Net, options: Mapping[str, Any]) -> nn.Module:
 
 
 class Broken(Net):
-    """Cannot be compiled in one piece."""
+    """A module that cannot be compiled in one piece."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens)
@@ -83,7 +83,7 @@ class Broken(Net):
 
 
 class Buffered(Net):
-    """Has a buffer, which DDP broadcasts in every forward pass."""
+    """A module with a buffer, which DDP broadcasts in every forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class CompiledJob(Job):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one rank has to tell of a job."""
+    """The result of one rank."""
 
     status: Mapping[str, Any]
     incidents: list[Incident]
@@ -184,7 +184,7 @@ def compiled_job(rank: int, way: Way, faults: FaultPlan, run_dir: Path, backend:
 def with_and_without(
     rank: int, way: Way, run_dir: Path, backend: Any = None
 ) -> tuple[Found, int, list[bytes]]:
-    """Of a clean job; then compilations and weights of the same training without torchscout."""
+    """Return the result of a clean job, and compilations and weights of training without torchscout."""
     found = compiled_job(rank, way, FaultPlan(), run_dir, backend)
     torch._dynamo.reset()
     job = CompiledJob(rank, way, backend)
@@ -193,7 +193,7 @@ def with_and_without(
 
 
 def frames_compiled(rank: int, way: Way, run_dir: Path) -> tuple[list[int], list[str]]:
-    """How many frames Dynamo has looked at in a job without torchscout and in one with it from the start.
+    """Return how many frames Dynamo has seen in a job without torchscout and in one with it.
 
     Then what Dynamo has warned of.
     """

@@ -25,8 +25,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import cross_entropy, gelu
 
 from tests.support.replay_jobs import EVERY_STEP
+from tests.support.replay_results import Result, bits_of, result_of
 from tests.support.replayed_job import VOCABULARY, WIDTH, batch
-from tests.support.tensor_jobs import Echo, Told, bits_of, told
+from tests.support.tensor_jobs import Echo
 from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism
 from torchscout.faults.injector import Injector
@@ -157,8 +158,8 @@ class Trial:
         return self.shape[0] * self.shape[1]
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = FaultPlan()) -> Told:  # noqa: B008
-    """Train; without ``run_dir`` nobody is attached."""
+def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = FaultPlan()) -> Result:  # noqa: B008
+    """Train; without ``run_dir``, without torchscout."""
     warnings.filterwarnings("ignore", message=".*(view tensor|is deprecated).*")
     torch.manual_seed(0)
     axes = init_device_mesh("cpu", trial.shape, mesh_dim_names=trial.axes)
@@ -186,7 +187,7 @@ def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = Fau
                     optimizer.step()
             if not trial.inside:
                 optimizer.step()
-    found = told(rank, bits_of(net, optimizer), session or None, len(injector.fired))
+    found = result_of(bits_of(net, optimizer), session or None, len(injector.fired))
     return replace(found, echoes=echo and echo.outcomes)
 
 
@@ -211,7 +212,7 @@ def _net(trial: Trial, axes: DeviceMesh) -> Net:
 
 
 def _parallelism(trial: Trial, axes: DeviceMesh) -> DeviceMesh | Parallelism | None:
-    """FSDP's parameters show it; otherwise it is told, in one of two ways."""
+    """Return how parallelism is passed to torchscout; FSDP's parameters show it by themselves."""
     if trial.sharded:
         return None
     return axes if trial.way == "block" else Parallelism(replica=trial.shape[0], context=trial.shape[1])
@@ -226,7 +227,7 @@ def _differentiate(net: Net, tokens: torch.Tensor, targets: torch.Tensor) -> Non
 def _shared(
     trial: Trial, context: DeviceMesh, given: list[torch.Tensor], kept: list[torch.Tensor]
 ) -> Iterator[None]:
-    """In this block every tensor is this rank's part of the sequence."""
+    """Shard every tensor along the sequence inside the block."""
     tensors = [*given, *kept]
     if trial.way == "block":
         with context_parallel(
@@ -244,7 +245,7 @@ def _shared(
 
 
 def _keep_positions(net: Net) -> None:
-    """Each block has a copy, and looks nowhere else."""
+    """Give each block its own copy of the positions."""
     for block in net.stack:
         block.register_buffer("positions", net.positions.clone())
         block.register_forward_pre_hook(lambda self, args: (args[0], self.positions))

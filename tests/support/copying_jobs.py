@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.findings import Findings, findings_of
+from tests.support.memory_faults import flip_in_memory
 from tests.support.replayed_job import Net, batch
 from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.decision.record import Incident
-from torchscout.faults.effects import FlipBit
 
-__all__ = ["Copied", "Copying", "MasterAdamW", "copying"]
+__all__ = ["Copying", "MasterAdamW", "copying"]
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """Mixed precision by hand."""
+    """AdamW with float32 masters of bfloat16 parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
         self._parameters = list(parameters)
@@ -49,24 +49,12 @@ class Copying:
     """When rank 1 receives other weights from rank 0, before a forward pass: ``once`` or ``always``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """What one rank has seen."""
-
-    incidents: list[Incident]
-    failures: list[str]
-    certified: int | None
-    watched: float | None
-    covered: dict[str, object]
-    has_flipped: bool
-
-
-def copying(rank: int, jobs: Iterator[Copying]) -> Iterator[Copied]:
+def copying(rank: int, jobs: Iterator[Copying]) -> Iterator[Findings]:
     for job in jobs:
         yield _train(rank, job)
 
 
-def _train(rank: int, job: Copying) -> Copied:
+def _train(rank: int, job: Copying) -> Findings:
     torch.manual_seed(0)
     net = Net().bfloat16()
     optimizer = MasterAdamW([*net.parameters()], lr=1e-3)
@@ -78,10 +66,10 @@ def _train(rank: int, job: Copying) -> Copied:
         parallelism=Parallelism(replica=dist.get_world_size()),
         run_dir=job.run_dir,
     )
-    has_flipped, weight = False, net.stack[1].up.weight
+    fired, weight = 0, net.stack[1].up.weight
     for step in range(1, 21):
         if job.flip == (rank, step):
-            has_flipped = _flip(weight.detach())
+            fired += flip_in_memory(weight, 9)
         if job.receives == "always" or (job.receives == "once" and step == 7):
             _receive(rank, weight.data)
         tokens, targets = batch(step, rank)
@@ -91,31 +79,12 @@ def _train(rank: int, job: Copying) -> Copied:
         for each in net.parameters():
             dist.all_reduce(each.grad)
         optimizer.step()
-    dist.barrier()  # the rank that reports an incident has written it
-    replay = session.status()["replay"]
-    found = Copied(
-        session.incidents,
-        list(session.failures),
-        session.certified_step,
-        replay["watched"],
-        replay["covered"],
-        has_flipped,
-    )
-    session.close()
-    return found
+    return Findings(fired=fired, **findings_of(session))
 
 
 def _receive(rank: int, weight: torch.Tensor) -> None:
-    """Only rank 1 computes with them, until the next update overwrites them."""
+    """Send other weights from rank 0 to rank 1, which computes with them until the next update."""
     if rank == 0:
         dist.send(2 * weight, 1)
     elif rank == 1:
         dist.recv(weight, 0)
-
-
-def _flip(weight: torch.Tensor) -> bool:
-    """As memory does it: PyTorch does not count it as a write."""
-    before = weight.clone()
-    with torch.autograd._unsafe_preserve_version_counter(weight):
-        FlipBit(9).corrupt(weight)
-    return not torch.equal(before, weight)

@@ -76,8 +76,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Told(Findings):
-    """What one rank has to tell."""
+class Result(Findings):
+    """The result of one rank."""
 
     bits: dict[int, str]
     """All that training leaves behind on it, after each step."""
@@ -160,11 +160,11 @@ def answering(rank: int, questions: Iterator[Plan | Callable[[int], Any]]) -> It
         yield train(rank, asked) if isinstance(asked, Plan) else asked(rank)
 
 
-def train(rank: int, plan: Plan) -> Told:
+def train(rank: int, plan: Plan) -> Result:
     """Train to the end, from the last checkpoint if there is one."""
     work, session = work_of(plan, rank), None
     engine, loader = work.engine, Loader(work.replica)
-    found = Told({}, places=ours(plan.kind, engine), groups=theirs(plan.kind, engine))
+    found = Result({}, places=ours(plan.kind, engine), groups=theirs(plan.kind, engine))
     torch.manual_seed(rank)  # dropout is each rank's own
     if plan.miscalculating == rank:
         _miscalculate(engine)
@@ -184,7 +184,7 @@ def train(rank: int, plan: Plan) -> Told:
                 found.scales[step] = scale_of(engine)
             assert engine.global_steps == plan.steps
             found.routed.extend(routed_in(engine.module))
-        return told(plan, rank, session, replace(found, fired=len(injector.fired)))
+        return with_findings(plan, rank, session, replace(found, fired=len(injector.fired)))
     finally:
         if session is not None:
             session.close()
@@ -241,7 +241,7 @@ def attached(plan: Plan, engine: Any) -> Session | None:
     )
 
 
-def told(plan: Plan, rank: int, session: Session | None, so_far: Told) -> Told:
+def with_findings(plan: Plan, rank: int, session: Session | None, so_far: Result) -> Result:
     if session is None or plan.run_dir is None:
         return so_far
     dist.barrier()  # whoever is to write an incident down has done so

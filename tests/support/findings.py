@@ -1,13 +1,18 @@
-"""What a session has found out on one rank, whatever framework it is attached to."""
+"""What a session has found on one rank, whatever framework it is attached to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
+import torch.distributed as dist
 
-__all__ = ["Findings"]
+from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
+from torchscout.decision.recorder import Stamped, read
+from torchscout.session.session import Session
+
+__all__ = ["Findings", "evidence_of", "findings_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +25,13 @@ class Findings:
     """How many faults have happened."""
 
     @property
+    def replay(self) -> dict[str, Any]:
+        """The status of replay before the session was closed."""
+        return self.status["replay"]
+
+    @property
     def numbers(self) -> list[EvidenceRecord]:
-        """Of all records, which tell of times too."""
+        """The records of comparisons of numbers, without those of times."""
         return [each for each in self.records if each.manifestation is Manifestation.SDC]
 
     @property
@@ -31,3 +41,19 @@ class Findings:
     @property
     def unchecked(self) -> dict[str, str | None]:
         return {each.surface: each.reason for each in self.numbers if each.verdict is None}
+
+
+def evidence_of(run_dir: Path, rank: int) -> list[EvidenceRecord]:
+    """Return all comparisons that a rank has recorded."""
+    path = run_dir / "records" / f"rank-{rank}.jsonl"
+    items = [line.item for line in read(path) if isinstance(line, Stamped)] if path.exists() else []
+    return [item for item in items if isinstance(item, EvidenceRecord)]
+
+
+def findings_of(session: Session) -> dict[str, Any]:
+    """Close a session on every rank, and return the arguments of :class:`Findings`."""
+    dist.barrier()  # the rank that reports an incident has written it
+    incidents, status = list(session.incidents), dict(session.status())
+    session.close()
+    records = evidence_of(session.run_dir, dist.get_rank())
+    return {"records": records, "incidents": incidents, "failures": list(session.failures), "status": status}

@@ -25,7 +25,7 @@ ATTENTION = {
 
 @dataclass(frozen=True)
 class Variant:
-    """Which of the things that people combine a job has."""
+    """The combination of features that a job has."""
 
     wrapper: str = "ddp"
     """``ddp``, ``fsdp2``, or ``hsdp`` of two replicas."""
@@ -85,7 +85,7 @@ class Gpt(nn.Module):
 
 
 def parallel(variant: Variant) -> nn.Module:
-    """The model on this rank's device, wrapped."""
+    """Return the model on this rank's device, wrapped."""
     model = Gpt(variant).cuda()
     if variant.compiled:
         for layer in model.layers:

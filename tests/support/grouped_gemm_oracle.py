@@ -1,4 +1,4 @@
-"""What a grouped GEMM should compute and count, worked out from the shape alone, as the kernel never does."""
+"""The expected results and counts of a grouped GEMM, computed from the shape alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def role_of(height: int, width: int, tiling) -> str:
 def counts_of(
     rows: tuple[int, ...], hidden: int, intermediate: int, tilings, programs: int
 ) -> dict[str, int]:
-    """Every path that runs at all, as a profile names it; ``tilings`` by pass, or one for all."""
+    """Return how often each path runs; ``tilings`` by pass, or one for all."""
     counts: Counter[str] = Counter()
     for which in PASSES:
         tiling = tilings[which] if isinstance(tilings, dict) else tilings
@@ -74,7 +74,7 @@ def counts_of(
 def reference(
     x: torch.Tensor, weights: torch.Tensor, gradient: torch.Tensor, rows: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
-    """The three results in float32."""
+    """Return the three results in float32."""
     by_expert = zip(x.float().split(rows), weights.float(), gradient.float().split(rows), strict=True)
     forward, inputs, weight = [], [], []
     for mine, matrix, above in by_expert:
@@ -89,7 +89,7 @@ def reference(
 
 
 def worst_error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to the largest element; infinite where anything is not finite."""
+    """Return the error relative to the largest element; infinite where anything is not finite."""
     if not result.numel():
         return 0.0
     if not torch.isfinite(result).all():

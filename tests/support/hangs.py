@@ -47,7 +47,7 @@ class Net(torch.nn.Sequential):
 
 
 def steps() -> Iterator[int]:
-    """Training steps from 1, at a pace that observers can tell from a hang."""
+    """Count training steps from 1, at a pace that observers can distinguish from a hang."""
     for step in range(1, STEPS + 1):
         time.sleep(0.02)
         yield step
@@ -77,12 +77,12 @@ def wait_for_incident(run_dir: Path, seconds: float = 20.0) -> None:
 
 
 def give_up_soon(seconds: float = 6.0) -> dist.ProcessGroup:
-    """A group of all ranks whose collectives raise after a while instead of hanging for ever."""
+    """Make a group of all ranks whose collectives raise after a while instead of hanging for ever."""
     return dist.new_group(timeout=datetime.timedelta(seconds=seconds), group_desc="training")
 
 
 def until_it_raises(body: Callable[[], None]) -> bool:
-    """Whether the body ended with what Gloo raises when it gives up."""
+    """Return whether the body ended with the error that Gloo raises at a timeout."""
     try:
         body()
     except RuntimeError:

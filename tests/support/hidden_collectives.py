@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.ears import Ears
+from tests.support.call_recorder import CallRecorder
 from tests.support.replayed_job import Block, Net, batch, device
 from torchscout.attach import enable_resiliency
 from torchscout.collectives.interceptor import listen
@@ -25,7 +25,7 @@ __all__ = ["HIDING", "Seen", "hiding_training"]
 
 
 def reduce(x: torch.Tensor) -> None:
-    """A sum over all ranks, of a copy: training's numbers do not depend on it."""
+    """Sum a copy over all ranks, so that training's numbers do not depend on it."""
     dist.all_reduce(x.detach().clone().sum())
 
 
@@ -36,7 +36,7 @@ class InForward(Block):
 
 
 class OnEvenCalls(Block):
-    """Ranks agree on when to communicate as long as training alone calls it."""
+    """Communicates in every other call: ranks agree on when as long as only training calls it."""
 
     calls = 0
 
@@ -72,7 +72,7 @@ class InNewThread(Block):
 
 
 class InThreadPool(Block):
-    """Its thread is older than any replay."""
+    """Communicates from a thread that is older than any replay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class EveryOtherMuon(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class Hiding:
-    """Where collectives hide."""
+    """A place where collectives hide."""
 
     block: Callable[[], nn.Module] = Block
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
@@ -165,7 +165,7 @@ HIDING = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one rank has seen."""
+    """The result of one rank."""
 
     incidents: list[Incident]
     failures: list[str]
@@ -193,14 +193,14 @@ def _train(rank: int, hiding: Hiding, steps: int, config: ReplayConfig | None, r
     session = None
     if config is not None:
         session = enable_resiliency(model, optimizer, replay=config, observer=None, run_dir=run_dir)
-    ears = Ears()
-    with listen(ears):
+    recorder = CallRecorder()
+    with listen(recorder):
         for step in range(1, steps + 1):
             tokens, targets = batch(step, rank)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
             optimizer.step()
-    collectives = [each.operation for each in ears.heard if not each.group.is_scouts]
+    collectives = [each.operation for each in recorder.calls if not each.group.is_scouts]
     bits = b"".join(each.detach().cpu().numpy().tobytes() for each in net.parameters())
     if session is None:
         return Seen([], [], {}, None, collectives, bits)

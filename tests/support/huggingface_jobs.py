@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,9 @@ from transformers import (
 
 from tests.support.all_records import all_records
 from tests.support.checkpoint_jobs import kill
-from tests.support.findings import Findings
+from tests.support.findings import Findings, findings_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, ObserverConfig, ReplayConfig
-from torchscout.decision.record import EvidenceRecord
-from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.plugins.huggingface import ResiliencyCallback
@@ -71,8 +69,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Told(Findings):
-    """What one rank has to tell."""
+class Result(Findings):
+    """The result of one rank."""
 
     bits: dict[int, str]
     """All that training leaves behind on it, after each step."""
@@ -94,12 +92,12 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": drawn, "labels": drawn}
 
 
-def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Told]:
+def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Result]:
     for trial, run_dir in questions:
         yield train(rank, trial, run_dir)
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
+def train(rank: int, trial: Trial, run_dir: Path | None) -> Result:
     """Without SCOUT where there is no folder for what it finds."""
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -110,11 +108,8 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
     model = model_of(trial)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with Injector(trial.faults, rank, model, optimizer) as injector:
-        told = (_trainer if trial.kind == "trainer" else _loop)(trial, run_dir, model, optimizer)
-    told = Told(**{**vars(told), "fired": len(injector.fired)})
-    if run_dir is not None and (path := run_dir / "records" / f"rank-{rank}.jsonl").exists():
-        told.records.extend(line.item for line in read(path) if isinstance(line.item, EvidenceRecord))
-    return told
+        result = (_trainer if trial.kind == "trainer" else _loop)(trial, run_dir, model, optimizer)
+    return replace(result, fired=len(injector.fired))
 
 
 def model_of(trial: Trial) -> Any:
@@ -131,7 +126,7 @@ def model_of(trial: Trial) -> Any:
     return model
 
 
-def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Told:
+def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Result:
     trainer = _Slowly(
         model,
         TrainingArguments(
@@ -166,9 +161,9 @@ def _trainer(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.op
     trainer.add_callback(last)
     trainer.train(resume_from_checkpoint=trial.resumed)
     session = None if callback is None else callback.session
-    told = told_of(last.bits, session, last.first - 1)
-    told.status.update(last.status)  # of a session that was still open
-    return told
+    result = result_of(last.bits, session, last.first - 1)
+    result.status.update(last.status)  # of a session that was still open
+    return result
 
 
 class _Slowly(Trainer):
@@ -206,7 +201,7 @@ class _Last(TrainerCallback):
             self.status.update(self.callback.session.status())
 
 
-def _loop(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Told:
+def _loop(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim.Optimizer) -> Result:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     model, wrapped, schedule = accelerator.prepare(model, optimizer, schedule)
@@ -230,7 +225,7 @@ def _loop(trial: Trial, run_dir: Path | None, model: Any, optimizer: torch.optim
                 schedule.step()
                 wrapped.zero_grad()
         bits[step] = bits_of(accelerator.unwrap_model(model), optimizer, schedule.get_last_lr())
-    return told_of(bits, session, done)
+    return result_of(bits, session, done)
 
 
 class Rows:
@@ -264,18 +259,8 @@ def attached(trial: Trial, run_dir: Path, model: Any, optimizer: Any) -> Session
     return enable_resiliency(model, optimizer, checkpoint=kept, **settings)
 
 
-def told_of(bits: dict[int, str], session: Session | None, resumed: int) -> Told:
-    if session is None:
-        return Told(bits)
-    status = session.status()
-    session.close()
-    return Told(
-        bits,
-        incidents=session.incidents,
-        failures=list(session.failures),
-        status=status,
-        resumed=resumed,
-    )
+def result_of(bits: dict[int, str], session: Session | None, resumed: int) -> Result:
+    return Result(bits) if session is None else Result(bits, resumed=resumed, **findings_of(session))
 
 
 def bits_of(model: Any, optimizer: torch.optim.Optimizer, rates: list[float]) -> str:

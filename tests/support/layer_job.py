@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Calling(nn.Module):
-    """A module whose forward is the test's."""
+    """A module with the forward function of the test."""
 
     def __init__(self, forward: Callable[..., Any], width: int = 4) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Calling(nn.Module):
 
 
 def batch(rank: int) -> torch.Tensor:
-    """Every rank's own."""
+    """Return the batch of a rank."""
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)).requires_grad_()
 
 
 def sized(output: torch.Tensor) -> torch.Tensor:
-    """A loss whose gradient differs from rank to rank."""
+    """Return a loss whose gradient differs from rank to rank."""
     return output.square().sum()
 
 

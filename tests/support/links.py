@@ -1,4 +1,4 @@
-"""Slow links that frameworks are given, and what is to be said of them."""
+"""Slow links in jobs of frameworks, and checks of what is reported about them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ REMEMBERED = ReplayConfig(interval=1, recipes=("process_groups",), baseline=Base
 
 
 def slow(ranks: Sequence[int], at: str, axis: str, first: int = 3) -> FaultPlan:
-    """From a step on, every such collective of these ranks."""
+    """Plan a delay of every such collective of these ranks, from a step on."""
     return FaultPlan().slow_collective(ranks=ranks, at=at, axis=axis, step=range(first, 13), seconds=0.25)
 
 
-def is_named(ranks: tuple[int, ...], axis: str, told: Sequence[Findings]) -> None:
-    """The members of the slow group, and nobody else, for nothing else."""
-    assert max(each.fired for each in told) > 3
-    found = {each.ranks: each for one in told for each in one.incidents}
+def is_named(ranks: tuple[int, ...], axis: str, results: Sequence[Findings]) -> None:
+    """Check that the members of the slow group, and nobody else, are named for it."""
+    assert max(each.fired for each in results) > 3
+    found = {each.ranks: each for one in results for each in one.incidents}
     assert {*found} == {ranks}, [each.sentence for each in found.values()]
     incident = found[ranks]
     assert incident.manifestation.value == "straggler"
@@ -33,9 +33,9 @@ def is_named(ranks: tuple[int, ...], axis: str, told: Sequence[Findings]) -> Non
     assert ("no third" in incident.sentence) is (ranks == ALL)
 
 
-def is_the_jobs(operation: str, told: Sequence[Findings]) -> None:
-    """A group that has no other to be compared with: what has become slower is said, and nobody named."""
-    assert min(each.fired for each in told) > 3
-    (incident,) = {each.sentence: each for one in told for each in one.incidents}.values()
+def is_the_jobs(operation: str, results: Sequence[Findings]) -> None:
+    """Check that a slow group without a counterpart is reported for the job and names nobody."""
+    assert min(each.fired for each in results) > 3
+    (incident,) = {each.sentence: each for one in results for each in one.incidents}.values()
     assert (incident.manifestation.value, incident.scope.value, incident.ranks) == ("straggler", "job", ())
     assert f"time/process_groups_{operation}@" in incident.sentence

@@ -51,11 +51,11 @@ class Machine:
 
     @property
     def shared_memory(self) -> Path:
-        """Its ``/dev/shm``, seen from here."""
+        """Return the path of its ``/dev/shm`` as seen from here."""
         return Path(f"/proc/{self.init}/root/dev/shm")
 
     def start(self, command: Sequence[str], output: Path, **variables: str) -> subprocess.Popen[bytes]:
-        """Run a command there."""
+        """Run a command on the machine."""
         enter = ["nsenter", "--target", str(self.init), "--net", "--uts", "--mount", "--pid"]
         with output.open("wb") as file:
             return subprocess.Popen(
@@ -66,19 +66,19 @@ class Machine:
             )
 
     def processes(self, word: str) -> list[int]:
-        """Its processes that live and have the word in their command."""
+        """Return its live processes whose command contains the word."""
         pids = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
         return [pid for pid in pids if self._has(pid, word)]
 
     def listens_on(self, address: str) -> bool:
-        """Whether somebody there waits for connections to this very address, and not to any."""
+        """Return whether a process there listens on exactly this address, and not on any."""
         word = socket.inet_aton(address)[::-1].hex().upper()
         tables = [Path(f"/proc/{self.init}/net/{table}").read_text() for table in ("tcp", "tcp6")]
         rows = [row.split() for table in tables for row in table.splitlines()]
         return any(row[1].partition(":")[0].endswith(word) and row[3] == _LISTEN for row in rows)
 
     def unplug(self) -> None:
-        """Nothing it sends arrives, and nobody is told."""
+        """Drop all packets that the machine sends, without an error."""
         for interface in (INTERFACE, OTHER_INTERFACE):
             _run(self.switch, "ip", "link", "set", _port(self, interface), "down")
 
@@ -95,7 +95,7 @@ class Machine:
 
 @contextmanager
 def machines(folder: Path, hosts: Mapping[str, Sequence[str]]) -> Iterator[list[Machine]]:
-    """One machine for each name; what it finds in ``/etc/hosts`` are the lines given for it.
+    """Make one machine for each name, with the given lines of ``/etc/hosts``.
 
     Their addresses are 10.77.0.1, 10.77.0.2 and so on; by the other interface 10.78.0.1 and so on.
     """
@@ -124,7 +124,7 @@ def machines(folder: Path, hosts: Mapping[str, Sequence[str]]) -> Iterator[list[
 
 
 def why_impossible() -> str | None:
-    """What this system lacks or does not permit, if anything."""
+    """Return what this system lacks or does not permit, if anything."""
     search = _environment({})["PATH"]
     if missing := [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool, path=search) is None]:
         return f"there is no {' and no '.join(missing)} here"
@@ -149,7 +149,7 @@ def _run(switch: int, *command: str) -> None:
 
 
 def _as_owner_of(switch: int) -> list[str]:
-    """Whoever made the switch is root among its machines."""
+    """Return a command prefix that enters the user namespace of the switch, as its root."""
     return ["nsenter", "--target", str(switch), "--user", "--preserve-credentials"]
 
 

@@ -1,6 +1,6 @@
 """Lets the real Megatron-Core train on CPU: import this in a rank of its own, and call ``work_around``.
 
-Only entry points of ``torch.cuda`` are redirected, and factories that are told ``device="cuda"``.
+Only entry points of ``torch.cuda`` are redirected, and factories that are called with ``device="cuda"``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Generators(list):
 
 
 class _OnCpu(TorchFunctionMode):
-    """What is told to go to a GPU stays."""
+    """Keep tensors on the CPU that are to go to a GPU."""
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -137,13 +137,13 @@ def _keep_tensors() -> None:
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     plain = tensor.type
 
-    def told(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def type_on_cpu(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Megatron asserts that a tensor says it is CUDA's."""
         if dtype is None:
             return plain(self).replace("torch.", "torch.cuda.").replace("cuda.cuda.", "cuda.")
         return plain(self, dtype.replace("cuda.", "") if isinstance(dtype, str) else dtype, *args, **kwargs)
 
-    tensor.type = told
+    tensor.type = type_on_cpu
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Trains with the real Megatron-Core and tells what came of it."""
+"""Training with the real Megatron-Core, and its results."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.support.all_records import all_records
-from tests.support.findings import Findings
+from tests.support.findings import Findings, findings_of
 from tests.support.megatron_models import Job, Trial, build, called, inner, leave, one_step
 from torchscout.config import CheckpointConfig
-from torchscout.decision.record import EvidenceRecord
-from torchscout.decision.recorder import read
 from torchscout.faults.effects import FlipBit
 from torchscout.faults.injector import Injector
 from torchscout.mesh import LayerKind, Mesh
 from torchscout.session.resumption import Resumption
 
-__all__ = ["Told", "Trial", "answering", "train"]
+__all__ = ["Result", "Trial", "answering", "train"]
 
 
 @dataclass(frozen=True)
-class Told(Findings):
-    """What one rank has to tell."""
+class Result(Findings):
+    """The result of one rank."""
 
     bits: dict[int, str]
     """Of all that training is about, after every step."""
@@ -46,12 +44,12 @@ class Told(Findings):
     attach_seconds: float = 0.0
 
 
-def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Told]:
+def answering(rank: int, questions: Iterator[tuple[Trial, Path | None]]) -> Iterator[Result]:
     for trial, run_dir in questions:
         yield train(rank, trial, run_dir)
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
+def train(rank: int, trial: Trial, run_dir: Path | None) -> Result:
     session, resumed = None, None
     bits: dict[int, str] = {}
     seconds, scales = 0.0, []
@@ -76,26 +74,13 @@ def train(rank: int, trial: Trial, run_dir: Path | None) -> Told:
                     _spoil(inner(job)[0])
                 bits[step] = state_of(job)
                 scales.append(float(job.optimizer.get_loss_scale()))
-        told = Told(bits, groups(), fired=len(injector.fired), attach_seconds=seconds, resumed=resumed)
-        told.scales.extend(scales)
-        told.places.update(_places(job, rank))
-        return told if session is None or run_dir is None else _told(told, session, rank, run_dir)
+        found = {} if session is None else findings_of(session)
+        fired = len(injector.fired)
+        return Result(bits, groups(), _places(job, rank), resumed, scales, seconds, fired=fired, **found)
     finally:
         if session is not None:
             session.close()
         leave()
-
-
-def _told(told: Told, session: Any, rank: int, run_dir: Path) -> Told:
-    path = run_dir / "records" / f"rank-{rank}.jsonl"
-    dist.barrier()  # whoever is to write an incident down has done so
-    told.incidents.extend(session.incidents)
-    told.failures.extend(session.failures)
-    told.status.update(session.status())
-    session.close()
-    if path.exists():
-        told.records.extend(each.item for each in read(path) if isinstance(each.item, EvidenceRecord))
-    return told
 
 
 def attached(job: Job, run_dir: Path) -> Any:

@@ -32,7 +32,7 @@ def tried(
     documented: tuple[type[Exception], ...],
     corpus: tuple[int, ...] = (),
 ) -> None:
-    """Each input ends in a result or a documented error, soon and without much memory.
+    """Check that each input ends in a result or a documented error, soon and without much memory.
 
     ``corpus``: seeds that failed once, and are tried whatever the number of inputs is.
     """
@@ -60,7 +60,7 @@ def _limited_memory() -> Iterator[None]:
 
 @contextmanager
 def _watched(seed: int) -> Iterator[None]:
-    """Says with which seed something failed, or took too long."""
+    """Name the seed with which something failed, or took too long."""
 
     def too_long(*_: object) -> None:
         raise TimeoutError(f"more than {_MOST_SECONDS:g} s")
@@ -78,7 +78,7 @@ def _watched(seed: int) -> Iterator[None]:
 
 
 def document_mutant(chance: random.Random, document: Any) -> Any:
-    """One or a few parts of a JSON document replaced, removed, doubled or exchanged."""
+    """Replace, remove, double or exchange one or a few parts of a JSON document."""
     mutant = copy.deepcopy(document)
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         mutant = _changed(chance, mutant, _paths(mutant))
@@ -86,7 +86,7 @@ def document_mutant(chance: random.Random, document: Any) -> Any:
 
 
 def text_mutant(chance: random.Random, document: Any) -> bytes:
-    """A mutant as JSON, sometimes with its bytes changed as well, or nested too deeply."""
+    """Return a mutant as JSON, sometimes with its bytes changed as well, or nested too deeply."""
     if chance.random() < 0.02:
         return b"[" * 50_000 + b"]" * 50_000
     data = json.dumps(document_mutant(chance, document)).encode("utf-8", "surrogatepass")

@@ -37,7 +37,7 @@ CONFIG = replace(QUICK, min_silence_seconds=2.0, startup_seconds=30.0)
 
 @dataclass(frozen=True)
 class Hang:
-    """What goes wrong on the culprit, and where the hosts of all ranks wait for their devices."""
+    """What goes wrong on the faulty rank, and where the hosts of all ranks wait for their devices."""
 
     fault: str = "none"
     stop: str = "item"
@@ -54,7 +54,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank came to."""
+    """The result of one rank."""
 
     steps: int
     status: dict[str, Any]
@@ -66,7 +66,7 @@ class Net(torch.nn.Sequential):
 
 
 def train(rank: int, run_dir: Path, hang: Hang) -> Seen:
-    """A DDP job over NCCL whose culprit does what ``hang`` says in its fifth step."""
+    """Train a DDP job over NCCL whose faulty rank does what ``hang`` says in its fifth step."""
     job = _Job(rank, hang, run_dir)
     settings: dict[str, Any] = {"replay": None, "observer": CONFIG, "run_dir": run_dir}
     if hang.captured:
@@ -87,7 +87,7 @@ def train(rank: int, run_dir: Path, hang: Hang) -> Seen:
 
 
 def has_fired(run_dir: Path) -> bool:
-    """Whether the culprit did what it was told to do; it may be gone since."""
+    """Whether the fault has happened on its rank, which may have ended since."""
     return (run_dir / "fired").exists()
 
 
@@ -117,7 +117,7 @@ class _Job:
             yield torch.randn(64, 256, device="cuda")
 
     def at(self, place: str) -> None:
-        """Where a fault may happen, in the faulty step of the culprit."""
+        """Let the planned fault happen if this is its place, its step and its rank."""
         faulty = {"late_first": 1, "late_last": STEPS}.get(self.hang.fault, FAULTY_STEP)
         if self.rank == CULPRIT and self.steps == faulty - 1 and not self.fired:
             fault = FAULTS[place].get(self.hang.fault)
@@ -144,7 +144,7 @@ class _Job:
         STOPS[self.hang.stop](loss)
 
     def communicate(self) -> None:
-        """What a step communicates besides gradients: on two groups, and from the first rank to the last."""
+        """Communicate besides gradients: on two groups, and from the first rank to the last."""
         extra = torch.ones(1024, device="cuda")
         groups = [self.group, self.pair]
         for group in reversed(groups) if self.does("another_order") else groups:
@@ -158,7 +158,7 @@ class _Job:
             dist.recv(large, src=0)
 
     def does(self, fault: str) -> bool:
-        """Whether it is the culprit's turn to do so, once."""
+        """Return whether the fault is to happen on this rank now; true at most once."""
         if self.hang.fault != fault or self.rank != CULPRIT or self.steps != FAULTY_STEP - 1 or self.fired:
             return False
         self.mark()
@@ -194,7 +194,7 @@ class _Job:
 
 
 class _LateOnce:
-    """Holds the culprit up before the first NCCL operation of SCOUT's own in the faulty step."""
+    """Delays the faulty rank before the first NCCL operation of SCOUT's own in the faulty step."""
 
     def __init__(self, job: _Job) -> None:
         self._job = job
@@ -213,7 +213,7 @@ class _LateOnce:
 
 
 def late_in_a_check(rank: int, run_dir: Path) -> Seen:
-    """The culprit is late inside a check, longer than replay waits for a rank on the host."""
+    """Train; the faulty rank is late in a check, longer than replay waits for a rank on the host."""
     job = _Job(rank, Hang(), run_dir)
     replay = ReplayConfig(interval=1, timeout_seconds=STALL)
     with (
@@ -229,7 +229,7 @@ def late_in_a_check(rank: int, run_dir: Path) -> Seen:
 
 
 def failing_in_a_check(rank: int, run_dir: Path) -> Seen:
-    """The culprit fails in a check before it takes part in the broadcast of the inputs."""
+    """Train; the faulty rank fails in a check before it takes part in the broadcast of the inputs."""
     job, receive_together = _Job(rank, Hang(), run_dir), replayer.receive_together
 
     def receive_or_fail(*args: Any) -> None:
@@ -260,13 +260,13 @@ def _sleep(job: _Job) -> None:
 
 
 def _stop(_: _Job) -> None:
-    """Stopped by a signal, and continued by another one."""
+    """Stop this process by a signal, and continue it by another one."""
     subprocess.Popen(["sh", "-c", f"sleep {STALL}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _compute(_: _Job) -> None:
-    """A user's own code on the host that takes long."""
+    """Compute for long on the host, as a user's own code might."""
     end = time.monotonic() + STALL
     while time.monotonic() < end:
         sum(range(10_000))
@@ -283,7 +283,7 @@ def _spin_aside(job: _Job) -> None:
 
 
 def _slow(job: _Job) -> None:
-    """A step that takes a hundred times what it usually takes, in pieces."""
+    """Take a hundred times as long as usual for a step, in pieces."""
     for _ in range(50):
         torch.cuda._sleep(int(STALL * CYCLES / 50))
         torch.ones(8, device="cuda").add_(1)
@@ -347,7 +347,7 @@ STOPS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def _rescue(run_dir: Path, job: _Job) -> None:
-    """End what would never end, so that the device is left in order: communicators abort their kernels."""
+    """Abort communicators that would wait for ever, so that their kernels end."""
     deadline = time.monotonic() + 25
     while not incidents(run_dir) and time.monotonic() < deadline and not job.is_over.is_set():
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""NCCL ranks that train with a framework on a CUDA device, and what they tell of it.
+"""NCCL ranks that train with a framework on a CUDA device, and their results.
 
 Neither the test process nor the server that ranks are forked from may import the framework: importing
 Megatron-Core asks CUDA for its devices, and a process that has asked cannot be forked. So a rank imports it
@@ -54,23 +54,23 @@ WATCHED = ObserverConfig(
 
 @dataclass(frozen=True)
 class Seen(Findings):
-    """What one rank has found, and what training left behind on it."""
+    """The findings of one rank, and the state that training left on it."""
 
     bits: dict[Any, str]
 
     @classmethod
-    def of(cls, told: Any) -> Seen:
-        """From what a framework's own support module returns."""
-        return cls(**{each.name: getattr(told, each.name) for each in fields(cls)})
+    def of(cls, result: Any) -> Seen:
+        """Convert the result of a framework's own support module."""
+        return cls(**{each.name: getattr(result, each.name) for each in fields(cls)})
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """Skip where the package is not installed. One that is there and cannot be imported fails."""
+    """Skip if the package is not installed. A package that is installed and cannot be imported fails."""
     return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
 
 
 class NcclRanks:
-    """Ranks that are asked one thing after another, and replaced after a failure."""
+    """Ranks that answer one question after another, and are replaced after a failure."""
 
     def __init__(
         self, body: Callable[..., Iterator[Any]], size: int, *args: Any, backend: str = "nccl"
@@ -103,7 +103,7 @@ def started(body: Callable[..., Iterator[Any]], size: int, *args: Any) -> Iterat
 
 
 def is_silent(seen: Seen, layers: tuple[str, ...]) -> None:
-    """A healthy job of ``STEPS`` steps under ``CHECKED`` was checked, and certified to its end."""
+    """Check that a healthy job of ``STEPS`` steps was checked as in ``CHECKED`` and certified to its end."""
     assert ([each.sentence for each in seen.incidents], seen.failures) == ([], [])
     assert seen.status["step"] == STEPS
     replay = seen.status["replay"]
@@ -112,10 +112,10 @@ def is_silent(seen: Seen, layers: tuple[str, ...]) -> None:
     assert {"optimizer/update", "state/owned"} <= seen.agreed, (replay["not_checked"], seen.unchecked)
 
 
-def has_named(told: list[Seen], rank: int, manifestation: str) -> Incident:
-    """Exactly one fault fired, on this rank, and exactly this rank is named for it."""
-    assert [bool(each.fired) for each in told] == [each == rank for each in range(len(told))]
-    (incident,) = told[0].incidents
+def has_named(results: list[Seen], rank: int, manifestation: str) -> Incident:
+    """Check that exactly one fault fired, on this rank, and that exactly this rank is named."""
+    assert [bool(each.fired) for each in results] == [each == rank for each in range(len(results))]
+    (incident,) = results[0].incidents
     assert (incident.manifestation.value, incident.scope.value, incident.ranks) == (
         manifestation,
         "rank",
@@ -124,9 +124,9 @@ def has_named(told: list[Seen], rank: int, manifestation: str) -> Incident:
     return incident
 
 
-def went_on(told: list[Seen], run_dir: Path) -> None:
-    """After a stall of rank 1 all ranks trained to the end; that it moves again was recorded."""
-    assert [(each.status["step"], each.failures) for each in told] == [(STEPS, [])] * len(told)
+def went_on(results: list[Seen], run_dir: Path) -> None:
+    """Check that all ranks trained to the end after a stall of rank 1, and that its end was recorded."""
+    assert [(each.status["step"], each.failures) for each in results] == [(STEPS, [])] * len(results)
     (resolved,) = resolutions(run_dir)
     assert resolved.ranks == (1,)
     assert resolved.stalled_seconds > WATCHED.min_silence_seconds

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.findings import Findings, findings_of
+from tests.support.memory_faults import flip_in_memory
 from tests.support.replayed_job import Block, Net, batch
 from torchscout.attach import enable_resiliency
 from torchscout.config import CheckpointConfig, Parallelism, ReplayConfig
-from torchscout.decision.record import Incident
-from torchscout.faults.effects import FlipBit
 
-__all__ = ["Owned", "Owning", "owning"]
+__all__ = ["Owning", "owning"]
 
 
 class SlicedAdamW(torch.optim.Optimizer):
@@ -66,25 +66,12 @@ class Owning:
     """A rank, the step after whose update one of its bits changes, and of what: ``weight`` or a slot."""
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """What one rank has seen."""
-
-    incidents: list[Incident]
-    failures: list[str]
-    certified: int | None
-    not_checked: dict[str, str]
-    covered: dict[str, object]
-    verified: int | None
-    has_flipped: bool
-
-
-def owning(rank: int, jobs: Iterator[Owning]) -> Iterator[Owned]:
+def owning(rank: int, jobs: Iterator[Owning]) -> Iterator[Findings]:
     for job in jobs:
         yield _train(rank, job)
 
 
-def _train(rank: int, job: Owning) -> Owned:
+def _train(rank: int, job: Owning) -> Findings:
     torch.manual_seed(0)
     os.environ["TORCHSCOUT_MEMORY"] = str(job.run_dir / "memory")
     net = Net()
@@ -105,7 +92,7 @@ def _train(rank: int, job: Owning) -> Owned:
         parallelism=Parallelism(replica=dist.get_world_size()),
         run_dir=job.run_dir,
     )
-    has_flipped = False
+    fired = 0
     for step in range(1, job.steps + 1):
         tokens, targets = batch(step, rank)
         optimizer.zero_grad()
@@ -116,21 +103,5 @@ def _train(rank: int, job: Owning) -> Owned:
         if job.flip is not None and job.flip[:2] == (rank, step):
             weight = net.stack[1].up.weight
             tensor = weight.detach() if job.flip[2] == "weight" else optimizer.state[weight][job.flip[2]]
-            tensor = tensor.flatten()[-1:]  # of rank 2's slice
-            before = tensor.clone()
-            with torch.autograd._unsafe_preserve_version_counter(tensor):
-                FlipBit(18).corrupt(tensor)
-            has_flipped = not torch.equal(before, tensor)
-    dist.barrier()  # whichever rank reports an incident has written it
-    replay = session.status()["replay"]
-    found = Owned(
-        session.incidents,
-        list(session.failures),
-        session.certified_step,
-        replay["not_checked"],
-        replay["covered"],
-        (session.status()["checkpoint"] or {}).get("verified"),
-        has_flipped,
-    )
-    session.close()
-    return found
+            fired += flip_in_memory(tensor.flatten()[-1:], 18)  # of rank 2's slice
+    return Findings(fired=fired, **findings_of(session))

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.findings import evidence_of
 from tests.support.pipeline_stages import SCHEDULES, Layout, stages_of
+from tests.support.replay_results import bits_of
 from tests.support.replayed_job import batch
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
-from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 
@@ -36,7 +36,7 @@ EVERY_STEP = ReplayConfig(interval=1, records="all")
 
 @dataclass(frozen=True, slots=True)
 class Piped:
-    """What one rank has to tell."""
+    """The result of one rank."""
 
     bits: bytes
     """All that training leaves behind on it."""
@@ -52,7 +52,7 @@ class Piped:
 
 
 class _Carrier(nn.Module):
-    """The stages under the names they have for replay; called once a step, to tell that it begins."""
+    """The stages under the names they have for replay; called once a step, to mark its beginning."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def train(
             optimizer,
             replay=EVERY_STEP,
             observer=None,
-            parallelism=axes if layout.told == "mesh" else layout.degrees(),
+            parallelism=axes if layout.parallelism_from == "mesh" else layout.degrees(),
             run_dir=run_dir,
         )
         for step in range(1, steps + 1):
@@ -105,18 +105,17 @@ def train(
             settings.append(_settings(modules))
             if step in mended:
                 _mend(model, optimizer, axes["dp"].get_group(), mended[step])
-    bits = _bits(model, optimizer)
+    bits = bits_of(model, optimizer)
     if not session:
         return Piped(bits, settings, [], [], [], len(injector.unfired), [], {})
     incidents = [each for each in session.incidents if each.manifestation is Manifestation.SDC]
     status = session.status()["replay"]
     session.close()
-    lines = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
-    records = [item for item in lines if item.manifestation is Manifestation.SDC]
-    told = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
+    records = [each for each in evidence_of(run_dir, rank) if each.manifestation is Manifestation.SDC]
+    found = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
     sentences = [each.sentence for each in incidents]
     return Piped(
-        bits, settings, records, told, sentences, len(injector.unfired), list(session.failures), status
+        bits, settings, records, found, sentences, len(injector.unfired), list(session.failures), status
     )
 
 
@@ -141,7 +140,7 @@ def _mend(
 
 
 def _settings(modules: Sequence[nn.Module]) -> list[Any]:
-    """What a schedule, and FSDP or DDP themselves, set on their way through a step."""
+    """Return what a schedule, FSDP and DDP set during a step."""
     every = [each for stage in modules for each in stage.modules()]
     synchronized = [
         each.require_backward_grad_sync for each in every if isinstance(each, DistributedDataParallel)
@@ -172,10 +171,3 @@ def _fsdp_settings(module: FSDPModule) -> list[Any]:
         len(state._comm_ctx.post_forward_order),
         *groups,
     ]
-
-
-def _bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
-    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *slots, torch.get_rng_state()]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-    return b"".join(each.detach().float().numpy().tobytes() for each in local)

@@ -51,15 +51,15 @@ class Layout:
     """What a stage is wrapped in, or its blocks are: a key of WRAPPERS."""
     pipeline_first: bool = False
     """Whether the mesh is ("pp", "dp") rather than ("dp", "pp")."""
-    told: str = "mesh"
-    """How the parallelism is told: as the ``mesh`` itself, or by ``degrees``."""
+    parallelism_from: str = "mesh"
+    """How the parallelism is passed: as the ``mesh`` itself, or by ``degrees``."""
 
     def __str__(self) -> str:
         return f"{self.schedule} of {self.ranks} ranks with {self.inside} inside"
 
     @property
     def obstacle(self) -> str | None:
-        """Why PyTorch itself cannot train so, or None."""
+        """Return why PyTorch itself cannot train so, or None."""
         if self.schedule in _V_SHAPED and not _CAN_FOLD:
             return "before PyTorch 2.12 a V-shaped schedule sends to its own rank, which Gloo refuses"
         return None
@@ -70,12 +70,12 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether nobody holds a second copy of what a rank holds."""
+        """Return whether no other rank holds a copy of a rank's state."""
         return "fsdp" in self.inside
 
     @property
     def is_replicated_by_hand(self) -> bool:
-        """Whether nobody else averages the gradients of the replicas."""
+        """Return whether the job itself must average the gradients of the replicas."""
         return not self.is_sharded and self.inside not in ("ddp", "hsdp")
 
     @property
@@ -94,20 +94,20 @@ class Layout:
         return Parallelism(**{axis: self.copies, "pipeline": STAGES})
 
     def copy_of(self, rank: int) -> int:
-        """Which of the ranks with the same stages it is."""
+        """Return the index of a rank among those with the same stages."""
         return rank % self.copies if self.pipeline_first else rank // STAGES
 
     def position_of(self, rank: int) -> int:
-        """Where in its pipeline a rank is."""
+        """Return the position of a rank in its pipeline."""
         return rank // self.copies if self.pipeline_first else rank % STAGES
 
     @property
     def chunks(self) -> int:
-        """Stages on each rank."""
+        """Return the number of stages on each rank."""
         return 1 if self.schedule in ("gpipe", "1f1b") else 2
 
     def stages_on(self, position: int) -> list[int]:
-        """Which stages a pipeline rank runs."""
+        """Return which stages a pipeline rank runs."""
         if self.chunks == 1:
             return [position]
         last = 2 * STAGES - 1
@@ -137,7 +137,7 @@ class Stage(nn.Module):
 
 
 def surfaces_on(layout: Layout, rank: int) -> set[str]:
-    """What must be compared on a rank: every part of every stage it has, its state, its updates."""
+    """Return what must be compared on a rank: every part of its stages, its state, its updates."""
     wanted = {"optimizer/param", "optimizer/reproduced"}
     wanted |= {"state/owned"} if layout.is_sharded else {"state/parameters", "state/optimizer"}
     for chunk, place in enumerate(layout.stages_on(layout.position_of(rank))):
@@ -153,14 +153,14 @@ def surfaces_on(layout: Layout, rank: int) -> set[str]:
 
 
 def _layers(place: int, stages: int) -> range:
-    """Not as many on every stage: the first ones get what is left over."""
+    """Divide layers unevenly: the first stages get the remainder."""
     each, more = divmod(LAYERS, stages)
     start = place * each + min(place, more)
     return range(start, start + each + (place < more))
 
 
 def stages_of(layout: Layout) -> tuple[DeviceMesh, list[PipelineStage]]:
-    """The job's mesh, and the stages of this rank."""
+    """Return the job's mesh, and the stages of this rank."""
     axes = layout.mesh()
     data = axes[layout.data_axes]
     stages = [
@@ -187,7 +187,7 @@ def _with_fsdp(stage: Stage, mesh: DeviceMesh) -> nn.Module:
 
 
 def _with_gathered_fsdp(stage: Stage, mesh: DeviceMesh) -> nn.Module:
-    """As schedules that keep a stage gathered want it: a split backward finds no gradients otherwise."""
+    """Keep a stage gathered, as a split backward needs it to find gradients."""
     for block in stage.layers.values():
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
     return fully_shard(stage, mesh=mesh, reshard_after_forward=False)

@@ -1,4 +1,4 @@
-"""Ranks as threads whose replays do what a test plans for them, and note every call."""
+"""Ranks as threads whose replays do what a test plans for them, and record every call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Planned(Recipe):
         self.say("replay_saved", (target, saved.is_source))
         return replay
 
-    def said(self) -> list[str]:
+    def call_names(self) -> list[str]:
         return [call for call, _ in self.calls]
 
 
@@ -93,7 +93,7 @@ class PlannedReplay(Replay):
 
 
 class Rank:
-    """One thread's part: recipes that are due at every step, and who checks them."""
+    """The recipes of one thread, which are due at every step, and the replayer that checks them."""
 
     def __init__(self, peers: ThreadPeers, recipes: Sequence[Recipe], variants: tuple[float, ...] = (1.0,)):
         kinds = {recipe.kind: len(recipe.targets) for recipe in recipes}
@@ -113,7 +113,7 @@ def job(act: Act = lambda *_: None, *groups: Sequence[int], **settings: Any) -> 
 
 
 def checked(ranks: Sequence[Rank], steps: int = 1) -> list[Findings]:
-    """The last step's outcome on each rank."""
+    """Return the outcome of the last step on each rank."""
     by_peers = {rank.peers: rank for rank in ranks}
 
     def body(peers: ThreadPeers) -> Findings:

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def described(replays: Sequence[Replay]) -> list[Any]:
-    """Every peer's description as it arrives at the others."""
+    """Return every peer's description as it arrives at the others."""
     return [json.loads(json.dumps(replay.describe())) for replay in replays]
 
 
@@ -39,7 +39,7 @@ def align(replays: Sequence[Replay], source: int = 0) -> None:
 
 
 def receiver(sent: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], None]:
-    """A broadcast's receiving end."""
+    """Return the receiving end of a broadcast."""
     pending = iter(sent)
 
     def receive(tensor: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ def receiver(sent: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], None]:
 
 
 def observe(replay: Replay, variant: float = 1.0) -> dict[str, int]:
-    """As the replayer does: with SCOUT's own hooks inert."""
+    """Observe as the replayer does: with SCOUT's own hooks inert."""
     seen = Observation(variant)
     with own_work():
         replay.observe(seen)
@@ -61,7 +61,7 @@ def observe(replay: Replay, variant: float = 1.0) -> dict[str, int]:
 
 
 def observations(replays: Sequence[Replay], variant: float = 1.0) -> list[dict[str, int]]:
-    """What each peer finds; their random streams stand in different places."""
+    """Observe on each peer, with a different random state on each."""
     found = []
     for place, replay in enumerate(replays):
         torch.manual_seed(place)
@@ -74,6 +74,6 @@ def observations(replays: Sequence[Replay], variant: float = 1.0) -> list[dict[s
 
 
 def differing(found: Sequence[dict[str, int]]) -> set[str]:
-    """The surfaces on which not all have the same."""
+    """Return the surfaces on which peers differ."""
     assert all(each.keys() == found[0].keys() for each in found)
     return {surface for surface in found[0] if len({each[surface] for each in found}) > 1}

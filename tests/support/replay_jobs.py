@@ -1,4 +1,4 @@
-"""Small jobs under replay, one step at a time: what tests attach to, and what was recorded about them."""
+"""Small jobs under replay, one step at a time, and what was recorded about them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from tests.support.all_records import all_records
+from tests.support.findings import evidence_of
 from tests.support.replayed_job import Net, batch
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Manifestation
-from torchscout.decision.recorder import Stamped, read
 from torchscout.session.session import Session
 from torchscout.utils.reentrancy import in_own_work
 
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def length(self) -> int:
-        """Of the sequences of this step."""
+        """Return the length of the sequences of this step."""
         return 8
 
     def attach(self, run_dir: Path, replay: ReplayConfig | None = EVERY_STEP, **settings: Any) -> Session:
@@ -112,30 +112,27 @@ class GridJob:
 
 
 def in_replay(module: nn.Module, act: Callable[[], Any]) -> RemovableHandle:
-    """Do something whenever a replay, and not training, has called the module."""
+    """Call ``act`` whenever a replay, and not training, has called the module."""
     return module.register_forward_hook(lambda *_: act() if in_own_work() else None)
 
 
 def records(run_dir: Path, rank: int) -> list[EvidenceRecord]:
-    """Comparisons of numbers; those of times depend on the machine of the day."""
-    lines = read(run_dir / "records" / f"rank-{rank}.jsonl")
-    items = [line.item for line in lines if isinstance(line, Stamped)]
-    found = [item for item in items if isinstance(item, EvidenceRecord)]
-    return [each for each in found if each.manifestation is Manifestation.SDC]
+    """Return the recorded comparisons of numbers; those of times depend on the machine's load."""
+    return [each for each in evidence_of(run_dir, rank) if each.manifestation is Manifestation.SDC]
 
 
 def steps_of(found: Iterable[EvidenceRecord], surface: str) -> list[int]:
-    """The steps at which a surface was compared, or was to be."""
+    """Return the steps at which a surface was compared, or was to be."""
     return sorted({record.step for record in found if record.surface.endswith(surface)})
 
 
 def differing(found: Iterable[EvidenceRecord]) -> dict[str, tuple[int, ...]]:
-    """Whom each surface that peers disagree on names."""
+    """Return the ranks that each surface names on which peers disagree."""
     return {record.surface: record.ranks for record in found if record.scope is not None}
 
 
 def reasons(found: Iterable[EvidenceRecord], surface: str) -> set[str]:
-    """Why a surface was not checked, each time it was not."""
+    """Return the reasons why a surface was not checked."""
     return {str(each.reason) for each in found if each.surface == surface and each.verdict is None}
 
 
@@ -144,7 +141,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> bytes:
 
 
 def hooks_of(net: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
-    """How many there are, everywhere."""
+    """Count the hooks on modules and optimizers."""
     registries = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     counts = [len(getattr(each, name)) for each in net.modules() for name in registries]
     return counts + [

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.all_records import all_records
+from tests.support.findings import evidence_of
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
 from torchscout.decision.record import EvidenceRecord, Incident, Manifestation
-from torchscout.decision.recorder import Stamped, read
 from torchscout.decision.repeatability import MAX_REPLAYS
 from torchscout.faults.injector import Firing, Injector
 from torchscout.faults.plan import FaultPlan
@@ -69,24 +69,24 @@ class Net(nn.Module):
 
 
 def device() -> str:
-    """Where the ranks of this job train."""
+    """Return the device type on which the ranks of this job train."""
     return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 
 def batch(step: int, rank: int, *, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank's own."""
+    """Return the batch of a rank at a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(VOCABULARY, (4, length + 1), generator=generator).to(device())
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def due_layer(step: int) -> str:
-    """The hidden layer whose turn it is at the end of a step, when there is a check at every step."""
+    """Return the hidden layer that is due after a step, with a check at every step."""
     return f"stack.{(step - 1) % LAYERS}"
 
 
 def due_parameter(step: int) -> str:
-    """The parameter whose update is replayed then."""
+    """Return the parameter whose update is due after a step, with a check at every step."""
     names = [name for name, _ in Net().named_parameters()]
     owner, _, name = names[(step - 1) % len(names)].rpartition(".")
     return f"{owner}/{name}"
@@ -94,7 +94,7 @@ def due_parameter(step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one rank has to tell."""
+    """The result of one rank."""
 
     records: list[EvidenceRecord]
     """Comparisons of numbers."""
@@ -134,18 +134,14 @@ def checked_training(
                 mend(net, optimizer, healthy[step])
     incidents, failures = session.incidents, list(session.failures)
     session.close()
-    records = [
-        line.item
-        for line in read(run_dir / "records" / f"rank-{rank}.jsonl")
-        if isinstance(line, Stamped) and isinstance(line.item, EvidenceRecord)
-    ]
+    records = evidence_of(run_dir, rank)
     numbers = [each for each in records if each.manifestation is Manifestation.SDC]
     times = [each for each in records if each.manifestation is Manifestation.STRAGGLER]
     return Found(numbers, times, incidents, injector.fired, len(injector.unfired), failures)
 
 
 def mend(model: nn.Module, optimizer: torch.optim.Optimizer, source: int) -> None:
-    """Every rank gets the parameters and slots of a healthy one, as a recovery would give them."""
+    """Copy the parameters and slots of a healthy rank to every rank, as a recovery would."""
     slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
     with torch.no_grad():
         for tensor in [*model.parameters(), *slots]:

@@ -1,6 +1,6 @@
 """Ranks that copy their state to each other: processes with folders of their own, as if on other machines.
 
-A rank does one thing at a time, as it is told over its standard input, and says what came of it. It does not
+A rank runs one command at a time from its standard input, and prints the result. It does not
 import torch. A ``Wire`` stands between two of them and can hold up or damage what passes.
 """
 
@@ -60,7 +60,7 @@ def identity(rank: int, step: int, world_size: int = 2) -> ShardIdentity:
 def seal(
     memory: Path, rank: int, step: int, size: int = 10_000, world_size: int = 2, first: bytes | None = None
 ) -> Path:
-    """A shard in this rank's own memory; tensor ``a`` has the bytes ``first``, or random ones like ``b``."""
+    """Seal a shard in a memory; tensor ``a`` has the bytes ``first``, or random ones like ``b``."""
     name = identity(rank, step, world_size)
     path = path_of(memory, name, rank)
     blobs = [Blob("a", "uint8", (size,), first or os.urandom(size)), Blob("b", "int32", (3,), os.urandom(12))]
@@ -69,7 +69,7 @@ def seal(
 
 
 def files(memory: Path) -> list[str]:
-    """All that lies in a folder, by name; folders may be removed meanwhile, on which Path.rglob raises."""
+    """Return the names of all files in a folder, from which folders may be removed meanwhile."""
     return sorted(name for _, _, names in os.walk(memory) for name in names)
 
 
@@ -94,7 +94,7 @@ class Rank:
         return self._answer()
 
     def held(self) -> list[int]:
-        """Steps."""
+        """Return the steps of the copies that the rank holds."""
         return [step for step, _ in self.ask("held")]
 
     def signal(self, number: signal.Signals) -> None:
@@ -115,7 +115,7 @@ class Rank:
 
 @contextmanager
 def ranks(folder: Path, token: str, hosts: Sequence[str]) -> Iterator[list[Rank]]:
-    """One rank for each host named, and connected; ranks of one host share a memory."""
+    """Start one connected rank for each host; ranks of one host share a memory."""
     with ExitStack() as ends:
         started = []
         for rank, host in enumerate(hosts):

@@ -1,4 +1,4 @@
-"""Jobs whose state changes by itself at any step, between two updates, where nobody has a copy of it."""
+"""Jobs whose state changes by itself between two updates, where no other rank has a copy of it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.support.findings import Findings, findings_of
+from tests.support.memory_faults import flip_in_memory
 from tests.support.replayed_job import Net, batch, device
 from tests.support.sharded_jobs import SHARDINGS
 from torchscout.attach import enable_resiliency
 from torchscout.config import Parallelism, ReplayConfig
-from torchscout.decision.record import Incident
-from torchscout.faults.effects import FlipBit
 
-__all__ = ["Rested", "Resting", "resting"]
+__all__ = ["Resting", "resting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +37,12 @@ class Resting:
     """How training writes to a weight between updates: ``counted`` by PyTorch, by ``data``, so ``once``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rested:
-    """What one rank has seen."""
-
-    incidents: list[Incident]
-    failures: list[str]
-    certified: int | None
-    watched: float | None
-    held_up: dict[str, str]
-    covered: dict[str, object]
-    has_flipped: bool
-
-
-def resting(rank: int, jobs: Iterator[Resting]) -> Iterator[Rested]:
+def resting(rank: int, jobs: Iterator[Resting]) -> Iterator[Findings]:
     for job in jobs:
         yield _train(rank, job)
 
 
-def _train(rank: int, job: Resting) -> Rested:
+def _train(rank: int, job: Resting) -> Findings:
     torch.manual_seed(0)
     net, parallelism = Net().to(device()), None
     if job.layout == "fsdp2":
@@ -70,7 +56,7 @@ def _train(rank: int, job: Resting) -> Rested:
     session = enable_resiliency(
         net, optimizer, replay=job.replay, observer=None, parallelism=parallelism, run_dir=job.run_dir
     )
-    has_flipped = False
+    fired = 0
     for step in range(1, job.steps + 1):
         tokens, targets = batch(step, 0 if job.layout == "tensor" else rank)
         loss = nn.functional.cross_entropy(net(tokens).flatten(0, 1), targets.flatten())
@@ -78,21 +64,10 @@ def _train(rank: int, job: Resting) -> Rested:
         loss.backward()
         optimizer.step()
         if job.flip is not None and job.flip[:2] == (rank, step):
-            has_flipped = _flip(net, optimizer, job.flip[2])
+            weight, what = net.stack[1].up.weight, job.flip[2]
+            fired += flip_in_memory(weight if what == "weight" else optimizer.state[weight][what], 3)
         _clip(net.stack[0].up.bias, job.clipped, step)
-    dist.barrier()  # whichever rank reports an incident has written it
-    replay = session.status()["replay"]
-    found = Rested(
-        session.incidents,
-        list(session.failures),
-        session.certified_step,
-        replay["watched"],
-        replay["held_up"],
-        replay["covered"],
-        has_flipped,
-    )
-    session.close()
-    return found
+    return Findings(fired=fired, **findings_of(session))
 
 
 def _clip(weight: torch.nn.Parameter, how: str, step: int) -> None:
@@ -101,14 +76,3 @@ def _clip(weight: torch.nn.Parameter, how: str, step: int) -> None:
             weight.clamp_(-0.01, 0.01)
         elif how == "data" or (how == "once" and step == 7):
             weight.data.mul_(0.9)
-
-
-def _flip(net: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> bool:
-    """As memory does it: PyTorch does not count it as a write."""
-    weight = net.stack[1].up.weight
-    tensor = weight if what == "weight" else optimizer.state[weight][what]
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    before = local.clone()
-    with torch.autograd._unsafe_preserve_version_counter(local):
-        FlipBit(3).corrupt(local)
-    return not torch.equal(before, local)

@@ -1,4 +1,4 @@
-"""Layers whose numbers do not repeat: kernels that obey no switch, and operators that strict mode refuses."""
+"""Layers whose results do not repeat: kernels that obey no switch, and operators that strict mode refuses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["KINDS", "net_of"]
 
 
 def _drawn() -> float:
-    """Between 0 and 1, from a source that no seed governs."""
+    """Draw from 0 to 1 with a source that no seed controls."""
     return int.from_bytes(os.urandom(4), "little") / 2**32
 
 
 class _Noise(torch.autograd.Function):
-    """As a sum in an order that nobody controls: now and then the last bits of the gradient are others."""
+    """Change the last bits of the gradient now and then, as a sum in uncontrolled order does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rate: float) -> torch.Tensor:
@@ -32,7 +32,7 @@ class _Noise(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """``put_`` has no deterministic version, on whatever device; what it does here repeats all the same."""
+    """Use ``put_``, which has no deterministic version on any device; its result here repeats anyway."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, passed: str) -> torch.Tensor:

@@ -16,7 +16,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def torchrun(ranks: int, command: Sequence[object], folder: Path, **environment: str) -> str:
-    """All that was printed; a script must end well. ``command`` is a script, or ``-m`` and a module."""
+    """Run ``command``, a script or ``-m`` and a module, and return its output; fail if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         + [str(each) for each in command],
@@ -40,6 +40,6 @@ def torchrun(ranks: int, command: Sequence[object], folder: Path, **environment:
 
 
 def losses_in(printed: str) -> dict[int, float]:
-    """By step, as the examples print them."""
+    """Return the losses by step, as the examples print them."""
     steps = re.findall(r"^step +(\d+) +loss (\d+\.\d+)$", printed, flags=re.MULTILINE)
     return {int(step): float(loss) for step, loss in steps}

@@ -12,14 +12,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
+from tests.support.memory_faults import flip_in_memory
+from tests.support.replay_results import Result, bits_of, result_of
 from tests.support.replayed_job import Net, batch
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Manifestation
-from torchscout.decision.recorder import read
-from torchscout.faults.effects import FlipBit
+from torchscout.decision.record import Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.utils.reentrancy import in_own_work
@@ -66,7 +65,7 @@ def compiled(net: Net, mesh: object) -> None:
 
 
 def prefetched(net: Net, mesh: object) -> None:
-    """The first block's passes begin with gathering the second one's parameters."""
+    """The first block's passes begin by gathering the second one's parameters."""
     plain(net, mesh)
     first, second = net.stack
     first.set_modules_to_forward_prefetch([second])
@@ -76,22 +75,6 @@ def prefetched(net: Net, mesh: object) -> None:
 SHARDINGS: dict[str, Callable[[Net, object], None]] = {
     each.__name__: each for each in (plain, nested, grouped, bfloat16, checkpointed, compiled, prefetched)
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Sharded:
-    """What one rank has to tell."""
-
-    bits: bytes
-    """All that training leaves behind on it."""
-    records: list[EvidenceRecord]
-    incidents: list[tuple[str, tuple[int, ...], str, int]]
-    """Scope, ranks, surface and step of each."""
-    sentences: list[str]
-    fired: int
-    failures: list[str]
-    certified: int | None = None
-    """The last step whose state checks have certified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +105,7 @@ def _fail_in_backward(_: nn.Module, __: object, output: torch.Tensor) -> None:
 
 
 def as_before_reset() -> None:
-    """In this process, a rank of its own, FSDP has no public call that resets it, as before PyTorch 2.13."""
+    """Remove FSDP's public reset call in this rank's process, as before PyTorch 2.13."""
     if HAS_RESET:
         del FSDPModule.reset_iter_state
 
@@ -136,7 +119,7 @@ def train(
     steps: int = 12,
     at_rest: int | None = None,
     failing: Failing = Failing(),  # noqa: B008  frozen
-) -> Sharded:
+) -> Result:
     """Train; ``at_rest`` is a rank whose shard changes by itself between the second and third update."""
     warnings.filterwarnings("ignore", message=".*view tensor.*")
     torch.manual_seed(0)
@@ -152,37 +135,11 @@ def train(
             failing.apply(net.stack[0])
         for step in range(1, steps + 1):
             if step == 3 and at_rest == rank:
-                with torch.no_grad():
-                    _decay(net.stack[1])
+                assert flip_in_memory(next(net.stack[1].parameters()), 3)
             tokens, targets = batch(step, rank)
             logits = net(tokens)
             loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    bits = _bits(net, optimizer)
-    if not session:
-        return Sharded(bits, [], [], [], len(injector.fired), [])
-    incidents, certified = session.incidents, session.certified_step
-    session.close()
-    lines = [line.item for line in read(run_dir / "records" / f"rank-{rank}.jsonl")]
-    records = [each for each in lines if each.manifestation is Manifestation.SDC]
-    told = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
-    sentences = [each.sentence for each in incidents]
-    return Sharded(bits, records, told, sentences, len(injector.fired), session.failures, certified)
-
-
-def _decay(block: nn.Module) -> None:
-    """One bit of memory changes, and PyTorch does not know of it."""
-    local = next(block.parameters()).to_local()
-    version = local._version
-    with torch.autograd._unsafe_preserve_version_counter(local):
-        FlipBit(3).corrupt(local)
-    assert local._version == version
-
-
-def _bits(net: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
-    tensors = [*net.parameters(), *(p.grad for p in net.parameters()), *slots, torch.get_rng_state()]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-    return b"".join(each.detach().float().numpy().tobytes() for each in local)
+    return result_of(bits_of(net, optimizer), session or None, len(injector.fired), tuple(Manifestation))

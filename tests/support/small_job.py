@@ -1,7 +1,7 @@
-"""A job of small trainers without torch, each with a real observer: what the observers' tests watch.
+"""A job of small trainers without torch, each with a real observer.
 
 A trainer publishes progress and then meets the others in an exchange, which this process relays. It does
-what it is told along with the exchange's answer: sleep, hold the interpreter lock, finish, and so on.
+what the exchange's answer asks for: sleep, hold the interpreter lock, finish, and so on.
 """
 
 from __future__ import annotations
@@ -83,19 +83,19 @@ class SmallJob:
         self._thread.start()
 
     def order(self, rank: int, **what: Any) -> None:
-        """What trainer ``rank`` does when its next exchange is over."""
+        """Set what trainer ``rank`` does when its next exchange is over."""
         until(lambda: not self._orders[rank], f"rank {rank} takes its previous order")
         self._orders[rank] = what
 
     def ask(self, rank: int, **what: Any) -> dict[str, Any]:
-        """Like ``order``, for something that has an answer."""
+        """Send a command as ``order`` does, and return its answer."""
         self._replies[rank] = b""
         self.order(rank, **what)
         until(lambda: b"\n" in self._replies[rank], f"rank {rank} answers {what}")
         return json.loads(self._replies[rank])
 
     def lines(self) -> list[Any]:
-        """What was recorded for the job so far: incidents and their ends."""
+        """Return the incidents recorded so far, and their ends."""
         path = self.run_dir / "incidents.jsonl"
         return [each.item for each in read(path) if isinstance(each, Stamped)] if path.exists() else []
 
@@ -146,7 +146,7 @@ class SmallJob:
         return json.loads(text)
 
     def _relay(self) -> None:
-        """Let everybody go on once everybody has come."""
+        """Answer all trainers once all have arrived."""
         here: set[int] = set()
         alive = set(range(self.size))
         while alive:
@@ -180,7 +180,7 @@ def small_job(
     variables: Mapping[str, str] = MappingProxyType({}),
     **changes: Any,
 ) -> Iterator[SmallJob]:
-    """``variables`` are for the environment of trainers and observers, ``changes`` for their config."""
+    """Start a job; ``variables`` are its environment, ``changes`` its observers' settings."""
     job = SmallJob(size, run_dir, replace(QUICK, **changes), hosts, variables)
     try:
         job.start()
@@ -191,7 +191,7 @@ def small_job(
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
-    """What ``condition`` returns, once it is true."""
+    """Wait until ``condition`` returns a true value, and return that."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
@@ -201,7 +201,7 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any
 
 
 class _Trainer:
-    """One trainer's whole life, in its own process."""
+    """One trainer in its own process."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._rest = end, b""
@@ -236,7 +236,7 @@ class _Trainer:
         return self._obey(**order)
 
     def _obey(self, do: str = "", **how: Any) -> bool:
-        """Whether to go on."""
+        """Carry out a command; return whether to go on."""
         return getattr(self, "_do_" + do.replace(" ", "_"))(**how) is not False if do else True
 
     def _do_sleep(self, seconds: float) -> None:
@@ -278,7 +278,7 @@ class _Trainer:
         self._observer.change(**settings)
 
     def _do_exit(self, status: int, suddenly: bool = False) -> None:
-        """As a script ends that never closes its session."""
+        """Exit as a script does that never closes its session."""
         if suddenly:
             os._exit(status)
         self._writer.exiting()

@@ -1,4 +1,4 @@
-"""A trainer to be killed: captures after every update, says which snapshots are sealed, goes on."""
+"""A trainer to be killed: it captures after every update and prints which snapshots are sealed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def say(*words: object, log: Path | None = None) -> None:
 
 
 def life(folder: Path, first: int, log: Path) -> None:
-    """Until it is killed."""
+    """Train until killed."""
     train(folder, first, 1_000_000, 512, partial(say, log=log))
 
 

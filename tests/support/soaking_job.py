@@ -1,4 +1,4 @@
-"""A tiny healthy job with all parts on, which looks at its own processes as it goes on."""
+"""A tiny healthy job with all parts on, which measures its own processes while it trains."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SAMPLES = 10
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds."""
+    """The resources that a process holds."""
 
     resident: int
     """KiB."""
@@ -48,7 +48,7 @@ class Usage:
 
     @classmethod
     def usual(cls, samples: Sequence[Usage]) -> Usage:
-        """What is held all the time: a file may be open, or a thread be there, just when one looks."""
+        """Return what is held all the time: a file or thread may be there at one moment by chance."""
         return cls(
             int(statistics.median(each.resident for each in samples)),
             min(each.descriptors for each in samples),
@@ -79,7 +79,7 @@ class Soaked:
 
 
 def train(rank: int, folder: Path, steps: int, leak: str | None = None) -> Soaked:
-    """``leak`` names what every tenth step of rank 1 keeps for ever."""
+    """Train; ``leak`` names what every tenth step of rank 1 never releases."""
     os.environ["TORCHSCOUT_MEMORY"] = str(folder / "memory")
     torch.manual_seed(0)
     model = DistributedDataParallel(Net())
@@ -134,7 +134,7 @@ def _part(usages: Sequence[tuple[Usage, Usage]], seconds: list[float], cpu: floa
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """Each file's, by its name in the folder; files and folders may go while one looks."""
+    """Return the size of each file in a folder; files and folders may be removed meanwhile."""
     found: dict[str, int] = {}
     for place, _, names in os.walk(folder):
         for path in (Path(place) / name for name in names):

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.support.checkpoint_jobs import Plan, Told, train
+from tests.support.checkpoint_jobs import Plan, Result, train
 from tests.support.machines import INTERFACE, Machine
 
 __all__ = ["outcomes", "spread", "started", "trainers"]
@@ -26,8 +26,8 @@ __all__ = ["outcomes", "spread", "started", "trainers"]
 _MODULE = "tests.support.spread_checkpoints"
 
 
-def spread(hosts: Sequence[Machine], plan: Plan, folder: Path, seconds: float = 120.0) -> list[Told | str]:
-    """Run a job with a rank on each machine: what each has to tell, what it raised, or "killed"."""
+def spread(hosts: Sequence[Machine], plan: Plan, folder: Path, seconds: float = 120.0) -> list[Result | str]:
+    """Run a job with a rank on each machine; return each result, what it raised, or "killed"."""
     for each in started(hosts, plan, folder):
         each.wait(seconds)
     return outcomes(folder, len(hosts))
@@ -63,14 +63,14 @@ def _parent(pid: int) -> int | None:
         return None
 
 
-def outcomes(folder: Path, ranks: int) -> list[Told | str]:
+def outcomes(folder: Path, ranks: int) -> list[Result | str]:
     return [_outcome(folder, rank) for rank in range(ranks)]
 
 
-def _outcome(folder: Path, rank: int) -> Told | str:
+def _outcome(folder: Path, rank: int) -> Result | str:
     path = folder / f"outcome-{rank}"
     if path.exists():
-        outcome: Told | str = pickle.loads(path.read_bytes())
+        outcome: Result | str = pickle.loads(path.read_bytes())
         return outcome
     said = (folder / f"output-{rank}").read_text() if (folder / f"output-{rank}").exists() else "nothing"
     return "killed" if "exit code -9" in said else said
@@ -84,7 +84,7 @@ def _run(rank: int, plan: Plan, folder: Path, here: int) -> None:
         dist.init_process_group("gloo", rank=rank, world_size=here, store=store)
     else:
         dist.init_process_group("gloo", rank=rank)
-    outcome: Told | str
+    outcome: Result | str
     try:
         outcome = train(rank, plan)
     except Exception:  # noqa: BLE001  whatever ended it is the answer

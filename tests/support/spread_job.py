@@ -23,16 +23,20 @@ from torchscout.decision.record import Incident
 
 
 def train(rank: int, run_dir: Path, stalls: str) -> None:
-    """``stalls`` is a rank that does until it is found; with "nobody" the job goes on for ever."""
+    """Train; rank ``stalls`` stalls until it is found; with "nobody" the job never ends."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank)
     # Long enough for an incident, short enough for a test: who waits for a lost machine gives up then.
     model = DistributedDataParallel(Net(), process_group=give_up_soon(5.0))
     optimizer = torch.optim.AdamW(model.parameters())
     config = replace(QUICK, grace_seconds=3.0, address=os.environ.get("HUB_ADDRESS", "*"))
-    told = Path(os.environ.get("TOLD", run_dir)) / f"told-{rank}"
+    reports = Path(os.environ.get("REPORTS", run_dir)) / f"incidents-{rank}"
     session = enable_resiliency(
-        model, optimizer, observer=config, run_dir=run_dir, on_incident=lambda each: tell(each, told)
+        model,
+        optimizer,
+        observer=config,
+        run_dir=run_dir,
+        on_incident=lambda each: append_incident(each, reports),
     )
     for step in itertools.count(1) if stalls == "nobody" else range(1, STEPS + 1):
         time.sleep(0.02)
@@ -46,8 +50,8 @@ def train(rank: int, run_dir: Path, stalls: str) -> None:
     session.close()
 
 
-def tell(incident: Incident, path: Path) -> None:
-    """One line for each incident that this rank's code is told of."""
+def append_incident(incident: Incident, path: Path) -> None:
+    """Append one line for an incident."""
     with path.open("a") as file:
         file.write(f"{incident.manifestation.value} {incident.ranks}\n")
 

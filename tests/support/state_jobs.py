@@ -82,7 +82,7 @@ def divide(net: Net, mesh: DeviceMesh) -> None:
 
 
 def crash_and_resume(rank: int, kind: str, shape: tuple[int, ...], at: int) -> tuple[bool, bool, int]:
-    """Whether every bit and every stream is what it would have been; how many tensors there were."""
+    """Return whether every bit and every stream was restored, and how many tensors there were."""
     warnings.filterwarnings("ignore")
     whole, resumed = interrupted(lambda: make(kind, shape), at=at, steps=at + 3)
     bits = all_bits(whole)
@@ -97,7 +97,7 @@ def crash_and_resume(rank: int, kind: str, shape: tuple[int, ...], at: int) -> t
 def refused(
     rank: int, kept_as: tuple[str, tuple[int, ...]], here: tuple[str, tuple[int, ...]]
 ) -> tuple[str, bool]:
-    """What is said when a state is put into a job of another layout, and whether that job is unchanged."""
+    """Return the error of loading a state into another layout, and whether the job is unchanged."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     kept = make(*kept_as)
@@ -113,7 +113,7 @@ def refused(
 
 
 def after_an_evaluation(rank: int) -> bool:
-    """A forward pass leaves the root's parameters gathered; they are not what is kept or filled."""
+    """Return whether a state that was saved while parameters were gathered is restored correctly."""
     torch.manual_seed(0)
     job = make("fsdp2", (dist.get_world_size(),))
     job.train(range(1))
@@ -133,7 +133,7 @@ def after_an_evaluation(rank: int) -> bool:
 
 
 class Average:
-    """Something a user registers that holds parts of distributed tensors."""
+    """A registered object that holds parts of distributed tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self.values = {name: each.detach().clone() for name, each in model.named_parameters()}
@@ -167,24 +167,24 @@ def registered_parts(rank: int) -> tuple[bool, str]:
 def captured_while_training(
     rank: int, kind: str, shape: tuple[int, ...], folder: Path
 ) -> list[tuple[str | None, bool]]:
-    """Of a capture after every update: its problem, and whether it is the state of just that step."""
+    """Capture after every update: return its problem, and whether it is the state of exactly that step."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     job = make(kind, shape)
     snapshots = Snapshots(folder, rank)
     for optimizer in job.optimizers:
         optimizer.register_step_pre_hook(lambda *_: snapshots.fence())
-    told = []
+    outcomes = []
     kept: tuple[Any, Any] | None = None
     for number in range(1, 6):
         job.step(number)
         if kept is not None:  # it was copied during this step
-            told.append(_outcome(*kept, make(kind, shape)))
+            outcomes.append(_outcome(*kept, make(kind, shape)))
         name = identity(number, rank=rank, world_size=dist.get_world_size())
         kept = snapshots.capture(name, TrustLevel.LATEST, job.collect()), all_bits(job)
     snapshots.close()
     assert shards.clean(folder) == []
-    return told
+    return outcomes
 
 
 def _outcome(capture: Capture, bits: Any, fresh: Job) -> tuple[str | None, bool]:

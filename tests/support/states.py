@@ -1,4 +1,4 @@
-"""Jobs to be interrupted, and what is left of a state once it has been bytes."""
+"""Jobs that are interrupted, and their state after it was written and read."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def identity(step: int = 1, *, rank: int = 0, world_size: int = 1) -> ShardIdent
 
 
 def blob_of(name: str, tensor: torch.Tensor) -> Blob:
-    """A tensor's bytes, as a snapshot copies them."""
+    """Return a tensor's bytes, as a snapshot copies them."""
     memory = torch.empty(tensor.shape, dtype=tensor.dtype)
     fill(memory, tensor)
     return Blob(name, name_of(tensor.dtype), tuple(tensor.shape), bytes_of(memory), memory)
 
 
 def save(path: Path, whose: ShardIdentity, role: TrustLevel, tree: Any) -> None:
-    """Write a state to a file of its own."""
+    """Write a state to its own file."""
     document, tensors = encoding.encode(tree)
     blobs = [blob_of(name, tensor) for name, tensor in tensors.items()]
     shards.write(path, encode(whose, role, document, blobs))
 
 
 def through_bytes(state: State, named: Sequence[type] = ()) -> Any:
-    """The tree that another process would read."""
+    """Encode and decode a state; return the tree that another process would read."""
     blobs = [blob_of(name, tensor) for name, tensor in state.tensors.items()]
     pieces = encode(identity(), TrustLevel.LATEST, state.document, blobs)
     header, memory = decode(b"".join(pieces))
@@ -67,7 +67,7 @@ class Job:
     registered: Mapping[str, Stateful] = field(default_factory=dict)
 
     def step(self, number: int) -> None:
-        """The default for models of eight inputs."""
+        """Train one step with the default loss for models of eight inputs."""
         generator = torch.Generator().manual_seed(number)
         noise = random.random() + np.random.rand()
         x = torch.randn(4, 8, generator=generator) + noise
@@ -92,7 +92,7 @@ class Job:
 
 
 def interrupted(make: Any, *, at: int = 3, steps: int = 7, named: Sequence[type] = ()) -> tuple[Job, Job]:
-    """An uninterrupted job, and one that was lost after ``at`` steps and went on from its checkpoint."""
+    """Return an uninterrupted job, and one that was resumed from its checkpoint after ``at`` steps."""
     seed(0)
     whole = make()
     whole.train(range(at))
@@ -118,7 +118,7 @@ def streams() -> tuple[Any, ...]:
 
 
 def all_bits(job: Job) -> dict[str, Any]:
-    """Every bit of a job, by name, with kinds and layouts."""
+    """Return every bit of a job, by name, with kinds and layouts."""
     found: dict[str, Any] = {}
     for name, tensor in [*job.model.named_parameters(), *job.model.named_buffers()]:
         found[name] = _bits(tensor)
@@ -129,21 +129,21 @@ def all_bits(job: Job) -> dict[str, Any]:
             for index, parameter in enumerate(group["params"])
         }
         for key, slots in optimizer.state.items():
-            found[f"{number} {keys.get(key, key)}"] = _told(slots)
+            found[f"{number} {keys.get(key, key)}"] = _comparable(slots)
         for place, group in enumerate(optimizer.param_groups):
             settings = {name: value for name, value in group.items() if name != "params"}
-            found[f"{number} group {place}"] = _told(settings)
-    found["registered"] = {name: _told(each.state_dict()) for name, each in job.registered.items()}
+            found[f"{number} group {place}"] = _comparable(settings)
+    found["registered"] = {name: _comparable(each.state_dict()) for name, each in job.registered.items()}
     return found
 
 
-def _told(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _bits(value)
     if isinstance(value, dict):
-        return type(value).__name__, {repr(key): _told(each) for key, each in value.items()}
+        return type(value).__name__, {repr(key): _comparable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value).__name__, [_told(each) for each in value]
+        return type(value).__name__, [_comparable(each) for each in value]
     return type(value).__name__, repr(value)
 
 

@@ -1,4 +1,4 @@
-"""A job of replicas, shards and tensor-parallel ranks on pretended machines, for slow ranks and links."""
+"""A job of replicas, shards and tensor-parallel ranks with made-up machines, for slow ranks and links."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.support.findings import Findings, findings_of
 from tests.support.replayed_job import Net, batch
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import EvidenceRecord, Incident
-from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh, MeshAddress
@@ -38,7 +37,7 @@ class Layout:
         return self.replica * self.shard * self.tensor
 
     def mesh(self) -> Mesh:
-        """The tensor-parallel ranks of one replica and shard share a machine."""
+        """Return a mesh in which the tensor-parallel ranks of one replica and shard share a machine."""
         places = [
             (tensor, replica, shard)
             for tensor in range(self.tensor)
@@ -56,18 +55,13 @@ class Layout:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What one rank has to tell."""
-
-    incidents: list[Incident]
-    records: list[EvidenceRecord]
-    fired: int
-    failures: list[str]
+@dataclass(frozen=True)
+class Result(Findings):
+    """The result of one rank."""
 
     @property
     def stragglers(self) -> list[tuple[str, tuple[int, ...], int]]:
-        """Scope, ranks and step of each; fails on any other incident."""
+        """Return scope, ranks and step of each incident; fail on any other kind."""
         assert {each.manifestation.value for each in self.incidents} <= {"straggler"}, self.sentences
         return [(each.scope.value, each.ranks, each.step) for each in self.incidents]
 
@@ -76,8 +70,8 @@ class Told:
         return [each.sentence for each in self.incidents]
 
 
-def train(rank: int, layout: Layout, faults: FaultPlan, steps: int, run_dir: Path) -> Told:
-    """A check at every step."""
+def train(rank: int, layout: Layout, faults: FaultPlan, steps: int, run_dir: Path) -> Result:
+    """Train with a check at every step."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     net, devices = Net(), layout.devices()
@@ -103,8 +97,4 @@ def train(rank: int, layout: Layout, faults: FaultPlan, steps: int, run_dir: Pat
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    told = Told(session.incidents, [], len(injector.fired), session.failures)
-    session.close()
-    lines = read(run_dir / "records" / f"rank-{rank}.jsonl")
-    told.records.extend(line.item for line in lines if isinstance(line.item, EvidenceRecord))
-    return told
+    return Result(fired=len(injector.fired), **findings_of(session))

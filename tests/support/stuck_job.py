@@ -1,4 +1,4 @@
-"""A job on paper, up to the point where nobody moves, and what its observers would then say.
+"""A simulated job up to a hang, and the reports of its observers.
 
 Either by hand, one operation after the other (``issue``, ``busy``), or by ``run``: every rank follows
 its program until it waits for somebody, is stopped, or is done.
@@ -74,7 +74,7 @@ class StuckJob:
         return name
 
     def along(self, axis: str) -> dict[int, str]:
-        """Every process group of an axis; which one a rank is in."""
+        """Return the key of each rank's process group along an axis."""
         found = {}
         for members in self.mesh.groups_along(axis):
             key = self.group(f"{axis}.{members[0]}", *members)
@@ -190,7 +190,7 @@ class StuckJob:
 
 
 def found(job: StuckJob) -> Incident:
-    """The incident, after a look at what every incident must be."""
+    """Return the incident, after checking what every incident must have."""
     incident = job.diagnose()
     assert incident is not None
     assert incident.manifestation is Manifestation.HANG

@@ -4,7 +4,7 @@ parallelism, under replicas, FSDP2 and HSDP."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -25,13 +25,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.support.replay_jobs import EVERY_STEP, records
+from tests.support.replay_jobs import EVERY_STEP
+from tests.support.replay_results import Result, bits_of, local_of, result_of
 from tests.support.replayed_job import Net, batch
 from torchscout.attach import enable_resiliency
-from torchscout.decision.record import EvidenceRecord, Manifestation
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
-from torchscout.session.session import Session
 from torchscout.utils.reentrancy import in_own_work
 
 AXES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}
@@ -94,34 +93,6 @@ STYLES: dict[str, Callable[[Net, DeviceMesh], None]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What one rank has to tell."""
-
-    bits: bytes
-    """All that training leaves behind on it."""
-    records: list[EvidenceRecord]
-    incidents: list[tuple[str, tuple[int, ...], str, int]]
-    """Scope, ranks, surface and step of each that is about wrong numbers."""
-    sentences: list[str]
-    fired: int
-    failures: list[str]
-    certified: int | None = None
-    """The last step whose state checks have certified."""
-    between: tuple[type, ...] = ()
-    """What went from block to block: of which class it was."""
-    echoes: dict[str, list[bool]] | None = None
-    """For each replay of the first block: whether it gave what training's own pass had given."""
-
-    @property
-    def agreed(self) -> set[str]:
-        return {each.surface for each in self.records if each.status == "agree"}
-
-    @property
-    def unchecked(self) -> set[tuple[str, str | None]]:
-        return {(each.surface, each.reason) for each in self.records if each.verdict is None}
-
-
 class Echo:
     """Compares each replayed pass of a block with training's own before it.
 
@@ -164,8 +135,8 @@ class Trial:
         return torch.Size(self.shape).numel()
 
 
-def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = FaultPlan()) -> Told:  # noqa: B008
-    """Train; without ``run_dir`` nobody is attached."""
+def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = FaultPlan()) -> Result:  # noqa: B008
+    """Train; without ``run_dir``, without torchscout."""
     warnings.filterwarnings("ignore", message=".*(view tensor|complete support).*")
     torch.manual_seed(0)
     axes = init_device_mesh("cpu", trial.shape, mesh_dim_names=AXES[len(trial.shape)])
@@ -198,36 +169,11 @@ def train(rank: int, trial: Trial, run_dir: Path | None, faults: FaultPlan = Fau
             if not trial.sharded:
                 average(net, data.get_group())
             optimizer.step()
-    found = told(rank, bits_of(net, optimizer), session or None, len(injector.fired))
+    found = result_of(bits_of(net, optimizer), session or None, len(injector.fired))
     return replace(found, between=tuple(between), echoes=echo and echo.outcomes)
 
 
 def average(net: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gradients over the replicas, by hand."""
+    """Average gradients over the replicas, by hand."""
     for parameter in net.parameters():
         dist.all_reduce(local_of(parameter.grad), op=dist.ReduceOp.AVG, group=group)
-
-
-def told(rank: int, bits: bytes, session: Session | None, fired: int) -> Told:
-    if session is None:
-        return Told(bits, [], [], [], fired, [])
-    dist.barrier()  # whoever has something to report has done so
-    incidents = [each for each in session.incidents if each.manifestation is Manifestation.SDC]
-    certified = session.certified_step
-    session.close()
-    found = [each for each in records(session.run_dir, rank) if each.manifestation is Manifestation.SDC]
-    brief = [(each.scope.value, each.ranks, each.records[0].surface, each.step) for each in incidents]
-    sentences = [each.sentence for each in incidents]
-    return Told(bits, found, brief, sentences, fired, session.failures, certified)
-
-
-def bits_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
-    gradients = [parameter.grad for parameter in net.parameters()]
-    tensors: Sequence[torch.Tensor] = [*net.parameters(), *gradients, *slots, torch.get_rng_state()]
-    return b"".join(local_of(each).detach().contiguous().numpy().tobytes() for each in tensors)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor

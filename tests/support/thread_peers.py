@@ -43,7 +43,7 @@ class ThreadPeers:
 
     @classmethod
     def create_all(cls, *groups: Sequence[int], timeout: float = 10.0) -> list[ThreadPeers]:
-        """One for each rank, in rank order, given who is whose peer."""
+        """Make one for each rank, in rank order, given the peers of each."""
         channels = [
             channel
             for ranks in groups
@@ -77,6 +77,6 @@ class ThreadPeers:
 
 
 def on_threads(peers: Sequence[ThreadPeers], body: Callable[[ThreadPeers], Any]) -> list[Any]:
-    """What the body returns on each rank, all of them at the same time."""
+    """Run the body on all ranks at the same time; return each result."""
     with ThreadPoolExecutor(len(peers)) as pool:
         return list(pool.map(body, peers))

@@ -219,7 +219,7 @@ def train(rank: int, trial: Trial, folder: Path | None) -> Told:
         if trial.overridden is not None and trainer.checkpointer.resumption is not None:
             resumed = trainer.checkpointer.resumption.step
     schedule = {**trainer.lr_schedulers.state_dict(), **trainer.lr_schedulers.get_metrics()}
-    told = Told(
+    result = Told(
         bits_of(trainer),
         {**trainer.state_dict(), **schedule},
         *_groups(trainer, adapter),
@@ -229,9 +229,9 @@ def train(rank: int, trial: Trial, folder: Path | None) -> Told:
         attach_seconds=seconds,
     )
     if session is not None:
-        _tell(told, session, rank)
+        _tell(result, session, rank)
     _leave(trainer)
-    return told
+    return result
 
 
 def attach_to_another_version(_rank: int, trial: Trial, removed: str | None) -> list[str]:
@@ -264,15 +264,15 @@ class _Rows:
     def issued(self, *_: Any) -> None: ...
 
 
-def _tell(told: Told, session: Session, rank: int) -> None:
+def _tell(result: Told, session: Session, rank: int) -> None:
     dist.barrier()  # whoever is to write an incident down has done so
-    told.incidents.extend(session.incidents)
-    told.status.update(session.status())
+    result.incidents.extend(session.incidents)
+    result.status.update(session.status())
     session.close()
-    told.failures.extend(session.failures)
+    result.failures.extend(session.failures)
     path = session.run_dir / "records" / f"rank-{rank}.jsonl"
     lines = read(path) if path.exists() else ()
-    told.records.extend(line.item for line in lines if isinstance(line.item, EvidenceRecord))
+    result.records.extend(line.item for line in lines if isinstance(line.item, EvidenceRecord))
 
 
 def bits_of(trainer: Trainer) -> dict[str, str]:

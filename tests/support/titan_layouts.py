@@ -69,7 +69,7 @@ class Layout:
     """How often training calls it in a step: activation checkpointing computes experts again in backward."""
     ranks: int = 4
     more: Mapping[str, Any] = field(default_factory=dict)
-    """What else the trial is told, whatever the test says."""
+    """Further settings of the trial, whatever the test says."""
 
     def trial(self, assets: Path, **changes: Any) -> Trial:
         return Trial(assets, self.parallelism, **{**changes, **self.more})

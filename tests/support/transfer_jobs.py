@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.all_records import all_records
-from tests.support.findings import Findings
+from tests.support.findings import Findings, findings_of
 from tests.support.replayed_job import Net, batch
 from torchscout.attach import enable_resiliency
 from torchscout.config import ReplayConfig
-from torchscout.decision.record import EvidenceRecord
-from torchscout.decision.recorder import read
 from torchscout.faults.injector import Injector
 from torchscout.faults.plan import FaultPlan
 from torchscout.mesh import Mesh
 
-__all__ = ["Job", "Told", "answering"]
+__all__ = ["Job", "Result", "answering"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +44,17 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told(Findings):
+class Result(Findings):
     weights: torch.Tensor
     """All of them, after training."""
 
 
-def answering(rank: int, jobs: Iterator[tuple[Job, Path | None]]) -> Iterator[Told]:
+def answering(rank: int, jobs: Iterator[tuple[Job, Path | None]]) -> Iterator[Result]:
     for job, run_dir in jobs:
         yield _train(rank, job, run_dir)
 
 
-def _train(rank: int, job: Job, run_dir: Path | None) -> Told:
+def _train(rank: int, job: Job, run_dir: Path | None) -> Result:
     devices = init_device_mesh("cpu", (job.replica, job.pipeline), mesh_dim_names=("dp", "pp"))
     stage = rank % job.pipeline
     torch.manual_seed(stage)
@@ -84,11 +81,9 @@ def _train(rank: int, job: Job, run_dir: Path | None) -> Told:
                 _pass_on(loss.detach(), devices.get_group("pp"), stage, job)
             optimizer.step()
     weights = torch.cat([each.detach().flatten() for each in net.parameters()])
-    told = Told(weights=weights, fired=len(injector.fired))
-    if session is not None and run_dir is not None:
-        _tell(told, session, run_dir / "records" / f"rank-{rank}.jsonl")
+    found = {} if session is None else findings_of(session)
     dist.barrier()
-    return told
+    return Result(weights=weights, fired=len(injector.fired), **found)
 
 
 def _pass_on(value: torch.Tensor, group: dist.ProcessGroup, stage: int, job: Job) -> None:
@@ -97,12 +92,3 @@ def _pass_on(value: torch.Tensor, group: dist.ProcessGroup, stage: int, job: Job
         dist.recv(got, group=group, group_src=None if job.anyone else stage - 1)
     if stage < job.pipeline - 1:
         dist.send(value, group=group, group_dst=stage + 1)
-
-
-def _tell(told: Told, session: Any, records: Path) -> None:
-    dist.barrier()  # whoever is to write an incident down has done so
-    told.incidents.extend(session.incidents)
-    told.failures.extend(session.failures)
-    told.status.update(session.status())
-    session.close()
-    told.records.extend(each.item for each in read(records) if isinstance(each.item, EvidenceRecord))

@@ -1,4 +1,4 @@
-"""Ranks in one process that hold the same parameters and replay their optimizer's update together."""
+"""Ranks in one process that hold the same parameters and replay the update of their optimizer together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rank:
         self._generator = torch.Generator().manual_seed(2)
 
     def backward(self) -> None:
-        """A gradient for every parameter; the same on all ranks, another in each step."""
+        """Set a gradient of every parameter: the same on all ranks, another in each step."""
         for parameter in self.parameters.values():
             values = torch.randn(parameter.shape, generator=self._generator)
             parameter.grad = values.to(parameter.dtype)
@@ -90,7 +90,7 @@ class Job:
         damaged: int | None = None,
         damaged_tensor: int = 1,
     ) -> Round:
-        """One training step with a replay; on the way to rank ``damaged`` one bit of a tensor changes."""
+        """Train one step with a replay; on the way to rank ``damaged`` one bit of a tensor changes."""
         replays = [rank.recipe.begin(target, is_source=i == source) for i, rank in enumerate(self.ranks)]
         for rank in self.ranks:
             step(rank)
@@ -118,13 +118,13 @@ def _receiver(sent: list[torch.Tensor], damaged: int | None) -> Callable[[torch.
 
 
 def flip_lowest_bit(tensor: torch.Tensor, element: int = 0) -> None:
-    """Of one element, in the order of memory."""
+    """Flip the lowest bit of one element, in the order of memory."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     flat[element : element + 1].view(torch.uint8)[0] ^= 1
 
 
 def outliers(found: Sequence[Mapping[str, int]], surface: str) -> list[int]:
-    """The ranks that differ from the value most of them have."""
+    """Return the ranks that differ from the value of the majority."""
     values = [signatures[surface] for signatures in found]
     usual = max(values, key=values.count)
     return [i for i, value in enumerate(values) if value != usual]

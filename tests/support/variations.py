@@ -1,4 +1,4 @@
-"""Ways in which people write training: small models and loops, each with one peculiarity."""
+"""Small models and training loops, each with one peculiarity that users' code has."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Block(nn.Module):
 
 
 class InPlace(Block):
-    """Writes into its own input."""
+    """A module that writes into its own input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.add_(super().forward(1.5 * x))
 
 
 class Moody(Block):
-    """Draws from Python's and NumPy's generators, and from one of its own."""
+    """A module that draws from Python's and NumPy's generators, and from its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Moody(Block):
 
 
 class Named(Block):
-    """Is called by name only, with things that are no tensors, and returns a tree."""
+    """A module that is called with keyword arguments, some of them no tensors, and returns a tree."""
 
     def forward(self, *, hidden: torch.Tensor, mask: torch.Tensor | None, scale: int, how: Any) -> dict:
         x = how(super().forward(hidden)) * scale
@@ -104,7 +104,7 @@ class NamingNet(Net):
 
 
 def lengths_vary(step: int, rank: int) -> int:
-    """Every rank's own sequence length, another one in every step."""
+    """Return a sequence length that differs by rank and step."""
     return 3 + (step + rank) % 4
 
 
@@ -114,7 +114,7 @@ def fixed(step: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """One job: what is trained, and how."""
+    """One job: a model and a way to train it."""
 
     net: Callable[[], nn.Module] = Net
     optimizers: Callable[[Net], list[torch.optim.Optimizer]] = field(
@@ -145,7 +145,7 @@ def several(net: Net) -> list[torch.optim.Optimizer]:
 
 
 class Smooth(nn.Module):
-    """What a compiler takes as it is."""
+    """A module that compiles without a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ VARIATIONS: dict[str, Variation] = {
 
 @dataclass(slots=True)
 class Trained:
-    """What training has left behind after every step, as bytes."""
+    """The state that training has left after every step, as bytes."""
 
     net: Net
     model: nn.Module
@@ -222,7 +222,7 @@ class Trained:
 
 
 def train(variation: Variation, rank: int, steps: int) -> Iterator[Trained]:
-    """Yield before the first step, so that somebody may attach, and after every one."""
+    """Train; yield before the first step, so that the caller may attach, and after every step."""
     torch.manual_seed(1)
     random.seed(2)
     np.random.seed(3)
@@ -262,7 +262,7 @@ def _backward(variation: Variation, model: nn.Module, step: int, rank: int, micr
 
 
 def _evaluate(model: nn.Module, step: int, rank: int) -> None:
-    """As people do: another mode, no gradients, batches of another size."""
+    """Evaluate in another mode, without gradients, on batches of another size."""
     model.eval()
     with torch.no_grad():
         model(_tokens(7 * step, rank, 9))
@@ -281,7 +281,7 @@ def _average(net: nn.Module) -> None:
 
 
 def _everything(trained: Trained, losses: list[torch.Tensor]) -> bytes:
-    """Every bit that training would notice."""
+    """Return every bit that training depends on."""
     net = trained.net
     tensors = [*losses, *net.state_dict().values(), torch.get_rng_state()]
     tensors += [parameter.grad for parameter in net.parameters() if parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""A wall clock that jumps, for programs that are started with it; other clocks go on as they do.
+"""A wall clock that jumps, for programs that are started with it; other clocks are unchanged.
 
 A shared library, loaded before any other, adds an offset to what the C library says the time is.
 """
@@ -73,10 +73,10 @@ class WallClock:
         self.variables = {"LD_PRELOAD": str(library), _FILE: str(offset)}
 
     def shift(self, seconds: int) -> None:
-        """From now on it differs by this much from this process's own."""
+        """Shift the clock by this much from this process's own from now on."""
         self._memory[:] = struct.pack("q", seconds)
 
 
 def why_impossible() -> str | None:
-    """What this system lacks, if anything."""
+    """Return what this system lacks, if anything."""
     return None if shutil.which("cc") else "there is no C compiler (cc) to build the clock with"

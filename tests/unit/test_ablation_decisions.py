@@ -43,7 +43,7 @@ def standing(rank: int, operation: int, *, waits: bool, silent: float) -> RankSt
     return RankStatus(rank, Process.RUNNING, progress)
 
 
-def test_claims_are_held_against_the_truth():
+def test_claims_are_compared_with_the_ground_truth():
     truth = GroundTruth(SDC, (9,), Scope.RANK, "head/output", range(2, 3))
     assert judged([truth], {Claim(SDC, (9,))}) is Outcome.RIGHT
     assert judged([truth], {Claim(SDC, (8,))}) is Outcome.WRONG
@@ -54,7 +54,7 @@ def test_claims_are_held_against_the_truth():
     assert judged([], {Claim(SDC, (9,))}) is Outcome.FALSE_ALARM
 
 
-def test_without_a_majority_the_first_to_say_so_is_blamed_for_numbers():
+def test_without_a_vote_the_first_rank_to_report_is_blamed_for_sdc():
     written = {
         0: [Stamped(numbers(1, 1, 1), 0, 1.0), Stamped(numbers(1, 2, 1), 0, 5.2)],
         1: [Stamped(numbers(1, 2, 1), 0, 5.3)],
@@ -64,7 +64,7 @@ def test_without_a_majority_the_first_to_say_so_is_blamed_for_numbers():
     assert first_to_differ({0: [Stamped(numbers(1, 1, 1), 0, 1.0)]}) == set()
 
 
-def test_without_a_majority_the_first_to_time_out_is_blamed_for_a_hang():
+def test_without_a_vote_the_first_rank_to_time_out_is_blamed_for_a_hang():
     late = standing(1, 3, waits=False, silent=9.0)
     victims = [standing(0, 7, waits=True, silent=3.0), standing(2, 7, waits=True, silent=4.0)]
     assert first_to_time_out([late, *victims]) == {Claim(HANG, (2,))}
@@ -80,9 +80,9 @@ def test_without_confirmation_one_round_is_enough():
 def test_raw_step_times_show_a_slow_rank_only_where_nobody_waits_for_it():
     slow, mesh = [0.01, 0.01, 0.3, 0.01], Mesh.grid(replica=4)
     alone = RawStepTimes(mesh, CONFIG)
-    told = [alone.observe(step, slow) for step in range(1, 4)]
-    assert set().union(*told) == {Claim(STRAGGLER, (2,))}
-    assert told[0] == set(), "confirmed as replayed layers are"
+    found = [alone.observe(step, slow) for step in range(1, 4)]
+    assert set().union(*found) == {Claim(STRAGGLER, (2,))}
+    assert found[0] == set(), "confirmed as replayed layers are"
     together = RawStepTimes(mesh, CONFIG)
     assert not any(together.observe(step, [0.3, 0.31, 0.3, 0.32]) for step in range(1, 6))
 

@@ -42,7 +42,7 @@ def block(**options: Any) -> Iterator[None]:
     functional.scaled_dot_product_attention = before
 
 
-def test_what_was_in_place_is_there_again_and_then_gone():
+def test_applied_reinstalls_ring_attention_and_removes_it_afterwards():
     outside = state()
     with block(enable_load_balance=False):
         inside, attention = state(), Attention.now()
@@ -55,7 +55,7 @@ def test_what_was_in_place_is_there_again_and_then_gone():
     assert state() == outside
 
 
-def test_it_is_gone_even_if_the_replay_fails():
+def test_applied_removes_ring_attention_even_if_the_replay_fails():
     outside = state()
     with block(enable_load_balance=False):
         attention = Attention.now()
@@ -64,7 +64,7 @@ def test_it_is_gone_even_if_the_replay_fails():
     assert state() == outside
 
 
-def test_plain_attention_is_in_place_in_a_block_of_another():
+def test_plain_attention_can_be_applied_inside_a_ring_attention_block():
     plain = Attention.now()
     assert not plain.is_ring
     with block():
@@ -119,7 +119,7 @@ def test_a_buffer_is_captured_as_the_call_found_it():
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_an_attribute_that_had_another_shape_in_the_call_is_told(keep: bool):
+def test_an_attribute_that_had_another_shape_in_the_call_is_the_reason_for_refusal(keep: bool):
     module = calling(lambda self, x: x * self.weight * self.table)
     module.table = torch.arange(4.0)
     with armed(module, keep=keep) as capture:

@@ -63,13 +63,13 @@ def test_ordinary_noise_is_silent(peers, sigma):
     assert alarms(Baseline(BaselineConfig()), rounds) == []
 
 
-def test_too_little_history_says_nothing():
+def test_too_little_history_reports_nothing():
     rounds = [QUIET] * 4 + [slower(3)] * 20
     assert alarms(Baseline(BaselineConfig(warmup=9)), rounds) == []
     assert alarms(Baseline(BaselineConfig(warmup=4)), rounds) == [7]
 
 
-def test_peers_that_do_not_agree_are_no_evidence():
+def test_times_on_which_peers_disagree_are_ignored():
     pair = Baseline(BaselineConfig())
     assert alarms(pair, [[50, 51]] * 20 + [[150, 300], [math.nan, 150]] * 10) == []
     assert alarms(pair, [[150, 151]] * 3) == [3]
@@ -83,22 +83,22 @@ def test_one_slow_rank_is_not_a_shared_slowdown():
     assert alarms(learned(), [[50.0, 50.4, 100.0, 49.7]] * 10) == []
 
 
-def test_it_is_reported_once_and_again_only_after_a_normal_round():
+def test_a_slowdown_is_reported_once_and_again_only_after_a_normal_round():
     assert alarms(learned(), [slower(1.5)] * 300 + [QUIET] + [slower(1.5)] * 5) == [3, 304]
 
 
-def test_slow_rounds_do_not_become_the_usual():
+def test_slow_rounds_do_not_enter_the_baseline():
     baseline = learned(history=16)
     alarms(baseline, [slower(1.5)] * 100 + [QUIET])
     assert alarms(baseline, [slower(1.3)] * 3) == [3]
 
 
-def test_between_normal_and_slow_nothing_changes():
+def test_a_round_between_normal_and_slow_neither_confirms_nor_clears():
     assert alarms(learned(), [slower(1.5), slower(1.15), slower(1.5), slower(1.15), slower(1.5)]) == [5]
     assert alarms(learned(), [slower(1.5)] * 3 + [slower(1.15), slower(1.5)] * 10) == [3]
 
 
-def test_a_gradual_slowdown_is_seen():
+def test_a_gradual_slowdown_is_reported():
     drift = [slower(1 + step / 1000) for step in range(400)]
     (reported,) = alarms(learned(), drift)
     assert 200 < reported < 220
@@ -110,7 +110,7 @@ def test_a_job_that_becomes_faster_is_measured_by_its_new_pace():
 
 
 @pytest.mark.parametrize("factor", [1.19, 0.5])
-def test_what_does_not_matter_is_silent(factor):
+def test_an_immaterial_slowdown_is_silent(factor):
     assert alarms(learned(), [slower(factor)] * 10) == []
 
 
@@ -128,7 +128,7 @@ def test_other_work_has_a_history_of_its_own():
     assert [baseline.observe([record]) for record in peers] == [[]] * 20
 
 
-def test_numbers_never_count():
+def test_sdc_records_are_ignored():
     baseline = learned()
     numbers = replace(timed(slower(3)), manifestation=Manifestation.SDC)
     assert [baseline.observe([numbers]) for _ in range(5)] == [[]] * 5

@@ -1,4 +1,4 @@
-"""The observers' board over real sockets; hub and clients are driven by hand, and told the time."""
+"""The observers' board over real sockets; hub and clients are driven by hand, with an explicit clock."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.support.incidents import incident_from
+from tests.support.small_job import until
 from torchscout.config import ObserverConfig
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import CommGroup, Phase, Process, Progress, RankStatus
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Resolved, Scope
+from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved
 from torchscout.observer.hub import Hub
 from torchscout.observer.protocol import LIMIT, MISTAKES, Client, Message, RankReport, connect
 from torchscout.observer.reported_incidents import Finding
@@ -30,16 +32,7 @@ def incident(*ranks: int) -> Incident:
     record = EvidenceRecord(
         step=3, surface="issued/world", manifestation=Manifestation.HANG, peers=(0, 1), verdict=exact([5, 4])
     )
-    return Incident(
-        manifestation=Manifestation.HANG,
-        scope=Scope.RANK,
-        step=3,
-        ranks=ranks,
-        hosts=(),
-        records=(record,),
-        action=Action.RESTART,
-        sentence=f"ranks {ranks} are late",
-    )
+    return incident_from(record, ranks, sentence=f"ranks {ranks} are late")
 
 
 def report(
@@ -62,7 +55,7 @@ class Board:
         self.written: list[Any] = []
         self.verdict: Incident | None = None
         self.clients: dict[int, Client] = {}
-        self.heard: dict[int, list[Message]] = {}
+        self.inbox: dict[int, list[Message]] = {}
         self.now = 0.0
         self.hub = Hub(
             self.context,
@@ -86,7 +79,7 @@ class Board:
     def join(self, *ranks: int) -> None:
         for rank in ranks:
             self.clients[rank] = Client(self.context, rank, TOKEN, [("127.0.0.1", self.hub.port)])
-            self.heard[rank] = []
+            self.inbox[rank] = []
             self.until(lambda rank=rank: self.reaches(rank))
             self.clients[rank].sockets[0].recv()
 
@@ -101,7 +94,7 @@ class Board:
     def turn(self) -> None:
         self.hub.tick(self.now)
         for rank, client in self.clients.items():
-            self.heard[rank] += [message for _, message in client.receive()]
+            self.inbox[rank] += [message for _, message in client.receive()]
 
     def until(self, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + 10
@@ -111,19 +104,19 @@ class Board:
             time.sleep(0.001)
 
     def kinds(self, rank: int) -> list[str]:
-        return [message["kind"] for message in self.heard[rank]]
+        return [message["kind"] for message in self.inbox[rank]]
 
     def report_all(self, *ranks: int) -> None:
         """Everybody answers the latest question."""
         for rank in ranks:
             self.until(lambda rank=rank: {"ask", "sample"} & {*self.kinds(rank)})
-            asked = [message for message in self.heard[rank] if message["kind"] in {"ask", "sample"}][-1]
+            asked = [message for message in self.inbox[rank] if message["kind"] in {"ask", "sample"}][-1]
             self.clients[rank].send(0, "report", round=asked["round"], report=report(rank))
 
     def hold_round(self, *ranks: int) -> None:
         concluded = len(self.rounds)
-        for heard in self.heard.values():
-            heard.clear()
+        for inbox in self.inbox.values():
+            inbox.clear()
         self.clients[ranks[0]].send(0, "announce", insistent=False)
         for rank in ranks:  # A question of before may still be on its way to some.
             self.until(lambda rank=rank: "ask" in self.kinds(rank))
@@ -146,7 +139,7 @@ def board() -> Iterator[Board]:
     board.context.destroy(linger=0)
 
 
-def test_nothing_is_exchanged_until_somebody_announces(board: Board):
+def test_nothing_is_exchanged_before_the_first_announcement(board: Board):
     board.join(0, 1, 2)
     for _ in range(50):
         board.turn()
@@ -154,7 +147,7 @@ def test_nothing_is_exchanged_until_somebody_announces(board: Board):
     assert board.messages() == 0
 
 
-def test_a_round_asks_everybody_and_tells_everybody(board: Board):
+def test_a_round_asks_all_ranks_and_sends_the_finding_to_all(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
     board.hold_round(1, 0, 2)
@@ -167,7 +160,7 @@ def test_a_round_asks_everybody_and_tells_everybody(board: Board):
     assert board.kinds(1) == ["accepted", "ask", "news", "outcome"]
     assert board.kinds(2) == ["ask", "news", "outcome"]
     finding = Finding.of(board.verdict, reports)
-    assert Finding.from_json(board.heard[0][-1]["finding"]) == finding
+    assert Finding.from_json(board.inbox[0][-1]["finding"]) == finding
 
 
 def test_the_same_conclusion_is_written_once(board: Board):
@@ -183,7 +176,7 @@ def test_a_round_without_a_finding_writes_nothing(board: Board):
     board.join(0, 1, 2)
     board.hold_round(0, 1, 2)
     assert board.written == []
-    assert board.heard[2][-1] == {"kind": "outcome", "finding": None}
+    assert board.inbox[2][-1] == {"kind": "outcome", "finding": None}
 
 
 def test_a_round_does_not_wait_for_an_unconnected_rank(board: Board):
@@ -288,7 +281,7 @@ def test_the_last_report_of_an_observer_that_leaves_during_a_round_counts(board:
     assert reports[2].gone_seconds == 0.75
 
 
-def test_a_round_that_another_hub_took_over_is_called_off(board: Board):
+def test_a_round_taken_over_by_another_hub_is_cancelled(board: Board):
     board.join(0, 1, 2)
     board.clients[0].send(0, "announce", insistent=False)
     board.until(lambda: "ask" in board.kinds(0))
@@ -299,16 +292,16 @@ def test_a_round_that_another_hub_took_over_is_called_off(board: Board):
     assert board.rounds == []
 
 
-def test_after_a_death_the_verdict_stands(board: Board):
+def test_after_a_death_the_finding_does_not_change(board: Board):
     board.join(0, 1, 2)
     board.clients[1].send(0, "leave", report=report(1, Process.GONE, gone_seconds=0.0))
     board.until(lambda: board.hub.left == {1})
     board.verdict = incident(1)
     board.hold_round(0, 2)
-    board.heard[2].clear()
+    board.inbox[2].clear()
     board.clients[2].send(0, "announce", insistent=False)
     board.until(lambda: board.kinds(2))
-    assert board.heard[2][0]["finding"]["ranks"] == [1]
+    assert board.inbox[2][0]["finding"]["ranks"] == [1]
     assert len(board.rounds) == 1
 
 
@@ -392,7 +385,7 @@ def test_a_rank_outside_the_job_is_dropped(board: Board):
     board.join(0)
     for rank in (3, -1):
         board.clients[rank] = Client(board.context, rank, TOKEN, [("127.0.0.1", board.hub.port)])
-        board.heard[rank] = []
+        board.inbox[rank] = []
         board.until(lambda rank=rank: board.clients[rank].send(0, "announce", insistent=False))
     board.until(lambda: board.hub.tally.malformed == 2)
     assert board.hub.deadline is None
@@ -411,10 +404,7 @@ def test_a_message_beyond_the_limit_ends_its_connection_only(board: Board):
 def test_a_client_knows_when_its_hub_is_gone(board: Board):
     board.join(0)
     board.hub.close()
-    deadline = time.monotonic() + 10
-    while board.clients[0].connected() == [True]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: board.clients[0].connected() == [False], "the client knows", 10)
     assert not board.clients[0].send(0, "announce", insistent=False)
 
 
@@ -440,7 +430,7 @@ def test_keys_depend_on_token_purpose_and_role():
         network.derive("short", "board", "hub")
 
 
-def test_a_survey_asks_everybody_and_tells_what_it_found(board: Board):
+def test_a_survey_asks_all_ranks_and_sends_them_its_finding(board: Board):
     board.join(0, 1, 2)
     board.verdict = incident(2)
     board.clients[2].send(0, "survey")
@@ -457,8 +447,8 @@ def test_announcements_that_cross_are_one_survey(board: Board):
     board.join(0, 1, 2)
     for wait, held in [(0.0, 1), (CONFIG.repeat_seconds - 0.1, 1), (0.1, 2)]:
         board.now += wait
-        for heard in board.heard.values():
-            heard.clear()
+        for inbox in board.inbox.values():
+            inbox.clear()
         received = board.hub.tally.received
         board.clients[2].send(0, "survey")
         board.until(lambda received=received: board.hub.tally.received > received)

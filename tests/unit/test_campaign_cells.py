@@ -68,8 +68,8 @@ def test_the_truths_are_those_of_the_paper():
         (truth,) = cell.truths
         assert (truth.ranks, truth.scope) == ((15,), Scope.RANK)
         assert truth.surface == "layer.0.mixture.experts/parameters"
-    sick = {cell.place.ranks: cell for cell in CELLS if cell.name == "persistent"}
-    assert {ranks: cell.truths[0].ranks for ranks, cell in sick.items()} == {8: (7,), 16: (15,)}
+    persistent = {cell.place.ranks: cell for cell in CELLS if cell.name == "persistent"}
+    assert {ranks: cell.truths[0].ranks for ranks, cell in persistent.items()} == {8: (7,), 16: (15,)}
     quiet = [cell for cell in CELLS if cell.row.endswith("clean") or cell.name.startswith(WORK)]
     assert {cell.truths for cell in quiet} == {()}
     assert all(len(cell.truths) == 1 for cell in CELLS if cell not in quiet)
@@ -109,7 +109,7 @@ def test_every_cell_has_a_clean_step_before_and_after_and_finds_replay_at_its_la
     assert sum(len(slot.faults) for slot in slots) == len(planned(slots))
 
 
-def test_what_a_fault_leaves_in_a_ranks_state_is_mended_before_the_next_cell():
+def test_state_that_a_fault_changed_is_restored_before_the_next_cell():
     state = Cell("r", "state", "ddp", faults=FaultPlan().flip_bit(rank=1, at="head/weight", step=2, bit=3))
     output = Cell("r", "output", "ddp", faults=FaultPlan().flip_bit(rank=1, at="head/output", step=2, bit=3))
     first, second = scheduled([state, output], TINY.layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.incidents import incident_from
 from torchscout.campaign.grading import Flaw, Grade, grade, unfired
 from torchscout.decision.consensus import exact
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
@@ -24,16 +25,7 @@ def incident(
     record = EvidenceRecord(
         step=2, surface=surface, manifestation=manifestation, peers=(8, 9, 10), verdict=exact([1, 2, 1])
     )
-    return Incident(
-        manifestation=manifestation,
-        scope=scope,
-        step=2,
-        ranks=ranks,
-        hosts=(),
-        records=(record,),
-        action=Action.REPLACE,
-        sentence="told",
-    )
+    return incident_from(record, ranks, scope=scope, action=Action.REPLACE)
 
 
 def test_a_cell_passes_when_exactly_what_is_wrong_was_reported():
@@ -44,7 +36,7 @@ def test_a_cell_passes_when_exactly_what_is_wrong_was_reported():
     assert grade(two, incidents=[slow, incident()]).passed, "in whatever order"
 
 
-def test_a_fault_that_did_not_happen_shows_nothing_even_where_something_was_reported():
+def test_a_fault_that_did_not_fire_fails_the_cell_even_with_a_report():
     faults = FaultPlan().flip_bit(rank=9, at="blocks.1/output", step=2, bit=3)
     (missing,) = unfired(faults, [(8, "blocks.1/output"), (9, "blocks.2/output")])
     given = grade([TRUTH], unfired=[missing], incidents=[incident()])
@@ -55,14 +47,14 @@ def test_a_fault_that_did_not_happen_shows_nothing_even_where_something_was_repo
     assert not grade([], unfired=[missing]).passed
 
 
-def test_silence_is_a_miss():
+def test_an_unreported_fault_is_missed():
     given = grade([TRUTH])
     assert given.flaw is Flaw.MISSED
     assert given.reason == "nothing was reported of sdc of rank 9 (rank) in blocks.1/output"
 
 
 @pytest.mark.parametrize(
-    ("told", "wrong"),
+    ("report", "wrong"),
     [
         (incident(manifestation=STRAGGLER), "manifestation"),
         (incident(ranks=(8,)), "ranks"),
@@ -71,18 +63,18 @@ def test_silence_is_a_miss():
         (incident(surface="blocks.2/output"), "surface"),
     ],
 )
-def test_each_part_of_a_report_must_be_right(told: Incident, wrong: str):
-    given = grade([TRUTH], incidents=[told])
+def test_each_part_of_a_report_must_be_right(report: Incident, wrong: str):
+    given = grade([TRUTH], incidents=[report])
     assert given.flaw is Flaw.WRONG_NAME
     assert given.reason.startswith(f"wrong {wrong}: sdc of rank 9 (rank) in blocks.1/output was reported as ")
 
 
-def test_the_report_that_comes_nearest_is_held_against_the_truth():
+def test_the_closest_report_is_compared_with_the_ground_truth():
     given = grade([TRUTH], incidents=[incident(STRAGGLER, (1,)), incident(surface="head/output")])
     assert given.reason.startswith("wrong surface: ")
 
 
-def test_nothing_else_may_be_reported():
+def test_an_additional_report_fails_the_cell():
     given = grade([TRUTH], incidents=[incident(), incident(STRAGGLER, (4,), surface="time/module")])
     assert given.flaw is Flaw.FALSE_ALARM
     assert given.reason == "also reported: straggler of rank 4 (rank) in time/module at step 2"
@@ -92,14 +84,14 @@ def test_nothing_else_may_be_reported():
     assert (clean.flaw, clean.reason[:9]) == (Flaw.FALSE_ALARM, "reported:")
 
 
-def test_of_two_findings_one_is_not_enough():
+def test_both_of_two_faults_must_be_reported():
     other = GroundTruth(SDC, (3,), Scope.RANK, "head/output", range(2, 3))
     given = grade([TRUTH, other], incidents=[incident()])
     assert given.flaw is Flaw.WRONG_NAME
     assert given.reason == "nothing was reported of sdc of rank 3 (rank) in head/output"
 
 
-def test_a_check_that_failed_itself_passes_nothing():
+def test_a_failure_of_torchscout_fails_the_cell():
     given = grade([TRUTH], incidents=[incident()], failures=["ChannelError: gone"])
     assert (given.flaw, given.reason) == (Flaw.BROKEN, "the check itself failed: ChannelError: gone")
 

@@ -41,7 +41,7 @@ def on_cuda() -> list[Cell]:
     return cells
 
 
-def test_without_other_hardware_cells_are_what_they_were():
+def test_cells_are_unchanged_on_the_default_hardware():
     assert fitted(CELLS, Hardware()) == (CELLS, [])
     assert paper_on(Hardware()) is PAPER
 
@@ -127,7 +127,7 @@ def test_the_backend_follows_from_the_device(monkeypatch: pytest.MonkeyPatch):
         (["--backend", "nccl"], "unknown backend 'nccl' for cpu; choose gloo"),
     ],
 )
-def test_hardware_that_there_is_not_is_refused_before_anything_starts(arguments: list[str], reason: str):
+def test_missing_hardware_is_refused_before_anything_starts(arguments: list[str], reason: str):
     done = CliRunner().invoke(app, ["paper", *arguments])
     assert done.exit_code == 2
     assert reason in " ".join(done.output.replace("│", " ").split())
@@ -148,7 +148,7 @@ def test_a_folder_belongs_to_one_device_and_backend(tmp_path: Path):
             Store(tmp_path, "paper", 0, other)
 
 
-def test_results_kept_before_there_were_devices_are_of_the_cpu():
+def test_results_without_a_device_count_as_cpu_results():
     kept = Result(CELLS[0].identity, CELLS[0].row, False, Grade()).to_json()
     for name in ("ranks", "device", "backend"):
         del kept[name]

@@ -35,7 +35,7 @@ def test_one_rank_that_differs_is_enough_to_fail(before: dict, after: dict, reas
     assert recovered(3, first, second) == Grade(Flaw.NOT_RECOVERED, reason)
 
 
-def test_the_callers_own_state_goes_on_where_it_was():
+def test_the_callers_own_state_is_restored():
     counter, other = Counter(), Counter()
     for _ in range(3):
         counter.draw()

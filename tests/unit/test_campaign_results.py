@@ -41,7 +41,7 @@ def test_percentiles_by_nearest_rank():
     assert percentile([], 0.5) is None
 
 
-def test_results_are_kept_as_they_come_and_read_back(tmp_path: Path):
+def test_results_are_written_one_by_one_and_read_back(tmp_path: Path):
     store = Store(tmp_path, "paper", 0)
     first, second = result(CELLS[0]), result(CELLS[1], Flaw.WRONG_NAME, None)
     store.add(first)
@@ -51,7 +51,7 @@ def test_results_are_kept_as_they_come_and_read_back(tmp_path: Path):
     assert again.results == {first.cell: first, second.cell: replace(second, grade=Grade())}
 
 
-def test_a_line_cut_short_is_forgotten_and_its_cell_run_again(tmp_path: Path):
+def test_a_truncated_line_is_dropped_and_its_cell_run_again(tmp_path: Path):
     store = Store(tmp_path, "paper", 0)
     store.add(result(CELLS[0]))
     whole = store.path.read_text()
@@ -106,12 +106,12 @@ def test_a_campaign_is_complete_when_every_cell_has_passed():
 
 
 def test_the_table_of_ablations_sets_with_against_without():
-    told = [
+    expected = [
         {"everything": "right", "majority": "wrong", "wait_graph": "right"},
         {"everything": "right", "majority": "missed", "wait_graph": "false_alarm"},
         {"everything": "missed", "majority": "right"},
     ]
-    results = [replace(result(cell), ablated=each) for cell, each in zip(CELLS, told, strict=False)]
+    results = [replace(result(cell), ablated=each) for cell, each in zip(CELLS, expected, strict=False)]
     rows = {row["piece"]: row for row in ablations(results)}
     assert set(rows) == {"majority", "wait_graph"}
     majority = rows["majority"]

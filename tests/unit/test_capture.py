@@ -33,7 +33,7 @@ def test_arguments_gradients_and_mask_of_a_call():
     assert {place: each.tolist() for place, each in found.gradients.items()} == {0: [3, 4]}
 
 
-def test_the_last_microbatch_counts():
+def test_the_last_microbatch_is_captured():
     module = doubling()
     with armed(module) as capture:
         for value in (1.0, 2.0, 3.0):
@@ -43,7 +43,7 @@ def test_the_last_microbatch_counts():
     assert found.gradients[0].tolist() == [3, 3]
 
 
-def test_with_several_calls_under_way_the_last_to_get_gradients_counts():
+def test_of_several_pending_calls_the_last_to_get_gradients_is_captured():
     module = doubling()
     with armed(module) as capture:
         first, second = module(x(1, 1)), module(x(2, 2))
@@ -67,7 +67,7 @@ def test_an_evaluation_after_training_is_ignored():
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_what_is_recomputed_in_backward_is_not_captured_again(keep: bool):
+def test_recomputation_in_backward_is_not_captured(keep: bool):
     calls: list[int] = []
 
     def forward(self: Any, x: torch.Tensor, call: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_a_frozen_module_has_no_gradients_and_no_mask():
     assert found.gradients == {}
 
 
-def test_gradients_are_known_by_their_place_among_the_outputs_tensors():
+def test_gradients_are_indexed_by_the_position_of_the_output_tensor():
     def forward(self: Any, x: torch.Tensor) -> Any:
         shown = {"logits": x * self.weight, "cache": None, "scores": [x.detach(), x * 3]}
         return shown, None, 5, x * 7
@@ -127,7 +127,7 @@ def test_arguments_by_name_and_in_containers_are_captured():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_module_compiled_in_place_is_captured_and_given_back(backend: str):
+def test_a_module_compiled_in_place_is_captured_and_restored(backend: str):
     module = nn.Linear(2, 2)
     module.compile(backend=backend)
     compiled = module._compiled_call_impl
@@ -158,7 +158,7 @@ def test_only_the_source_keeps_values():
         assert found.requires_grad == [True]
 
 
-def test_disarming_lets_go_of_everything():
+def test_disarming_releases_tensors_and_hooks():
     module = doubling()
     capture = CallCapture(module, CPU, keep=True)
     module(x(1, 2)).sum().backward()

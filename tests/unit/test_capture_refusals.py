@@ -1,4 +1,4 @@
-"""Why a call was not captured is told in words, and never raised into training."""
+"""A call that was not captured has a reason, and no exception reaches training."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.capturing import armed, calling, doubling, reason, x
 
 
-def test_an_evaluation_alone_is_told():
+def test_an_evaluation_alone_is_the_reason_for_refusal():
     module = doubling()
     with armed(module) as capture, torch.no_grad():
         module(torch.ones(2))
         assert "called only without gradients: in an evaluation" in reason(capture)
 
 
-def test_no_call_at_all_is_told():
+def test_a_module_that_was_not_called_is_reported():
     with armed(doubling()) as capture:
         assert reason(capture).startswith("it was not called in this step")
 
 
-def test_what_went_wrong_is_not_hidden_by_a_later_evaluation():
+def test_a_failure_is_not_hidden_by_a_later_evaluation():
     module = calling(lambda self, x: x.to_dense() * self.weight)
     with armed(module) as capture:
         module(torch.ones(2).to_sparse())
@@ -35,14 +35,14 @@ def test_what_went_wrong_is_not_hidden_by_a_later_evaluation():
         assert reason(capture) == "a torch.sparse_coo tensor of torch.float32 is among the inputs"
 
 
-def test_reentrant_checkpointing_is_told():
+def test_reentrant_checkpointing_is_reported():
     module = doubling()
     with armed(module) as capture:
         checkpoint(module, x(1, 2), use_reentrant=True).sum().backward()
         assert "use_reentrant=True, which replay does not support" in reason(capture)
 
 
-def test_inside_compiled_code_nothing_is_captured_and_that_is_told():
+def test_a_call_inside_compiled_code_is_not_captured_and_reported():
     inner = nn.Linear(2, 2)
     outer = nn.Sequential(inner, nn.ReLU())
     outer.compile(backend="eager")
@@ -65,14 +65,14 @@ def strange():
     pytree._deregister_pytree_node(Strange)
 
 
-def test_a_failing_capture_of_arguments_is_told_and_never_raised(strange: Strange):
+def test_a_failing_capture_of_arguments_is_reported_and_never_raised(strange: Strange):
     module = calling(lambda self, x, _: x * self.weight)
     with armed(module) as capture:
         assert module(x(1, 2), strange).tolist() == [1, 2]
         assert reason(capture) == "RuntimeError: cannot be taken apart"
 
 
-def test_a_failing_capture_of_outputs_is_told_and_never_raised(strange: Strange):
+def test_a_failing_capture_of_outputs_is_reported_and_never_raised(strange: Strange):
     module = calling(lambda self, x: (x * self.weight, strange))
     with armed(module) as capture:
         assert module(x(1, 2))[1] is strange
@@ -100,14 +100,14 @@ UNSENDABLE = {
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "told"), [("sparse", "sparse_coo"), ("subclass", "a Wrapped"), ("meta", "torch.strided")]
+    ("kind", "message"), [("sparse", "sparse_coo"), ("subclass", "a Wrapped"), ("meta", "torch.strided")]
 )
-def test_an_input_that_does_not_travel_as_bytes_is_told(kind: str, told: str, keep: bool):
+def test_an_input_that_cannot_be_sent_as_bytes_is_reported(kind: str, message: str, keep: bool):
     module = calling(lambda self, _: self.weight * 2)
     with armed(module, keep=keep) as capture:
         module(UNSENDABLE[kind]()).sum().backward()
         assert "is among the inputs" in reason(capture)
-        assert told in reason(capture)
+        assert message in reason(capture)
 
 
 class Cache:
@@ -123,7 +123,7 @@ class Cache:
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("entries", [0, 1], ids=["filled by the call", "filled before"])
-def test_an_object_that_holds_tensors_is_told(entries: int, keep: bool):
+def test_an_object_that_holds_tensors_is_reported(entries: int, keep: bool):
     module = calling(lambda self, x, cache: x * cache.add(self.weight * 2))
     with armed(module, keep=keep) as capture:
         module(x(1, 2), Cache(*[torch.ones(2)] * entries)).sum().backward()
@@ -137,7 +137,7 @@ def test_an_object_without_tensors_is_passed_on():
         assert capture.invocation().leaves[1] is cache
 
 
-def test_a_gradient_that_does_not_travel_as_bytes_is_told():
+def test_a_gradient_that_cannot_be_sent_as_bytes_is_reported():
     class Sparse(torch.autograd.Function):
         @staticmethod
         def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_a_gradient_that_does_not_travel_as_bytes_is_told():
         assert reason(capture) == "the gradient of its output is a torch.sparse_coo tensor of torch.float32"
 
 
-def test_a_module_that_writes_to_its_parameters_is_told_before_it_is_called_again():
+def test_a_module_that_writes_to_its_parameters_is_reported_before_it_is_called_again():
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.weight.mul_(0.5)
@@ -166,7 +166,7 @@ def test_a_module_that_writes_to_its_parameters_is_told_before_it_is_called_agai
             assert reason(capture) == "its forward pass writes to its own parameters"
 
 
-def test_an_update_between_two_calls_is_no_write_of_the_module():
+def test_an_update_between_two_calls_does_not_count_as_a_write_of_the_module():
     module = doubling()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with armed(module) as capture:

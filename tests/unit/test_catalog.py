@@ -75,7 +75,7 @@ def test_the_same_shapes_give_the_same_bytes(tmp_path: Path):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_no_changed_byte_goes_unseen(tmp_path: Path):
+def test_every_changed_byte_is_detected(tmp_path: Path):
     path = tmp_path / "catalog.json"
     save(made(), path)
     whole = path.read_bytes()
@@ -96,21 +96,21 @@ def test_no_changed_byte_goes_unseen(tmp_path: Path):
         ({"body": {"tables": [], "places": []}}, "its digest does not match"),
     ],
 )
-def test_what_is_not_ours_is_refused(tmp_path: Path, change: dict, message: str):
+def test_a_file_with_wrong_fields_is_refused(tmp_path: Path, change: dict, message: str):
     path = tmp_path / "catalog.json"
     path.write_text(json.dumps(document(made()) | change))
     with pytest.raises(CatalogError, match=message):
         load(path)
 
 
-def test_the_same_catalog_written_in_another_way_is_not_what_was_saved(tmp_path: Path):
+def test_a_reformatted_catalog_is_refused(tmp_path: Path):
     path = tmp_path / "catalog.json"
     path.write_text(json.dumps(document(made()), indent=1, sort_keys=True))
     with pytest.raises(CatalogError, match="its digest does not match"):
         load(path)
 
 
-def test_a_missing_file_and_a_list_are_no_catalogs(tmp_path: Path):
+def test_a_missing_file_and_a_list_are_refused(tmp_path: Path):
     with pytest.raises(CatalogError, match=r"cannot read .*No such file"):
         load(tmp_path / "none.json")
     (tmp_path / "list.json").write_text("[1, 2]")
@@ -138,11 +138,11 @@ def test_everything_that_drifted_is_named_with_both_values():
     facts = TiledMatmul(inner=3, outer=2, experts=2).facts() | {"torch": "9.9", "tile": "8"}
     with pytest.raises(CatalogError) as refused:
         made().require(facts)
-    told = str(refused.value)
-    assert "tile was '4' and is '8'" in told
-    assert "and is '9.9'" in told
-    assert "scout discover again" in told
-    assert "inner" not in told
+    message = str(refused.value)
+    assert "tile was '4' and is '8'" in message
+    assert "and is '9.9'" in message
+    assert "scout discover again" in message
+    assert "inner" not in message
 
 
 def test_a_fact_that_only_one_side_knows_is_drift():

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.incidents import incident_from
 from torchscout.checkpoint.certification import CheckVote, events_of, outcome_of
 from torchscout.checkpoint.gate import CheckpointGate, transition
 from torchscout.checkpoint.gate_state import Checked, Lost, Outcome, Sealed, WriteFailed, Written
 from torchscout.checkpoint.generation import Generation
 from torchscout.decision.consensus import exact, statistical
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
+from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation
 from torchscout.decision.repeatability import NONDETERMINISTIC, UNDECIDED
 from torchscout.decision.sdc import FAILED
 from torchscout.errors import CheckpointError
@@ -42,16 +43,7 @@ def slow() -> Incident:
         peers=(0, 1, 2),
         verdict=statistical([1.0, 1.0, 9.0]),
     )
-    return Incident(
-        manifestation=Manifestation.STRAGGLER,
-        scope=Scope.RANK,
-        step=1,
-        ranks=(2,),
-        hosts=(),
-        records=(record,),
-        action=Action.INSPECT,
-        sentence="Rank 2 is slow.",
-    )
+    return incident_from(record, (2,), action=Action.INSPECT, sentence="Rank 2 is slow.")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +62,7 @@ def slow() -> Incident:
         ([], Outcome.NOT_CHECKED),
     ],
 )
-def test_what_one_rank_makes_of_a_check(records: list[EvidenceRecord], outcome: Outcome):
+def test_outcome_of_a_check_on_one_rank(records: list[EvidenceRecord], outcome: Outcome):
     assert outcome_of(records, [], TARGETS) is outcome
 
 
@@ -84,14 +76,14 @@ def test_what_one_rank_makes_of_a_check(records: list[EvidenceRecord], outcome: 
         (("layer.1/*", "*/grad_input"), Outcome.HEALTHY),
     ],
 )
-def test_what_does_not_repeat_holds_up_certification_only_where_it_is_required(
+def test_a_nondeterministic_surface_prevents_certification_only_where_it_is_required(
     require: tuple[str, ...], outcome: Outcome
 ):
     left_out = replace(number("layer.0", reason=f"{NONDETERMINISTIC}: atomics"), mode="forward x0.1")
     assert outcome_of([*HEALTHY, left_out], [], TARGETS, require) is outcome
 
 
-def test_slowness_is_accepted_and_said():
+def test_a_straggler_is_an_accepted_outcome():
     outcome = outcome_of([*HEALTHY, slow().records[0]], [slow()], TARGETS)
     assert outcome is Outcome.STRAGGLER
     assert outcome.accepted
@@ -106,13 +98,13 @@ def counted(*ballots: CheckVote) -> CheckVote:
 
 
 @pytest.mark.parametrize("worst", list(Outcome))
-def test_the_worst_outcome_of_any_rank_is_the_jobs(worst: Outcome):
+def test_the_outcome_of_the_job_is_the_worst_of_any_rank(worst: Outcome):
     order = [Outcome.HEALTHY, Outcome.STRAGGLER, Outcome.NOT_CHECKED, Outcome.REJECTED, Outcome.SDC]
     for other in order[: order.index(worst) + 1]:
         assert counted(CheckVote(other, 0), CheckVote(worst, 0), CheckVote(other, 0)).outcome is worst
 
 
-def test_ranks_in_different_cycles_are_an_error_that_moves_nothing():
+def test_ranks_in_different_cycles_are_an_error_without_events():
     with pytest.raises(CheckpointError, match="some have accepted 1 of its checks, others 2; no checkpoint"):
         counted(CheckVote(Outcome.HEALTHY, 1), CheckVote(Outcome.HEALTHY, 2))
     assert counted(CheckVote(Outcome.HEALTHY, 2), CheckVote(Outcome.HEALTHY, 2)).accepted == 2
@@ -128,7 +120,7 @@ def written_at(step: int) -> CheckpointGate:
     return gate
 
 
-def test_files_count_when_every_rank_has_sealed_them():
+def test_files_count_as_written_once_every_rank_has_sealed_them():
     gate = written_at(5)
     late = replace(FINE, writing=True)
     sealed, checked = Sealed(Generation(5)), Checked(6, Outcome.HEALTHY)
@@ -136,7 +128,7 @@ def test_files_count_when_every_rank_has_sealed_them():
     assert events_of(gate, 6, counted(FINE, FINE)) == [sealed, Written(Generation(5)), checked]
 
 
-def test_one_rank_that_cannot_write_is_enough_to_go_without():
+def test_one_failed_write_fails_the_write_of_all_ranks():
     failed = replace(FINE, unwritten=True)
     events = events_of(written_at(5), 6, counted(FINE, failed, replace(FINE, writing=True)))
     assert events == [Sealed(Generation(5)), WriteFailed(Generation(5)), Checked(6, Outcome.HEALTHY)]

@@ -72,7 +72,7 @@ def operation(columns: StatusColumns, place: int) -> object:
     return None if place == NOTHING else columns.operations[place]
 
 
-def test_who_published_nothing_or_did_not_answer_says_nothing():
+def test_ranks_that_published_nothing_or_did_not_answer_have_no_values():
     job = replicas(4)
     job.device = {0: 9}
     job.absent.add(2)
@@ -119,7 +119,7 @@ def test_counts_on_unknown_lines_and_of_strangers_are_left_out():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_is_missing_is_who_has_issued_less_or_died_at_it(seed: int):
+def test_missing_ranks_have_issued_less_or_died_in_the_operation(seed: int):
     job = some_job(seed)
     standings = job.standings()
     evidence = HangEvidence(standings.values(), job.lines, job.mesh)
@@ -208,7 +208,7 @@ def reach(waits: Mapping[int, set[int]], start: int) -> set[int]:
     return found
 
 
-def test_nobody_is_behind_a_job_that_only_pauses():
+def test_a_paused_job_has_no_source():
     job = replicas()
     job.busy(*range(8), phase=Phase.EVALUATION)
     graph = WaitGraph(HangEvidence(job.standings().values(), job.lines, job.mesh))
@@ -216,7 +216,7 @@ def test_nobody_is_behind_a_job_that_only_pauses():
     assert not graph.blocked.any()
 
 
-def test_who_waits_for_a_lost_machine_is_not_held():
+def test_a_lost_machine_is_the_source_and_no_line_is_stalled():
     job = replicas(4)
     job.issue("world", 0, 1)
     job.absent |= {2, 3}
@@ -235,7 +235,7 @@ def test_suspect_that_did_not_answer_is_shown_in_the_proof():
 # What is read is kept once.
 
 
-def test_what_ranks_say_alike_is_one_object_and_the_diagnosis_is_the_same():
+def test_equal_reports_share_one_object_without_changing_the_diagnosis():
     job = replicas(4)
     job.issue("world", *others(2, count=4), sends=[1, 1, 1, 1], receives=[1, 1, 1, 1])
     shared: Shared = {}

@@ -241,7 +241,9 @@ def test_a_flag_takes_no_value(command: str, flag: str, places: dict[str, Path])
         ("checkpoint prune", "{checkpoints} --yes --output {folder}", "{folder} is a folder"),
     ],
 )
-def test_other_mistakes(command: str, arguments: str, message: str, places: dict[str, Path]):
+def test_other_invalid_arguments_are_refused(
+    command: str, arguments: str, message: str, places: dict[str, Path]
+):
     assert message.format(**places) in refused(command, arguments, places)
     assert list(places["checkpoints"].iterdir())
 
@@ -250,8 +252,8 @@ def test_cuda_is_refused_where_there_is_none(places: dict[str, Path], monkeypatc
     torch = importlib.import_module("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ("cuda", "cuda:3"):
-        told = refused("discover", f"{DISCOVER} --device {device}", places)
-        assert f"--device: {device} needs a CUDA device, but PyTorch finds none" in told
+        message = refused("discover", f"{DISCOVER} --device {device}", places)
+        assert f"--device: {device} needs a CUDA device, but PyTorch finds none" in message
 
 
 def test_an_output_that_exists_is_kept_until_it_is_written(places: dict[str, Path]):
@@ -259,7 +261,7 @@ def test_an_output_that_exists_is_kept_until_it_is_written(places: dict[str, Pat
     assert places["file"].read_text() == "[1]"
 
 
-def test_verify_of_a_folder_without_shards_is_no_success(tmp_path: Path):
+def test_verify_of_a_folder_without_shards_fails(tmp_path: Path):
     put_ledgers(tmp_path / "checkpoints")
     done = CliRunner().invoke(app, ["checkpoint", "verify", str(tmp_path / "checkpoints")])
     assert done.exit_code == 1
@@ -270,8 +272,8 @@ def test_what_needs_triton_is_skipped_and_counted_without_it(
     places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
-    told = refused("campaign paper", "--quick --cells moe-kernel", places)
-    assert "none of these cells can run here: the expert kernel needs Triton: pip install triton" in told
+    message = refused("campaign paper", "--quick --cells moe-kernel", places)
+    assert "none of these cells can run here: the expert kernel needs Triton: pip install triton" in message
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", None)
     from torchscout.campaign.cell import Hardware
     from torchscout.cli import campaign
@@ -309,7 +311,7 @@ def test_an_interrupted_campaign_says_what_is_kept_and_repeats_all_options(
     assert f"To continue: {again} --resume {folder}\n" in done.stderr
 
 
-def test_it_runs_as_a_module_and_says_its_version():
+def test_it_runs_as_a_module_and_prints_its_version():
     command = [sys.executable, "-m", "torchscout", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == f"torchscout {torchscout.__version__}\n"
@@ -330,14 +332,14 @@ def drawn(picture: Picture, width: int = 80, height: int = 24) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [Scenario(4, 2), Scenario(16, 4)])
-def test_the_sick_rank_stays_in_the_demos_table(stage: Scenario):
+def test_the_named_rank_stays_in_the_demos_table(stage: Scenario):
     picture = Picture(stage, Console(file=io.StringIO(), width=80, height=24))
     last = stage.ranks - 1
     picture.mark([last], "sdc: layer.2.attention.query/weight")
     for _ in range(20):
         picture.say("reported   " + "a sentence of many words that does not fit into one line " * 4)
-    (sick,) = [line for line in drawn(picture) if "sdc: layer.2.attention.query/weight" in line]
-    assert stage.place_of(last) in sick
+    (line,) = [line for line in drawn(picture) if "sdc: layer.2.attention.query/weight" in line]
+    assert stage.place_of(last) in line
     assert len(drawn(picture)) <= 24
     picture.clear()  # new processes
     assert any("was sdc: layer.2.attention.query/weight" in line for line in drawn(picture))

@@ -86,7 +86,7 @@ def everything(net: Net) -> list[Any]:
     return [each.tolist() for each in tensors] + [block.calls for block in net.blocks]
 
 
-def test_what_is_compiled_around_a_module():
+def test_the_compiled_module_around_a_module_is_found():
     net, model = made()
     assert compiled_around(model, net.blocks[1]) is model
     assert compiled_around(model, model) is None, "the compiled module itself is captured as it is"
@@ -154,7 +154,7 @@ def test_a_peer_that_is_not_the_source_makes_no_gradients():
     assert replay.describe()["gradients"] == {}
 
 
-def test_training_is_left_as_it_was():
+def test_a_pass_leaves_training_unchanged():
     net, model = made()
     recipe, _ = replays_of(net, model)
     replay = checked(recipe, 1, model)
@@ -195,7 +195,7 @@ def test_a_module_that_no_pass_calls_is_not_checked_and_three_passes_are_made():
     assert len(passes) == 3
 
 
-def test_a_pass_that_fails_is_told_made_three_times_and_leaves_training_alone():
+def test_a_failing_pass_is_reported_tried_three_times_and_leaves_training_unchanged():
     net, model = made()
     recipe, _ = replays_of(net, model)
     failures: list[None] = []
@@ -235,7 +235,7 @@ def test_targets_that_are_due_together_share_a_failed_pass():
     assert len(failures) == 1
 
 
-def test_a_compiled_module_that_was_not_called_is_told_and_tried_again():
+def test_a_compiled_module_that_was_not_called_is_reported_and_tried_again():
     net, model = made()
     recipe, _ = replays_of(net, model)
     replay = recipe.begin(1, is_source=True)
@@ -267,7 +267,7 @@ def test_a_part_that_synchronizes_gradients_keeps_the_pass_from_running():
         replay.describe()
 
 
-def test_a_call_that_was_kept_is_replayed_eagerly_without_a_pass():
+def test_a_saved_call_is_replayed_eagerly_without_a_pass():
     """After a restart: what the compiled model would be called with is not known yet."""
     from torchscout.replay.capture.saved_calls import SavedCall
 

@@ -34,14 +34,14 @@ NUMBERS = [(config, name) for config, name, kind in NAMES if kind.startswith(("i
 @pytest.mark.parametrize(
     "value", [NAN, "1", [1], object(), {"a": NAN}], ids=["nan", "text", "list", "object", "map"]
 )
-def test_what_is_no_number_is_a_value_error(config: type, name: str, value: object):
+def test_a_value_that_is_not_a_number_is_a_value_error(config: type, name: str, value: object):
     with pytest.raises(ValueError, match=name):
         config(**{**CONFIGS[config], name: value})
 
 
 @pytest.mark.parametrize(("config", "name"), [(config, name) for config, name, _ in NAMES], ids=str)
 @pytest.mark.parametrize("value", [5.5, b"x", (None,), {1: 2}, complex(1, 1)], ids=repr)
-def test_nothing_but_a_value_error_comes_of_anything(config: type, name: str, value: object):
+def test_no_value_raises_anything_but_a_value_error(config: type, name: str, value: object):
     with suppress(ValueError):
         config(**{**CONFIGS[config], name: value})
 

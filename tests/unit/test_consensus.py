@@ -74,7 +74,7 @@ def test_statistical(times: list[float], status: Status, outliers: tuple[int, ..
         ([9, 9], ATTRIBUTED, (0, 1)),
     ],
 )
-def test_what_is_right_may_be_known(evidence: list[int], status: Status, outliers: tuple[int, ...]):
+def test_outliers_from_a_known_value(evidence: list[int], status: Status, outliers: tuple[int, ...]):
     verdict = known(evidence, 7)
     assert (verdict.status, verdict.outliers) == (status, outliers)
     assert verdict.evidence == tuple(evidence)

@@ -83,7 +83,7 @@ def test_axis_names_do_not_matter_only_what_groups_span():
     assert (found.diagnosis, found.hosts, found.endpoints) == (Diagnosis.MACHINE, ("machine-1",), (5,))
 
 
-def test_many_groups_over_many_machines_are_the_jobs():
+def test_slow_groups_over_many_machines_have_job_scope():
     slow = [shard(0, 1), shard(4, 5), tensor(2, 10), tensor(7, 15)]
     (found,) = localize_figure(*slow)
     assert (found.diagnosis, found.hosts, found.ranks) == (Diagnosis.JOB, (), ())
@@ -91,7 +91,7 @@ def test_many_groups_over_many_machines_are_the_jobs():
 
 
 @pytest.mark.parametrize(("machines", "few"), [(8, 2), (16, 2), (32, 4)])
-def test_more_than_a_few_machines_at_once_are_the_jobs(machines, few):
+def test_more_than_a_few_slow_machines_have_job_scope(machines, few):
     mesh = Mesh.grid(
         replica=machines, tensor=2, hosts=[f"machine-{rank // 2}" for rank in range(2 * machines)]
     )
@@ -196,7 +196,7 @@ def test_the_same_members_on_two_axes_are_one_direction():
     assert (found.hosts, found.ambiguous) == (("machine-0", "machine-1"), True)
 
 
-def test_what_is_undecided_does_not_hide_the_network():
+def test_an_undecided_group_does_not_hide_the_network():
     inside = [tensor(*ranks) for ranks in [(0, 8), (1, 9), (2, 10), (3, 11)]]
     slow = [shard(0, 1), shard(4, 5)]
     undecided, network = localize(figure(), slow, slow + inside)
@@ -334,7 +334,7 @@ def test_job_wide_slowness_is_confirmed_over_rounds():
     assert (found[-1].scope, found[-1].ranks) == (Scope.JOB, ())
 
 
-def test_job_wide_slowness_that_spreads_is_no_news():
+def test_job_wide_slowness_that_spreads_is_not_reported_again():
     mesh, jitter = figure(), random.Random(2)
     few = [tensor(0, 8), tensor(2, 10), tensor(7, 15)]
     rounds = [times(mesh, fault, jitter=jitter) for fault in [few] * ROUNDS + [[*few, shard(4, 5)]] * ROUNDS]
@@ -421,7 +421,7 @@ def test_recovered_fault_is_reported_again_when_it_returns():
     assert [found.hosts for found in watch(GroupDiagnosis(mesh, DEFAULTS), rounds)] == [("machine-4",)] * 2
 
 
-def test_a_finding_that_grows_is_news_and_one_that_shrinks_is_not():
+def test_a_finding_that_grows_is_reported_again_and_one_that_shrinks_is_not():
     mesh = figure()
     both = [tensor(4, 12), tensor(2, 10)]
     rounds = [times(mesh, both[:1])] * 3 + [times(mesh, both)] * ROUNDS + [times(mesh, both[:1])] * 3

@@ -31,7 +31,7 @@ def test_without_a_driver_it_says_so_once_and_stays_unknown(tmp_path: Path, capl
         for step in (1, 2):
             coordinate.step_finished(step)
         coordinate.close()
-    (told,) = [record.message for record in caplog.records]
-    assert told.startswith("torchscout: the progress of the device is unknown from now on: libcuda")
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.startswith("torchscout: the progress of the device is unknown from now on: libcuda")
     assert ProgressReader(writer.path).read().device_step is None
     writer.close()

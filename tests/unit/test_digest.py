@@ -20,7 +20,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     return seen.signatures["all"]
 
 
-def test_it_is_the_digest_of_their_signatures():
+def test_a_digest_is_that_of_the_signatures():
     tensors = [torch.ones(3), torch.zeros(2)]
     assert digest(tensors) == digest_of_signatures(signatures(tensors))
 
@@ -29,7 +29,7 @@ def test_equal_tensors_have_equal_digests():
     assert digest([torch.ones(3), torch.zeros(2)]) == digest([torch.ones(3), torch.zeros(2)])
 
 
-def test_it_is_a_signed_64_bit_integer():
+def test_a_digest_is_a_signed_64_bit_integer():
     values = [digest([torch.full((2,), value)]) for value in range(64)]
     assert all(-(1 << 63) <= value < 1 << 63 for value in values)
     assert len(set(values)) == 64
@@ -37,18 +37,18 @@ def test_it_is_a_signed_64_bit_integer():
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
-def test_one_bit_of_any_tensor_shows(changed):
+def test_every_bit_of_every_tensor_changes_the_digest(changed):
     tensors = [torch.ones(3), torch.zeros((), dtype=torch.int64), torch.ones(5, dtype=torch.bfloat16)]
     before = digest(tensors)
     tensors[changed].view(-1).view(torch.uint8)[0] ^= 1
     assert digest(tensors) != before
 
 
-def test_order_and_number_matter():
+def test_order_and_number_of_tensors_change_the_digest():
     one, two = torch.ones(3), torch.zeros(2)
     assert len({digest([one, two]), digest([two, one]), digest([one]), digest([one, two, two])}) == 4
 
 
-def test_what_has_no_bytes_is_refused():
+def test_a_tensor_without_bytes_is_refused():
     with pytest.raises(ValueError, match="strided"):
         digest([torch.eye(3).to_sparse()])

@@ -65,7 +65,7 @@ def test_torch_must_be_one_that_was_tried(version: str, grade: str, word: str):
     holds(software_checks.torch(HERE, TorchFacts(version=version)), grade, word)
 
 
-def test_torch_that_is_missing_or_broken_is_told_apart():
+def test_a_missing_torch_and_a_broken_torch_are_different_findings():
     holds(
         software_checks.torch(Installed({}, curve=True), TorchFacts(problem="gone")), "fail", "not installed"
     )
@@ -105,7 +105,7 @@ def test_triton_is_judged_by_what_its_kernel_gives():
     holds(software_checks.triton(replace(CUDA, fused=False)), "fail", "do not train on this machine")
 
 
-def test_what_encrypts_must_be_there():
+def test_pyzmq_with_curve_is_required():
     holds(software_checks.curve(HERE), "ok", "27.0, with CURVE")
     holds(software_checks.curve(replace(HERE, curve=False)), "fail", "without CURVE")
     holds(software_checks.curve(Installed({}, curve=False)), "fail", "pip install pyzmq")
@@ -117,8 +117,8 @@ def test_frameworks_are_named_with_their_versions():
         software_checks.frameworks(HERE, names), "skipped", "neither torchtitan, deepspeed nor transformers"
     )
     some = Installed({"deepspeed": "0.19.9", "transformers": "5.1"}, curve=True)
-    told = "deepspeed 0.19.9 and transformers 5.1; not installed: torchtitan"
-    holds(software_checks.frameworks(some, names), "ok", told)
+    expected = "deepspeed 0.19.9 and transformers 5.1; not installed: torchtitan"
+    holds(software_checks.frameworks(some, names), "ok", expected)
     older = Installed({"deepspeed": "0.18.2"}, curve=True)
     holds(
         software_checks.frameworks(older, names),
@@ -127,7 +127,7 @@ def test_frameworks_are_named_with_their_versions():
     )
 
 
-def test_a_board_that_only_this_machine_reaches_is_no_board_for_several():
+def test_a_loopback_address_fails_for_several_machines():
     holds(machine_checks.board(REACHED, 2), "ok", "10.0.0.4:41234", "1.0 ms")
     local = replace(REACHED, is_local=True)
     holds(machine_checks.board(local, 1), "warn", "ObserverConfig.address")
@@ -154,7 +154,7 @@ def test_the_other_machine_must_answer_quickly_run_the_same_and_know_the_time():
     holds(machine_checks.other_clock(replace(MET, offset=-90.0)), "warn", "90.000 s behind", "NTP")
     holds(
         machine_checks.other_clock(replace(MET, offset=1.5, seconds=2.0)), "ok"
-    )  # it cannot be told so exactly
+    )  # it cannot be known so exactly
     for check in (machine_checks.other_clock, lambda met: machine_checks.other_versions(met, HERE.versions)):
         holds(check(Met("node2:1", "refused")), "skipped")
 
@@ -202,7 +202,7 @@ def test_memory_must_hold_three_snapshots_of_each_rank_and_others_copies():
     )
 
 
-def test_what_is_kept_in_memory_is_its_owners_alone():
+def test_the_memory_folder_must_be_private():
     new = replace(MEMORY, exists=False)
     holds(machine_checks.private([MEMORY, new]), "ok", "/dev/shm/x")
     holds(
@@ -248,7 +248,7 @@ def test_files_need_room_for_three_generations_of_the_machines_ranks():
         ("shard=4", 4, {"dense peers": "ok", "expert peers": "fail"}),
     ],
 )
-def test_a_mesh_is_told_whom_it_can_name_for_each_role(mesh: str, experts: int, found: dict[str, str]):
+def test_a_mesh_shows_which_scope_it_can_name_for_each_role(mesh: str, experts: int, found: dict[str, str]):
     findings = machine_checks.peers(mesh_of(mesh, experts), has_experts=experts > 1)
     assert {each.name: each.status.value for each in findings} == found
     for each in findings:
@@ -256,7 +256,7 @@ def test_a_mesh_is_told_whom_it_can_name_for_each_role(mesh: str, experts: int, 
 
 
 @pytest.mark.parametrize(
-    ("told", "problem"),
+    ("mesh_option", "problem"),
     [
         ("data=4", "unknown axis 'data'; the axes are replica, shard"),
         ("replica=four", "the degree of replica must be a number, got 'four'"),
@@ -266,9 +266,9 @@ def test_a_mesh_is_told_whom_it_can_name_for_each_role(mesh: str, experts: int, 
         ("", "unknown axis ''"),
     ],
 )
-def test_a_mesh_that_makes_no_sense_is_refused(told: str, problem: str):
+def test_an_invalid_mesh_is_refused(mesh_option: str, problem: str):
     with pytest.raises(ValueError, match=problem):
-        mesh_of(told)
+        mesh_of(mesh_option)
 
 
 def test_ranks_and_machines_follow_from_mesh_and_devices():
@@ -320,10 +320,10 @@ def test_nondeterministic_surfaces_of_a_run_are_listed(tmp_path: Path):
     reason = "nondeterministic kernel: replayed twice, ranks 0 and 1 did not repeat the same numbers"
     unlike = {"layers.0/grad_input": reason, "layers.0/output": "it returns no tensor"}
     recorder = JsonlRecorder(tmp_path, 1)
-    for surface, told in unlike.items():
+    for surface, entry in unlike.items():
         recorder.record(
             EvidenceRecord(
-                step=5, surface=surface, manifestation=Manifestation.SDC, peers=(0, 1, 2), reason=told
+                step=5, surface=surface, manifestation=Manifestation.SDC, peers=(0, 1, 2), reason=entry
             )
         )
     recorder.close()

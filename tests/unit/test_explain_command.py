@@ -76,7 +76,7 @@ def test_the_document_goes_to_a_file_too(tmp_path: Path):
     assert json.loads((tmp_path / "document.json").read_text())["ranks"] == [2]
 
 
-def test_no_hang(tmp_path: Path):
+def test_a_job_that_does_not_hang(tmp_path: Path):
     job = Recorders(3)
     job.collective()
     shown = run(write_json(tmp_path / "json", job.documents())).stdout
@@ -93,7 +93,7 @@ def test_a_killed_rank_left_no_file(tmp_path: Path):
     ][0]["rows"]
 
 
-def test_devices_of_untimed_dumps_are_not_told(tmp_path: Path):
+def test_dumps_without_times_say_nothing_about_devices(tmp_path: Path):
     job = Recorders(2, timed=False)
     job.collective()
     job.collective(ranks=[0], state="scheduled")
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path, con
     assert problem in refused.stderr
 
 
-def test_a_pickle_cannot_do_anything(tmp_path: Path):
+def test_a_pickle_cannot_run_code(tmp_path: Path):
     witness = tmp_path / "witness"
 
     class Hostile:
@@ -155,7 +155,7 @@ def test_a_pickle_that_was_cut_off_is_damaged(cut: int):
         load(whole[:-cut])
 
 
-def test_the_same_object_many_times_is_not_unfolded(tmp_path: Path):
+def test_repeated_references_in_a_pickle_are_not_expanded(tmp_path: Path):
     bomb: list[Any] = []
     for _ in range(100):
         bomb = [bomb, bomb]
@@ -203,7 +203,7 @@ def test_a_file_whose_rank_is_not_in_its_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("pattern", "problem"), [("(", "not a regular expression"), ("x", "no parentheses")])
-def test_a_pattern_that_is_none(tmp_path: Path, pattern: str, problem: str):
+def test_a_bad_pattern_is_refused(tmp_path: Path, pattern: str, problem: str):
     folder = write_json(tmp_path / "json", late_rank().documents())
     assert problem in run(folder, "--rank-pattern", pattern, expect=2).stderr
 

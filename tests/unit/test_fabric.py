@@ -46,7 +46,7 @@ def test_an_optimizer_that_fabric_did_not_wrap_may_stand_beside_one_that_it_did(
     assert adapter_for(outer, [stepped, plain], None).optimizers()[1] is plain
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_an_object_that_is_not_an_optimizer_is_refused():
     *_, outer, _ = wrapped()
     with pytest.raises(ValueError, match="got dict"):
         adapter_for(outer, {}, None)

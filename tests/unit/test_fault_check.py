@@ -14,7 +14,7 @@ FOUR = Mesh.grid(replica=4)
 GROUP = {"at": "all_reduce@training", "axis": "replica"}
 
 
-def test_what_is_possible_is_let_by():
+def test_a_possible_plan_is_accepted():
     plan = (
         FaultPlan()
         .flip_bit(rank=3, at="layer.2/weight", step=7, bit=31, index=15)
@@ -33,7 +33,7 @@ def test_what_is_possible_is_let_by():
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("plan", "message"),
     [
         (
             FaultPlan().scale(rank=4, at="layer.0/output", step=1, factor=2),
@@ -86,13 +86,13 @@ def test_what_is_possible_is_let_by():
         ),
     ],
 )
-def test_what_is_impossible_is_refused(plan: FaultPlan, told: str):
+def test_an_impossible_fault_is_refused(plan: FaultPlan, message: str):
     for world in (FOUR, 4):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             plan.check(world, Block())
 
 
-def test_what_a_mesh_cannot_show_is_refused():
+def test_a_fault_that_the_mesh_cannot_detect_is_refused():
     plan = FaultPlan().scale(rank=0, at="layer.0/output", step=1, factor=2)
     with pytest.raises(ValueError, match="hits only training's own pass"):
         plan.check(FOUR, Block())
@@ -114,7 +114,7 @@ def test_every_rank_of_a_pipeline_checks_its_own():
         plan.of(1).check(2, Block())
 
 
-def test_looking_changes_nothing():
+def test_a_check_leaves_the_model_unchanged():
     model = Block()
     before = [value.clone() for value in model.state_dict().values()]
     FaultPlan().scale(rank=0, at="layer.1/weight", step=1, factor=2).check(4, model)
@@ -122,7 +122,7 @@ def test_looking_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("plan", "message"),
     [
         (lambda: Recurring(range(1, 5), 0.0), "above 0 and at most 1, got 0.0"),
         (lambda: Recurring(range(1, 5), 1.5), "above 0 and at most 1, got 1.5"),
@@ -134,6 +134,6 @@ def test_looking_changes_nothing():
         ),
     ],
 )
-def test_words_that_mean_nothing_are_refused_at_once(plan, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_arguments_are_refused_when_the_plan_is_built(plan, message: str):
+    with pytest.raises(ValueError, match=message):
         plan()

@@ -60,7 +60,7 @@ def test_periodic_addresses_are_hit_and_no_others():
 
 @pytest.mark.parametrize("bit", [0, 22, 31])
 @pytest.mark.parametrize("value", [0, 1])
-def test_a_stuck_bit_is_what_it_is_stuck_at_and_the_rest_is_untouched(bit: int, value: int):
+def test_a_stuck_bit_is_set_and_all_other_bits_are_unchanged(bit: int, value: int):
     tensor = torch.randn(32, generator=torch.Generator().manual_seed(3))
     before = bits_of(tensor)
     for index in range(32):
@@ -72,8 +72,8 @@ def test_a_stuck_bit_is_what_it_is_stuck_at_and_the_rest_is_untouched(bit: int, 
 
 def test_a_stuck_address_line_hits_every_nth():
     tensor = torch.ones(8)
-    told = StuckBit(31, 1, index=1, every=4).corrupt(tensor)
-    assert told == "bit 31 stuck at 1 in every 4th element from 1, 2 in all"
+    message = StuckBit(31, 1, index=1, every=4).corrupt(tensor)
+    assert message == "bit 31 stuck at 1 in every 4th element from 1, 2 in all"
     assert tensor.tolist() == [1, -1, 1, 1, 1, -1, 1, 1]
 
 
@@ -98,19 +98,19 @@ def test_a_range_of_any_type_becomes_one_value(dtype: torch.dtype):
     assert Overwrite(1, 3, value=7).corrupt(tensor) is None
 
 
-def test_of_a_view_the_bytes_it_is_of_change():
+def test_corrupting_a_view_changes_the_underlying_storage():
     storage = torch.ones(6)
     FlipBits((31,), every=2).corrupt(storage[1:5])
     assert storage.tolist() == [1, -1, 1, -1, 1, 1]
 
 
-def test_effects_travel():
+def test_effects_can_be_pickled():
     for effect in (FlipBits((1, 2), 3), StuckBit(1, 0), Overwrite(1, 2, 3), SetValue(2.0), Scale(3.0)):
         assert pickle.loads(pickle.dumps(effect)) == effect
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "told"),
+    ("corrupt", "message"),
     [
         (lambda: FlipBit(32).corrupt(torch.ones(1)), r"float32 has bits 0 to 31, got 32"),
         (lambda: FlipBits((3, 40)).corrupt(torch.ones(1)), r"float32 has bits 0 to 31, got 40"),
@@ -123,6 +123,6 @@ def test_effects_travel():
         ),
     ],
 )
-def test_what_is_not_there_cannot_be_hit(corrupt, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_corrupting_missing_bits_or_elements_is_refused(corrupt, message: str):
+    with pytest.raises(ValueError, match=message):
         corrupt()

@@ -37,7 +37,7 @@ def test_about_one_outcome_in_a_hundred_is_not_finite():
     assert 0.005 < outcomes["not finite"] / outcomes["all"] < 0.025
 
 
-def test_a_seed_decides_everything():
+def test_faults_depend_on_the_seed_alone():
     assert drawn(3, 50) == drawn(3, 50)
     assert drawn(3, 50) != drawn(4, 50)
     plan = drawn(3, 400)
@@ -54,7 +54,7 @@ def test_every_drawn_fault_is_possible():
     assert len(injector.fired) + sum(injector.report()["masked"].values()) == len(mine)
 
 
-def test_there_must_be_something_to_draw_from():
+def test_empty_steps_or_places_are_refused():
     with pytest.raises(ValueError, match="needs steps, ranks and places"):
         realistic(1, steps=[], ranks=[0], places=PLACES)
     with pytest.raises(ValueError, match="has no elements"):

@@ -39,13 +39,13 @@ def test_the_end_of_a_file_is_lost(sealed: Path):
     assert sealed.read_bytes() == bytes(range(25))
 
 
-def test_whoever_has_the_file_open_sees_the_damage(sealed: Path):
+def test_damage_is_visible_through_an_open_file(sealed: Path):
     with sealed.open("rb") as held:
         spoil([sealed], FlipFileBit(0.0, bit=0))
         assert held.read(1) == b"\x01"
 
 
-def test_a_damaged_file_must_be_spoken_of_and_a_missing_one_need_not(sealed: Path):
+def test_a_damaged_file_must_be_reported_and_a_missing_one_need_not(sealed: Path):
     lost = spoil([sealed], Cut(0.5))
     assert lost.is_reported_in([f"{sealed} is damaged"])
     assert not lost.is_reported_in(["something is damaged"])

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from tests.support.incidents import incident_from
 from torchscout.decision.consensus import exact
 from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
 from torchscout.faults.ground_truth import GroundTruth
@@ -37,7 +38,7 @@ def test_a_wrong_number_shows_where_it_is_compared_first(at: str, surface: str):
     assert plan.truth(FOUR) == (GroundTruth(SDC, (2,), Scope.RANK, surface, ONE),)
 
 
-def test_of_two_peers_both_are_named():
+def test_two_peers_that_differ_are_both_named():
     plan = FaultPlan().flip_bit(rank=1, at="layer.2/weight", step=7, bit=30)
     assert plan.truth(PAIR) == (GroundTruth(SDC, (0, 1), Scope.PEER_GROUP, "layer.2/weight", ONE),)
     slow = FaultPlan().delay(rank=1, at="layer.0/forward", step=7, seconds=1)
@@ -52,20 +53,20 @@ def test_two_replicas_of_two_shards_settle_what_they_compute_and_not_what_they_h
     assert held.truth(mesh) == (GroundTruth(SDC, (1, 3), Scope.PEER_GROUP, "layer.2/weight", ONE),)
 
 
-def test_what_a_rank_alone_holds_shows_in_its_own_evidence():
+def test_corruption_of_owned_state_appears_in_its_owners_records():
     mesh = Mesh.grid(shard=4)
     plan = FaultPlan().flip_bit(rank=3, at="layer.2/weight", step=7, bit=1)
     assert plan.truth(mesh) == (GroundTruth(SDC, (3,), Scope.RANK, "optimizer/update", ONE),)
     for size in (4, 2):
-        told = (
+        expected = (
             FaultPlan()
             .flip_bit(rank=1, at="layer.2/weight.exp_avg", step=7, bit=1)
             .truth(Mesh.grid(shard=size))
         )
-        assert told == (GroundTruth(SDC, (1,), Scope.RANK, "state/owned", ONE),)
+        assert expected == (GroundTruth(SDC, (1,), Scope.RANK, "state/owned", ONE),)
 
 
-def test_wrong_ranks_at_one_place_are_one_finding_and_half_of_them_nobody():
+def test_wrong_ranks_at_one_place_are_one_finding_unless_they_are_half():
     def wrong(ranks: tuple[int, ...], mesh: Mesh) -> tuple[GroundTruth, ...]:
         plan = FaultPlan()
         for rank in ranks:
@@ -186,7 +187,7 @@ def test_a_killed_rank_may_be_missed_before_it_is_waited_for():
     assert truth.matches(incident(HANG, (1,), Scope.RANK, "issued/default_pg"))
 
 
-def test_what_the_plan_knows_better_is_believed():
+def test_an_explicit_truth_in_the_plan_is_used():
     plan = FaultPlan().flip_bit(rank=3, at="stack.1.up/output", step=7, bit=1)
     plan = plan.showing("stack.1/output", scope=Scope.MACHINE, ranks=(2, 3))
     mesh = Mesh.grid(replica=3, tensor=2)
@@ -197,19 +198,10 @@ def incident(manifestation: Manifestation, ranks: tuple[int, ...], scope: Scope,
     record = EvidenceRecord(
         step=7, surface=surface, manifestation=manifestation, peers=(0, 1, 2), verdict=exact([1, 1, 2])
     )
-    return Incident(
-        manifestation=manifestation,
-        scope=scope,
-        step=7,
-        ranks=ranks,
-        hosts=(),
-        records=(record,),
-        action=Action.INSPECT,
-        sentence="",
-    )
+    return incident_from(record, ranks, scope=scope, action=Action.INSPECT, sentence="")
 
 
-def test_a_truth_knows_whether_an_incident_tells_it():
+def test_a_truth_matches_the_incidents_that_report_it():
     truth = GroundTruth(HANG, (2,), Scope.RANK, "issued/*", ONE)
     assert truth.matches(incident(HANG, (2,), Scope.RANK, "issued/mesh_dp"))
     assert not truth.matches(incident(SDC, (2,), Scope.RANK, "issued/mesh_dp"))
@@ -219,13 +211,13 @@ def test_a_truth_knows_whether_an_incident_tells_it():
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("plan", "message"),
     [
         (FaultPlan().flip_bit(rank=4, at="layer.2/weight", step=7, bit=1), "rank 4 is not in a mesh of 4"),
         (FaultPlan().delay(rank=1, at="step", step=7, seconds=1), "cannot be detected"),
         (FaultPlan().delay(rank=1, at="all_reduce@tp", step=7, seconds=1), "pass axis, one of"),
     ],
 )
-def test_what_cannot_be_known_is_refused(plan: FaultPlan, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_a_plan_without_a_known_truth_is_refused(plan: FaultPlan, message: str):
+    with pytest.raises(ValueError, match=message):
         plan.truth(FOUR)

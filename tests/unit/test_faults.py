@@ -82,7 +82,7 @@ def test_every_place_can_be_reached(what: str):
     assert differing(history, clean, 2) != []
 
 
-def test_another_ranks_faults_do_nothing():
+def test_faults_of_another_rank_do_nothing():
     plan = FaultPlan().flip_bit(rank=1, at="layer.0/weight", step=1, bit=3)
     injector, history = train(plan)
     _, clean = train(FaultPlan())
@@ -140,7 +140,7 @@ def test_a_step_of_several_stages_begins_with_the_first_that_is_called():
     assert wrong == [False, True, False]
 
 
-def test_what_changes_nothing_has_not_happened():
+def test_a_fault_that_changes_nothing_has_not_fired():
     _, clean = train(FaultPlan())
     negative = {name: int((value.flatten() < 0).nonzero()[0]) for name, value in clean[0].items()}
     weight, bias = negative["layer.0.weight"], negative["layer.0.bias"]
@@ -222,7 +222,7 @@ def test_two_faults_at_one_place_both_fire():
     assert len(injector.fired) == 2
 
 
-def test_what_never_happened_is_told():
+def test_faults_that_never_fired_are_listed():
     injector, _ = train(FaultPlan().delay(rank=0, at="step", step=9, seconds=1.0))
     assert [fault.steps for fault in injector.unfired] == [range(9, 10)]
 
@@ -249,13 +249,13 @@ train(FaultPlan().signal(rank=0, step=2, number=signal.SIGKILL), log=pathlib.Pat
 """
 
 
-def test_a_plan_travels():
+def test_a_plan_can_be_pickled():
     plan = FaultPlan().flip_bit(rank=5, at="layer.2/weight", step=7, bit=30).showing("layer.2/output")
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("plan", "message"),
     [
         (lambda: FaultPlan().delay(rank=-1, at="step", step=1, seconds=1), "negative, got -1"),
         (lambda: FaultPlan().delay(rank=0, at="step", step=0, seconds=1), "steps count from 1"),
@@ -269,6 +269,6 @@ def test_a_plan_travels():
         ),
     ],
 )
-def test_bad_plans_are_refused(plan, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_bad_plans_are_refused(plan, message: str):
+    with pytest.raises(ValueError, match=message):
         plan()

@@ -160,7 +160,7 @@ def test_a_device_that_has_not_begun_what_its_host_has_issued():
     assert "its device has not begun" in found.sentence
 
 
-def test_without_recorded_starts_nothing_is_said_of_devices():
+def test_without_recorded_starts_nothing_is_concluded_about_devices():
     job = healthy(timed=False)
     job.collective(state="scheduled")
     assert named(job) == (Scope.PROCESS_GROUP, (0, 1, 2, 3))
@@ -409,7 +409,7 @@ def test_an_entry_that_is_not_understood_is_counted_and_left_out(change: Callabl
     assert (dump.unreadable, len(dump.entries)) == (1, 3)
 
 
-def test_what_is_no_dump_is_refused():
+def test_a_file_that_is_not_a_dump_is_refused():
     for document in ([], "text", {}, {"a": 1}, {"entries": 3}, {"entries": "abc"}, {"entries": [1]}):
         with pytest.raises(ValueError, match=r"dump|entries"):
             read_dump(0, document)

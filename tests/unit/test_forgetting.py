@@ -36,7 +36,7 @@ def keep(job: str, days_ago: float = 0) -> Path:
     return folder
 
 
-def test_only_what_nobody_has_used_for_long_is_forgotten(root: Path):
+def test_only_folders_unused_for_long_are_deleted(root: Path):
     old, recent, used, own = keep("old", 8), keep("recent", 6), keep("used", 8), keep("own", 9)
     holding = lock.claim(used, "used")
     with lock.claim(own, "own"):

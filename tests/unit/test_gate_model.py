@@ -1,4 +1,4 @@
-"""Every sequence of events that the gate can be told, against what the paper promises of it.
+"""Every sequence of events of the gate, against what the paper promises of it.
 
 The gate and an independent witness of the history walk together. Only the order of steps matters to either,
 so that states which differ by a renumbering are one. There are finitely many of those: the walk ends by
@@ -61,7 +61,7 @@ class Witness:
     """Corruption was found and no recovery recorded since."""
     seen: dict[Generation, Seen] = field(default_factory=dict)
 
-    def told(self, event: Event, effects: Effects) -> Witness:
+    def after_event(self, event: Event, effects: Effects) -> Witness:
         row, corrupt, seen = self.row, self.corrupt, dict(self.seen)
         if isinstance(event, Checked):
             row = min(row + event.recipes, self.cycle) if event.outcome.accepted else 0
@@ -223,7 +223,7 @@ def test_every_sequence_keeps_every_promise(start: CheckpointGate):
         for gate, witness in edge:
             for event in events_for(gate):
                 following, effects = transition(gate, event)
-                wiser = witness.told(event, effects)
+                wiser = witness.after_event(event, effects)
                 hold(gate, event, following, effects, witness, wiser)
                 promotions += effects.promote is not None
                 wiser = replace(wiser, seen={each: wiser.seen[each] for each in following.held})
@@ -235,6 +235,6 @@ def test_every_sequence_keeps_every_promise(start: CheckpointGate):
     assert promotions
 
 
-def test_slow_and_healthy_are_the_same_to_trust():
+def test_stragglers_and_healthy_checks_have_the_same_effect_on_trust():
     gate = transition(CheckpointGate(recipes=2), Checked(1, Outcome.HEALTHY))
     assert gate == transition(CheckpointGate(recipes=2), Checked(1, Outcome.STRAGGLER))

@@ -38,8 +38,8 @@ def test_what_all_ranks_have_is_taken_from_where_it_is_nearest():
     ]
     for count in range(len(places) + 1):
         for chosen in combinations(places, count):
-            told = listings(*([copy for reader, copy in chosen if reader == each] for each in (0, 1)))
-            plan = agree(told, [NEW])
+            inventories = listings(*([copy for reader, copy in chosen if reader == each] for each in (0, 1)))
+            plan = agree(inventories, [NEW])
             for rank in (0, 1):
                 other = 1 - rank
                 order = [(rank, MEMORY), (rank, DISK), (other, MEMORY), (other, DISK)]
@@ -60,28 +60,30 @@ def test_never_two_generations_at_once():
     generations = [Generation(9), NEW, OLD]
     subsets = [each for count in range(4) for each in combinations(generations, count)]
     for held in product(subsets, repeat=3):
-        told = listings(
+        inventories = listings(
             *([ShardLocation(rank, each, MEMORY, rank) for each in had] for rank, had in enumerate(held))
         )
         common = [each for each in generations if all(each in had for had in held)]
-        plan = agree(told, generations)
+        plan = agree(inventories, generations)
         assert plan.generation == (common[0] if common else None)
         newer = generations[: generations.index(common[0])] if common else generations
         assert [generation for generation, _ in plan.passed] == newer
 
 
 def test_only_what_is_wanted_is_taken_and_in_that_order():
-    told = listings(of_both(0, (MEMORY, 0)), of_both(1, (MEMORY, 1)))
-    assert agree(told, [OLD]).generation == OLD
-    assert agree(told, [NEW, OLD]).generation == NEW
-    assert agree(told, [Generation(8, 1), OLD]).generation == OLD, "another lineage is another generation"
+    inventories = listings(of_both(0, (MEMORY, 0)), of_both(1, (MEMORY, 1)))
+    assert agree(inventories, [OLD]).generation == OLD
+    assert agree(inventories, [NEW, OLD]).generation == NEW
+    assert agree(inventories, [Generation(8, 1), OLD]).generation == OLD, (
+        "another lineage is another generation"
+    )
     with pytest.raises(ValueError, match="wanted must name at least one generation"):
-        agree(told, [])
+        agree(inventories, [])
 
 
 def test_a_rank_without_the_newest_makes_all_take_the_next_and_it_is_said():
-    told = listings(of_both(0, (MEMORY, 0)), [ShardLocation(1, OLD, DISK, 1)])
-    plan = agree(told, [NEW, OLD])
+    inventories = listings(of_both(0, (MEMORY, 0)), [ShardLocation(1, OLD, DISK, 1)])
+    plan = agree(inventories, [NEW, OLD])
     assert plan.generation == OLD
     assert plan.sources == (Source(0, MEMORY, 0), Source(1, DISK, 1))
     assert plan.reason == (
@@ -91,8 +93,8 @@ def test_a_rank_without_the_newest_makes_all_take_the_next_and_it_is_said():
 
 
 def test_both_holders_lost_is_an_outcome_that_says_whose_state_is_gone():
-    told = listings(of_both(0, (MEMORY, 0)), [])
-    plan = agree(told, [NEW, OLD])
+    inventories = listings(of_both(0, (MEMORY, 0)), [])
+    plan = agree(inventories, [NEW, OLD])
     assert plan.generation is None
     assert plan.sources == ()
     assert (
@@ -133,14 +135,14 @@ def test_a_rank_that_moved_finds_its_state_in_files_that_others_held():
 def test_state_of_another_job_mesh_or_world_size_is_diagnosed(changed: dict, words: str):
     fields = {**identity(0, 8).to_json(), **changed, "generation": NEW}
     stranger = FoundShard(type(identity(0, 8))(**fields), 0, DISK, Path("/d/file"))
-    told = [Listing.of(Inventory((stranger,)), MEMBER, [NEW, OLD]), Listing(frozenset())]
+    inventories = [Listing.of(Inventory((stranger,)), MEMBER, [NEW, OLD]), Listing(frozenset())]
     with pytest.raises(CheckpointError) as raised:
-        agree(told, [NEW, OLD])
+        agree(inventories, [NEW, OLD])
     assert f"rank 0 finds /d/file: {words}" in str(raised.value)
     assert "step 8 cannot be had" in str(raised.value)
     # What is this job's own is taken all the same.
     whole = listings(of_both(0, (DISK, 0)), of_both(1, (DISK, 1)))
-    assert agree([Listing(whole[0].copies, told[0].strangers), whole[1]], [NEW]).generation == NEW
+    assert agree([Listing(whole[0].copies, inventories[0].strangers), whole[1]], [NEW]).generation == NEW
 
 
 def test_a_listing_survives_its_way_to_the_others():

@@ -44,7 +44,7 @@ def run_cases() -> dict[str, Any]:
         "regimes": run_regimes(),
         "perturbed": run_perturbed(*PERTURBED),
         "training": run_training(),
-        "sick": run_sick(),
+        "faulty": run_faulty(),
     }
 
 
@@ -155,7 +155,7 @@ def run_training() -> dict[str, float]:
     return errors
 
 
-def run_sick() -> dict[str, Any]:
+def run_faulty() -> dict[str, Any]:
     """Experts on a kernel that falls ill between two calls: what differs then, and what it counted."""
     import torch
 
@@ -169,11 +169,11 @@ def run_sick() -> dict[str, Any]:
         return Experts(2, 24, 40, gemm=lambda h, i, _: kind(h, i, programs=2, tiling=Tiling(*TILE)))
 
     x, rows = torch.randn(20, 24), torch.tensor([20, 0])
-    well, sick = on(GroupedGemm), on(FaultyGemm)
-    same = torch.equal(well(x, rows), sick(x, rows))
+    well, faulty = on(GroupedGemm), on(FaultyGemm)
+    same = torch.equal(well(x, rows), faulty(x, rows))
     before = times_applied()
     PerturbKernel(tile=1).happen()
-    changed = (well(x, rows) != sick(x, rows)).any(1).nonzero().flatten().tolist()
+    changed = (well(x, rows) != faulty(x, rows)).any(1).nonzero().flatten().tolist()
     return {"same": same, "before": before, "after": times_applied(), "changed": changed}
 
 
@@ -258,7 +258,7 @@ def test_every_work_item_can_be_perturbed_alone(interpreted, which):
     assert all(len(places) == 1 for places in at_tile.values()), "steps of one tile show in different tiles"
 
 
-def test_a_fault_in_work_that_is_not_there_does_not_fire(interpreted):
+def test_a_fault_in_a_missing_work_item_does_not_fire(interpreted):
     assert interpreted["perturbed"]["beyond"] == 0
 
 
@@ -292,11 +292,11 @@ def test_expert_layers_train_on_it(interpreted):
     assert max(errors.values()) < 0.03, errors  # operands are rounded to bfloat16
 
 
-def test_a_kernel_that_falls_ill_computes_one_tile_wrong_and_says_so(interpreted):
+def test_a_corrupted_kernel_computes_one_tile_wrong_and_reports_it(interpreted):
     """Of 20 rows the second tile that is taken is the last 4, in both projections."""
-    sick = interpreted["sick"]
-    assert (sick["same"], sick["before"], sick["after"]) == (True, 0, 2)
-    assert sick["changed"] == [19]
+    faulty = interpreted["faulty"]
+    assert (faulty["same"], faulty["before"], faulty["after"]) == (True, 0, 2)
+    assert faulty["changed"] == [19]
 
 
 def test_a_qualification_in_which_something_was_missed_does_not_pass():

@@ -235,7 +235,7 @@ def test_stopped_or_gone_trainer_that_nobody_waits_for_is_no_hang():
     assert job.diagnose() is None
 
 
-def test_nobody_answering_proves_nothing():
+def test_no_answers_are_no_evidence():
     job = replicas()
     assert diagnose([], job.lines, job.mesh) is None
 
@@ -253,7 +253,7 @@ def test_two_sources_at_once_are_both_named(stacks: bool):
     assert "6 ranks wait for them" in incident.sentence
 
 
-def test_two_sources_on_one_machine_are_the_machines():
+def test_two_sources_on_one_machine_have_machine_scope():
     job = replicas()
     job.issue("world", *others(4, 5))
     job.busy(4, 5, phase=Phase.INPUT)
@@ -274,7 +274,7 @@ def test_standings_may_come_as_a_sequence_and_only_once_per_rank():
         diagnose([*standings, standings[0]], job.lines, job.mesh)
 
 
-def test_operations_on_a_line_that_is_not_known_say_nothing():
+def test_operations_on_an_unknown_line_are_ignored():
     job = replicas()
     job.issue("elsewhere", 0, 1)
     assert job.diagnose() is None

@@ -89,7 +89,7 @@ def test_whole_world_stuck_in_one_collective(stacks: bool):
     assert incident.action is Action.INSPECT
 
 
-def test_all_groups_stuck_at_once_are_the_jobs():
+def test_all_groups_stuck_at_once_have_job_scope():
     job = four_by_two(stacks=True)
     for rank, key in job.along("replica").items():
         job.issue(key, rank)
@@ -97,7 +97,7 @@ def test_all_groups_stuck_at_once_are_the_jobs():
     assert (incident.scope, incident.ranks) == (Scope.JOB, tuple(range(8)))
 
 
-def test_message_that_was_sent_and_never_arrives_is_the_pairs():
+def test_message_that_was_sent_and_never_arrives_names_the_pair():
     job = StuckJob(Mesh.grid(pipeline=4))
     job.issue(job.pair(1, 2), 1, 2, text="activation")
     job.busy(1)

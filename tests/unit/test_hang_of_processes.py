@@ -155,7 +155,7 @@ def test_running_trainer_that_gives_no_stack_and_never_came():
     assert (incident.scope, incident.ranks, incident.action) == (Scope.RANK, (3,), Action.RESTART)
 
 
-def test_trainer_that_waits_for_something_unseen_is_said_to():
+def test_trainer_that_waits_for_something_unobserved_is_reported_so():
     job = replicas(2)
     job.issue("world", 0)
     job.recent[1].clear()

@@ -58,7 +58,7 @@ def test_all_devices_in_the_same_operation_are_a_stall_of_the_group(shown: bool 
     assert "All 4 members entered all_reduce float32[1024] sum number 4 of group world" in incident.sentence
 
 
-def test_idle_devices_hold_nobody_up(shown: bool | None):
+def test_idle_devices_are_not_blamed(shown: bool | None):
     job = replicas(4)
     job.on_devices()
     ahead(job, shown)
@@ -91,7 +91,7 @@ def test_another_operation_is_named(shown: bool | None):
     assert "issued all_gather float32[8] as number 4 of group world" in incident.sentence
 
 
-def test_two_devices_that_wait_for_each_other_are_not_told_apart(shown: bool | None):
+def test_two_devices_that_wait_for_each_other_are_not_distinguished(shown: bool | None):
     job = StuckJob(Mesh.grid(replica=2, hosts=nodes(2)))
     first, second = job.group("first", 0, 1), job.group("second", 0, 1)
     for rank, order in ((0, (first, second)), (1, (second, first))):

@@ -21,13 +21,13 @@ def call(*args: Any, keep: bool = True, **kwargs: Any) -> Invocation:
     return Invocation.of(args, kwargs, CPU, keep=keep)
 
 
-def told(invocation: Invocation) -> Any:
+def description_of(invocation: Invocation) -> Any:
     return json.loads(json.dumps(invocation.describe()))
 
 
 def arrived(source: Invocation, peer: Invocation) -> Invocation:
     """The source's call on a peer."""
-    room = peer.like(told(source), CPU)
+    room = peer.like(description_of(source), CPU)
     receive(room.tensors(), receiver(sent(source)))
     return room
 
@@ -108,14 +108,14 @@ def test_a_tensor_arrives_where_the_peer_had_none():
 def test_a_description_survives_json():
     source = call(torch.ones(2), math.inf, "text", None, {"k": (1, -0.5)})
     source.gradients = {3: torch.ones(2)}
-    assert told(source) == source.describe()
-    assert math.isnan(told(call(math.nan))["leaves"][0]["plain"])
+    assert description_of(source) == source.describe()
+    assert math.isnan(description_of(call(math.nan))["leaves"][0]["plain"])
 
 
 def test_autocast_is_the_sources():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         source = call(torch.ones(1))
-    assert told(source)["autocast"] == {"cpu": "bfloat16"}
+    assert description_of(source)["autocast"] == {"cpu": "bfloat16"}
     assert arrived(source, call(torch.ones(1), keep=False)).autocast == {"cpu": "bfloat16"}
     assert call(torch.ones(1)).autocast == {"cpu": None}
 
@@ -151,7 +151,7 @@ def test_an_object_stays_the_peers_own_if_it_looks_alike():
 )
 def test_an_object_that_differs_is_refused_with_its_place(here: Any, there: Any):
     with pytest.raises(ReplayError, match=r"^argument 1 is .* here and .* on the source$") as caught:
-        call(torch.ones(1), here).like(told(call(torch.ones(1), there)), CPU)
+        call(torch.ones(1), here).like(description_of(call(torch.ones(1), there)), CPU)
     assert type(there).__name__ in str(caught.value)
 
 
@@ -161,7 +161,7 @@ def test_an_object_that_differs_is_refused_with_its_place(here: Any, there: Any)
 )
 def test_another_form_of_arguments_is_refused(args: tuple, kwargs: dict):
     with pytest.raises(ReplayError, match="arguments have a different structure than the source's"):
-        call(*args, **kwargs).like(told(call(torch.ones(1))), CPU)
+        call(*args, **kwargs).like(description_of(call(torch.ones(1))), CPU)
 
 
 def test_other_random_streams_are_refused():
@@ -174,7 +174,7 @@ def test_other_random_streams_are_refused():
     peer = call(1)
     forget = register_tracker("framework", Streams())
     try:
-        source = told(call(1))
+        source = description_of(call(1))
     finally:
         forget()
     with pytest.raises(ReplayError, match=r"random streams are \['cpu'\], not \['cpu', 'framework/model'\]"):

@@ -13,7 +13,7 @@ from torchscout.config import JOB_NAME, CheckpointConfig
 from torchscout.errors import CheckpointError
 
 
-def test_the_name_goes_with_the_folder(tmp_path: Path):
+def test_the_name_moves_with_the_folder(tmp_path: Path):
     here = tmp_path / "here"
     assert job_file.name_in(here) is None
     job_file.write(here, "run7")
@@ -23,7 +23,7 @@ def test_the_name_goes_with_the_folder(tmp_path: Path):
     assert job_file.name_in(tmp_path / "there") == "run7"
 
 
-def test_in_a_folder_of_an_earlier_version_the_ledgers_say_it(tmp_path: Path):
+def test_in_a_folder_of_an_earlier_version_the_ledgers_give_the_name(tmp_path: Path):
     (tmp_path / "rank-0.ledger").write_bytes(b"damaged")
     assert job_file.name_in(tmp_path) is None
     ledger.write(tmp_path, 1, CheckpointGate(), job="old-1f", world_size=2)
@@ -43,7 +43,7 @@ def test_a_name_that_cannot_be_read_is_not_a_new_job(tmp_path: Path):
         job_file.name_in(tmp_path)
 
 
-def test_a_name_is_replaced_as_a_whole(tmp_path: Path):
+def test_writing_a_name_replaces_the_previous_one_completely(tmp_path: Path):
     job_file.write(tmp_path, "a-long-name")
     job_file.write(tmp_path, "short")
     assert job_file.name_in(tmp_path) == "short"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from tests.support.incidents import incident_from
 from torchscout.decision.consensus import Status
 from torchscout.decision.record import (
     Action,
     EvidenceRecord,
     Incident,
-    Manifestation,
     Scope,
 )
 from torchscout.decision.sdc import OpenIncidents
@@ -64,7 +64,7 @@ def test_a_rank_that_failed_is_no_evidence_and_the_others_still_vote():
     assert failed.reason == "replay failed on rank 4: RuntimeError: no memory"
 
 
-def test_one_rank_left_compares_with_nobody():
+def test_a_single_remaining_rank_is_not_compared():
     found = judged([1, POISON, POISON, POISON], [5] + [POISON] * 3, [3] + [POISON] * 3)
     assert {record.status for record in found.values()} == {"not_checked"}
 
@@ -75,7 +75,7 @@ def test_two_against_two_is_inconclusive():
     assert found["layer.1/output"].ranks == ()
 
 
-def test_a_variant_is_told_apart_by_its_mode():
+def test_variants_are_distinguished_by_their_mode():
     found = judged([1] * 4, [5] * 4, [3] * 4, variant=0.1)
     assert found["layer.1/output"].mode == "forward x0.1"
 
@@ -121,19 +121,10 @@ def test_how_deep_a_difference_lies_says_what_else_is_in_doubt():
 
 
 def incident(records: dict[str, EvidenceRecord], surface: str) -> Incident:
-    return Incident(
-        manifestation=Manifestation.SDC,
-        scope=Scope.RANK,
-        step=7,
-        ranks=records[surface].ranks,
-        hosts=(),
-        records=(records[surface],),
-        action=Action.REPLACE,
-        sentence="",
-    )
+    return incident_from(records[surface], records[surface].ranks, action=Action.REPLACE, sentence="")
 
 
-def test_an_incident_is_news_once_until_it_has_been_seen_to_end():
+def test_an_incident_is_new_once_until_it_has_ended():
     ongoing = OpenIncidents()
     wrong, right = judged([1] * 4, [5, 5, 9, 5], [3] * 4), judged([1] * 4, [5] * 4, [3] * 4)
     elsewhere = judged([1] * 4, [5] * 4, [3] * 4, comparisons=[Comparison(f"x/{n}", "other") for n in "abc"])
@@ -150,7 +141,7 @@ def test_an_incident_is_news_once_until_it_has_been_seen_to_end():
     assert news([found], wrong) == [found], "it ended, and has come back"
 
 
-def test_another_rank_is_news():
+def test_an_incident_of_another_rank_is_new():
     ongoing = OpenIncidents()
     first, second = judged([1] * 4, [5, 5, 9, 5], [3] * 4), judged([1] * 4, [5, 5, 9, 8], [3] * 4)
     assert len(ongoing.new_ones([incident(first, "layer.1/output")], list(first.values()))) == 1

@@ -1,4 +1,4 @@
-"""A replayed call runs under training's conditions, alike on all peers, and leaves every switch as it was."""
+"""A replayed call runs under training's conditions, alike on all peers, and restores every switch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_python_and_numpy_draw_alike_too():
     assert differing(observations(job.aligned())) == set()
 
 
-def test_nothing_of_training_moves():
+def test_a_replay_leaves_parameters_gradients_and_rng_unchanged():
     job = Job(Block)
     replays = job.aligned()
     parameters = [(each._version, each.tolist(), each.grad.tolist()) for each in job.modules[0].parameters()]
@@ -84,7 +84,7 @@ def test_autocast_is_the_sources_in_forward_and_off_in_backward():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_autocast_around_the_check_has_no_say():
+def test_autocast_around_the_check_is_ignored():
     replays = Job(Block).aligned()
     plain = observations(replays)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
@@ -102,7 +102,7 @@ def test_a_module_in_evaluation_mode_is_replayed_so():
     assert not job.modules[0].training
 
 
-def test_a_module_that_raises_is_not_hidden_and_leaves_all_as_it_was():
+def test_an_exception_in_a_module_propagates_and_leaves_everything_unchanged():
     is_broken = []
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -283,7 +283,7 @@ def test_matrix_products_without_a_workspace_setting_are_replayed_without_and_st
     assert f"{NAME}/grad_input" in seen.signatures
 
 
-def test_another_error_is_no_want_of_determinism():
+def test_other_errors_are_not_taken_for_missing_determinism():
     replay = Job(lambda: refusing("out of memory"), ranks=1).aligned()[0]
     assert refused(replay).refused == []
     assert refused(replay).refused == []

@@ -1,4 +1,4 @@
-"""What of a module cannot be replayed or compared is told, and nothing is kept afterwards."""
+"""Parts of a module that cannot be replayed or compared are reported, and nothing is kept afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_module_that_writes_to_its_parameters_is_refused_before_replay_could_c
     assert job.modules[0].weight.tolist() == [0.5] * 4
 
 
-def test_a_module_that_writes_to_its_parameters_only_in_replay_is_told():
+def test_a_module_that_writes_to_its_parameters_only_in_replay_is_reported():
     job = Job(lambda: Calling(writing), prepared=lambda module: setattr(module, "writes", False), ranks=1)
     (replay,) = job.aligned()
     job.modules[0].writes = True
@@ -103,7 +103,7 @@ def test_peers_with_other_buffers_or_other_gradients_are_refused():
         prepare(job.replays)
 
 
-def test_a_parameter_that_came_later_is_told():
+def test_a_parameter_that_was_added_later_is_reported():
     module = Block()
     recipe = recipe_of(module)
     module.late = nn.Parameter(torch.ones(1))

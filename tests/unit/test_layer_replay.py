@@ -1,4 +1,4 @@
-"""One module replayed by a source and its peers: healthy ones agree, a wrong bit shows where it is."""
+"""One module replayed by a source and its peers: healthy ones agree, a wrong bit is found where it is."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_bit_lost_on_the_way_shows_in_the_input():
     assert outliers(observations(job.replays), f"{NAME}/input") == [2]
 
 
-def test_buffers_are_the_sources():
+def test_replays_use_the_buffers_of_the_source():
     seen = []
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_sparse_gradients_of_an_embedding_are_compared():
     assert ABSENT not in found[0].values()
 
 
-def test_arguments_the_module_never_uses_travel_all_the_same():
+def test_unused_arguments_are_sent_too():
     def train(module: nn.Module, rank: int) -> None:
         unused = torch.full((rank + 1,), float(rank), requires_grad=True)
         sized(module(batch(rank), unused=unused, mode="fast")).backward()
@@ -178,12 +178,12 @@ def test_tuples_and_dicts_of_outputs_are_replayed_with_their_gradients():
     assert ABSENT not in found[0].values()
 
 
-def test_an_expanded_gradient_travels():
+def test_an_expanded_gradient_is_sent():
     job = Job(Block, train=lambda module, rank: module(batch(rank)).sum().backward())
     assert differing(observations(job.aligned())) == set()
 
 
-def test_a_gradient_in_the_middle_of_anothers_memory_travels():
+def test_a_gradient_that_is_a_view_of_larger_memory_is_sent():
     def train(module: nn.Module, rank: int) -> None:
         output = torch.cat([torch.ones(2, 4), module(batch(rank))])
         (output * torch.arange(20.0).view(5, 4)).sum().backward()
@@ -191,7 +191,7 @@ def test_a_gradient_in_the_middle_of_anothers_memory_travels():
     assert differing(observations(Job(Block, train=train).aligned())) == set()
 
 
-def test_a_lazily_conjugated_gradient_travels():
+def test_a_lazily_conjugated_gradient_is_sent():
     def train(module: nn.Module, rank: int) -> None:
         (module(torch.tensor([1 + 2j])).conj() * 2j).abs().sum().backward()
 

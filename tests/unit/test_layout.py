@@ -1,4 +1,4 @@
-"""DTensors among what a peer receives: the local part bit for bit, on the peer's own mesh, or refused."""
+"""DTensors that a peer receives: the local part bit for bit, on the peer's own mesh, or refused."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_description_says_mesh_and_placements():
 
 
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("own", "message"),
     [
         (
             lambda: laid(Shard(0), mesh(0, 1, 2, 3)),
@@ -145,9 +145,9 @@ def test_a_description_says_mesh_and_placements():
     ],
 )
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_peer_that_does_not_match_is_refused(own: Any, told: str, keep: bool):
+def test_a_peer_that_does_not_match_is_refused(own: Any, message: str, keep: bool):
     source = json.loads(json.dumps(call(laid(Shard(0), source_mesh())).describe()))
-    with pytest.raises(ReplayError, match=f"^argument 0.*{told}"):
+    with pytest.raises(ReplayError, match=f"^argument 0.*{message}"):
         call(own(), keep=keep).like(source, CPU)
 
 
@@ -157,7 +157,7 @@ def test_a_plain_tensor_is_refused_where_the_peer_has_a_dtensor():
         call(laid(Shard(0), peer_mesh()), keep=False).like(source, CPU)
 
 
-def test_a_placement_that_cannot_be_described_is_told():
+def test_a_placement_that_cannot_be_described_is_reported():
     strided = DTensor.from_local(torch.ones(2, 3), source_mesh(), [_StridedShard(0, split_factor=2)])
     module = calling(lambda self, _: self.weight * 2)
     with armed(module) as capture:
@@ -194,8 +194,8 @@ def test_a_pending_collective_is_waited_for_and_arrives_as_a_plain_tensor():
 
 
 def test_a_buffer_that_is_a_dtensor_gets_room_on_the_peers_mesh():
-    told = json.loads(json.dumps(described(laid(Replicate(), source_mesh()))))
-    room = room_for(told, CPU, DTensorLayout.of(laid(Replicate(), peer_mesh())))
+    sent = json.loads(json.dumps(described(laid(Replicate(), source_mesh()))))
+    room = room_for(sent, CPU, DTensorLayout.of(laid(Replicate(), peer_mesh())))
     assert isinstance(room, DTensor)
     assert room.device_mesh == peer_mesh()
 
@@ -207,14 +207,14 @@ class TestGradientsOfParameters:
         assert gradient_of(whole, parameter).tolist() == [[0, 1, 2], [3, 4, 5]]
         assert not is_unreduced(whole, parameter)
 
-    def test_summands_are_left_as_they_are(self):
+    def test_partial_gradients_are_left_unreduced(self):
         parameter = laid(Replicate(), source_mesh(), torch.ones(3))
         summand = laid(Partial(), source_mesh(), torch.arange(3.0))
         assert is_unreduced(summand, parameter)
         assert gradient_of(summand, parameter).tolist() == [0, 1, 2]
 
     @pytest.mark.parametrize(("of_gradient", "of_parameter"), [(Partial(), Shard(0)), (Shard(1), Shard(0))])
-    def test_what_would_have_to_be_exchanged_is_refused(
+    def test_a_gradient_that_would_need_communication_is_refused(
         self, of_gradient: Placement, of_parameter: Placement
     ):
         parameter = laid(of_parameter, source_mesh())

@@ -1,4 +1,4 @@
-"""The gate's state in files: whole or the one before, never a guess."""
+"""The gate's state in files: the last complete write is read, or the one before it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def previous(path: Path) -> Path:
     return path.with_name(path.name + ".previous")
 
 
-def test_what_was_written_last_is_read(tmp_path: Path):
+def test_the_last_write_is_read(tmp_path: Path):
     path = write(tmp_path / "made" / "on the way", FIRST)
     assert ledger.read(path.parent, 1) == FIRST
     write(path.parent, SECOND)
@@ -57,7 +57,7 @@ def test_what_was_written_last_is_read(tmp_path: Path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o400
 
 
-def test_where_nothing_was_written_there_is_nothing(tmp_path: Path):
+def test_reading_an_empty_folder_gives_nothing(tmp_path: Path):
     write(tmp_path, FIRST, rank=2)
     assert ledger.read(tmp_path, 1) is None
     assert ledger.read(tmp_path / "none", 1) is None
@@ -124,21 +124,21 @@ def forged(**changes: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"schema": 2}, "has schema 2, this version reads 1"),
         ({"rank": 3}, "is the ledger of rank 3"),
     ],
 )
-def test_a_whole_file_that_is_not_meant_is_refused_and_the_one_before_is_not_asked(tmp_path, changes, told):
+def test_an_intact_file_with_wrong_fields_is_refused_without_fallback(tmp_path, changes, message):
     write(tmp_path, FIRST)
     put(write(tmp_path, SECOND), forged(**changes))
-    with pytest.raises(CheckpointError, match=told) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         ledger.read(tmp_path, 1)
     assert not isinstance(caught.value, DamagedError)
 
 
-def test_another_jobs_ledger_is_refused_if_one_says_whose_it_should_be(tmp_path: Path):
+def test_another_jobs_ledger_is_refused_when_a_job_is_given(tmp_path: Path):
     write(tmp_path, FIRST, job="theirs")
     assert ledger.read(tmp_path, 1) == FIRST
     with pytest.raises(CheckpointError, match=r"rank-1\.ledger belongs to job 'theirs', not to 'ours'"):
@@ -170,7 +170,7 @@ def test_sealed_bytes_of_any_kind_are_refused(tmp_path: Path, body: bytes):
         ledger.read(tmp_path, 1)
 
 
-def test_what_is_no_file_is_an_error_and_holds_nobody_up(tmp_path: Path):
+def test_a_path_that_is_not_a_file_is_an_error_and_does_not_block(tmp_path: Path):
     os.mkfifo(ledger.path_of(tmp_path, 0))
     with pytest.raises(DamagedError):
         ledger.read(tmp_path, 0)

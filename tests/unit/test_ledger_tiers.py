@@ -132,7 +132,7 @@ def renumbered(rank: Rank) -> object:
     def short(each: Generation | None) -> object:
         return each and (steps[each.step], lineages.index(each.lineage))
 
-    def told(gate: CheckpointGate | None) -> object:
+    def renumber_gate(gate: CheckpointGate | None) -> object:
         return gate and (
             *(tuple(map(short, getattr(gate, name))) for name in ("captured", "trusted", "durable")),
             *(short(getattr(gate, name)) for name in ("candidate", "interim", "writing", "pending")),
@@ -141,7 +141,10 @@ def renumbered(rank: Rank) -> object:
         )
 
     sets = (rank.captured, rank.files, *rank.unneeded)
-    return (*map(told, (rank.gate, rank.memory, rank.disk)), *(frozenset(map(short, each)) for each in sets))
+    return (
+        *map(renumber_gate, (rank.gate, rank.memory, rank.disk)),
+        *(frozenset(map(short, each)) for each in sets),
+    )
 
 
 STARTS = pytest.mark.parametrize(

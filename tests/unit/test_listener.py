@@ -223,11 +223,11 @@ def seconds_until_closed(port: int, said: bytes) -> float:
         return time.monotonic() - began
 
 
-def test_who_does_not_authenticate_is_closed_in_time(guarded: Listener):
+def test_an_unauthenticated_connection_is_closed_in_time(guarded: Listener):
     assert 0.9 < seconds_until_closed(guarded.port, GREETING) < 4
 
 
-def test_who_sends_more_than_a_handshake_is_closed_at_once(guarded: Listener):
+def test_a_connection_that_sends_more_than_a_handshake_is_closed_at_once(guarded: Listener):
     """ZeroMQ would keep what comes of a message of 4 MiB until the time is over."""
     message = b"\x06" + (4 << 20).to_bytes(8, "big") + bytes(8192)
     assert seconds_until_closed(guarded.port, GREETING + message) < 0.9
@@ -236,6 +236,7 @@ def test_who_sends_more_than_a_handshake_is_closed_at_once(guarded: Listener):
 @pytest.mark.parametrize(
     ("token", "listens", "error"),
     [("short", ("127.0.0.1", 0), ValueError), (TOKEN, ("203.0.113.9", 9), CheckpointError)],
+    ids=["a short token", "an address of another machine"],
 )
 def test_a_replicator_that_cannot_be_made_leaves_nothing_open(
     tmp_path: Path, token: str, listens: tuple[str, int], error: type[Exception]
@@ -288,7 +289,7 @@ def test_a_listener_ends_with_its_trainer_even_if_children_live_on(tmp_path: Pat
         os.kill(child, 9)
 
 
-def test_the_same_holds_for_a_hub():
+def test_idle_connections_leave_a_hub_its_descriptors():
     board = Board()
     try:
         with ExitStack() as stack:

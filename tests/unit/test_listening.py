@@ -1,4 +1,4 @@
-"""On which addresses a job listens: no more of them than its ranks need."""
+"""A job listens on no more addresses than its ranks need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_job_on_several_machines_listens_where_the_others_reach_it(monkeypatch
 
 
 @pytest.mark.parametrize("everywhere", ["0.0.0.0", "::"])
-def test_all_interfaces_are_for_whoever_asks_for_them(monkeypatch: pytest.MonkeyPatch, everywhere: str):
+def test_all_interfaces_are_used_only_on_request(monkeypatch: pytest.MonkeyPatch, everywhere: str):
     monkeypatch.setattr(network, "_addresses_towards", lambda _: iter(["192.0.2.7"]))
     assert listening_address(["a", "b"], 0, everywhere) == (everywhere, "192.0.2.7")
     assert listening_address(["a", "b"], 0, "192.0.2.9") == ("192.0.2.9", "192.0.2.9")

@@ -1,4 +1,4 @@
-"""The log: one prefix, one line for each message, and seen without any set-up."""
+"""The log: one prefix, one line for each message, visible without any set-up."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ log.debug("details")
         ("log.addHandler(logging.NullHandler())", "", ""),
     ],
 )
-def test_a_program_without_logging_sees_messages_and_any_other_decides(before: str, after: str, shown: str):
+def test_messages_are_shown_without_logging_setup_and_follow_it_otherwise(
+    before: str, after: str, shown: str
+):
     program = PROGRAM.format(before=before, after=after)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == shown

@@ -115,7 +115,7 @@ def test_all_peer_groups_of_131072_ranks():
 
 
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "message"),
     [
         (lambda: Mesh.grid(replica=-1), "replica must be at least 1, got -1"),
         (lambda: Mesh.grid(tensor=0), "tensor must be at least 1, got 0"),
@@ -135,6 +135,6 @@ def test_all_peer_groups_of_131072_ranks():
         (lambda: PeerGroup((3, 1), Axis.REPLICA), r"ascending, got \(3, 1\)"),
     ],
 )
-def test_bad_input_is_refused_with_the_value(build, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_bad_input_is_refused_with_the_value(build, message: str):
+    with pytest.raises(ValueError, match=message):
         build()

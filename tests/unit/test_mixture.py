@@ -1,4 +1,4 @@
-"""Experts found by their form, and layers without them."""
+"""Experts are found by their structure, and layers without them."""
 
 from __future__ import annotations
 

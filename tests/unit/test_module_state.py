@@ -1,4 +1,4 @@
-"""Whatever a call changes in a module is taken back: buffers, counters, caches, streams, extra state."""
+"""Changes that a call makes in a module are undone: buffers, counters, caches, streams, extra state."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_training_mode_is_put_back():
     assert module.training
 
 
-def test_a_container_that_holds_itself_is_no_trap():
+def test_a_container_that_contains_itself_is_handled():
     ring: list[Any] = [1]
     ring.append(ring)
     module = Doing(lambda self: self.ring.clear(), ring=ring)
@@ -175,7 +175,7 @@ def test_a_tensor_that_was_not_changed_is_not_written():
     assert tensor._version == 0
 
 
-def test_tensors_that_cannot_change_or_have_no_values_are_let_be():
+def test_tensors_that_cannot_change_or_have_no_values_are_skipped():
     with torch.inference_mode():
         frozen = torch.ones(2)
     module = Doing(lambda _: None, frozen=frozen, planned=torch.empty(2, device="meta"))
@@ -191,7 +191,7 @@ STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_a_stream_of_the_modules_own_draws_alike_on_peers_and_goes_back(kind: str):
+def test_a_modules_own_generator_draws_alike_on_peers_and_is_restored(kind: str):
     make, draw = STREAMS[kind]
     drawn = []
     modules = [Doing(lambda self: drawn.append(draw(self.stream)), stream=make()) for _ in range(2)]

@@ -77,19 +77,19 @@ def test_a_script_goes_on_as_without_torchscout(session: Session, caplog: pytest
     assert session.failures == []
 
 
-def test_it_says_so_once(session: Session, caplog: pytest.LogCaptureFixture):
+def test_the_reason_is_logged_once(session: Session, caplog: pytest.LogCaptureFixture):
     caplog.clear()
     torchscout.enable_resiliency(None)
     assert caplog.messages == ["torchscout: off: the environment variable TORCHSCOUT switches torchscout off"]
 
 
-@pytest.mark.parametrize("said", ["0", "Off", "false", "no"])
-def test_the_words_for_off(monkeypatch: pytest.MonkeyPatch, said: str):
-    monkeypatch.setenv("TORCHSCOUT", said)
+@pytest.mark.parametrize("value", ["0", "Off", "false", "no"])
+def test_values_that_switch_torchscout_off(monkeypatch: pytest.MonkeyPatch, value: str):
+    monkeypatch.setenv("TORCHSCOUT", value)
     assert isinstance(torchscout.enable_resiliency(None), Off)
 
 
-def test_another_word_is_a_mistake_and_on_is_as_ever(monkeypatch: pytest.MonkeyPatch):
+def test_other_values_are_refused_and_on_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHSCOUT", "of")
     with pytest.raises(ValueError, match="TORCHSCOUT must be on or off, got 'of'"):
         torchscout.enable_resiliency(None)

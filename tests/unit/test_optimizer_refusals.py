@@ -18,16 +18,16 @@ def refused(job: Job, step, reason: str) -> None:
         job.replay(step=step)
 
 
-def test_a_step_in_which_the_optimizer_did_not_step():
+def test_a_step_without_an_optimizer_step_is_refused():
     refused(Job(adamw), lambda _: None, "the optimizer did not step layer.0/weight")
 
 
-def test_a_missing_gradient():
+def test_a_missing_gradient_is_refused():
     refused(Job(adamw), lambda rank: rank.optimizer.step(), "layer.0/weight had no gradient")
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_closure(by_name):
+def test_a_step_with_a_closure_is_refused(by_name):
     def step(rank):
         rank.backward()
         closure = torch.enable_grad()(lambda: torch.zeros(()))
@@ -36,7 +36,7 @@ def test_a_closure(by_name):
     refused(Job(adamw), step, "closure")
 
 
-def test_a_sparse_gradient():
+def test_a_sparse_gradient_is_refused():
     def step(rank):
         parameter = rank.parameters["layer.0/weight"]
         parameter.grad = torch.eye(*parameter.shape).to_sparse()
@@ -49,26 +49,26 @@ def test_a_sparse_gradient():
 @pytest.mark.parametrize(
     ("setting", "value"), [("lr", 0.02), ("betas", (0.9, 0.99)), ("foreach", True), ("maximize", True)]
 )
-def test_a_setting_that_differs_between_peers(setting, value):
+def test_a_setting_that_differs_between_peers_is_refused(setting, value):
     job = Job(adamw)
     job.ranks[2].optimizer.param_groups[0][setting] = value
     refused(job, Rank.step, f"setting 'group {setting}' differs: .* on peer 2")
 
 
-def test_another_class():
+def test_optimizers_of_different_classes_are_refused():
     job = Job(adamw)
     other = Rank([(33, 67)], lambda parameters: torch.optim.Adam(parameters.values(), lr=0.01), torch.float32)
     job.ranks[1] = other
     refused(job, Rank.step, "class 'of the optimizer' differs: .*adam.Adam on peer 1, .*AdamW on the")
 
 
-def test_another_slice():
+def test_different_slices_are_refused():
     job = Job(adamw, shapes=[(100_000,)])
     job.ranks[1].recipe.begin(0, is_source=False).release()
     refused(job, Rank.step, r"slice 'layer.0/weight' differs: \[65536, 100000, False\] on peer 1")
 
 
-def test_other_state():
+def test_different_optimizer_state_is_refused():
     job = Job(adamw)
     job.ranks[1].step()
     refused(job, Rank.step, "'state exp_avg' differs: .* on peer 1, None on the source")

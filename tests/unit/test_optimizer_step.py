@@ -1,4 +1,4 @@
-"""An optimizer's update, replayed on copies: healthy ranks reproduce it, and training never notices."""
+"""An optimizer's update, replayed on copies: healthy ranks reproduce it, and training is unchanged."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def assert_same(one, other):
         assert one == other
 
 
-def test_the_random_streams_stand_still_even_if_the_optimizer_draws():
+def test_rng_states_are_restored_even_if_the_optimizer_draws():
     job = Job(lambda parameters: Rounding(parameters.values(), lr=0.01))
     before = torch.get_rng_state()
     replays = [rank.recipe.begin(0, is_source=i == 0) for i, rank in enumerate(job.ranks)]

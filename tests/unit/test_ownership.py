@@ -1,4 +1,4 @@
-"""What replicas hold copies of, told from what each rank keeps for itself."""
+"""Distinguishing state that replicas share from state that each rank owns."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_slots_that_one_rank_alone_keeps_up_are_owned():
     assert by_design(differing, PARAMETERS) == {*AVERAGES}
 
 
-def test_one_wrong_slot_of_one_rank_is_no_design():
+def test_one_wrong_slot_of_one_rank_is_not_ownership():
     assert by_design({AVERAGES[1]: [1, 1, 2]}, [*PARAMETERS, *(set(AVERAGES) - {AVERAGES[1]})]) == set()
 
 
-def test_several_wrong_slots_of_one_rank_are_no_design_while_others_agree():
+def test_several_wrong_slots_of_one_rank_are_not_ownership_while_others_agree():
     differing = {name: [1, 1, 2] for name in AVERAGES[:3]}
     assert by_design(differing, [AVERAGES[3]]) == set()
 
@@ -59,7 +59,7 @@ def test_parameters_that_differed_before_the_first_update_are_local_until_they_a
     assert not ownership.is_new(PARAMETERS[0])
 
 
-def test_what_was_learned_goes_into_checkpoints():
+def test_learned_ownership_is_saved_in_checkpoints():
     ownership = Ownership()
     ownership.learn([*PARAMETERS, *AVERAGES], dict.fromkeys(AVERAGES, "differs by design"))
     again = Ownership()

@@ -167,7 +167,7 @@ def test_a_restless_job_needs_more_rounds():
     assert number > 3
 
 
-def test_a_straggler_does_not_raise_its_own_bar():
+def test_a_straggler_does_not_raise_its_own_threshold():
     flapping = [steady(8, {1} if number % 2 else ()) for number in range(60)]
     persistence = Persistence(StragglerConfig())
     assert run(persistence, flapping) == []
@@ -186,7 +186,7 @@ def test_a_slow_machine_is_found_whole_and_soon():
     assert confirmed == [(4, rank) for rank in machine]
 
 
-def test_nobody_is_named_whom_no_verdict_named():
+def test_only_outliers_of_a_verdict_are_named():
     persistence = Persistence(StragglerConfig())
     run(persistence, [steady(8)] * 50)
     wide = [30.0, 38.0, 46.0, 54.0, 62.0, 70.0, 78.0, 86.0]
@@ -203,7 +203,7 @@ def test_the_round_of_one_straggler_does_not_widen_its_own_scale():
     assert run(Persistence(StragglerConfig(kappa=2.5)), named_once) == [(2, 3)]
 
 
-def test_who_is_confirmed_and_who_is_not_yet():
+def test_confirmed_and_unconfirmed_stragglers():
     persistence = Persistence(StragglerConfig())
     run(persistence, [steady(8, {1})] * 3 + [steady(8, {1, 2})])
     assert (persistence.confirmed, persistence.unconfirmed) == ({1}, {2})
@@ -211,14 +211,14 @@ def test_who_is_confirmed_and_who_is_not_yet():
     assert (persistence.confirmed, persistence.unconfirmed) == (set(), set())
 
 
-def test_behind_is_not_yet_slow():
+def test_a_slightly_slower_rank_is_not_a_straggler():
     persistence = Persistence(StragglerConfig())
     run(persistence, [[50.0, 52.0, 48.0, 51.0, 49.0, 50.5, 49.5, 57.0]] * 3)
     assert (persistence.confirmed, persistence.unconfirmed) == (set(), set())
 
 
 @pytest.mark.parametrize(("chance", "rounds"), [(1e-3, 2), (1e-8, 4)])
-def test_the_tolerated_chance_is_the_users_to_set(chance, rounds):
+def test_the_tolerated_chance_is_configurable(chance, rounds):
     assert run(Persistence(StragglerConfig(false_alarm_rate=chance)), [steady(8, {1})] * 10) == [(rounds, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Who holds whose copy, over every small layout and many large ones."""
+"""Which rank holds whose copy, over every small layout and many large ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_machines_of_equal_size_hold_for_each_other_as_whole_machines():
     assert pairs == {("a", "b"), ("b", "c"), ("c", "a")}
 
 
-def test_names_do_not_matter_and_neither_does_who_asks():
+def test_placement_is_independent_of_host_names_and_of_the_asking_rank():
     for hosts in layouts():
         renamed = [f"{hash(host)}" for host in hosts]
         assert replica_holders(hosts) == replica_holders(tuple(renamed))

@@ -1,4 +1,4 @@
-"""Names that another user can predict: what lies there is not followed, not truncated and not trusted."""
+"""Files under names that another user can predict are not followed, truncated or trusted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_the_stack_file_is_not_followed(tmp_path: Path, victim: Path):
+def test_a_stack_file_that_is_a_link_is_not_followed(tmp_path: Path, victim: Path):
     registration = stacks.register(tmp_path, SIGNAL)
     try:
         registration.path.unlink()
@@ -75,7 +75,7 @@ def test_a_records_folder_of_another_user_is_not_used(home: Path):
     assert made.parent != home
 
 
-def test_what_else_lies_in_the_records_folder_disturbs_nobody(home: Path):
+def test_other_files_in_the_records_folder_are_ignored(home: Path):
     """A stray file once made every further job go without hang localization."""
     home.mkdir(mode=0o700)
     (home / "stray").write_text("")

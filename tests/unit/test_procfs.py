@@ -1,4 +1,4 @@
-"""What ``/proc`` says, of real processes and of this machine."""
+"""Reading ``/proc``, of real processes and of this machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.small_job import until
 from torchscout.checkpoint.storage.owner import Owner
 from torchscout.utils import procfs
 
@@ -25,13 +25,6 @@ signal.signal(signal.SIGUSR1, lambda *_: None)
 print("ready", flush=True)
 time.sleep(600)
 """
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -57,7 +50,7 @@ def test_the_name_of_a_program_does_not_confuse_the_parser(tmp_path: Path):
     program = tmp_path / "a) Z 1 (b"
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([program, "600"]) as started:
-        wait_for(lambda: ") Z 1" in Path(f"/proc/{started.pid}/comm").read_text())
+        until(lambda: ") Z 1" in Path(f"/proc/{started.pid}/comm").read_text(), "the program runs", 60)
         assert not stat_of(started.pid).has_ended
         assert stat_of(started.pid).started >= stat_of(os.getpid()).started
         started.kill()
@@ -67,11 +60,11 @@ def test_a_process_that_runs_stops_and_ends(process: subprocess.Popen[bytes]):
     pid, begun = process.pid, stat_of(process.pid).started
     assert procfs.is_running(pid)
     process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: stat_of(pid).is_stopped)
+    until(lambda: stat_of(pid).is_stopped, "it is stopped", 60)
     assert procfs.is_running(pid)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
-    wait_for(lambda: stat_of(pid).has_ended)
+    until(lambda: stat_of(pid).has_ended, "it has ended", 60)
     assert not procfs.is_running(pid)
     assert (stat_of(pid).started, stat_of(pid).wait_status) == (begun, signal.SIGTERM)
     process.wait()
@@ -80,7 +73,7 @@ def test_a_process_that_runs_stops_and_ends(process: subprocess.Popen[bytes]):
 
 def test_the_status_with_which_a_process_exited():
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as started:
-        wait_for(lambda: stat_of(started.pid).has_ended)
+        until(lambda: stat_of(started.pid).has_ended, "it has ended", 60)
         assert os.waitstatus_to_exitcode(stat_of(started.pid).wait_status) == 3
 
 
@@ -88,7 +81,7 @@ def test_which_signals_a_process_catches(process: subprocess.Popen[bytes]):
     assert procfs.catches_signal(process.pid, signal.SIGUSR1)
     assert not procfs.catches_signal(process.pid, signal.SIGUSR2)
     process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: stat_of(process.pid).is_stopped)
+    until(lambda: stat_of(process.pid).is_stopped, "it is stopped", 60)
     assert not procfs.catches_signal(process.pid, signal.SIGUSR1)
     with pytest.raises(FileNotFoundError):
         procfs.catches_signal(NOBODY, signal.SIGUSR1)
@@ -104,7 +97,7 @@ def test_processes_are_found_by_their_environment(process: subprocess.Popen[byte
     assert list(procfs.processes_with("PROCFS_TEST=yes")) == [process.pid]
     assert list(procfs.processes_with("PROCFS_TEST=ye")) == []
     process.kill()
-    wait_for(lambda: stat_of(process.pid).has_ended)
+    until(lambda: stat_of(process.pid).has_ended, "it has ended", 60)
     assert list(procfs.processes_with("PROCFS_TEST=yes")) == []
 
 
@@ -137,7 +130,7 @@ def test_an_owner_is_gone_once_it_has_ended(process: subprocess.Popen[bytes]):
     assert not own.is_gone
     assert not other.is_gone
     process.kill()
-    wait_for(lambda: other.is_gone)
+    until(lambda: other.is_gone, "the owner is gone", 60)
 
 
 def machine(
@@ -176,5 +169,5 @@ def test_memory_is_what_the_machine_and_every_group_has_left(
     assert procfs.available_memory(*machine(tmp_path, available, groups, own)) == expected
 
 
-def test_this_machine_has_some():
+def test_this_machine_has_available_memory():
     assert 0 < procfs.available_memory() < 1 << 50

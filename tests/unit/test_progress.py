@@ -1,4 +1,4 @@
-"""A rank's standing survives the way over the board."""
+"""A rank's progress survives serialization."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ PROGRESS = Progress(
         RankStatus(0, Process.GONE, None),
     ],
 )
-def test_nothing_is_lost_through_json(standing: RankStatus):
+def test_progress_survives_json(standing: RankStatus):
     assert RankStatus.from_json(json.loads(json.dumps(standing.to_json()))) == standing
 
 
-def test_coordinates_order_a_ranks_life():
+def test_a_coordinate_is_step_and_operation():
     assert PROGRESS.coordinate == (12, 40)

@@ -50,7 +50,7 @@ def answer(path: str) -> None:
     """An observer: for every line of standard input, what it reads."""
     reader = ProgressReader(Path(path))
     for _ in sys.stdin:
-        told = {
+        fields = {
             "standing": RankStatus(reader.rank, reader.trainer(), reader.read()).to_json(),
             "lines": {key: [line.members, line.name, line.pair] for key, line in reader.lines().items()},
             "steps": reader.step_seconds(),
@@ -59,7 +59,7 @@ def answer(path: str) -> None:
             "dropped": reader.dropped,
             "pid": reader.pid,
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(fields), flush=True)
 
 
 def hold(directory: str) -> None:
@@ -174,9 +174,9 @@ def test_another_process_reads_all_of_it(writer: ProgressWriter):
     writer.pause()
     writer.finished()
     with running("answer", writer.path) as observer:
-        told = ask(observer)
+        received = ask(observer)
 
-    standing = RankStatus.from_json(told["standing"])
+    standing = RankStatus.from_json(received["standing"])
     first, second = chain([SUM[1], SUM[1]])
     (exchanged,) = chain([EXCHANGE[1]])
     assert standing.process is Process.RUNNING
@@ -197,15 +197,15 @@ def test_another_process_reads_all_of_it(writer: ProgressWriter):
         silent_seconds=0.0,
         device_step=1,
     )
-    assert told["lines"] == {
+    assert received["lines"] == {
         line.key: [list(line.members), line.name, line.pair] for line in (WORLD, EXPERT, ARROW)
     }
-    assert len(told["steps"]) == 1
-    assert 0 < told["steps"][0] < 60
-    assert told["input"] == [0.25]
-    assert told["flags"] == [True, True]
-    assert told["dropped"] == 0
-    assert told["pid"] == os.getpid()
+    assert len(received["steps"]) == 1
+    assert 0 < received["steps"][0] < 60
+    assert received["input"] == [0.25]
+    assert received["flags"] == [True, True]
+    assert received["dropped"] == 0
+    assert received["pid"] == os.getpid()
 
 
 def test_another_process_sees_what_is_published_later(writer: ProgressWriter):

@@ -1,4 +1,4 @@
-"""Who issued something else, in the open or behind later operations; and whose AllToAll splits do not fit."""
+"""Ranks that issued another operation, visible or behind later ones; AllToAll splits that do not fit."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_ends_of_a_message_that_do_not_match_are_both_listed():
     assert (incident.scope, incident.ranks) == (Scope.PROCESS_GROUP, (0, 1))
 
 
-def test_two_against_two_is_the_groups():
+def test_two_against_two_names_the_group():
     job = replicas(4)
     job.issue("world", 0, 1)
     job.issue("world", 2, 3, text="barrier")
@@ -305,7 +305,7 @@ def test_member_whose_splits_fit_nobody_is_named():
     assert deciding.verdict.evidence == (1, 1, 3, 1)
 
 
-def test_one_pair_that_does_not_fit_is_the_groups():
+def test_one_pair_that_does_not_fit_names_the_group():
     job = experts()
     exchange(job, UNEVEN, wrong={2: [1, 0, 3, 99]})
     incident = found(job)

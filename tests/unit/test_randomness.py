@@ -1,4 +1,4 @@
-"""Random streams: the same on every peer in replay, and afterwards where training left them."""
+"""Random streams: the same on every peer in replay, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def standing(streams: Streams) -> tuple:
     return expected
 
 
-def test_what_is_drawn_inside_moves_nothing_outside(streams: Streams):
+def test_draws_inside_do_not_change_the_outer_state(streams: Streams):
     expected = standing(streams)
     with preserved_rng(CPU):
         RngState.now(CPU).apply(CPU)
@@ -120,7 +120,7 @@ def test_what_is_drawn_inside_moves_nothing_outside(streams: Streams):
     assert everything(streams) == expected
 
 
-def test_an_exception_inside_moves_nothing_either(streams: Streams):
+def test_an_exception_inside_does_not_change_the_outer_state(streams: Streams):
     expected = standing(streams)
 
     def failing() -> None:
@@ -133,7 +133,7 @@ def test_an_exception_inside_moves_nothing_either(streams: Streams):
     assert everything(streams) == expected
 
 
-def test_a_name_is_registered_once_and_can_be_taken_back(streams: Streams):
+def test_a_name_is_registered_once_and_can_be_unregistered(streams: Streams):
     with pytest.raises(ValueError, match="'framework' is already registered"):
         register_tracker("framework", Streams())
     forget = register_tracker("another", Streams(one=1))
@@ -147,7 +147,7 @@ def test_a_name_is_registered_once_and_can_be_taken_back(streams: Streams):
 
 
 @pytest.mark.parametrize("name", ["", "framework/model"])
-def test_a_name_that_cannot_be_told_from_a_stream_is_refused(name: str):
+def test_an_ambiguous_tracker_name_is_refused(name: str):
     with pytest.raises(ValueError, match=f"contain no '/', got '{name}'"):
         register_tracker(name, Streams())
 
@@ -172,7 +172,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_a_lent_stream_draws_from_the_shared_seed_and_goes_back(kind: str):
+def test_a_seeded_generator_draws_alike_on_peers_and_is_restored(kind: str):
     make, draw = STREAMS[kind]
     twin, one, other = make(1), make(1), make(2)
     draw(twin), draw(one)
@@ -183,5 +183,5 @@ def test_a_lent_stream_draws_from_the_shared_seed_and_goes_back(kind: str):
     assert draw(one) == draw(twin)
 
 
-def test_what_is_no_stream_is_not_lent():
+def test_objects_that_are_not_generators_are_not_seeded():
     assert [seeded(value, 1) for value in (None, 3, "text", torch.rand(2), random)] == [None] * 5

@@ -1,4 +1,4 @@
-"""What ranks may rely on that stopped at different points: never more trust than the least trusting has.
+"""Ranks that stopped at different points: no generation is trusted more than by the least trusting rank.
 
 Walks through the gate's events, seeded; ranks of one job differ in how far each came. Then gates that have
 nothing to do with each other, which no job can produce: the promises hold all the same.
@@ -150,7 +150,7 @@ def test_ranks_without_a_ledger_know_nothing():
     assert reconcile([]) == reconcile([None, None]) == CheckpointGate()
 
 
-def test_a_promotion_in_the_middle_stays_a_candidate():
+def test_an_unfinished_promotion_stays_a_candidate():
     before = train(CheckpointGate(recipes=2), "hhh")
     done, _ = transition(before, Checked(4, Outcome.HEALTHY))
     assert (steps(done), done.pending) == ((3, None, 2), Generation(4))
@@ -160,7 +160,7 @@ def test_a_promotion_in_the_middle_stays_a_candidate():
     assert agreed.captured == (Generation(3),)
 
 
-def test_a_certification_in_the_middle_is_none():
+def test_an_unfinished_certification_does_not_count():
     before = train(CheckpointGate(), "hhh")
     ahead, _ = transition(before, Checked(4, Outcome.HEALTHY))
     agreed = reconcile([before, ahead])
@@ -188,14 +188,14 @@ def test_a_job_that_ended_before_its_first_capture_was_sealed_has_nothing():
     assert settled(reconcile([gate, gate]), lambda _: False).held == frozenset()
 
 
-def test_corruption_in_the_middle_is_corruption():
+def test_corruption_seen_by_some_ranks_counts():
     before = train(CheckpointGate(recipes=2), "hhhhh")
     agreed = reconcile([before, train(before, "x"), before])
     assert agreed.poisoned == 6
     assert steps(agreed) == (None, None, 2)
 
 
-def test_a_recovery_in_the_middle_is_not_over():
+def test_an_unfinished_recovery_does_not_count():
     """One rank trains on in a new lineage, another has not written down that corruption is behind it."""
     corrupt = train(CheckpointGate(recipes=2), "hhhhx")
     recovered, _ = transition(corrupt, Recovered(Generation(2)))

@@ -96,7 +96,7 @@ AGREEMENTS = Agreements(
     [EVIDENCE, TIMES, NOT_CHECKED, INCIDENT, RESOLVED, AGREEMENTS],
     ids=lambda item: type(item).__name__,
 )
-def test_nothing_is_lost_through_json(item):
+def test_records_survive_json(item):
     assert from_json(json.loads(json.dumps(item.to_json(), allow_nan=False))) == item
 
 
@@ -122,7 +122,7 @@ def test_a_record_needs_a_verdict_or_a_reason():
         )
 
 
-def test_the_run_directory(tmp_path: Path):
+def test_records_and_incidents_are_written_to_the_run_directory(tmp_path: Path):
     writer = JsonlRecorder(tmp_path, rank=3)
     for item in (EVIDENCE, NOT_CHECKED, INCIDENT, RESOLVED):
         writer.record(item)

@@ -1,4 +1,4 @@
-"""Whose fault a disagreement is: after how many replays a rank may be named, and what is remembered."""
+"""Attribution of a disagreement: how many replays name a rank, and what is remembered."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_other_wrong_numbers_each_time_are_intermittent():
     assert len(found.again) == found.replays - 1
 
 
-def test_replays_in_which_all_agree_count_for_nobody():
+def test_replays_in_which_all_agree_are_no_evidence():
     found = checked(SurfaceHistory(), lambda place: [7, 7, 7 if place % 2 else 9, 7, 7, 7, 7, 7])
     assert (found.kind, found.record.ranks) == (INTERMITTENT, (12,))
     assert found.differing == needed(8)
@@ -140,7 +140,7 @@ def test_without_a_majority_it_must_repeat_and_nobody_is_named(values: Round):
     assert history.not_repeating()
 
 
-def test_what_is_held_is_read_once_more_and_named_at_once():
+def test_held_state_is_read_once_more_and_its_rank_named_at_once():
     found = checked(SurfaceHistory(), lambda _: [7, 7, 9, 7], is_held=True)
     assert (found.kind, found.replays, found.record.ranks) == (PERSISTENT, 2, (12,))
     found = checked(SurfaceHistory(), lambda place: [7, 7, 7 if place else 9, 7], is_held=True)
@@ -165,7 +165,7 @@ def test_a_replay_that_a_rank_failed_in_ends_the_trial():
     assert trial.conclude().kind is UNDECIDED
 
 
-def test_what_is_required_and_left_out_is_said():
+def test_required_surfaces_that_were_left_out_are_reported():
     history = SurfaceHistory()
     noisy = checked(history, lambda place: [place, 7, 9, 7]).record
     for require in (("backward",), ("layer.*/grad_input",), ("forward", "*/grad_*")):
@@ -189,7 +189,7 @@ def draws(rates: Sequence[float], results: int, source: random.Random) -> Callab
 
 @pytest.mark.parametrize("peers", [3, 8, 64])
 @pytest.mark.parametrize("rate", [0.5, 0.1, 0.01, 1e-3])
-def test_no_kernel_names_a_rank(peers: int, rate: float):
+def test_a_nondeterministic_kernel_never_names_a_rank(peers: int, rate: float):
     """The whole of it: ``benchmarks/repeatability.py``."""
     source = random.Random(peers)
     for _ in range(100):

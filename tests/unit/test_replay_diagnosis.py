@@ -99,7 +99,7 @@ def test_other_stages_of_a_pipeline_are_no_partners():
         assert (incident.ranks, incident.scope) == ((wrong,), Scope.RANK)
 
 
-def test_wrong_state_is_nobody_elses():
+def test_wrong_state_names_only_the_rank_that_holds_it():
     lower = signed([7, 7, 9, 7], peers=(0, 2, 4, 6), mode="state")
     (incident,) = grid().diagnose([lower], elsewhere={5})
     assert incident.ranks == (4,)
@@ -177,7 +177,7 @@ def test_the_sentence_says_whether_it_repeated(kind, replays, differing, earlier
     assert incident.records == (record, again)
 
 
-def test_the_repeat_of_other_work_is_not_told_of():
+def test_a_repetition_of_other_work_is_not_mentioned():
     record, other = signed([7, 7, 9, 7], layer="3"), signed([7, 7, 9, 7], layer="4")
     repeated = Repeated(other, Repeatability.PERSISTENT, 9, 9)
     (incident,) = corruption().diagnose([record], repeats=[repeated])
@@ -224,7 +224,7 @@ def test_of_two_ranks_the_faster_is_the_measure():
     assert "58.0 ms against 50.0 ms" in incident.sentence
 
 
-def test_two_ranks_that_take_turns_are_not():
+def test_two_ranks_that_are_slow_in_turn_are_not_stragglers():
     assert feed(stragglers(2), [[50, 100], [100, 50]] * 5) == [[]] * 10
 
 
@@ -241,7 +241,7 @@ def test_outliers_that_do_not_matter_are_silent(times):
     assert feed(stragglers(), [times] * 10) == [[]] * 10
 
 
-def test_materiality_is_the_users_to_set():
+def test_materiality_is_configurable():
     quiet = [[50.0, 50.1, 54.0, 49.9]] * 2
     assert feed(stragglers(min_slowdown_ratio=1.05), quiet)[1][0].ranks == (2,)
     short = [[2.0, 2.01, 2.9, 1.99]] * 2
@@ -260,7 +260,7 @@ def test_a_straggler_is_reported_once_and_again_only_after_it_was_clean():
     assert [step for step, incidents in enumerate(rounds) if incidents] == [1, 32]
 
 
-def test_what_most_peers_could_not_time_proves_nothing():
+def test_times_that_most_peers_lack_are_no_evidence():
     assert feed(stragglers(6), [[50.0, 50.4, 100.0, NAN, NAN, NAN]] * 10) == [[]] * 10
 
 
@@ -279,7 +279,7 @@ def test_one_slow_round_is_not_a_straggler():
         pytest.param([timed([50.0, 52.0, 56.5, 47.0])], id="still behind"),
     ],
 )
-def test_such_a_round_neither_confirms_nor_clears(between):
+def test_an_inconclusive_round_neither_confirms_nor_clears(between):
     scout = stragglers()
     assert scout.observe([timed(SLOW)]) == []
     assert scout.observe(between) == []
@@ -311,12 +311,12 @@ def test_slow_in_one_layer_of_the_round_is_slow():
 
 def turns(scout, slow_layers, rounds, times=SLOW):
     """One layer of three after the other; the rounds in which somebody was named."""
-    said = []
+    reported = []
     for step in range(rounds):
         layer = f"layer.{step % 3}"
         values = times if layer in slow_layers else CLEAN
-        said += [(step, each.ranks) for each in scout.observe([timed(values, layer=layer, step=step)])]
-    return said
+        reported += [(step, each.ranks) for each in scout.observe([timed(values, layer=layer, step=step)])]
+    return reported
 
 
 def test_slow_in_one_layer_of_many_is_slow_whenever_its_turn_comes():
@@ -324,7 +324,7 @@ def test_slow_in_one_layer_of_many_is_slow_whenever_its_turn_comes():
     assert turns(scout, {"layer.1"}, 12) == [(4, (2,))]  # the second time, and not again while it lasts
 
 
-def test_slow_in_every_layer_is_known_in_the_second_round_and_told_once():
+def test_slow_in_every_layer_is_reported_once_in_the_second_round():
     assert turns(stragglers(), {"layer.0", "layer.1", "layer.2"}, 12) == [(1, (2,))]
 
 

@@ -1,4 +1,4 @@
-"""What is due at the end of a step, done by all ranks in step, whatever becomes of one of them."""
+"""Recipes that are due after a step run in step on all ranks, even if one of them fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_healthy_ranks_agree_and_make_the_calls_in_their_order():
     outcomes = checked(ranks)
     assert [statuses(each.records) for each in outcomes] == [{"a/input": "agree", "a/output": "agree"}] * 3
     assert [each.repeats for each in outcomes] == [[]] * 3
-    assert [rank.recipes[0].said() for rank in ranks] == [ORDER] * 3
+    assert [rank.recipes[0].call_names() for rank in ranks] == [ORDER] * 3
 
 
 def test_records_have_the_shape_of_the_work():
@@ -76,7 +76,7 @@ def test_the_source_is_one_position_in_all_peer_groups():
 
 
 @pytest.mark.parametrize("call", ["begin", "describe", "prepare"])
-def test_what_one_rank_is_not_ready_for_is_done_nowhere(call: str):
+def test_a_replay_that_one_rank_is_not_ready_for_runs_nowhere(call: str):
     ranks = job(fails(1, call))
     for outcome in checked(ranks):
         (record,) = outcome.records
@@ -85,18 +85,18 @@ def test_what_one_rank_is_not_ready_for_is_done_nowhere(call: str):
         rule = "" if call == "prepare" else "cannot be replayed: "
         assert record.reason == f"{rule}rank 1: there is no room"
         assert outcome.repeats == []
-    said = [rank.recipes[0].said() for rank in ranks]
-    assert not any("align" in each or "observe" in each for each in said)
-    released = [each.count("release") for each in said]
+    call_names = [rank.recipes[0].call_names() for rank in ranks]
+    assert not any("align" in each or "observe" in each for each in call_names)
+    released = [each.count("release") for each in call_names]
     assert released == ([1, 0, 1] if call == "begin" else [1, 1, 1])
 
 
-def test_somebody_elses_exception_is_told_with_its_kind():
+def test_an_exception_on_another_rank_is_reported_with_its_type():
     outcome = checked(job(fails(2, "describe", MemoryError("512 MiB"))))[0]
     assert outcome.records[0].reason == "rank 2: MemoryError: 512 MiB"
 
 
-def test_what_cannot_be_sent_is_told_and_strands_nobody():
+def test_a_description_that_cannot_be_sent_is_reported_and_strands_no_rank():
     ranks = job(lambda rank, call, _: {"tensor": object()} if (rank, call) == (0, "describe") else None)
     for outcome in checked(ranks):
         (record,) = outcome.records
@@ -108,7 +108,7 @@ def test_a_rank_of_another_peer_group_that_is_not_ready_stops_this_one_too():
     ranks = job(fails(3, "prepare"), (0, 2), (1, 3))
     for outcome in checked(ranks):
         assert outcome.records[0].reason == "rank 3: there is no room"
-    assert not any("align" in rank.recipes[0].said() for rank in ranks)
+    assert not any("align" in rank.recipes[0].call_names() for rank in ranks)
 
 
 def test_work_that_cannot_be_done_leaves_other_work_alone():
@@ -140,7 +140,7 @@ def test_a_rank_that_fails_in_its_computation_is_no_evidence_and_the_others_stil
         own = "" if rank != 1 else ": a lost kernel"
         kind = "" if rank != 1 or isinstance(error, ReplayError) else ": ZeroDivisionError"
         assert failed.reason == f"replay failed on rank 1{kind}{own}"
-    assert [rank.recipes[0].said() for rank in ranks] == [ORDER] * 4
+    assert [rank.recipes[0].call_names() for rank in ranks] == [ORDER] * 4
 
 
 def wrong_output(rank: int, only: float | None = None) -> Act:
@@ -158,18 +158,18 @@ def test_a_disagreement_is_replayed_on_every_rank_until_chance_is_excluded():
         assert repeated.kind is Repeatability.PERSISTENT
         assert 30 < repeated.replays < MAX_REPLAYS
         assert len(repeated.again) == 1, "what repeats is kept once"
-    (replays,) = {rank.recipes[0].said().count("observe") for rank in ranks}
+    (replays,) = {rank.recipes[0].call_names().count("observe") for rank in ranks}
     assert replays == repeated.replays
-    assert [rank.recipes[0].said().count("align") for rank in ranks] == [1, 1, 1]
+    assert [rank.recipes[0].call_names().count("align") for rank in ranks] == [1, 1, 1]
 
 
 def test_a_rank_that_was_named_is_not_replayed_so_often_again():
     ranks = job(wrong_output(2))
     checked(ranks)
-    before = ranks[0].recipes[0].said().count("observe")
+    before = ranks[0].recipes[0].call_names().count("observe")
     for outcome in on_threads([rank.peers for rank in ranks], lambda peers: ranks[peers.rank].step(2)):
         assert named(outcome.records) == {("b/output", "forward"): (2,)}
-    assert ranks[0].recipes[0].said().count("observe") == before + 2
+    assert ranks[0].recipes[0].call_names().count("observe") == before + 2
 
 
 def test_what_differs_once_names_nobody_and_is_remembered():
@@ -181,7 +181,7 @@ def test_what_differs_once_names_nobody_and_is_remembered():
         reason = outcome.records[1].reason
         assert reason.startswith("undecided: rank 2 differed once in 64 replays")
         assert outcome.repeats[0].kind is Repeatability.UNDECIDED
-    assert [rank.recipes[0].said().count("observe") for rank in ranks] == [MAX_REPLAYS] * 3
+    assert [rank.recipes[0].call_names().count("observe") for rank in ranks] == [MAX_REPLAYS] * 3
 
 
 def test_what_does_not_repeat_is_left_out_from_then_on():
@@ -211,7 +211,7 @@ def test_what_does_not_repeat_is_left_out_from_then_on():
 def test_a_disagreement_among_other_peers_calls_for_further_replays_here_too():
     ranks = job(wrong_output(4), (0, 2, 4), (1, 3, 5))
     outcomes = checked(ranks)
-    (replays,) = {rank.recipes[0].said().count("observe") for rank in ranks}
+    (replays,) = {rank.recipes[0].call_names().count("observe") for rank in ranks}
     assert replays == outcomes[0].repeats[0].replays
     assert named(outcomes[0].records) == {("a/output", "forward"): (4,)}
     assert named(outcomes[1].records) == {}
@@ -345,7 +345,7 @@ def test_peers_that_are_not_the_whole_job_meet_before_each_replay():
     assert counts == {1: {6}, 2: {6 + 2}}
 
 
-def test_where_nothing_is_due_nothing_is_exchanged():
+def test_nothing_is_exchanged_when_nothing_is_due():
     (peers,) = ThreadPeers.create_all((0,))
     recipe = Planned(0)
     rotation = Rotation({"layer": 2}, {"layer": 10})
@@ -378,7 +378,7 @@ def test_what_looks_slow_is_timed_again_and_the_shortest_time_counts():
         recipe = rank.recipes[0]
 
         def timed(recipe: Planned = recipe, rank: int = rank.rank) -> float:
-            is_first = recipe.said().count("observe") == 1
+            is_first = recipe.call_names().count("observe") == 1
             return 9.0 if rank == 2 or (rank == 1 and is_first) else 1.0
 
         recipe.milliseconds = timed
@@ -387,23 +387,23 @@ def test_what_looks_slow_is_timed_again_and_the_shortest_time_counts():
     found = on_threads([rank.peers for rank in ranks], lambda peers: ranks[peers.rank].step(2))
     assert [each.times["time/module"] for findings in found for each in findings.measured] == [1.0, 1.0, 9.0]
     for rank in ranks:
-        assert rank.recipes[0].said().count("observe") == 1 + 1 + 4, "the first check is cold"
+        assert rank.recipes[0].call_names().count("observe") == 1 + 1 + 4, "the first check is cold"
 
 
-def test_what_was_begun_can_be_abandoned():
+def test_a_check_can_be_abandoned():
     (rank,) = job(lambda *_: None, (0,))
     rank.replayer.begin(1)
     rank.replayer.abandon()
     assert not rank.replayer.is_due
-    assert rank.recipes[0].said() == ["begin", "release"]
+    assert rank.recipes[0].call_names() == ["begin", "release"]
 
 
-def test_a_peer_that_does_not_come_ends_the_check_and_everything_is_let_go():
+def test_a_missing_peer_ends_the_check_and_releases_everything():
     every = ThreadPeers.create_all((0, 1), timeout=0.3)
     rank = Rank(every[0], [Planned(0)])
     with pytest.raises(ChannelError):
         rank.step()
-    assert rank.recipes[0].said()[-1] == "release"
+    assert rank.recipes[0].call_names()[-1] == "release"
     assert not rank.replayer.is_due
     assert rank.rotation.rounds == 1, "the next check has another source, as on every rank"
 
@@ -412,7 +412,7 @@ def test_a_channel_that_breaks_in_a_replay_is_not_taken_for_a_failure_of_the_rep
     (rank,) = job(fails(0, "observe", ChannelError("the network is gone")), (0,))
     with pytest.raises(ChannelError, match="the network is gone"):
         rank.step()
-    assert rank.recipes[0].said()[-1] == "release"
+    assert rank.recipes[0].call_names()[-1] == "release"
 
 
 def test_an_update_inside_the_backward_pass_is_not_checked():
@@ -430,7 +430,7 @@ def test_an_update_inside_the_backward_pass_is_not_checked():
     for outcome in on_threads([rank.peers for rank in ranks], body):
         (record,) = outcome.records
         assert record.reason == "rank 0: the optimizer steps inside the backward pass"
-    assert all(rank.recipes[0].said() == ["begin", "describe", "release"] for rank in ranks)
+    assert all(rank.recipes[0].call_names() == ["begin", "describe", "release"] for rank in ranks)
 
 
 class Alone:

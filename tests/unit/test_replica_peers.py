@@ -1,4 +1,4 @@
-"""A replicator among peers that err, lie or send rubbish: real sockets, the other end driven by hand."""
+"""A replicator among faulty peers: real sockets, with the other end driven by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Peer:
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
 
-    def hear(self, *kinds: str, transfer: str | None = None) -> dict[str, Any]:
+    def receive_next(self, *kinds: str, transfer: str | None = None) -> dict[str, Any]:
         """The next message of these kinds."""
 
         def found() -> dict[str, Any] | None:
@@ -88,13 +88,13 @@ def shard(tmp_path: Path, rank: int = 0, step: int = 1) -> bytes:
     return seal(tmp_path / "made", rank, step).read_bytes()
 
 
-def test_an_honest_sender_is_believed(owner: Peer, tmp_path: Path):
+def test_a_valid_shard_is_received_and_sealed(owner: Peer, tmp_path: Path):
     data = shard(tmp_path)
     owner.send(offer("t", len(data)))
-    assert owner.hear("credit", "refused")["upto"] == len(data)
+    assert owner.receive_next("credit", "refused")["upto"] == len(data)
     for start in range(0, len(data), 4000):
         owner.send(chunk("t", start), data[start : start + 4000])
-    owner.hear("sealed")
+    owner.receive_next("sealed")
     assert path_of(tmp_path / "b", identity(0, 1), 1).read_bytes() == data
 
 
@@ -104,13 +104,13 @@ def test_a_flipped_bit_anywhere_is_refused(owner: Peer, tmp_path: Path, place: i
     data[place] ^= 16
     owner.send(offer("t", len(data)))
     owner.send(chunk("t", 0), bytes(data))
-    assert owner.hear("refused", "sealed")["kind"] == "refused"
+    assert owner.receive_next("refused", "sealed")["kind"] == "refused"
     assert files(tmp_path / "b") == []
 
 
 def test_the_announced_size_and_identity_must_be_those_of_the_bytes(owner: Peer, tmp_path: Path):
     data = shard(tmp_path)
-    for number, (announced, said) in enumerate(
+    for number, (announced, reason) in enumerate(
         {
             offer("0", len(data) - 1): "bytes",
             offer("1", len(data) + 1): "bytes",
@@ -124,9 +124,9 @@ def test_the_announced_size_and_identity_must_be_those_of_the_bytes(owner: Peer,
     ):
         owner.send(announced)
         owner.send(chunk(str(number), 0), data + b"x" * (number == 1))
-        answer = owner.hear("refused", "sealed", transfer=str(number))
+        answer = owner.receive_next("refused", "sealed", transfer=str(number))
         assert answer["kind"] == "refused", number
-        assert said in answer["why"]
+        assert reason in answer["why"]
         assert files(tmp_path / "b") == []
 
 
@@ -143,24 +143,24 @@ def test_pieces_out_of_order_beyond_the_credit_or_of_nothing_are_refused(owner: 
     ):
         owner.send(offer("t", len(data)))
         owner.send(chunk("t", offset), piece)
-        assert owner.hear("refused", "sealed")["kind"] == "refused", offset
+        assert owner.receive_next("refused", "sealed")["kind"] == "refused", offset
     owner.send(chunk("unknown", 0), data)
-    assert "no such transfer is in progress" in owner.hear("refused")["why"]
+    assert "no such transfer is in progress" in owner.receive_next("refused")["why"]
     owner.send(offer("t", wire.WINDOW * 3))
     for offset in range(0, wire.WINDOW + wire.CHUNK, wire.CHUNK):
         owner.send(chunk("t", offset), bytes(wire.CHUNK))
-    owner.hear("credit")
+    owner.receive_next("credit")
     assert files(tmp_path / "b") != [], "what is within the credit is taken"
     owner.send(offer("u", len(data)))
     owner.send(chunk("u", 0), data)
-    owner.hear("sealed")
+    owner.receive_next("sealed")
     assert len(files(tmp_path / "b")) == 1, "who begins anew has given up what was under way"
 
 
 def test_a_rank_that_is_not_in_its_care_is_refused(replicator: Replicator, owner: Peer, tmp_path: Path):
     peer = Peer(lambda context: wire.connect(context, TOKEN, 2, replicator.address))
     peer.send(wire.encode("offer", transfer="t", identity=identity(2, 1, 3).to_json(), size=10))
-    assert "does not hold copies for rank 2" in peer.hear("refused")["why"]
+    assert "does not hold copies for rank 2" in peer.receive_next("refused")["why"]
     peer.close()
 
 
@@ -195,7 +195,7 @@ def rubbish() -> Iterator[list[bytes]]:
         ]
 
 
-def test_rubbish_from_an_owner_does_no_harm(replicator: Replicator, owner: Peer, tmp_path: Path):
+def test_malformed_messages_of_an_owner_do_no_harm(replicator: Replicator, owner: Peer, tmp_path: Path):
     for frames in rubbish():
         owner.send(*frames)
     for who in ("x", "99999999999", "-1", "²", "0/../../x"):
@@ -206,12 +206,14 @@ def test_rubbish_from_an_owner_does_no_harm(replicator: Replicator, owner: Peer,
     data = shard(tmp_path)
     owner.send(offer("good", len(data)))
     owner.send(chunk("good", 0), data)
-    owner.hear("sealed")
+    owner.receive_next("sealed")
     assert len(files(tmp_path / "b")) == 1
     assert "thread failed" not in " ".join(replicator.problems())
 
 
-def test_rubbish_from_beyond_the_job_does_no_harm(replicator: Replicator, owner: Peer, tmp_path: Path):
+def test_malformed_messages_from_outside_the_job_do_no_harm(
+    replicator: Replicator, owner: Peer, tmp_path: Path
+):
     for data in (
         os.urandom(1 << 16),
         b"GET / HTTP/1.1\r\n\r\n",
@@ -222,40 +224,40 @@ def test_rubbish_from_beyond_the_job_does_no_harm(replicator: Replicator, owner:
     whole = shard(tmp_path)
     owner.send(offer("good", len(whole)))
     owner.send(chunk("good", 0), whole)
-    owner.hear("sealed")
+    owner.receive_next("sealed")
 
 
-def heard_of(holder: Peer, kind: str) -> wire.ReceivedMessage:
+def next_message(holder: Peer, kind: str) -> wire.ReceivedMessage:
     return until(
         lambda: next((h for h in wire.receive(holder.socket) if h.message["kind"] == kind), None), kind
     )
 
 
 def problem(replicator: Replicator, word: str) -> None:
-    heard: list[str] = []
+    problems: list[str] = []
 
-    def said() -> bool:
-        heard.extend(replicator.problems())
-        return any(word in each for each in heard)
+    def is_reported() -> bool:
+        problems.extend(replicator.problems())
+        return any(word in each for each in problems)
 
-    until(said, f"{word!r}; heard {heard}")
+    until(is_reported, f"{word!r}; got {problems}")
 
 
-def test_a_holder_that_claims_what_it_was_not_sent_is_not_believed(
+def test_an_acknowledgement_of_an_unsent_shard_is_rejected(
     replicator: Replicator, holder: Peer, tmp_path: Path
 ):
     replicator.send(seal(tmp_path / "b", 1, 4))
-    name, message, _ = heard_of(holder, "offer")
+    name, message, _ = next_message(holder, "offer")
     holder.send(name, wire.encode("sealed", transfer=message["transfer"]))
     problem(replicator, "step 4 of rank 1 has no copy at rank 0")
     assert replicator.held() == frozenset()
 
 
-def test_a_holder_that_takes_nothing_or_answers_with_rubbish_is_a_problem_in_words(
+def test_a_holder_that_takes_nothing_or_answers_malformed_messages_is_reported(
     replicator: Replicator, holder: Peer, tmp_path: Path
 ):
     replicator.send(seal(tmp_path / "b", 1, 4))
-    name, message, _ = heard_of(holder, "offer")
+    name, message, _ = next_message(holder, "offer")
     for upto in (-1, 0, 1 << 60, None, "9", 0.5):
         holder.send(name, wire.encode("credit", transfer=message["transfer"], upto=upto))
     for frames in rubbish():
@@ -264,19 +266,17 @@ def test_a_holder_that_takes_nothing_or_answers_with_rubbish_is_a_problem_in_wor
     assert replicator.held() == frozenset()
 
 
-def test_a_holder_that_is_slow_is_a_problem_in_words_and_its_copy_counts(
-    replicator: Replicator, holder: Peer, tmp_path: Path
-):
+def test_a_slow_holder_is_reported_and_its_copy_counts(replicator: Replicator, holder: Peer, tmp_path: Path):
     path = seal(tmp_path / "b", 1, 4)
     replicator.send(path)
-    name, message, _ = heard_of(holder, "offer")
+    name, message, _ = next_message(holder, "offer")
     taken, size = bytearray(), path.stat().st_size
     while len(taken) < size:
         upto = min(size, len(taken) + 1 + size // 6)
         holder.send(name, wire.encode("credit", transfer=message["transfer"], upto=upto))
-        heard = heard_of(holder, "chunk")
-        assert heard.message["offset"] == len(taken)
-        taken += heard.data
+        received = next_message(holder, "chunk")
+        assert received.message["offset"] == len(taken)
+        taken += received.data
         assert len(taken) <= upto, "never more than there is room for"
         holder.socket.poll(250)
     holder.send(name, wire.encode("sealed", transfer=message["transfer"]))
@@ -300,10 +300,10 @@ def test_a_refusal_among_other_messages_does_not_end_the_reading_of_them(
 ):
     """It closes the connection while what came over it is read."""
     replicator.send(seal(tmp_path / "b", 1, 4))
-    name, message, _ = heard_of(holder, "offer")
+    name, message, _ = next_message(holder, "offer")
     for _ in range(20):
         holder.send(name, wire.encode("refused", transfer=message["transfer"], why="no room"))
-    heard_of(holder, "offer")  # it tries again
+    next_message(holder, "offer")  # it tries again
     problems = replicator.problems()
     assert any("it was refused: no room" in each for each in problems)
     assert not any("copying shards to other machines: " in each for each in problems)
@@ -311,4 +311,4 @@ def test_a_refusal_among_other_messages_does_not_end_the_reading_of_them(
 
 def test_a_generation_beyond_any_name_is_refused(owner: Peer):
     owner.send(wire.encode("retire", generations=[[10**300, 0]], transfer="t"))
-    assert "a generation is a step and a lineage" in owner.hear("refused")["why"]
+    assert "a generation is a step and a lineage" in owner.receive_next("refused")["why"]

@@ -1,4 +1,4 @@
-"""Hubs say everything once."""
+"""Hubs report each finding once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.incidents import incident_from
 from torchscout.decision.consensus import exact
 from torchscout.decision.progress import Process, RankStatus
-from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Resolved, Scope
+from torchscout.decision.record import EvidenceRecord, Incident, Manifestation, Resolved
 from torchscout.observer.protocol import RankReport
 from torchscout.observer.reported_incidents import Finding, ReportedIncidents
 
@@ -51,7 +52,7 @@ def test_an_incident_is_resolved_when_all_named_ranks_move():
     reported.enter(replace(LATE, ranks=(1, 2)))
     assert reported.moved(0, 99.0) is None
     assert reported.moved(2, 7.5) is None
-    assert reported.moved(2, 99.0) is None  # told before
+    assert reported.moved(2, 99.0) is None  # reported before
     assert reported.moved(1, 7.0) == Resolved(
         step=3, ranks=(1, 2), sentence=LATE.sentence, stalled_seconds=7.5
     )
@@ -117,16 +118,7 @@ def incident_of(*ranks: int) -> Incident:
     record = EvidenceRecord(
         step=3, surface="issued/world", manifestation=Manifestation.HANG, peers=(1, 2), verdict=exact([5, 4])
     )
-    return Incident(
-        manifestation=Manifestation.HANG,
-        scope=Scope.RANK,
-        step=3,
-        ranks=ranks,
-        hosts=(),
-        records=(record,),
-        action=Action.RESTART,
-        sentence=f"Ranks {ranks} are late.",
-    )
+    return incident_from(record, ranks, sentence=f"Ranks {ranks} are late.")
 
 
 def posted(*gone: int, has_timed_out: bool = True) -> dict[int, RankReport]:
@@ -167,16 +159,7 @@ def test_a_finding_summarizes_the_incident(process: Process, job_ended: bool):
     record = EvidenceRecord(
         step=3, surface="issued/world", manifestation=Manifestation.HANG, peers=(1, 2), verdict=exact([5, 4])
     )
-    incident = Incident(
-        manifestation=Manifestation.HANG,
-        scope=Scope.RANK,
-        step=3,
-        ranks=(2,),
-        hosts=(),
-        records=(record,),
-        action=Action.RESTART,
-        sentence=LATE.sentence,
-    )
+    incident = incident_from(record, (2,), sentence=LATE.sentence)
     posts = {
         1: RankReport(RankStatus(1, Process.GONE, None), ()),
         2: RankReport(RankStatus(2, process, None), ()),

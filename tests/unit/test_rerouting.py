@@ -1,4 +1,4 @@
-"""Captured calls of experts, made over for other numbers of rows."""
+"""Captured calls of experts, resized to other numbers of rows."""
 
 from __future__ import annotations
 

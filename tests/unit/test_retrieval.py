@@ -1,4 +1,4 @@
-"""Algorithm 3's choice: the right checkpoint, no needless step back, and an open word where there is none."""
+"""Algorithm 3's choice: the right checkpoint, no needless step back, and a clear error without one."""
 
 from __future__ import annotations
 

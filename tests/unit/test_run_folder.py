@@ -1,4 +1,4 @@
-"""Run folders under ordinary bad luck: a disk that is full for a moment, a folder that somebody removes."""
+"""Run folders under failures: a disk that is full for a moment, a folder that is removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices of parameters: where they lie, which optimizers permit them, and what is done for the others."""
+"""Slices of parameters: where they are, which optimizers permit them, and what is done for the others."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_an_optimizer_inside_the_optimizer_is_never_stepped():
         replays[0].describe()
 
 
-def test_nothing_is_told_to_others_by_a_clone():
+def test_a_clone_does_not_call_callbacks_of_the_optimizer():
     log = []
     optimizer, parameter = single(Logging, log=log.append)
     with pytest.raises(ReplayError, match="a clone of Logging cannot step: AttributeError"):

@@ -105,8 +105,8 @@ def test_a_marker_that_cannot_be_written_is_a_failure_in_the_log(
     session = session_of(tmp_path)
     session.close()
     assert len(session.failures) == 1
-    told = "torchscout: rank 0: torchscout itself failed at step 3; training is not affected: "
-    assert caplog.messages[-1].startswith(told)
+    message = "torchscout: rank 0: torchscout itself failed at step 3; training is not affected: "
+    assert caplog.messages[-1].startswith(message)
 
 
 def test_a_program_that_ends_by_an_exception_has_failed(

@@ -1,4 +1,4 @@
-"""A shard's bytes: what went in comes out, any changed bit is seen, and hostile headers cost nothing."""
+"""A shard's bytes: they round-trip, any changed bit is found, and hostile headers cost nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def header_of(whole: bytes) -> bytes:
     return whole[40 : 40 + struct.unpack_from("<Q", whole, 16)[0]]
 
 
-def test_what_is_encoded_is_decoded():
+def test_encoding_and_decoding_round_trip():
     header, tensors = decode(shard_of(document={"a": [1, None]}))
     assert header.identity == IDENTITY
     assert header.role is TrustLevel.CANDIDATE
@@ -189,7 +189,7 @@ def refused(header: bytes | dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_the_forgery_itself_is_good():
+def test_a_forged_shard_without_changes_is_identical():
     assert forged(header_of(shard_of())) == shard_of()
 
 
@@ -220,7 +220,7 @@ def test_a_header_that_claims_more_than_there_is_costs_no_memory():
         (lambda s: s[:50] + b"?" + s[51:], "the header is damaged"),
     ],
 )
-def test_what_is_wrong_is_said(change: Callable[[bytes], bytes], message: str):
+def test_a_damaged_shard_is_described(change: Callable[[bytes], bytes], message: str):
     with pytest.raises(DamagedError, match=message) as caught:
         decode(change(shard_of()))
     assert isinstance(caught.value, CheckpointError)
@@ -241,7 +241,7 @@ def test_a_wrong_tensor_is_refused_before_anything_is_written(blobs: list[Blob],
 
 
 @pytest.mark.parametrize("fields", [{"rank": 4}, {"rank": -1}, {"job": None}, {"generation": Generation(-1)}])
-def test_an_identity_that_cannot_be_is_refused(fields: dict[str, Any]):
+def test_an_impossible_identity_is_refused(fields: dict[str, Any]):
     document = {**IDENTITY.to_json(), "generation": IDENTITY.generation, **fields}
     with pytest.raises(ValueError, match=r"rank must be below|must be strings|a step"):
         ShardIdentity(**document)

@@ -167,7 +167,7 @@ def test_every_damaged_tensor_is_named_and_the_others_are_not(sealed: Path):
 
 
 @pytest.mark.parametrize("read", [inspect, load])
-def test_what_is_no_shard_is_refused_by_name(tmp_path: Path, read: Callable[[Path], object]):
+def test_a_file_that_is_not_a_shard_is_refused_by_name(tmp_path: Path, read: Callable[[Path], object]):
     (tmp_path / "text").write_text("hello")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")

@@ -1,4 +1,4 @@
-"""Whatever changes in a tensor, its signature shows; whatever does not matter, it does not."""
+"""A signature changes with every bit of a tensor, and with nothing else."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def inverse_avalanche(word: int) -> int:
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_every_bit_flip_shows(dtype, size, algorithm):
+def test_every_bit_flip_changes_the_signature(dtype, size, algorithm):
     memory = random_bytes(size * dtype.itemsize, seed=size)
     assert_every_flip_shows(memory.view(dtype), memory, places(size, dtype.itemsize), algorithm)
 
@@ -276,7 +276,7 @@ def test_a_subclass_without_memory_of_its_own_is_a_plain_tensor():
     assert signature(tensor.as_subclass(Guarded)) == signature(tensor)
 
 
-def test_host_memory_uses_xxh3_unless_told():
+def test_host_memory_uses_xxh3_by_default():
     tensor = torch.arange(100)
     assert signature(tensor) == signature(tensor, algorithm="xxh3")
     assert signature(tensor) != signature(tensor, algorithm="fold")
@@ -363,7 +363,7 @@ def fake() -> torch.Tensor:
         (lambda: [1.0, 2.0], r"needs a tensor, got list"),
     ],
 )
-def test_what_has_no_bytes_is_refused(make, complaint):
+def test_a_tensor_without_bytes_is_refused(make, complaint):
     with pytest.raises(ValueError, match=complaint):
         signature(make())
 

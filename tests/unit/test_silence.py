@@ -1,4 +1,4 @@
-"""When silence is too long."""
+"""When a silence is too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots in memory: whole under their names, unmoved by what training does next, and never in its way."""
+"""Snapshots in memory: complete under their names, unchanged by later training, and never in its way."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def temporary(folder: Path) -> list[Path]:
     return [*folder.rglob("*.writing")]
 
 
-def test_a_snapshot_is_a_shard_like_any_other(snapshots: Snapshots, folder: Path):
+def test_a_snapshot_is_a_valid_shard(snapshots: Snapshots, folder: Path):
     ours = job()
     ours.train(range(2))
     capture = taken(snapshots, 2, ours)
@@ -73,7 +73,7 @@ def test_a_snapshot_is_a_shard_like_any_other(snapshots: Snapshots, folder: Path
     assert all_bits(other) == bits
 
 
-def test_what_training_changes_later_changes_nothing(snapshots: Snapshots):
+def test_later_training_does_not_change_a_snapshot(snapshots: Snapshots):
     """Buffers at once, parameters and slots right after the fence; the sealing is still under way then."""
     ours = job(width=512)
     ours.train(range(1))
@@ -234,7 +234,7 @@ def test_a_snapshot_that_somebody_removed_does_no_harm(snapshots: Snapshots):
     assert snapshots.sealed == [Generation(5), Generation(6), Generation(7)]
 
 
-def test_a_later_life_takes_the_files_over(folder: Path):
+def test_a_restarted_job_reuses_the_files(folder: Path):
     ours = job()
     first = Snapshots(folder, 0)
     for step in (1, 2, 3):
@@ -249,7 +249,7 @@ def test_a_later_life_takes_the_files_over(folder: Path):
     second.close()
 
 
-def test_what_a_killed_life_was_writing_is_taken_over_and_what_is_damaged_goes_first(folder: Path):
+def test_unfinished_files_of_a_killed_job_are_reused_and_damaged_ones_first(folder: Path):
     ours = job()
     first = Snapshots(folder, 0)
     for step in (1, 2):
@@ -380,7 +380,7 @@ def test_prepared_memory_is_what_the_first_snapshot_gets(snapshots: Snapshots, f
     assert len(files(folder)) <= 2
 
 
-def test_the_budget_is_told_with_numbers(folder: Path):
+def test_the_budget_message_has_the_numbers(folder: Path):
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     assert check_budget(1000, 3, 3000, folder) == 3000
     assert abs(check_budget(1000, 3, None, folder) - free // 2) < free // 4

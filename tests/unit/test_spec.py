@@ -1,4 +1,4 @@
-"""What an observer is told, and who hosts the hubs."""
+"""The specification that an observer gets, and which ranks host the hubs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer's stacks: asked for by a signal, and what they say about waiting."""
+"""A trainer's stacks: requested by a signal, and whether they show a wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's state: all of it is kept, and a job that goes on from it is the job that was never interrupted."""
+"""A rank's state is complete: a job that resumes from it is bitwise the uninterrupted job."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_an_interrupted_job_is_bitwise_the_uninterrupted_one(name: str, schedule
     assert resumed.streams == whole.streams
 
 
-def test_the_comparison_can_fail():
+def test_one_changed_bit_fails_the_comparison():
     whole, resumed = interrupted(job(OPTIMIZERS["amsgrad"]))
     with torch.no_grad():
         resumed.model.norm.running_mean[0] += 1e-7
@@ -187,7 +187,7 @@ def test_registered_objects_and_a_gradient_scaler_come_back():
     assert (found.position.epoch, found.position.seen.tolist()) == (3, [1.0, 1.0])
 
 
-def test_what_may_change_at_once_is_told_from_what_stays_until_the_next_update():
+def test_state_that_may_change_at_any_time_is_listed_apart_from_state_that_updates_change():
     net = nn.ModuleDict({"net": Net(), "lookup": nn.Embedding(3, 2, max_norm=1.0)})
     ours = job(OPTIMIZERS["tensor lr"])()
     ours.train(range(1))
@@ -209,7 +209,7 @@ def test_what_may_change_at_once_is_told_from_what_stays_until_the_next_update()
     assert state.bytes == sum(each.nbytes for each in state.tensors.values())
 
 
-def test_gradients_are_no_state():
+def test_gradients_are_not_part_of_the_state():
     ours = job(OPTIMIZERS["amsgrad"])()
     ours.train(range(1))
     before = through_bytes(ours.collect())
@@ -356,7 +356,7 @@ MISFITS: dict[str, tuple[Callable[[Job], None], str]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_what_does_not_fit_is_named_and_nothing_changes(name: str):
+def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(name: str):
     _, kept = fitting()
     seed(5)
     ours = job(OPTIMIZERS["amsgrad"], scheduled=True)()
@@ -451,7 +451,7 @@ def test_expanded_and_strided_tensors_come_back(name: str):
     assert torch.equal(found.position["several"]["a"][0], kept)
 
 
-def test_something_else_is_not_taken_for_a_state():
+def test_other_objects_are_not_accepted_as_a_state():
     with pytest.raises(CheckpointError, match="not a rank's state"):
         restore(StateParts(Net(), [], {}), {"weights": 1})
 

@@ -1,4 +1,4 @@
-"""`scout status`: running, finished, interrupted, failed and killed jobs are told apart."""
+"""`scout status`: running, finished, interrupted, failed and killed jobs are distinguished."""
 
 from __future__ import annotations
 

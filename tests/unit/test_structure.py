@@ -1,4 +1,4 @@
-"""Embeddings, layers and outputs of models as people lay them out; the names are anything."""
+"""Embeddings, layers and outputs of models in usual structures, whatever their names."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def head(rows: int = TOKENS) -> nn.Linear:
     return nn.Linear(WIDTH, rows, bias=False)
 
 
-def names(model: nn.Module, **told: str | list[str]) -> tuple[list[str], list[str], list[str]]:
-    found = structure_of(model, **told)
+def names(model: nn.Module, **arguments: str | list[str]) -> tuple[list[str], list[str], list[str]]:
+    found = structure_of(model, **arguments)
     for part in (*found.embeddings, *found.layers, *found.outputs):
         assert isinstance(part, Part)
     return tuple([part.name for part in each] for each in (found.embeddings, found.layers, found.outputs))
@@ -280,7 +280,7 @@ def test_wrapped_pipeline_stages(one_rank: None):
     assert (bare.name, type(bare.module)) == ("0.module", nn.Linear)
 
 
-def test_the_users_words_about_pipeline_stages():
+def test_configured_names_of_pipeline_stages():
     model = nn.ModuleList([Chunk(0, first=True), Chunk(2, last=True)])
     assert names(model, layers="1.layers")[1] == ["1.layers.2"]
     assert names(model, layers=["0", "1.layers.2"]) == (
@@ -370,7 +370,7 @@ def test_a_shared_layer_appears_once():
     assert names(Bag(layers=twice))[1] == ["layers.0"]
 
 
-def test_data_parallel_wrappers_leave_no_trace(one_rank: None):
+def test_names_do_not_contain_data_parallel_wrappers(one_rank: None):
     assert names(DistributedDataParallel(gpt())) == GPT
     assert names(torch.compile(DistributedDataParallel(gpt()))) == GPT
     assert names(DistributedDataParallel(torch.compile(gpt()))) == GPT
@@ -411,7 +411,7 @@ def test_only_some_layers_wrapped_are_still_of_one_kind():
     assert names(Bag(layers=layers))[1] == ["layers.0", "layers.1"]
 
 
-def test_the_users_words_win_over_the_search():
+def test_configured_names_take_precedence_over_the_search():
     model = Bag(a=tokens(), b=tokens(), one=blocks(2), two=blocks(2), x=head(), y=head())
     assert names(model, embedding="b", layers="two", output="x") == (["b"], ["two.0", "two.1"], ["x"])
     assert names(model, layers=["two.1", "module.one.0"])[1] == ["two.1", "one.0"]
@@ -424,12 +424,12 @@ def test_the_users_words_win_over_the_search():
 
 def test_what_stands_outside_of_the_users_layers_is_still_searched():
     model = Bag(tok=tokens(), stack=Bag(first=Block(), second=Block()), score=head(3))
-    told = names(model, layers=["stack.first", "stack.second"])
-    assert told == (["tok"], ["stack.first", "stack.second"], ["score"])
+    found = names(model, layers=["stack.first", "stack.second"])
+    assert found == (["tok"], ["stack.first", "stack.second"], ["score"])
 
 
 @pytest.mark.parametrize("what", ["embedding", "layers", "output"])
-def test_an_unknown_path_is_told_with_the_nearest(what: str):
+def test_an_unknown_path_is_refused_with_the_nearest_match(what: str):
     with pytest.raises(ValueError, match=f"{what}='transformer.ha' is not a module .*'transformer.h'"):
         structure_of(gpt(), **{what: "transformer.ha"})
 

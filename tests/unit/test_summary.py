@@ -110,7 +110,7 @@ def test_lines_become_rarer_up_to_a_limit():
     assert sum(checks) == 1000
 
 
-def test_counts_do_not_wait_for_ever():
+def test_counts_are_written_after_a_limited_time():
     now = 0.0
     kept = Kept()
     recorder = SummaryRecorder(kept, CONFIG, lambda: now)
@@ -124,7 +124,7 @@ def test_counts_do_not_wait_for_ever():
     assert len(kept.items) == before + 1
 
 
-def test_what_is_held_is_bounded():
+def test_memory_of_unwritten_counts_is_bounded():
     kept = Kept()
     recorder = SummaryRecorder(kept, CONFIG)
     for step in range(1, 300):

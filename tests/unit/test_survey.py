@@ -1,4 +1,4 @@
-"""When an observer asks for a survey: what is remarkable to itself, and how often it may say so."""
+"""When an observer asks for a survey: which durations call for one, and how often."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def durations(phase: Phase = Phase.INPUT, values: list[float] | None = None) -> 
         pytest.param(times(0.02, 20) + times(0.9, 2), False, id="two slow batches"),
     ],
 )
-def test_what_is_remarkable(values: list[float], due: bool):
+def test_durations_that_call_for_a_survey(values: list[float], due: bool):
     assert SurveySchedule(CONFIG).is_due(durations(values=values), STEPS, 0.0) is due
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM in real processes: what is to be done before is done, and the process ends as it would have."""
+"""SIGTERM in real processes: the handler's work is done, and the process ends as it would have."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ GRID = Mesh.grid(replica=3, tensor=2)
 """Tensor-parallel pairs (0, 1), (2, 3), (4, 5)."""
 
 
-def told(mesh: Mesh, *measured: Measured) -> list[list[dict[str, Any]]]:
+def received_timings(mesh: Mesh, *measured: Measured) -> list[list[dict[str, Any]]]:
     """What each rank says, as it arrives."""
     return json.loads(json.dumps([[each.to_json(mesh)] for each in measured]))
 
@@ -40,7 +40,7 @@ def pairs(*laps: Sequence[float]) -> list[Measured]:
 
 def test_own_work_is_compared_among_peers_only():
     times = [1.0, 2.0, 1.0, 2.0, 1.0, 2.0]
-    found = Timings(7, GRID, told(GRID, *map(module, times))).computation()
+    found = Timings(7, GRID, received_timings(GRID, *map(module, times))).computation()
     assert {(each.peers, each.verdict.evidence) for each in found} == {
         ((0, 2, 4), (1.0, 1.0, 1.0)),
         ((1, 3, 5), (2.0, 2.0, 2.0)),
@@ -50,31 +50,33 @@ def test_own_work_is_compared_among_peers_only():
     }
 
 
-def test_a_rank_that_told_nothing_is_left_out_and_not_called_slow():
+def test_a_rank_without_times_is_left_out_and_not_called_slow():
     mesh = Mesh.grid(replica=4)
-    said = told(mesh, *map(module, [1.0, 1.0, 1.0, 1.0]))
-    said[2] = []
-    (record,) = Timings(1, mesh, said).computation()
+    timings = received_timings(mesh, *map(module, [1.0, 1.0, 1.0, 1.0]))
+    timings[2] = []
+    (record,) = Timings(1, mesh, timings).computation()
     assert (record.peers, record.status) == ((0, 1, 3), "agree")
 
 
-def test_one_that_is_left_alone_is_compared_with_nobody():
+def test_a_single_remaining_rank_is_not_compared():
     mesh = Mesh.grid(replica=2)
-    said = told(mesh, *map(module, [1.0, 1.0]))
-    assert Timings(1, mesh, [said[0], []]).computation() == []
+    timings = received_timings(mesh, *map(module, [1.0, 1.0]))
+    assert Timings(1, mesh, [timings[0], []]).computation() == []
 
 
 def test_work_of_another_size_is_not_compared():
     mesh = Mesh.grid(replica=4)
     sizes = [(2, 8), (2, 8), (2, 16), (2, 16)]
-    found = Timings(1, mesh, told(mesh, *(module(1.0, shape=each) for each in sizes))).computation()
+    found = Timings(
+        1, mesh, received_timings(mesh, *(module(1.0, shape=each) for each in sizes))
+    ).computation()
     assert {each.peers for each in found} == {(0, 1), (2, 3)}
 
 
 def test_a_collective_took_what_its_last_member_saw_each_time():
     """In the first, rank 1 comes late; in the second, rank 0 does."""
     laps = pairs((250.0, 1.0), (2.0, 251.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
-    times, records = Timings(1, GRID, told(GRID, *laps)).communication()
+    times, records = Timings(1, GRID, received_timings(GRID, *laps)).communication()
     assert [(each.ranks, each.axis, each.surface, each.milliseconds, each.shape) for each in times] == [
         ((0, 1), "tensor", "time/all_reduce@tensor", 3.0, (16,)),
         ((2, 3), "tensor", "time/all_reduce@tensor", 2.0, (16,)),
@@ -86,13 +88,13 @@ def test_a_collective_took_what_its_last_member_saw_each_time():
     }
 
 
-@pytest.mark.parametrize("partial", [[], [[1.0]]], ids=["told nothing", "told less"])
+@pytest.mark.parametrize("partial", [[], [[1.0]]], ids=["no times", "fewer times"])
 def test_a_group_of_which_a_member_is_missing_is_not_measured(partial: list[list[float]]):
-    said = told(GRID, *pairs(*[(1.0, 1.0)] * 6))
-    said[3] = said[3] if partial else []
-    for each in said[3]:
+    timings = received_timings(GRID, *pairs(*[(1.0, 1.0)] * 6))
+    timings[3] = timings[3] if partial else []
+    for each in timings[3]:
         each["laps"][0][-1] = partial[0]
-    times, records = Timings(1, GRID, said).communication()
+    times, records = Timings(1, GRID, timings).communication()
     assert {each.ranks for each in times} == {(0, 1), (4, 5)}
     assert {each.peers for each in records} == {(0, 4), (1, 5)}
 
@@ -104,11 +106,11 @@ def test_a_stage_has_a_group_with_each_neighbour_and_its_own_time_is_the_slower(
     def sent(one: int, other: int, milliseconds: float) -> Lap:
         return Lap("time/send@", (one, other), 16, (milliseconds,))
 
-    said = [
+    timings = [
         module(1.0, *(sent(*ends, 9.0 if ends == (0, 2) else 2.0) for ends in links if rank in ends))
         for rank, links in enumerate([[(0, 1), (1, 2), (0, 2)]] * 3 + [[(3, 4), (4, 5), (3, 5)]] * 3)
     ]
-    times, records = Timings(1, mesh, told(mesh, *said)).communication()
+    times, records = Timings(1, mesh, received_timings(mesh, *timings)).communication()
     assert {(each.ranks, each.axis, each.milliseconds) for each in times} == {
         *(((one, other), "pipeline", 2.0) for one, other in ((0, 1), (1, 2), (3, 4), (4, 5), (3, 5))),
         ((0, 2), "pipeline", 9.0),
@@ -128,7 +130,7 @@ def test_a_group_is_named_by_its_axis():
     assert axis_of(mesh, (0, 1, 2, 3)) == "shard+tensor"
 
 
-def test_the_size_of_what_is_told_does_not_grow_with_the_group():
+def test_the_size_of_the_message_does_not_grow_with_the_group():
     mesh = Mesh.grid(shard=512)
     lap = Lap("time/all_gather", tuple(range(512)), 100, (1.0,))
     assert len(json.dumps(module(1.0, lap).to_json(mesh))) < 200
@@ -144,7 +146,9 @@ def observed(
     return [
         (incident.scope.value, incident.ranks, incident.step)
         for step, measured in enumerate(rounds, 1)
-        for incident in stragglers.observe(Timings(step, mesh, told(mesh, *measured), config)).incidents
+        for incident in stragglers.observe(
+            Timings(step, mesh, received_timings(mesh, *measured), config)
+        ).incidents
     ]
 
 
@@ -165,27 +169,27 @@ def test_a_slow_rank_is_not_taken_for_a_slow_group():
     assert observed(GRID, [QUIET] * 3 + [slow] * 2) == [("rank", (2,), 5)]
 
 
-def test_what_all_share_is_the_jobs_once_however_many_peer_groups_see_it():
+def test_a_shared_slowdown_is_reported_once_for_the_job():
     slow = [module(20.0, *each.laps) for each in QUIET]
     assert observed(GRID, [QUIET] * 6 + [slow] * 6) == [("job", (), 9)]
 
 
 def doubted(stragglers: Stragglers, step: int, measured: Sequence[Measured]) -> set[str | None]:
-    return stragglers.layers_to_time_again(Timings(step, GRID, told(GRID, *measured)))
+    return stragglers.layers_to_time_again(Timings(step, GRID, received_timings(GRID, *measured)))
 
 
-def test_what_would_be_reported_is_doubted_first():
+def test_a_straggler_is_timed_again_before_it_is_reported():
     stragglers = Stragglers(GRID, 0, StragglerConfig(), BaselineConfig(warmup=3))
     slow = list(QUIET)
     slow[2] = module(251.0, *QUIET[2].laps)
     (layer,) = {each.layer for each in QUIET}
     for step in range(1, 4):
         assert doubted(stragglers, step, QUIET) == set()
-        stragglers.observe(Timings(step, GRID, told(GRID, *QUIET)))
+        stragglers.observe(Timings(step, GRID, received_timings(GRID, *QUIET)))
     assert doubted(stragglers, 4, slow) == set(), "slow once, which is not reported"
-    assert stragglers.observe(Timings(4, GRID, told(GRID, *slow))).incidents == []
+    assert stragglers.observe(Timings(4, GRID, received_timings(GRID, *slow))).incidents == []
     assert doubted(stragglers, 5, slow) == {layer}
-    (incident,) = stragglers.observe(Timings(5, GRID, told(GRID, *slow))).incidents
+    (incident,) = stragglers.observe(Timings(5, GRID, received_timings(GRID, *slow))).incidents
     assert incident.ranks == (2,)
     assert doubted(stragglers, 6, slow) == set(), "reported: there is nothing to find out"
 
@@ -196,28 +200,30 @@ def test_a_rank_that_is_fast_when_it_is_timed_again_is_not_reported():
     slow[2] = module(251.0, *QUIET[2].laps)
     for step, measured in enumerate([QUIET, QUIET, slow, slow, slow, slow], 1):
         is_doubted = bool(doubted(stragglers, step, measured))
-        seen = stragglers.observe(Timings(step, GRID, told(GRID, *(QUIET if is_doubted else measured))))
+        seen = stragglers.observe(
+            Timings(step, GRID, received_timings(GRID, *(QUIET if is_doubted else measured)))
+        )
         assert seen.incidents == []
         assert is_doubted == (step in (4, 6))
 
 
-def test_what_would_be_reported_of_all_peers_is_doubted_first():
+def test_a_shared_slowdown_is_timed_again_before_it_is_reported():
     stragglers = Stragglers(GRID, 0, StragglerConfig(), BaselineConfig(warmup=3))
     slow = [module(20.0, *each.laps) for each in QUIET]
     assert doubted(stragglers, 1, slow) == set(), "nothing is usual yet"
     for step, measured in enumerate([QUIET] * 4 + [slow] * 2, 1):
         assert doubted(stragglers, step, measured) == set()
-        stragglers.observe(Timings(step, GRID, told(GRID, *measured)))
+        stragglers.observe(Timings(step, GRID, received_timings(GRID, *measured)))
     assert doubted(stragglers, 7, slow) == {each.layer for each in QUIET}
 
 
-def test_healthy_rounds_say_nothing():
+def test_healthy_rounds_are_silent():
     assert observed(GRID, [QUIET] * 20) == []
 
 
 def test_records_are_those_this_rank_takes_part_in():
     stragglers = Stragglers(GRID, 3, StragglerConfig(), BaselineConfig())
-    found = stragglers.observe(Timings(1, GRID, told(GRID, *QUIET)))
+    found = stragglers.observe(Timings(1, GRID, received_timings(GRID, *QUIET)))
     assert {each.peers for each in found.records} == {(1, 3, 5)}
     assert {each.surface for each in found.records} == {"time/module", "time/all_reduce@tensor"}
 
@@ -225,7 +231,7 @@ def test_records_are_those_this_rank_takes_part_in():
 def test_two_replicas_of_shards_are_compared_together_and_their_updates_are_not():
     mesh = Mesh.grid(replica=2, shard=2)
     both = Measured("layer.0", (1,), {"time/module": 1.0, "time/optimizer": 1.0}, ())
-    found = Timings(1, mesh, told(mesh, *[both] * 4)).computation()
+    found = Timings(1, mesh, received_timings(mesh, *[both] * 4)).computation()
     assert {(each.surface, each.peers) for each in found} == {
         ("time/module", (0, 1, 2, 3)),
         ("time/optimizer", (0, 2)),
@@ -262,7 +268,7 @@ def test_a_pair_is_compared_by_the_ratio_that_was_asked_for(ratio: float, found:
 @pytest.mark.parametrize(("kappa", "status"), [(2.0, Status.ATTRIBUTED), (5.0, Status.AGREE)])
 def test_peers_are_compared_by_the_kappa_that_was_asked_for(kappa: float, status: Status):
     mesh = Mesh.grid(replica=5)
-    said = told(mesh, *map(module, (100.0, 101.0, 102.0, 103.0, 107.0)))
-    (record,) = Timings(1, mesh, said, StragglerConfig(kappa=kappa)).computation()
+    timings = received_timings(mesh, *map(module, (100.0, 101.0, 102.0, 103.0, 107.0)))
+    (record,) = Timings(1, mesh, timings, StragglerConfig(kappa=kappa)).computation()
     assert record.verdict is not None
     assert record.verdict.status is status

@@ -1,4 +1,4 @@
-"""State as JSON and tensors: everything that state dicts hold comes back, and nothing else gets in."""
+"""State as JSON and tensors: everything in state dicts round-trips, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def bits(value: float) -> bytes:
     ],
     ids=lambda tree: repr(tree)[:30],
 )
-def test_what_state_is_made_of_comes_back(tree: Any):
+def test_values_that_state_consists_of_round_trip(tree: Any):
     found = round_trip(tree)
     assert (found, type(found)) == (tree, type(tree))
     for name in ("maxlen", "default_factory"):
@@ -203,7 +203,7 @@ def test_what_optimizers_schedulers_and_generators_call_their_state_comes_back()
         (torch.return_types.max((1, 2)), "the state is a torch.return_types.max"),
     ],
 )
-def test_anything_else_is_refused_with_its_place(tree: Any, message: str):
+def test_other_values_are_refused_with_their_path(tree: Any, message: str):
     with pytest.raises(CheckpointError, match=message):
         encode(tree)
 
@@ -216,7 +216,7 @@ def test_subclasses_of_tensors_are_the_callers_to_take_apart():
         encode({"w": torch.ones(2).as_subclass(Wrapped)})
 
 
-def test_what_contains_itself_or_is_bottomless_is_refused():
+def test_recursive_and_too_deep_containers_are_refused():
     loop: list[Any] = []
     loop.append(loop)
     deep: list[Any] = []

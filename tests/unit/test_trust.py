@@ -1,4 +1,4 @@
-"""Up to which step a job is certified, by its checks alone."""
+"""The step up to which a job is certified, by its checks alone."""
 
 from __future__ import annotations
 

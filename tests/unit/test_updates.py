@@ -1,4 +1,4 @@
-"""Whoever listens to the updates of an optimizer without hooks, coming and going in any order."""
+"""Listeners to the updates of an optimizer without hooks, added and removed in any order."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ class Wrapped:
         return 2 * scale
 
 
-def listening(updates: UpdateHooks, heard: list[str], name: str):
-    return updates.add(lambda: heard.append(f"{name} before"), lambda: heard.append(f"{name} after"))
+def listening(updates: UpdateHooks, events: list[str], name: str):
+    return updates.add(lambda: events.append(f"{name} before"), lambda: events.append(f"{name} after"))
 
 
 @pytest.mark.parametrize("first_to_leave", [0, 1])
-def test_who_leaves_neither_takes_the_other_along_nor_stays(first_to_leave: int):
-    optimizer, heard = Wrapped(), list[str]()
+def test_removing_one_listener_leaves_the_other_in_place(first_to_leave: int):
+    optimizer, events = Wrapped(), list[str]()
     updates = UpdateHooks(optimizer)
-    leave = [listening(updates, heard, name) for name in "ab"]
+    leave = [listening(updates, events, name) for name in "ab"]
     assert optimizer.step(scale=3) == 6
-    assert heard == ["a before", "b before", "a after", "b after"]
+    assert events == ["a before", "b before", "a after", "b after"]
     leave[first_to_leave]()
-    heard.clear()
+    events.clear()
     optimizer.step()
     stays = "ba"[first_to_leave]
-    assert heard == [f"{stays} before", f"{stays} after"]
+    assert events == [f"{stays} before", f"{stays} after"]
     leave[1 - first_to_leave]()
     leave[first_to_leave]()
-    heard.clear()
+    events.clear()
     optimizer.step()
-    assert (heard, vars(optimizer).keys()) == ([], {"calls"})
+    assert (events, vars(optimizer).keys()) == ([], {"calls"})
     assert optimizer.calls == ["step"] * 3
 
 
-def test_a_step_that_the_object_had_of_its_own_comes_back():
+def test_an_instance_attribute_step_is_restored():
     optimizer = Wrapped()
     own = optimizer.step = lambda: 7
     leave = UpdateHooks(optimizer).add(lambda: None, lambda: None)
@@ -50,27 +50,27 @@ def test_a_step_that_the_object_had_of_its_own_comes_back():
     assert optimizer.step is own
 
 
-def test_what_goes_on_meanwhile_begins_and_ends_once_and_may_again():
-    heard: list[str] = []
+def test_the_context_is_entered_with_the_first_listener_and_left_with_the_last():
+    events: list[str] = []
 
     def meanwhile():
-        heard.append("begun")
-        return lambda: heard.append("ended")
+        events.append("begun")
+        return lambda: events.append("ended")
 
     updates = UpdateHooks(Wrapped(), meanwhile)
     for _ in range(2):
         leave = [updates.add(lambda: None, lambda: None) for _ in range(2)]
-        assert heard == ["begun"]
+        assert events == ["begun"]
         for each in leave:
             each()
-        assert heard == ["begun", "ended"]
-        heard.clear()
+        assert events == ["begun", "ended"]
+        events.clear()
 
 
 def test_an_update_that_fails_ends_no_step():
-    optimizer, heard = Wrapped(), list[str]()
+    optimizer, events = Wrapped(), list[str]()
     optimizer.step = lambda: 1 / 0
-    listening(UpdateHooks(optimizer), heard, "a")
+    listening(UpdateHooks(optimizer), events, "a")
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    assert heard == ["a before"]
+    assert events == ["a before"]

@@ -1,4 +1,4 @@
-"""Commands that look at others' jobs and answer others' questions: whatever those are, no traceback."""
+"""Commands that read other users' jobs or answer other machines never end in a traceback."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_status_of_another_users_run(tmp_path: Path):
         os.seteuid(0)
 
 
-def test_a_visitor_who_leaves_before_the_answer_does_not_end_a_doctor():
+def test_a_client_that_disconnects_before_the_answer_does_not_end_the_doctor():
     ports: list[int] = []
     visits: list[network.Visit] = []
     failures: list[Exception] = []

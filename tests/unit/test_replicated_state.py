@@ -78,7 +78,7 @@ def test_one_wrong_bit_shows_under_its_own_name(slot: str | None):
     assert outliers(found, name) == [2]
 
 
-def test_what_agrees_is_summed_up_by_what_it_is():
+def test_agreements_are_summarized_by_kind_of_state():
     (replay,) = aligned(stepped(1))
     comparisons = replay.comparisons()
     assert {each.mode for each in comparisons} == {Mode.STATE}
@@ -120,7 +120,7 @@ def test_slots_of_parameters_without_a_name_are_left_out():
     assert not any("0.weight" in name for name in slots_of(rank.surfaces, [rank.optimizer]))
 
 
-def test_several_optimizers_are_looked_through():
+def test_state_of_several_optimizers_is_compared():
     rank = Rank()
     halves = [torch.optim.AdamW(rank.model[i].parameters()) for i in (0, 1)]
     rank.model(torch.ones(4, 3)).sum().backward()
@@ -129,7 +129,7 @@ def test_several_optimizers_are_looked_through():
     assert len(slots_of(rank.surfaces, halves)) == 4 * 3
 
 
-def test_what_only_some_ranks_hold_is_theirs_and_is_not_compared():
+def test_state_that_only_some_ranks_hold_is_not_compared():
     ranks = stepped(2)
     ranks[1].optimizer.state[ranks[1].model[0].weight]["more"] = torch.ones(1)
     found = observations(aligned(ranks))
@@ -151,16 +151,16 @@ def test_names_are_exchanged_only_when_they_change():
     assert [rank.begin().describe()["names"] for rank in ranks] == [None, None]
 
 
-def test_a_tensor_that_all_held_and_one_lost_is_no_design():
+def test_a_tensor_that_one_rank_has_lost_is_a_difference():
     ranks = stepped(2)
     for replay in aligned(ranks):
         replay.learn([])
     del ranks[1].optimizer.state[ranks[1].model[0].weight]["exp_avg"]
     replays = [rank.begin() for rank in ranks]
-    told = [replay.describe() for replay in replays]
+    described = [replay.describe() for replay in replays]
     for replay in replays:
         with pytest.raises(ReplayError, match="the next check exchanges all names"):
-            replay.prepare(told, 0)
+            replay.prepare(described, 0)
     with pytest.raises(ReplayError, match=r"all peers had model/0.weight.exp_avg, and peers \[1\] no longer"):
         prepare([rank.begin() for rank in ranks])
 
@@ -171,7 +171,7 @@ def test_the_order_in_which_ranks_made_their_state_does_not_matter():
     assert differing(observations(aligned(ranks))) == set()
 
 
-def test_nothing_is_broadcast_or_written_and_everything_let_go():
+def test_nothing_is_broadcast_or_written_and_release_drops_everything():
     (rank,) = stepped(1)
     replay = rank.begin()
     prepare([replay])

@@ -22,7 +22,7 @@ def stepped(state: dict[str, torch.Tensor]) -> OwnedStateRecipe:
     return recipe
 
 
-def test_state_that_rests_is_watched():
+def test_unchanged_state_is_watched_in_full():
     recipe = stepped({"a/weight": torch.ones(3)})
     replay = recipe.begin(0, is_source=True)
     replay.prepare([replay.describe()], 0)
@@ -37,7 +37,7 @@ def test_state_that_cannot_be_signed_counts_as_unwatched():
     assert recipe.share == 0.0
 
 
-def test_nothing_stays_on_the_optimizer():
+def test_close_removes_the_optimizer_hooks():
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     recipe = OwnedStateRecipe(dict, [optimizer])

@@ -1,4 +1,4 @@
-"""A replayed call as it is kept for a sweep: through a checkpoint, and into a process that never made it."""
+"""A replayed call that is saved for a sweep: written to a checkpoint and loaded in another process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_call_comes_back_bit_for_bit_with_its_arguments_as_they_were():
     assert torch.equal(again.randomness.states["cpu"], state)
 
 
-def test_a_rank_that_keeps_nothing_makes_room_from_the_description_alone():
+def test_a_rank_without_saved_calls_allocates_from_the_description_alone():
     made = call(torch.randn(4, 3), 7)
     found = kept(made)[KEY]
     assert found is not None
@@ -71,7 +71,7 @@ def test_a_rank_that_keeps_nothing_makes_room_from_the_description_alone():
     assert room.leaves[1] == 7
 
 
-def test_later_training_does_not_change_what_is_kept():
+def test_later_training_does_not_change_saved_calls():
     gradient = torch.zeros(4)
     made = call(torch.ones(2))
     made.gradients[0] = gradient
@@ -102,7 +102,9 @@ def in_a_ring() -> Invocation:
         (lambda: call(torch.ones(2)), 40, "saved calls would need .* bytes, and 40 are allowed"),
     ],
 )
-def test_what_cannot_be_kept_says_why_and_takes_the_place_of_what_was(made: Any, limit: int, reason: str):
+def test_a_call_that_cannot_be_saved_replaces_the_previous_one_with_the_reason(
+    made: Any, limit: int, reason: str
+):
     saved_calls = kept(call(torch.ones(2)))
     saved_calls.limit = limit
     saved_calls.keep(KEY, made())
@@ -112,7 +114,7 @@ def test_what_cannot_be_kept_says_why_and_takes_the_place_of_what_was(made: Any,
     assert not saved_calls.problems
 
 
-def test_without_room_nothing_is_kept_or_loaded():
+def test_without_memory_nothing_is_saved_or_loaded():
     saved_calls = kept(call(torch.ones(2)))
     assert list(saved(saved_calls)) == [KEY]
     assert list(saved(saved_calls, limit=0)) == list(kept(call(torch.ones(2)), limit=0)) == []

@@ -1,4 +1,4 @@
-"""A listener that writes down all it hears."""
+"""A listener that records every collective."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torchscout.collectives.call import Call, Group, Splits
 from torchscout.collectives.interceptor import Pending
 
-__all__ = ["Ears", "Heard"]
+__all__ = ["CallRecorder", "RecordedCall"]
 
 
 @dataclass(frozen=True)
-class Heard:
+class RecordedCall:
     operation: str
     variant: str
     group: Group
@@ -31,15 +31,15 @@ class Heard:
     thread: str
 
 
-class Ears:
-    """``heard`` before each operation; ``tokens``, the same again, once it was issued."""
+class CallRecorder:
+    """Records ``calls`` before each operation, and the same as ``tokens`` once it was issued."""
 
     def __init__(self) -> None:
-        self.heard: list[Heard] = []
-        self.tokens: list[Heard] = []
+        self.calls: list[RecordedCall] = []
+        self.tokens: list[RecordedCall] = []
 
     def before(self, call: Call) -> Any:
-        heard = Heard(
+        recorded = RecordedCall(
             call.operation,
             call.variant,
             call.group,
@@ -54,12 +54,12 @@ class Ears:
             call.is_async,
             threading.current_thread().name,
         )
-        self.heard.append(heard)
-        return heard
+        self.calls.append(recorded)
+        return recorded
 
     def issued(self, _call: Call, token: Any, _pending: Pending | None) -> None:
         self.tokens.append(token)
 
     @property
     def operations(self) -> list[str]:
-        return [heard.operation for heard in self.heard]
+        return [call.operation for call in self.calls]

@@ -27,30 +27,30 @@ def raise_it(error: Exception) -> None:
     raise error
 
 
-def test_what_checks_and_observers_find_is_told_once(tmp_path: Path):
-    told: list[Incident] = []
-    news = IncidentCallback(1, [told.append], raise_it, tmp_path / "news")
+def test_incidents_of_checks_and_observers_are_passed_on_once(tmp_path: Path):
+    received: list[Incident] = []
+    news = IncidentCallback(1, [received.append], raise_it, tmp_path / "news")
     news.add([INCIDENT])
     found(tmp_path / "news", RESOLVED, NAMES_RANK_0)
-    until(lambda: len(told) == 2, "both are told")
+    until(lambda: len(received) == 2, "both incidents are received")
     found(tmp_path / "news", INCIDENT)
     news.close()
-    assert told == [INCIDENT, NAMES_RANK_0, INCIDENT]
-    assert news.incidents == told
+    assert received == [INCIDENT, NAMES_RANK_0, INCIDENT]
+    assert news.incidents == received
 
 
-def test_a_line_that_is_being_written_is_told_when_it_is_whole(tmp_path: Path):
-    told: list[Incident] = []
-    news = IncidentCallback(0, [told.append], raise_it, tmp_path / "news")
+def test_a_line_that_is_being_written_is_passed_on_once_it_is_complete(tmp_path: Path):
+    received: list[Incident] = []
+    news = IncidentCallback(0, [received.append], raise_it, tmp_path / "news")
     whole = line_of(INCIDENT)
     with (tmp_path / "news").open("ab") as file:
         file.write(whole[:40])
         file.flush()
         time.sleep(1.1)
-        assert told == []
+        assert received == []
         file.write(whole[40:])
     news.close()
-    assert told == [INCIDENT]
+    assert received == [INCIDENT]
 
 
 @pytest.mark.parametrize("rank", range(8))
@@ -65,7 +65,9 @@ def test_one_rank_logs_an_incident(rank: int, caplog: pytest.LogCaptureFixture):
     assert len(caplog.messages) == (rank == 0) + (rank == NAMES_RANK_0.reporter)
 
 
-def test_what_one_observer_alone_knows_its_own_rank_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_finding_of_one_observer_is_logged_by_its_own_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     news = IncidentCallback(3, [], raise_it, tmp_path / "news")
     found(tmp_path / "news", NOT_CHECKED)
     news.close()
@@ -75,16 +77,16 @@ def test_what_one_observer_alone_knows_its_own_rank_logs(tmp_path: Path, caplog:
 
 
 def test_a_function_that_raises_is_called_with_the_next_incident_all_the_same():
-    told, failures = [], []
+    received, failures = [], []
 
     def clumsy(incident: Incident) -> None:
-        told.append(incident)
+        received.append(incident)
         raise KeyError("dropped")
 
     news = IncidentCallback(0, [clumsy], failures.append)
     news.add([INCIDENT, NAMES_RANK_0])
     news.close()
-    assert told == [INCIDENT, NAMES_RANK_0]
+    assert received == [INCIDENT, NAMES_RANK_0]
     assert [type(each) for each in failures] == [KeyError, KeyError]
 
 
