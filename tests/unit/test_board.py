@@ -496,6 +496,21 @@ def test_there_is_no_survey_during_a_round_or_an_open_incident(board: Board):
     assert (board.hub.deadline, board.surveys, len(board.rounds)) == (None, [], 1)
 
 
+def status_at(rank: int = 0, step: int = 0) -> RankStatus:
+    """What rank 0 reports about the progress of a rank."""
+    progress = Progress(
+        rank=rank,
+        step=step,
+        operation=0,
+        phase=Phase.IDLE,
+        issued={},
+        recent=(),
+        at_communication=False,
+        silent_seconds=0.0,
+    )
+    return RankStatus(0, Process.RUNNING, progress)
+
+
 NESTED = b"[" * 900 + b"]" * 900
 HOSTILE = {
     "nan": b'{"kind":"moved","seconds":NaN}',
@@ -516,6 +531,12 @@ HOSTILE = {
     .replace("\\\\n", "\\n")
     .encode(),
     "lines": json.dumps({"kind": "leave", "report": {**report(0), "lines": "{}\n" * 5000}}).encode(),
+    "the progress of another rank": json.dumps(
+        {"kind": "leave", "report": RankReport(status_at(rank=1), (LINE,)).to_json()}
+    ).encode(),
+    "a step beyond 64 bits": json.dumps(
+        {"kind": "leave", "report": RankReport(status_at(step=1 << 63), (LINE,)).to_json()}
+    ).encode(),
     "a progress of texts": json.dumps(
         {"kind": "leave", "report": {**report(0), "status": {"rank": 0, "process": [], "progress": 7}}}
     ).encode(),

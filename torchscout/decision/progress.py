@@ -136,7 +136,7 @@ class Progress:
         shared = {} if shared is None else shared
         _require(line, _PROGRESS)
         for counts in (line["issued"], line.get("entered", {})):
-            if not all(type(count) is int for count in counts.values()):
+            if not all(_is_int64(count) for count in counts.values()):
                 raise ValueError(f"operations must be counted by integers, got {counts!r:.80}")
         recent = tuple([_issued(each, shared) for each in line["recent"]])
         return cls(**{**line, "phase": Phase(line["phase"]), "recent": recent})
@@ -205,9 +205,16 @@ _ISSUED: _Types = {
 def _require(line: Mapping[str, Any], types: _Types) -> None:
     """Raise ``ValueError`` for another type; unlike ``isinstance``, True is not an integer."""
     for name, value in line.items():
-        expected = types.get(name) or _LATER.get(name)
-        if expected is not None and type(value) not in expected:
+        if (expected := types.get(name) or _LATER.get(name)) is None:
+            continue
+        # Hashes are unsigned, and only compared. The diagnosis has all other integers in arrays.
+        is_large = type(value) is int and name not in ("fingerprint", "digest") and not _is_int64(value)
+        if type(value) not in expected or is_large:
             raise ValueError(f"{name} is {value!r:.40}")
+
+
+def _is_int64(value: object) -> bool:
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
 
 
 def _issued(line: Mapping[str, Any], shared: Shared) -> IssuedOp:
@@ -226,6 +233,6 @@ _without_splits = itemgetter("line", "number", "fingerprint", "digest", "text")
 
 def _splits(issued: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     splits = {name: None if issued[name] is None else tuple(issued[name]) for name in ("sends", "receives")}
-    if not all(type(size) is int for each in splits.values() for size in each or ()):
+    if not all(_is_int64(size) for each in splits.values() for size in each or ()):
         raise ValueError(f"splits must be integers, got {splits!r:.80}")
     return splits

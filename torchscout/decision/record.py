@@ -367,6 +367,8 @@ def _encode(value: Any) -> float | str:
 def _decode(value: float | str) -> float | int:
     if not isinstance(value, str) or len(value) < 16:
         return float(value)
+    if len(value) > 16:
+        raise ValueError(f"not a time or a signature: {value!r:.80}")
     unsigned = int(value, 16)
     return unsigned - (1 << 64) if unsigned >> 63 else unsigned
 

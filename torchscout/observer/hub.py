@@ -355,8 +355,10 @@ class Hub:
 
 def _report_of(rank: int, message: Message, shared: Shared, size: int) -> RankReport:
     report = RankReport.from_json(message["report"], shared, size)
-    if report.status.rank != rank:
-        raise ValueError(f"rank {rank} reports for rank {report.status.rank}")
+    known = [each for each in (report.status.progress, report.stalled) if each is not None]
+    for reported in (report.status.rank, *(each.rank for each in known)):
+        if reported != rank:
+            raise ValueError(f"rank {rank} reports for rank {reported}")
     return report
 
 
