@@ -23,6 +23,7 @@ PUBLIC = [
     "ObserverConfig",
     "Parallelism",
     "PeerGroup",
+    "RecoveryConfig",
     "ReplayConfig",
     "Scope",
     "ScoutError",

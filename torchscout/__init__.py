@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchscout.attach import enable_resiliency
-    from torchscout.config import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig
+    from torchscout.config import (
+        CheckpointConfig,
+        ObserverConfig,
+        Parallelism,
+        RecoveryConfig,
+        ReplayConfig,
+    )
     from torchscout.decision.consensus import Status, Verdict
     from torchscout.decision.record import Action, EvidenceRecord, Incident, Manifestation, Scope
     from torchscout.decision.signature import signature, signatures
@@ -22,7 +28,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "attach": ("enable_resiliency",),
-    "config": ("CheckpointConfig", "ObserverConfig", "Parallelism", "ReplayConfig"),
+    "config": ("CheckpointConfig", "ObserverConfig", "Parallelism", "RecoveryConfig", "ReplayConfig"),
     "decision.consensus": ("Status", "Verdict"),
     "decision.record": ("Action", "EvidenceRecord", "Incident", "Manifestation", "Scope"),
     "decision.signature": ("signature", "signatures"),
@@ -43,6 +49,7 @@ __all__ = [
     "ObserverConfig",
     "Parallelism",
     "PeerGroup",
+    "RecoveryConfig",
     "ReplayConfig",
     "Scope",
     "ScoutError",

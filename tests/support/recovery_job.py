@@ -18,8 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchscout import CheckpointConfig, ObserverConfig, Parallelism, ReplayConfig, enable_resiliency
-from torchscout.config import RecoveryConfig
+from torchscout import (
+    CheckpointConfig,
+    ObserverConfig,
+    Parallelism,
+    RecoveryConfig,
+    ReplayConfig,
+    enable_resiliency,
+)
 
 STEPS, FAULTY_STEP, CULPRIT = 24, 13, 1
 

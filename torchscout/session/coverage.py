@@ -92,7 +92,8 @@ class Covered:
         parts = [f"{_percent(self.compared)} of the parameters are compared among replicas"]
         if self.watched or not self.compared:
             parts.append(f"{_percent(self.watched)} are watched between updates")
-        parts.append(f"{self.parts} modules are replayed in turn")
+        in_turn = f"{self.parts} modules are replayed in turn"
+        parts.append("1 module is replayed" if self.parts == 1 else in_turn)
         if self.paths:
             parts.append(f"experts are replayed on {self.paths} paths of a catalog")
         parts.append(f"updates of {self.updates} of {self.optimizers} optimizers are recomputed")
